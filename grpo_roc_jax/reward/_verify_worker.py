@@ -29,7 +29,7 @@ def _start_clock(limit_s: float) -> None:
 
 
 def _judge(request: dict) -> str:
-    """The verdict on a goal: `["same", answer, gold]`, or `all`, `any` and `match` of such; or whether a text parses."""
+    """The verdict on a goal, `["same", answer, gold]` or `all`, `any`, `match` of such; or whether a text parses."""
     kind, *parts = request["goal"]
     library = _Library(request["strict"])
     if kind == "parsed":
@@ -59,7 +59,7 @@ class _Library:
         return (all if kind == "all" else any)(self.holds(part) for part in parts[0])
 
     def _assigned(self, rows: list) -> bool:
-        """Whether each row has a column of its own: greedily, since equal things equal the same things."""
+        """Whether each row has a column that no other row has: greedily, since equal things equal the same things."""
         free = list(range(len(rows[0])))
         for row in rows:
             column = next((column for column in free if self.holds(row[column])), None)

@@ -16,8 +16,8 @@ _THOUGHT = re.compile(
     rf"|(?P<close></(?:{_NAMES})>|\[/THINK\]|<\|end_of_thought\|>|<\|END_THINKING\|>|◁/think▷|<channel\|>"
     r"|<\|channel\|>final<\|message\|>)"
 )
-"""Marks of thoughts of the model families: Qwen, DeepSeek, GLM, this project (`<reason>`), Seed, Magistral, Sky-T1, Command A,
-Kimi, Gemma, gpt-oss."""
+"""Marks of thoughts of the model families: Qwen, DeepSeek, GLM, this project (`<reason>`), Seed, Magistral, Sky-T1,
+Command A, Kimi, Gemma, gpt-oss."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ def find_answer(turn_texts: Sequence[str], *, tag: str = "answer", lenient: bool
         opens, closes, pairs = opens + o, closes + c, pairs + len(blocks)
     answer = None
     if turn_texts:
-        said = without_thoughts(turn_texts[-1], tag=tag)
-        blocks, *_ = _blocks(said, tag)
+        blocks, *_ = _blocks(without_thoughts(turn_texts[-1], tag=tag), tag)
         answer = last_boxed(blocks[-1]) if blocks else None
         if lenient and answer is None:
             answer = _lenient_answer(turn_texts[-1], blocks, tag)
@@ -139,7 +138,8 @@ _HEADING = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _HASHES = re.compile(
-    r"^[ \t]{0,4}####[ \t]{0,4}(?P<value>[-+−]?[ ]?(?:\\?[$£€₹¥]|\\\()?[ ]?[-+−]?(?:[0-9]|\.[0-9]|\\(?:[dt]?frac|sqrt|pi))[^\n]{0,120})$",
+    r"^[ \t]{0,4}####[ \t]{0,4}(?P<value>[-+−]?[ ]?(?:\\?[$£€₹¥]|\\\()?[ ]?[-+−]?"
+    r"(?:[0-9]|\.[0-9]|\\(?:[dt]?frac|sqrt|pi))[^\n]{0,120})$",
     re.MULTILINE,
 )
 _NUMBERED = re.compile(r"[0-9]{1,3}[.):]\s{1,8}[A-Za-z*]")
@@ -150,29 +150,31 @@ _REVERSED = re.compile(
 )
 _BEFORE = re.compile(
     r"\b(?:(?:if|suppose|supposing|assume|assuming|whether|unless|until|imagine)(?:\s[\w']+){0,3}?"
-    r"|previous|old|wrong|incorrect|partial|intermediate|no|first|initial|not|his|her|their|[a-z]{1,20}['’]s)\s(?:the\s)?(?:final\s)?$",
+    r"|previous|old|wrong|incorrect|partial|intermediate|no|first|initial|not|his|her|their"
+    r"|[a-z]{1,20}['’]s)\s(?:the\s)?(?:final\s)?$",
     re.IGNORECASE,
 )
 """What stands before `answer` where a sentence does not say what it is."""
 _NO_VALUE = re.compile(
-    r"(?:not|never|neither|no longer|unknown|unclear|uncertain|unsure|undecided|unavailable|missing|impossible to|beyond|"
-    r"outside|to be|left (?:to|as)|yet to|still|as follows|given (?:by|in|above|below)|found (?:by|in|from)|obtained|"
-    r"something|somewhere|one of|among|in (?:the|a|this|that|terms)|on the|at the|that (?:we|it|there|the|i)|what|which|"
-    r"whatever|based|needed|required|supposed|expected|likely|probably not|going to|coming|i (?:do|can|am|have)|sorry|"
-    r"hard to|difficult to|to [a-z]+|simply the|somehow|maybe not)\b|[a-z]+n['’]t\b",
+    r"(?:not|never|neither|no longer|unknown|unclear|uncertain|unsure|undecided|unavailable|missing|impossible to|"
+    r"beyond|outside|to be|left (?:to|as)|yet to|still|as follows|given (?:by|in|above|below)|found (?:by|in|from)|"
+    r"obtained|something|somewhere|one of|among|in (?:the|a|this|that|terms)|on the|at the|that (?:we|it|there|the|i)|what|"
+    r"which|whatever|based|needed|required|supposed|expected|likely|probably not|going to|coming|"
+    r"i (?:do|can|am|have)|sorry|hard to|difficult to|to [a-z]+|simply the|somehow|maybe not)\b|[a-z]+n['’]t\b",
     re.IGNORECASE,
 )
 """A beginning that is no answer: a denial, a refusal, or the beginning of a remark."""
 _REMARK = re.compile(
-    r"(?:completely |clearly |indeed |now |therefore |then )?(?:correct|right|wrong|incorrect|clear|obvious|simple|easy|hard|"
-    r"difficult|trivial|below|above|here|shown|done|ready|good|fine|verified|confirmed|boxed|expected|reasonable)",
+    r"(?:completely |clearly |indeed |now |therefore |then )?(?:correct|right|wrong|incorrect|clear|obvious|simple|"
+    r"easy|hard|difficult|trivial|below|above|here|shown|done|ready|good|fine|verified|confirmed|boxed|expected|"
+    r"reasonable)",
     re.IGNORECASE,
 )
 """A remark about the answer after `is`."""
 _RETRACTED = re.compile(
-    r"\b(?:wait|hold on|scratch that|correction|oops|no, (?:that|this|it)|(?:that|this|it)(?:['’]s| is| was| seems| looks) "
-    r"(?:wrong|incorrect|not (?:right|correct))|i made (?:a|an) (?:mistake|error)|let me (?:redo|reconsider|recompute|"
-    r"recalculate|rethink|try again|start over)|(?:that|this) (?:can['’]t|cannot) be)\b",
+    r"\b(?:wait|hold on|scratch that|correction|oops|no, (?:that|this|it)|"
+    r"(?:that|this|it)(?:['’]s| is| was| seems| looks) (?:wrong|incorrect|not (?:right|correct))|"
+    r"i made (?:a|an) (?:mistake|error)|let me (?:redo|reconsider|recompute|recalculate|rethink|try again|start over)|(?:that|this) (?:can['’]t|cannot) be)\b",
     re.IGNORECASE,
 )
 _CLAUSE = re.compile(

@@ -1,11 +1,13 @@
 r"""LaTeX, Markdown and plain text of an answer -> tokens without layout.
 
 Nothing is cut from an answer before it has been read here. Spacing commands go first, then markup (`\boldsymbol`,
-`\color`, `**`), so that `12\ \mathrm{cm}`, `**12** cm` and `12~cm` have the same tokens. Linear in the length of the text.
+`\color`, `**`), so that `12\ \mathrm{cm}`, `**12** cm` and `12~cm` have
+the same tokens. Linear in the length of the text.
 """
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from grpo_roc_jax.reward.words import names
@@ -118,7 +120,8 @@ _TOKEN = re.compile(
     r"|(?P<number>[0-9]+(?:\.[0-9]+)*|\.[0-9]+(?:\.[0-9]+)*)|(?P<name>[^\W\d_]+)|(?P<sign><=|>=|!=|==|->|\*\*|\+/-|.)",
     re.DOTALL,
 )
-SPACES = {",", ";", ":", "!", ">", " ", "\n", "quad", "qquad", "thinspace", "medspace", "thickspace", "enspace", "space", "hfill", "hskip", "nobreakspace"}  # fmt: skip
+SPACES = {*",;:!> \n", "quad", "qquad", "thinspace", "medspace", "thickspace", "enspace", "space"}
+SPACES |= {"hfill", "nobreakspace"}
 _LAYOUT = set(names(
     """
     left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm displaystyle textstyle
@@ -423,19 +426,19 @@ CLOSING = {")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil"}
 
 def depths(tokens: Sequence[Token]) -> list[int]:
     """For each token the number of brackets and environments around it; brackets themselves count as outside."""
-    found, depth = [], 0
+    levels, depth = [], 0
     for token in tokens:
         closes = token.text in CLOSING or token.text.startswith(r"\end{")
         depth = max(0, depth - closes)
-        found.append(depth)
+        levels.append(depth)
         depth += token.text in OPENING or token.text.startswith(r"\begin{")
-    return found
+    return levels
 
 
 def split(tokens: Sequence[Token], marks: Sequence[int]) -> list[list[Token]]:
     """The parts between the tokens at these positions."""
     bounds = [-1, *marks, len(tokens)]
-    return [list(tokens[start + 1 : end]) for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [list(tokens[start + 1 : end]) for start, end in pairwise(bounds)]
 
 
 def enclosed(tokens: Sequence[Token]) -> bool:

@@ -1,7 +1,7 @@
 r"""Compares two answers: by their form where that is enough, or by a goal for the symbolic library where it is not.
 
-All of this runs in the trainer on text that a policy wrote. So everything takes linear time, no number is expanded beyond
-`MAX_EXACT_DIGITS`, and expressions that are too large to compute are refused by their form (`reward.magnitude`).
+All of this runs in the trainer on text that a policy wrote. So everything takes linear time, no number is expanded
+beyond `MAX_EXACT_DIGITS`, and expressions that are too large to compute are refused by their form (`reward.magnitude`).
 `reward.latex` makes tokens of a text, `reward.forms` reads their form, `reward.verify` asks the library.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from grpo_roc_jax.reward import words as vocabulary
+from grpo_roc_jax.reward.algebra import distinct_names, for_library, without_arrows, without_constant
 from grpo_roc_jax.reward.forms import (
     Approximation,
     Based,
@@ -28,23 +29,17 @@ from grpo_roc_jax.reward.forms import (
     Region,
     Relation,
     Words,
-
-
-
-
 )
 from grpo_roc_jax.reward.latex import Token, render, tokenize
-from grpo_roc_jax.reward.quantities import merged_numbers, quantity
-from grpo_roc_jax.reward.reading import as_region, read
 from grpo_roc_jax.reward.magnitude import too_large
 from grpo_roc_jax.reward.magnitude import value as decimal_value
 from grpo_roc_jax.reward.numbers import (
     BASED_IN_TEXT,
     MAX_EXACT_DIGITS,
-    REPEATING_IN_TEXT,
     read_number,
-    repeating_value,
 )
+from grpo_roc_jax.reward.quantities import merged_numbers, quantity
+from grpo_roc_jax.reward.reading import as_region, read
 
 __all__ = [
     "MAX_EXACT_DIGITS",
@@ -87,7 +82,7 @@ def _some(goals: Sequence[Goal]) -> Goal:
 
 
 def _matched(rows: list[list[Goal]]) -> Goal:
-    """Whether each row has a column of its own. Equality carries over, so decided pairs may leave first."""
+    """Whether each row has a column that no other row has. Equality carries over, so decided pairs may leave first."""
     columns = list(range(len(rows[0]))) if rows else []
     left = []
     for row in rows:
@@ -136,19 +131,11 @@ def compare(answer: str, gold: str, *, strict: bool = False) -> Goal:
         return True
     if not tokens or not reference:
         return False
-    rules = _Rules(strict)
-    form, target = read(tokens), read(reference)
-    goal = rules.equal(form, target)
-    if goal is True or strict:
-        return (
-            goal
-            if goal is True or not _has_decimal_comma(tokens, target)
-            else _some((goal, rules.equal(read(merged_numbers(tokens, decimal_comma=True)), target)))
-        )
-    others = [goal]
+    rules, target = _Rules(strict), read(reference)
+    goals = [rules.equal(read(tokens), target)]
     if _has_decimal_comma(tokens, target):
-        others.append(rules.equal(read(merged_numbers(tokens, decimal_comma=True)), target))
-    return _some(others)
+        goals.append(rules.equal(read(merged_numbers(tokens, decimal_comma=True)), target))
+    return _some(goals)
 
 
 def _has_decimal_comma(tokens: Sequence[Token], target: Form) -> bool:
@@ -237,7 +224,6 @@ class _Rules:
     def _choices(self, form: Form, gold: Form) -> Goal | None:
         if isinstance(form, Choice) and isinstance(gold, Choice):
             if form.letter != gold.letter:
-                # a variable in another letter, or a choice
                 return False
             return self.equal(form.rest, gold.rest) if form.rest and gold.rest else True
         for choice, other in ((form, gold), (gold, form)):
@@ -325,13 +311,7 @@ class _Rules:
             for region, other in ((form, gold), (gold, form)):
                 if isinstance(region, Region) and isinstance(other, Items) and not self.strict:
                     row = _closed_pair(region)
-                    if (
-                        row
-                        and other.kind in ("vector", "list")
-                        and len(other.items) == 2
-                        and not region.variable
-                        and other.kind == "vector"
-                    ):
+                    if row and other.kind == "vector" and len(other.items) == 2 and not region.variable:
                         return _every([self.equal(a, b) for a, b in zip(row, other.items, strict=True)])
             open_questions = isinstance(form if mine is None else gold, Relation | Quantity)
             return (
@@ -396,8 +376,6 @@ class _Rules:
         kinds = {form.kind, gold.kind}
         if kinds <= {"list", "set"}:
             items, targets = form.items, gold.items
-            if "set" in kinds or not self.strict:
-                pass
             if kinds == {"list"} and self.strict and all(isinstance(item, Words) for item in (*items, *targets)):
                 return self._in_order(items, targets)
             if "set" in kinds:
@@ -502,8 +480,8 @@ class _Rules:
         if all(isinstance(value, Fraction) for value in values) and values[1]:
             return other.value == values[0] / values[1]
         tokens = (*_grouped(ratio.parts[0].tokens), Token("/"), *_grouped(ratio.parts[1].tokens))
-        whole = Quantity(tokens, tokens)
-        return self.equal(whole, gold) if ratio is form else self.equal(form, whole)
+        quotient = Quantity(tokens, tokens)
+        return self.equal(quotient, gold) if ratio is form else self.equal(form, quotient)
 
     # -- words
 
@@ -568,7 +546,7 @@ class _Rules:
             return percent == 100 * plain
         if not form.expression or not gold.expression:
             return False
-        texts = [_for_library(side.expression, strict=self.strict) for side in (form, gold)]
+        texts = [for_library(side.expression, strict=self.strict) for side in (form, gold)]
         if texts[0] == texts[1] and units[0] == units[1]:
             return True
         if self.strict:
@@ -589,19 +567,19 @@ class _Rules:
 
     def _expressions(self, form: Form, gold: Form) -> Goal:
         """Two texts for the library, whatever their forms."""
-        return self._same(_for_library(form.tokens, strict=self.strict), _for_library(gold.tokens, strict=self.strict))
+        return self._same(for_library(form.tokens, strict=self.strict), for_library(gold.tokens, strict=self.strict))
 
     def _same(self, answer: str, gold: str) -> Goal:
         if answer == gold:
             return True
         if not self.strict:
-            answer, gold = _without_constant(answer, gold)
-            answer, gold = _without_arrows(answer, gold)
+            answer, gold = without_constant(answer, gold)
+            answer, gold = without_arrows(answer, gold)
             if answer == gold:
                 return True
         if r"\ln" in answer + gold:
             answer, gold = (re.sub(r"\\log(?![a-z_])", r"\\ln", text) for text in (answer, gold))
-        answer, gold = _distinct_names(answer, gold)
+        answer, gold = distinct_names(answer, gold)
         return True if answer == gold else ("same", answer, gold)
 
 
@@ -713,115 +691,6 @@ def _grouped(tokens: Sequence[Token]) -> tuple[Token, ...]:
     return (Token("("), *tokens, Token(")"))
 
 
-def _for_library(tokens: Sequence[Token], *, strict: bool) -> str:
-    """An expression as the library gets it: repeating decimals, bases and degrees of angles as numbers."""
-    text = render([token for token in _as_names(tokens) if token.text not in vocabulary.CURRENCIES])
-    text = REPEATING_IN_TEXT.sub(lambda match: _as_fraction(repeating_value(match), match.group()), text)
-    text = BASED_IN_TEXT.sub(_in_decimal, text)
-    text = re.sub(r"([0-9]++(?:\.[0-9]++)?)°", r"\\frac{\1\\pi}{180}", text)
-    text = text.replace("°", r"\frac{\pi}{180}")
-    if strict:
-        text = _DECIMAL_IN_TEXT.sub(_as_ratio, text)
-    return text
-
-
-def _as_names(tokens: Sequence[Token]) -> list[Token]:
-    r"""Letters after `\angle` and the like, and three capitals alone, as one name: angle ABC is not angle BAC."""
-    named = []
-    for index, token in enumerate(tokens):
-        figure = index and tokens[index - 1].text in (r"\angle", r"\triangle", r"\square")
-        capitals = token.is_name and token.text.isupper() and len(token.text) > 2
-        named.append(token._replace(roman=True) if capitals and (figure or len(tokens) == 1) else token)
-    return named
-
-
-_DECIMAL_IN_TEXT = re.compile(r"(?<![0-9.])([0-9]{0,500}+)\.([0-9]{1,500}+)(?![0-9.])")
-
-
-def _as_fraction(value: Fraction | None, text: str) -> str:
-    return text if value is None else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
-def _in_decimal(match: re.Match) -> str:
-    digits, base = match.group(1), int(match.group(2))
-    if not 2 <= base <= 36 or any(int(digit) >= base for digit in digits):
-        return match.group()
-    return str(int(digits, base))
-
-
-def _as_ratio(match: re.Match) -> str:
-    whole, part = match.groups()
-    return rf"\frac{{{int(whole + part)}}}{{{10 ** len(part)}}}"
-
-
-_CONSTANT = re.compile(r"\+(?:C|\\text\{(?:constant|const|C)\}|C_\{[0-9]\})$")
-_ANY_CONSTANT = re.compile(r"\+(?:[CcKk]|\\text\{(?:constant|const|C|c)\})$")
-
-
-def _without_constant(answer: str, gold: str) -> tuple[str, str]:
-    """An antiderivative with and without + C; capital letters beside C make it no constant of integration."""
-    both = [_ANY_CONSTANT.search(text) for text in (answer, gold)]
-    if all(both) and both[0].group() != both[1].group():
-        if {both[0].group().upper(), both[1].group().upper()} == {"+C"}:
-            return _ANY_CONSTANT.sub("", answer), _ANY_CONSTANT.sub("", gold)
-        return answer, gold
-    one = [_CONSTANT.search(text) for text in (answer, gold)]
-    if all(one) or not any(one):
-        return answer, gold
-    stripped = [_CONSTANT.sub("", text) for text in (answer, gold)]
-    plain = [re.sub(r"\\[A-Za-z]+", "", text) for text in stripped]
-    if any(re.search("[A-Z]", text) for text in plain) or not all(re.search(r"[a-z]", text) for text in plain):
-        return answer, gold
-    return stripped[0], stripped[1]
-
-
-_ARROW = re.compile(r"\\(?:vec|overrightarrow)\{([a-z])\}")
-
-
-def _without_arrows(answer: str, gold: str) -> tuple[str, str]:
-    """Vectors with and without their arrows, if one side has none."""
-    if bool(_ARROW.search(answer)) == bool(_ARROW.search(gold)):
-        return answer, gold
-    return _ARROW.sub(r"\1", answer), _ARROW.sub(r"\1", gold)
-
-
-_NAME = re.compile(r"\\text\{[^{}]*\}|\\(?:begin|end|operatorname|mathbb)\{[^{}]*\}|\\([A-Za-z]+)|([A-Za-z])('*)")
-_SPARE = "qvwzkrupsjtybcmnax"
-
-
-def _distinct_names(answer: str, gold: str) -> tuple[str, str]:
-    """The library takes M for m and y' for y: where both occur, one gets a letter that occurs in neither text."""
-    texts = answer, gold
-    names: dict[str, None] = {}
-    for text in texts:
-        for match in _NAME.finditer(text):
-            command, letter, primes = match.groups()
-            if letter:
-                names[letter + primes] = None
-            elif (command and command[0].isupper()) or command:
-                names["\\" + command] = None
-    used = {name.lower()[0] for name in names if name[0] != "\\"}
-    spare = [letter for letter in _SPARE if letter not in used]
-    renamed: dict[str, str] = {}
-    for name in names:
-        primed = name.endswith("'")
-        clash = name.lower() != name and name.lower() in names
-        if (primed or clash) and spare:
-            renamed[name] = spare.pop(0)
-    if not renamed:
-        return answer, gold
-
-    def rename(match: re.Match) -> str:
-        command, letter, primes = match.groups()
-        name = "\\" + command if command else (letter or "") + (primes or "")
-        new = renamed.get(name)
-        if new is None:
-            return match.group()
-        return new
-
-    return _NAME.sub(rename, answer), _NAME.sub(rename, gold)
-
-
 def refused(goal: Goal) -> str | None:
     """Why the library is not asked about a goal: an expression of the answer is too large to compute."""
     for text in dict.fromkeys(text for pair in leaves(goal) for text in pair):
@@ -835,7 +704,7 @@ def expressions(gold: str, *, strict: bool = False) -> list[str]:
     if len(gold) > MAX_FORM_CHARS:
         return []
     form = read(tokenize(gold))
-    return [_for_library(part, strict=strict) for part in _expressions_of(form)]
+    return [for_library(part, strict=strict) for part in _expressions_of(form)]
 
 
 def _expressions_of(form: Form | None) -> list[Sequence[Token]]:

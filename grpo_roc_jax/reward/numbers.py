@@ -24,9 +24,9 @@ _RATIO = re.compile(
 def read_number(text: str) -> Fraction | str | None:
     r"""The exact value of an integer, decimal, power of ten or ratio in normal form; None for anything else.
 
-    Ratios are a/b, `\frac{a}{b}` and mixed numbers such as 1 1/2; decimals may repeat (`0.\overline{3}`, 0.(3), 0.33...).
-    A number of more than `MAX_EXACT_DIGITS` digits is its significant digits and exponent as text, which equals that of
-    the same number and no other.
+    Ratios are a/b, `\frac{a}{b}` and mixed numbers such as 1 1/2; decimals may repeat (`0.\overline{3}`, 0.(3),
+    0.33...). A number of more than `MAX_EXACT_DIGITS` digits is its significant digits and exponent as text, which
+    equals that of the same number and no other.
     """
     if match := _NUMBER.fullmatch(text):
         sign, plain, mantissa, braced, bare = match.groups()

@@ -33,7 +33,7 @@ STARTUP_S = 120.0
 RECYCLE_AFTER = 5000
 """Comparisons before a worker is replaced, since the caches of the symbolic library grow without bound."""
 FIRST_LOOK_S = 0.5
-"""CPU seconds in which nearly all comparisons end; every comparison gets them, unless `SAMPLED` of its shape did not."""
+"""CPU seconds in which nearly all comparisons end; every comparison gets them, unless its shape is slow so far."""
 SHORT_LOOK_S = 0.1
 """CPU seconds of a first look for further comparisons of a shape that is slow so far."""
 SAMPLED = 8
@@ -57,9 +57,9 @@ def look_in_turns(
 ) -> dict[Goal, Comparison]:
     """The verdict on each goal. Those that a first look cuts off get more time in turns.
 
-    Turns go to the shapes that used the least so far: goals of one shape differ in their numbers and names only. Each look
-    is longer than the one before. So an honest answer that takes a second is graded however many slow ones there are, and
-    a step full of slow answers takes `LATER_LOOKS` times `timeout_s` beyond the first looks at most.
+    Turns go to the shapes that used the least so far: goals of one shape differ in their numbers and names only. Each
+    look is longer than the one before. So an honest answer that takes a second is graded however many slow ones there
+    are, and a step full of slow answers takes `LATER_LOOKS` times `timeout_s` beyond the first looks at most.
 
     Args:
         goals: Distinct goals.

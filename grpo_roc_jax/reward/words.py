@@ -99,8 +99,8 @@ _TENS = {
     )
 }
 SCALES = {
-    "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12, "lakh": 10**5,
-    "crore": 10**7, "quadrillion": 10**15,
+    "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+    "lakh": 10**5, "crore": 10**7, "quadrillion": 10**15,
 }  # fmt: skip
 _PARTS = {
     "half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8,
@@ -242,13 +242,15 @@ def blocked(words: tuple[str, ...], unit: str) -> bool:
 
 def stems(words: Iterable[str]) -> frozenset[str]:
     """The words without articles and plurals."""
-    return frozenset(re.sub(r"(?<=[a-z]{2})(?:ies|y)$|(?<=[sxh])es$|(?<=[a-rt-z])s$", "", word) for word in words) - {"the", "a", "an", "of", "in", "total"}  # fmt: skip
+    plural = r"(?<=[a-z]{2})(?:ies|y)$|(?<=[sxh])es$|(?<=[a-rt-z])s$"
+    return frozenset(re.sub(plural, "", word) for word in words) - {"the", "a", "an", "of", "in", "total"}
 
 
 COMPASS = {"N": "north", "S": "south", "E": "east", "W": "west"}
 """Letters behind degrees of latitude and longitude."""
 NO_SOLUTION = re.compile(
-    r"(?:there (?:is|are|exists?) )?(?:no|zero) (?:real |such |valid )?(?:solutions?|roots?|values?)(?: exists?)?(?: for x)?"
+    r"(?:there (?:is|are|exists?) )?(?:no|zero) (?:real |such |valid )?(?:solutions?|roots?|values?)"
+    r"(?: exists?)?(?: for x)?"
 )
 _SAYINGS = {
     "emptyset": "none, empty set, null set, empty",
