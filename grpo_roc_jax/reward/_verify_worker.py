@@ -29,19 +29,65 @@ def _start_clock(limit_s: float) -> None:
 
 
 def _judge(request: dict) -> str:
-    gold = _parse(request["gold"], request["strict"])
-    if request["answer"] is None:
-        return "parsed" if gold else "unparseable"
-    answer = _parse(request["answer"], request["strict"])
-    if not gold or not answer:
-        return "unparseable"
-    digits = 50 if request["strict"] else 15
-    equal = _equal(gold, answer, 6, digits)
-    # The library rounds to 6 decimals and takes differences below 1e-15 as 0. So that 1.6e-19 is not 2.5e-19, small
-    # numbers are compared once more with as many decimals as they need.
-    if equal and (zeros := max(_zeros(gold[0]), _zeros(answer[0]))):
-        equal = _equal(gold, answer, 6 + zeros, digits + zeros)
-    return "correct" if equal else "wrong"
+    """The verdict on a goal, `["same", answer, gold]` or `all`, `any`, `match` of such; or whether a text parses."""
+    kind, *parts = request["goal"]
+    library = _Library(request["strict"])
+    if kind == "parsed":
+        return "parsed" if library.parse(parts[0]) else "unparseable"
+    if library.holds(request["goal"]):
+        return "correct"
+    return "unparseable" if library.unread else "wrong"
+
+
+class _Library:
+    """math-verify on the expressions of one request; each text is parsed once."""
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+        self.parsed: dict[str, list] = {}
+        self.unread = False
+        """Some expression could not be parsed."""
+
+    def holds(self, goal: list | bool) -> bool:
+        if isinstance(goal, bool):
+            return goal
+        kind, *parts = goal
+        if kind == "same":
+            return self._same(*parts)
+        if kind == "match":
+            return self._assigned(*parts)
+        return (all if kind == "all" else any)(self.holds(part) for part in parts[0])
+
+    def _assigned(self, rows: list) -> bool:
+        """Whether each row has a column that no other row has: greedily, since equal things equal the same things."""
+        free = list(range(len(rows[0])))
+        for row in rows:
+            column = next((column for column in free if self.holds(row[column])), None)
+            if column is None:
+                return False
+            free.remove(column)
+        return True
+
+    def _same(self, answer: str, gold: str) -> bool:
+        one, other = self.parse(gold), self.parse(answer)
+        if not one or not other:
+            self.unread = True
+            return False
+        digits = 50 if self.strict else 15
+        equal = _equal(one, other, 6, digits) or _complex_equal(one, other, 6, digits)
+        if not equal and not self.strict:  # 2^0.5 is the root of 2, which floating-point numbers miss by a digit
+            exact = [_exact(value[0]) for value in (one, other)]
+            equal = exact != [one[0], other[0]] and _equal(exact[:1], exact[1:], 6, digits)
+        # The library rounds to 6 decimals and takes differences below 1e-15 as 0. So that 1.6e-19 is not 2.5e-19, small
+        # numbers are compared once more with as many decimals as they need.
+        if equal and (zeros := max(_zeros(one[0]), _zeros(other[0]))):
+            equal = _equal(one, other, 6 + zeros, digits + zeros)
+        return equal
+
+    def parse(self, text: str) -> list:
+        if text not in self.parsed:
+            self.parsed[text] = _parse(text)
+        return self.parsed[text]
 
 
 def _equal(gold: list, answer: list, decimals: int, digits: int) -> bool:
@@ -52,13 +98,36 @@ def _equal(gold: list, answer: list, decimals: int, digits: int) -> bool:
     return verify(gold, answer, float_rounding=decimals, numeric_precision=digits, **options)
 
 
-def _parse(text: str, strict: bool) -> list:
-    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+def _complex_equal(gold: list, answer: list, decimals: int, digits: int) -> bool:
+    """Once more with i as the imaginary unit, which the library takes for a variable; not if i counts terms."""
+    from sympy import I, Product, Sum, expand
 
-    targets = [LatexExtractionConfig(), ExprExtractionConfig()]
-    if strict:  # units stay, and no number is picked out of a text that is not a formula
-        targets = [LatexExtractionConfig(normalization_config=NormalizationConfig(malformed_operators=True, nits=True))]
+    changed = []
+    for value in (gold[0], answer[0]):
+        if not hasattr(value, "free_symbols") or value.has(Sum, Product):
+            return False
+        names = {symbol: I for symbol in value.free_symbols if symbol.name == "i"}
+        changed.append(expand(value.subs(names)) if names else value)
+    if changed == [gold[0], answer[0]]:
+        return False
+    return _equal(changed[:1], changed[1:], decimals, digits)
+
+
+def _exact(value):
+    """An expression with its decimals as fractions."""
+    from sympy import Float, Rational
+
+    if not hasattr(value, "atoms") or not (floats := value.atoms(Float)):
+        return value
+    return value.xreplace({number: Rational(str(number)) for number in floats})
+
+
+def _parse(text: str) -> list:
+    """The library's expression; units and words stay, and no number is picked out of a text that is not a formula."""
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse
+
+    targets = [LatexExtractionConfig(normalization_config=NormalizationConfig(malformed_operators=True, nits=True))]
     return parse("\\boxed{" + text + "}", targets, parsing_timeout=None, fallback_mode="no_fallback")
 
 
@@ -92,7 +161,7 @@ def main(arguments: list[str]) -> None:
     import logging
 
     logging.disable(logging.CRITICAL)
-    example = {"answer": "x^2+1", "gold": "1+x^2", "strict": False}
+    example = {"goal": ["same", "x^2+1", "1+x^2"], "strict": False}
     _judge(example)  # imports what comparisons need
     layers = _lock_down(memory_mb)
     if _judge(example) != "correct":

@@ -11,17 +11,19 @@ import contextlib
 import json
 import os
 import queue
+import re
 import select
 import signal
 import site
 import subprocess
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Literal
 
-from grpo_roc_jax.reward.notation import decide, for_algebra, normalize, read_number
+from grpo_roc_jax.reward.notation import Goal, compare, expressions, refused
 from grpo_roc_jax.sandbox._start import command, environment
 
 Comparison = Literal["correct", "wrong", "unparseable", "timeout", "crash"]
@@ -31,12 +33,81 @@ STARTUP_S = 120.0
 RECYCLE_AFTER = 5000
 """Comparisons before a worker is replaced, since the caches of the symbolic library grow without bound."""
 FIRST_LOOK_S = 0.5
-"""CPU seconds in which nearly all comparisons end; every comparison gets them."""
-SECOND_LOOKS = 24
-"""Comparisons of one step that may run for the full `timeout_s` after their first look, in order; further ones count
-as timeouts. So a step full of hostile answers does not block scoring, and no answer loses its own time to them."""
+"""CPU seconds in which nearly all comparisons end; every comparison gets them, unless its shape is slow so far."""
+SHORT_LOOK_S = 0.1
+"""CPU seconds of a first look for further comparisons of a shape that is slow so far."""
+SAMPLED = 8
+"""Comparisons of one shape whose first looks decide how long the first looks of the others are."""
+LATER_LOOKS = 24
+"""Further looks of one step may take so many times `timeout_s`, all of them together."""
+GROWTH = 3
+"""Each look is so many times as long as the one before, up to `timeout_s`."""
+GIVEN_UP = 3
+"""Comparisons of one shape that used up `timeout_s` before others of that shape get no further look."""
 MAX_CHARS = 500
 """Longer answers count as unparseable unless they equal the reference as text or numbers, or it is half as long."""
+
+
+Looks = Sequence[tuple[Goal, float]]
+"""Goals, each with the CPU seconds that it may take."""
+
+
+def look_in_turns(
+    goals: Sequence[Goal], ask: Callable[[Looks], list[Comparison]], *, timeout_s: float, workers: int
+) -> dict[Goal, Comparison]:
+    """The verdict on each goal. Those that a first look cuts off get more time in turns.
+
+    Turns go to the shapes that used the least so far: goals of one shape differ in their numbers and names only. Each
+    look is longer than the one before. So an honest answer that takes a second is graded however many slow ones there
+    are, and a step full of slow answers takes `LATER_LOOKS` times `timeout_s` beyond the first looks at most.
+
+    Args:
+        goals: Distinct goals.
+        ask: Returns the verdicts of some looks, `timeout` for those that ran out of time.
+        timeout_s: Longest look, in CPU seconds.
+        workers: Looks that run at the same time.
+    """
+    shapes: dict[str, list[Goal]] = {}
+    for goal in goals:
+        shapes.setdefault(_shape(goal), []).append(goal)
+    first = [(goal, FIRST_LOOK_S) for same in shapes.values() for goal in same[:SAMPLED]]
+    known = dict(zip((goal for goal, _ in first), ask(first), strict=True))
+    slow = {shape for shape, same in shapes.items() if all(known[goal] == "timeout" for goal in same[:SAMPLED])}
+    looks = [
+        (goal, SHORT_LOOK_S if shape in slow else FIRST_LOOK_S)
+        for shape, same in shapes.items()
+        for goal in same[SAMPLED:]
+    ]
+    known |= dict(zip((goal for goal, _ in looks), ask(looks), strict=True))
+    waiting = {
+        shape: deque((goal, FIRST_LOOK_S * GROWTH) for goal in same if known[goal] == "timeout")
+        for shape, same in shapes.items()
+    }
+    waiting = {shape: queue for shape, queue in waiting.items() if queue and timeout_s > FIRST_LOOK_S}
+    used = dict.fromkeys(waiting, 0.0)
+    given_up: Counter[str] = Counter()
+    budget = LATER_LOOKS * timeout_s
+    while waiting and budget > 0:
+        turns = []
+        for shape in sorted(waiting, key=used.__getitem__)[:workers]:
+            goal, limit = waiting[shape].popleft()
+            turns.append((shape, goal, timeout_s if limit * GROWTH > 2 * timeout_s else limit))
+        for (shape, goal, limit), verdict in zip(turns, ask([turn[1:] for turn in turns]), strict=True):
+            known[goal] = verdict
+            used[shape] += limit
+            budget -= limit
+            last = limit >= timeout_s
+            if verdict == "timeout" and not last:
+                waiting[shape].appendleft((goal, limit * GROWTH))
+            given_up[shape] += verdict == "timeout" and last
+            if not waiting[shape] or given_up[shape] >= GIVEN_UP:
+                del waiting[shape]
+    return known
+
+
+def _shape(goal: Goal) -> str:
+    """What is the same in goals that differ in their numbers and in the length of their names."""
+    return re.sub(r"[0-9]+", "0", re.sub(r"[a-z]+", "a", json.dumps(goal)))
 
 
 class Verifier:
@@ -56,20 +127,19 @@ class Verifier:
         """Layers of the executor's isolation that hold for the workers."""
 
     def compare(self, pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
-        """A verdict for each (answer, gold), in order. Equal texts and numbers are decided without a worker."""
-        verdicts = {pair: self._decide(*pair) for pair in dict.fromkeys(pairs)}
-        asked = {pair: for_algebra(*pair, strict=self.strict) for pair, verdict in verdicts.items() if verdict is None}
-        known = self._ask(dict.fromkeys(asked.values()), FIRST_LOOK_S)
-        if self.timeout_s > FIRST_LOOK_S:
-            slow = [pair for pair, verdict in known.items() if verdict == "timeout"]
-            known |= self._ask(slow[:SECOND_LOOKS], self.timeout_s)
-        return [verdicts[pair] or known[asked[pair]] for pair in pairs]
+        """A verdict for each (answer, gold), in order. What forms and numbers decide needs no worker."""
+        decided = {pair: self._decide(*pair) for pair in dict.fromkeys(pairs)}
+        goals = {pair: goal for pair, goal in decided.items() if not isinstance(goal, str)}
+        distinct = list(dict.fromkeys(goals.values()))
+        known = look_in_turns(distinct, self._ask_each, timeout_s=self.timeout_s, workers=self.workers)
+        return [known[goals[pair]] if pair in goals else decided[pair] for pair in pairs]
 
     def check_gold(self, answers: Sequence[str]) -> list[bool]:
         """Whether each reference answer can be parsed; to be called when data is loaded, not while training."""
-        texts = {answer: normalize(answer) for answer in answers if read_number(normalize(answer)) is None}
-        parsed = self._ask([(None, text) for text in dict.fromkeys(texts.values())], self.timeout_s)
-        return [answer not in texts or parsed[None, texts[answer]] == "parsed" for answer in answers]
+        texts = {answer: expressions(answer, strict=self.strict) for answer in answers}
+        asked = list(dict.fromkeys(("parsed", text) for group in texts.values() for text in group))
+        parsed = dict(zip(asked, self._ask_each([(goal, self.timeout_s) for goal in asked]), strict=True))
+        return [all(parsed["parsed", text] == "parsed" for text in texts[answer]) for answer in answers]
 
     def close(self) -> None:
         """Ends the workers; a closed pool accepts no further work."""
@@ -82,20 +152,21 @@ class Verifier:
         for thread in self._threads:
             thread.join(timeout=self.timeout_s + 5)
 
-    def _decide(self, answer: str, gold: str) -> Comparison | None:
-        verdict = decide(answer, gold, strict=self.strict)
-        if verdict is not None:
-            return "correct" if verdict else "wrong"
-        return "unparseable" if len(answer) > max(MAX_CHARS, 2 * len(gold)) else None
+    def _decide(self, answer: str, gold: str) -> Comparison | Goal:
+        goal = compare(answer, gold, strict=self.strict)
+        if isinstance(goal, bool):
+            return "correct" if goal else "wrong"
+        if len(answer) > max(MAX_CHARS, 2 * len(gold)) or refused(goal):
+            return "unparseable"
+        return goal
 
-    def _ask(self, pairs: Iterable[tuple[str | None, str]], limit_s: float) -> dict[tuple[str | None, str], str]:
-        """The workers' verdict on each pair, each within so many CPU seconds."""
-        limit_s = min(limit_s, self.timeout_s)
-        pending = {}
-        for answer, gold in pairs:
-            request = {"answer": answer, "gold": gold, "strict": self.strict, "limit_s": limit_s}
-            pending[answer, gold] = self._enqueue(json.dumps(request) + "\n")
-        return {pair: future.result() for pair, future in pending.items()}
+    def _ask_each(self, looks: Looks) -> list[Comparison]:
+        """The workers' verdicts on goals."""
+        pending = []
+        for goal, limit_s in looks:
+            request = {"goal": goal, "strict": self.strict, "limit_s": min(limit_s, self.timeout_s)}
+            pending.append(self._enqueue(json.dumps(request) + "\n"))
+        return [future.result() for future in pending]
 
     def _enqueue(self, line: str) -> Future:
         with self._lock:

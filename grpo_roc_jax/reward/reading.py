@@ -1,0 +1,643 @@
+"""Tokens of an answer -> its form.
+
+What a text means follows from its structure, and two forms are equal by rules (`reward.notation`); algebra only decides
+about expressions. What has no form of its own is an expression.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+from itertools import pairwise
+
+from grpo_roc_jax.reward import words as vocabulary
+from grpo_roc_jax.reward.forms import (
+    Approximation,
+    Cases,
+    Choice,
+    Clock,
+    Date,
+    Equation,
+    Form,
+    Interval,
+    Items,
+    Joined,
+    Matrix,
+    Quantity,
+    Ratio,
+    Region,
+    Relation,
+)
+from grpo_roc_jax.reward.latex import ENVIRONMENT, Token, depths, enclosed, render, split
+from grpo_roc_jax.reward.magnitude import value as decimal_value
+from grpo_roc_jax.reward.numbers import read_number
+from grpo_roc_jax.reward.quantities import is_noun, is_phrase, merged_numbers, phrase, quantity
+
+MAX_NESTING = 12
+"""Brackets inside one another that are read as forms; deeper ones are expressions."""
+
+
+def read(tokens: Sequence[Token], *, nesting: int = 0) -> Form:
+    """The form of some tokens."""
+    tokens = _trimmed(tokens)
+    if not tokens or nesting > MAX_NESTING:
+        return Quantity(tuple(tokens), tuple(tokens))
+    inner = nesting + 1
+
+    def again(part: Sequence[Token]) -> Form:
+        return read(part, nesting=inner)
+
+    tokens = merged_numbers(tokens) if not nesting else tokens
+    for reader in (
+        _choice,
+        _clock,
+        _date,
+        _joined,
+        _outward,
+        _several,
+        _relation,
+        _union,
+        _bracketed,
+        _environment,
+        _point,
+        _ratio,
+    ):
+        if (form := reader(tokens, again)) is not None:
+            return form
+    if is_phrase(tokens):
+        return phrase(tokens)
+    return quantity(tokens)
+
+
+_Again = Callable[[Sequence[Token]], Form]
+
+
+def _trimmed(tokens: Sequence[Token]) -> list[Token]:
+    """The tokens without punctuation at the end, emphasis, and words such as `The answer is:`."""
+    tokens = list(tokens)
+    start, end = 0, len(tokens)
+    while end > start and tokens[end - 1].text in (".", ",", ";", ":") and tokens[end - 2].text != ".":
+        end -= 1
+    while end - start > 2 and tokens[start].text == tokens[end - 1].text and tokens[start].text in ("*", "_", "'"):
+        start, end = start + 1, end - 1
+    while end > start and tokens[end - 1].text in (".", ",", ";", ":") and tokens[end - 2].text != ".":
+        end -= 1
+    head = start
+    while head < end and tokens[head].is_name and tokens[head].text.lower() in vocabulary.HEDGES:
+        if len(tokens[head].text) == 1 and not (head + 1 < end and is_noun(tokens[head + 1])):
+            break  # a variable, or a letter of a choice
+        head += 1
+    if head > start and head < end and tokens[head].text in (":", "="):
+        head += 1
+    if start < head < end and tokens[head].text not in ("^", "_", "/", "+", ")"):
+        start = head
+    while start < end and tokens[start].text in (r"\approx", r"\sim", "="):
+        start += 1
+    return tokens[start:end]
+
+
+def _lower(token: Token) -> str:
+    return token.text.lower()
+
+
+def _at_top(tokens: Sequence[Token], marks: set[str]) -> list[int]:
+    """Where signs or words stand outside all brackets."""
+    level = depths(tokens)
+    return [
+        i
+        for i, token in enumerate(tokens)
+        if not level[i] and (token.text in marks or (token.is_name and len(token.text) > 1 and _lower(token) in marks))
+    ]
+
+
+# ---- choices, times, dates -----------------------------------------------------------------------------------------
+
+_LETTERS = set("ABCDEFGHIJ")
+_OPTION = {"option", "choice", "answer"}
+
+
+def _choice(tokens: Sequence[Token], again: _Again) -> Form | None:
+    texts = [token.text for token in tokens[:4]]
+    named = bool(texts) and _lower(tokens[0]) in _OPTION and len(tokens) > 1
+    texts, start = (texts[1:], 1) if named else (texts, 0)
+    bracket = texts[:1] == ["("] and texts[2:3] == [")"]
+    letter = texts[1:2] if bracket else texts[:1]
+    if not letter or not (letter[0] in _LETTERS or (letter[0].upper() in _LETTERS and bracket)):
+        return None
+    after = start + (3 if bracket else 1)
+    if not bracket and after < len(tokens) and tokens[after].text in (".", ")", ":"):
+        if (
+            tokens[after].text == ":"
+            and not tokens[start].roman
+            and after + 1 < len(tokens)
+            and not tokens[after + 1].gap
+        ):
+            return None  # a ratio, A:B
+        after += 1
+    elif not bracket and after < len(tokens) and not named:
+        return None
+    rest = tokens[after:]
+    if bracket and rest and rest[0].text in ("^", "_", "+", "-", "=", "/", ",", "(", r"\cup", r"\cdot", "!"):
+        return None
+    if rest and rest[0].text in ("-", ":", "."):
+        rest = rest[1:]
+    marked = bracket or after > start + 1 or named
+    return Choice(tuple(tokens), letter[0].upper(), again(rest) if rest else None, marked)
+
+
+_TIME = re.compile(r"[0-2]?[0-9]:[0-5][0-9](?::[0-5][0-9])?")
+_HALVES = {
+    "am": {"am", "a m", "a . m", "in the morning"},
+    "pm": {"pm", "p m", "p . m", "in the afternoon", "in the evening", "at night"},
+}
+
+
+def _clock(tokens: Sequence[Token], again: _Again) -> Form | None:
+    """3:30, 3:30 pm, 3 pm, 15:30, 3 o'clock."""
+    if not tokens[0].is_number or len(tokens) > 12:
+        return None
+    numbers, index = [tokens[0].text], 1
+    while index + 1 < len(tokens) and tokens[index].text == ":" and tokens[index + 1].is_number:
+        numbers.append(tokens[index + 1].text)
+        index += 2
+    rest = " ".join(_lower(token) for token in tokens[index:])
+    half = next((half for half, texts in _HALVES.items() if rest in texts), None)
+    bare = rest in ("", "o ' clock", "hours", "h")
+    if (half is None and not bare) or len(numbers) > 3 or (len(numbers) == 1 and half is None and rest != "o ' clock"):
+        return None
+    if len(numbers) > 1 and not _TIME.fullmatch(":".join(numbers)):
+        return None
+    if not all(number.isdecimal() and len(number) < 3 for number in numbers):
+        return None
+    hour, minute, second = (*map(int, numbers), 0, 0)[:3]
+    if hour > (12 if half else 24):
+        return None
+    hour = hour % 12 + 12 * (half == "pm") if half else hour
+    return Clock(tuple(tokens), hour * 3600 + minute * 60 + second, half or ("pm" if hour > 12 else ""))
+
+
+def _date(tokens: Sequence[Token], again: _Again) -> Form | None:
+    """May 1, 2024; 1 May 2024; May 1st. Dates in digits are joined numbers, of which the ISO form is a date."""
+    if len(tokens) > 10:
+        return None
+    month = 0
+    numbers: list[int] = []
+    for token in tokens:
+        text = _lower(token).rstrip(".")
+        if token.is_number and text.isdecimal() and len(text) < 5:
+            numbers.append(int(text))
+        elif token.is_name and text in vocabulary.MONTHS and not month:
+            month = vocabulary.MONTHS[text]
+        elif text not in (",", "", "of", "the", "st", "nd", "rd", "th", "^", "{", "}", *_WEEKDAYS):
+            return None
+    if not month or not 1 <= len(numbers) <= 2 or not 1 <= numbers[0] <= 31 or (len(numbers) > 1 and numbers[1] < 32):
+        return None
+    return Date(tuple(tokens), numbers[1] if len(numbers) > 1 else 0, month, numbers[0])
+
+
+_WEEKDAYS = tuple(["monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"])
+
+
+def _joined(tokens: Sequence[Token], again: _Again) -> Form | None:
+    """Digits joined by hyphens, slashes or dots: 2024-05-01, 3-1, 555-1234, 5/1/2024, 1.2.3."""
+    if len(tokens) == 1 and re.fullmatch(r"[0-9]+(?:\.[0-9]+){2,}", tokens[0].text):
+        parts = tuple(tokens[0].text.split("."))
+        return _iso(tokens, parts, ".") or Joined(tuple(tokens), parts, ".")
+    marks = {token.text for token in tokens[1::2]}
+    texts = [token.text for token in tokens[::2]]
+    if len(tokens) < 3 or len(tokens) % 2 == 0 or len(marks) != 1 or not marks <= {"-", "/"}:
+        return None
+    if not all(text.isdecimal() and text.isascii() for text in texts):
+        return None
+    mark = marks.pop()
+    if mark == "/" and len(texts) < 3:
+        return None
+    spaced = any(token.gap for token in tokens[1:])
+    if spaced and len(texts) > 2:
+        return None
+    return _iso(tokens, tuple(texts), mark) or Joined(tuple(tokens), tuple(texts), mark, spaced)
+
+
+def _iso(tokens: Sequence[Token], parts: tuple[str, ...], mark: str) -> Date | None:
+    if len(parts) == 3 and len(parts[0]) == 4 and len(parts[1]) <= 2 and len(parts[2]) <= 2:
+        year, month, day = map(int, parts)
+        if 1 <= month <= 12 and 1 <= day <= 31:
+            return Date(tuple(tokens), year, month, day)
+    return None
+
+
+# ---- several -------------------------------------------------------------------------------------------------------
+
+_RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\ne", r"\in", r"\equiv"}
+_OR, _AND = {"or", r"\lor"}, {"and", r"\land", "&"}
+
+
+def _several(tokens: Sequence[Token], again: _Again) -> Form | None:
+    """Parts between commas, semicolons, `or`, `and`: values, equations, or inequalities."""
+    marks = _at_top(tokens, {",", ";", r"\\", *_OR, *_AND})
+    if not marks:
+        return _plus_minus(tokens, again)
+    if is_phrase(tokens) and not {tokens[i].text for i in marks} & {",", ";"}:
+        spelled = phrase(tokens)
+        if isinstance(spelled, Quantity) and not spelled.words:
+            return spelled
+    parts = [part for part in (_trimmed(part) for part in split(tokens, marks)) if part]
+    signs = {_lower(tokens[i]) for i in marks}
+    if len(parts) < 2:
+        return again(parts[0]) if parts else None
+    mixed = _mixed(parts) if signs <= _AND else None
+    if mixed:
+        return again(mixed)
+    related = [bool(_at_top(part, _RELATIONS)) for part in parts]
+    if related[0] and not any(related[1:]):
+        # k = 5, 6 and x = 5 or 6: the name belongs to all
+        at = _at_top(parts[0], _RELATIONS)
+        if len(at) == 1 and parts[0][at[0]].text in ("=", r"\in"):
+            parts[0] = parts[0][at[0] + 1 :]
+            related[0] = False
+    forms = [again(part) for part in parts]
+    if all(isinstance(form, Region) for form in forms) and any(related):
+        regions = [form for form in forms if isinstance(form, Region)]
+        joined = _combined(tokens, regions, alternatives=bool(signs & _OR), both=bool(signs & _AND))
+        if joined is not None:
+            return joined
+    items: list[Form] = []
+    for form in forms:
+        items += form.items if isinstance(form, Items) and form.kind == "list" else [form]
+    return Items(tuple(tokens), "list", tuple(items))
+
+
+def _mixed(parts: list[list[Token]]) -> list[Token] | None:
+    """3 and 1/2 as 3 1/2."""
+    if len(parts) != 2 or len(parts[0]) != 1 or not parts[0][0].text.isdecimal():
+        return None
+    second = parts[1]
+    words = [_lower(token) for token in second if token.is_name]
+    if len(words) == len(second) and (number := vocabulary.spelled_number(words)) is not None and 0 < number < 1:
+        second = [Token(str(number.numerator), True), Token("/"), Token(str(number.denominator))]
+    text = render(second)
+    number = read_number(text)
+    if isinstance(number, Fraction) and 0 < number < 1 and ("/" in text or "frac" in text):
+        return [*parts[0], second[0]._replace(gap=True), *second[1:]]
+    return None
+
+
+def _plus_minus(tokens: Sequence[Token], again: _Again) -> Form | None:
+    r"""a \pm b as a + b and a - b; equal signs at every `\pm`, opposite ones at `\mp`."""
+    signs = [token.text for token in tokens if token.text in (r"\pm", r"\mp")]
+    if not signs or _at_top(tokens, {"<", ">", r"\le", r"\ge"}):
+        return None
+    forms = []
+    for plus, minus in (("+", "-"), ("-", "+")):
+        swapped = {r"\pm": plus, r"\mp": minus}
+        changed = [token._replace(text=swapped.get(token.text, token.text)) for token in tokens]
+        leading = [
+            token
+            for index, token in enumerate(changed)
+            if not (token.text == "+" and (index == 0 or changed[index - 1].text in ("=", "(", "{")))
+        ]
+        forms.append(again(leading))
+    if all(isinstance(form, Equation) for form in forms):
+        first, second = forms
+        return Equation(
+            tuple(tokens), first.name, Items(tuple(tokens), "list", (first.value, second.value)), first.simple
+        )
+    return Items(tuple(tokens), "list", tuple(forms))
+
+
+# ---- relations -----------------------------------------------------------------------------------------------------
+
+_SIMPLE_NAME = re.compile(
+    r"(?:\\?[A-Za-z]+|\\text\{[^{}]*\})(?:_\{[^{}]*\}|'|\([^()]*\)|\^\{\(?(?:-1|[a-z]\)?)\})*(?:[+-](?:[0-9]*\\?[A-Za-z]+)(?:_\{[^{}]*\})?)*"
+)
+_FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne", "=": "="}
+_INFINITIES = {r"\infty": 1, r"+\infty": 1, r"-\infty": -1}
+
+
+def _relation(tokens: Sequence[Token], again: _Again) -> Form | None:
+    implied = _at_top(tokens, {r"\Rightarrow", r"\implies", r"\Longrightarrow", r"\therefore"})
+    if implied and implied[-1] + 1 < len(tokens):
+        return again(tokens[implied[-1] + 1 :])
+    near = _at_top(tokens, {r"\approx", r"\sim"})
+    if near:
+        parts = split(tokens, near)
+        if all(parts) and len(parts) == 2:
+            return Approximation(tuple(tokens), tuple(again(part) for part in parts))
+        return Relation(tuple(tokens))
+    at = _at_top(tokens, _RELATIONS)
+    if not at:
+        return None
+    signs = [tokens[i].text for i in at]
+    parts = split(tokens, at)
+    if not all(parts):
+        return again([*parts[0], *parts[1]]) if signs == ["="] else Relation(tuple(tokens))
+    if set(signs) <= {"=", r"\equiv"}:
+        values = [decimal_value(part) for part in parts[-2:]]
+        if None not in values and abs(values[0] - values[1]) > max(abs(values[0]), 1) * _SLACK:
+            return Relation(tuple(tokens))  # 5 = 7
+        name = render(parts[0])
+        simple = (
+            _SIMPLE_NAME.fullmatch(name) is not None or decimal_value(parts[0]) is not None or _tuple_of_names(name)
+        )
+        return Equation(tuple(tokens), name, again(parts[-1]), simple)
+    if signs == [r"\in"]:
+        form = again(parts[1])
+        name = render(parts[0])
+        if isinstance(form, Region):
+            return replace(form, tokens=tuple(tokens), variable=name)
+        return Equation(tuple(tokens), name, form, _SIMPLE_NAME.fullmatch(name) is not None)
+    return _inequality(tokens, parts, signs, again) or Relation(tuple(tokens))
+
+
+_SLACK = Decimal("1e-9")
+
+
+def _tuple_of_names(name: str) -> bool:
+    return re.fullmatch(r"\([a-z](?:,[a-z])+\)", name) is not None
+
+
+def _inequality(tokens: Sequence[Token], parts: list[list[Token]], signs: list[str], again: _Again) -> Region | None:
+    """x < 2, 2 < x, 1 < x <= 2, x != 3, as the numbers for which it holds."""
+    names = [render(part) for part in parts]
+    # the side that is a variable
+    variables = [
+        i
+        for i, name in enumerate(names)
+        if re.fullmatch(r"\\?[A-Za-z]+(?:_\{[^{}]*\})?|f\(x\)", name)
+        and name not in _INFINITIES
+        and decimal_value(parts[i]) is None
+    ]
+    if len(parts) == 2:
+        if not variables:
+            return _absolute(tokens, parts, signs[0])
+        index = 0 if 0 in variables else 1
+        sign = signs[0] if index == 0 else _FLIPPED.get(signs[0], "")
+        bound, limit = again(parts[1 - index]), names[1 - index]
+        if not isinstance(bound, Quantity) or bound.changed:
+            return None
+        if names[index] in (token.text for token in parts[1 - index]):
+            return None
+        low, high = (None, bound) if sign in ("<", r"\le") else (bound, None)
+        is_open = sign in ("<", ">")
+        if sign == r"\ne":
+            intervals = (Interval(None, bound, True, True), Interval(bound, None, True, True))
+        elif limit in _INFINITIES:
+            intervals = (Interval(None, None, True, True),)
+        elif sign in _FLIPPED and sign != "=":
+            intervals = (Interval(low, high, low is None or is_open, high is None or is_open),)
+        else:
+            return None
+        return Region(tuple(tokens), intervals, (), names[index])
+    if len(parts) != 3 or 1 not in variables or not ({*signs} <= {"<", r"\le"} or {*signs} <= {">", r"\ge"}):
+        return None
+    ends = [(names[0], again(parts[0]), signs[0] in "<>"), (names[2], again(parts[2]), signs[1] in "<>")]
+    (low_text, low, open_low), (high_text, high, open_high) = ends if signs[0] in ("<", r"\le") else ends[::-1]
+    if not isinstance(low, Quantity) or not isinstance(high, Quantity):
+        return None
+    interval = _interval(low_text, low, high_text, high, open_low, open_high)
+    return Region(tuple(tokens), (interval,), (), names[1])
+
+
+def _absolute(tokens: Sequence[Token], parts: list[list[Token]], sign: str) -> Region | None:
+    """|x - a| < b as the numbers between a - b and a + b, with > as those outside."""
+    if parts[1][0].text == "|":
+        parts, sign = parts[::-1], _FLIPPED.get(sign, "")
+    inside, radius = parts[0][1:-1], tuple(parts[1])
+    if (
+        len(inside) == 0
+        or parts[0][0].text != "|"
+        or parts[0][-1].text != "|"
+        or sign not in ("<", ">", r"\le", r"\ge")
+    ):
+        return None
+    shift = tuple(inside[1:])
+    if (
+        not re.fullmatch("[a-z]", inside[0].text)
+        or (shift and shift[0].text not in "+-")
+        or decimal_value(radius) is None
+    ):
+        return None
+    if shift and decimal_value(shift) is None:
+        return None
+    centre = (Token("-"), Token("("), *shift, Token(")")) if shift else ()
+    low = Quantity(ends := (*centre, Token("-"), Token("("), *radius, Token(")")), ends)
+    high = Quantity(ends := (*centre, Token("+"), Token("("), *radius, Token(")")) if shift else radius, ends)
+    low, high = (quantity(end.tokens) if not shift and len(radius) == 1 and end is high else end for end in (low, high))
+    is_open = sign in ("<", ">")
+    intervals = (Interval(low, high, is_open, is_open),)
+    if sign in (">", r"\ge"):
+        intervals = (Interval(None, low, True, is_open), Interval(high, None, is_open, True))
+    return Region(tuple(tokens), intervals, (), inside[0].text)
+
+
+def _interval(low_text: str, low: Form, high_text: str, high: Form, open_low: bool, open_high: bool) -> Interval:
+    below, above = _INFINITIES.get(low_text) == -1, _INFINITIES.get(high_text) == 1
+    return Interval(None if below else low, None if above else high, below or open_low, above or open_high)
+
+
+def _combined(tokens: Sequence[Token], regions: Sequence[Region], *, alternatives: bool, both: bool) -> Region | None:
+    """The union of inequalities joined by `or`, the intersection of two joined by `and` or a comma."""
+    names = {region.variable for region in regions if region.variable}
+    intervals = tuple(interval for region in regions for interval in region.intervals)
+    points = tuple(point for region in regions for point in region.points)
+    variable = names.pop() if len(names) == 1 else ""
+    if names:
+        return None
+    if alternatives:
+        return Region(tuple(tokens), intervals, points, variable)
+    if len(intervals) != 2 or points:
+        return None
+    first, second = intervals
+    if first.low is None and second.high is None:
+        first, second = second, first
+    if first.low is None or first.high is not None or second.low is not None or second.high is None:
+        return None
+    low, high = (decimal_value(end.tokens) for end in (first.low, second.high))
+    if low is not None and high is not None and low >= high:
+        return None if both else Region(tuple(tokens), intervals, (), variable)
+    return Region(tuple(tokens), (Interval(first.low, second.high, first.open_low, second.open_high),), (), variable)
+
+
+# ---- brackets ------------------------------------------------------------------------------------------------------
+
+
+def as_region(form: Form) -> Region | None:
+    """A region: itself, the open interval of a pair, or the points of a set."""
+    if isinstance(form, Region):
+        return form
+    if isinstance(form, Items) and form.kind == "tuple" and len(form.items) == 2 and not form.name:
+        low, high = form.items
+        return Region(form.tokens, (_interval(low.text, low, high.text, high, True, True),))
+    if isinstance(form, Items) and form.kind == "set":
+        return Region(form.tokens, (), form.items)
+    return None
+
+
+def _union(tokens: Sequence[Token], again: _Again) -> Form | None:
+    without = _at_top(tokens, {r"\setminus"})
+    if len(without) == 1:
+        base, removed = again(tokens[: without[0]]), again(tokens[without[0] + 1 :])
+        values = [(decimal_value(item.tokens), item) for item in removed.items] if isinstance(removed, Items) else []
+        everything = isinstance(base, Region) and base.intervals == (Interval(None, None, True, True),)
+        if not everything or not values or any(value is None for value, _ in values):
+            return None
+        ends = [None, *(item for _, item in sorted(values, key=lambda pair: pair[0])), None]
+        intervals = tuple(Interval(low, high, True, True) for low, high in pairwise(ends))
+        return Region(tuple(tokens), intervals, (), base.variable)
+    at = _at_top(tokens, {r"\cup", "U"} if any(token.text in ("[", "(") for token in tokens) else {r"\cup"})
+    if not at:
+        return None
+    regions = [as_region(again(part)) if part else None for part in split(tokens, at)]
+    if any(region is None for region in regions):
+        return None
+    intervals = tuple(interval for region in regions for interval in region.intervals)
+    return Region(tuple(tokens), intervals, tuple(point for region in regions for point in region.points))
+
+
+def _outward(tokens: Sequence[Token], again: _Again) -> Form | None:
+    """]1,2[ and the like: a bracket that looks outward leaves its end out."""
+    first, last = tokens[0].text, tokens[-1].text
+    if len(tokens) < 5 or not (first == "]" or last == "[") or first not in "[](" or last not in "[])":
+        return None
+    inside = list(tokens[1:-1])
+    marks = _at_top(inside, {",", ";"})
+    if len(marks) != 1 or any(token.text in "[]" for token in inside):
+        return None
+    low, high = (again(part) for part in split(inside, marks))
+    interval = _interval(low.text, low, high.text, high, first in "](", last in "[)")
+    return Region(tuple(tokens), (interval,))
+
+
+def _bracketed(tokens: Sequence[Token], again: _Again) -> Form | None:
+    if len(tokens) == 1 and tokens[0].text == r"\emptyset":
+        return Items(tuple(tokens), "set", ())
+    if len(tokens) == 1 and tokens[0].text == r"\mathbb{R}":
+        return Region(tuple(tokens), (Interval(None, None, True, True),))
+    first, last = tokens[0].text, tokens[-1].text
+    if not enclosed(tokens):
+        return None
+    inside = list(tokens[1:-1])
+    level = depths(inside)
+    marks = [i for i, token in enumerate(inside) if token.text in (",", ";") and not level[i]]
+    if any(inside[i].text == ";" for i in marks) and first != r"\{":
+        marks = [i for i in marks if inside[i].text == ";"]  # (1,5; 2): commas are decimal
+    if first == r"\{":
+        bars = [i for i, token in enumerate(inside) if token.text in ("|", ":", r"\mid") and not level[i]]
+        if bars and 0 < bars[0] < len(inside) - 1:
+            condition = again(inside[bars[0] + 1 :])
+            return _solutions(tokens, condition)
+    items = [again(part) for part in split(inside, marks)] if inside else []
+    if first == r"\{" and last == r"\}":
+        flat = [
+            item
+            for form in items
+            for item in (form.items if isinstance(form, Items) and form.kind == "list" else [form])
+        ]
+        return Items(tuple(tokens), "set", tuple(flat))
+    if not marks:
+        if not inside or first in (r"\lfloor", r"\lceil", "{", r"\langle"):
+            return None
+        if first == "(" and last == ")" and not is_phrase(inside):
+            return items[0] if not isinstance(items[0], Quantity) or items[0].words or items[0].unit else None
+        return None
+    if first == r"\langle":
+        return Items(tuple(tokens), "vector", tuple(items))
+    if (first, last) == ("(", ")"):
+        pair = len(items) == 2 and (items[0].text in _INFINITIES or items[1].text in _INFINITIES)
+        whole = Items(tuple(tokens), "tuple", tuple(items))
+        return as_region(whole) if pair else whole
+    if {first, last} <= {"(", ")", "[", "]"}:
+        if len(items) == 2 and not (first == "[" and any(isinstance(item, Items | Region) for item in items)):
+            (low, high), opens = items, (first == "(", last == ")")
+            return Region(tuple(tokens), (_interval(low.text, low, high.text, high, *opens),))
+        if first == "[" and last == "]":
+            rows = [_row(item) for item in items]
+            if all(row is not None for row in rows) and len({len(row) for row in rows}) == 1:
+                return Matrix(tuple(tokens), tuple(rows))
+            return Items(tuple(tokens), "array", tuple(items))
+    return None
+
+
+def _solutions(tokens: Sequence[Token], condition: Form) -> Form:
+    """The set of numbers for which a condition holds."""
+    if isinstance(condition, Region):
+        return condition
+    parts = condition.items if isinstance(condition, Items) and condition.kind == "list" else (condition,)
+    equations = [part for part in parts if isinstance(part, Equation)]
+    if len(equations) == len(parts) and len({part.name for part in equations}) == 1:
+        return Items(tuple(tokens), "set", tuple(part.value for part in equations))
+    return Relation(tuple(tokens))
+
+
+def _row(form: Form) -> tuple[Form, ...] | None:
+    """The entries of [1,2] or [1,2,3] inside of a matrix."""
+    if isinstance(form, Items) and form.kind == "array":
+        return form.items
+    if isinstance(form, Region) and len(form.intervals) == 1 and not form.points:
+        only = form.intervals[0]
+        if only.low is not None and only.high is not None and not (only.open_low or only.open_high):
+            return only.low, only.high
+    return None
+
+
+def _environment(tokens: Sequence[Token], again: _Again) -> Form | None:
+    texts = [token.text for token in tokens]
+    transposed = texts[-4:-1] in (["^", "{", "T"], ["^", "{", r"\top"]) and texts[-1] == "}"
+    if transposed:
+        tokens, texts = tokens[:-4], texts[:-4]
+        form = again(tokens)
+        if isinstance(form, Items) and form.kind in ("vector", "tuple", "array"):
+            return replace(form, kind="vector", name="column")
+        region = form if isinstance(form, Region) else None
+        row = _row(region) if region else None
+        return Items(tuple(tokens), "vector", row, "column") if row else None
+    if texts and texts[0] in "([" and texts[-1] in ")]" and texts[1:2] and texts[1].startswith(r"\begin{"):
+        tokens, texts = tokens[1:-1], texts[1:-1]
+    start = ENVIRONMENT.fullmatch(texts[0]) if texts else None
+    if start is None or texts[-1] != rf"\end{{{start.group(1)}}}" or not texts[0].startswith(r"\begin"):
+        return None
+    name, inside = start.group(1), list(tokens[1:-1])
+    level = depths(inside)
+    if any(token.text.startswith(r"\begin{") for token in inside) or name == "vmatrix":
+        return None
+    lines = split(inside, [i for i, token in enumerate(inside) if token.text == r"\\" and not level[i]])
+    rows = [
+        [_trimmed(cell) for cell in split(line, [i for i, t in enumerate(line) if t.text == "&"])]
+        for line in lines
+        if line
+    ]
+    if name == "cases":
+        cells = [tuple(again(_condition(cell)) for cell in row if cell) for row in rows]
+        if all(len(row) == 1 for row in cells):
+            return Items(tuple(tokens), "list", tuple(row[0] for row in cells))
+        return Cases(tuple(tokens), tuple(cells))
+    forms = tuple(tuple(again(cell) for cell in row) for row in rows)
+    if not forms or len({len(row) for row in forms}) != 1:
+        return None
+    if len(forms) == 1 or len(forms[0]) == 1:
+        items = forms[0] if len(forms) == 1 else tuple(row[0] for row in forms)
+        return Items(tuple(tokens), "vector", items, "row" if len(forms) == 1 else "column")
+    return Matrix(tuple(tokens), forms)
+
+
+def _condition(cell: list[Token]) -> list[Token]:
+    """A cell of a definition by cases without `if`."""
+    return cell[1:] if cell and _lower(cell[0]) in ("if", "for", "when", "where") else cell
+
+
+def _point(tokens: Sequence[Token], again: _Again) -> Form | None:
+    """P(1,2)."""
+    if len(tokens) > 4 and len(tokens[0].text) == 1 and tokens[0].text.isupper() and enclosed(tokens[1:]):
+        form = again(tokens[1:])
+        if isinstance(form, Items) and form.kind == "tuple":
+            return replace(form, tokens=tuple(tokens), name=tokens[0].text)
+    return None
+
+
+def _ratio(tokens: Sequence[Token], again: _Again) -> Form | None:
+    at = _at_top(tokens, {":"}) or [i for i in _at_top(tokens, {"to"}) if tokens[i].is_name]
+    parts = split(tokens, at)
+    if not at or not all(parts):
+        return None
+    return Ratio(tuple(tokens), tuple(again(part) for part in parts))

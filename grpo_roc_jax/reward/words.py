@@ -1,0 +1,272 @@
+"""What the words around a number mean: units, currencies, number words, and words that change what the number says."""
+
+import re
+from collections.abc import Iterable
+from fractions import Fraction
+
+
+def names(text: str) -> list[str]:
+    """The names in a text."""
+    return text.split()
+
+
+# ---- units ---------------------------------------------------------------------------------------------------------
+
+_LONG = {
+    "meter": "m", "metre": "m", "gram": "g", "gramme": "g", "second": "s", "sec": "s", "minute": "min", "hour": "h",
+    "hr": "h", "liter": "L", "litre": "L", "newton": "N", "joule": "J", "watt": "W", "volt": "V", "ampere": "A",
+    "amp": "A", "kelvin": "K", "pascal": "Pa", "hertz": "Hz", "ohm": "Ω", "inche": "in", "inch": "in", "feet": "ft",
+    "foot": "ft", "mile": "mi", "pound": "lb", "year": "yr", "radian": "rad", "dollar": "dollar", "cent": "cent",
+    "unit": "unit", "day": "day", "week": "week", "month": "month", "yard": "yd", "ounce": "oz", "gallon": "gal",
+    "acre": "acre", "hectare": "ha", "tonne": "t", "ton": "ton", "quart": "qt", "pint": "pt", "cup": "cup",
+    "calorie": "cal", "mole": "mol", "coulomb": "C", "tesla": "T", "farad": "F", "weber": "Wb", "bit": "bit",
+    "byte": "byte", "decibel": "dB", "steradian": "sr", "knot": "knot", "atmosphere": "atm", "electronvolt": "eV",
+    "parsec": "pc", "point": "point", "digit": "digit", "degree": "°", "euro": "EUR", "rupee": "INR", "yen": "JPY",
+    "yuan": "CNY", "peso": "peso", "buck": "dollar", "penny": "cent", "pennie": "cent", "pence": "penny",
+    "pfennig": "pfennig", "percent": "%", "percentage": "%", "pct": "%", "millimeter": "mm", "lightyear": "ly",
+    "century": "century", "decade": "decade",
+}  # fmt: skip
+_PREFIX = {"kilo": "k", "centi": "c", "milli": "m", "micro": "μ", "nano": "n", "mega": "M", "giga": "G", "deci": "d"}
+_SYMBOLS = names(
+    """
+    mol min erg dyne dyn bar cal rad mph kph kmh kmph eV Pa Hz Wb pc yr yrs in ft mi lb lbs oz yd gal qt pt ha hrs mins
+    secs sqm sqft atm dB ly ml cc rpm kWh Wh ppm m g s h A K N J W C V F T H L l Ω Å sr sec hr km cm mm kg mg dm USD EUR
+    GBP INR CNY JPY RMB CAD AUD CHF Rs
+    """
+)
+_SAME = {
+    "mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "yrs": "yr", "lbs": "lb", "hrs": "h", "mins": "min",
+    "secs": "s", "sec": "s", "hr": "h", "l": "L", "dyne": "dyn", "USD": "dollar", "Rs": "INR", "RMB": "CNY",
+    "cc": "cm^3", "sqm": "m^2", "sqft": "ft^2", "ml": "mL", "kWh": "kW·h", "Wh": "W·h",
+}  # fmt: skip
+_LONG_NAME = re.compile(rf"({'|'.join(_PREFIX)})?({'|'.join(sorted(_LONG, key=len, reverse=True))})s?", re.IGNORECASE)
+_SYMBOL = re.compile(rf"([TGMkcmμnpd]?)({'|'.join(sorted(_SYMBOLS, key=len, reverse=True))})")
+CURRENCIES = {
+    "$": "dollar", r"\$": "dollar", "£": "GBP", "€": "EUR", "₹": "INR", "¥": "JPY", "₩": "KRW", "₽": "RUB",
+    "₺": "TRY", "₫": "VND", "₱": "PHP", "฿": "THB", "₦": "NGN", "₪": "ILS", "₴": "UAH", "¢": "cent",
+}  # fmt: skip
+"""Signs of currencies; `\\$` too."""
+CURRENCY_NAMES = {"USD", "EUR", "GBP", "INR", "CNY", "JPY", "RMB", "CAD", "AUD", "CHF", "Rs", "rs", "RS", "Re"}
+POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
+"""Words for the power of the unit after them, or before them if they end in d."""
+
+
+def unit_symbol(name: str) -> str | None:
+    """The symbol of a unit; None for a word that is no common unit."""
+    if match := _LONG_NAME.fullmatch(name):
+        prefix, unit = match.groups()
+        return _PREFIX.get((prefix or "").lower(), "") + _LONG[unit.lower()]
+    if match := _SYMBOL.fullmatch(name):
+        return match.group(1) + _SAME.get(match.group(2), match.group(2)) if name not in _SAME else _SAME[name]
+    return None
+
+
+def unit_text(powers: Iterable[tuple[str, int]]) -> str:
+    """The normal form of a product of units: `m·s^-2` for m/s^2 and for m s^-2."""
+    total: dict[str, int] = {}
+    for symbol, power in powers:
+        for part in symbol.split("·"):
+            over, _, under = part.partition("/")
+            for name, sign in ((over, 1), (under, -1)):
+                base, _, exponent = name.partition("^")
+                if base:
+                    total[base] = total.get(base, 0) + sign * power * int(exponent or 1)
+    return "·".join(name + (f"^{power}" if power != 1 else "") for name, power in sorted(total.items()) if power)
+
+
+# ---- numbers in words ----------------------------------------------------------------------------------------------
+
+_SMALL = {
+    name: number
+    for number, name in enumerate(
+        names(
+            """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+    eighteen nineteen
+    """
+        )
+    )
+}
+_TENS = {
+    name: 10 * number
+    for number, name in enumerate(
+        names(
+            """
+    twenty thirty forty fifty sixty seventy eighty ninety
+    """
+        ),
+        start=2,
+    )
+}
+SCALES = {
+    "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+    "lakh": 10**5, "crore": 10**7, "quadrillion": 10**15,
+}  # fmt: skip
+_PARTS = {
+    "half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8,
+    "ninth": 9, "tenth": 10, "hundredth": 100,
+}  # fmt: skip
+_FIRST = names(
+    """
+    first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth
+    """
+)
+ORDINALS = {name: number for number, name in enumerate(_FIRST, start=1)}
+BASES = {**_SMALL, "binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16, "hex": 16}
+
+
+def scale(word: str) -> int | None:
+    """What `million` or `dozens` multiplies a number by."""
+    return SCALES.get(word, SCALES.get(word.removesuffix("s")))
+
+
+def spelled_number(words: list[str]) -> Fraction | None:
+    """The number that words spell out, such as twenty one, or two thirds; None for other words."""
+    words = [word for word in words if word != "and"]
+    if not words:
+        return None
+    if words == ["half"]:
+        return Fraction(1, 2)
+    part = _PARTS.get(words[-1].removesuffix("s") if words[-1] != "halves" else "half")
+    if part and len(words) > 1:
+        count = Fraction(1) if words[:-1] in (["a"], ["one"]) else spelled_number(words[:-1])
+        return None if count is None or count.denominator != 1 else count / part
+    total = group = 0
+    last = 0
+    for word in words:
+        if word in _SMALL and last in (0, 20, 100) and not (last == 20 and not 0 < _SMALL[word] < 10):
+            group, last = group + _SMALL[word], 1
+        elif word in _TENS and last in (0, 100):
+            group, last = group + _TENS[word], 20
+        elif word in SCALES and (last in (1, 20, 100) or len(words) == 1):
+            group, last = max(group, 1) * SCALES[word], 100
+            if SCALES[word] >= 1000:
+                total, group = total + group, 0
+        else:
+            return None
+    return Fraction(total + group)
+
+
+# ---- words that matter ---------------------------------------------------------------------------------------------
+
+HEDGES = set(names(
+    """
+    about approximately approx roughly around circa exactly precisely just only simply the a an is are was equals equal
+    to total of answer final result therefore thus hence so it its solution value get we have be
+    """
+))  # fmt: skip
+"""Words before a number that change nothing."""
+DIRECTIONS = set(
+    names(
+        """
+    north south east west northeast northwest southeast southwest northern southern eastern western up down upward
+    upwards downward downwards inward outward forward forwards backward backwards clockwise counterclockwise
+    anticlockwise am pm bc ad bce ce profit loss gain increase increased decrease decreased rise fall higher lower
+    deeper taller shorter before after ago later earlier early late ahead behind credit debit surplus deficit increasing
+    decreasing positive negative receding approaching win lose wins losses
+    """
+    )
+)
+_NEGATIONS = set(names(
+    """
+    not no never none neither nor without wrong incorrect false untrue isnt except cannot impossible un non
+    """
+))  # fmt: skip
+_COMPARISONS = set(
+    names(
+        """
+    more less fewer least most greater larger smaller bigger over under above below exceeding exceeds exceed almost
+    nearly between than beyond within minimum maximum max upto up bound bounded beyond twice thrice double triple half
+    double
+    """
+    )
+) - {"max"}
+_CONJUNCTIONS = set(
+    names(
+        """
+    or and but if unless otherwise plus minus versus vs while although though then except
+    """
+    )
+)
+_OPERATIONS = set(
+    names(
+        """
+    squared cubed factorial root roots power powers reciprocal inverse opposite divided multiplied score gross modulo
+    logarithm sine cosine tangent
+    """
+    )
+)
+BLOCKING = (
+    _OPERATIONS
+    | DIRECTIONS
+    | _NEGATIONS
+    | _COMPARISONS
+    | _CONJUNCTIONS
+    | set(SCALES)
+    | set(_SMALL)
+    | set(_TENS)
+    | set(_PARTS)
+)
+"""A number with one of these words is not the number alone."""
+_PLACES = set(
+    names(
+        """
+    unit step place block degree space square position point floor lane m cm km mm ft in mi yd
+    """
+    )
+)
+
+
+def blocked(words: tuple[str, ...], unit: str) -> bool:
+    """Whether words around a number change what it says."""
+    for index, word in enumerate(words):
+        if word in ("left", "right"):
+            # `5 apples left` are those that remain; `5 units left` is a direction, and so is `5 left`
+            noun = words[index - 1] if index else unit
+            if (
+                word == "right"
+                or not noun
+                or noun.removesuffix("s") in _PLACES
+                or unit_symbol(noun) not in (None, "dollar")
+            ):
+                return True
+        elif (
+            word in BLOCKING
+            or word.removesuffix("s") in SCALES
+            or word.removesuffix("s") in _PARTS
+            or word.endswith("n't")
+        ):
+            return True
+    return False
+
+
+def stems(words: Iterable[str]) -> frozenset[str]:
+    """The words without articles and plurals."""
+    plural = r"(?<=[a-z]{2})(?:ies|y)$|(?<=[sxh])es$|(?<=[a-rt-z])s$"
+    return frozenset(re.sub(plural, "", word) for word in words) - {"the", "a", "an", "of", "in", "total"}
+
+
+COMPASS = {"N": "north", "S": "south", "E": "east", "W": "west"}
+"""Letters behind degrees of latitude and longitude."""
+NO_SOLUTION = re.compile(
+    r"(?:there (?:is|are|exists?) )?(?:no|zero) (?:real |such |valid )?(?:solutions?|roots?|values?)"
+    r"(?: exists?)?(?: for x)?"
+)
+_SAYINGS = {
+    "emptyset": "none, empty set, null set, empty",
+    "does not exist": """dne, doesn't exist, do not exist, undefined, not defined, is undefined, limit does not exist,
+        the limit does not exist""",
+    "infinitely many": """infinitely many solutions, infinite solutions, infinite number of solutions,
+        there are infinitely many solutions""",
+    "reals": """all real numbers, all reals, real numbers, all real number, set of all real numbers, any real number,
+        set of real numbers, every real number""",
+    "noon": "midday",
+}
+SYNONYMS = {" ".join(phrase.split()): meaning for meaning, text in _SAYINGS.items() for phrase in text.split(",")}
+"""Answers in words that say the same."""
+MONTHS = {name: number for number, name in enumerate(names(
+    """
+    january february march april may june july august september october november december
+    """
+), start=1)}  # fmt: skip
+MONTHS |= {name[:3]: number for name, number in MONTHS.items()} | {"sept": 9}
