@@ -398,7 +398,7 @@ def meter_that_saw(used_s: float, used_before_s: float, after_s: float, *, gap_s
     meter.__dict__.update(
         worker=SimpleNamespace(limits=limits, send=sent.append), pid=1, number=7, started=now - after_s, outputs=[],
         limits=limits, cpu_start=0.0, deadline=now - after_s + 5.0, checked=(now - gap_s, used_before_s),
-        extended=False, may_slow=False, count_threads=0, sum_files=False, cpu=lambda: used_s, step=0.01,
+        extended=False, may_slow=False, count_threads=0, files=None, cpu=lambda: used_s, step=0.01,
     )  # fmt: skip
     return meter, sent
 
