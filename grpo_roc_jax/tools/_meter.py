@@ -16,6 +16,8 @@ PATIENCE_S = 10.0
 """Time beyond its wall-clock limit that a starved call may take, if the kernel reports its wait for a core."""
 BLIND_PATIENCE_S = 2.0
 """The same if the kernel does not report it."""
+KERNEL_PATIENCE_S = 0.5
+"""Time beyond its limit in which a call may wait inside the kernel."""
 STARVED_SHARE = 0.02
 """In that case, a call that had less than this share of a core since the last check counts as asleep."""
 LONGEST_CHECK_S = 0.5
@@ -155,17 +157,20 @@ class Meter:
         """Whether it is within its limit if the time in which it waited for a core is not counted."""
         over = now - self.started - self.limits.wall_s
         if over < PATIENCE_S:
-            if self.had_its_share(used, over) or (waited - over < LEAST_WAIT_S and not self.ready()):
+            if self.had_its_share(used, over) or (waited - over < LEAST_WAIT_S and not self.ready(over)):
                 return False
             self.deadline = now + min(max(waited - over, LEAST_WAIT_S), LONGEST_CHECK_S, PATIENCE_S - over)
         self.extend(PATIENCE_S)
         return True
 
-    def ready(self) -> bool:
-        """Whether its first thread is not asleep: it runs, or waits for a core or for the kernel."""
+    def ready(self, over: float) -> bool:
+        """Whether its first thread runs or waits for a core, or for a moment for the kernel, rather than sleeps.
+
+        A busy host makes threads wait for locks of the kernel, and a program can make its own wait for the disk.
+        """
         try:
             state = read_of(self.worker.host_proc, self.pidfd, "stat").rpartition(b")")[2].split()[0]
-            return state in (b"R", b"D")
+            return state == b"R" or (state == b"D" and over < KERNEL_PATIENCE_S)
         except (OSError, IndexError, ValueError):
             return False
 

@@ -43,8 +43,8 @@ ALWAYS = (
     *(115, 118, 120, 121, 124, 127, 128, 130, 131),
     # statfs fstatfs getpriority sched_getparam sched_getscheduler sched_get_priority_max/min arch_prctl
     *(137, 138, 140, 143, 145, 146, 147, 158),
-    # gettid readahead futex sched_getaffinity epoll_create getdents64 set_tid_address restart_syscall fadvise64
-    *(186, 187, 202, 204, 213, 217, 218, 219, 221),
+    # gettid futex sched_getaffinity epoll_create getdents64 set_tid_address restart_syscall
+    *(186, 202, 204, 213, 217, 218, 219),
     # clock_gettime clock_getres clock_nanosleep exit_group epoll_wait epoll_ctl waitid newfstatat readlinkat
     *(228, 229, 230, 231, 232, 233, 247, 262, 267),
     # faccessat pselect6 ppoll set_robust_list epoll_pwait eventfd eventfd2 epoll_create1 dup3 pipe2
@@ -63,9 +63,9 @@ METADATA = (
     *(235, 261, 260, 268, 280),
 )
 READ_XATTR = (191, 192, 193, 194, 195, 196)
-SYNC = (74, 75)
+SYNC = (74, 75, 187, 221)
 """fsync fdatasync. A process that waits for the disk cannot be killed before the disk answers; scratch files are
-deleted after the call anyway."""
+deleted after the call anyway. readahead fadvise64: hints, one of which takes files of libraries out of memory."""
 MSYNC, MS_SYNC, FLOCK, FALLOCATE, CLOSE_RANGE, UMASK = 26, 4, 73, 285, 436, 95
 MAKE_DIRECTORY = ((83, 1), (258, 2))
 """mkdir mkdirat, and the argument that holds the mode."""

@@ -169,6 +169,7 @@ GOLDEN = [  # call, its arguments, what programs get, what they get where severa
     ("sync", (162,), "errno 1", "errno 1"),
     ("syncfs", (306, 3), "errno 1", "errno 1"),
     ("sync_file_range", (277, 3), "errno 1", "errno 1"),
+    ("posix_fadvise", (221, 3, 0, 0, 4), "errno 0", "errno 0"),
     ("msync MS_SYNC", (26, 0, 0, 4), "errno 0", "errno 0"),
     ("msync MS_ASYNC", (26, 0, 0, 1), "allow", "allow"),
     ("pwritev2, which may wait for the disk", (328, 3), "errno 1", "errno 1"),
