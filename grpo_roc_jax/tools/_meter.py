@@ -233,11 +233,11 @@ class FileCount:
         """The limit that the running program exceeds, or ""."""
         written = self.written() - self.written_then
         thorough = time.monotonic() - self.thorough_at >= THOROUGH_S
-        if 2 * written <= self.limits.scratch_mb << 20 and not self.judge(thorough=thorough):
+        if 2 * written <= self.limits.scratch_mb << 20 and not self.look(thorough=thorough):
             return ""
         stopped = self.stop()
         try:
-            return self.judge(thorough=True) if stopped else ""
+            return self.judge() if stopped else ""
         finally:
             for pid in stopped:
                 with contextlib.suppress(OSError):
@@ -246,9 +246,9 @@ class FileCount:
     def over_at_rest(self) -> str:
         """The same for a session that has been told to stop."""
         spent, written = cpu_time(self.pid) - self.cpu_then, self.written() - self.written_then
-        if spent < THOROUGH_CPU_S and written < THOROUGH_BYTES and not self.judge(thorough=False):
+        if spent < THOROUGH_CPU_S and written < THOROUGH_BYTES and not self.look(thorough=False):
             return ""
-        return self.judge(thorough=True) if await_stop(self.pid) else ""
+        return self.judge() if await_stop(self.pid) else ""
 
     def over_at_end(self) -> str:
         """The same for a program that has ended, with all its processes."""
@@ -280,20 +280,25 @@ class FileCount:
                 pids += [pid for pid in below if pid not in pids]
         return pids
 
-    def judge(self, *, thorough: bool) -> str:
-        """The limit that the files seem to exceed, or ""; a `thorough` look finds those that only a mapping holds."""
-        why = self.judge_once(thorough=thorough)
-        if why and thorough and self.copy():
+    def judge(self) -> str:
+        """The limit that the files of a stopped program exceed, also without the copy of a session, or ""."""
+        why = self.look(thorough=True)
+        if why and self.copy():
             self.drop_copy()
-            why = self.judge_once(thorough=True)
+            why = self.look(thorough=True)
         return why
 
-    def judge_once(self, *, thorough: bool) -> str:
+    def look(self, *, thorough: bool) -> str:
+        """The limit that the files seem to exceed, or ""; a `thorough` look finds those that only a mapping holds."""
         try:
             sizes, count = self.named()
             held = 0
             for pid in self.processes() if thorough else [self.pid]:
-                held += self.deleted(pid, sizes, thorough=thorough)
+                try:
+                    held += self.deleted(pid, sizes, thorough=thorough)
+                except OSError:
+                    if pid == self.pid or not has_ended(str(pid)):
+                        raise
             why = self.limit_of(sizes, count)
             if not why and self.memory_device is not None:
                 used = private_memory(self.pid) - self.private + held

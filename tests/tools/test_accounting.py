@@ -293,6 +293,40 @@ def test_the_kernel_ends_programs_first_if_memory_runs_out(pool: Pool) -> None:
     pool.executor.close_session("oom")
 
 
+FAMILY = """
+import os, tempfile, time
+pids = []
+for i in range(4):
+    pid = os.fork()
+    if pid == 0:
+        end = time.monotonic() + (0.1 if i == 0 else 0.7)
+        while time.monotonic() < end:
+            with tempfile.NamedTemporaryFile(dir=".") as file: file.write(bytes(@SIZE@)); file.flush()
+            with tempfile.TemporaryFile(dir=".") as file: file.write(bytes(@SIZE@)); file.flush(); time.sleep(0.02)
+        os._exit(0)
+    pids.append(pid)
+time.sleep(0.6)
+print([os.waitpid(pid, 0)[1] for pid in pids])
+"""
+
+
+@pytest.mark.parametrize("level", ["L0", "L2"])
+def test_the_files_of_several_processes_are_counted_together(level: str) -> None:
+    """One that has ended and waits to be reaped counts as nothing."""
+    if level not in _probing.probe_host().available:
+        pytest.skip(f"{level} cannot be reached here")
+    limits = {"wall_s": 10.0, "scratch_mb": SCRATCH_MB, "processes": 8, "memory_mb": 256}
+    config = ToolsConfig(level=level, min_level="L0", workers=1, roots=1, preload=(), bare_root=False, **limits)
+    with make_executor(config) as executor:
+
+        def run(size: int) -> ToolResult:
+            code = FAMILY.replace("@SIZE@", str(size))
+            return executor.run([CodeCall(str(size), "python_code_with_standard_io", {"code": code}, None)])[0]
+
+        assert run(100_000).stdout == "[0, 0, 0, 0]\n"
+        assert run(12 << 20).limit_hit == "scratch"
+
+
 HONEST = """
 import fcntl, mmap, os, shutil, sqlite3, tempfile, threading
 def work(i):
