@@ -3,7 +3,6 @@ limits they were sent, and what remote services and Ray are asked for."""
 
 import asyncio
 import functools
-import http.client
 import json
 import os
 import re
@@ -250,8 +249,8 @@ class Connection:
     lock = threading.Lock()
     together: threading.Event
 
-    def __init__(self, host: str, port: int, timeout: float):
-        self.where, self.timeout, self.sock = (host, port), timeout, None
+    def __init__(self, host: str, port: int, *, secure: bool):
+        self.where, self.deadline, self.sock = (host, port), 0.0, None
 
     def request(self, method: str, target: str, payload: bytes | None, headers: dict) -> None:
         self.target, self.body = target, json.loads(payload or b"null")
@@ -262,7 +261,7 @@ class Connection:
         kind = type(self)
         count = len(self.body["submissions"]) if self.body and "submissions" in self.body else 1
         with self.lock:
-            kind.log.append((self.where, self.target, round(self.timeout), count))
+            kind.log.append((self.where, self.target, round(self.deadline - time.monotonic()), count))
             kind.open_now += 1
             kind.peak = max(kind.peak, kind.open_now)
             if kind.peak >= 3:
@@ -282,7 +281,7 @@ def asked(config: Config) -> Any:
     Connection.log, Connection.peak, Connection.open_now, Connection.together = [], 0, 0, threading.Event()
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
     patched = (
-        mock.patch.object(http.client, "HTTPConnection", Connection),
+        mock.patch.object(remote, "TimedConnection", Connection),
         mock.patch.multiple(
             remote, time=clock, BATCH_WAIT_S=5.0 if config.tools.executor.kind == "code_judge" else 0.0
         ),

@@ -17,6 +17,8 @@ import jax
 
 import grpo_roc_jax
 from grpo_roc_jax.pod.program_cache import keep_programs
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.memory_bound import describe_memory, host_bytes
 
 GIB = 1 << 30
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "math-verify")
@@ -55,6 +57,7 @@ def examine() -> dict[str, Any]:
         "free_disk_gib": round(shutil.disk_usage(Path.cwd()).free / GIB, 1),
         "programs": str(keep_programs() or ""),
         "isolation": isolation(),
+        "tool_memory": describe_memory(ToolsConfig()),
         "extras": {
             name: any(importlib.util.find_spec(module) for module in modules) for name, (modules, _) in EXTRAS.items()
         },
@@ -73,11 +76,7 @@ def devices() -> dict[str, Any]:
 
 def memory_gib() -> float:
     """Memory of the host, or the limit of this process's control group if that is lower."""
-    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = Path(name).read_text(encoding="utf-8").strip() if os.path.exists(name) else ""
-        sizes += [int(text)] if text.isdigit() else []
-    return round(min(sizes) / GIB, 1)
+    return round(host_bytes() / GIB, 1)
 
 
 def isolation() -> dict[str, Any]:
@@ -124,6 +123,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"host       {found['cores']} cores, {found['memory_gib']} GiB of memory, {found['free_disk_gib']} GiB disk"
     yield f"programs   {found['programs'] or 'not kept; every start compiles them again'}"
     yield f"isolation  {levels[-1] if levels else 'none'} of {', '.join(levels) or 'none'} (`grpo-roc probe` explains)"
+    yield f"tools      with default settings {found['tool_memory']}"
     yield "extras     " + (", ".join(name for name, there in found["extras"].items() if there) or "none")
     for name, there in found["extras"].items():
         if not there:

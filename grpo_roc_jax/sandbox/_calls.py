@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ._messages import CallDone, ProgramLimits
-from ._wire import close_all
+from ._wire import close_all, discard, file_size, make_memory_file
 
 NONCE_BYTES = 32
 REPORTED_KINDS = ("ok", "exception", "syntax_error", "memory_limit", "output_limit")
@@ -167,6 +167,8 @@ def _enforced(
     if done.why == "scratch":
         text = f"No space left: the directory may hold {limits.scratch_mb} MiB, {limits.scratch_files} files"
         return _exception("OSError", text, "scratch")
+    if done.why == "memory":
+        return ProgramOutcome("memory_limit", limit_hit="memory")
     if done.why == "threads":
         return _exception("RuntimeError", f"more than {limits.threads} threads", "threads")
     return None
@@ -202,11 +204,10 @@ class PendingCall:
         self.nonce = os.urandom(16).hex().encode()
         files: list[int] = []
         try:
-            for content in (self.code, self.stdin, b"", b"", self.nonce):
-                files.append(os.memfd_create("box", os.MFD_CLOEXEC))
-                if content:
-                    write_all(files[-1], content)
-            os.lseek(files[1], 0, os.SEEK_SET)
+            for content in (self.code, self.stdin):
+                files.append(make_memory_file(content, sealed=True))
+            for content in (b"", b"", self.nonce):
+                files.append(make_memory_file(content))
         except OSError:
             close_all(files)
             raise
@@ -214,19 +215,21 @@ class PendingCall:
         return tuple(files)
 
     def close_files(self) -> None:
-        close_all(self.fds)
+        """Close the files, and empty them: a session may have kept them open."""
+        discard(self.fds)
         self.fds = ()
 
     def outcome(self, done: CallDone, limits: ProgramLimits) -> ProgramOutcome:
         out, err, record_fd = self.fds
-        sizes = tuple(os.fstat(fd).st_size for fd in self.fds)
+        lengths = tuple(os.fstat(fd).st_size for fd in self.fds)
+        sizes = tuple(file_size(fd) for fd in self.fds)
         keep = limits.output_kb << 10
         record = parse_record(os.pread(record_fd, RECORD_BYTES, 0), self.nonce, keep)
         outcome = decide(done, record, sizes, limits)
-        outcome.stdout, cut_out = read_ends(out, sizes[0], keep)
-        outcome.stderr, cut_err = read_ends(err, sizes[1], keep)
+        outcome.stdout, cut_out = read_ends(out, lengths[0], keep)
+        outcome.stderr, cut_err = read_ends(err, lengths[1], keep)
         outcome.truncated = outcome.truncated or cut_out or cut_err
-        outcome.stdout_bytes, outcome.stderr_bytes = sizes[:2]
+        outcome.stdout_bytes, outcome.stderr_bytes = lengths[:2]
         outcome.wall_ms, outcome.cpu_ms, outcome.max_rss_kb = 1000 * done.wall, 1000 * done.cpu, done.rss
         if self.session is not None:
             outcome.cell, outcome.rolled_back = done.cell, done.rolled_back
@@ -243,12 +246,6 @@ def needs_packages(code: bytes) -> bool:
             if words and words[0].split(b".")[0].decode(errors="replace") not in sys.stdlib_module_names:
                 return True
     return False
-
-
-def write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def read_ends(fd: int, size: int, keep: int) -> tuple[str, bool]:

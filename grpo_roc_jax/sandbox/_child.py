@@ -288,7 +288,7 @@ def run_session(control, settings):
     `C` brings a cell (descriptors: code, stdin, stdout, stderr, result). `S` asks for a copy of this process, which
     waits on the connection that comes with it and takes over if needed.
     """
-    program = ProgramNamespace(settings)
+    program, idle = ProgramNamespace(settings), posix.dup(RESULT_FD)
     while True:
         data, ancillary, _, _ = _recvmsg(control, 256, 128)
         if not data:
@@ -297,7 +297,7 @@ def run_session(control, settings):
         if data[:1] == b"S":
             control = _copy_state(control, fds[0])
         else:
-            _run_cell(program, settings, control, fds, data)
+            _run_cell(program, settings, control, fds, data, idle)
 
 
 def _descriptors(ancillary):
@@ -337,8 +337,11 @@ def _copy_state(control, descriptor):
     return control
 
 
-def _run_cell(program, settings, control, fds, data):
-    """Run one cell with new standard streams, and report it to the worker."""
+def _run_cell(program, settings, control, fds, data, idle):
+    """Run one cell with new standard streams, and report it to the worker.
+
+    Between cells the streams are `idle`, which takes all that threads write: the files of a cell end with its report.
+    """
     number, seed = int.from_bytes(data[1:5], "little"), int.from_bytes(data[5:13], "little")
     for descriptor, target in zip(fds[1:5], (0, 1, 2, RESULT_FD), strict=True):
         posix.dup2(descriptor, target)
@@ -357,6 +360,11 @@ def _run_cell(program, settings, control, fds, data):
     report.exit_code = None
     _flush()
     _pwrite(RESULT_FD, report.pack(), NONCE_BYTES)
+    for target in (0, 1, 2, RESULT_FD):
+        try:
+            posix.dup2(idle, target)
+        except BaseException:
+            continue
     _send(control, b"D")
 
 

@@ -7,7 +7,8 @@ import tempfile
 import threading
 import time
 
-PAUSE_S = 0.5
+PAUSE_S, BUSY_PAUSE_S = 0.5, 0.02
+"""Time between two looks for something to delete, and after one that found something: workers wait if much is left."""
 LAST_S = 2.0
 """Time that the executor deletes at its end, before it leaves the rest to `rm`."""
 PREFIX = "grpo-tools-"
@@ -52,9 +53,12 @@ class ScratchCleanup:
         with contextlib.suppress(OSError):
             for old in abandoned(os.path.dirname(self.base)):
                 remove_tree(old, self.stop)
-        while not self.stop.wait(PAUSE_S):
-            for name in os.listdir(self.directory):
+        pause_s = PAUSE_S
+        while not self.stop.wait(pause_s):
+            names = os.listdir(self.directory)
+            for name in names:
                 remove_tree(os.path.join(self.directory, name), self.stop)
+            pause_s = BUSY_PAUSE_S if names else PAUSE_S
 
     def end(self) -> None:
         """Delete everything; a separate process goes on if that takes long."""

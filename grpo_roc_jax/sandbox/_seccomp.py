@@ -1,7 +1,8 @@
 """The system call filter: an allowlist of what arithmetic needs; standard library only, x86-64.
 
-Denied calls fail with EPERM, new and unknown ones with ENOSYS (so that libraries fall back), and calls that change
-metadata succeed without doing anything, since landlock does not govern them.
+Denied calls fail with EPERM, new and unknown ones with ENOSYS (so that libraries fall back). Some succeed without doing
+anything: those that change metadata, since landlock does not govern them; locks of files, which other programs that
+read the same libraries could see; and those that wait for the disk, since nothing can end such a wait at the deadline.
 """
 
 import ctypes
@@ -12,13 +13,16 @@ from . import _kernel
 AUDIT_ARCH_X86_64 = 0xC000003E
 X32_BIT = 0x40000000
 ALLOW, ERRNO, NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
-EPERM, EACCES, ENOTTY, ENOSYS, EOPNOTSUPP = 1, 13, 25, 38, 95
+EPERM, EACCES, EINVAL, ENOTTY, ENOSYS, EOPNOTSUPP = 1, 13, 22, 25, 38, 95
 LD, AND, JEQ, JGE, JGT, JSET, RET = 0x20, 0x54, 0x15, 0x35, 0x25, 0x45, 0x06
 FLAG_NEW_LISTENER = 8
 NOTIF_RECV, NOTIF_SEND, NOTIF_CONTINUE = 0xC0502100, 0xC0182101, 1
 FORK_FLAGS = 0x01200011
 """What the C library's fork passes: CLONE_CHILD_SETTID, CLONE_CHILD_CLEARTID, SIGCHLD."""
 CLONE_THREAD, NAMESPACE_FLAGS = 0x00010000, 0x7E020080
+THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
+"""What the C libraries pass to start a thread: it shares memory, files, directory, signals. One that shares no files
+would have a table of descriptors of its own, beyond the limit of the process."""
 LAST_KNOWN = 334
 """Calls with higher numbers were added after 2018 and get ENOSYS, except for those listed."""
 
@@ -27,30 +31,30 @@ ALWAYS = (
     *(0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12),
     # rt_sigaction rt_sigprocmask rt_sigreturn pread64 pwrite64 readv writev access pipe select sched_yield
     *(13, 14, 15, 17, 18, 19, 20, 21, 22, 23, 24),
-    # mremap msync mincore madvise dup dup2 pause nanosleep getitimer alarm setitimer getpid
-    *(25, 26, 27, 28, 32, 33, 34, 35, 36, 37, 38, 39),
+    # mremap mincore madvise dup dup2 pause nanosleep getitimer alarm setitimer getpid
+    *(25, 27, 28, 32, 33, 34, 35, 36, 37, 38, 39),
     # sendto recvfrom recvmsg shutdown getsockname getpeername getsockopt
     *(44, 45, 47, 48, 51, 52, 55),
-    # exit wait4 uname flock fsync fdatasync ftruncate getdents getcwd chdir fchdir readlink umask
-    *(60, 61, 63, 73, 74, 75, 77, 78, 79, 80, 81, 89, 95),
+    # exit wait4 uname ftruncate getdents getcwd chdir fchdir readlink
+    *(60, 61, 63, 77, 78, 79, 80, 81, 89),
     # gettimeofday getrlimit getrusage sysinfo times getuid getgid geteuid getegid getppid getpgrp
     *(96, 97, 98, 99, 100, 102, 104, 107, 108, 110, 111),
     # getgroups getresuid getresgid getpgid getsid rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack
     *(115, 118, 120, 121, 124, 127, 128, 130, 131),
     # statfs fstatfs getpriority sched_getparam sched_getscheduler sched_get_priority_max/min arch_prctl
     *(137, 138, 140, 143, 145, 146, 147, 158),
-    # gettid readahead futex sched_getaffinity epoll_create getdents64 set_tid_address restart_syscall fadvise64
-    *(186, 187, 202, 204, 213, 217, 218, 219, 221),
+    # gettid futex sched_getaffinity epoll_create getdents64 set_tid_address restart_syscall
+    *(186, 202, 204, 213, 217, 218, 219),
     # clock_gettime clock_getres clock_nanosleep exit_group epoll_wait epoll_ctl waitid newfstatat readlinkat
     *(228, 229, 230, 231, 232, 233, 247, 262, 267),
-    # faccessat pselect6 ppoll set_robust_list epoll_pwait eventfd fallocate eventfd2 epoll_create1 dup3 pipe2
-    *(269, 270, 271, 273, 281, 284, 285, 290, 291, 292, 293),
-    # preadv pwritev getcpu getrandom membarrier statx rseq close_range faccessat2 epoll_pwait2
-    *(295, 296, 309, 318, 324, 332, 334, 436, 439, 441),
+    # faccessat pselect6 ppoll set_robust_list epoll_pwait eventfd eventfd2 epoll_create1 dup3 pipe2
+    *(269, 270, 271, 273, 281, 284, 290, 291, 292, 293),
+    # preadv pwritev getcpu getrandom membarrier statx rseq faccessat2 epoll_pwait2
+    *(295, 296, 309, 318, 324, 332, 334, 439, 441),
 )
 WRITES = (
-    # rename mkdir rmdir creat link unlink symlink truncate mkdirat unlinkat renameat linkat symlinkat renameat2
-    *(82, 83, 84, 85, 86, 87, 88, 76, 258, 263, 264, 265, 266, 316),
+    # rename rmdir creat link unlink symlink truncate unlinkat renameat linkat symlinkat renameat2
+    *(82, 84, 85, 86, 87, 88, 76, 263, 264, 265, 266, 316),
 )
 METADATA = (
     # chmod fchmod chown fchown lchown utime setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
@@ -59,6 +63,14 @@ METADATA = (
     *(235, 261, 260, 268, 280),
 )
 READ_XATTR = (191, 192, 193, 194, 195, 196)
+SYNC = (74, 75, 187, 221)
+"""fsync fdatasync. A process that waits for the disk cannot be killed before the disk answers; scratch files are
+deleted after the call anyway. readahead fadvise64: hints, one of which takes files of libraries out of memory."""
+MSYNC, MS_SYNC, FLOCK, FALLOCATE, CLOSE_RANGE, UMASK = 26, 4, 73, 285, 436, 95
+MAKE_DIRECTORY = ((83, 1), (258, 2))
+"""mkdir mkdirat, and the argument that holds the mode."""
+OWNER = 0o700
+"""Rights of its owner that a directory must have; the worker, which has the same owner, could not look into it."""
 PROCESSES = (57, 58, 59, 109, 112, 322)
 """fork vfork execve setpgid setsid execveat: only where several processes are allowed."""
 CLONE, SOCKETPAIR, KILL, TGKILL, PRCTL, PRLIMIT, IOCTL, OPEN, OPENAT = 56, 53, 62, 234, 157, 302, 16, 2, 257
@@ -67,11 +79,19 @@ PRCTL_ALLOWED = (3, 15, 16, 0x53564D41)
 """PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_SET_VMA (malloc names its regions)."""
 IOCTL_ALLOWED = (0x5421, 0x5450, 0x5451, 0x541B)
 """FIONBIO FIONCLEX FIOCLEX FIONREAD; all others, terminal queries among them, answer ENOTTY."""
-FCNTL_DENIED = (8, 10, 15, 1024)
-"""F_SETOWN, F_SETSIG, F_SETOWN_EX: the kernel then sends any signal to any process of the user. F_SETLEASE: others that
-open the file would have to wait."""
+FCNTL_ALLOWED = (0, 1, 2, 3, 5, 9, 11, 36, 1030, 1032, 1034)
+"""F_DUPFD F_GETFD F_SETFD F_GETFL F_GETLK F_GETOWN F_GETSIG F_OFD_GETLK F_DUPFD_CLOEXEC F_GETPIPE_SZ F_GET_SEALS. Some
+others reach processes and files outside: F_SETOWN, F_SETSIG, F_SETOWN_EX (the kernel sends any signal to any process of
+the user), F_SETLEASE (others that open the file wait), F_NOTIFY (tells who reads a directory), write hints (others can
+read them). F_SETPIPE_SZ takes memory, and F_ADD_SEALS would keep the executor from emptying its memory files."""
+FCNTL_LOCKS = (6, 7, 37, 38)
+"""F_SETLK F_SETLKW F_OFD_SETLK F_OFD_SETLKW. Who may read a library may lock its files, and others see that; each lock
+also takes memory of the kernel that no limit counts. Within a process such locks never conflict."""
+F_SETFL = 4
 WRITE_FLAGS = 0o3 | 0o100 | 0o1000
 """O_WRONLY, O_RDWR, O_CREAT, O_TRUNC."""
+DISK_FLAGS = 0o10000 | 0o4000000 | 0o40000
+"""O_DSYNC, O_SYNC, O_DIRECT: each write waits for the disk."""
 
 
 def _op(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
@@ -89,6 +109,16 @@ def _load_arg(index: int) -> bytes:
 def _guard(number: int, body: list[bytes]) -> list[bytes]:
     """Run `body` for one call; it must return on every path."""
     return [_op(JEQ, number, 0, len(body)), *body]
+
+
+def _unless(bits: int, otherwise: int) -> list[bytes]:
+    """Return `otherwise` if the loaded argument has one of these bits."""
+    return [_op(JSET, bits, 0, 1), _ret(otherwise)]
+
+
+def _cases(values: tuple[int, ...], found: int) -> list[bytes]:
+    """Return `found` if the loaded argument is one of the values."""
+    return [step for value in values for step in (_op(JEQ, value, 0, 1), _ret(found))]
 
 
 def _one_of(index: int, values: tuple[int, ...], otherwise: int, found: int = ALLOW) -> list[bytes]:
@@ -134,7 +164,7 @@ def build(write_files: bool, fork: str, *, own_pid_namespace: bool, truncate: bo
         truncate: Landlock governs truncation by path (ABI 3), so it may be allowed.
         channel: The only descriptor for `sendmsg`. Open files that are sent stay in the kernel and escape all limits.
     """
-    denied = ERRNO | EPERM
+    denied, ignored = ERRNO | EPERM, ERRNO | 0
     program = [_op(LD, 4), _op(JEQ, AUDIT_ARCH_X86_64, 1, 0), _ret(denied)]
     program += [_op(LD, 0), _op(JGE, X32_BIT, 0, 1), _ret(ERRNO | ENOSYS)]
     always = ALWAYS + (PROCESSES if fork == "allow" else ())
@@ -145,17 +175,27 @@ def build(write_files: bool, fork: str, *, own_pid_namespace: bool, truncate: bo
         refusals = [_op(JSET, 0o1000, 0, 2), _op(JSET, 0o3, 1, 0), _ret(ERRNO | EACCES), _ret(ALLOW)]
         if not write_files:
             refusals = [_op(JSET, WRITE_FLAGS, 0, 1), _ret(ERRNO | EACCES), _ret(ALLOW)]
-        program += _guard(number, [_load_arg(index), *refusals])
+        program += _guard(number, [_load_arg(index), *_unless(DISK_FLAGS, ERRNO | EINVAL), *refusals])
+    for number, index in MAKE_DIRECTORY:
+        # Without these rights the files below a directory could not be counted.
+        owned = [_load_arg(index), _op(AND, OWNER), _op(JEQ, OWNER, 1, 0), _ret(denied), _ret(ALLOW)]
+        program += _guard(number, owned if write_files else [_ret(ERRNO | EACCES)])
+    program += _guard(UMASK, [_load_arg(0), *_unless(OWNER, ignored), _ret(ALLOW)])
     if not write_files:
         program += _return_for(WRITES, ERRNO | EACCES)
-    program += _return_for(METADATA, ERRNO | 0)
+    program += _return_for(METADATA + SYNC, ignored)
+    program += _guard(MSYNC, [_load_arg(2), *_unless(MS_SYNC, ignored), _ret(ALLOW)])
+    # It would take space faster than anybody can look. The C library writes zeros instead.
+    program += _guard(FALLOCATE, [_ret(ERRNO | EOPNOTSUPP)])
+    # CLOSE_RANGE_UNSHARE would give a thread its own table of descriptors; CLOSE_RANGE_CLOEXEC would not.
+    program += _guard(CLOSE_RANGE, _one_of(2, (0, 4), denied))
     program += _return_for(READ_XATTR, ERRNO | EOPNOTSUPP)
+    clone = [_load_arg(0), *_unless(NAMESPACE_FLAGS, denied), _op(JSET, CLONE_THREAD, 0, 4)]
+    clone += [_op(JEQ, THREAD_FLAGS[0], 2, 0), _op(JEQ, THREAD_FLAGS[1], 1, 0), _ret(denied), _ret(ALLOW)]
     if fork == "allow":
-        clone = [_load_arg(0), _op(JSET, NAMESPACE_FLAGS, 0, 1), _ret(denied), _ret(ALLOW)]
+        clone += [_ret(ALLOW)]
     else:
-        other = NOTIFY if fork == "notify" else denied
-        clone = [_load_arg(0), _op(JSET, NAMESPACE_FLAGS, 0, 1), _ret(denied), _op(JSET, CLONE_THREAD, 0, 1)]
-        clone += [_ret(ALLOW), _op(JEQ, FORK_FLAGS, 0, 1), _ret(other), _ret(denied)]
+        clone += [_op(JEQ, FORK_FLAGS, 0, 1), _ret(NOTIFY if fork == "notify" else denied), _ret(denied)]
     program += _guard(CLONE, clone)
     for number in (KILL, TGKILL):
         program += _guard(number, [_ret(ALLOW)] if own_pid_namespace else _one_of(0, (PID_MARK,), denied))
@@ -163,7 +203,12 @@ def build(write_files: bool, fork: str, *, own_pid_namespace: bool, truncate: bo
     stream = [_load_arg(1), _op(AND, 0xF), _op(JEQ, 1, 1, 0), _op(JEQ, 5, 0, 1), _ret(ALLOW), _ret(denied)]
     program += _guard(SOCKETPAIR, [_load_arg(0), _op(JEQ, 1, 1, 0), _ret(denied), *stream])
     program += _guard(SENDMSG, _one_of(0, (channel,), denied))
-    program += _guard(FCNTL, _one_of(1, FCNTL_DENIED, ALLOW, denied))
+    # Processes of one program need their locks.
+    locks = ALLOW if fork == "allow" else ignored
+    program += _guard(FLOCK, [_ret(locks)])
+    flags = [_load_arg(2), *_unless(DISK_FLAGS, ERRNO | EINVAL), _ret(ALLOW)]
+    command = [_load_arg(1), _op(JEQ, F_SETFL, 0, len(flags)), *flags, *_cases(FCNTL_LOCKS, locks)]
+    program += _guard(FCNTL, [*command, *_one_of(1, FCNTL_ALLOWED, denied)])
     program += _guard(PRCTL, _one_of(0, PRCTL_ALLOWED, denied))
     program += _guard(PRLIMIT, _one_of(0, (0, PID_MARK), denied))
     program += _guard(IOCTL, _one_of(1, IOCTL_ALLOWED, ERRNO | ENOTTY))

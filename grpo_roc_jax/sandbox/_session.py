@@ -6,6 +6,10 @@ again, with their seeds and without output; the session continues as if the kill
 the following cells milliseconds of page faults. It is renewed only if the cells since have used `session_replay_ms` of
 CPU time, or if running them again may give another state (`exact`: the session uses the clock, files, threads ...).
 
+Between cells the session is stopped, threads and all, so that they compute, write and hold no core while nothing
+measures them. The first line of the next cell sees them where they were. What a session could compute nevertheless,
+while it is copied, is charged to its next cell.
+
 The system call filter of a session passes its forks to the worker, which allows only the one that it asked for. Code of
 the program may still run in the copy (`os.register_at_fork`), so the worker trusts nothing that the copy says: it takes
 the copy's process id from the kernel, stops and kills it from outside, and ends all other processes after each cell.
@@ -26,19 +30,16 @@ from dataclasses import replace
 from . import _messages, _seccomp, _wire, isolation
 from ._calls import NONCE_BYTES
 from ._messages import TO_WORKER, CallDone, DeadlineExtended, RunCode
-from ._meter import cpu_time, read_at, read_of, resident
-from ._worker import Killed, Worker, children_of, reap_except
+from ._meter import FileCount, children_of, cpu_time, read_at, read_of, resident
+from ._worker import Killed, Worker, reap_except
 
 SO_PASSCRED, SCM_CREDENTIALS = 16, 2
 ENDED, PROTOCOL = "done", "protocol"
 """How a cell ended: it reported its end, or its program wrote to the connection that is for reports."""
-IDLE_LOOKS_S = (0.2, 1.0, 5.0, 30.0, 300.0)
-IDLE_SHARE = 0.1
-"""A session that uses a larger share of a core between cells is stopped until its next cell."""
-COPY_S, COPY_CPU_S, LONGEST_COPY_S = 2.0, 0.25, 5.0
-"""Time in which a copy must be made; then the session goes on without one. On a loaded host the copy has longer, until
-it has used this much CPU time or the longest time is over. The next cell waits for it, and a program can let it sleep,
-so the longest time is well below the executor process's `GRACE_S`."""
+COPY_CPU_S, COPY_LOOK_S, LONGEST_COPY_S = 0.25, 0.05, 5.0
+"""CPU time of session and copy together in which a copy must be made, time between looks at it, and longest time; then
+the session goes on without a copy. The next cell waits for it, and a program can let it sleep, so the longest time is
+well below the executor process's `GRACE_S`."""
 LONGEST_LOG = 16
 """Most cells that are run again; each holds a descriptor."""
 
@@ -66,6 +67,9 @@ class LiveSession:
         self.debt_s = 0.0
         """CPU time that it would take to run the log again."""
         self.exact = self.stopped = False
+        self.cpu_mark = 0.0
+        """CPU seconds of the session when its last cell ended."""
+        self.files: FileCount | None = None
 
     def serve(self, message: _messages.Message | None, fds: list[int]) -> None:
         """Run the first cell and all later ones, until the executor process closes the session."""
@@ -82,33 +86,24 @@ class LiveSession:
             self.worker.sweep()
 
     def wait(self) -> tuple[_messages.Message | None, list[int]]:
-        """Wait for the next message; meanwhile answer forks of the session and stop threads that keep running."""
+        """Wait for the next message, and meanwhile refuse forks that the session asked for before it was stopped."""
         worker = self.worker
         poller = select.poll()
         for fd in (worker.control.fileno(), worker.life, self.listener):
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
-        looks, used = iter(IDLE_LOOKS_S), cpu_time(self.pid)
         while True:
-            pause = next(looks, None) if self.pid else None
-            ready = poller.poll(None if pause is None else 1000 * pause)
-            if pause is not None and not ready and cpu_time(self.pid) - used > IDLE_SHARE * pause:
-                self.stop(True)
-                looks = iter(())
-            self.check_memory()
-            used = cpu_time(self.pid)
-            for fd, event in ready:
+            for fd, event in poller.poll():
                 if fd == worker.life:
                     return None, []
                 if fd == worker.control.fileno():
-                    self.stop(False)
                     return _messages.receive(worker.control, TO_WORKER)
                 self.answer_fork()
                 if event & select.POLLHUP:
                     poller.unregister(fd)
 
     def stop(self, stopped: bool) -> None:
-        """Stop or continue the child. Between cells nothing waits for its threads, so they must not use a core."""
+        """Stop or continue the child with all its threads."""
         if self.pid and stopped != self.stopped:
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGSTOP if stopped else signal.SIGCONT)
@@ -145,7 +140,9 @@ class LiveSession:
         """Take a process as the session."""
         if self.pidfd >= 0:
             os.close(self.pidfd)
-        self.pid, self.pidfd = pid, os.pidfd_open(pid)
+        self.pid, self.pidfd, self.stopped, self.cpu_mark = pid, os.pidfd_open(pid), False, cpu_time(pid)
+        if self.worker.counts_files:
+            self.files = FileCount(self.worker, pid, lambda: self.copy_pid, self.give_up_copy)
 
     def become_session(self, sock: socket.socket) -> None:
         """Serve the session in the child. Never returns."""
@@ -179,13 +176,16 @@ class LiveSession:
             done = CallDone(message.n, 0, "", fault, rss=0, wall=0.0, cpu=0.0, cell=self.cell)
             self.pid = self.cell = 0
         else:
+            self.stop(False)
             done = self.run_in_child(message, fds, started)
-        _wire.close_all(fds[1:])
+        self.stop(True)
+        _wire.discard(fds[1:2])
+        _wire.close_all(fds[2:])
         worker.send(done)
         if done.alive:
             self.remember(fds[0], message.seed, done.cpu)
         else:
-            os.close(fds[0])
+            _wire.discard(fds[:1])
         if self.may_have_strays:
             self.end_strays()
 
@@ -203,7 +203,7 @@ class LiveSession:
             self.forget_log()
 
     def forget_log(self) -> None:
-        _wire.close_all(code for code, _, _ in self.log)
+        _wire.discard(code for code, _, _ in self.log)
         self.log.clear()
         self.debt_s = 0.0
 
@@ -216,18 +216,26 @@ class LiveSession:
         handlers = {self.sock.fileno(): self.receive}
         if self.listener >= 0:
             handlers[self.listener] = self.answer_fork
-        return self.worker.watch(self.pid, number, started, outputs, handlers, self.check_memory)
+        unpaid = cpu_time(self.pid) - self.cpu_mark
+        look = self.check_memory
+        return self.worker.watch(self.pid, number, started, outputs, self.files, handlers, look, unpaid)
 
     def run_in_child(self, message: RunCode, fds: list[int], started: float) -> CallDone:
         worker, cell, cpu = self.worker, self.cell, cpu_time(self.pid)
         why = self.run_cell(fds[0], fds[1:], message.seed, cell, message.n, started)
+        if why == ENDED:
+            why = self.come_to_rest() or ENDED
         if why == ENDED:
             wall, used = time.monotonic() - started, cpu_time(self.pid) - cpu
             return CallDone(message.n, 0, "", "", rss=0, wall=wall, cpu=used, alive=True, cell=cell)
         worker.kill(self.pid)
         done = worker.reap(self.pid, why, started, message.n)
         used = max(0.0, done.cpu - cpu)
-        return replace(done, fault="", cpu=used, cell=cell, rolled_back=self.return_to_before(message.n))
+        # No copy brings back the files, and with too many of them every later cell would end alike.
+        good = why != "scratch" and self.return_to_before(message.n)
+        if why == "scratch":
+            self.forget()
+        return replace(done, fault="", cpu=used, cell=cell, rolled_back=good)
 
     def run_cell(self, code: int, outputs: list[int], seed: int, cell: int, number: int, started: float) -> str:
         """Send a cell and watch it; returns `ENDED`, the limit that was exceeded, or "" if the session ended."""
@@ -236,9 +244,19 @@ class LiveSession:
                 return PROTOCOL  # before there is anything to report
             self.send_cell(code, outputs, seed, cell)
             why = self.await_cell(number, started, outputs[1:])
+            self.cpu_mark = cpu_time(self.pid)
         except OSError:
             return ""
         return PROTOCOL if why == ENDED and os.fstat(outputs[3]).st_size <= NONCE_BYTES else why
+
+    def come_to_rest(self) -> str:
+        """Stop the session after a cell, and return the limit that its files exceed, or ""."""
+        self.stop(True)
+        if not self.files:
+            return ""
+        if self.may_have_strays:
+            self.end_strays()
+        return self.files.over_at_rest()
 
     def return_to_before(self, number: int) -> bool:
         """Return to the state before the cell that was killed. False if only an empty state is left."""
@@ -249,7 +267,7 @@ class LiveSession:
         if good:
             self.cell = cell
             good = all(self.run_again(*entry, started) for entry in log)
-        _wire.close_all(code for code, _, _ in log)
+        _wire.discard(code for code, _, _ in log)
         self.debt_s = 0.0
         if not good:
             self.forget()
@@ -259,11 +277,11 @@ class LiveSession:
 
     def run_again(self, code: int, seed: int, cell: int, started: float) -> bool:
         """Run a logged cell again and drop its output. All of them together may take as long as one cell."""
-        files = [os.memfd_create("again", os.MFD_CLOEXEC) for _ in range(3)]
+        files = [_wire.make_memory_file() for _ in range(3)]
         try:
             return self.run_cell(code, [self.worker.null, *files], seed, cell, -1, started) == ENDED
         finally:
-            _wire.close_all(files)
+            _wire.discard(files)
 
     def receive(self) -> str:
         """Receive a message of the session: its cell is done, or it could not be copied; "" if there is none."""
@@ -281,6 +299,7 @@ class LiveSession:
         """Let the session replace the copy by one of its present state, after its result has been sent."""
         self.drop_copy()
         self.forget_log()
+        self.stop(False)
         sock, other = _wire.pair()
         sock.setsockopt(socket.SOL_SOCKET, SO_PASSCRED, 1)
         self.fork_allowed = True
@@ -290,6 +309,7 @@ class LiveSession:
             other.close()
             pid = self.await_copy(sock)
         other.close()
+        self.stop(True)
         self.fork_allowed = False
         self.recoverable = False
         with contextlib.suppress(OSError):
@@ -310,7 +330,7 @@ class LiveSession:
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
         while not self.copy_is_late(time.monotonic() - started):
-            for fd, _ in poller.poll(100):
+            for fd, _ in poller.poll(1000 * COPY_LOOK_S):
                 if fd == self.worker.life:
                     raise Killed
                 if fd == sock.fileno():
@@ -321,13 +341,16 @@ class LiveSession:
         return 0
 
     def copy_is_late(self, seconds: float) -> bool:
-        if not COPY_S < seconds < LONGEST_COPY_S:
-            return seconds >= LONGEST_COPY_S
-        used, proc = 0, self.worker.host_proc
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            for child in children_of(int(read_of(proc, self.pidfd, "stat").split()[0]), proc):
-                used += sum(map(int, read_at(proc, f"{child}/stat").rpartition(b")")[2].split()[11:13]))
-        return used > COPY_CPU_S * os.sysconf("SC_CLK_TCK")
+        """Whether a copy has had its time. Both processes run meanwhile, so what they compute is part of it."""
+        if seconds >= LONGEST_COPY_S:
+            return True
+        used, proc = cpu_time(self.pid) - self.cpu_mark, self.worker.host_proc
+        if used <= COPY_CPU_S and seconds > COPY_LOOK_S:
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                for child in children_of(int(read_of(proc, self.pidfd, "stat").split()[0]), proc):
+                    ticks = sum(map(int, read_at(proc, f"{child}/stat").rpartition(b")")[2].split()[11:13]))
+                    used += ticks / os.sysconf("SC_CLK_TCK")
+        return used > COPY_CPU_S
 
     def sender(self, sock: socket.socket) -> int:
         """Process id, as the kernel reports it, of the copy that sent a message; 0 if the session itself sent it."""
@@ -381,8 +404,12 @@ class LiveSession:
         """Drop the copy if the session and its copy together exceed the memory of a program."""
         limit = self.worker.limits.memory_mb << 20
         if self.copy is not None and self.own_size(self.pidfd) + self.copy_size > limit:
-            self.drop_copy()
-            self.recoverable = self.can_copy = False
+            self.give_up_copy()
+
+    def give_up_copy(self) -> None:
+        """Drop the copy because the session is too large for another one."""
+        self.drop_copy()
+        self.recoverable = self.can_copy = False
 
     def end_strays(self) -> None:
         """Kill all processes below the worker except the session and its copy, which stays stopped."""

@@ -6,6 +6,8 @@ as well. `_messages` defines the JSON objects.
 """
 
 import array
+import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -16,6 +18,8 @@ MAX_FRAME = 16 << 20
 """Longest frame, in bytes; checked before memory is allocated for it."""
 MAX_DATAGRAM = 1 << 16
 MAX_FDS = 8
+LARGEST_PAGE = 2 << 20
+"""Bytes of the pages that memory files get where the host gives them huge ones."""
 ROOM = 1 << 18
 """Bytes that are read at once."""
 PREFIX = struct.Struct("<II")
@@ -128,3 +132,43 @@ def rights(*fds: int) -> list[tuple[int, int, array.array]]:
 def close_all(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+def make_memory_file(content: bytes = b"", *, sealed: bool = False) -> int:
+    """A file in memory that is passed to a program; `sealed`: nobody can change its content or add to it.
+
+    Raises OSError, and leaves nothing open, if the host has no room.
+    """
+    fd = os.memfd_create("box", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(fd, view) :]
+        if sealed:
+            os.lseek(fd, 0, os.SEEK_SET)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def discard(fds: Iterable[int]) -> None:
+    """Close memory files that are not needed any more, and free what they hold, whoever else has them open.
+
+    A session may keep copies of the descriptors that it got for a cell. Sealed against growth before they are emptied,
+    such files stay empty: `fallocate` cannot add to them either. At L0 a program may have sealed them against this.
+    """
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+            os.ftruncate(fd, 0)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        os.close(fd)
+
+
+def file_size(fd: int) -> int:
+    """Bytes that a memory file takes: its length, or its space if more is reserved than its last page."""
+    info = os.fstat(fd)
+    space = 512 * info.st_blocks
+    return space if space > info.st_size + LARGEST_PAGE else info.st_size

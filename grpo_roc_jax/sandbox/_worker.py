@@ -16,15 +16,19 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from . import _kernel, _messages, _spaces, _wire, isolation
 from ._messages import TO_WORKER, CallDone, CallRefused, IsolationPlan, KillCall, RunCode
-from ._meter import Meter, read_at
+from ._meter import FileCount, Meter, children_of
 
 ARMED = 1
 TRASH = "trash"
 """Directory below the base directory for old scratch directories, which the executor process deletes later."""
+MOST_TRASH, LONGEST_WAIT_S = 256, 5.0
+"""Directories in it after which a worker waits, for so long, before it adds its own: programs may make files faster
+than one thread deletes them."""
 Handlers = dict[int, Callable[[], str]]
 
 
@@ -45,10 +49,12 @@ class Worker:
         self.uid, self.ruleset, self.filters = None, -1, {}
         self.phase = mmap.mmap(-1, 4096)
         """Shared with the child until its lock-down is complete: whether it succeeded, or why not."""
-        self.null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        self.null = high(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
         self.host_proc = high(os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         """The /proc of the executor process. In the worker's own /proc, children are hidden from it."""
         self.scratch, self.scratch_mark, self.renewals = "", None, 0
+        self.counts_files = not plan.namespaces and plan.rank != 1
+        """Whether its files are counted by looking; elsewhere a mount limits them, or none can be written."""
         self.in_session = False
         self.proc = os.path.isdir("/proc/self")
 
@@ -79,15 +85,23 @@ class Worker:
             _spaces.mount_scratch(self.limits.scratch_mb, self.limits.scratch_files, self.uid)
         else:
             old, self.renewals = self.scratch, self.renewals + 1
-            self.scratch = os.path.join(self.plan.base, f"w{self.slot}-{os.getpid()}-{self.renewals}")
+            # Nobody can guess the name: programs of other workers may ask for the size of a file whose name they know.
+            self.scratch = os.path.join(self.plan.base, f"w{self.slot}-{self.renewals}-{os.urandom(12).hex()}")
             os.mkdir(self.scratch, 0o700)
             if old:
-                os.rename(old, os.path.join(self.plan.base, TRASH, os.path.basename(old)))
+                self.move_away(old)
         self.scratch_mark = self.mark()
         if self.plan.landlock:
             if self.ruleset >= 0:
                 os.close(self.ruleset)
             self.ruleset = high(isolation.make_ruleset(self.plan, self.scratch))
+
+    def move_away(self, old: str) -> None:
+        """Leave a directory to the executor process, which deletes it; wait first if many are left there already."""
+        trash, deadline = os.path.join(self.plan.base, TRASH), time.monotonic() + LONGEST_WAIT_S
+        while len(os.listdir(trash)) >= MOST_TRASH and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.rename(old, os.path.join(trash, os.path.basename(old)))
 
     def mark(self) -> tuple:
         """A value that changes whenever the scratch directory is changed."""
@@ -131,9 +145,12 @@ class Worker:
         if pid < 0:
             reply = CallRefused(message.n)
         else:
-            why = self.watch(pid, message.n, started, fds[2:])
+            files = FileCount(self, pid) if self.counts_files else None
+            why = self.watch(pid, message.n, started, fds[2:], files)
             reply = self.reap(pid, why, started, message.n)
             self.sweep()
+            if files and not reply.why:
+                reply = replace(reply, why=files.over_at_end())
         _wire.close_all(fds[2:])
         self.send(reply)
         self.clean()
@@ -163,7 +180,7 @@ class Worker:
                 os.killpg(pid, signal.SIGKILL)
         _, status, usage = os.wait4(pid, 0)
         fault = ""
-        if self.phase[0] != ARMED:
+        if not self.is_armed():
             size = int.from_bytes(self.phase[2:4], "little")
             fault = self.phase[4 : 4 + size].decode(errors="replace") or "ended before its lock-down was complete"
         wall, cpu = time.monotonic() - started, usage.ru_utime + usage.ru_stime
@@ -176,6 +193,7 @@ class Worker:
         ten endless loops with sessions of their own would leave the executor a twelfth.
         """
         os.setpgid(0, 0)
+        isolation.offer_to_oom_killer(self.host_proc)
         moved = list(fds)
         while min(moved) < len(targets):
             moved = [os.dup(fd) if fd < len(targets) else fd for fd in moved]
@@ -215,6 +233,10 @@ class Worker:
         self.phase.close()
         return listener
 
+    def is_armed(self) -> bool:
+        """Whether the child is locked down. Until then it runs no program, and nobody may look at its files."""
+        return self.phase[0] == ARMED
+
     def note_fault(self, error: BaseException) -> None:
         """Leave the error where the worker reads it, unless the program had begun."""
         with contextlib.suppress(BaseException):
@@ -223,16 +245,18 @@ class Worker:
             self.phase[4 : 4 + len(text)] = text
 
     def watch(
-        self, pid: int, number: int, started: float, outputs: list[int], handlers: Handlers | None = None,
-        look: Callable[[], None] | None = None,
+        self, pid: int, number: int, started: float, outputs: list[int], files: FileCount | None,
+        handlers: Handlers | None = None, look: Callable[[], None] | None = None, unpaid_s: float = 0.0,
     ) -> str:  # fmt: skip
         """Wait for the child to end, and kill it if it exceeds a limit; returns that limit, or "".
 
         Args:
             number: Of the call; a cancellation with another number came too late and is ignored.
             outputs: Descriptors of stdout, stderr and record, whose size is limited.
+            files: Counts the files of the child; None where that is not needed.
             handlers: Descriptor -> function for further events; text that a function returns ends the wait.
             look: Called now and then.
+            unpaid_s: CPU time that is charged to the child although it was used before.
         """
         poller, handlers = select.poll(), handlers or {}
         try:
@@ -242,7 +266,7 @@ class Worker:
         for fd in (self.control.fileno(), self.life, pidfd, *handlers):
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
-        meter = Meter(self, pid, pidfd, number, started, outputs)
+        meter = Meter(self, pid, pidfd, number, started, outputs, files, unpaid_s)
         try:
             while True:
                 for fd, _ in poller.poll(1000 * meter.tick() if pidfd >= 0 else 2):
@@ -311,18 +335,6 @@ def end_children(strays: Callable[[], list[int]], seconds: float = math.inf) -> 
                 with contextlib.suppress(OSError):
                     os.kill(stray, signal.SIGKILL)
             time.sleep(0.0005)
-
-
-def children_of(parent: int, proc: int | None = None) -> list[int]:
-    """Process ids of a process's children, from /proc or another such directory that is open as `proc`."""
-    own, found = str(parent).encode(), []
-    for name in os.listdir("/proc" if proc is None else proc):
-        if name.isdigit():
-            with contextlib.suppress(OSError, IndexError):
-                stat = read_at(proc, f"{name}/stat" if proc is not None else f"/proc/{name}/stat")
-                if stat.rpartition(b")")[2].split()[1] == own:
-                    found.append(int(name))
-    return found
 
 
 def reap_except(kept: set[int]) -> None:

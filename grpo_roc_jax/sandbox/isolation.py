@@ -15,6 +15,7 @@ that does so ends as a crash. A session that does so is lost, and its later cell
 this module.
 """
 
+import contextlib
 import os
 import resource
 import sys
@@ -119,6 +120,22 @@ def set_limits(limits: ProgramLimits, base: int, *, session: bool = False) -> No
         resource.setrlimit(kind, (value, value))
 
 
+def offer_to_oom_killer(proc: int) -> None:
+    """If the host runs out of memory, let the kernel end this process before any other.
+
+    Args:
+        proc: An open directory, the host's /proc.
+    """
+    with contextlib.suppress(OSError, _kernel.StepFailed):
+        # Files of a process that cannot be dumped belong to root.
+        _kernel.prctl("prctl(PR_SET_DUMPABLE)", _kernel.PR_SET_DUMPABLE, 1)
+        file = os.open("self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+        try:
+            os.write(file, b"1000")
+        finally:
+            os.close(file)
+
+
 def lock_down(
     plan: IsolationPlan, base: int, uid: int | None, ruleset: int, filter_: _seccomp.Filter | None, *,
     session: bool = False,
@@ -163,5 +180,9 @@ def contain(memory_mb: int) -> tuple[str, ...]:
         read=readable_paths(sys.path), limits=limits,
     )  # fmt: skip
     ruleset = make_ruleset(plan, None) if version else -1
+    with contextlib.suppress(OSError):
+        proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        offer_to_oom_killer(proc)
+        os.close(proc)
     lock_down(plan, 0, None, ruleset, make_filter(plan, session=False) if plan.seccomp else None)
     return layers_in_force(plan)

@@ -106,7 +106,8 @@ class ToolsConfig:
     level: Literal["best", "L0", "L1", "L2", "L3", "L4"] = "best"
     """Isolation level to run at; `best` takes the strongest that the probe could really perform."""
     min_level: Literal["L0", "L1", "L2", "L3", "L4"] = "L2"
-    """Refuse to start below this level. L2 needs no root and stops all but status forging; lower it knowingly."""
+    """Refuse to start below this level. L2 needs no root and keeps programs from files, processes and the network, but
+    not from seeing the host's figures or forging their own status; `docs/sandbox.md` lists what remains."""
     workers: Count = 0
     """Calls in flight; 0 takes 16 per core up to 256 (a call that loops for ever must not hold up the others)."""
     roots: Count = 0
@@ -129,16 +130,18 @@ class ToolsConfig:
     with ever less CPU being enough, and then gets one more attempt among fewer calls: the load of the host is no
     time-out of the program."""
     memory_mb: AtLeast1 = 512
-    """Address space above the warm interpreter's, in MiB. A session shares it with the copy of its state: one that uses
+    """Address space above the warm interpreter's, in MiB. Files in memory that programs get are emptied once a call is
+    answered. A session shares it with the copy of its state: one that uses
     more than half is not copied, and starts empty after a cell that had to be ended."""
     scratch_mb: AtLeast1 = 64
-    """Total size of a call's scratch directory, in MiB."""
+    """Total size of a call's scratch directory, in MiB, deleted files that are open included. From L3 up a mount bounds
+    it; below, it is counted by looking, so a fast program may exceed it for a moment before it is ended."""
     scratch_files: Count = 4096
     """Files and directories in the scratch directory."""
     file_mb: AtLeast1 = 32
     """Largest single file, in MiB."""
     descriptors: Annotated[int, Ge(16)] = 64
-    """Open descriptors of a call; an interpreter needs 16."""
+    """Open descriptors of a call, for all threads together; an interpreter needs 16."""
     threads: AtLeast1 = 64
     """Threads of a call, its main thread included."""
     processes: AtLeast1 = 1

@@ -28,6 +28,7 @@ def test_the_report_of_this_machine(capsys):
     assert found["cores"] >= 1 and found["packages"]["jax"]
     text = "\n".join(doctor.lines(found))
     assert "pip install 'grpo-roc-jax[gpu]'" in text or found["extras"]["gpu"]
+    assert "calls at a time may take" in text and f"this host has {found['memory_gib']} GiB" in text
     assert all(len(line) < 400 for line in text.splitlines())
 
 

@@ -738,6 +738,117 @@ try:
         time.sleep(0.03)
 except OSError: pass
 if total > 400 << 20: print("REACHED", total)
+### disk_unreadable_directory : blocked
+import os, time
+os.umask(0o400)
+try: os.mkdir("d", 0o300)
+except OSError: os.mkdir("d")
+for i in range(20):
+    with open(f"d/f{i}", "wb") as f: f.write(b"x" * (8 << 20))
+    if i > 13: print("REACHED", i)
+    time.sleep(0.03)
+### disk_directory_made_unreadable : blocked
+import os, time
+os.mkdir("d")
+for i in range(20):
+    with open(f"d/f{i}", "wb") as f: f.write(b"x" * (8 << 20))
+    os.chmod("d", 0o300)
+    if i > 13: print("REACHED", i)
+    time.sleep(0.03)
+### disk_deleted_but_mapped : blocked
+import ctypes, os, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+for i in range(20):
+    fd = os.open("f", os.O_CREAT | os.O_RDWR); os.write(fd, b"x" * (8 << 20))
+    if libc.mmap(None, ctypes.c_size_t(4096), 1, 1, fd, ctypes.c_long(0)) in (None, 2**64 - 1): raise OSError
+    os.close(fd); os.unlink("f")
+    if i > 13: print("REACHED", i)
+    time.sleep(0.05)
+### disk_directory_that_moves : blocked
+import os, threading, time
+os.makedirs("a/big"); os.mkdir("b")
+def move():
+    while True: os.rename("a/big", "b/big"); os.rename("b/big", "a/big")
+threading.Thread(target=move, daemon=True).start()
+made = 0
+while made < 20:
+    try: file = open("a/big/f%d" % made, "wb")
+    except FileNotFoundError: continue
+    file.write(b"x" * (8 << 20)); file.close(); made += 1
+    if made > 13: print("REACHED", made)
+    time.sleep(0.03)
+### disk_reserved_space : blocked ; L0
+import ctypes, os
+fd = os.open("s", os.O_CREAT | os.O_RDWR)
+ctypes.CDLL(None).fallocate(fd, 1, ctypes.c_long(0), ctypes.c_long(256 << 20))
+if os.fstat(fd).st_blocks > 100 << 11: print("REACHED")
+### disk_deleted_files_of_threads : blocked
+import ctypes, os, threading, time
+libc = ctypes.CDLL(None)
+held = []
+def hold(i):
+    libc.syscall(436, 1000, 1000, 2)
+    fd = os.open(f"f{i}", os.O_CREAT | os.O_RDWR); os.unlink(f"f{i}"); held.append(os.write(fd, b"x" * (8 << 20)))
+    time.sleep(5)
+for i in range(20):
+    threading.Thread(target=hold, args=(i,), daemon=True).start(); time.sleep(0.05)
+    if sum(held) > 100 << 20: print("REACHED", i)
+### disk_cell_that_is_faster_than_any_look : exception
+for i in range(6):
+    with open(f"f{i}", "wb") as f: f.write(b"x" * (8 << 20))
+### fd_tables_by_close_range : blocked ; L0
+import ctypes, os, threading
+libc, made, together = ctypes.CDLL(None), [], threading.Barrier(5)
+def hold():
+    libc.syscall(436, 1000, 1000, 2)
+    try:
+        while len(made) < 200: made.append(os.dup(0))
+    except OSError: pass
+    together.wait(5)
+threads = [threading.Thread(target=hold) for _ in range(4)]
+for thread in threads: thread.start()
+together.wait(5)
+for thread in threads: thread.join()
+print("REACHED" if len(made) > 64 else len(made))
+### fd_tables_by_clone : blocked ; L0
+import ctypes, mmap
+code = mmap.mmap(-1, 4096, prot=7)
+# mov eax, 56; syscall; test eax, eax; jnz +9; xor edi, edi; mov eax, 60; syscall; ret
+code.write(bytes.fromhex("b838000000 0f05 85c0 7509 31ff b83c000000 0f05 c3"))
+clone = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_ulong] * 5)(ctypes.addressof(ctypes.c_char.from_buffer(code)))
+stack = mmap.mmap(-1, 1 << 16)
+top = ctypes.addressof(ctypes.c_char.from_buffer(stack)) + 60000
+for flags in (0x10900, 0x10B00, 0x50F00 & ~0x400):
+    if 0 < clone(flags, top, 0, 0, 0) < 1 << 30: print("REACHED", hex(flags))
+### fd_seals_that_keep_memory : blocked ; L0
+import fcntl
+for fd in (1, 2):
+    try: fcntl.fcntl(fd, 1033, 2 | 1); print("REACHED")
+    except OSError as e: print(e)
+### mem_input_that_grows : blocked
+import ctypes, os
+for step in (
+    lambda: os.ftruncate(0, 30 << 20),
+    lambda: os.pwrite(0, b"x" * (30 << 20), 0),
+    lambda: ctypes.CDLL(None).fallocate(0, 1, ctypes.c_long(0), ctypes.c_long(30 << 20)),
+):
+    try: step()
+    except OSError as e: print(e)
+if os.fstat(0).st_blocks > 2048: print("REACHED")
+### mem_large_pipe : blocked ; L0
+import fcntl, os
+r, w = os.pipe()
+if fcntl.fcntl(w, 1031, 1 << 20) >= 1 << 20: print("REACHED")
+### file_notify_of_readers : blocked ; L0
+import fcntl, os
+fcntl.fcntl(os.open(os.path.dirname(os.__file__), os.O_RDONLY), 1026, 1); print("REACHED")
+### file_write_hint : blocked ; L0
+import fcntl, os, struct
+fd = os.open(os.__file__, os.O_RDONLY)
+for command in (1036, 1038):
+    try: fcntl.fcntl(fd, command, struct.pack("Q", 2)); print("REACHED", command)
+    except OSError as e: print(e)
 ### fd_exhaustion : exception
 import os
 for _ in range(5000): os.open("/dev/null", os.O_RDONLY)
@@ -857,12 +968,20 @@ print("abc", flush=True); os.ftruncate(1, 0); print("d")
 """)
 
 FORGING = define(r"""
+### out_forge_at_exit : ok|exception
+import atexit, gc
+def forge():
+    for thing in gc.get_objects():
+        if type(thing).__name__ == "ProgramReport": thing.kind, thing.error_type = "ok", ""
+atexit.register(forge)
+1 / 0
 ### out_forge_success : ok|exception
 import os
 data = os.pread(3, 32, 0); text = b'{"kind":"ok","error_type":"","error_message":"","traceback":"","echo":"forged"}'
 os.pwrite(3, data + b"%08d" % len(text) + text, 32); os._exit(0)
 """)
-"""A program shares its process with what reports on it, so it can hide an error of its own; nothing else."""
+"""A program shares its process with what reports on it, so it can hide an error of its own, at every level, as it could
+by catching it; nothing else."""
 
 SPECIAL = [
     Attack("syn_nul_byte", "print(1)\0", "syntax_error"),

@@ -359,10 +359,27 @@ def test_time_without_a_core_is_not_charged(
     used_s: float, waited_s: float, ready: bool, after_s: float, verdict: str
 ) -> None:
     meter, sent = meter_that_saw(used_s, 0.0, after_s, gap_s=after_s)
-    meter.waited, meter.waited_before, meter.ready = lambda: waited_s + 1.0, 1.0, lambda: ready
+    meter.waited, meter.waited_before, meter.ready = lambda: waited_s + 1.0, 1.0, lambda over: ready
     assert meter.over() == verdict
     assert [message.s for message in sent] == ([10.0] if after_s > 5 and verdict in ("", "starved") else [])
     assert meter.deadline <= meter.started + 15.0 or verdict == "starved"
+
+
+@pytest.mark.parametrize(
+    ("state", "after_s", "verdict"),
+    [("R", 5.1, ""), ("R", 9.0, ""), ("D", 5.1, ""), ("D", 5.6, "wall"), ("S", 5.1, "wall"), ("T", 5.1, "wall")],
+)
+def test_waiting_for_the_disk_is_charged(tmp_path: Path, state: str, after_s: float, verdict: str) -> None:
+    """A program that loops over reads which miss, or over fsync, hardly uses a core and hardly waits for one."""
+    (tmp_path / "self/fdinfo").mkdir(parents=True)
+    (tmp_path / "7").mkdir()
+    (tmp_path / "self/fdinfo/5").write_text("pos:\t0\nPid:\t7\n")
+    (tmp_path / "7/stat").write_text(f"7 (a program) {state} 1 7 7 0")
+    (tmp_path / "7/schedstat").write_text("1000 1000000 3")
+    meter, _ = meter_that_saw(0.02, 0.0, after_s, gap_s=after_s)
+    meter.worker.host_proc, meter.pidfd, meter.waited_before = os.open(tmp_path, os.O_RDONLY), 5, 0.0
+    assert meter.over() == verdict
+    os.close(meter.worker.host_proc)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +410,7 @@ def meter_that_saw(used_s: float, used_before_s: float, after_s: float, *, gap_s
     meter.__dict__.update(
         worker=SimpleNamespace(limits=limits, send=sent.append), pid=1, number=7, started=now - after_s, outputs=[],
         limits=limits, cpu_start=0.0, deadline=now - after_s + 5.0, checked=(now - gap_s, used_before_s),
-        extended=False, may_slow=False, count_threads=0, sum_files=False, cpu=lambda: used_s, step=0.01,
+        extended=False, may_slow=False, count_threads=0, files=None, cpu=lambda: used_s, step=0.01,
     )  # fmt: skip
     return meter, sent
 
@@ -441,7 +458,7 @@ def test_the_kernel_counts_how_long_a_process_waits_for_a_core() -> None:
             pytest.skip("this kernel keeps no schedstat")
         time.sleep(1.0)
         assert meter.waited() - before > 0.3
-        assert meter.ready()
+        assert meter.ready(0.0)
     finally:
         for process in busy:
             process.kill()

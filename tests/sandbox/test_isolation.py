@@ -135,6 +135,13 @@ GOLDEN = [  # call, its arguments, what programs get, what they get where severa
     ("fork", (56, FORK), "notify", "allow"),
     ("vfork by clone", (56, 0x4111), "errno 1", "allow"),
     ("a thread", (56, THREAD), "allow", "allow"),
+    ("a thread of musl", (56, THREAD | 0x400000), "allow", "allow"),
+    ("a thread with descriptors of its own", (56, THREAD & ~0x400), "errno 1", "errno 1"),
+    ("a thread with a parent of its own", (56, THREAD | 0x8000), "errno 1", "errno 1"),
+    ("close_range", (436, 3, 9, 0), "allow", "allow"),
+    ("close_range that marks", (436, 3, 9, 4), "allow", "allow"),
+    ("close_range that unshares", (436, 3, 9, 2), "errno 1", "errno 1"),
+    ("close_range that unshares and marks", (436, 3, 9, 6), "errno 1", "errno 1"),
     ("a namespace", (56, FORK | 0x10000000), "errno 1", "errno 1"),
     ("vfork", (58,), "errno 1", "allow"),
     ("execve", (59,), "errno 1", "allow"),
@@ -142,9 +149,37 @@ GOLDEN = [  # call, its arguments, what programs get, what they get where severa
     ("kill another", (62, 1, 9), "errno 1", "errno 1"),
     ("fcntl F_SETOWN", (72, 3, 8), "errno 1", "errno 1"),
     ("fcntl F_GETFD", (72, 3, 1), "allow", "allow"),
+    ("fcntl F_NOTIFY", (72, 3, 1026), "errno 1", "errno 1"),
+    ("fcntl F_SETPIPE_SZ", (72, 3, 1031), "errno 1", "errno 1"),
+    ("fcntl F_ADD_SEALS", (72, 3, 1033), "errno 1", "errno 1"),
+    ("fcntl F_SET_RW_HINT", (72, 3, 1036), "errno 1", "errno 1"),
+    ("fcntl of the future", (72, 3, 1040), "errno 1", "errno 1"),
+    ("fcntl F_SETFL to append", (72, 3, 4, 0o2000), "allow", "allow"),
+    ("fcntl F_SETFL O_DIRECT", (72, 3, 4, 0o42000), "errno 22", "errno 22"),
+    ("fcntl F_GETLK", (72, 3, 5), "allow", "allow"),
+    ("fcntl F_SETLK", (72, 3, 6), "errno 0", "allow"),
+    ("fcntl F_OFD_SETLKW", (72, 3, 38), "errno 0", "allow"),
+    ("flock", (73, 3, 2), "errno 0", "allow"),
     ("open to read", (2, 0, 0), "allow", "allow"),
     ("openat to write", (257, 0, 0, 0o1), "errno 13", "allow"),
     ("openat to read and truncate", (257, 0, 0, 0o1000), "errno 13", "errno 13"),
+    ("open to write, waiting for the disk", (2, 0, 0o4010001), "errno 22", "errno 22"),
+    ("openat O_DIRECT", (257, 0, 0, 0o40000), "errno 22", "errno 22"),
+    ("fsync", (74, 3), "errno 0", "errno 0"),
+    ("fdatasync", (75, 3), "errno 0", "errno 0"),
+    ("sync", (162,), "errno 1", "errno 1"),
+    ("syncfs", (306, 3), "errno 1", "errno 1"),
+    ("sync_file_range", (277, 3), "errno 1", "errno 1"),
+    ("posix_fadvise", (221, 3, 0, 0, 4), "errno 0", "errno 0"),
+    ("msync MS_SYNC", (26, 0, 0, 4), "errno 0", "errno 0"),
+    ("msync MS_ASYNC", (26, 0, 0, 1), "allow", "allow"),
+    ("pwritev2, which may wait for the disk", (328, 3), "errno 1", "errno 1"),
+    ("fallocate", (285, 3, 1, 0, 4096), "errno 95", "errno 95"),
+    ("mkdir", (83, 0, 0o700), "errno 13", "allow"),
+    ("mkdir that nobody can read", (83, 0, 0o300), "errno 13", "errno 1"),
+    ("mkdirat that nobody can enter", (258, 3, 0, 0o677), "errno 13", "errno 1"),
+    ("umask", (95, 0o077), "allow", "allow"),
+    ("umask that hides directories", (95, 0o400), "errno 0", "errno 0"),
     ("unlink", (87,), "errno 13", "allow"),
     ("truncate", (76,), "errno 13", "errno 1"),
     ("chmod", (90,), "errno 0", "errno 0"),
@@ -209,17 +244,14 @@ def test_a_process_may_signal_itself_and_no_other(monkeypatch: pytest.MonkeyPatc
 
 OWNERS = """
 import fcntl, os, struct
-from grpo_roc_jax.sandbox import isolation
-from grpo_roc_jax.sandbox import _probing
-from grpo_roc_jax.sandbox import _landlock
-from grpo_roc_jax.sandbox._seccomp import FCNTL_DENIED
+from grpo_roc_jax.sandbox import _landlock, _probing, isolation
 
 def attempt(level, version):
     plan = _probing._probe_plan(level, version)
     ruleset = isolation.make_ruleset(plan, None) if version else -1
     isolation.lock_down(plan, isolation.base_memory(), None, ruleset, isolation.make_filter(plan, session=False))
     end, passed = os.pipe()[0], []
-    for command in (*FCNTL_DENIED, 8 | 1 << 32):
+    for command in (8, 10, 15, 1024, 8 | 1 << 32):
         try:
             passed.append(libc.syscall(72, ctypes.c_long(end), ctypes.c_long(command), ctypes.c_long(owner)) == 0)
         except OSError:

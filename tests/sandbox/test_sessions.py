@@ -278,23 +278,26 @@ def test_code_that_runs_in_the_copy_is_limited_too(notebook: Notebook, hook: str
     notebook.executor.close_session(name)
 
 
-def test_a_copy_that_got_no_core_has_longer() -> None:
-    """A shell stands for the session and its child for the copy: one that sleeps, then one that computes."""
+@pytest.mark.parametrize(
+    ("script", "computes"),
+    [("(sleep 60) & wait", False), ("(while :; do :; done) & wait", True), ("(sleep 60) & while :; do :; done", True)],
+)
+def test_a_copy_has_longer_while_neither_it_nor_its_session_computes(script: str, computes: bool) -> None:
+    """A shell stands for the session and its child for the copy, which a loaded host may keep waiting for a core."""
     session = _session.LiveSession.__new__(_session.LiveSession)
-    session.worker = SimpleNamespace(host_proc=os.open("/proc", os.O_RDONLY))
-    for copy in ("sleep 60", "while :; do :; done"):
-        shell = subprocess.Popen(["sh", "-c", f"({copy}) & wait"], start_new_session=True)
-        session.pidfd = os.pidfd_open(shell.pid)
-        try:
-            if "while" in copy:
-                assert wait_until(lambda: session.copy_is_late(_session.COPY_S + 1))
-            assert session.copy_is_late(_session.COPY_S + 1) == ("while" in copy)
-            assert not session.copy_is_late(1.0) and session.copy_is_late(_session.LONGEST_COPY_S)
-        finally:
-            os.killpg(shell.pid, signal.SIGKILL)
-            shell.wait()
-            os.close(session.pidfd)
-    os.close(session.worker.host_proc)
+    session.worker, session.cpu_mark = SimpleNamespace(host_proc=os.open("/proc", os.O_RDONLY)), 0.0
+    shell = subprocess.Popen(["sh", "-c", script], start_new_session=True)
+    session.pid, session.pidfd = shell.pid, os.pidfd_open(shell.pid)
+    try:
+        if computes:
+            assert wait_until(lambda: session.copy_is_late(1.0))
+        assert session.copy_is_late(_session.LONGEST_COPY_S - 0.1) == computes
+        assert session.copy_is_late(_session.LONGEST_COPY_S)
+    finally:
+        os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+        os.close(session.pidfd)
+        os.close(session.worker.host_proc)
     assert 2 * _session.LONGEST_COPY_S <= _supervisor.GRACE_S, "a copy that sleeps must not make its worker seem stuck"
 
 

@@ -9,14 +9,18 @@ exit code, never from words in the output.
 import base64
 import contextlib
 import http.client
+import io
 import json
 import os
 import random
 import secrets
+import socket
+import ssl
 import threading
 import time
 import urllib.parse
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -145,6 +149,91 @@ class Busy(Exception):
     """The call timed out in the service's own queue."""
 
 
+class TimedConnection(http.client.HTTPConnection):
+    """A connection to a service whose waits all end at one `deadline`, however slowly the service answers.
+
+    The time-out of a socket holds for each read alone, so a service that sends a byte now and then would hold a call
+    for ever. Here it is set anew before each wait: for the address, the connection, the request, the head, the body.
+    """
+
+    def __init__(self, host: str, port: int | None, *, secure: bool) -> None:
+        super().__init__(host, port or (443 if secure else 80))
+        self.context = ssl.create_default_context() if secure else None
+        self.deadline = 0.0
+
+    def left(self) -> float:
+        """Seconds until the deadline. Raises TimeoutError after it."""
+        seconds = self.deadline - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError("no complete answer within the time of the call")
+        return seconds
+
+    def connect(self) -> None:
+        """Connect to the first address that accepts."""
+        fault: OSError = OSError(f"{self.host} has no address")
+        for family, kind, protocol, _, address in addresses_of(self.host, self.port, self.left()):
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.settimeout(self.left())
+                sock.connect(address)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self.context:
+                    sock.settimeout(self.left())
+                    sock = self.context.wrap_socket(sock, server_hostname=self.host)
+            except OSError as error:
+                sock.close()
+                fault = error
+                continue
+            self.sock = sock
+            return
+        raise fault
+
+    def send(self, data: bytes) -> None:
+        """Send bytes, connected first if necessary."""
+        if self.sock is None:
+            self.connect()
+        self.sock.settimeout(self.left())
+        super().send(data)
+
+    def response_class(self, sock: socket.socket, *arguments: Any, **options: Any) -> http.client.HTTPResponse:
+        return http.client.HTTPResponse(TimedReads(sock, self.left), *arguments, **options)
+
+
+class TimedReads(io.RawIOBase):
+    """What `http.client` reads an answer from: a socket with a new time-out for each read."""
+
+    def __init__(self, sock: socket.socket, left: Callable[[], float]) -> None:
+        self._sock, self._left, self._raw = sock, left, sock.makefile("rb", buffering=0)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._sock.settimeout(self._left())
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def addresses_of(host: str, port: int, seconds: float) -> list[tuple]:
+    """What `socket.getaddrinfo` gives, which has no time-out of its own. Raises OSError if it fails or is late."""
+    answer: Future[list[tuple]] = Future()
+
+    def look_up() -> None:
+        try:
+            answer.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=look_up, daemon=True, name="look-up").start()
+    return answer.result(seconds)
+
+
 class HttpExecutor(BaseExecutor):
     """Sends calls to a service, with retries and jitter within a wall-clock budget per call."""
 
@@ -259,15 +348,13 @@ class HttpExecutor(BaseExecutor):
             self._local.connection = None
             raise TransportError(f"{type(error).__name__}: {error}") from error
 
-    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+    def _connection(self, timeout_s: float) -> TimedConnection:
         connection = getattr(self._local, "connection", None)
         if connection is None:
             secure = self._parts.scheme == "https"
-            kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-            connection = self._local.connection = kind(self._parts.hostname, self._parts.port, timeout=timeout_s)
-        connection.timeout = timeout_s
-        if connection.sock is not None:
-            connection.sock.settimeout(timeout_s)
+            connection = TimedConnection(self._parts.hostname, self._parts.port, secure=secure)
+            self._local.connection = connection
+        connection.deadline = time.monotonic() + timeout_s
         return connection
 
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from labelled import LABELLED
 
-from grpo_roc_jax.contrib.executors.remote import take_trailer
+from grpo_roc_jax.contrib.executors.remote import TimedConnection, take_trailer
 from grpo_roc_jax.sandbox import server as sandbox_server
 from grpo_roc_jax.sandbox.server import make_server
 from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, make_executor
@@ -151,6 +152,100 @@ def test_sandbox_fusion_client_details(address: str) -> None:
 def test_no_service_is_said_at_once() -> None:
     with pytest.raises(ExecutorFailed, match="no service answers"):
         make_executor(ToolsConfig(executor=SandboxFusion("http://127.0.0.1:9"))).start()
+
+
+class SlowService:
+    """Answers GET at once, and other requests in one of the ways in which a service never comes to an end."""
+
+    def __init__(self, way: str) -> None:
+        self.way, self.ended = way, threading.Event()
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=0)
+        self.address = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.waiting: list[socket.socket] = []
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def serve(self) -> None:
+        while not self.ended.is_set():
+            try:
+                sock = self.listener.accept()[0]
+            except OSError:
+                return
+            if sock.recv(4096).startswith(b"GET"):
+                sock.sendall(b"HTTP/1.1 404 no\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                sock.close()
+                if self.way == "no connection":
+                    while not self.ended.is_set():  # the queue of connections is full
+                        self.waiting.append(socket.socket())
+                        self.waiting[-1].setblocking(False)
+                        self.waiting[-1].connect_ex(self.listener.getsockname())
+                        self.ended.wait(0.05)
+            else:
+                threading.Thread(target=self.drip, args=(sock,), daemon=True).start()
+
+    def drip(self, sock: socket.socket) -> None:
+        head = b"HTTP/1.1 200 ok\r\n"
+        before, piece = {
+            "a byte of the body": (head + b"Content-Length: 100000\r\n\r\n", b"x"),
+            "a chunk of the body": (head + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n"),
+            "a byte of the head": (head + b"X: ", b"y"),
+            "a byte of the status": (b"HTTP/1.1 200 o", b"k"),
+            "a head that says to wait": (b"", b"HTTP/1.1 100 wait\r\n\r\n"),
+            "nothing": (b"", b""),
+        }[self.way]
+        try:
+            sock.sendall(before)
+            while not self.ended.wait(0.1):
+                sock.sendall(piece)
+        except OSError:
+            pass
+        sock.close()
+
+    def close(self) -> None:
+        self.ended.set()
+        self.listener.close()
+        for sock in self.waiting:
+            sock.close()
+
+
+@pytest.mark.parametrize("kind", [SandboxFusion, CodeJudge])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "a byte of the body", "a chunk of the body", "a byte of the head", "a byte of the status",
+        "a head that says to wait", "nothing", "no connection",
+    ],
+)  # fmt: skip
+def test_a_service_that_never_ends_its_answer_holds_no_call(way: str, kind: type) -> None:
+    service = SlowService(way)
+    config = ToolsConfig(executor=kind(service.address, timeout_s=0.6), wall_s=2.0)
+    try:
+        with make_executor(config) as executor:
+            started = time.monotonic()
+            executor.submit(CodeCall("slow", TOOL, {"code": "x" * 100_000}, None))
+            [(_, result)] = executor.poll(8.0)
+            assert (result.kind, result.infra) == ("transport_error", True)
+            assert time.monotonic() - started < 2.0
+    finally:
+        service.close()
+
+
+def test_neither_names_nor_handshakes_take_longer_than_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = socket.create_server(("127.0.0.1", 0))
+    waits = threading.Event()
+    for connection in (
+        TimedConnection("127.0.0.1", silent.getsockname()[1], secure=True),
+        TimedConnection("name.invalid", 80, secure=False),
+    ):
+        if connection.host == "name.invalid":
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: waits.wait(20))
+        started = time.monotonic()
+        connection.deadline = started + 0.3
+        with pytest.raises(TimeoutError):
+            connection.request("GET", "/")
+        assert time.monotonic() - started < 2.0
+    waits.set()
+    silent.close()
 
 
 class Judge:

@@ -1,0 +1,30 @@
+"""What is said about the memory of all programs together."""
+
+import pytest
+
+from grpo_roc_jax.tools import ToolsConfig, memory_bound
+from grpo_roc_jax.tools.config import PoolInCgroup, RayActors, SandboxFusion
+
+SMALL = {"workers": 4, "sessions": 8, "memory_mb": 400, "scratch_mb": 88, "output_kill_mb": 8}
+
+
+@pytest.mark.parametrize(
+    ("executor", "settings", "host_gib", "words"),
+    [
+        # 400 + 88 + 3 x 8 MiB is half a GiB.
+        ({}, {}, 16, "4 calls at a time may take 2.0 GiB of memory, and 8 sessions 4.0 GiB; this host has 16.0 GiB"),
+        ({}, {}, 5, "8 sessions 4.0 GiB; this host has 5.0 GiB, and no limit on the sum: set tools.executor cgroup"),
+        ({}, {"processes": 2}, 64, "4 calls at a time may take 4.0 GiB of memory, and 8 sessions 8.0 GiB"),
+        ({"executor": PoolInCgroup(memory_mb=3072)}, {}, 2, "programs share 3.0 GiB of memory"),
+        ({"executor": RayActors()}, {}, 16, "may take 2.0 GiB of memory in each actor"),
+    ],
+)
+def test_the_sum_is_said_with_what_limits_it(
+    monkeypatch: pytest.MonkeyPatch, executor: dict, settings: dict, host_gib: int, words: str
+) -> None:
+    monkeypatch.setattr(memory_bound, "host_bytes", lambda: host_gib << 30)
+    assert words in memory_bound.describe_memory(ToolsConfig(**executor, **SMALL | settings))
+
+
+def test_nothing_is_said_of_a_service() -> None:
+    assert memory_bound.describe_memory(ToolsConfig(executor=SandboxFusion())) == ""
