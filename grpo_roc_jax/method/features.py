@@ -9,7 +9,18 @@ import numpy as np
 from grpo_roc_jax.types import Group, ToolResult, Trajectory
 
 EQUAL_TOLERANCE = 1e-6
-"""Rewards closer than this are equal; float noise of a custom reward must not become a signal."""
+"""Values whose spread is at most this share of the largest are equal: float32 sums of the same parts in another order
+differ by less, and such noise must not become a signal. A tolerance in the unit of the values would depend on it."""
+LEAST_SPREAD = 1e-15
+"""Below this, values are equal whatever their size: what is left where parts in float64 cancel."""
+
+
+def flat(values: np.ndarray) -> bool:
+    """Whether all values are equal up to rounding, relative to their size."""
+    if len(values) == 0:
+        return True
+    low, high = float(np.min(values)), float(np.max(values))
+    return high - low <= EQUAL_TOLERANCE * max(abs(low), abs(high)) + LEAST_SPREAD
 
 
 SIDE_KINDS = frozenset({"hint_writer", "prediction", "demonstration"})

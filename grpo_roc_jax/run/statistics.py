@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_roc_jax.method.features import SIDE_KINDS
+from grpo_roc_jax.method.features import SIDE_KINDS, flat
 from grpo_roc_jax.method.roc import Selection
 from grpo_roc_jax.record.accuracy import tool_error_share
 from grpo_roc_jax.types import Group, Metrics, Trajectory
@@ -55,7 +55,7 @@ def _repeats_a_call(trajectory: Trajectory) -> bool:
 def selection_metrics(groups: Sequence[Group], selections: Sequence[Selection]) -> Metrics:
     """What selection kept and dropped, and the tool errors of the kept successes."""
     kept = [group.verdicts[i] for group, selection in zip(groups, selections, strict=True) for i in selection.indices]
-    equal = [group for group in groups if group.size and np.ptp(group.rewards) == 0]
+    equal = [group for group in groups if group.size and flat(group.rewards)]
     sampled = sum(group.size for group in groups)
     why = Counter(reason for selection in selections for reason in selection.reasons if reason != "kept")
     return {
