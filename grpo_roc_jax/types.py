@@ -290,8 +290,9 @@ class Verdict:
     well_formed: bool
     """Opening, closing and paired answer tags agree in number."""
     turns: int
-    channels: Mapping[str, float] = field(default_factory=dict)
-    """Further reward channels by name, for multi-reward methods."""
+    channels: Mapping[str, float | None] = field(default_factory=dict)
+    """Reward channels by name, for multi-reward methods; None where a function does not apply. Empty with a single
+    function."""
     turn_rewards: tuple[float, ...] = ()
     """What each turn was paid by functions that pay by turn, as part of `reward`; empty without one."""
 
