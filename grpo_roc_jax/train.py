@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -184,6 +184,8 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             run.step += 1
             run.reference = learner.next_reference(run)
             metrics |= observe(session, run, metrics)
+            if samples.unscored:
+                session.events.note(run.step, "not_scored", samples.unscored)
             checkpointer.held = run.bundle()
             metrics |= session.compilations.metrics() | {"time/step_s": time.perf_counter() - begun}
             reach("record")
@@ -308,6 +310,8 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
         session.events.cut(run.step)
         if processes.first:
             session.traces.cut(run.step)
+        if run.step == 0 and run.accuracy_before is None and session.held_out:
+            evaluate_first(session, run)
         enter_stage(session, run, saved.host["data"])
         if config.eval.every and run.step % config.eval.every == 0 and 0 < run.step < config.steps:
             accuracy = evaluate_once(session, run)
@@ -315,12 +319,20 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
                 observe(session, run, {f"eval/{ALL}/avg@{config.eval.samples}": accuracy})
         return run
     cold_start(components, run, writer)
-    run.accuracy_before, metrics = evaluate(session, run)
-    writer.write(0, metrics)
     session.checkpointer.held = run.bundle()
-    session.checkpointer.save(0, session.checkpointer.held)
+    if config.sft.steps:  # which the evaluation must not cost, whatever happens there
+        session.checkpointer.save(0, session.checkpointer.held)
+    evaluate_first(session, run)
     enter_stage(session, run, None)
     return run
+
+
+def evaluate_first(session: TrainingSession, run: RunState) -> None:
+    """The evaluation before the first step, and the state with its result."""
+    run.accuracy_before, metrics = evaluate(session, run)
+    session.writer.write(0, metrics)
+    session.checkpointer.held = run.bundle()
+    session.checkpointer.save(0, session.checkpointer.held)
 
 
 def record(
@@ -429,11 +441,11 @@ def dry(config: Config) -> None:
     for index, one in enumerate(config.staged()):
         tokenizer, chat, model, mesh, _ = check_components(one, make_registry(one))
         find_teacher(one, tokenizer)
-        with config_errors(RewardError, ModuleNotFoundError):
-            make_scorer(one.reward).close()
+        with config_errors(RewardError, ModuleNotFoundError), closing(make_scorer(one.reward)) as scorer:
             check_extras(one.log)
+            found = data_lines(one, chat, scorer)
         lines += [f"stage {config.stages[index].name}:"] if config.stages else []
-        lines += [*derived(one), *memory_lines(one, model, mesh), *data_lines(one, chat)]
+        lines += [*derived(one), *memory_lines(one, model, mesh), *found]
     print(dump_yaml(config))
     print("\n".join(lines))
 

@@ -156,6 +156,8 @@ def train_rows(
     Raises:
         ValueError: A pass that the method needs is missing.
     """
+    if not groups:
+        return []
     scores = scores or Scores()
     _check_passes(method, groups, scores)
     trajectories = [t for group in groups for t in group.trajectories]

@@ -5,6 +5,7 @@ truncated one. Each line shows the reward and the status that training would use
 """
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,6 +27,48 @@ def sample_trajectories() -> dict[str, Trajectory]:
         "failing tool call": _trajectory(3, ["<tool_call>", right], "answer", "exception"),
         "truncated": _trajectory(4, ["and then"], "length"),
     }
+
+
+def made_up(
+    problem: Problem, prompt: Sequence[int], encode: Callable[[str], Sequence[int]], tag: str = "answer"
+) -> list[Trajectory]:
+    """Two trajectories of a problem that nobody sampled, to try reward functions on: a call, its output and the
+    reference answer; and a turn that a limit cut.
+
+    Args:
+        problem: Of the run.
+        prompt: Ids of its prompt.
+        encode: Text -> ids.
+        tag: Around the final answer.
+    """
+    call = ToolCall("python", {"code": "print(1)"}, '{"name": "python", "arguments": {"code": "print(1)"}}')
+    result = ToolResult("ok", stdout="1\n", observation="1\n")
+    answer = rf"I see.</reason><{tag}>\boxed{{{problem.answer}}}</{tag}>"
+    first = [(f"Let me see.</reason><tool_call>{call.raw}</tool_call>", (call,), (result,)), (answer, (), ())]
+    return [
+        _spoken(0, prompt, first, encode, "answer"),
+        _spoken(1, prompt, [("Let me think about it,", (), ())], encode, "length"),
+    ]
+
+
+def _spoken(
+    sample: int,
+    prompt: Sequence[int],
+    turns: Sequence[tuple[str, tuple[ToolCall, ...], tuple[ToolResult, ...]]],
+    encode: Callable[[str], Sequence[int]],
+    stop: StopReason,
+) -> Trajectory:
+    tokens, sampled, spans = list(prompt), [False] * len(prompt), []
+    for text, calls, results in turns:
+        own, start = list(encode(text)), len(tokens)
+        seen = [token for result in results for token in encode(result.observation)]
+        spans.append(Turn(start, start + len(own), text, calls, results))
+        tokens += own + seen
+        sampled += [True] * len(own) + [False] * len(seen)
+    mask = np.array(sampled, bool)
+    logprobs, versions = np.where(mask, -1.0, 0.0).astype(np.float32), np.where(mask, 0, -1).astype(np.int32)
+    ids = np.array(tokens, np.int32)
+    return Trajectory(ids, mask, logprobs, versions, len(prompt), tuple(spans), stop, sample, temperature=1.0)
 
 
 def check_reward(path: str) -> list[str]:

@@ -39,6 +39,7 @@ Pay = float | tuple[float, ...] | None
 """Of a trajectory: one reward, rewards of its turns, or None where the function does not apply. NaN: the function has
 failed or could not say, so that the trajectory cannot be scored."""
 UNSCORED = math.nan
+MADE_UP = "made-up trajectories; what it does not score leaves its group"
 
 UNSCORED_STOPS = frozenset({"infrastructure", "cancelled"})
 """Stops that the policy did not cause; such trajectories are removed from the group."""
@@ -96,6 +97,26 @@ class Scorer:
             counts.update(verdict.status for _, verdict in kept)
             groups.append(Group(problem, tuple(t for t, _ in kept), tuple(v for _, v in kept)))
         return Scored(tuple(groups), {k: n for k, n in counts.items() if n}, tuple(faults), unscored)
+
+    def try_functions(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[str]:
+        """Calls each function once, before a run depends on it: a line for each that raises or is late, which need not
+        happen again on other trajectories.
+
+        Raises:
+            RewardError: One of them returns something else than `RewardFunction` says.
+        """
+        lines = []
+        for name in self.functions:
+            part = next(part for part in self.config.functions if part.name == name)
+            try:
+                values = _with_deadline(partial(self.functions[name], problem, trajectories), part.timeout_s)
+            except TimeoutError:
+                lines.append(f"reward {name} took longer than {part.timeout_s} s on {MADE_UP}")
+            except Exception as error:
+                lines.append(f"reward {name} raised {type(error).__name__}: {error} on {MADE_UP}")
+            else:
+                check_rewards(name, values, [len(t.turns) for t in trajectories])
+        return lines
 
     def close(self) -> None:
         """Ends the verification workers."""
