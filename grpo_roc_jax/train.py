@@ -18,6 +18,7 @@ from grpo_roc_jax.config import DEFAULT_CONFIG, Config, derived
 from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass, Hosted
 from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.method.compose import next_state
+from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
 from grpo_roc_jax.pod.processes import ProcessLost
 from grpo_roc_jax.pod.program_cache import keep_programs
@@ -25,13 +26,16 @@ from grpo_roc_jax.record.accuracy import ALL
 from grpo_roc_jax.record.checkpoint import CheckpointFailed
 from grpo_roc_jax.record.loggers import ConsoleWriter
 from grpo_roc_jax.record.metrics import CompilationCounter, check_extras, recorded
+from grpo_roc_jax.record.missing import missing_rows
 from grpo_roc_jax.record.run_dir import describe_run
 from grpo_roc_jax.record.storage import StorageFailed
 from grpo_roc_jax.record.trace import eval_records, step_records
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.accounts import check_accounts
+from grpo_roc_jax.run.alarms import GapCheck
 from grpo_roc_jax.run.components import (
+    Components,
     check_components,
     describe_device,
     make_registry,
@@ -160,6 +164,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     session.writer.say(describe_programs(session.compilations))
     checkpointer.held = run.bundle()
     watch, compiled = Watch(config.limits), None
+    gap = GapCheck(session.events, exact=exact_sampling(config, components))
     longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
     for one in filter(None, (watch, session.alarms)):
         one.recall(components.processes.once(lambda: recorded(session.run_dir)[-longest:]))
@@ -193,6 +198,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             if checkpointer.due(run.step):
                 checkpointer.save(run.step, checkpointer.held)
         compiled = session.compilations.count if compiled is None else compiled
+        gap.look(run.step, metrics)
         look(session, run, metrics, batches, watch)
         if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
             measured = evaluate(session, run)[1]
@@ -202,6 +208,14 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     if not checkpointer.has(run.step):
         checkpointer.save(run.step, checkpointer.held)
     return after_first
+
+
+def exact_sampling(config: Config, components: Components) -> bool:
+    """Whether sampler and trainer compute the same log-probabilities up to the rounding of float32: with that precision
+    throughout, and rows that train under the prompts that they were sampled under."""
+    rollout = config.rollout
+    full = rollout.weight_dtype == rollout.cache_dtype == "full" and not config.plan.second.trains_plain
+    return full and compute_dtype(components.model) == "float32"
 
 
 def look(
@@ -310,6 +324,8 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
         session.events.cut(run.step)
         if processes.first:
             session.traces.cut(run.step)
+            for lost in missing_rows(session.run_dir, run.step, config.log.traces):
+                session.events.note(run.step, "missing_rows", f"{lost}, which the disk had not kept")
         if run.step == 0 and run.accuracy_before is None and session.held_out:
             evaluate_first(session, run)
         enter_stage(session, run, saved.host["data"])

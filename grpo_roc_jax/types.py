@@ -189,9 +189,26 @@ PLAIN = Condition()
 """The condition of a prompt that nothing was added to."""
 
 
+ARRAYS = ("tokens", "policy_mask", "logprobs", "versions", "routes")
+"""The arrays of a trajectory."""
+
+
+def read_only(array: np.ndarray | None) -> np.ndarray | None:
+    """A view of the array that nothing can write to."""
+    if not isinstance(array, np.ndarray) or not array.flags.writeable:
+        return array
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """The record of one rollout. Token ids are the only truth; text is decoded from them and never re-encoded."""
+    """The record of one rollout. Token ids are the only truth; text is decoded from them and never re-encoded.
+
+    Its arrays are read-only, for the functions of a user's too: what trains is what was sampled. `dataclasses.replace`
+    makes a trajectory with other ones.
+    """
 
     tokens: np.ndarray
     """int32[T]: prompt, then sampled tokens and observations in the order they were in the context."""
@@ -220,6 +237,15 @@ class Trajectory:
     parts: tuple[int, ...] = ()
     """Lengths of the contexts that `tokens` holds one after another, such as the conversations of an agent and of those
     that it calls; empty for one context."""
+
+    def __post_init__(self) -> None:
+        for name in ARRAYS:
+            object.__setattr__(self, name, read_only(getattr(self, name)))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrays that come from another process are writable until here."""
+        self.__dict__.update(state)
+        self.__post_init__()
 
     @property
     def length(self) -> int:
