@@ -81,17 +81,20 @@ def train_step(parts, learner, run) -> dict[str, float]:
     kept = [g.subset(group, chosen) for group, chosen in zip(groups, selections, strict=True) if chosen.kept]
 
     # 5. Advantages: each reward minus the mean of its group, over its standard deviation. Every token of a trajectory
-    #    gets its advantage, and a weight that contains the normalizer of the whole batch.
-    rows = g.train_rows(kept, config, run.method, rng=rng)
+    #    gets its advantage, and a weight that contains the normalizer of the whole batch. Some methods also need the
+    #    log-probabilities of a reference policy or of the current one; `rows` computes them first.
+    rows, _ = learner.rows(kept, run)
 
     # 6. Pack the rows into a batch of fixed shape on the device mesh, then take the gradient of the clipped surrogate
     #    and an optimizer step. The buffers of `run.train` are donated, so the result takes their place.
     batch = learner.on_mesh(rows, config.sampling.temperature)
     run.train, _, metrics = learner.update(run, [batch])
 
-    # 7. What the method remembers (success rates of problems, dual variables), and the step counter.
+    # 7. What the method remembers (success rates of problems, dual variables), the step counter, and the reference
+    #    policy, which a few methods move. Its buffers are donated too, where it moves.
     run.method = g.next_state(groups, kept, config, run.method)
     run.step += 1
+    run.reference = learner.next_reference(run)
     return {
         "step": run.step,
         "reward": float(np.mean([group.rewards.mean() for group in groups])),

@@ -404,10 +404,10 @@ def check_method(config: Config) -> None:
             f"group.size = {config.group.size} with advantage.baseline = {baseline}: a group of one has no signal "
             "against itself; raise group.size, or choose advantage.baseline tracker or none"
         )
-    if isinstance(config.advantage, Channels) and (config.shaping or config.reward.truncated.reward):
+    if isinstance(config.advantage, Channels) and config.shaping:
         raise ValueError(
-            "advantage channels reads reward channels as they come, but shaping and reward.truncated fixed change the "
-            "summed reward only: leave them out, or choose another advantage"
+            "advantage channels reads reward channels as they come, but shaping changes the summed reward only: leave "
+            "it out, or choose another advantage"
         )
     factors = [part.kind for part in config.weights.factors]
     if {"truncated_is", "masked_is"} & set(factors) and not config.surrogate.scored_ratio:

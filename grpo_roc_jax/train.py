@@ -10,13 +10,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, derived
 from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass, Hosted, OwnEnvironments
 from grpo_roc_jax.method.compose import next_state
+from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
 from grpo_roc_jax.pod.processes import ProcessLost
@@ -25,13 +26,16 @@ from grpo_roc_jax.record.accuracy import ALL
 from grpo_roc_jax.record.checkpoint import CheckpointFailed
 from grpo_roc_jax.record.loggers import ConsoleWriter
 from grpo_roc_jax.record.metrics import CompilationCounter, check_extras, recorded
+from grpo_roc_jax.record.missing import missing_rows
 from grpo_roc_jax.record.run_dir import describe_run
 from grpo_roc_jax.record.storage import StorageFailed
 from grpo_roc_jax.record.trace import eval_records, step_records
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.accounts import check_accounts
+from grpo_roc_jax.run.alarms import GapCheck
 from grpo_roc_jax.run.components import (
+    Components,
     check_components,
     describe_device,
     make_registry,
@@ -161,6 +165,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     session.writer.say(describe_programs(session.compilations))
     checkpointer.held = run.bundle()
     watch, compiled = Watch(config.limits), None
+    gap = GapCheck(session.events, exact=exact_sampling(config, components))
     longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
     for one in filter(None, (watch, session.alarms)):
         one.recall(components.processes.once(lambda: recorded(session.run_dir)[-longest:]))
@@ -185,6 +190,8 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             run.step += 1
             run.reference = learner.next_reference(run)
             metrics |= observe(session, run, metrics)
+            if samples.unscored:
+                session.events.note(run.step, "not_scored", samples.unscored)
             checkpointer.held = run.bundle()
             metrics |= session.compilations.metrics() | {"time/step_s": time.perf_counter() - begun}
             reach("record")
@@ -192,6 +199,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             if checkpointer.due(run.step):
                 checkpointer.save(run.step, checkpointer.held)
         compiled = session.compilations.count if compiled is None else compiled
+        gap.look(run.step, metrics)
         for text in watch.new_failures(samples.failures):
             session.events.note(run.step, "environment", text)
         watch.look_at_failures(samples.failures, samples.sampled)
@@ -204,6 +212,14 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     if not checkpointer.has(run.step):
         checkpointer.save(run.step, checkpointer.held)
     return after_first
+
+
+def exact_sampling(config: Config, components: Components) -> bool:
+    """Whether sampler and trainer compute the same log-probabilities up to the rounding of float32: with that precision
+    throughout, and rows that train under the prompts that they were sampled under."""
+    rollout = config.rollout
+    full = rollout.weight_dtype == rollout.cache_dtype == "full" and not config.plan.second.trains_plain
+    return full and compute_dtype(components.model) == "float32"
 
 
 def look(
@@ -312,6 +328,10 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
         session.events.cut(run.step)
         if processes.first:
             session.traces.cut(run.step)
+            for lost in missing_rows(session.run_dir, run.step, config.log.traces):
+                session.events.note(run.step, "missing_rows", f"{lost}, which the disk had not kept")
+        if run.step == 0 and run.accuracy_before is None and session.held_out:
+            evaluate_first(session, run)
         enter_stage(session, run, saved.host["data"])
         if config.eval.every and run.step % config.eval.every == 0 and 0 < run.step < config.steps:
             accuracy = evaluate_once(session, run)
@@ -319,12 +339,20 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
                 observe(session, run, {f"eval/{ALL}/avg@{config.eval.samples}": accuracy})
         return run
     cold_start(components, run, writer)
-    run.accuracy_before, metrics = evaluate(session, run)
-    writer.write(0, metrics)
     session.checkpointer.held = run.bundle()
-    session.checkpointer.save(0, session.checkpointer.held)
+    if config.sft.steps:  # which the evaluation must not cost, whatever happens there
+        session.checkpointer.save(0, session.checkpointer.held)
+    evaluate_first(session, run)
     enter_stage(session, run, None)
     return run
+
+
+def evaluate_first(session: TrainingSession, run: RunState) -> None:
+    """The evaluation before the first step, and the state with its result."""
+    run.accuracy_before, metrics = evaluate(session, run)
+    session.writer.write(0, metrics)
+    session.checkpointer.held = run.bundle()
+    session.checkpointer.save(0, session.checkpointer.held)
 
 
 def record(
@@ -433,11 +461,11 @@ def dry(config: Config) -> None:
     for index, one in enumerate(config.staged()):
         tokenizer, chat, model, mesh, _ = check_components(one, make_registry(one))
         find_teacher(one, tokenizer)
-        with config_errors(RewardError, ModuleNotFoundError):
-            make_scorer(one.reward).close()
+        with config_errors(RewardError, ModuleNotFoundError), closing(make_scorer(one.reward)) as scorer:
             check_extras(one.log)
+            found = data_lines(one, chat, scorer)
         lines += [f"stage {config.stages[index].name}:"] if config.stages else []
-        lines += [*derived(one), *memory_lines(one, model, mesh), *data_lines(one, chat)]
+        lines += [*derived(one), *memory_lines(one, model, mesh), *found]
     print(dump_yaml(config))
     print("\n".join(lines))
 

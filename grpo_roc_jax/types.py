@@ -121,9 +121,26 @@ PLAIN = Condition()
 """The condition of a prompt that nothing was added to."""
 
 
+ARRAYS = ("tokens", "policy_mask", "logprobs", "versions", "routes")
+"""The arrays of a trajectory."""
+
+
+def read_only(array: np.ndarray | None) -> np.ndarray | None:
+    """A view of the array that nothing can write to."""
+    if not isinstance(array, np.ndarray) or not array.flags.writeable:
+        return array
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """The record of one rollout. Token ids are the only truth; text is decoded from them and never re-encoded."""
+    """The record of one rollout. Token ids are the only truth; text is decoded from them and never re-encoded.
+
+    Its arrays are read-only, for the functions of a user's too: what trains is what was sampled. `dataclasses.replace`
+    makes a trajectory with other ones.
+    """
 
     tokens: np.ndarray
     """int32[T]: prompt, then sampled tokens and observations in the order they were in the context."""
@@ -155,6 +172,15 @@ class Trajectory:
     fault: str = ""
     """What failed outside the policy, on one line, such as an exception of an environment of the user's; its traceback
     follows in the first trajectory that ends by it."""
+
+    def __post_init__(self) -> None:
+        for name in ARRAYS:
+            object.__setattr__(self, name, read_only(getattr(self, name)))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrays that come from another process are writable until here."""
+        self.__dict__.update(state)
+        self.__post_init__()
 
     @property
     def length(self) -> int:
@@ -225,8 +251,9 @@ class Verdict:
     well_formed: bool
     """Opening, closing and paired answer tags agree in number."""
     turns: int
-    channels: Mapping[str, float] = field(default_factory=dict)
-    """Further reward channels by name, for multi-reward methods."""
+    channels: Mapping[str, float | None] = field(default_factory=dict)
+    """Reward channels by name, for multi-reward methods; None where a function does not apply. Empty with a single
+    function."""
     turn_rewards: tuple[float, ...] = ()
     """What each turn was paid by functions that pay by turn, as part of `reward`; empty without one."""
 

@@ -23,7 +23,6 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from grpo_roc_jax import train
-from grpo_roc_jax.commands.check_reward import sample_trajectories
 from grpo_roc_jax.commands.export import text_files
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream, make_trace_stream
@@ -38,6 +37,7 @@ from grpo_roc_jax.record.checkpoint import Bundle, Checkpointer
 from grpo_roc_jax.record.metrics import make_writer, read_metrics
 from grpo_roc_jax.reward import verify
 from grpo_roc_jax.reward.score import make_scorer
+from grpo_roc_jax.reward.trial import sample_trajectories
 from grpo_roc_jax.run import session, start, supervised
 from grpo_roc_jax.run.alarms import RULES, Alarms
 from grpo_roc_jax.run.components import make_registry, resolve_text

@@ -93,8 +93,7 @@ def test_separation_is_measured_before_the_first_step(monkeypatch, high, low, re
         assert options.purpose == "evaluate" and suffix == reward_goal(condition)
         assert len(problems) == 50
         wins = {rc_grpo.HIGH: high, rc_grpo.LOW: low}[condition] * 50
-        rewards = (np.arange(50) < wins).astype(float)
-        return SimpleNamespace(groups=[SimpleNamespace(size=50, rewards=rewards)])
+        return SimpleNamespace(groups=[SimpleNamespace(size=50, correct=np.arange(50) < wins)])
 
     monkeypatch.setattr(evaluate, "sample_groups", sampled)
     components = FakeComponents(rc("--data.eval_problems=50"))

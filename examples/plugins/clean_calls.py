@@ -20,7 +20,7 @@ CALL_ID = load_tokenizer(TextConfig()).special(CALL)
 def purify(group: Group) -> Group:
     """The group with every success repaired as far as its own later calls allow."""
     pairs = zip(group.trajectories, group.verdicts, strict=True)
-    pairs = [repaired(t, v) if v.reward > 0 else (t, v) for t, v in pairs]
+    pairs = [repaired(t, v) if v.status == "correct" else (t, v) for t, v in pairs]
     return Group(group.problem, tuple(t for t, _ in pairs), tuple(v for _, v in pairs))
 
 

@@ -29,7 +29,8 @@ class Consistency:
         for group in groups:
             own = scores[len(values) : len(values) + group.size]
             answers = [in_last_turn(trajectory) for trajectory in group.trajectories]
-            values.extend(z_score(consistency_rewards(group.rewards, answer_likelihoods(own, answers))))
+            paid = consistency_rewards(group.correct * 1.0, answer_likelihoods(own, answers))  # not what it earned
+            values.extend(z_score(group.rewards + paid - group.correct))
         filled = [np.full_like(row.advantages, value) for row, value in zip(rows, values, strict=True)]
         return [dataclasses.replace(row, advantages=a) for row, a in zip(rows, filled, strict=True)]
 

@@ -4,61 +4,9 @@ It runs on five small made-up trajectories: a right answer, a wrong answer, no a
 truncated one. Each line shows the reward and the status that training would use.
 """
 
-from dataclasses import replace
-
-import numpy as np
-
-from grpo_roc_jax.reward.config import FunctionReward, Reward, RewardConfig
-from grpo_roc_jax.reward.score import RewardError, make_scorer
-from grpo_roc_jax.types import Problem, StopReason, ToolCall, ToolResult, Trajectory, Turn
-
-PROBLEM = Problem("check", "What is 6 * 7?", "42", "check")
-
-
-def sample_trajectories() -> dict[str, Trajectory]:
-    """Description -> trajectory; five trajectories of one problem."""
-    right, wrong = (rf"<answer>\boxed{{{value}}}</answer>" for value in (42, 41))
-    return {
-        "right answer": _trajectory(0, [right], "answer"),
-        "wrong answer": _trajectory(1, [wrong], "answer"),
-        "no answer": _trajectory(2, ["I do not know."], "eos"),
-        "failing tool call": _trajectory(3, ["<tool_call>", right], "answer", "exception"),
-        "truncated": _trajectory(4, ["and then"], "length"),
-    }
-
-
-def check_reward(path: str) -> list[str]:
-    """The outcome of each trajectory, one line each.
-
-    Args:
-        path: A built-in name or `package.module:function`, which gets 10 seconds.
-
-    Raises:
-        RewardError: The function cannot be found, or returns something invalid.
-    """
-    rows = sample_trajectories()
-    part = Reward.read(path)
-    part = replace(part, timeout_s=10.0) if isinstance(part, FunctionReward) else part
-    scorer = make_scorer(RewardConfig(functions=(part,)))
-    scored = scorer.score_all([PROBLEM], [list(rows.values())])
-    scorer.close()
-    verdicts = {t.sample: v for t, v in zip(scored.groups[0].trajectories, scored.groups[0].verdicts, strict=True)}
-    lines = []
-    for name, trajectory in rows.items():
-        verdict = verdicts.get(trajectory.sample)
-        outcome = f"reward {verdict.reward:g} ({verdict.status})" if verdict else "not scored: leaves the group"
-        lines.append(f"{name:18} {outcome}")
-    return lines + [f"fault: {fault}" for fault in scored.faults]
-
-
-def _trajectory(sample: int, texts: list[str], stop: StopReason, result: str = "") -> Trajectory:
-    call = ToolCall("python", {"code": "1/0"}, "{}")
-    turns = [Turn(4 * i, 4 * i + 4, text) for i, text in enumerate(texts)]
-    if result:
-        turns[0] = Turn(0, 4, texts[0], (call,), (ToolResult(result, error_type="ZeroDivisionError"),))
-    n = 4 * len(turns)
-    tokens, mask, logprobs = np.arange(n, dtype=np.int32), np.ones(n, bool), np.full(n, -1.0, np.float32)
-    return Trajectory(tokens, mask, logprobs, np.zeros(n, np.int32), 0, tuple(turns), stop, sample)
+from grpo_roc_jax.reward.config import Reward
+from grpo_roc_jax.reward.score import RewardError
+from grpo_roc_jax.reward.trial import check_reward
 
 
 def main(argv: list[str]) -> int:

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from grpo_roc_jax.learner.pack import TrainBatch
-from grpo_roc_jax.method.surrogate import MAX_LOGRATIO, Surrogate, kl_estimate
+from grpo_roc_jax.method.divergence import MAX_LOGRATIO, k3
+from grpo_roc_jax.method.surrogate import Surrogate
 from grpo_roc_jax.model.attention_mask import SAVED, soft_cap
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
@@ -337,7 +338,7 @@ def batch_loss(
     own = logprobs - jax.lax.stop_gradient(logprobs)
     d = own if surrogate.own_ratio else jnp.clip(gap, -MAX_LOGRATIO, MAX_LOGRATIO)
     term = surrogate.kl
-    kl = on(kl_estimate(term.kind, logprobs, on(batch.logprobs_ref), d)) if term.coef else jnp.zeros_like(d)
+    kl = on(term.estimate(logprobs, on(batch.logprobs_ref), d)) if term.coef else jnp.zeros_like(d)
     d = on(surrogate.shared(d, advantages, mask, batch.ratio_segments))
     per_token = on(surrogate.loss(d, advantages, logprobs))
     if batch.marked is not None:
@@ -372,7 +373,7 @@ def _ratio_sums(logratio: Array, advantages: Array, logprobs: Array, mask: Array
 
     ratio = jnp.where(mask, jnp.exp(logratio), 0.0)
     return {
-        "kl_k3": jnp.sum(jnp.where(mask, jnp.exp(logratio) - 1.0 - logratio, 0.0)),
+        "kl_k3": jnp.sum(jnp.where(mask, k3(logratio, jnp), 0.0)),
         "clip_low": count(low),
         "clip_high": count(high),
         "clip_dual": count((ratio > clip_dual) & (advantages < 0)) if clip_dual else jnp.zeros(()),

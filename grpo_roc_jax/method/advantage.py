@@ -11,18 +11,13 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from grpo_roc_jax.method.features import EQUAL_TOLERANCE, Features
+from grpo_roc_jax.method.features import Features, flat
 from grpo_roc_jax.method.part import MethodBatch, Part
 from grpo_roc_jax.method.shaping import custom_maps
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.options import NotNegative, kind, settings
 from grpo_roc_jax.types import Group
-
-
-def flat(rewards: np.ndarray) -> bool:
-    """Whether all rewards are equal, up to float noise."""
-    return len(rewards) == 0 or float(rewards.max() - rewards.min()) <= EQUAL_TOLERANCE
 
 
 def deviation(values: np.ndarray, ddof: int = 1) -> float:
@@ -286,7 +281,7 @@ class Whiten(Adjustment):
     ) -> list[np.ndarray]:
         """The advantages under the statistics of these values, which count with their weights."""
         total = weights.sum()
-        if total <= self.ddof or np.ptp(values) <= EQUAL_TOLERANCE:
+        if total <= self.ddof or flat(values):
             return [np.zeros_like(a) for a in advantages]
         mean = weights @ values / total
         variance = weights @ (values - mean) ** 2 / (total - self.ddof)

@@ -14,7 +14,7 @@ from grpo_roc_jax.method.advantage import Adjustment, Advantage
 from grpo_roc_jax.method.config import MethodConfig
 from grpo_roc_jax.method.edit import taken
 from grpo_roc_jax.method.features import Features, features
-from grpo_roc_jax.method.part import MethodBatch, Part, parts_of
+from grpo_roc_jax.method.part import MethodBatch, Part, parts_of, reward_weights
 from grpo_roc_jax.method.planning import PlanConfig, unaided
 from grpo_roc_jax.method.roc import Selection, Selector, select_group
 from grpo_roc_jax.method.shaping import Shaping, shape_rewards
@@ -36,6 +36,8 @@ class Method(Protocol):
 
     group: Any
     """Its `size` is the number of trajectories of a problem that train."""
+    reward: Any
+    """Its `weights` are those of the reward functions; may be missing, where rewards come from elsewhere."""
     plan: PlanConfig
     resample: Selector
     shaping: tuple[Shaping, ...]
@@ -154,6 +156,8 @@ def train_rows(
     Raises:
         ValueError: A pass that the method needs is missing.
     """
+    if not groups:
+        return []
     scores = scores or Scores()
     _check_passes(method, groups, scores)
     trajectories = [t for group in groups for t in group.trajectories]
@@ -163,7 +167,8 @@ def train_rows(
     rewards = shape_rewards(found, method.shaping, state)
     masks = trained_tokens(groups, rewards, method.weights.masks)
     first = scores.first or scores.logprobs
-    batch = MethodBatch(groups, found, rewards, masks, state, rng, scores.logprobs, scores.entropies, first)
+    weights = reward_weights(method)
+    batch = MethodBatch(groups, found, rewards, masks, state, rng, scores.logprobs, scores.entropies, first, weights)
     advantages = method.advantage.tokens(batch)
     for mask in method.weights.masks:
         masks = mask.tokens(masks, advantages, batch)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from grpo_roc_jax.types import Group, Trajectory
+from grpo_roc_jax.types import Group, Trajectory, Verdict
 
 AIDED = frozenset({"hint", "explanation", "refinement"})
 """Conditions whose trajectories can train under the plain prompt."""
@@ -17,6 +17,12 @@ def taken(group: Group, indices: Iterable[int]) -> Group:
     return Group(
         group.problem, tuple(group.trajectories[i] for i in indices), tuple(group.verdicts[i] for i in indices)
     )
+
+
+def revalued(verdict: Verdict, reward: float) -> Verdict:
+    """The verdict of a trajectory that is no attempt at the problem, such as a hint: another reward, and nothing left
+    of what functions paid it as an attempt."""
+    return dataclasses.replace(verdict, reward=reward, status="wrong", channels={}, turn_rewards=())
 
 
 def joined(*parts: Group) -> Group:

@@ -9,7 +9,18 @@ import numpy as np
 from grpo_roc_jax.types import Group, ToolResult, Trajectory
 
 EQUAL_TOLERANCE = 1e-6
-"""Rewards closer than this are equal; float noise of a custom reward must not become a signal."""
+"""Values whose spread is at most this share of the largest are equal: float32 sums of the same parts in another order
+differ by less, and such noise must not become a signal. A tolerance in the unit of the values would depend on it."""
+LEAST_SPREAD = 1e-15
+"""Below this, values are equal whatever their size: what is left where parts in float64 cancel."""
+
+
+def flat(values: np.ndarray) -> bool:
+    """Whether all values are equal up to rounding, relative to their size."""
+    if len(values) == 0:
+        return True
+    low, high = float(np.min(values)), float(np.max(values))
+    return high - low <= EQUAL_TOLERANCE * max(abs(low), abs(high)) + LEAST_SPREAD
 
 
 SIDE_KINDS = frozenset({"hint_writer", "prediction", "demonstration"})
@@ -32,6 +43,8 @@ class Features:
     response_lengths: np.ndarray
     """Tokens after the prompt, observations included: what the budget counts."""
     truncated: np.ndarray
+    failed: np.ndarray
+    """bool: cut by a limit and judged as a failure for it (`reward.truncated`)."""
     turns: np.ndarray
     tool_calls: np.ndarray
     tool_errors: np.ndarray
@@ -89,10 +102,11 @@ def features(group: Group) -> Features:
         uid=group.problem.uid,
         rewards=group.rewards,
         correct=group.correct,
-        channels={name: np.array([v.channels.get(name, np.nan) for v in verdicts], np.float64) for name in names},
+        channels={name: np.array([v.channels.get(name) for v in verdicts], np.float64) for name in names},
         lengths=np.array([np.count_nonzero(t.policy_mask) for t in trajectories], np.int64),
         response_lengths=np.array([t.length - t.prompt_length for t in trajectories], np.int64),
         truncated=np.array([t.truncated for t in trajectories], bool),
+        failed=np.array([verdict.status == "truncated" for verdict in verdicts], bool),
         **{name: np.array([getattr(verdict, name) for verdict in verdicts], np.int64) for name in counts},
         well_formed=np.array([verdict.well_formed for verdict in verdicts], bool),
         mean_logprobs=np.array([_mean_logprob(t) for t in trajectories], np.float64),

@@ -38,6 +38,8 @@ class MethodBatch:
     """float32[T] of each trajectory: entropies of the same policy, in nats."""
     first_scores: Sequence[np.ndarray] | None = None
     """The same as `scores` before the first update of the rollout batch: what the sampler is compared with."""
+    weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Factor of each reward function in the reward, by the name of its channel."""
 
     def only(self, rows: Sequence[np.ndarray]) -> "MethodBatch":
         """Features and rewards of these trajectories of each group; `groups` and `masks` stay complete."""
@@ -110,6 +112,11 @@ class WithReference:
     sync_mix: PositiveShare = 1.0
     """alpha in reference := alpha policy + (1 - alpha) reference at such a step (TR-DPO, arXiv:2404.09656; TRL takes
     0.6)."""
+
+
+def reward_weights(method: Any) -> Mapping[str, float]:
+    """Factor of each reward function in the reward, by name; empty for a method without a section of rewards."""
+    return method.reward.weights if hasattr(method, "reward") else {}
 
 
 def parts_of(value: Any) -> Iterator[Part]:

@@ -253,9 +253,15 @@ def own_text(group: Group, index: int) -> str:
     return "\n".join(turn.text for turn in group.trajectories[index].turns)
 
 
+def standings(group: Group) -> list[tuple[bool, float]]:
+    """How good each trajectory is: any success before any failure, whatever they were paid; among these by reward."""
+    return list(zip(group.correct.tolist(), group.rewards.tolist(), strict=True))
+
+
 def best_text(group: Group) -> str:
-    """The policy's own text of the first trajectory with the best reward."""
-    return own_text(group, int(np.argmax(group.rewards)))
+    """The policy's own text of the first trajectory of the best standing."""
+    every = standings(group)
+    return own_text(group, every.index(max(every)))
 
 
 def problem_rates(wave: Wave) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import numpy as np
 from annotated_types import Ge
 
-from grpo_roc_jax.method.features import EQUAL_TOLERANCE, Features, features, text_compat
+from grpo_roc_jax.method.features import Features, features, flat, text_compat
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.settings.options import Axis, Count, NotNegative, Positive, kind, settings
 from grpo_roc_jax.types import Group
@@ -131,10 +131,10 @@ class Selector(Part, axis="resample"):
         """Why the whole group leaves; None when it stays. Decided on raw rewards (never on a batch's spread)."""
         if found.size == 0 or (found.size < keep and self.short_groups == "drop"):
             return "short_group"
-        spread = float(found.rewards.max() - found.rewards.min())
-        if self.drop == "equal" and spread <= EQUAL_TOLERANCE:
+        equal = flat(found.rewards)
+        if self.drop == "equal" and equal:
             return "equal_rewards"
-        if self.drop == "all_correct" and spread <= EQUAL_TOLERANCE and found.correct.all():
+        if self.drop == "all_correct" and equal and found.correct.all():
             return "all_correct"
         return None
 

@@ -56,7 +56,18 @@ def shape_rewards(groups: Sequence[Features], steps: Sequence[Shaping], state: A
     rewards = [found.rewards.astype(np.float64) for found in groups]
     for step in steps:
         rewards = step.batch(rewards, groups, state)
+        if step.overwrites:
+            rewards = [kept_failures(r, found) for r, found in zip(rewards, groups, strict=True)]
     return rewards
+
+
+def kept_failures(rewards: np.ndarray, found: Features) -> np.ndarray:
+    """The rewards of a group that were made without reading those of the scorer, where a truncated failure stays one:
+    it keeps the reward that it was scored with, or has the least of those that came to an end, if that is less."""
+    if not found.failed.any():
+        return rewards
+    least = float(np.min(rewards[~found.failed], initial=np.inf))
+    return np.where(found.failed, np.minimum(found.rewards, least), rewards)
 
 
 def prompt_suffix(steps: Sequence[Shaping], step: int) -> str:

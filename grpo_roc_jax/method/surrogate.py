@@ -13,14 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_roc_jax.method.divergence import CEILING, MAX_LOGRATIO, Tail, bounded_k3, k2, k3
 from grpo_roc_jax.method.part import MethodBatch, Part, WithReference
 from grpo_roc_jax.settings.options import NotNegative, kind, settings
 from grpo_roc_jax.shapes import Array, Bool, Float, Int, checked
 
 Level = Literal["token", "turn", "sequence"]
-
-MAX_LOGRATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp, as in verl (`core_algos.py`); the clamped tokens are counted."""
 
 
 @checked
@@ -57,11 +55,16 @@ class Kl(Part, axis="surrogate.kl"):
 
     coef: ClassVar[float] = 0.0
     ceiling: ClassVar[float] = math.inf
-    """Largest estimate of a token; one that reaches it has no gradient, and is counted."""
+    """Estimate of a token at which its growth ends; tokens that reach it are counted (`loss/kl_clamped_fraction`)."""
+    tail: ClassVar[Tail] = "flat"
 
     @property
     def needs_reference(self) -> bool:
         return self.coef > 0
+
+    def estimate(self, logprobs: Array, logprobs_ref: Array, logratio: Array) -> Array:
+        """`kl_estimate` of this kind."""
+        return kl_estimate(self.kind, logprobs, logprobs_ref, logratio, tail=self.tail)
 
 
 @kind("none")
@@ -91,13 +94,19 @@ class K2(KlTerm):
 class K3(KlTerm):
     """e^-u - 1 + u (arXiv:2402.03300), with u within +-20 and the estimate at most 10 as in verl."""
 
-    ceiling = 10.0
+    ceiling = CEILING
+
+    tail: Tail = "flat"
+    """Beyond an estimate of 10, at 2.6 nats below the reference. `flat`: the estimate stays there, so that the tokens
+    which have drifted most are not pulled back. `linear`: it goes on along its tangent, with 12.6 a nat."""
 
 
 @kind("corrected")
-class CorrectedK3(K3):
+class CorrectedK3(KlTerm):
     """ratio (e^-u - 1 + u), with the gradient ratio u: unbiased in value and gradient for tokens of an older policy
     (DeepSeek-V3.2, arXiv:2512.02556). The ratio is the token's, and the estimate is at most 10."""
+
+    ceiling = CEILING
 
 
 @checked
@@ -106,24 +115,25 @@ def kl_estimate(
     logprobs: Float[Array, "*B T"],
     logprobs_ref: Float[Array, "*B T"],
     logratio: Float[Array, "*B T"] | None = None,
+    *,
+    tail: Tail = "flat",
 ) -> Float[Array, "*B T"]:
     """Per-token estimate of KL(policy || reference) from tokens of the policy, u = log p - log p_ref.
 
     k1 = u, k2 = u^2 / 2, k3 = e^-u - 1 + u (Schulman, "Approximating KL divergence", 2020; k3 in arXiv:2402.03300).
     k3 grows exponentially where the policy has dropped a token, so u and the estimate are clamped as in verl.
-    `corrected` is k3 times e^logratio, the ratio to the policy that sampled (arXiv:2512.02556).
+    `corrected` is k3 times e^logratio, the ratio to the policy that sampled (arXiv:2512.02556). `tail` is that of k3.
     """
     u = logprobs - logprobs_ref
     if kind == "k1":
         return u
     if kind == "k2":
-        return 0.5 * u * u
+        return k2(u)
     if kind == "k3":
-        u = jnp.clip(u, -MAX_LOGRATIO, MAX_LOGRATIO)
-        return jnp.minimum(jnp.expm1(-u) + u, K3.ceiling)
+        return bounded_k3(-u, tail, jnp)
     if kind == "corrected":
-        u = jnp.clip(u, -MAX_LOGRATIO, MAX_LOGRATIO)
-        return jnp.minimum(jnp.exp(logratio) * (jnp.expm1(-u) + u), CorrectedK3.ceiling)
+        within = jnp.clip(-u, -MAX_LOGRATIO, MAX_LOGRATIO)
+        return jnp.minimum(jnp.exp(logratio) * k3(within, jnp), CEILING)
     raise ValueError(f"surrogate.kl = {kind!r}; must be k1, k2, k3 or corrected")
 
 

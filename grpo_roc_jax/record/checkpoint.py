@@ -9,6 +9,7 @@ not end the run. `checkpoint_files` is the part that needs no device.
 
 import json
 import logging
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -76,8 +77,16 @@ class Checkpointer:
     The first save creates the directory; nothing is read or written before.
     """
 
-    def __init__(self, directory: str | Path, config: CheckpointConfig) -> None:
+    def __init__(self, directory: str | Path, config: CheckpointConfig, *, logs: Path | None = None) -> None:
+        """
+        Args:
+            directory: Of the checkpoints.
+            config: When, and how many.
+            logs: Directory of the run, whose logs are synced to disk before a checkpoint is committed, so that a power
+                cut loses no row below it; None without logs of this process.
+        """
         self.directory = Path(directory).absolute()
+        self._logs, self._synced = logs, 0.0
         self.config = config
         self.saved: list[int] = []
         """Steps whose checkpoint is on disk and verified."""
@@ -240,6 +249,10 @@ class Checkpointer:
     def _finish(self, step: int, staging: Path, leaves: Mapping[str, Any], response: Any) -> None:
         """In the background: waits for Orbax, writes the manifest, renames the directory, removes old checkpoints."""
         response.result()
+        if self._logs is not None:
+            begun = time.time()
+            files.sync_logs(self._logs, self._synced)
+            self._synced = begun - 2.0  # times of files may be whole seconds, or those of another machine
         if jax.process_index() == 0:
             final = files.commit(staging, step, leaves, jax.process_count())
             files.prune(final, self.config.keep)

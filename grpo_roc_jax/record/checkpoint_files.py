@@ -347,6 +347,21 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
+def sync_logs(run_dir: Path, since: float = 0.0) -> None:
+    """Syncs the logs of a run to disk: metrics, events, and trajectories that were written after the time `since`.
+
+    A file that cannot be synced is logged: the logs are no reason to lose a checkpoint.
+    """
+    folder = run_dir / "trajectories"
+    recent = [path for path in folder.glob("*.jsonl") if path.stat().st_mtime >= since] if folder.is_dir() else []
+    for path in (*sorted(run_dir.glob("*.jsonl")), *sorted(recent), folder, run_dir):
+        try:
+            if path.exists():
+                _sync(path)
+        except OSError as error:
+            log.warning("%s could not be synced to disk: %s", path, error)
+
+
 def _sync(path: Path) -> None:
     """Syncs a file or directory to disk, on file systems that support it."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -4,8 +4,9 @@
      "action": "note", "text": "update/grad_norm 41 is above 9.8"}
 
 `event` is the name of an alarm (`run.alarms`), `stale_samples` (`run.rollout_stream`), `stalled`, `batch` (a batch was
-kept for a replay), `stage` or `solved` (`run.stages`); only `step`, `event` and `text` are always there. A resumed run
-discards the events of later steps.
+kept for a replay), `stage` or `solved` (`run.stages`), `not_scored` (no trajectory of the step has a score),
+`logprob_gap_max` (`run.alarms.GapCheck`) or `missing_rows` (`record.missing`); only `step`, `event` and `text` are
+always there. A resumed run discards the events of later steps.
 """
 
 import logging

@@ -4,6 +4,7 @@
 is drawn through `inert`, so no control character in it reaches the terminal.
 """
 
+import math
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +74,7 @@ def rows(board: Board) -> Iterator[tuple[str, str]]:
     now = board.recent[-1] if board.recent else {}
 
     def shown(name: str, form: str) -> str:
-        return format(now[name], form) if name in now else "-"
+        return format(now[name], form) if math.isfinite(now.get(name, math.nan)) else "-"
 
     if now:
         left = float(np.median([row["time/step_s"] for row in board.recent])) * (board.steps - board.step)

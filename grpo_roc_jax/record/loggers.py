@@ -7,6 +7,7 @@ that constructs and owns its writer, fed by a queue that never blocks the run.
 import importlib
 import importlib.util
 import logging
+import math
 import os
 import queue
 import threading
@@ -61,7 +62,7 @@ def require(module: str, setting: str, *, extra: str) -> None:
 def format_row(step: int, metrics: Mapping[str, float], width: int = 0) -> str:
     """`step 12  reward 0.531  ...`; with a width, columns that do not fit are left out from the right."""
     shown = [
-        (name, f"{label} {form.format(metrics[name])}")
+        (name, f"{label} {form.format(metrics[name]) if math.isfinite(metrics[name]) else '-'}")
         for name, label, form in COLUMNS
         if metrics.get(name) is not None
     ]

@@ -8,8 +8,8 @@ from grpo_roc_jax.settings.options import AtLeast1, Axis, Positive, kind, settin
 from grpo_roc_jax.types import Problem, Trajectory
 
 RewardFunction = Callable[[Problem, Sequence[Trajectory]], Any]
-"""(problem, trajectories) -> for each trajectory a number, one number per turn, or None (not scored); a sequence or an
-awaitable of one."""
+"""(problem, trajectories) -> for each trajectory a number, one number per turn, or None where the function does not
+apply; a sequence or an awaitable of one."""
 
 
 @settings
@@ -80,8 +80,9 @@ class TruncatedReward(Axis, axis="reward.truncated"):
 
 @kind("fail")
 class TruncatedFails(TruncatedReward):
-    """It stays in the group as a failure with reward 0; dropping such trajectories raised truncation
-    (arXiv:2508.20722, sec. 4.3.1)."""
+    """It stays in the group as a failure with reward 0, in each channel too; where functions pay below 0, with the
+    least that a finished trajectory of the group got. Dropping such trajectories raised truncation (arXiv:2508.20722,
+    sec. 4.3.1)."""
 
 
 @kind("fixed")
@@ -89,7 +90,7 @@ class TruncatedGets(TruncatedReward):
     """It gets a reward of its own."""
 
     reward: float = field()
-    """Reward of the trajectory."""
+    """Reward of the trajectory, and its value in each channel."""
 
 
 @kind("score")
@@ -102,8 +103,9 @@ class RewardConfig:
     """How a finished trajectory is judged."""
 
     functions: tuple[Reward, ...] = field(default_factory=lambda: (AnswerReward(),))
-    """Reward functions, summed. With more than one, each is also kept as a channel of its name, for methods that
-    combine channels themselves. A text that is no kind names a function: `answer mine:brevity`."""
+    """Reward functions, summed over those that apply to a trajectory. With more than one, each is also kept as a
+    channel of its name, for methods that combine channels themselves. A text that is no kind names a function:
+    `answer mine:brevity`."""
     extraction: Literal["strict", "lenient"] = "strict"
     r"""`strict`: the last `\boxed{}` in the last complete answer block of the last turn. `lenient` also takes an
     unboxed block, a box outside a block, or what follows the last "answer is"."""
@@ -125,6 +127,11 @@ class RewardConfig:
     def names(self) -> tuple[str, ...]:
         """Names of the functions, which are those of their channels."""
         return tuple(function.name for function in self.functions)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Factor of each function in the reward, by name, in order."""
+        return {function.name: function.weight for function in self.functions}
 
     @property
     def answer(self) -> AnswerReward | None:

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,10 @@ from grpo_roc_jax.types import Group, Problem, Trajectory, Verdict, VerdictStatu
 log = logging.getLogger(__name__)
 
 Pay = float | tuple[float, ...] | None
-"""Of a trajectory: one reward, rewards of its turns, or not scored."""
+"""Of a trajectory: one reward, rewards of its turns, or None where the function does not apply. NaN: the function has
+failed or could not say, so that the trajectory cannot be scored."""
+UNSCORED = math.nan
+MADE_UP = "made-up trajectories; what it does not score leaves its group"
 
 UNSCORED_STOPS = frozenset({"infrastructure", "cancelled"})
 """Stops that the policy did not cause; such trajectories are removed from the group."""
@@ -55,6 +58,8 @@ class Scored:
     """Number of trajectories by verdict status; removed ones as `infrastructure`, `cancelled` or `not_scored`."""
     faults: tuple[str, ...] = ()
     """Messages about failures of custom reward functions."""
+    unscored: Mapping[str, int] = field(default_factory=dict)
+    """Trajectories that left because of a function, by its name: it failed, or none applied."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +89,34 @@ class Scorer:
             judged.append([t for t in trajectories if t.stop not in UNSCORED_STOPS])
             counts.update(t.stop for t in trajectories if t.stop in UNSCORED_STOPS)
         verdicts, faults = self._verdicts(problems, judged)
-        groups = []
+        groups, unscored = [], Counter[str]()
         for problem, trajectories, row in zip(problems, judged, verdicts, strict=True):
-            kept = [(t, v) for t, v in zip(trajectories, row, strict=True) if v is not None]
+            kept = [(t, v) for t, v in zip(trajectories, row, strict=True) if isinstance(v, Verdict)]
+            unscored.update(name for outcome in row if not isinstance(outcome, Verdict) for name in outcome)
             counts["not_scored"] += len(row) - len(kept)
             counts.update(verdict.status for _, verdict in kept)
             groups.append(Group(problem, tuple(t for t, _ in kept), tuple(v for _, v in kept)))
-        return Scored(tuple(groups), {k: n for k, n in counts.items() if n}, tuple(faults))
+        return Scored(tuple(groups), {k: n for k, n in counts.items() if n}, tuple(faults), unscored)
+
+    def try_functions(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[str]:
+        """Calls each function once, before a run depends on it: a line for each that raises or is late, which need not
+        happen again on other trajectories.
+
+        Raises:
+            RewardError: One of them returns something else than `RewardFunction` says.
+        """
+        lines = []
+        for name in self.functions:
+            part = next(part for part in self.config.functions if part.name == name)
+            try:
+                values = _with_deadline(partial(self.functions[name], problem, trajectories), part.timeout_s)
+            except TimeoutError:
+                lines.append(f"reward {name} took longer than {part.timeout_s} s on {MADE_UP}")
+            except Exception as error:
+                lines.append(f"reward {name} raised {type(error).__name__}: {error} on {MADE_UP}")
+            else:
+                check_rewards(name, values, [len(t.turns) for t in trajectories])
+        return lines
 
     def close(self) -> None:
         """Ends the verification workers."""
@@ -98,7 +124,8 @@ class Scorer:
 
     def _verdicts(
         self, problems: Sequence[Problem], rollouts: Sequence[Sequence[Trajectory]]
-    ) -> tuple[list[list[Verdict | None]], list[str]]:
+    ) -> tuple[list[list[Verdict | Sequence[str]]], list[str]]:
+        """(the verdict of each trajectory, or the names of the functions that leave it without one; failures)."""
         find = partial(find_answer, tag=self.config.answer_tag, lenient=self.config.extraction == "lenient")
         found = [[find([turn.text for turn in t.turns]) for t in trajectories] for trajectories in rollouts]
         status = self._statuses(problems, rollouts, found)
@@ -111,12 +138,17 @@ class Scorer:
                     faults += self._noted(part.name, f"problem {problem.uid!r}: {fault}") if fault else []
                 else:
                     channels[part.name] = _builtin(part, trajectories, found[g], status[g])
-            verdicts.append(
-                [
-                    self._verdict(t, found[g][i], status[g][i], {name: row[i] for name, row in channels.items()})
-                    for i, t in enumerate(trajectories)
-                ]
-            )
+            pays = [{name: row[i] for name, row in channels.items()} for i in range(len(trajectories))]
+            # A rollout that failed on what the policy said earns nothing, whatever a function says of its remains.
+            pays = [
+                dict.fromkeys(pay, 0.0) if t.stop == "failed" else pay
+                for t, pay in zip(trajectories, pays, strict=True)
+            ]
+            row = [
+                self._verdict(t, found[g][i], status[g][i], pays[i]) if applies(pays[i]) else unscored_by(pays[i])
+                for i, t in enumerate(trajectories)
+            ]
+            verdicts.append(self._with_failures(row))
         return verdicts, faults
 
     def _statuses(
@@ -159,9 +191,9 @@ class Scorer:
         try:
             values = _with_deadline(call, part.timeout_s)
         except TimeoutError:
-            return [None] * len(trajectories), f"reward {part.name} took longer than {part.timeout_s} s"
+            return [UNSCORED] * len(trajectories), f"reward {part.name} took longer than {part.timeout_s} s"
         except Exception as error:
-            return [None] * len(trajectories), f"reward {part.name} raised {type(error).__name__}: {error}"
+            return [UNSCORED] * len(trajectories), f"reward {part.name} raised {type(error).__name__}: {error}"
         return check_rewards(part.name, spoiled("reward.values", values), [len(t.turns) for t in trajectories])
 
     def _noted(self, name: str, fault: str) -> list[str]:
@@ -172,19 +204,13 @@ class Scorer:
 
     def _verdict(
         self, trajectory: Trajectory, found: FoundAnswer, status: VerdictStatus, pays: dict[str, Pay]
-    ) -> Verdict | None:
-        failed = trajectory.stop == "failed"
-        if failed:
-            pays = dict.fromkeys(pays, 0.0)
-        if any(pay is None for pay in pays.values()):
-            return None
-        weights = {part.name: part.weight for part in self.config.functions}
+    ) -> Verdict:
+        """The verdict of a trajectory that at least one function applies to: the sum of what these pay."""
+        weights = self.config.weights
         channels = {name: sum(pay) if isinstance(pay, tuple) else pay for name, pay in pays.items()}
-        reward = sum(weight * channels[name] for name, weight in weights.items())
+        reward = sum(weights[name] * value for name, value in channels.items() if value is not None)
         by_turn = [[weights[name] * x for x in pay] for name, pay in pays.items() if isinstance(pay, tuple)]
-        if status == "truncated":
-            reward, by_turn = self.config.truncated.reward, []
-        elif self.config.answer is None and not failed:
+        if status != "truncated" and self.config.answer is None and trajectory.stop != "failed":
             goals = [part for part in self.config.functions if isinstance(part, EnvironmentReward)]
             reached = channels["environment"] >= goals[0].success if goals else reward > 0
             status = "correct" if reached else "wrong"
@@ -201,6 +227,48 @@ class Scorer:
             channels=channels if len(channels) > 1 else {},
             turn_rewards=tuple(map(sum, zip(*by_turn, strict=True))),
         )
+
+    def _with_failures(self, row: Sequence[Verdict | Sequence[str]]) -> list[Verdict | Sequence[str]]:
+        """The outcomes of a group with the pay of its truncated trajectories: the one place that says what a failure
+        earns, in all and in each channel. Nothing of what functions have paid it stays, turn rewards included."""
+        verdicts = [outcome for outcome in row if isinstance(outcome, Verdict)]
+        finished = [verdict for verdict in verdicts if verdict.status != "truncated"]
+        if len(finished) == len(verdicts):
+            return list(row)
+        weights, given = self.config.weights, self.config.truncated.reward
+        if self.config.truncated.kind == "fail":
+            # Where functions pay below 0, a failure is as bad as the worst of its group that came to an end.
+            reward = min([0.0, *(verdict.reward for verdict in finished)])
+            channels = {name: _least(name, weight, finished) for name, weight in weights.items()}
+        else:
+            reward, channels = given, dict.fromkeys(weights, given)
+
+        def failed(verdict: Verdict) -> Verdict:
+            own = {name: None if value is None else channels[name] for name, value in verdict.channels.items()}
+            return replace(verdict, reward=float(reward), channels=own, turn_rewards=())
+
+        cut = [isinstance(outcome, Verdict) and outcome.status == "truncated" for outcome in row]
+        return [failed(outcome) if yes else outcome for outcome, yes in zip(row, cut, strict=True)]
+
+
+def applies(pays: Mapping[str, Pay]) -> bool:
+    """Whether a trajectory can be scored: no function has failed on it, and at least one applies to it."""
+    return not any(map(_failed, pays.values())) and any(pay is not None for pay in pays.values())
+
+
+def unscored_by(pays: Mapping[str, Pay]) -> list[str]:
+    """The functions that have failed on a trajectory; all, if none applies to it."""
+    return [name for name, pay in pays.items() if _failed(pay)] or list(pays)
+
+
+def _failed(pay: Pay) -> bool:
+    return isinstance(pay, float) and math.isnan(pay)
+
+
+def _least(name: str, weight: float, verdicts: Sequence[Verdict]) -> float:
+    """The value of a channel that counts least among these verdicts, and at most 0."""
+    values = [value for v in verdicts if (value := v.channels.get(name)) is not None]
+    return float(min([0.0, *values], key=lambda value: weight * value if weight else value))
 
 
 def make_scorer(config: RewardConfig) -> Scorer:
@@ -238,7 +306,8 @@ def load_function(path: str) -> RewardFunction:
 
 
 def check_rewards(name: str, values: Any, turns: Sequence[int]) -> tuple[list[Pay], str | None]:
-    """(rewards of one call, failure). NaN and infinities become None (not scored).
+    """(rewards of one call, failure). NaN and infinities count as not scored, and so does a trajectory only some of
+    whose turns have a number.
 
     Args:
         name: Of the function.
@@ -269,8 +338,12 @@ def check_rewards(name: str, values: Any, turns: Sequence[int]) -> tuple[list[Pa
         wrong = [number for number in numbers if number is not None and not math.isfinite(number)]
         if wrong:
             fault = f"reward {name}: value {index} is {wrong[0]}; it counts as not scored"
-        scored = not wrong and None not in numbers
-        checked.append((tuple(numbers) if by_turn else numbers[0]) if scored else None)
+        if wrong or (None in numbers and any(number is not None for number in numbers)):
+            checked.append(UNSCORED)
+        elif None in numbers:
+            checked.append(None)
+        else:
+            checked.append(tuple(numbers) if by_turn else numbers[0])
     return checked, fault
 
 
@@ -308,10 +381,11 @@ async def _resolve(awaitable: Any) -> Any:
 
 
 def environment_pay(trajectory: Trajectory) -> Pay:
-    """What an environment paid: by turn if it paid for turns, with the pay at the end as part of the last one."""
+    """What an environment paid: by turn if it paid for turns, with the pay at the end as part of the last one. One that
+    could not judge a trajectory leaves it without a score."""
     by_turn = [turn.reward for turn in trajectory.turns]
     if trajectory.reward is None or not any(by_turn):
-        return trajectory.reward
+        return UNSCORED if trajectory.reward is None else trajectory.reward
     by_turn[-1] += trajectory.reward - sum(by_turn)
     return tuple(by_turn)
 

@@ -26,6 +26,31 @@ RULES = (
 times the median of the last steps."""
 LEAST_HISTORY = 5
 """Steps before a jump can be seen."""
+LARGE_GAP = 1.0
+"""Nats between the log-probabilities of a token in sampling and in training that no rounding of float32 explains."""
+
+
+class GapCheck:
+    """Notes a step whose sampler and trainer disagree about a token by more than rounding can; in every run, with and
+    without a section `watch`. An event is raised once until the gap is back."""
+
+    def __init__(self, events: Events, *, exact: bool):
+        """`exact`: whether the two compute the same numbers but for their rounding in float32."""
+        self._events, self._exact, self._large = events, exact, False
+
+    def look(self, step: int, metrics: Metrics) -> bool:
+        """Whether this step raises the event."""
+        value = metrics.get("loss/logprob_gap_max", math.nan)
+        before, self._large = self._large, self._exact and value > LARGE_GAP
+        if not self._large or before:
+            return False
+        text = (
+            f"loss/logprob_gap_max {value:.4g} nats in float32: a token has another log-probability in training than "
+            "when it was sampled; the tokens or the weights are not those of the sampler"
+        )
+        more = {"metric": "loss/logprob_gap_max", "value": value, "threshold": LARGE_GAP, "action": "note"}
+        self._events.note(step, "logprob_gap_max", text, **more)
+        return True
 
 
 class Alarms:

@@ -80,8 +80,8 @@ def check_reward_tokens(components: Components, trained: Any) -> list[str]:
         extras = {"condition": condition, "suffix": reward_goal(condition, tokens.form)}
         options = RunOptions(0, "evaluate")
         sampled = sample_groups(components, sampler, problems, config.eval.samples, options, **extras)
-        rewards = [group.rewards for group in sampled.groups if group.size]
-        rates.append(float(np.mean(np.concatenate(rewards) > 0)) if rewards else 0.0)
+        correct = [group.correct for group in sampled.groups if group.size]
+        rates.append(float(np.mean(np.concatenate(correct))) if correct else 0.0)
     try:
         check_separation(*rates, tokens.separation)
     except ValueError as error:

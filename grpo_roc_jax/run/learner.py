@@ -162,6 +162,8 @@ class Learner:
     ) -> tuple[list[TrainRow], Metrics]:
         """(the rows of these groups with the passes that the method needs, metrics of them); `before` are the same rows
         as of the first update."""
+        if not groups:
+            return [], {"time/rows_s": 0.0}
         config, temperature = self.config, temperature_of(self.config, run)
         scores = Scores()
         if needs_scores(config):

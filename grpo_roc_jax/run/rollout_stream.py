@@ -275,6 +275,7 @@ class RolloutStream:
             dict(sum((Counter(one.counts) for one in each), Counter())),
             tuple(fault for one in each for fault in one.faults),
             replace(stats, rollouts=rows),
+            unscored=dict(sum((Counter(one.unscored) for one in each), Counter())),
         )
 
     def _score(self, groups: Sequence[OpenGroup]) -> None:

@@ -26,7 +26,7 @@ from grpo_roc_jax.rollout.records import FailureCount, RunOptions
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.demonstrate import with_demonstration
 from grpo_roc_jax.run.sample import PartialGroup, ScoredRollouts, merge_failures, sample_requests
-from grpo_roc_jax.run.statistics import rollout_metrics, selection_metrics
+from grpo_roc_jax.run.statistics import describe_unscored, rollout_metrics, selection_metrics
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.text.tokenizer import Tokenizer
 from grpo_roc_jax.types import PLAIN, Group, Metrics, Problem, RolloutRequest, Trajectory
@@ -68,11 +68,21 @@ class StepSamples:
         """Rollouts that ended by failures of environments or agents, by kind."""
         return merge_failures(wave.stats.failures for wave in self.waves)
 
+    @property
+    def counts(self) -> Counter[str]:
+        """Trajectories by verdict status, removed ones included."""
+        return sum((Counter(wave.counts) for wave in self.waves), Counter())
+
+    @property
+    def unscored(self) -> str:
+        """Why no trajectory has a score, with the reward functions that left it so; else empty."""
+        names = sum((Counter(wave.unscored) for wave in self.waves), Counter())
+        return describe_unscored(self.counts, names, [fault for wave in self.waves for fault in wave.faults])
+
     def metrics(self) -> Metrics:
         """Figures of sampling, planning and selection."""
-        counts = sum((Counter(wave.counts) for wave in self.waves), Counter())
         engine = aggregate([w.stats.metrics() for w in self.waves], [w.stats.rollouts for w in self.waves])
-        found = rollout_metrics(self.rolled, counts) | selection_metrics(self.groups, self.selections)
+        found = rollout_metrics(self.rolled, self.counts) | selection_metrics(self.groups, self.selections)
         plan = {
             "plan/waves": float(len(self.waves)),
             "plan/outside": float(sum(group.size for group in self.outside)),

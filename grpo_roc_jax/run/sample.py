@@ -79,6 +79,8 @@ class ScoredRollouts:
     """Groups of earlier steps that are complete now."""
     partial: tuple[PartialGroup, ...] = ()
     """Groups to continue in the next step; their places in `groups` are empty."""
+    unscored: dict[str, int] = field(default_factory=dict)
+    """Trajectories that left because of a reward function, by its name."""
 
 
 def sample_requests(
@@ -134,6 +136,7 @@ def sample_requests(
         merge_stats([part.stats for _, part in parts]),
         tuple(group for _, part in parts for group in part.completed),
         tuple(group for _, part in parts for group in part.partial),
+        dict(sum((Counter(part.unscored) for _, part in parts), Counter())),
     )
 
 
@@ -298,6 +301,7 @@ def score(
         stats,
         completed=tuple(group for group, waiting in ended if not waiting),
         partial=tuple(group for group, waiting in zip(every, waits, strict=True) if waiting),
+        unscored=dict(scored.unscored),
     )
 
 

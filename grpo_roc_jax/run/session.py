@@ -135,7 +135,9 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
         components = held.enter_context(make_components(config, registry=tools, processes=processes))
         find_teacher(config, components.tokenizer)
         problems, notes = held_out(config, components.chat)
-        checkpointer = held.enter_context(Checkpointer(run_dir / "checkpoints", config.checkpoint))
+        checkpointer = held.enter_context(
+            Checkpointer(run_dir / "checkpoints", config.checkpoint, logs=run_dir if processes.first else None)
+        )
         with config_errors(ModuleNotFoundError):
             writer = held.enter_context(make_writer(run_dir, config) if processes.first else Writer([]))
         for note in notes:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from grpo_roc_jax.data.pipeline import training_problems
@@ -21,7 +19,7 @@ from grpo_roc_jax.run.policy import at_rest
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim, TrainingSession
 from grpo_roc_jax.run.solved import count_solved
-from grpo_roc_jax.run.start import problem_stream
+from grpo_roc_jax.run.start import problem_stream, reference_copy
 from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.types import Metrics
 
@@ -104,8 +102,8 @@ def begin_stage(session: TrainingSession, run: RunState) -> None:
     if "optimizer" in stage.restart:
         state = start_train_state(run.train.params, model, config.optim, mesh, config.lora, donate=True)
         run.train = at_rest(config, state)
-    if "reference" in stage.restart and compose.needs_reference(config):
-        run.reference = jax.tree.map(jnp.copy, run.train.params)
+    if "reference" in stage.restart:
+        run.reference = reference_copy(components, run)
     left = f"; {dropped} groups of the stage before are dropped" if dropped else ""
     said = f"{stage.name} begins, {claim.stage + 1} of {len(claim.stages)}{left}"
     session.events.note(run.step + 1, "stage", said)

@@ -1,6 +1,8 @@
 """Where a run starts: its data, fresh parameters and an empty memory, then the supervised stage."""
 
+import logging
 from collections.abc import Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,8 @@ from grpo_roc_jax.data.problems import drop_long
 from grpo_roc_jax.learner.update import start_train_state
 from grpo_roc_jax.method import compose
 from grpo_roc_jax.record.metrics import Writer
+from grpo_roc_jax.reward.score import Scorer
+from grpo_roc_jax.reward.trial import made_up
 from grpo_roc_jax.run.components import Components, prompt_length
 from grpo_roc_jax.run.policy import at_rest, initial_state
 from grpo_roc_jax.run.run_state import RunState
@@ -18,6 +22,8 @@ from grpo_roc_jax.run.supervised import supervise, trace_stream
 from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.text.chat_format import ChatFormat
 from grpo_roc_jax.types import Problem
+
+log = logging.getLogger(__name__)
 
 
 @config_errors()
@@ -44,27 +50,56 @@ def held_out(config: Config, chat: ChatFormat) -> tuple[list[Problem], list[str]
     return kept, [*notes, *(f"held out: {note}" for note in lengths)]
 
 
-def data_lines(config: Config, chat: ChatFormat) -> list[str]:
-    """Reads all data of a run as its start does; what is found, file by file.
+def data_lines(config: Config, chat: ChatFormat, scorer: Scorer | None = None) -> list[str]:
+    """Reads all data of a run as its start does; what is found, file by file. A scorer tries its functions too.
 
     Raises:
         ConfigError: A source cannot be used.
+        RewardError: A reward function returns something else than it should.
     """
-    lines = [*problem_stream(config, chat).notes, *held_out(config, chat)[1]]
+    stream = problem_stream(config, chat)
+    lines = [*stream.notes, *held_out(config, chat)[1]]
+    lines += try_rewards(scorer, chat, stream) if scorer is not None else []
     return [*lines, *trace_stream(config, chat).notes] if config.sft.steps else lines
 
 
+def try_rewards(scorer: Scorer, chat: ChatFormat, stream: Stream[Problem]) -> list[str]:
+    """Calls each reward function once, on two made-up trajectories of the first problem: what is wrong with one is
+    found before hours of training. The stream stays where it was.
+
+    Raises:
+        RewardError: A function returns something else than it should.
+    """
+    if not scorer.functions:
+        return []
+    position = stream.get_state()
+    problem = next(stream)[0]
+    stream.set_state(position)
+    rows = made_up(problem, chat.prompt_ids(problem), chat.raw_ids, scorer.config.answer_tag)
+    return scorer.try_functions(problem, rows)
+
+
 def fresh_run(components: Components) -> RunState:
-    """The state of a run before anything was trained: parameters, optimizer, data stream, the method's memory.
+    """The state of a run before anything was trained: parameters, optimizer, data stream, the method's memory. Reward
+    functions are tried first, on two made-up trajectories.
 
     Raises:
         ConfigError: Problems or published parameters that cannot be used.
+        RewardError: A reward function returns something else than it should.
     """
     config = components.config
     stream = problem_stream(config, components.chat)
-    train = initial_state(config, components.model, components.mesh)
-    reference = train.params if compose.needs_reference(config) else ()
-    return RunState(train, reference, stream, compose.initial_state(config))
+    for line in try_rewards(components.scorer, components.chat, stream):
+        log.warning("%s", line)
+    run = RunState(initial_state(config, components.model, components.mesh), (), stream, compose.initial_state(config))
+    run.reference = reference_copy(components, run)
+    return run
+
+
+def reference_copy(components: Components, run: RunState) -> Any:
+    """The policy of a run as its reference, if the method needs one: a copy, since the update donates the buffers of
+    the policy, and a step of the reference its own."""
+    return jax.tree.map(jnp.copy, run.train.params) if compose.needs_reference(components.config) else ()
 
 
 def cold_start(components: Components, run: RunState, writer: Writer | None = None) -> None:
@@ -77,7 +112,7 @@ def cold_start(components: Components, run: RunState, writer: Writer | None = No
     """
     config, model, mesh = components.config, components.model, components.mesh
     if config.sft.steps:
+        run.reference = ()  # its memory is free for the supervised stage
         params = supervise(config, components, run.train.params, writer or Writer([]))
         run.train = at_rest(config, start_train_state(params, model, config.optim, mesh, config.lora))
-    if compose.needs_reference(config):
-        run.reference = jax.tree.map(jnp.copy, run.train.params)  # the update donates the policy's own buffers
+        run.reference = reference_copy(components, run)

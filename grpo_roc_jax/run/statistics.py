@@ -1,11 +1,12 @@
 """Metrics of a step's groups: one function for all that was sampled, one for the result of selection."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_roc_jax.method.features import SIDE_KINDS
+from grpo_roc_jax.method.features import SIDE_KINDS, flat
 from grpo_roc_jax.method.roc import Selection
 from grpo_roc_jax.record.accuracy import tool_error_share
 from grpo_roc_jax.types import Group, Metrics, Trajectory
@@ -13,6 +14,11 @@ from grpo_roc_jax.types import Group, Metrics, Trajectory
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
+
+
+def _reward(values: Sequence[float]) -> float:
+    """Mean of rewards or of their spread; NaN, which files have as null, where nothing was scored."""
+    return float(np.mean(values)) if len(values) else math.nan
 
 
 def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metrics:
@@ -28,8 +34,8 @@ def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metri
     rewards = [group.rewards for group in groups if group.size]
     total = max(sum(counts.values()), 1)
     metrics = {
-        "rollout/reward": _mean([verdict.reward for verdict in verdicts]),
-        "rollout/reward_std": _mean([float(r.std()) for r in rewards]),
+        "rollout/reward": _reward([verdict.reward for verdict in verdicts]),
+        "rollout/reward_std": _reward([float(r.std()) for r in rewards]),
         "rollout/tool_error_rate": tool_error_share(verdicts),
         "rollout/tool_error_in_correct": tool_error_share(correct),
         "rollout/tool_error_in_wrong": tool_error_share([v for v in verdicts if v.status != "correct"]),
@@ -46,6 +52,23 @@ def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metri
     return metrics | {f"verdict/{status}": count / total for status, count in sorted(counts.items())}
 
 
+def describe_unscored(counts: Mapping[str, int], unscored: Mapping[str, int], faults: Sequence[str]) -> str:
+    """What left a step without a score, and the functions that did; empty if a trajectory has one.
+
+    Args:
+        counts: Trajectories by verdict status, removed ones included.
+        unscored: Trajectories that a reward function left unscored, by its name.
+        faults: Messages of functions that failed.
+    """
+    lost = {name: counts.get(name, 0) for name in ("not_scored", "infrastructure", "cancelled")}
+    if not unscored or sum(lost.values()) < sum(counts.values()):
+        return ""
+    names = ", ".join(f"{name} ({count})" for name, count in unscored.items())
+    others = "".join(f", {count} {name}" for name, count in lost.items() if count and name != "not_scored")
+    why = f": {faults[0]}" if faults else ", which gave None for all of them"
+    return f"no trajectory has a score; {lost['not_scored']} not scored by {names}{why}{others}"
+
+
 def _repeats_a_call(trajectory: Trajectory) -> bool:
     """Whether a call is made twice word for word: the early sign of tool-use collapse (rStar issue 52)."""
     calls = [call.raw for turn in trajectory.turns for call in turn.calls]
@@ -55,7 +78,7 @@ def _repeats_a_call(trajectory: Trajectory) -> bool:
 def selection_metrics(groups: Sequence[Group], selections: Sequence[Selection]) -> Metrics:
     """What selection kept and dropped, and the tool errors of the kept successes."""
     kept = [group.verdicts[i] for group, selection in zip(groups, selections, strict=True) for i in selection.indices]
-    equal = [group for group in groups if group.size and np.ptp(group.rewards) == 0]
+    equal = [group for group in groups if group.size and flat(group.rewards)]
     sampled = sum(group.size for group in groups)
     why = Counter(reason for selection in selections for reason in selection.reasons if reason != "kept")
     return {
@@ -66,6 +89,6 @@ def selection_metrics(groups: Sequence[Group], selections: Sequence[Selection]) 
         "roc/all_correct": float(sum(group.correct.all() for group in equal)),
         "roc/all_wrong": float(sum(not group.correct.any() for group in equal)),
         "roc/tool_error_in_correct_kept": tool_error_share([v for v in kept if v.status == "correct"]),
-        "roc/reward_kept": _mean([verdict.reward for verdict in kept]),
+        "roc/reward_kept": _reward([verdict.reward for verdict in kept]),
         **{f"roc/dropped_{reason}": float(count) for reason, count in sorted(why.items())},
     }

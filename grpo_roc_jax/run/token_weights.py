@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_roc_jax.method.divergence import k3
+from grpo_roc_jax.method.features import flat
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import forward
 
@@ -58,11 +60,12 @@ def hidden_states(model: ModelConfig) -> Callable[..., jax.Array]:
 def divergence(logprobs: np.ndarray) -> np.ndarray:
     """[C]: mean over the group of sum_v (e^u - u - 1), u = clip(mu - log p, -11, 11), mu the group's mean log p."""
     u = np.clip(logprobs.mean(axis=0, keepdims=True) - logprobs, -11.0, 11.0)
-    return (np.exp(u) - u - 1).sum(axis=-1).mean(axis=0)
+    return k3(u).sum(axis=-1).mean(axis=0)
 
 
 def token_weights(chunks: Iterable[np.ndarray], alpha: float = 1.4) -> np.ndarray:
     """float64[T]: 1 + (alpha - 1) times the divergence, scaled to 0..1 over the positions; 1 where all are alike."""
     values = np.concatenate([divergence(chunk) for chunk in chunks])
-    spread = np.ptp(values)
-    return 1 + (alpha - 1) * (values - values.min()) / spread if spread > 0 else np.ones(len(values))
+    if flat(values):
+        return np.ones(len(values))
+    return 1 + (alpha - 1) * (values - values.min()) / np.ptp(values)

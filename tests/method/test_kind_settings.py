@@ -27,7 +27,6 @@ from grpo_roc_jax.method.compose import (
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.planning import Wave, choose_problems, first_wave, next_wave
 from grpo_roc_jax.method.shaping import prompt_suffix
-from grpo_roc_jax.method.surrogate import kl_estimate
 from grpo_roc_jax.method.weights import WeightsConfig
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.options import default_of, fields_of, type_of
@@ -336,8 +335,8 @@ def gradient(surrogate):
         shared = surrogate.shared(d, advantages, jnp.ones((3, 16), bool), segments)
         each = surrogate.loss(shared, advantages, logprobs + d)
         value = each.sum() + surrogate.marked_loss(each[0], shared[0]).sum()
-        term = surrogate.kl
-        return value + (term.coef * kl_estimate(term.kind, logprobs + d, logprobs, d).sum() if term.coef else 0.0)
+        term, far = surrogate.kl, logprobs.at[:, 0].add(4.0)  # the policy has dropped the first tokens
+        return value + (term.coef * term.estimate(logprobs + d, far, d).sum() if term.coef else 0.0)
 
     value, slope = jax.jit(jax.value_and_grad(total))(ratio)
     return [np.asarray(value), np.asarray(slope), surrogate.clip_bounds, surrogate.scored_ratio]

@@ -98,5 +98,5 @@ def test_clean_calls_mends_several_tries_and_nothing_else():
     m, trajectory, verdict = attempts("ok", "exception")
     assert m.repaired(trajectory, verdict) == (trajectory, verdict), "a failure without a retry stays"
     m, trajectory, verdict = attempts("exception", "ok")
-    lost = Group(Problem("p", "?", "1", "t"), (trajectory,), (dataclasses.replace(verdict, reward=0.0),))
+    lost = Group(Problem("p", "?", "1", "t"), (trajectory,), (dataclasses.replace(verdict, status="wrong"),))
     assert m.purify(lost).trajectories[0] is trajectory, "failures train as they were"

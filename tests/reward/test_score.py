@@ -141,15 +141,6 @@ def test_unscored_rows_leave_the_group(value):
     assert bool(scored.faults) == (value is not None)
 
 
-def test_a_trajectory_that_one_of_two_functions_leaves_unscored_leaves_the_group():
-    config = RewardConfig(functions=(AnswerReward(), FunctionReward(path="mine:reward")))
-    with given({"mine:reward": lambda problem, trajectories: [None, 1.0]}):
-        scorer = make_scorer(config)
-    scored = scorer.score_all([PROBLEM], [[trajectory(RIGHT, sample=i) for i in range(2)]])
-    assert [t.sample for t in scored.groups[0].trajectories] == [1]
-    assert scored.groups[0].rewards.tolist() == [2.0] and scored.counts == {"not_scored": 1, "correct": 1}
-
-
 def test_exception_and_deadline_leave_the_group_unscored():
     def broken(problem, trajectories):
         raise KeyError("oops")

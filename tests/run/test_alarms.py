@@ -4,7 +4,7 @@ import pytest
 
 from grpo_roc_jax.config import WatchConfig, read_config
 from grpo_roc_jax.record.events import Events, read_events
-from grpo_roc_jax.run.alarms import RULES, Alarms
+from grpo_roc_jax.run.alarms import RULES, Alarms, GapCheck
 from grpo_roc_jax.run.watch import Stopped
 from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
 
@@ -78,3 +78,14 @@ def test_a_resumed_run_discards_later_events_and_a_full_disk_ends_nothing(tmp_pa
     assert [event["step"] for event in read_events(tmp_path)] == [1, 2] and len(said) == 3
     Events(tmp_path / "gone").note(1, "batch", "kept")
     assert read_events(tmp_path / "gone") == []
+
+
+def test_a_gap_that_rounding_does_not_explain_is_an_event_in_every_run(tmp_path):
+    check = GapCheck(Events(tmp_path), exact=True)
+    gaps = [1e-6, 5.8, 6.0, 0.9, float("nan"), 1.1]
+    assert [check.look(i, {"loss/logprob_gap_max": gap}) for i, gap in enumerate(gaps)] == [0, 1, 0, 0, 0, 1]
+    assert not check.look(9, {}), "a step without an update"
+    events = read_events(tmp_path)
+    assert [(e["step"], e["event"]) for e in events] == [(1, "logprob_gap_max"), (5, "logprob_gap_max")]
+    assert "5.8 nats in float32" in events[0]["text"]
+    assert not GapCheck(Events(tmp_path), exact=False).look(1, {"loss/logprob_gap_max": 9.0}), "fewer bits"

@@ -4,15 +4,28 @@ import importlib.util
 import json
 import sys
 
+import numpy as np
 import pytest
 from test_train import TINY
 from test_train import shared_programs as shared_programs  # a fixture
 
-from grpo_roc_jax.train import main
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.record.events import read_events
+from grpo_roc_jax.record.metrics import CompilationCounter, read_metrics
+from grpo_roc_jax.settings.cli import load_config
+from grpo_roc_jax.train import main, train
 
 
 def one_argument(problem):
     return []
+
+
+def of_another_length(problem, trajectories):
+    return [0.0] * (len(trajectories) + 1)
+
+
+def of_another_type(problem, trajectories):
+    return ["good"] * len(trajectories)
 
 
 @pytest.fixture
@@ -52,6 +65,11 @@ FAULTS = {
         "--reward.functions tests.run.test_start:one_argument",
         "must accept (problem, trajectories)",
     ),
+    "reward of another length": (
+        "--sft.steps=1 --reward.functions tests.run.test_start:of_another_length",
+        "of_another_length returned 3 values for 2 trajectories",
+    ),
+    "reward of another type": ("--reward.functions tests.run.test_start:of_another_type", "value 0 is 'good' (str)"),
     "reward in a broken file": ("--reward.functions {files}/broken.py:reward", "broken.py"),
     "reward in a broken module": ("--reward.functions broken_reward_module:reward", "ZeroDivisionError"),
     "no such teacher": (
@@ -115,3 +133,72 @@ def test_a_failed_resume_changes_no_file_of_the_run(files, capsys):
     assert "data.sources: " in said_by(other, capsys)
     assert "the saved position belongs to other data" in said_by([*other, "--force"], capsys)
     assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.usefixtures("one_device")
+def test_each_reward_function_is_tried_on_made_up_trajectories_before_anything_compiles(tmp_path, caplog):
+    """One that raises may be right on sampled trajectories, so it is named and the run goes on."""
+    seen, compiled = {}, CompilationCounter()
+
+    def noted(name, pay):
+        def function(problem, trajectories):
+            seen.setdefault(name, (compiled.count, problem, trajectories))
+            return pay(trajectories)
+
+        return function
+
+    def fails_at_first(trajectories):
+        if trajectories is seen["second"][2]:
+            raise KeyError("tests")
+        return [1.0] * len(trajectories)
+
+    own = {"first": noted("first", lambda ts: [0.0] * len(ts)), "second": noted("second", fails_at_first)}
+    words = [*TINY, f"--run_dir={tmp_path}", "--steps=1", "--data.eval_problems=0", "--reward.functions", *own]
+    with compiled:
+        train(load_config(Config, words, prog="test"), functions=own)
+    for count, problem, (whole, cut) in seen.values():
+        assert count == 0 and problem.source.startswith("world:")
+        assert [result.kind for result in whole.results] == ["ok"] and problem.answer in whole.turns[-1].text
+        assert cut.stop == "length" and whole.prompt_length == cut.prompt_length > 0
+        for trajectory in (whole, cut):
+            spans = np.zeros(trajectory.length, bool)
+            for turn in trajectory.turns:
+                spans[turn.start : turn.end] = True
+            assert np.array_equal(spans, trajectory.policy_mask)
+    assert sum("second raised KeyError: 'tests' on made-up" in record.message for record in caplog.records) == 1
+    assert read_metrics(tmp_path)[-1]["rollout/reward"] == 1
+
+
+@pytest.mark.usefixtures("one_device")
+def test_the_supervised_stage_is_saved_before_the_first_evaluation(tmp_path, monkeypatch):
+    """An evaluation that fails costs no supervised training; the same command makes it up."""
+    words = [*TINY, f"--run_dir={tmp_path}", "--steps=1", "--sft.steps=2", "--resume=auto"]
+    words += ["--sft.traces=2", "--batch.row_length=120"]
+    config = load_config(Config, words, prog="test")
+
+    def broken(*_, **__):
+        raise RuntimeError("the evaluation failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("grpo_roc_jax.train.evaluate_policy", broken)
+        with pytest.raises(RuntimeError, match="the evaluation failed"):
+            train(config)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000000"]
+    supervised = (tmp_path / "sft.jsonl").read_bytes()
+    summary = train(config)
+    assert (tmp_path / "sft.jsonl").read_bytes() == supervised, "it is not trained again"
+    assert summary["accuracy_before"] is not None and [row["step"] for row in read_metrics(tmp_path)] == [0, 1]
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_step_without_a_score_says_so(tmp_path):
+    """Its reward is null, and an event names the functions."""
+    own = {"absent": lambda p, ts: [None] * len(ts), "broken": lambda p, ts: 1 / 0}
+    for name, said in (("absent", "which gave None for all"), ("broken", "raised ZeroDivisionError")):
+        run = tmp_path / name
+        words = [*TINY, f"--run_dir={run}", "--steps=1", "--data.eval_problems=0", f"--reward.functions={name}"]
+        train(load_config(Config, words, prog="test"), functions=own)
+        row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+        assert row["rollout/reward"] is None and row["rollout/reward_std"] is None and row["roc/reward_kept"] is None
+        (event,) = [event for event in read_events(run) if event["event"] == "not_scored"]
+        assert event["step"] == 1 and f"not scored by {name} (" in event["text"] and said in event["text"]

@@ -6,7 +6,7 @@ from math import exp, lgamma, log
 import numpy as np
 
 from grpo_roc_jax.method.advantage import Scale
-from grpo_roc_jax.method.features import EQUAL_TOLERANCE
+from grpo_roc_jax.method.features import EQUAL_TOLERANCE, flat
 from grpo_roc_jax.settings.layers import ConfigError
 from grpo_roc_jax.settings.options import kind
 
@@ -26,7 +26,8 @@ class Beta(Scale):
 
     def batch(self, centered: Sequence[np.ndarray], rewards: Sequence[np.ndarray]) -> list[np.ndarray]:
         found, width = np.concatenate([*rewards, [self.low]]), self.high - self.low
-        if found.min() < self.low - EQUAL_TOLERANCE or found.max() > self.high + EQUAL_TOLERANCE:
+        rounding = EQUAL_TOLERANCE * max(abs(self.low), abs(self.high))
+        if found.min() < self.low - rounding or found.max() > self.high + rounding:
             raise ConfigError(
                 f"advantage.scale beta: shaped rewards reach from {found.min():g} to {found.max():g}, but must "
                 f"be within {self.low:g} and {self.high:g}; set advantage.scale.low and advantage.scale.high to the "
@@ -42,7 +43,7 @@ def beta_weights(means: np.ndarray) -> np.ndarray:
     With m, v the mean and sample variance of the means: a = (m (1 - m) / v - 1) m, b likewise with 1 - m; the density
     is that of Beta(max(1, 1 + a/3), max(1, 1 + b/3)). One problem or no spread gives 1.
     """
-    if len(means) < 2 or np.ptp(means) <= EQUAL_TOLERANCE:
+    if len(means) < 2 or flat(means):
         return np.ones(len(means))
     m, v = means.mean(), means.var(ddof=1)
     common = m * (1 - m) / v - 1

@@ -14,14 +14,14 @@ from grpo_roc_jax.settings.options import NotNegative, kind
 
 @kind("channels")
 class Channels(Estimator):
-    """The weighted sum of an estimate per reward channel (MO-GRPO, arXiv:2509.22047); `standardize` makes it GDPO
-    (arXiv:2601.05242).
+    """The weighted sum of an estimate per reward channel, over the trajectories that have it (MO-GRPO,
+    arXiv:2509.22047); `standardize` makes it GDPO (arXiv:2601.05242).
 
     It reads the channels as they come, so `shaping` must be empty.
     """
 
     weights: tuple[float, ...] = ()
-    """Weight of each channel, in the order of `reward.functions`; empty means 1 each."""
+    """Weight of each channel, in the order of `reward.functions`; empty takes the weights of the functions."""
     of: GroupRelative = field(default_factory=GroupRelative)
     """The estimate of one channel."""
     standardize: bool = False
@@ -32,7 +32,7 @@ class Channels(Estimator):
     def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
         """Each channel over the trajectories that have it; 0 for one without any channel."""
         names = list(dict.fromkeys(name for found in batch.features for name in found.channels))
-        weights = self.weights or (1.0,) * len(names)
+        weights = self.weights or [batch.weights.get(name, 1.0) for name in names]
         if not names or len(weights) != len(names):
             raise ValueError(
                 f"advantage channels found reward channels {names or 'none'} and {len(self.weights)} weights; name two "

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_roc_jax.method.edit import joined
+from grpo_roc_jax.method.edit import joined, revalued
 from grpo_roc_jax.method.planning import SecondWave, Wave, failed_places, own_text
 from grpo_roc_jax.settings.options import AtLeast1, kind
 from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest
@@ -54,8 +54,7 @@ class RivalHints(SecondWave):
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
         if request.condition.kind == "hint_writer":  # its reward is not that of an attempt
-            verdicts = tuple(replace(v, reward=0.0, status="wrong", channels={}) for v in result.verdicts)
-            result = replace(result, verdicts=verdicts)
+            result = replace(result, verdicts=tuple(revalued(v, 0.0) for v in result.verdicts))
         return joined(group, result)
 
 

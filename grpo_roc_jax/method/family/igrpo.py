@@ -7,7 +7,8 @@ from grpo_roc_jax.types import Condition, Group, RolloutRequest
 
 @kind("draft")
 class Draft(SecondWave):
-    """A second wave that sees the best rollout of the first and trains alone (iGRPO, arXiv:2602.09000)."""
+    """A second wave that sees the best rollout of the first, a success if there is one, and trains alone (iGRPO,
+    arXiv:2602.09000)."""
 
     intro: str = "An earlier attempt:\n"
     """Text before the draft."""

@@ -10,10 +10,10 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from grpo_roc_jax.method.advantage import Adjustment
+from grpo_roc_jax.method.divergence import bounded_k3, k2
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.part import MethodBatch, WithReference
 from grpo_roc_jax.method.shaping import Shaping
-from grpo_roc_jax.method.surrogate import K3, MAX_LOGRATIO
 from grpo_roc_jax.settings.options import NotNegative, Share, kind, settings
 
 
@@ -77,9 +77,8 @@ def divergence(estimator: str, u: np.ndarray) -> np.ndarray:
     if estimator == "k1":
         return u
     if estimator == "k2":
-        return 0.5 * u * u
-    u = np.clip(u, -MAX_LOGRATIO, MAX_LOGRATIO)
-    return np.minimum(np.expm1(-u) + u, K3.ceiling)
+        return k2(u)
+    return bounded_k3(-u)
 
 
 def later_sums(values: np.ndarray, discount: float) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.method.features import features
-from grpo_roc_jax.method.part import MethodBatch
+from grpo_roc_jax.method.part import MethodBatch, reward_weights
 from grpo_roc_jax.method.shaping import shape_rewards
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.weights import Factor
@@ -43,7 +43,8 @@ class LearnedLength(Factor):
         exponent, found = state.recall(EXPONENT, 0.0), [features(group) for group in trained]
         rewards = shape_rewards(found, method.shaping, state)
         steady = replace(method.advantage, adjust=tuple(a for a in method.advantage.adjust if not a.draws))
-        values = steady.trajectories(MethodBatch(trained, found, rewards, (), state))
+        batch = MethodBatch(trained, found, rewards, (), state, weights=reward_weights(method))
+        values = steady.trajectories(batch)
         slope = exponent_gradient([f.lengths for f in found], values, exponent, self.strength)
         return {EXPONENT: np.array([np.clip(exponent + self.lr * slope, -self.bound, self.bound)])}
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_roc_jax.method.edit import joined
+from grpo_roc_jax.method.edit import joined, revalued
 from grpo_roc_jax.method.planning import SecondWave, Wave, own_text
 from grpo_roc_jax.settings.options import AtLeast1, kind
 from grpo_roc_jax.types import Condition, Group, RolloutRequest
@@ -43,7 +43,7 @@ class Predict(SecondWave):
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
         scores = [prediction_score(own_text(result, i), group) for i in range(result.size)]
         pairs = zip(result.verdicts, scores, strict=True)
-        verdicts = tuple(replace(v, reward=score, status="wrong", channels={}) for v, score in pairs)
+        verdicts = tuple(revalued(v, score) for v, score in pairs)
         return joined(group, replace(result, verdicts=verdicts))
 
 

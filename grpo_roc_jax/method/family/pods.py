@@ -16,8 +16,9 @@ class MaxVariance(Oversampled):
 
     def choose(self, found: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
         order = np.argsort(found.rewards, kind="stable")
+        variances = split_variances(found.rewards[order], keep)
         # Rounding makes a tie of what differs by the last bits, so that the choice is the same on every machine.
-        highest = int(np.argmax(np.round(split_variances(found.rewards[order], keep), 12)))
+        highest = int(np.argmax(np.round(variances / (variances.max() or 1.0), 12)))
         return np.sort(np.concatenate([order[: keep - highest], order[len(order) - highest :]]))
 
 

@@ -21,4 +21,4 @@ class Quality(Shaping):
         quality = channel(found, self.quality_channel, self.prefix)
         top = float(np.max(quality, initial=0.0))
         scaled = quality / top if top > 0 else np.zeros(len(quality))
-        return np.where(rewards > 0, (1 - self.weight) * rewards + self.weight * scaled, rewards)
+        return np.where(found.correct, (1 - self.weight) * rewards + self.weight * scaled, rewards)

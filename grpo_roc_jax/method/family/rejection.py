@@ -9,13 +9,14 @@ from typing import Literal
 
 import numpy as np
 
+from grpo_roc_jax.method.divergence import k2, k3
 from grpo_roc_jax.method.family.mismatch import Bounded
 from grpo_roc_jax.method.family.sampler_gap import LEVELS, SamplerGap, clamped, ratios
 from grpo_roc_jax.settings.options import PositiveShare, kind
 
 MEASURES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "k2": lambda m: m * m / 2,
-    "k3": lambda m: np.expm1(m) - m,
+    "k2": k2,
+    "k3": k3,
     "error": lambda m: np.exp(np.abs(m)),
 }
 

@@ -4,10 +4,8 @@ The attempt sees all criteria instead of the failed ones alone. Its ratio is tha
 the policy with it, clipped as usual; the paper's shaping of that ratio was not available.
 """
 
-import numpy as np
-
 from grpo_roc_jax.method.edit import joined, taken
-from grpo_roc_jax.method.planning import SecondWave, Wave, best_text
+from grpo_roc_jax.method.planning import SecondWave, Wave, best_text, standings
 from grpo_roc_jax.settings.options import kind
 from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest
 
@@ -37,7 +35,8 @@ class Refine(SecondWave):
         return "".join(f"\n- {item}" for item in items)
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
-        if not result.size or result.rewards[0] <= group.rewards.max():
+        before = standings(group)
+        if not result.size or standings(result)[0] <= max(before):
             return group
-        worst = int(np.argmin(group.rewards))
+        worst = before.index(min(before))
         return joined(taken(group, [i for i in range(group.size) if i != worst]), result)

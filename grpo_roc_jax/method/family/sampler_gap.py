@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_roc_jax.method.divergence import k3
 from grpo_roc_jax.method.part import MethodBatch
 from grpo_roc_jax.method.weights import Factor
 from grpo_roc_jax.settings.options import settings
@@ -58,7 +59,7 @@ def gap_metrics(batch: MethodBatch) -> dict[str, float]:
 
         def measure(gap: np.ndarray, level: str = level) -> dict[str, np.ndarray]:
             x = ratios(gap, level)
-            return {"ratio": x, "squares": x * x, "kl_k1": -np.log(x), "kl_k3": x - 1 - np.log(x)}
+            return {"ratio": x, "squares": x * x, "kl_k1": -np.log(x), "kl_k3": k3(np.log(x))}
 
         found = averages(batch, measure)
         found["effective_sample_size"] = found["ratio"] ** 2 / (found.pop("squares") or 1.0)

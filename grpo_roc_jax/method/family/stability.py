@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from grpo_roc_jax.method.features import Features
+from grpo_roc_jax.method.features import Features, flat
 from grpo_roc_jax.method.shaping import Shaping
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.options import NotNegative, kind
@@ -45,9 +45,11 @@ def stability_rewards(entropies: np.ndarray, wordings: np.ndarray, helpfulness: 
     other = wordings[:, None] != wordings
     if not other.any():
         return np.zeros(len(entropies))
+    if flat(entropies):
+        return np.full(len(entropies), float(stability))
     gaps = np.where(other, np.abs(entropies[:, None] - entropies), 0.0)
     unstable = gaps.sum(1) / other.sum(1) / (gaps.max() or 1.0)
-    helpful = (entropies - entropies.min()) / (np.ptp(entropies) or 1.0)
+    helpful = (entropies - entropies.min()) / np.ptp(entropies)
     return helpfulness * helpful + stability * (1 - unstable)
 
 

@@ -9,11 +9,11 @@ from grpo_roc_jax.settings.options import kind
 
 @kind("unlikeliness")
 class Unlikeliness(Shaping):
-    """R (1 - beta rank / G), rank 0 for the least likely trajectory of the group (arXiv:2506.02355)."""
+    """R (1 - beta rank / G) for successes, rank 0 for the least likely trajectory of the group (arXiv:2506.02355)."""
 
     beta: float = 0.25
     """Share of the reward that the most likely success loses."""
 
     def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
         rank = np.argsort(np.argsort(found.mean_logprobs, kind="stable"), kind="stable")
-        return rewards * (1 - self.beta * rank / len(rewards))
+        return np.where(found.correct, rewards * (1 - self.beta * rank / len(rewards)), rewards)

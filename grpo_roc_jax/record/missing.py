@@ -1,0 +1,33 @@
+"""Rows that the files of a run lack: a power cut loses what was written but not yet on the disk, below a checkpoint too
+if the logs were not synced before it. A resumed run names what is missing."""
+
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+
+from grpo_roc_jax.record.metrics import recorded
+from grpo_roc_jax.record.trace import trace_files
+
+
+def missing_rows(run_dir: Path, step: int, traces: int = 0) -> list[str]:
+    """A line for each file of a run that lacks steps up to this one; empty for a complete record.
+
+    Args:
+        run_dir: Of the run.
+        step: That of the checkpoint that the run goes on from.
+        traces: As `log.traces`, steps between kept trajectories.
+    """
+    wanted = range(1, step + 1)
+    have = {int(row["step"]) for row in recorded(run_dir) if "time/step_s" in row}
+    lines = [f"metrics.jsonl lacks {spans(lost)}"] if (lost := [s for s in wanted if s not in have]) else []
+    kept = {found for _, kind, found in trace_files(run_dir) if kind == "step"}
+    lost = [s for s in wanted if traces and s % traces == 0 and s not in kept]
+    return [*lines, f"trajectories/ lacks {spans(lost)}"] if lost else lines
+
+
+def spans(steps: Iterable[int]) -> str:
+    """`step 3`, `steps 3-7, 9`: ascending numbers with runs joined."""
+    steps = list(steps)
+    runs = [[s for _, s in run] for _, run in groupby(enumerate(steps), lambda pair: pair[1] - pair[0])]
+    words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"step{'s' if len(steps) > 1 else ''} {words}"

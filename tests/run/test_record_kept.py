@@ -1,0 +1,153 @@
+"""What was sampled is what trains, and what was written is on the disk before a checkpoint counts on it."""
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from samples import make_group
+from test_train import TINY
+from test_train import shared_programs as shared_programs  # a fixture
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.method.compose import scoring_rows
+from grpo_roc_jax.record.checkpoint import CheckpointConfig, Checkpointer
+from grpo_roc_jax.record.codec import groups_from_tree, groups_to_tree
+from grpo_roc_jax.record.events import read_events
+from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.record.missing import missing_rows, spans
+from grpo_roc_jax.record.trace import TraceWriter, eval_records, read_trace
+from grpo_roc_jax.settings.cli import load_config
+from grpo_roc_jax.train import train
+from grpo_roc_jax.types import ARRAYS
+
+# ---- arrays --------------------------------------------------------------------------------------------------------
+
+
+def from_the_log(group, folder):
+    TraceWriter(folder).write(1, eval_records(1, [group]), kind="eval")
+    return [record.trajectory for record in read_trace(folder, kind="eval")]
+
+
+WAYS = {
+    "made": lambda group, folder: group.trajectories,
+    "from another process": lambda group, folder: pickle.loads(pickle.dumps(group)).trajectories,
+    "from a checkpoint": lambda group, folder: groups_from_tree(groups_to_tree([group]))[0].trajectories,
+    "from the log": from_the_log,
+    "as rows": lambda group, folder: scoring_rows([group]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_arrays_of_a_trajectory_are_read_only(way, tmp_path):
+    for trajectory in WAYS[way](make_group(0, 2), tmp_path):
+        names = ARRAYS if way != "as rows" else ("tokens", "policy_mask")
+        for name in names:
+            array = getattr(trajectory, name)
+            if array is not None:
+                with pytest.raises(ValueError, match="read-only"):
+                    array[:] = 0
+
+
+def test_the_arrays_that_it_was_made_of_stay_those_of_the_caller():
+    trajectory = make_group(0, 1).trajectories[0]
+    own = {name: np.array(getattr(trajectory, name)) for name in ARRAYS if getattr(trajectory, name) is not None}
+    type(trajectory)(**(vars(trajectory) | own))
+    for array in own.values():
+        array[:] = 0
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_reward_function_that_writes_into_a_trajectory_trains_nothing_else(tmp_path):
+    def padding(problem, trajectories):
+        for trajectory in trajectories:
+            trajectory.tokens[:] = 0
+        return [1.0] * len(trajectories)
+
+    words = [*TINY, f"--run_dir={tmp_path}", "--steps=1", "--data.eval_problems=0", "--reward.functions=padding"]
+    train(load_config(Config, words, prog="test"), functions={"padding": padding})
+    (event,) = read_events(tmp_path)
+    assert event["event"] == "not_scored" and "padding raised ValueError: assignment destination is" in event["text"]
+
+
+# ---- logs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """The files in the order in which they reach the disk; the rename of a checkpoint is among them."""
+    order = []
+    fsync, replace = os.fsync, os.replace
+
+    def sync(descriptor):
+        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def rename(source, target):
+        replace(source, target)
+        order.append(Path(target))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", rename)
+    return order
+
+
+@pytest.mark.usefixtures("one_device")
+def test_logs_are_on_the_disk_before_a_checkpoint_is_committed(synced, tmp_path):
+    run = tmp_path / "run"
+    train(load_config(Config, [*TINY, f"--run_dir={run}", "--steps=3", "--checkpoint.every=2"], prog="test"))
+    commits = [i for i, path in enumerate(synced) if path.parent.name == "checkpoints" and path.name.startswith("step")]
+    assert [synced[i].name for i in commits] == [f"step_{step:08d}" for step in (0, 2, 3)]
+    before = [set(), *(set(synced[low:high]) for low, high in zip([0, *commits], commits, strict=False))][1:]
+    for step, found in zip((0, 2, 3), before, strict=True):
+        assert {run / "metrics.jsonl", run / "trajectories", run} <= found
+        assert run / "trajectories" / f"{'step' if step else 'eval'}_{step:08d}.jsonl" in found
+    assert run / "trajectories" / "step_00000001.jsonl" in before[1]
+
+
+def test_a_log_that_cannot_be_synced_costs_no_checkpoint(monkeypatch, tmp_path):
+    import jax.numpy as jnp
+
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    fsync = os.fsync
+
+    def broken(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("metrics.jsonl"):
+            raise OSError(5, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig(), logs=tmp_path) as checkpointer:
+        from grpo_roc_jax.record.checkpoint import Bundle
+
+        checkpointer.save(1, Bundle({"x": jnp.ones(2)}))
+        checkpointer.wait()
+        assert checkpointer.saved == [1]
+
+
+def test_spans():
+    assert [spans(s) for s in ([3], [3, 4, 5, 9], [1, 3])] == ["step 3", "steps 3-5, 9", "steps 1, 3"]
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_resumed_run_names_the_rows_that_a_power_cut_took(tmp_path):
+    """Zeros in the middle of the metrics, as a file system leaves them, and a trajectory file that is gone."""
+    run = tmp_path / "run"
+    words = [*TINY, f"--run_dir={run}", "--steps=4", "--resume=auto", "--data.eval_problems=0"]
+    train(load_config(Config, words, prog="test"))
+    assert missing_rows(run, 4, 1) == [] and not read_events(run)
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(True)
+    steps = [b'"step": 2' in line or b'"step": 3' in line for line in lines]
+    torn = [b"\0" * (len(line) - 1) + b"\n" if lost else line for line, lost in zip(lines, steps, strict=True)]
+    (run / "metrics.jsonl").write_bytes(b"".join(torn))
+    (run / "trajectories" / "step_00000003.jsonl").unlink()
+    shutil.copytree(run, tmp_path / "other")
+    for more, kept in (("--log.traces=1", True), ("--log.traces=0", False)):
+        where = run if kept else tmp_path / "other"
+        train(load_config(Config, [*words, more, f"--run_dir={where}", "--steps=5"], prog="test"))
+        texts = [event["text"] for event in read_events(where) if event["event"] == "missing_rows"]
+        assert texts[0].startswith("metrics.jsonl lacks steps 2-3")
+        assert [text.startswith("trajectories/ lacks step 3") for text in texts[1:]] == [True] * kept
+        assert [row["step"] for row in read_metrics(where) if "time/step_s" in row] == [1, 4, 5]
