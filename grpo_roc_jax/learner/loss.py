@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,14 @@ from grpo_roc_jax.method.surrogate import Surrogate
 from grpo_roc_jax.model.attention_mask import SAVED, soft_cap
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
+from grpo_roc_jax.model.fusion import unfused
 from grpo_roc_jax.model.parallel import attention_for, from_zigzag, look_up_on, sequence_parts, to_zigzag
 from grpo_roc_jax.model.sharding import ROWS, constrain
 from grpo_roc_jax.model.transformer import FREE, Execution, Params, Splits, forward, identity
 from grpo_roc_jax.settings.options import AtLeast1, settings
 from grpo_roc_jax.shapes import Array, Float, Int, checked
+
+T = TypeVar("T")
 
 
 @settings
@@ -55,6 +58,8 @@ class Head:
     """They exist in chunks of [B,T,vocab_chunk], forward and backward."""
     cap: float = 0.0
     """Their soft cap before the temperature (`model.extras.logit_cap`)."""
+    kept: bool = False
+    """All of them are computed once and kept for the backward pass, whatever `vocab_chunk`."""
 
 
 @checked
@@ -87,9 +92,13 @@ def token_logprobs(
     following = to_zigzag(jnp.roll(tokens, -1, axis=1), parts)
     weights, vocab_axis = (params["unembed"], 1) if "unembed" in params else (params["embed"], 0)
     shared = jnp.ndim(temperature) == 0
-    head = _Head(**vars(head), vocab_axis=vocab_axis, scale=1.0 / temperature if shared else 1.0, mesh=mesh)
+    flat = parts == 1  # otherwise the mesh splits tokens apart from rows
+    head = _Head(**vars(head), vocab_axis=vocab_axis, scale=1.0 / temperature if shared else 1.0, mesh=mesh, flat=flat)
     scale = None if shared else to_zigzag(1.0 / temperature, parts)
-    logprobs, entropy = _chunked_logprobs(head, hidden, weights.astype(hidden.dtype), following, scale)
+    if flat:
+        hidden, following, scale = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (hidden, following, scale))
+    found = _chunked_logprobs(head, hidden, weights.astype(hidden.dtype), following, scale)
+    logprobs, entropy = (x.reshape(tokens.shape) for x in found)
     has_past = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
 
     def shift(x: Array) -> Array:
@@ -101,11 +110,19 @@ def token_logprobs(
 
 @dataclass(frozen=True, kw_only=True)
 class _Head(Head):
-    """Static settings of the chunked unembedding."""
+    """Static settings of the chunked unembedding. `*` stands for the axes of positions, [B,T] or [B*T], and `#` for
+    those of columns: [C], or [S,F,C] where a mesh splits the vocabulary."""
 
     vocab_axis: int
     scale: float
     mesh: Mesh | None
+    flat: bool
+    """Rows and tokens are one axis of positions."""
+
+    @property
+    def positions(self) -> tuple:
+        """Mesh axes of the axes of positions, for `constrain`."""
+        return (ROWS,) if self.flat else (ROWS, "sequence")
 
     @property
     def shards(self) -> tuple[int, int]:
@@ -114,54 +131,102 @@ class _Head(Head):
             return 1, 1
         return self.mesh.shape["tensor"], self.mesh.shape["fsdp"] * self.mesh.shape["sequence"]
 
+    @property
+    def order(self) -> str:
+        """Axes of `split`. Where nothing is split they are those of the unembedding, since more of them would make XLA
+        write transposed copies of it and of the gradient of the logits."""
+        if self.shards != (1, 1):
+            return "sfcd"
+        return "cd" if self.vocab_axis == 0 else "dc"
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Axes of columns of the logits."""
+        return tuple(range(1 - len(self.order), 0))
+
     def split(self, weights: Array) -> Array:
-        """[V,D] or [D,V] -> [S,F,V/SF,D] with S, F = `shards`, so that a chunk is a slice of every device's share."""
+        """[V,D] or [D,V] -> [S,F,V/SF,D] with S, F = `shards`, so that a chunk is a slice of every device's share;
+        unchanged where nothing is split."""
         S, F = self.shards
+        if S * F == 1:
+            return weights
         V, D = weights.shape if self.vocab_axis == 0 else weights.shape[::-1]
         parts = (S, F, V // (S * F))
         return weights.reshape(*parts, D) if self.vocab_axis == 0 else jnp.moveaxis(weights.reshape(D, *parts), 0, -1)
 
     def join(self, parts: Array) -> Array:
         """The inverse of `split`."""
+        if self.shards == (1, 1):
+            return parts
         S, F, C, D = parts.shape
         joined = parts if self.vocab_axis == 0 else jnp.moveaxis(parts, -1, 0)
         return joined.reshape((S * F * C, D) if self.vocab_axis == 0 else (D, S * F * C))
 
-    def spans(self, width: int) -> tuple[int, int, int]:
-        """(chunk width, number of full chunks, width of the rest) for a share of `width` columns."""
-        chunk = max(min(self.vocab_chunk // (self.shards[0] * self.shards[1]), width), 1)
-        return chunk, width // chunk, width % chunk
+    def share(self, parts: Array) -> int:
+        """Columns of a device."""
+        return parts.shape[self.order.index("c")]
+
+    def over_chunks(self, visit: Callable[..., T], carry: T, share: int) -> T:
+        """The carry after `visit(start, carry, chunk width)` of all chunks of `share` columns."""
+        chunk = share if self.kept else max(min(self.vocab_chunk // math.prod(self.shards), share), 1)
+        full, rest = divmod(share, chunk)
+        if full == 1:
+            carry = visit(0, carry, chunk)
+        else:
+            carry = jax.lax.fori_loop(0, full, lambda i, carry: visit(i * chunk, carry, chunk), carry)
+        return visit(full * chunk, carry, rest) if rest else carry
 
     def columns(self, parts: Array, start: Array | int, width: int) -> Array:
         """Columns start..start+width of every share, gathered over fsdp and sequence like the weights of a layer."""
         # Sliced in place, then gathered: without constraints XLA gathers all shares for every chunk and slices after.
-        chunk = jax.lax.dynamic_slice_in_dim(parts, start, width, axis=2)
+        chunk = parts
+        if width < self.share(parts):
+            chunk = jax.lax.dynamic_slice_in_dim(parts, start, width, axis=self.order.index("c"))
+        if self.order != "sfcd":
+            return chunk
         chunk = constrain(chunk, self.mesh, "tensor", ("fsdp", "sequence"), None, None)
         return constrain(chunk, self.mesh, "tensor", None, None, None)
 
-    def scaled(self, x: Array, own: Array | None) -> Array:
-        """[B,T,S,F,C] over the temperature: that of all tokens, or each token's own, given as 1/temperature."""
-        return x * (self.scale if own is None else _over_columns(own))
+    def over_columns(self, x: Array) -> Array:
+        """[*] with axes of 1 for the columns of a chunk."""
+        return x.reshape(*x.shape, *(1 for _ in self.axes))
 
-    def logits(self, hidden: Array, chunk: Array, own: Array | None) -> tuple[Array, Array | float]:
-        """Float32 [B,T,S,F,C], capped and divided by the temperature, and the derivative of the cap."""
-        logits = jnp.einsum("btd,sfcd->btsfc", hidden, chunk, preferred_element_type=jnp.float32)
-        logits = soft_cap(logits, self.cap)
-        slope = 1.0 - jnp.square(logits / self.cap) if self.cap else 1.0
-        return constrain(self.scaled(logits, own), self.mesh, ROWS, "sequence", "tensor", None, None), slope
+    def scaled(self, x: Array, own: Array | None) -> Array:
+        """[*,#] over the temperature: that of all tokens, or each token's own, given as 1/temperature."""
+        return x * (self.scale if own is None else self.over_columns(own))
+
+    def on_mesh(self, logits: Array) -> Array:
+        if self.order != "sfcd":
+            return constrain(logits, self.mesh, *self.positions, None)
+        return constrain(logits, self.mesh, *self.positions, "tensor", None, None)
+
+    def logits(self, hidden: Array, chunk: Array, own: Array | None) -> Array:
+        """Float32 [*,#], capped and divided by the temperature."""
+        product = f"...d,{self.order}->...{self.order.replace('d', '')}"
+        logits = jnp.einsum(product, hidden, chunk, preferred_element_type=jnp.float32)
+        return self.on_mesh(self.scaled(soft_cap(logits, self.cap), own))
+
+    def gradient(self, dz: Array, z: Array, own: Array | None, dtype: jnp.dtype) -> Array:
+        """That of the products, from that of what `logits` returned."""
+        dz = self.scaled(dz, own)
+        if self.cap:
+            capped = z / self.scaled(jnp.ones_like(z), own)
+            dz *= 1.0 - jnp.square(capped / self.cap)
+        return unfused(dz.astype(dtype))
 
     def hits(self, targets: Array, start: Array | int, width: int, share: int) -> Array:
-        """True [B,T,S,F,C] where a column is the target."""
+        """True [*,#] where a column is the target."""
         S, F = self.shards
         ids = jnp.arange(S * F).reshape(S, F, 1) * share + start + jnp.arange(width).reshape(1, 1, width)
-        return targets[:, :, None, None, None] == ids[None, None]
+        ids = ids.reshape(*(1 for _ in targets.shape), *ids.shape[-len(self.axes) :])
+        return self.over_columns(targets) == ids
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked_logprobs(
     head: _Head, hidden: Array, weights: Array, targets: Array, scale: Array | None
 ) -> tuple[Array, Array]:
-    """(log-probability of the target, entropy) of each position, [B,T] float32."""
+    """(log-probability of the target, entropy) of each position, [*] float32."""
     return _chunked_logprobs_fwd(head, hidden, weights, targets, scale)[0]
 
 
@@ -172,60 +237,54 @@ def _chunked_logprobs_fwd(head: _Head, hidden: Array, weights: Array, targets: A
     z_target - lse would be rounded to the precision of a large lse, and differently than in sampling.
     """
     parts = head.split(weights)
-    share = parts.shape[2]
-    chunk, full, rest = head.spans(share)
-    axes = (2, 3, 4)
+    share = head.share(parts)
 
-    def visit(start: Array | int, carry: tuple[Array, ...], width: int) -> tuple[Array, ...]:
-        m, s, e, target = carry
-        z, _ = head.logits(hidden, head.columns(parts, start, width), scale)
-        m_new = jnp.maximum(m, z.max(axes))
-        p = jnp.exp(z - _over_columns(m_new))
+    def visit(start: Array | int, carry: tuple, width: int) -> tuple:
+        m, s, e, target, _ = carry
+        z = head.logits(hidden, head.columns(parts, start, width), scale)
+        m_new = jnp.maximum(m, z.max(head.axes))
+        p = jnp.exp(z - head.over_columns(m_new))
         old = jnp.exp(m - m_new)
-        target = target + jnp.where(head.hits(targets, start, width, share), z, 0.0).sum(axes)
-        return m_new, s * old + p.sum(axes), e * old + (p * z).sum(axes), target
+        target = target + jnp.where(head.hits(targets, start, width, share), z, 0.0).sum(head.axes)
+        return m_new, s * old + p.sum(head.axes), e * old + (p * z).sum(head.axes), target, z if head.kept else None
 
     # The initial maximum is finite, so exp(start - m) is 0 at the first chunk; -inf would give NaN for a row of -inf.
     zeros = jnp.zeros(targets.shape, jnp.float32)
-    carry = (zeros - 1e30, zeros, zeros, zeros)
-    carry = jax.lax.fori_loop(0, full, lambda i, carry: visit(i * chunk, carry, chunk), carry)
-    m, s, e, target = visit(full * chunk, carry, rest) if rest else carry
+    m, s, e, target, z = head.over_chunks(visit, (zeros - 1e30, zeros, zeros, zeros, None), share)
     lse = m + jnp.log(s)
     entropy = lse - e / s
-    return (target - m - jnp.log(s), entropy), (hidden, weights, targets, scale, lse, entropy)
+    return (target - m - jnp.log(s), entropy), (hidden, weights, targets, scale, lse, entropy, z)
 
 
-def _chunked_logprobs_bwd(head: _Head, kept: tuple[Array, ...], cotangents: tuple[Array, Array]) -> tuple:
+def _chunked_logprobs_bwd(head: _Head, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
     """dz = g (onehot - p) - h p (log p + H) with p recomputed from lse; g and h are the cotangents of log p and H."""
-    hidden, weights, targets, scale, lse, entropy = kept
-    g, h = map(_over_columns, cotangents)
+    hidden, weights, targets, scale, lse, entropy, known = saved
+    g, h = map(head.over_columns, cotangents)
     parts = head.split(weights)
-    share = parts.shape[2]
-    chunk, full, rest = head.spans(share)
+    share, product = head.share(parts), partial(jnp.einsum, preferred_element_type=jnp.float32)
+    rows, order = "m" if head.flat else "bt", head.order
+    logits = rows + order.replace("d", "")
 
     def visit(start: Array | int, carry: tuple[Array, Array], width: int) -> tuple[Array, Array]:
         d_hidden, d_parts = carry
         columns = head.columns(parts, start, width)
-        z, slope = head.logits(hidden, columns, scale)
-        log_p = z - _over_columns(lse)
+        z = known if head.kept else head.logits(hidden, columns, scale)
+        log_p = z - head.over_columns(lse)
         hit = head.hits(targets, start, width, share)
-        dz = jnp.where(hit, g, 0.0) - jnp.exp(log_p) * (g + h * (log_p + _over_columns(entropy)))
-        dz = (head.scaled(dz, scale) * slope).astype(hidden.dtype)
-        d_hidden += jnp.einsum("btsfc,sfcd->btd", dz, columns, preferred_element_type=jnp.float32)
-        d_columns = jnp.einsum("btsfc,btd->sfcd", dz, hidden, preferred_element_type=jnp.float32)
-        d_columns = constrain(d_columns.astype(weights.dtype), head.mesh, "tensor", ("fsdp", "sequence"), None, None)
+        dz = jnp.where(hit, g, 0.0) - jnp.exp(log_p) * (g + h * (log_p + head.over_columns(entropy)))
+        dz = head.gradient(dz, z, scale, hidden.dtype)
+        d_hidden += product(f"{logits},{order}->{rows}d", dz, columns)
+        d_columns = product(f"{logits},{rows}d->{order}", dz, hidden).astype(weights.dtype)
+        if order == "sfcd":
+            d_columns = constrain(d_columns, head.mesh, "tensor", ("fsdp", "sequence"), None, None)
+        if width == share:
+            return d_hidden, d_columns
         # The buffer is written and never read back, so the loop updates it in place.
-        return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_parts, d_columns, start, axis=2)
+        return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_parts, d_columns, start, axis=order.index("c"))
 
     carry = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(parts.shape, weights.dtype))
-    carry = jax.lax.fori_loop(0, full, lambda i, carry: visit(i * chunk, carry, chunk), carry)
-    d_hidden, d_parts = visit(full * chunk, carry, rest) if rest else carry
+    d_hidden, d_parts = head.over_chunks(visit, carry, share)
     return d_hidden.astype(hidden.dtype), head.join(d_parts), None, None
-
-
-def _over_columns(x: Array) -> Array:
-    """[B,T] with axes of 1 for the columns of a chunk."""
-    return x[:, :, None, None, None]
 
 
 _chunked_logprobs.defvjp(_chunked_logprobs_fwd, _chunked_logprobs_bwd)
@@ -288,6 +347,7 @@ def splits_on(mesh: Mesh | None, length: int) -> Splits:
         ffn_hidden=at("sequence", "tensor"),
         # With shared rows XLA would gather tokens and weights for these products and compute them on all devices.
         block_output=at("sequence", None) if sequence_parts(mesh) > 1 else identity,
+        flat=mesh.shape["sequence"] * mesh.shape["tensor"] == 1,
     )
 
 

@@ -7,7 +7,8 @@ The step maps a `TrainState` to the next one and donates its buffers. Its arrays
 
 from collections.abc import Callable
 from dataclasses import field
-from typing import Annotated, Any, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import flax.struct
 import jax
@@ -21,6 +22,7 @@ from grpo_roc_jax.learner.loss import UpdateConfig, batch_loss, loss_metrics, me
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.method.surrogate import Surrogate
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.fusion import unfused
 from grpo_roc_jax.model.lora import AllWeights, Lora, adapter_axes, attach, init_adapter
 from grpo_roc_jax.model.sharding import (
     ROWS,
@@ -132,18 +134,68 @@ def make_schedule(config: OptimConfig) -> optax.Schedule:
     return optax.join_schedules([warmup, after], [config.warmup_steps])
 
 
-def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW (arXiv:1711.05101)."""
-    adamw = optax.adamw(
-        make_schedule(config),
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=_is_decayed,
-        mu_dtype=config.moment_dtype,
+def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
+    """Clipping by global norm, then AdamW (arXiv:1711.05101): the numbers and the state of `optax.adamw`.
+
+    `update` takes `applied`; where it is False, the moments stay as they are.
+    """
+    adamw = optax.chain(
+        _scale_by_adam(config),
+        optax.add_decayed_weights(config.weight_decay, _is_decayed),
+        optax.scale_by_learning_rate(make_schedule(config)),
     )
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw) if config.max_grad_norm else adamw
+    return optax.chain(_clip(config.max_grad_norm), adamw) if config.max_grad_norm else adamw
+
+
+def _clip(largest: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` by one factor for all leaves. XLA keeps a scaled copy of the gradient if there is a
+    division for each of its numbers."""
+
+    def update(grads: Params, state: optax.EmptyState, params: Params | None = None) -> tuple:
+        norm = optax.tree.norm(grads)
+        factor = jnp.where(norm < largest, 1.0, largest / norm)
+        return jax.tree.map(lambda leaf: leaf * factor, grads), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _scale_by_adam(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_adam`, whose choice between new and old moments is part of the loop that writes them.
+
+    What follows reads the written moments, so that none is computed twice, and none is copied because it is still read.
+    """
+    b1, b2, dtype = config.beta1, config.beta2, jnp.dtype(config.moment_dtype)
+
+    def init(params: Params) -> optax.ScaleByAdamState:
+        return optax.scale_by_adam(b1, b2, mu_dtype=dtype).init(params)
+
+    def update(
+        grads: Params,
+        state: optax.ScaleByAdamState,
+        params: Params | None = None,
+        *,
+        applied: Array | bool = True,
+        **_: Any,
+    ) -> tuple:
+        count = optax.safe_increment(state.count)
+        mean = jax.tree.map(lambda g, m: (1 - b1) * g + b1 * m, grads, state.mu)
+        square = jax.tree.map(lambda g, n: (1 - b2) * (g * g) + b2 * n, grads, state.nu)
+        kept = optax.ScaleByAdamState(
+            jnp.where(applied, count, state.count),
+            *unfused((_either(applied, mean, state.mu), _either(applied, square, state.nu))),
+        )
+        # The update reads the first moment before it is rounded to a smaller dtype.
+        mean = kept.mu if dtype == jnp.float32 else mean
+        unbiased = (1 - b1 ** count.astype(jnp.float32), 1 - b2 ** count.astype(jnp.float32))
+        updates = jax.tree.map(lambda m, n: (m / unbiased[0]) / (jnp.sqrt(n / unbiased[1]) + config.eps), mean, kept.nu)
+        return updates, kept
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _either(applied: Array | bool, new: Any, old: Any) -> Any:
+    """The new leaves, in the dtypes of the old ones, if `applied`, else the old ones."""
+    return jax.tree.map(lambda new, old: jnp.where(applied, new.astype(old.dtype), old), new, old)
 
 
 def _is_decayed(params: Params) -> Any:
@@ -295,9 +347,13 @@ def make_finish(optim: OptimConfig) -> Callable[[TrainState, TrainBatch, tuple],
         value, sums, grads = summed
         norm = optax.tree.norm(grads)
         applied = jnp.isfinite(value) & jnp.isfinite(norm) & (batch.count > 0)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
-        state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, state)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, applied=applied)
+        # Each array is chosen where it is written: a choice afterwards would read and write all of the state again.
+        params = _either(applied, jax.tree.map(jnp.add, state.params, updates), state.params)
+        counts = jax.tree.map(
+            lambda new, old: new if new.ndim else jnp.where(applied, new, old), opt_state, state.opt_state
+        )
+        state = TrainState(state.step + applied, params, counts)
         metrics = loss_metrics(sums) | {
             "loss/value": value,
             "update/grad_norm": norm,
@@ -350,29 +406,49 @@ def _accumulate(
     gradient: Callable, params: Params, batch: TrainBatch, shardings: Params, mesh: Mesh, *frozen: Params
 ) -> tuple:
     """`accumulate` for the rows that are here."""
-    return jax.lax.fori_loop(0, batch.count, *summing(gradient, params, batch, shardings, mesh, *frozen))
+    sums = summing(gradient, params, batch, shardings, mesh, *frozen)
+    if batch.tokens.shape[0] == 1:  # if it is padding, its gradient is 0 and not applied
+        return sums.first()
+    return jax.lax.fori_loop(0, batch.count, sums.add, sums.none())
+
+
+class Summing(NamedTuple):
+    """How (loss, sums, float32 gradients) add up over micro-batches."""
+
+    none: Callable[[], tuple]
+    """Those of no micro-batch."""
+    first: Callable[[], tuple]
+    """Those of the first one."""
+    add: Callable[[Array, tuple], tuple]
+    """(index, those before) -> with those of that micro-batch."""
 
 
 def summing(
     gradient: Callable, params: Params, batch: TrainBatch, shardings: Params, mesh: Mesh, *frozen: Params
-) -> tuple[Callable[[Array, tuple], tuple], tuple]:
-    """(the function that adds a micro-batch to the sums so far, sums of none)."""
+) -> Summing:
+    """For the micro-batches of `batch` under these parameters."""
 
     def place(grads: Params) -> Params:
         return jax.tree.map(lambda leaf, sharding: constrain(leaf, mesh, *sharding.spec), grads, shardings)
 
-    def visit(index: Array, carry: tuple) -> tuple:
-        total, sums, grads = carry
-        (value, more), new = gradient(params, micro_batch(batch, index, mesh), *frozen)
-        return total + value, merge_sums(sums, more), jax.tree.map(jnp.add, grads, place(new))
+    def of(index: Array | int) -> tuple:
+        (value, sums), grads = gradient(params, micro_batch(batch, index, mesh), *frozen)
+        return value, sums, place(grads)
 
-    (_, sums), _ = jax.eval_shape(gradient, params, micro_batch(batch, 0, None), *frozen)
-    start = (
-        jnp.zeros((), jnp.float32),
-        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums),
-        place(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)),
-    )
-    return visit, start
+    def add(index: Array, before: tuple) -> tuple:
+        total, sums, grads = before
+        value, more, new = of(index)
+        return total + value, merge_sums(sums, more), jax.tree.map(jnp.add, grads, new)
+
+    def none() -> tuple:
+        (_, sums), _ = jax.eval_shape(gradient, params, micro_batch(batch, 0, None), *frozen)
+        return (
+            jnp.zeros((), jnp.float32),
+            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums),
+            place(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)),
+        )
+
+    return Summing(none, partial(of, 0), add)
 
 
 def micro_batch(batch: TrainBatch, index: Array | int, mesh: Mesh | None) -> TrainBatch:

@@ -80,11 +80,11 @@ def make_update_parts(
     gradient = make_gradient(model, surrogate, update, mesh, temperature, lora)
 
     def begin(params: Params, batch: TrainBatch, *frozen: Params) -> tuple:
-        return jnp.zeros((), jnp.int32), *summing(gradient, params, batch, shardings.params, mesh, *frozen)[1]
+        return jnp.zeros((), jnp.int32), *summing(gradient, params, batch, shardings.params, mesh, *frozen).none()
 
     def add(sums: tuple, params: Params, batch: TrainBatch, *frozen: Params) -> tuple:
-        visit, _ = summing(gradient, params, batch, shardings.params, mesh, *frozen)
-        return sums[0] + 1, *visit(sums[0], sums[1:])
+        added = summing(gradient, params, batch, shardings.params, mesh, *frozen).add(sums[0], sums[1:])
+        return sums[0] + 1, *added
 
     def finish(state: TrainState, batch: TrainBatch, sums: tuple) -> tuple[TrainState, Metrics]:
         return last(state, batch, sums[1:])

@@ -5,6 +5,7 @@ cost is that of the chosen experts, not of all of them.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.fusion import unfused
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
 GROUPED_FLAG = "xla_gpu_experimental_use_ragged_dot_fusion"
@@ -47,6 +49,28 @@ def check_grouped(config: ModelConfig, platform: str, flags: str) -> None:
 def activate(gate: Array, config: ModelConfig) -> Array:
     """The nonlinearity of the gate: SiLU, or GELU with the tanh approximation."""
     return jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate, approximate=True)
+
+
+def gated(gate: Array, up: Array, config: ModelConfig) -> Array:
+    """act(gate) * up, any shape. Its gradients are not fused into the products that read them."""
+    return _gated(partial(activate, config=config), gate, up)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated(act: Callable[[Array], Array], gate: Array, up: Array) -> Array:
+    return act(gate) * up
+
+
+def _gated_fwd(act: Callable[[Array], Array], gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _gated(act, gate, up), (gate, up)
+
+
+def _gated_bwd(act: Callable[[Array], Array], kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
+    _, pull = jax.vjp(lambda gate, up: act(gate) * up, *kept)
+    return unfused(pull(d_out))
+
+
+_gated.defvjp(_gated_fwd, _gated_bwd)
 
 
 @checked

@@ -5,6 +5,7 @@ attention to the cache in `model.pool`. Sampler and trainer share every other op
 agree to rounding. The residual stream is float32 for every compute dtype.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from grpo_roc_jax.model.attention import attend_reference
 from grpo_roc_jax.model.attention_mask import soft_cap
 from grpo_roc_jax.model.config import ModelConfig, NoExtras
 from grpo_roc_jax.model.delta import Signals, delta_shapes, init_decay, recur_packed
-from grpo_roc_jax.model.experts import activate, mix_experts
+from grpo_roc_jax.model.experts import gated, mix_experts
 from grpo_roc_jax.model.rotary import Rope, apply_rotary, rope_names, rotary_tables
 from grpo_roc_jax.shapes import Array, Float, Int, Key, checked
 
@@ -54,6 +55,8 @@ class Splits:
     """On the hidden activations of the feed-forward, [B,T,F]."""
     block_output: Callable[[Array], Array] = identity
     """On the output of attention and of the feed-forward, [B,T,D]."""
+    flat: bool = True
+    """Whether products take rows and tokens as one axis. False where a mesh splits them apart."""
 
 
 FREE = Splits()
@@ -217,18 +220,42 @@ def norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], config: ModelConfig
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_eps) * _like(scale, x)
 
 
-def linear(layer: Params, name: str, x: Array, equation: str, dtype: jnp.dtype | None = None) -> Array:
-    """einsum of `x` with the matrix of that name, plus (x A) B if the layer has a low-rank pair for it."""
+def linear(
+    layer: Params, name: str, x: Array, inputs: int = 1, dtype: jnp.dtype | None = None, *, flat: bool = True
+) -> Array:
+    """`x` times the matrix of that name, plus (x A) B if the layer has a low-rank pair for it.
+
+    Args:
+        layer: Has the matrix, whose first `inputs` axes are summed over.
+        name: Of the matrix.
+        x: [B,T,...], ends with these axes.
+        inputs: Number of axes that are summed over.
+        dtype: Of the result and of its sums; that of `x` by default.
+        flat: See `Splits`.
+    """
+    rows = x.shape[: x.ndim - inputs]
+    if flat:
+        # With two axes of rows XLA:CPU writes the gradients of an activation transposed, and computes what comes
+        # before them again, element by element, for each of their uses.
+        x = x.reshape(math.prod(rows), -1)
+
+    def times(x: Array, matrix: Array, inputs: int, dtype: jnp.dtype | None) -> Array:
+        if flat:
+            matrix, inputs = matrix.reshape(x.shape[1], -1), 1
+        return jnp.tensordot(x, matrix, inputs, preferred_element_type=dtype)
+
+    matrix = layer[name]
+    outputs = matrix.shape[inputs:]
     if f"{name}_scale" in layer:  # int8, see `model.low_precision`
-        y = jnp.einsum(equation, x, layer[name].astype(x.dtype), preferred_element_type=jnp.float32)
-        y = (y * _like(layer[f"{name}_scale"], y)).astype(dtype or x.dtype)
+        y = times(x, matrix.astype(x.dtype), inputs, jnp.float32)
+        scale = layer[f"{name}_scale"].reshape(y.shape[1:] if flat else outputs)
+        y = (y * _like(scale, y)).astype(dtype or x.dtype)
     else:
-        y = jnp.einsum(equation, x, layer[name], preferred_element_type=dtype)
-    if f"{name}_lora_a" not in layer:
-        return y
-    a, b = layer[f"{name}_lora_a"], layer[f"{name}_lora_b"]
-    low = jnp.tensordot(x, a.astype(x.dtype), axes=a.ndim - 1)
-    return y + jnp.tensordot(low, b.astype(x.dtype), axes=1, preferred_element_type=dtype)
+        y = times(x, matrix, inputs, dtype)
+    if f"{name}_lora_a" in layer:
+        a, b = (layer[f"{name}_lora_{part}"].astype(x.dtype) for part in "ab")
+        y = y + times(times(x, a, inputs, None), b, 1, dtype)
+    return y.reshape(*rows, *outputs) if flat else y
 
 
 def block(
@@ -249,7 +276,7 @@ def block(
 
     h = splits.block_input(normed("attn_norm", x).astype(dtype))
     mix = _attention if "wq" in layer else _delta_net
-    added = splits.block_output(mix(layer, h, rope, attend, config))
+    added = splits.block_output(mix(layer, h, rope, attend, config, splits.flat))
     x = x + normed("attn_post_norm", added)
     h = splits.block_input(normed("mlp_norm", x).astype(dtype))
     mixed = experts(layer, h, config) if config.experts.count else _feed_forward(layer, h, config, splits)
@@ -257,13 +284,15 @@ def block(
     return x + normed("mlp_post_norm", added)
 
 
-def _attention(layer: Params, h: Float[Array, "B T D"], rope: Rope, attend: Attend, config: ModelConfig) -> Array:
+def _attention(
+    layer: Params, h: Float[Array, "B T D"], rope: Rope, attend: Attend, config: ModelConfig, flat: bool
+) -> Array:
     dtype = h.dtype
-    q, gate = linear(layer, "wq", h, "btd,dnh->btnh"), None
+    q, gate = linear(layer, "wq", h, flat=flat), None
     if config.delta:
         q, gate = jnp.split(q, 2, axis=-1)
-    k = linear(layer, "wk", h, "btd,dkh->btkh")
-    v = linear(layer, "wv", h, "btd,dkh->btkh")
+    k = linear(layer, "wk", h, flat=flat)
+    v = linear(layer, "wv", h, flat=flat)
     if config.qkv_bias:
         q, k, v = q + _like(layer["bq"], q), k + _like(layer["bk"], k), v + _like(layer["bv"], v)
     if config.qk_norm == "whole":
@@ -276,7 +305,7 @@ def _attention(layer: Params, h: Float[Array, "B T D"], rope: Rope, attend: Atte
     context = attend(apply_rotary(q, *rope), apply_rotary(k, *rope), v)
     if gate is not None:
         context = context * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(dtype)
-    return linear(layer, "wo", context, "btnh,nhd->btd", jnp.float32)
+    return linear(layer, "wo", context, 2, jnp.float32, flat=flat)
 
 
 def _flat_norm(x: Float[Array, "B T N H"], scale: Float[Array, "N H"], config: ModelConfig) -> Array:
@@ -284,23 +313,25 @@ def _flat_norm(x: Float[Array, "B T N H"], scale: Float[Array, "N H"], config: M
     return norm(x.reshape(*x.shape[:2], -1), scale.reshape(-1), config).reshape(x.shape)
 
 
-def _delta_net(layer: Params, h: Float[Array, "B T D"], rope: Rope, recur: Attend, config: ModelConfig) -> Array:
+def _delta_net(
+    layer: Params, h: Float[Array, "B T D"], rope: Rope, recur: Attend, config: ModelConfig, flat: bool
+) -> Array:
     """A recurrent layer; see `model.delta`. The norm of its context has no offset from 1, and a gate of its own."""
-    decay = linear(layer, "w_decay", h, "btd,dn->btn", jnp.float32)
+    decay = linear(layer, "w_decay", h, 1, jnp.float32, flat=flat)
     decay = -_like(jnp.exp(layer["a_log"]), decay) * jax.nn.softplus(decay + _like(layer["dt_bias"], decay))
-    rate = jax.nn.sigmoid(linear(layer, "w_beta", h, "btd,dn->btn", jnp.float32))
-    context = recur(Signals(linear(layer, "w_qkv", h, "btd,dke->btke"), decay, rate), layer["conv"])
-    gate = jax.nn.silu(linear(layer, "w_z", h, "btd,dnu->btnu").astype(jnp.float32))
+    rate = jax.nn.sigmoid(linear(layer, "w_beta", h, 1, jnp.float32, flat=flat))
+    context = recur(Signals(linear(layer, "w_qkv", h, flat=flat), decay, rate), layer["conv"])
+    gate = jax.nn.silu(linear(layer, "w_z", h, flat=flat).astype(jnp.float32))
     context = norm(context, layer["delta_norm"], replace(config, norm_offset=False)) * gate
-    return linear(layer, "w_out", context.astype(h.dtype), "btnu,nud->btd", jnp.float32)
+    return linear(layer, "w_out", context.astype(h.dtype), 2, jnp.float32, flat=flat)
 
 
 def _feed_forward(
     layer: Params, h: Float[Array, "B T D"], config: ModelConfig, splits: Splits
 ) -> Float[Array, "B T D"]:
-    gate = splits.ffn_hidden(linear(layer, "w_gate", h, "btd,df->btf"))
-    up = splits.ffn_hidden(linear(layer, "w_up", h, "btd,df->btf"))
-    return linear(layer, "w_down", activate(gate, config) * up, "btf,fd->btd", jnp.float32)
+    gate = splits.ffn_hidden(linear(layer, "w_gate", h, flat=splits.flat))
+    up = splits.ffn_hidden(linear(layer, "w_up", h, flat=splits.flat))
+    return linear(layer, "w_down", gated(gate, up, config), 1, jnp.float32, flat=splits.flat)
 
 
 def embed(
