@@ -193,7 +193,8 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             if samples.unscored:
                 session.events.note(run.step, "not_scored", samples.unscored)
             checkpointer.held = run.bundle()
-            metrics |= session.compilations.metrics() | {"time/step_s": time.perf_counter() - begun}
+            metrics |= session.compilations.metrics() | {"data/left_out": run.stream.left_out}
+            metrics["time/step_s"] = time.perf_counter() - begun
             reach("record")
             record(session, run, samples, groups, batches, metrics)
             if checkpointer.due(run.step):
@@ -267,6 +268,7 @@ def finish(session: TrainingSession, run: RunState, started: float, compiled_aft
         "accuracy_after": accuracy,
         "compilations_after_first_step": compiled_after_first,
         "seconds": time.perf_counter() - started,
+        "left_out": {"problems": run.stream.left_out, "held_out": session.held_out_left_out},
     }
     summary = processes.once(lambda: write_summary(session.run_dir, session.config, **measured))
     for line in summary_lines(session.run_dir, summary):

@@ -12,6 +12,7 @@ from typing import Any
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config
 from grpo_roc_jax.data.conversations import load_traces
 from grpo_roc_jax.data.problems import LOOKED_AT, SOURCE_COLUMN, describe_lengths, load_problems, read_rows
+from grpo_roc_jax.data.problems import SHOWN as MOST_NAMED
 from grpo_roc_jax.run.components import make_registry, resolve_text, tool_schemas
 from grpo_roc_jax.settings.cli import config_errors, load_config
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
@@ -47,6 +48,16 @@ def limits(prompts: Sequence[int], responses: Sequence[int], config: Config) -> 
     return f"limits under which all of it fits: {' '.join(words)}"
 
 
+def too_long(uids: Sequence[str], lengths: Sequence[int], limit: str, most: int) -> Iterator[str]:
+    """What a run with the settings so far would leave out, by name; nothing where all of it fits."""
+    long = [(uid, tokens) for uid, tokens in zip(uids, lengths, strict=True) if tokens > most]
+    if long:
+        yield f"{limit} = {most}: {len(long)} of {len(uids)} do not fit (data.too_long)"
+    yield from (f"  {uid}: {tokens} tokens" for uid, tokens in long[:MOST_NAMED])
+    if len(long) > MOST_NAMED:
+        yield f"  ... and {len(long) - MOST_NAMED} more"
+
+
 @config_errors()
 def check_data(path: Path, config: Config) -> list[str]:
     """The lines that the command prints.
@@ -70,7 +81,9 @@ def problem_lines(path: Path, config: Config, chat: ChatFormat) -> list[str]:
     for problem, ids in islice(zip(problems, encoded, strict=True), SHOWN):
         lines += [f"---- {problem.uid}, answer {problem.answer!r}", chat.tokenizer.decode(ids)]
     lengths = [len(ids) for ids in encoded]
-    return [*lines, "----", describe_lengths("prompts", lengths), limits(lengths, (), config)]
+    uids, most = [problem.uid for problem in problems], config.rollout.max_prompt_tokens
+    lines += ["----", describe_lengths("prompts", lengths), *too_long(uids, lengths, "rollout.max_prompt_tokens", most)]
+    return [*lines, limits(lengths, (), config)]
 
 
 def conversation_lines(path: Path, config: Config, chat: ChatFormat) -> list[str]:
@@ -84,6 +97,7 @@ def conversation_lines(path: Path, config: Config, chat: ChatFormat) -> list[str
         if len(rows) <= SHOWN:
             lines += [f"---- {trace.problem.uid}", chat.tokenizer.decode(tokens.tolist())]
     lines += ["----", describe_lengths("prompts", prompts), describe_lengths("conversations", rows)]
+    lines += too_long([trace.problem.uid for trace in traces], rows, "batch.row_length", config.batch.row_length)
     return [*lines, limits(prompts, [row - prompt for row, prompt in zip(rows, prompts, strict=True)], config)]
 
 

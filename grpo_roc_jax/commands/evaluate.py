@@ -21,8 +21,7 @@ from rich.table import Table
 
 from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.generated import generator_of
-from grpo_roc_jax.data.pipeline import eval_problems
-from grpo_roc_jax.data.problems import drop_long
+from grpo_roc_jax.data.pipeline import Notes, eval_problems, fitting_problems
 from grpo_roc_jax.record.accuracy import ALL, Difference, compare, intervals, summarize
 from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.record.run_dir import opened, unused
@@ -138,7 +137,7 @@ def sample_policy(
     Raises:
         ConfigError: No policy, no problems, or settings that do not fit them.
     """
-    config, notes = settings_for(asked.policy, overrides, prog, dialogue=False), []
+    config, notes = settings_for(asked.policy, overrides, prog, dialogue=False), Notes()
     found = chosen_problems(asked, config.data, notes) if problems is None else list(problems)
     with ExitStack() as held:
         if folder is not None:
@@ -148,8 +147,7 @@ def sample_policy(
         _, suffix = prompt_end(config, 0)
         length = prompt_length(config, components.chat, suffix)
         with config_errors():
-            found, lengths = drop_long(found, length, config.rollout.max_prompt_tokens)
-        notes += lengths
+            found = fitting_problems(found, length, config.rollout.max_prompt_tokens, config.data, notes)
         if not found:
             raise ConfigError("\n".join(["no problem is left to evaluate on; name some with --data", *notes]))
         step, params = load_policy(components, asked.policy)

@@ -70,6 +70,10 @@ class DataConfig:
     """Column of the reference answer, dots for nested ones; empty detects it."""
     bad_rows: Literal["drop", "fail"] = "drop"
     """What a row that cannot be used does: `drop` names and counts it, `fail` stops the run."""
+    too_long: Literal["drop", "fail"] = "drop"
+    """What a problem does whose prompt exceeds `rollout.max_prompt_tokens`, or a demonstration that exceeds
+    `batch.row_length`, since nothing is cut: `drop` leaves it out, named and counted, `fail` stops the run. It stops as
+    well where nothing of a source is left."""
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     """Kinds of the demonstrations that supervised fine-tuning learns from."""
     trace_sources: tuple[str, ...] = ()

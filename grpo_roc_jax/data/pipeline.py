@@ -18,7 +18,7 @@ from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.conversations import load_traces
 from grpo_roc_jax.data.generated import HELD_OUT_START, TRACE_START, Generator, generator_of
 from grpo_roc_jax.data.hub import HUB_PREFIX, load_hub
-from grpo_roc_jax.data.problems import LoadReport, describe_lengths, drop_long, load_problems
+from grpo_roc_jax.data.problems import SHOWN, LoadReport, describe_lengths, drop_long, load_problems
 from grpo_roc_jax.environments.config import adapter
 from grpo_roc_jax.text.chat_format import Trace
 from grpo_roc_jax.types import Problem
@@ -29,14 +29,28 @@ TASKSET_PREFIX = "verifiers:"
 """Before the id of a taskset of verifiers."""
 
 
+class Notes(list[str]):
+    """Findings of loading sources, and how many rows are too long."""
+
+    left_out = 0
+
+
 class Stream(Generic[T]):
     """An endless iterator of batches whose position is a small JSON object."""
 
-    def __init__(self, batches: grain.MapDataset, fingerprint: str, notes: Sequence[str]):
+    def __init__(self, batches: grain.MapDataset, fingerprint: str, notes: Notes, longest: int = 0):
         self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
         self._fingerprint = fingerprint
+        self._notes = notes
         self.notes = tuple(notes)
         """Findings of loading the sources, to show at the start of a run."""
+        self.longest = longest
+        """Tokens that no trace exceeds; 0 where they were not counted."""
+
+    @property
+    def left_out(self) -> int:
+        """Rows of files that are too long, and demonstrations of worlds drawn so far."""
+        return self._notes.left_out
 
     def __iter__(self) -> Iterator[list[T]]:
         return self
@@ -97,14 +111,14 @@ def make_problem_stream(
         problems: Problems per batch.
         seed: Seed of the shuffles and the worlds.
         prompt_length: Returns the number of tokens of a problem's prompt. With it, rows of files beyond
-            `max_prompt_tokens` are dropped and listed in `notes`; prompts are never cut.
+            `max_prompt_tokens` are left out and listed in `notes`, or refused (`config.too_long`); none is cut.
         max_prompt_tokens: Used with `prompt_length`.
         left_out: Uids of problems that do not train.
 
     Raises:
-        ValueError: A source cannot be used (see `load_problems`, `check_world`).
+        ValueError: A source cannot be used (see `load_problems`, `check_world`), or holds what is too long.
     """
-    notes: list[str] = []
+    notes = Notes()
     found = training_problems(config, seed, notes, prompt_length, max_prompt_tokens)
     datasets = []
     contents = []
@@ -125,7 +139,7 @@ def make_problem_stream(
 def training_problems(
     config: DataConfig,
     seed: int,
-    notes: list[str],
+    notes: Notes,
     prompt_length: Callable[[Problem], int] | None = None,
     max_prompt_tokens: int = 0,
 ) -> list[tuple[str, Sequence[Problem]]]:
@@ -146,10 +160,34 @@ def training_problems(
         if len(kept) < len(rows):
             notes.append(f"{source}: {len(rows) - len(kept)} rows are also held out; dropped from training")
         if prompt_length is not None:
-            kept, lengths = drop_long(kept, prompt_length, max_prompt_tokens)
-            notes += [f"{source}: {note}" for note in lengths]
+            kept = fitting_problems(kept, prompt_length, max_prompt_tokens, config, notes, f"{source}: ")
         found.append((source, kept))
     return found
+
+
+def fitting_problems(
+    problems: Sequence[Problem],
+    prompt_length: Callable[[Problem], int],
+    max_prompt_tokens: int,
+    config: DataConfig,
+    notes: Notes,
+    prefix: str = "",
+) -> list[Problem]:
+    """The problems whose prompts fit; `notes` gets the lengths and the first of the others, after `prefix`.
+
+    Raises:
+        ValueError: One does not fit, and `config.too_long` is `fail`.
+    """
+    kept, lengths = drop_long(list(problems), prompt_length, max_prompt_tokens)
+    lengths = [f"{prefix}{note}" for note in lengths]
+    if len(kept) < len(problems) and config.too_long == "fail":
+        raise ValueError("\n".join([*lengths, f"raise rollout.max_prompt_tokens, or {_DROP}"]))
+    notes += lengths
+    notes.left_out += len(problems) - len(kept)
+    return kept
+
+
+_DROP = "set data.too_long to drop, which leaves them out"
 
 
 def make_trace_stream(
@@ -166,8 +204,8 @@ def make_trace_stream(
         config: `trace_sources` with `trace_weights`, or else `sources`; `weights` are of these.
         traces: Traces per batch.
         seed: Seed of the shuffles, the worlds and the demonstrators' mistakes.
-        row_length: Returns the number of tokens of a trace. With it, a trace of a file beyond `max_row_tokens` is an
-            error, since nothing is cut.
+        row_length: Returns the number of tokens of a trace. With it, a trace beyond `max_row_tokens` is left out, or
+            refused (`config.too_long`), since nothing is cut. Another trace of its world takes its place.
         max_row_tokens: Used with `row_length`.
 
     Raises:
@@ -175,22 +213,27 @@ def make_trace_stream(
     """
     sources = config.trace_sources or config.sources
     weights = config.trace_weights or (config.weights if sources == config.sources else ())
-    notes: list[str] = []
+    notes, longest = Notes(), 0
     datasets = []
     contents = []
     for source in sources:
         if generator := generator_of(source):
             element = partial(_generated_trace, generator, source, seed, config)
+            if row_length is not None:
+                element = partial(_fitting_trace, element, row_length, max_row_tokens, source, config.too_long, notes)
+                longest = max(longest, max_row_tokens)
             datasets.append(grain.MapDataset.source(_Addressed(element, TRACE_START)))
             contents.append(source + str(config.demonstrations))
             continue
         rows, report = _load_traces(source, config)
         notes.append(str(report))
         if row_length is not None:
-            notes.append(_check_rows(source, [row_length(row) for row in rows], max_row_tokens))
+            lengths = [row_length(row) for row in rows]
+            rows = _fitting_traces(rows, lengths, max_row_tokens, source, config.too_long, notes)
+            longest = max(longest, *(tokens for tokens in lengths if tokens <= max_row_tokens))
         datasets.append(_epochs(rows, config.shuffle, seed))
         contents.append(_digest(f"{trace.problem.prompt}\0{trace.turns}" for trace in rows))
-    return _stream(datasets, contents, weights, traces, seed, notes)
+    return _stream(datasets, contents, weights, traces, seed, notes, longest)
 
 
 def _hinted_problem(generator: Generator, source: str, seed: int, index: int) -> Problem:
@@ -257,11 +300,62 @@ def _load_traces(source: str, config: DataConfig) -> tuple[list[Trace], LoadRepo
         ) from error
 
 
-def _check_rows(source: str, lengths: Sequence[int], most: int) -> str:
+def _fitting_traces(
+    traces: Sequence[Trace], lengths: Sequence[int], most: int, source: str, too_long: str, notes: Notes
+) -> list[Trace]:
+    """The traces of a file that fit into a row.
+
+    Raises:
+        ValueError: None does, or one does not and `too_long` is `fail`.
+    """
     said = f"{source}: {describe_lengths('conversations', lengths)}; batch.row_length = {most}"
-    if long := sum(tokens > most for tokens in lengths):
-        raise ValueError(f"{said}: {long} of {len(lengths)} do not fit; raise it, or leave them out, as nothing is cut")
-    return said
+    long = [(trace.problem.uid, n) for trace, n in zip(traces, lengths, strict=True) if n > most]
+    named = [f"{source}: {uid}: conversation of {n} tokens, at most {most} fit" for uid, n in long[:SHOWN]]
+    if not long:
+        notes.append(said)
+        return list(traces)
+    said += f": {len(long)} of {len(traces)} do not fit"
+    if len(long) == len(traces) or too_long == "fail":
+        other = f", or {_DROP}" if len(long) < len(traces) else ""
+        raise ValueError("\n".join([f"{said}; raise it{other}, as nothing is cut", *named]))
+    notes += [f"{said} and are left out, {len(traces) - len(long)} are left", *named]
+    notes.left_out += len(long)
+    return [trace for trace, n in zip(traces, lengths, strict=True) if n <= most]
+
+
+OTHER_TRACES = 1 << 32
+"""From the number of a demonstration of a world to that of the one which takes its place if it is too long."""
+TRIES = 50
+
+
+def _fitting_trace(
+    element: Callable[[int], Trace],
+    row_length: Callable[[Trace], int],
+    most: int,
+    source: str,
+    too_long: str,
+    notes: Notes,
+    index: int,
+) -> Trace:
+    """Demonstration number `index` of a world, or the first after it in steps of `OTHER_TRACES` that fits into a row.
+
+    Raises:
+        ValueError: It does not fit and `too_long` is `fail`, or `TRIES` of them do not.
+    """
+    for tried in range(TRIES):
+        trace = element(index + tried * OTHER_TRACES)
+        tokens = row_length(trace)
+        if tokens <= most:
+            return trace
+        if too_long == "fail":
+            raise ValueError(
+                f"{source}: {trace.problem.uid}: demonstration of {tokens} tokens, batch.row_length = {most}; raise "
+                f"it, or {_DROP}"
+            )
+        notes.left_out += 1
+    raise ValueError(
+        f"{source}: {TRIES} demonstrations exceed batch.row_length = {most}, the last one has {tokens} tokens; raise it"
+    )
 
 
 def _epochs(rows: Sequence[Any], shuffle: bool, seed: int) -> grain.MapDataset:
@@ -275,7 +369,8 @@ def _stream(
     weights: Sequence[float],
     size: int,
     seed: int,
-    notes: Sequence[str],
+    notes: Notes,
+    longest: int = 0,
 ) -> Stream:
     """Batches of `size` elements of the mixture; `contents` enter the fingerprint."""
     mixed = datasets[0]
@@ -286,7 +381,7 @@ def _stream(
         return [mixed[i] for i in range(index * size, (index + 1) * size)]
 
     batches = grain.MapDataset.source(_Addressed(batch, len(mixed) // size))
-    return Stream(batches, _digest([*contents, *map(str, weights), str(seed), str(size)]), notes)
+    return Stream(batches, _digest([*contents, *map(str, weights), str(seed), str(size)]), notes, longest)
 
 
 def _digest(texts: Any) -> str:

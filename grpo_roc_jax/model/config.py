@@ -145,8 +145,9 @@ class ModelConfig:
     """
 
     path: str = ""
-    """Directory or hub id of a published checkpoint. Its `config.json` then gives every field below except
-    `compute_dtype`; setting one to something else is refused. Empty: random parameters of the shape below."""
+    """Directory or hub id (`ORG/NAME`) of a published checkpoint, or a GGUF file: `FILE.gguf`, `ORG/NAME/FILE.gguf` of
+    the hub, or `package:NAME` of an installed package that carries one. Its configuration then gives every field below
+    except `compute_dtype`; setting one to something else is refused. Empty: random parameters of the shape below."""
     ignore_keys: tuple[str, ...] = ()
     """Keys of that `config.json` which are unknown here and known to change nothing; others are refused by name."""
     d_model: Width = 64

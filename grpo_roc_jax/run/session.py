@@ -121,6 +121,8 @@ class TrainingSession:
     alarms: Alarms | None
     """None without a section `watch`."""
     claim: Claim
+    held_out_left_out: int
+    """Held-out problems whose prompts are too long."""
 
 
 @contextmanager
@@ -166,6 +168,7 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
             events,
             Alarms(watch, events) if config.watch else None,
             claim,
+            notes.left_out,
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_roc_jax.data.pipeline import training_problems
+from grpo_roc_jax.data.pipeline import Notes, training_problems
 from grpo_roc_jax.learner.update import start_train_state
 from grpo_roc_jax.method import compose
 from grpo_roc_jax.method.state import visited
@@ -118,7 +118,7 @@ def leave_out_solved(session: TrainingSession, run: RunState, begins: bool) -> N
     claim, config, components = session.claim, session.config, session.components
     path, chat = session.run_dir / f"difficulty_{claim.stage + 1}.jsonl", components.chat
     length, longest = prompt_length(config, chat), config.rollout.max_prompt_tokens
-    found = training_problems(config.data, config.seed, [], length, longest)
+    found = training_problems(config.data, config.seed, Notes(), length, longest)
     problems = [problem for _, rows in found for problem in rows]
     begun, samples = run.progress.began, claim.stages[claim.stage].drop_solved
     counts = count_solved(

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.data.pipeline import Stream, eval_problems, make_problem_stream
-from grpo_roc_jax.data.problems import drop_long
+from grpo_roc_jax.data.pipeline import Notes, Stream, eval_problems, fitting_problems, make_problem_stream
 from grpo_roc_jax.learner.update import start_train_state
 from grpo_roc_jax.method import compose
 from grpo_roc_jax.record.metrics import Writer
@@ -40,14 +39,15 @@ def problem_stream(config: Config, chat: ChatFormat, left_out: Collection[str] =
 
 
 @config_errors()
-def held_out(config: Config, chat: ChatFormat) -> tuple[list[Problem], list[str]]:
+def held_out(config: Config, chat: ChatFormat) -> tuple[list[Problem], Notes]:
     """(held-out problems whose prompts fit, findings of reading them)."""
-    notes: list[str] = []
+    notes = Notes()
     problems = eval_problems(config.data, notes)
-    kept, lengths = drop_long(problems, prompt_length(config, chat), config.rollout.max_prompt_tokens)
+    length, longest = prompt_length(config, chat), config.rollout.max_prompt_tokens
+    kept = fitting_problems(problems, length, longest, config.data, notes, "held out: ")
     if problems and not kept:
-        raise ValueError("\n".join(["no held-out problem is left", *notes, *lengths]))
-    return kept, [*notes, *(f"held out: {note}" for note in lengths)]
+        raise ValueError("\n".join(["no held-out problem is left", *notes]))
+    return kept, notes
 
 
 def data_lines(config: Config, chat: ChatFormat, scorer: Scorer | None = None) -> list[str]:

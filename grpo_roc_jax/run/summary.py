@@ -13,7 +13,7 @@ import numpy as np
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.record.events import read_events
-from grpo_roc_jax.record.metrics import recorded, series
+from grpo_roc_jax.record.metrics import SFT_FILE, recorded, series
 from grpo_roc_jax.record.run_dir import SUMMARY_FILE, environment, write_whole
 from grpo_roc_jax.record.trace import TraceRecord, context_of
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, NO_SIGNAL_STATUS
@@ -61,6 +61,8 @@ def write_summary(run_dir: Path, config: Config, **measured: Any) -> dict[str, A
 
     `tool_error_in_correct` is over all sampled rollouts before selection, averaged over the last third of the steps.
     """
+    if supervised := recorded(run_dir / SFT_FILE):
+        measured["left_out"] = measured.get("left_out", {}) | {"traces": int(supervised[-1].get("data/left_out", 0))}
     summary = finite(
         {
             "name": config.name,
@@ -94,7 +96,10 @@ def summary_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
         value = summary.get(name)
         return "-" if value is None else format(value, form)
 
+    dropped = {name: count for name, count in summary.get("left_out", {}).items() if count}
+    said = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in dropped.items())
     return [
+        *([f"left out, since they are too long: {said}"] if said else []),
         f"accuracy on held-out problems: {shown('accuracy_before')} -> {shown('accuracy_after')}",
         "failing tool calls inside correct trajectories: "
         f"{shown('tool_error_in_correct_first')} -> {shown('tool_error_in_correct')} (last third)",

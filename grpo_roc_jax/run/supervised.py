@@ -43,11 +43,14 @@ def trace_rows(traces: Sequence[Trace], chat: ChatFormat, form: str = "none") ->
         form: `sft.reward_tokens`: `token` or `text` for the reward-conditioned stage, in which every prompt ends with
             the reward token of its trace's outcome (arXiv:2602.03025, app. B).
     """
-    plain = form == "none"
-    goals = ["" if plain else reward_goal(HIGH if succeeded(trace) else LOW, form) for trace in traces]
-    encoded = [chat.trace_row(trace, goal) for trace, goal in zip(traces, goals, strict=True)]
+    encoded = [chat.trace_row(trace, _goal(trace, form)) for trace in traces]
     total = max(sum(int(mask.sum()) for _, mask in encoded), 1)
     return [supervised_row(tokens, mask, 1.0 / total) for tokens, mask in encoded]
+
+
+def _goal(trace: Trace, form: str) -> str:
+    """The reward token at the end of its prompt; empty in a stage without them."""
+    return "" if form == "none" else reward_goal(HIGH if succeeded(trace) else LOW, form)
 
 
 def succeeded(trace: Trace) -> bool:
@@ -95,12 +98,12 @@ def supervised_optim(config: Config) -> OptimConfig:
 
 @config_errors()
 def trace_stream(config: Config, chat: ChatFormat) -> Stream[Trace]:
-    """The demonstrations of a run."""
+    """The demonstrations of a run that fit into a row."""
     return make_trace_stream(
         config.data,
         traces=config.sft.traces,
         seed=config.seed,
-        row_length=lambda trace: len(chat.trace_row(trace)[0]),
+        row_length=lambda trace: len(chat.trace_row(trace, _goal(trace, config.sft.reward_tokens))[0]),
         max_row_tokens=config.batch.row_length,
     )
 
@@ -109,7 +112,7 @@ def supervise(config: Config, components: Components, params: Any, writer: Write
     """The parameters after `sft.steps` steps on traces of `data.trace_sources`.
 
     Raises:
-        ConfigError: Traces that cannot be used, or are longer than a row; nothing is cut.
+        ConfigError: Traces that cannot be used, or none that fits into a row; nothing is cut.
     """
     optim = supervised_optim(config)
     step_fn = make_update_step(
@@ -121,7 +124,7 @@ def supervise(config: Config, components: Components, params: Any, writer: Write
     for note in stream.notes:
         writer.say(note)
     shards = row_shards(components.mesh)
-    bound = worst_case_micro_batches(config.sft.traces, config.rollout.max_row_tokens, config.batch, shards)
+    bound = worst_case_micro_batches(config.sft.traces, stream.longest, config.batch, shards)
     memory = Halvings(components.mesh)
     started = time.perf_counter()
     under_way: Any = None
@@ -138,5 +141,6 @@ def supervise(config: Config, components: Components, params: Any, writer: Write
         if step % config.sft.log_every == 0 or step == config.sft.steps:
             numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
             elapsed = time.perf_counter() - started
-            writer.write_sft(step, numbers | {"sft/fill": placement.fill, "time/sft_s": elapsed})
+            counts = {"sft/fill": placement.fill, "data/left_out": stream.left_out}
+            writer.write_sft(step, numbers | counts | {"time/sft_s": elapsed})
     return state.params

@@ -1,6 +1,7 @@
 """`check-data`: what a file holds, how it is read, and the settings under which it fits."""
 
 import json
+import re
 
 import pytest
 
@@ -59,3 +60,17 @@ def test_what_cannot_be_read_is_a_message_and_a_status(words, tmp_path, capsys, 
     assert main(["check-data", *words]) == 2
     caught = capsys.readouterr()
     assert "Traceback" not in caught.err and (caught.err or not words)
+
+
+def test_what_does_not_fit_the_settings_is_named(tmp_path, capsys):
+    talk = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "because " * count}]}
+        for count in (1, 2000, 3)
+    ]
+    assert main(["check-data", write(tmp_path / "talk.jsonl", talk), "toy.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"batch\.row_length = \d+: 1 of 3 do not fit \(data\.too_long\)\n  talk:2: \d+ tokens\n", said)
+    asked = [{"question": "Think. " * count, "answer": 1} for count in (1, 400, 3, 500)]
+    assert main(["check-data", write(tmp_path / "own.jsonl", asked), "toy.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert ": 2 of 4 do not fit (data.too_long)\n  own:" in said and "rollout.max_prompt_tokens = " in said

@@ -206,3 +206,79 @@ class TestTraces:
 def test_impossible_settings_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(**change)
+
+
+# ---- what does not fit ---------------------------------------------------------------------------------------------
+
+
+def talks(path, lengths):
+    """Conversations of so many letters."""
+    rows = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "x" * n}] for n in lengths]
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+    return str(path)
+
+
+def letters(trace):
+    return len(trace.turns[0].removeprefix("</reason>"))
+
+
+def fitting_stream(config, most, length=letters, traces=4):
+    return make_trace_stream(config, traces=traces, seed=0, row_length=length, max_row_tokens=most)
+
+
+def test_traces_that_do_not_fit_are_left_out_and_counted(tmp_path):
+    path = talks(tmp_path / "talk.jsonl", [20, 80, 30, 90, 40])
+    config = DataConfig(sources=(path,), eval_problems=0)
+    stream = fitting_stream(config, 60)
+    assert {letters(trace) for batch in take(stream, 4) for trace in batch} == {20, 30, 40}
+    assert (stream.left_out, stream.longest) == (2, 40)
+    assert any("batch.row_length = 60: 2 of 5 do not fit and are left out, 3 are left" in note for note in stream.notes)
+    assert any("talk:2: conversation of 80 tokens, at most 60 fit" in note for note in stream.notes)
+    assert fitting_stream(config, 1000).left_out == 0
+    fails = dataclasses.replace(config, too_long="fail")
+    with pytest.raises(ValueError, match=r"2 of 5 do not fit; raise it, or set data\.too_long to drop"):
+        fitting_stream(fails, 60)
+    for choice in (config, fails):
+        with pytest.raises(ValueError, match=r"batch\.row_length = 5: 5 of 5 do not fit; raise it, as nothing is cut"):
+            fitting_stream(choice, 5)
+    assert fitting_stream(fails, 1000).left_out == 0
+
+
+def test_problems_that_do_not_fit_stop_the_run_where_that_is_asked(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"question": "x" * n, "answer": "1"}) + "\n" for n in (5, 50, 6)))
+    asked = {"problems": 2, "seed": 0, "prompt_length": lambda problem: len(problem.prompt)}
+    config = DataConfig(sources=(str(path),), eval_problems=0)
+    assert make_problem_stream(config, **asked, max_prompt_tokens=6).left_out == 1
+    fails = dataclasses.replace(config, too_long="fail")
+    with pytest.raises(
+        ValueError, match=r"prompt of 50 tokens(.|\n)*raise rollout\.max_prompt_tokens, or set data\.too"
+    ):
+        make_problem_stream(fails, **asked, max_prompt_tokens=6)
+    assert make_problem_stream(fails, **asked, max_prompt_tokens=50).left_out == 0
+
+
+def test_other_demonstrations_of_a_world_take_the_place_of_those_that_do_not_fit():
+    """The same ones after a pause, and each number in its place where it fits."""
+    config = DataConfig(sources=("world:products:1",))
+
+    def length(trace):
+        return sum(map(len, trace.turns))
+
+    plain = [trace for batch in take(trace_stream(config), 12) for trace in batch]
+    most = sorted(map(length, plain))[len(plain) // 2]
+    stream = fitting_stream(config, most, length)
+    found = [trace for batch in take(stream, 12) for trace in batch]
+    assert all(length(trace) <= most for trace in found) and stream.longest == most
+    kept = [(one, other) for one, other in zip(plain, found, strict=True) if length(one) <= most]
+    assert all(one == other for one, other in kept) and len(plain) > len(kept) >= len(plain) // 2
+    assert stream.left_out >= len(plain) - len(kept)
+    resumed = fitting_stream(config, most, length)
+    resumed.set_state({**fitting_stream(config, most, length).get_state(), "next_index": 7})
+    assert next(resumed) == found[28:32]
+    with pytest.raises(
+        ValueError, match=r"50 demonstrations exceed batch\.row_length = 1, the last one has \d+ tokens"
+    ):
+        next(fitting_stream(config, 1, length))
+    with pytest.raises(ValueError, match=r"world:products:1: .*: demonstration of \d+ tokens, .* set data\.too_long"):
+        next(fitting_stream(dataclasses.replace(config, too_long="fail"), 1, length))

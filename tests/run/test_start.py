@@ -202,3 +202,64 @@ def test_a_step_without_a_score_says_so(tmp_path):
         assert row["rollout/reward"] is None and row["rollout/reward_std"] is None and row["roc/reward_kept"] is None
         (event,) = [event for event in read_events(run) if event["event"] == "not_scored"]
         assert event["step"] == 1 and f"not scored by {name} (" in event["text"] and said in event["text"]
+
+
+LONG_ONES = {
+    "problems": [{"question": f"{i} + {i} = ?", "answer": str(2 * i)} for i in range(4)]
+    + [{"question": "why? " * 40, "answer": "1"}],
+    "held_out": [{"question": "1 + 2 = ?", "answer": "3"}, {"question": "when? " * 40, "answer": "1"}],
+    "talks": [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "because " * count}]}
+        for count in (1, 2, 600, 5, 900, 700)
+    ],
+}
+
+
+def with_long_ones(files) -> list[str]:
+    for name, rows in LONG_ONES.items():
+        (files / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [
+        f"--data.{key}={files}/{name}.jsonl"
+        for key, name in zip(("sources", "eval_sources", "trace_sources"), LONG_ONES, strict=True)
+    ]
+    return [
+        *TINY,
+        *sources,
+        "--data.eval_problems=2",
+        "--sft.steps=1",
+        "--sft.traces=8",
+        "--sft.log_every=1",
+        f"--run_dir={files}/run",
+        "--batch.row_length=96",
+        "--batch.rows=2",
+    ]
+
+
+def test_a_dry_run_names_what_is_left_out(files, capsys):
+    words = [*with_long_ones(files), "--dry-run"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "problems.jsonl: problems:" in said and "1 over-long prompts dropped, 4 problems left" in said
+    assert "held out: prompts of" in said and "1 over-long prompts dropped, 1 problems left" in said
+    assert (
+        "batch.row_length = 96: 3 of 6 do not fit and are left out, 3 are left" in said
+        and "talks:3: conversation of" in said
+    )
+    message = said_by([*words, "--data.too_long=fail"], capsys)
+    assert "prompt of" in message and "set data.too_long to drop" in message
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
+def test_a_run_counts_what_it_leaves_out(files, capsys):
+    """In its metrics, its summary and its last lines; demonstrations may be longer than any rollout."""
+    assert main([*with_long_ones(files), "--steps=1", "--log.console=plain"]) == 0
+    said = capsys.readouterr().out
+    summary = json.loads((files / "run" / "summary.json").read_text())
+    assert summary["left_out"] == {"problems": 1, "held_out": 1, "traces": 3}
+    assert "left out, since they are too long: 1 problems, 1 held out, 3 traces" in said
+    rows = {
+        name: [json.loads(line) for line in (files / "run" / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "sft.jsonl")
+    }
+    assert rows["sft.jsonl"][-1]["data/left_out"] == 3 and rows["metrics.jsonl"][-1]["data/left_out"] == 1
