@@ -88,6 +88,16 @@ class PoolSize(NamedTuple):
             start, step = start + size, start + size - self.shared
         return tuple(found)
 
+    def growing(self, first: int, orders: Orders) -> tuple["PoolSize", ...]:
+        """Sizes from one with at least `first` blocks up to this one: each has all arenas of the one before it, or
+        twice the blocks in one arena."""
+        if orders[:2] == IN_PLACE:
+            ends = [arena.start + arena.blocks for arena in self.arenas(orders)]
+        else:
+            ends = [min(first << i, self.blocks) for i in range(self.blocks.bit_length() + 1)]
+        ends = sorted({end for end in ends if end >= min(first, self.blocks)})
+        return tuple(self._replace(blocks=end) for end in ends)
+
 
 @flax.struct.dataclass
 class BlockPool:
@@ -101,6 +111,11 @@ class BlockPool:
     """Of a block."""
     recurrent: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     """Layers with a `delta.Memory`, in `delta.ORDERS`."""
+
+    @property
+    def blocks(self) -> int:
+        """Of all arenas."""
+        return sum(arena.blocks for arena in self.arenas)
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +169,24 @@ def allocate(
 
     recurrent = tuple(i for i, attends in enumerate(config.attends) if not attends)
     return BlockPool(tuple(map(layer, config.attends)), orders, arenas, size.columns, recurrent)
+
+
+def enlarge(pool: BlockPool, arenas: tuple[Arena, ...]) -> BlockPool:
+    """The pool with these arenas, of which its own are the first; a single arena becomes longer. New blocks are
+    zeros."""
+
+    def zeros(leaf: Array, blocks: int) -> Array:
+        return jnp.zeros((blocks, *leaf.shape[1:]), leaf.dtype)
+
+    def extended(layer: tuple[tuple[Array, ...], ...]) -> tuple[tuple[Array, ...], ...]:
+        (*_, last), more = layer, arenas[len(pool.arenas) :]
+        if len(arenas) == len(pool.arenas) == 1:
+            added = arenas[0].blocks - pool.arenas[0].blocks
+            return (tuple(jnp.concatenate([leaf, zeros(leaf, added)]) for leaf in last),)
+        return (*layer, *(tuple(zeros(leaf, arena.blocks) for leaf in last) for arena in more))
+
+    layers = (layer if i in pool.recurrent else extended(layer) for i, layer in enumerate(pool.layers))
+    return pool.replace(layers=tuple(layers), arenas=arenas)
 
 
 def copy_blocks(pool: BlockPool, blocks: Int[Array, "2 n"], rows: Int[Array, "2 n"], first: int = 0) -> BlockPool:

@@ -48,6 +48,13 @@ class BlockLedger:
         self._block_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
 
+    def extend(self, blocks: int, shared: int) -> None:
+        """The pool has so many blocks now; ids below `shared` may have several holders."""
+        for block in range(self.count, blocks):  # in rising order, so that both parts stay heaps
+            self._free[block >= shared].append(block)
+        self._holders += [0] * (blocks - self.count)
+        self.count, self.shared = blocks, shared
+
     @property
     def free(self) -> int:
         """Blocks that a chain can take now, idle ones included."""

@@ -145,6 +145,7 @@ def append_by_layer(
         ids, positions, at = arrange(form, *arrays)
         return *start_layers(ends, ids, positions, config), at
 
+    name = (*name, pool.blocks)
     x, tables, at = parts((*name, "start"), start, split_ends(params), *arrays)
     for i, layer in enumerate(params["layers"]):
         fixed, last = {"index": kinds[i], "form": form, "model": model}, i + 1 == config.layers
@@ -177,7 +178,7 @@ def copy_by_layer(
 
     firsts = [config.attends.index(attends) for attends in config.attends]
     layers = (
-        parts(("copy", first), partial(copy, index=first), leaves, blocks, rows, donate=(0,))
+        parts(("copy", pool.blocks, first), partial(copy, index=first), leaves, blocks, rows, donate=(0,))
         for first, leaves in zip(firsts, pool.layers, strict=True)
     )
     return pool.replace(layers=tuple(layers))
@@ -199,7 +200,7 @@ def decode_by_layer(
     kinds, ropes = layer_kinds(config), rope_names(config)
     B = slots.token.shape[0]
     rows = settings.rows if 0 < settings.rows < B else B
-    name = ("decode", rows)
+    name, of_pool = ("decode", rows), ("decode", rows, pool.blocks)
 
     def start(slots: Slots, table: Array) -> tuple[Any, ...]:
         at, part, few = narrow(slots, table, rows) if rows < B else (None, slots, table)
@@ -216,16 +217,16 @@ def decode_by_layer(
         return slots, report, unfinished(slots, report, settings)
 
     slots = parts(("patch",), apply_patch, slots, patch, donate=(0,))
-    at, part, few, readers, report, more = parts((*name, "start"), start, slots, table)
+    at, part, few, readers, report, more = parts((*of_pool, "start"), start, slots, table)
     for _ in range(settings.chunk):
         if not parts.holds(more):
             break
-        x, tables, places = parts((*name, "token"), token, ends, part, few, readers, at)
+        x, tables, places = parts((*of_pool, "token"), token, ends, part, few, readers, at)
         recorded_experts = []
         for i, layer in enumerate(params["layers"]):
             function = partial(run_layer, index=kinds[i], form=form, model=model)
             arguments = layer, layers[i], x, tables[ropes[i]], places
-            x, layers[i], chosen = parts((*name, "layer", kinds[i]), function, *arguments, donate=(1,))
+            x, layers[i], chosen = parts((*of_pool, "layer", kinds[i]), function, *arguments, donate=(1,))
             recorded_experts += chosen
         part, report, more = parts((*name, "draw"), draw, ends, x, part, report, recorded_experts, donate=(2, 3))
     pool = pool.replace(layers=tuple(layers))

@@ -138,6 +138,10 @@ class RolloutConfig:
     """Tokens that the cache of this process holds; 0 means slots x (max_prompt_tokens + max_response_tokens). With
     fewer, rows are admitted while the lengths expected of them fit. If they turn out longer, the youngest row gives up
     its room, and its tokens are written again later."""
+    kv_start: Count = 0
+    """Tokens that the cache holds at first. It grows whenever rows need more, to twice its size or so and at most to
+    `kv_tokens`, and its programs are compiled once more for each size. 0 allocates all of it at once. For dialogues,
+    whose first answers take a small part of the longest one."""
     block: AtLeast1 = 64
     """Tokens of a block of the cache. A row takes blocks as it grows, and rows of one prompt share its whole blocks. A
     row wastes half a block on average; small blocks cost more time."""
@@ -146,10 +150,12 @@ class RolloutConfig:
     of the budget, so rollouts that go on from a cut (`plan.second` serial, `step_limit` partial) come after new
     ones."""
     append_lengths: Annotated[tuple[AtLeast1, ...], Len(1)] = (16, 32, 64, 128)
-    """Padded lengths of the programs that write prompts and observations; longer texts take several pieces."""
+    """Padded lengths of the programs that write prompts and observations; longer texts take several pieces. Where rows
+    are packed these are the tokens of all rows of a call, and 256 is one more of them if that many can be needed."""
     append_rows: Count = 0
-    """Rows per append; 0 chooses 1 on a CPU, where padding rows is paid in full, and 8 elsewhere, where a short append
-    costs one read of the weights however many rows it has. Long appends also come with 1, 2 and 4 rows."""
+    """Rows per append. 0 packs the tokens of any number of rows on a CPU, where padding is paid in full (models with
+    recurrent layers: 1 row), and chooses 8 elsewhere, where a short append costs one read of the weights however many
+    rows it has. Long appends also come with 1, 2 and 4 rows."""
     attention: Literal["auto", "xla", "paged"] = "auto"
     """How queries read the cache: `xla` gathers the blocks of all rows up to the longest live one (on a CPU it
     multiplies blocks in their place), `paged` (the ragged paged attention kernel that ships with JAX; TPUs only, heads
@@ -192,6 +198,11 @@ class RolloutConfig:
                 f"rollout.kv_tokens = {self.kv_tokens} cannot hold one row of max_prompt_tokens + max_response_tokens "
                 f"= {self.max_row_tokens}; raise kv_tokens to at least that, or lower the two limits"
             )
+        if self.kv_start > (most := self.kv_tokens or self.slots * self.max_row_tokens):
+            raise ValueError(
+                f"rollout.kv_start = {self.kv_start}; must be at most the {most} tokens of the whole cache; lower it, "
+                "or set it to 0 to allocate the cache at once"
+            )
 
     @property
     def cache_dtype(self) -> str:
@@ -218,6 +229,10 @@ class RolloutConfig:
         """Padded length of an append of the longest prompt, or of its longest piece."""
         lengths = self.append_lengths
         return next((length for length in lengths if length >= self.max_prompt_tokens - 1), lengths[-1])
+
+    def first_blocks(self, shards: int) -> int:
+        """Blocks of the cache on each of the data shards at first."""
+        return -(-(self.kv_start // shards) // self.block) if self.kv_start else self.shard_blocks(shards)
 
     def shard_blocks(self, shards: int) -> int:
         """Blocks of the cache on each of the data shards."""

@@ -97,7 +97,7 @@ class DeviceRows:
         self.chains: list[Chain | None] = [None] * config.slots
         self.version = np.zeros(config.slots, np.int64)
         """Of the weights that wrote a slot's first column."""
-        self._none = size.blocks
+        self._none = programs.largest_size.blocks
         self._held = np.full((config.slots, config.table_width), self._none, np.int32)
         self._held_on_device: jax.Array | None = None
         self._axes = programs.row_axes or None
@@ -129,6 +129,15 @@ class DeviceRows:
         """Room for that many columns; raises `Full`."""
         if self.of(slot).grow(self.chains[slot], columns):
             self._show(slot)
+
+    def enlarge(self) -> bool:
+        """Lets the pool grow, if `rollout.kv_start` left room for that; whether it did."""
+        if not self.programs.can_grow:
+            return False
+        self._pool = self.programs.grow(self._pool)
+        for blocks in self.blocks:
+            blocks.extend(self.programs.size.blocks, self.programs.shared_blocks)
+        return True
 
     def room(self) -> np.ndarray:
         """int64[B]: columns that each slot has room for."""

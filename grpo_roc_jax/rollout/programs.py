@@ -34,6 +34,7 @@ from grpo_roc_jax.model.pool import (
     allocate,
     cache_orders,
     copy_blocks,
+    enlarge,
     tile_count,
     tile_width,
     token_places,
@@ -173,9 +174,11 @@ class SamplerPrograms:
         per_shard = rollout.slots // self.shards
         blocks = rollout.shard_blocks(self.shards)
         # Where blocks are multiplied in their place, prompts of several rows have blocks of their own.
-        sharable = -(-per_shard // 4) * ((rollout.max_prompt_tokens - 1) // rollout.block) if on_cpu else 0
-        self.size = PoolSize(blocks, rollout.block, per_shard, min(sharable, blocks // 2))
-        self.shared_blocks = self.size.shared if on_cpu else blocks
+        sharable = -(-per_shard // 4) * ((rollout.max_prompt_tokens - 1) // rollout.block)
+        sharable = min(sharable, blocks // 2) if on_cpu and per_shard > 1 else 0
+        self.largest_size = PoolSize(blocks, rollout.block, per_shard, sharable)
+        """Of the pool of a shard; see `grow`."""
+        self._grown = 0
         parts = {-(-per_shard // part) for part in rollout.narrow}
         self.widths = (*sorted(width for width in parts if 4 <= width < per_shard), per_shard)
         self.shares_layers = on_cpu and (mesh is None or mesh.size == 1) and layer_weights(model) >= LAYER_WEIGHTS
@@ -220,7 +223,7 @@ class SamplerPrograms:
     def _appends_per_chunk(self) -> int:
         """Appends of a shard for a chunk of decoding where rows use all of their turns and of their budget."""
         rollout, pieces = self.rollout, -(-self.rollout.max_prompt_tokens // self._append_shapes()[-1][1])
-        appends = (pieces + rollout.max_turns - 1) * -(-self.size.slots // self.append_rows[-1])
+        appends = (pieces + rollout.max_turns - 1) * -(-self.largest_size.slots // self.append_rows[-1])
         return -(-appends * rollout.chunk // rollout.max_response_tokens)
 
     def _check_paged(self) -> None:
@@ -229,7 +232,7 @@ class SamplerPrograms:
     def _timed_attention(self, orders: Orders) -> Callable[[], Array]:
         """Attention and cache writes of one layer in a chunk and in the appends that come with it, over rows of half of
         the greatest length."""
-        model, slots, size = self.model, self.rollout.slots, self.size
+        model, slots, size = self.model, self.rollout.slots, self.largest_size
         n, T = self._append_shapes()[-1]
         dtype, attends = compute_dtype(model), model.attends.index(True)
 
@@ -281,6 +284,33 @@ class SamplerPrograms:
     def _allocate(self) -> BlockPool:
         stored = DTYPES.get(self.rollout.cache_dtype)
         return allocate(self.model, self.size, compute_dtype(self.model), self.orders, self.shards, stored)
+
+    @property
+    def shared_blocks(self) -> int:
+        """Ids of blocks below it may be in several rows."""
+        return self.size.shared if platform_of(self.mesh) == "cpu" else self.size.blocks
+
+    @property
+    def size(self) -> PoolSize:
+        """Of the pool of a shard, as it is allocated now."""
+        return self._sizes[self._grown] if self.rollout.kv_start else self.largest_size
+
+    @cached_property
+    def _sizes(self) -> tuple[PoolSize, ...]:
+        """What the pool grows through."""
+        return self.largest_size.growing(self.rollout.first_blocks(self.shards), self.orders)
+
+    @property
+    def can_grow(self) -> bool:
+        return self.size.blocks < self.largest_size.blocks
+
+    def grow(self, pool: BlockPool) -> BlockPool:
+        """The pool with more blocks, as `rollout.kv_start` says; it is donated. Pools allocated from now on have the
+        same size. Programs are compiled for it when they are called."""
+        arguments, specs = (pool,), (self._rows(0),)
+        self._grown += 1
+        function = partial(enlarge, arenas=self.size.arenas(self.orders))
+        return self._run(ProgramCall(("grow",), function, arguments, specs, specs[0], (0,)))
 
     def new_slots(self) -> Slots:
         return self._run(ProgramCall(("slots",), partial(init_slots, self.rollout.slots), (), (), self._rows(0)))
@@ -362,7 +392,7 @@ class SamplerPrograms:
         B, D, W = self.rollout.slots, self.shards, self.rollout.table_width
         patch = self.place(empty_patch(B), *self._rows(1))
         # Every entry of the table is beyond the last block, so nothing is written.
-        table = partial(np.full, fill_value=self.size.blocks, dtype=np.int32)
+        table = partial(np.full, fill_value=self.largest_size.blocks, dtype=np.int32)
         zeros = partial(np.zeros, dtype=np.int32)
         for N in self.pack_lengths if self.packs else ():
             J = tile_count(N)
@@ -417,7 +447,7 @@ class SamplerPrograms:
     @cached_property
     def pack_lengths(self) -> tuple[int, ...]:
         """Tokens of the programs that append packed rows."""
-        lengths, most = self.rollout.append_lengths, self.size.slots * self.rollout.max_prompt_tokens
+        lengths, most = self.rollout.append_lengths, self.largest_size.slots * self.rollout.max_prompt_tokens
         return (*lengths, PACK) if lengths[-1] < PACK <= most else lengths
 
     def pack_length(self, tokens: int) -> int:
@@ -452,9 +482,10 @@ class SamplerPrograms:
         return pool.map(lambda leaf, order: change(leaf, spec(order)))
 
     def _run(self, call: ProgramCall) -> Any:
-        executable = self._compiled.get(call.key)
+        key = call.key, None if call.key == ("slots",) else self.size.blocks
+        executable = self._compiled.get(key)
         if executable is None:
-            executable = self._compiled[call.key] = self._compile(call)
+            executable = self._compiled[key] = self._compile(call)
         return executable(*call.arguments)
 
     def lower(self, call: ProgramCall) -> jax.stages.Lowered:

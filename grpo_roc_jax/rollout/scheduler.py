@@ -359,8 +359,14 @@ class Scheduler:
         wanted = int(np.maximum(need, 0).sum())
         if wanted <= blocks.free + self.prompts.kept(shard, prompt):
             return True
-        self.prompts.drop(shard)
-        return wanted <= blocks.free or not len(own)
+        if not len(own):
+            self.prompts.drop(shard)
+            return True
+        while wanted > blocks.free + self.prompts.kept(shard, prompt) and self.device.enlarge():
+            pass
+        if wanted > blocks.free + self.prompts.kept(shard, prompt):
+            self.prompts.drop(shard)
+        return wanted <= blocks.free + self.prompts.kept(shard, prompt)
 
     def _occupy(self, slot: int, ticket: int) -> None:
         """Gives a slot to a row of the queue, and starts it."""
@@ -392,7 +398,8 @@ class Scheduler:
             self.device.grow(slot, len(tokens) - 1)
         except Full:
             self._park(slot, 0)
-            return self.prompts.drop(slot // self.per_shard) and self._seat(slot, again=again)
+            more = self.device.enlarge() or self.prompts.drop(slot // self.per_shard)
+            return more and self._seat(slot, again=again)
         start = max(known, prompt)
         if len(tokens) - 1 > start:
             self.device.write(Write(slot, tokens[start:-1].copy(), start))
@@ -424,7 +431,7 @@ class Scheduler:
                 self.device.grow(slot, columns)
                 return True
             except Full:
-                if self.prompts.drop(shard):
+                if self.device.enlarge() or self.prompts.drop(shard):
                     continue
                 seated = own[table.occupied[own] & ~table.parked[own]]
                 youngest = int(seated[np.argmax(table.row[seated])])

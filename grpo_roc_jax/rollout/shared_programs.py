@@ -47,6 +47,8 @@ class SharedPrograms(SamplerPrograms):
                 pool = self.new_pool()
             elif name == "slots":
                 slots = self.new_slots()
+            elif name == "grow":
+                pool = self.grow(pool)
             elif name == "append":
                 pool = (self.append if len(sizes) == 2 else self.append_packed)(params, pool, *arrays)
             elif name == "copy":

@@ -39,6 +39,7 @@ def device(table):
         packs=False,
         append_rows=(1,),
         size=SimpleNamespace(blocks=8, columns=16),
+        largest_size=SimpleNamespace(blocks=8, columns=16),
         new_pool=lambda: None,
         new_slots=lambda: None,
         place=lambda *_: None,
