@@ -165,8 +165,8 @@ _NO_VALUE = re.compile(
 )
 """A beginning that is no answer: a denial, a refusal, or the beginning of a remark."""
 _REMARK = re.compile(
-    r"(?:completely |clearly |indeed |now |therefore |then )?(?:correct|right|wrong|incorrect|clear|obvious|simple|easy|"
-    r"hard|difficult|trivial|below|above|here|shown|done|ready|good|fine|verified|confirmed|boxed|expected)",
+    r"(?:completely |clearly |indeed |now |therefore |then )?(?:correct|right|wrong|incorrect|clear|obvious|simple|"
+    r"easy|hard|difficult|trivial|below|above|here|shown|done|ready|good|fine|verified|confirmed|boxed)",
     re.IGNORECASE,
 )
 """A remark about the answer after `is`."""
