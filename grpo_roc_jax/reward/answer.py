@@ -158,23 +158,23 @@ _BEFORE = re.compile(
 _NO_VALUE = re.compile(
     r"(?:not|never|neither|no longer|unknown|unclear|uncertain|unsure|undecided|unavailable|missing|impossible to|"
     r"beyond|outside|to be|left (?:to|as)|yet to|still|as follows|given (?:by|in|above|below)|found (?:by|in|from)|"
-    r"obtained|something|somewhere|one of|among|in (?:the|a|this|that|terms)|on the|at the|that (?:we|it|there|the|i)|what|"
-    r"which|whatever|based|needed|required|supposed|expected|likely|probably not|going to|coming|"
-    r"i (?:do|can|am|have)|sorry|hard to|difficult to|to [a-z]+|simply the|somehow|maybe not)\b|[a-z]+n['’]t\b",
+    r"obtained|something|somewhere|one of|among|in (?:the|a|this|that|terms)|on the|at the|that (?:we|it|there|the|i)|"
+    r"what|which|whatever|based|needed|required|supposed|expected|likely|probably not|going to|coming|sorry|hard to|"
+    r"difficult to|i (?:do|can|am|have)|to [a-z]+|simply the|somehow|maybe not)\b|[a-z]+n['’]t\b",
     re.IGNORECASE,
 )
 """A beginning that is no answer: a denial, a refusal, or the beginning of a remark."""
 _REMARK = re.compile(
     r"(?:completely |clearly |indeed |now |therefore |then )?(?:correct|right|wrong|incorrect|clear|obvious|simple|"
-    r"easy|hard|difficult|trivial|below|above|here|shown|done|ready|good|fine|verified|confirmed|boxed|expected|"
-    r"reasonable)",
+    r"easy|hard|difficult|trivial|below|above|here|shown|done|ready|good|fine|verified|confirmed|boxed)",
     re.IGNORECASE,
 )
 """A remark about the answer after `is`."""
 _RETRACTED = re.compile(
-    r"\b(?:wait|hold on|scratch that|correction|oops|no, (?:that|this|it)|"
+    r"\b(?:wait|hold on|scratch that|correction|oops|no, (?:that|this|it)|i made (?:a|an) (?:mistake|error)|"
     r"(?:that|this|it)(?:['’]s| is| was| seems| looks) (?:wrong|incorrect|not (?:right|correct))|"
-    r"i made (?:a|an) (?:mistake|error)|let me (?:redo|reconsider|recompute|recalculate|rethink|try again|start over)|(?:that|this) (?:can['’]t|cannot) be)\b",
+    r"let me (?:redo|reconsider|recompute|recalculate|rethink|try again|start over)|"
+    r"(?:that|this) (?:can['’]t|cannot) be)\b",
     re.IGNORECASE,
 )
 _CLAUSE = re.compile(

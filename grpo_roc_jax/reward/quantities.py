@@ -45,11 +45,10 @@ def merged_numbers(tokens: Sequence[Token], *, decimal_comma: bool = False) -> l
         text = _grouped(digits, marks, decimal_comma=decimal_comma)
         follows = tokens[after].text if after < len(tokens) else ""
         if text is None or (marks and marks[-1] == " " and follows == "/"):
-            merged.append(token)
-            index += 1
+            merged += tokens[index:after]
         else:
             merged.append(token._replace(text=text))
-            index = after
+        index = after
     return merged
 
 

@@ -1,7 +1,7 @@
 """Pairs by kind, with the verdict that a teacher would give: ours, never worse than math-verify alone.
 
-`corpus.jsonl` was written while the comparison was. `unseen_corpus.jsonl` was written afterwards and compared once before
-anything was changed: docs/rewards.md has both figures. `answer_pairs.jsonl` beside the checkout has pairs of others.
+`corpus.jsonl` was written while the comparison was. `unseen_corpus.jsonl` was written afterwards and compared once
+before anything was changed: docs/rewards.md has both figures. `answer_pairs.jsonl`, beside the checkout, is of others.
 """
 
 import json

@@ -199,3 +199,19 @@ def test_reading_is_linear(text):
         return time.process_time() - start
 
     assert any(seconds(4000) < 24 * seconds(500) + 0.02 for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    "text", [*NASTY, "1,", "(1,", "x=", "x<1 or ", "\\pm ", "[1,", "\\{1,", "a^{", "12 ", "1/2,", "5 km ", "A. "]
+)
+def test_forms_are_read_in_linear_time(text):
+    """The same for answers that are short enough to have a form."""
+
+    def seconds(size: int) -> float:
+        piece = (text * size)[:size]
+        start = time.process_time()
+        for _ in range(3):
+            decide(piece, "\\{1,2\\}"), decide("7", piece)
+        return time.process_time() - start
+
+    assert any(seconds(2800) < 24 * seconds(350) + 0.05 for _ in range(3))
