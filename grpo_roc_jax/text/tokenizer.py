@@ -265,7 +265,7 @@ class JsonTokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte in vocabularies of bytes: printable ones stand for themselves, the others follow from 256 on."""
+    """Character -> byte in vocabularies of bytes: printable ones stand for themselves, others follow from 256 on."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), ord("\xff") + 1)]
     others = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(others)}

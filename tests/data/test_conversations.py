@@ -140,6 +140,110 @@ def test_bad_rows_are_named(tmp_path, row, reason):
         load_traces(path, bad_rows="fail")
 
 
+def called(own_id, code):
+    return {"id": own_id, "type": "function", "function": {"name": "python", "arguments": {"code": code}}}
+
+
+def test_results_go_to_their_calls_by_id(tmp_path):
+    """Calls a, b with results b, a are the pairs (a, a) and (b, b), and unknown, missing or repeated ids are bad."""
+    answered = lambda *ids: [message("tool", f"of {one}", tool_call_id=one) for one in ids]  # noqa: E731
+    rows = [
+        {
+            "messages": [
+                message("user", "1?"),
+                message("assistant", "", tool_calls=[called("a", "1"), called("b", "2")]),
+                *results,
+                message("assistant", "done"),
+            ]
+        }
+        for results in (
+            answered("b", "a"),
+            answered("a", "c"),
+            answered("a", "a"),
+            answered("b"),
+            [message("tool", "x"), message("tool", "y")],
+            [*answered("a"), message("tool", "y")],
+        )
+    ]
+    (trace,), report = load_traces(write(tmp_path / "sft.jsonl", rows))
+    assert trace.observations == (("of a", "of b"),)
+    said = [
+        "'c' is of no call",
+        "a second result",
+        "no result for the calls 'a'",
+        "without tool_call_id",
+        "beside others",
+    ]
+    assert [bad.row for bad in report.bad] == [2, 3, 4, 5, 6]
+    for bad, words in zip(report.bad, said, strict=True):
+        assert words in bad.reason
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_a_thought_in_a_key_of_its_own_is_trained(tmp_path, key):
+    rows = [
+        {"messages": [message("user", "1?"), message("assistant", "It is 1.", **{key: "let me see"})]},
+        {
+            "messages": [
+                message("user", "2?"),
+                message("assistant", "<think>let me see</think>It is 1.", **{key: "let me see"}),
+            ]
+        },
+        {"messages": [message("user", "3?"), message("assistant", "<think>no</think>It is 1.", **{key: "let me see"})]},
+        {"messages": [message("user", "4?"), message("assistant", "It is 1.", **{key: ["let me see"]})]},
+    ]
+    traces, report = load_traces(write(tmp_path / "sft.jsonl", rows))
+    assert [trace.turns for trace in traces] == [("let me see</reason>It is 1.",)] * 2
+    assert "one thought in its text and another in a key of its own" in report.bad[0].reason
+    assert "a thought that is list" in report.bad[1].reason
+
+
+def test_thoughts_as_parts_of_the_content(tmp_path):
+    parts = [{"type": "thinking", "thinking": "let me see"}, {"type": "text", "text": "It is 1."}]
+    rows = [{"messages": [message("user", "1?"), message("assistant", parts)]}]
+    (trace,), _ = load_traces(write(tmp_path / "sft.jsonl", rows))
+    assert trace.turns == ("let me see</reason>It is 1.",)
+
+
+def test_keys_that_are_not_read_are_named(tmp_path):
+    row = {
+        "messages": [message("user", "1?", audio=None), message("assistant", "1", weight=0.5, refusal=None, name="x")]
+    }
+    (_,), report = load_traces(write(tmp_path / "sft.jsonl", [row]))
+    assert report.unread == {"weight": 1} and "not read: 'weight' (1 rows)" in str(report)
+    assert load_traces(write(tmp_path / "sft.jsonl", [TOOL_ROW]))[1].unread == {}
+
+
+@pytest.mark.parametrize("arguments", [None, "", " ", {}, "{}"])
+def test_a_call_without_arguments_has_none(tmp_path, arguments):
+    call = {"function": {"name": "now", "arguments": arguments}}
+    rows = [{"messages": [message("user", "1?"), message("assistant", "", tool_calls=[call])]}]
+    (trace,), _ = load_traces(write(tmp_path / "sft.jsonl", rows))
+    assert trace.turns[0].endswith('{"name": "now", "arguments": {}}\n</tool_call>')
+    old = [{"messages": [message("user", "1?"), message("assistant", "", function_call=call["function"])]}]
+    assert load_traces(write(tmp_path / "old.jsonl", old))[0][0].turns == trace.turns
+
+
+def test_rows_with_images_are_bad(tmp_path):
+    traces, report = load_traces(
+        write(tmp_path / "sft.jsonl", [TOOL_ROW | {"images": ["a.png"]}, TOOL_ROW | {"images": []}])
+    )
+    assert len(traces) == 1 and "column 'images' is filled; problems are text" in report.bad[0].reason
+
+
+def test_an_end_token_in_the_arguments_of_a_call_is_text(tmp_path):
+    """It ends no turn: the call is trained to its end, as characters that a policy can sample there."""
+    call = {"function": {"name": "python", "arguments": {"code": "print('<|im_end|></tool_call>')"}}}
+    rows = [{"messages": [message("user", "1?"), message("assistant", "", tool_calls=[call])]}]
+    (trace,), _ = load_traces(write(tmp_path / "sft.jsonl", rows))
+    chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
+    tokens, mask = chat.trace_row(trace)
+    said = tokens[mask].tolist()
+    assert chat.tokenizer.decode(said) == trace.turns[0] and chat.end_id not in said
+    (read,) = chat.parse_turn(said).calls
+    assert read.arguments == call["function"]["arguments"]
+
+
 def test_a_file_without_traces_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no row of the file can be used"):
         load_traces(write(tmp_path / "sft.jsonl", ["{"]))

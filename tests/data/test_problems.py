@@ -206,10 +206,58 @@ def test_own_system_texts_are_counted(tmp_path):
         ("thus \\boxed{\\frac{1}{2}} and \\boxed{3}", "solution", "3"),
         ("x = \\boxed{\\frac{1}{2}}", "reward_model.ground_truth", "x = \\boxed{\\frac{1}{2}}"),
         (["7"], "answer", "7"),
+        ("so $\\boxed 2$.", "solution", "2"),
+        ("so $\\boxed 12$ and that is all there is to say", "solution", "12"),
+        ("so $x=\\boxed{1}$, no: \\(\\boxed \\frac12\\)", "solution", "\\frac12"),
+        ("we get \\boxed 12 apples, which cost $5", "solution", "12"),
+        ("it is \\boxed\\frac{1}{2}.", "solution", "\\frac{1}{2}"),
+        ("it is \\fbox{7}.", "solution", "7"),
+        ("\\boxedminipage{x} \\boxed{4}", "solution", "4"),
+        ("#### The answer: \\boxed{4}", "answer", "4"),
     ],
 )
 def test_answers_as_text(value, name, text):
     assert answer_text(value, name) == text
+
+
+@pytest.mark.parametrize("text", ["thus \\boxed{1", "thus $\\boxed$", "\\boxed{{2}"])
+def test_a_box_that_cannot_be_read_is_no_reference(text):
+    with pytest.raises(problems_module.UnusableRow, match="boxed that cannot be read"):
+        answer_text(text, "solution")
+
+
+def test_many_boxes_take_no_recursion():
+    assert last_boxed("\\boxedminipage " * 50_000 + "\\boxed{3}" * 5_000) == "3"
+
+
+@pytest.mark.parametrize("column", ["images", "image", "videos", "audio"])
+def test_rows_with_other_media_are_bad(tmp_path, column):
+    rows = [
+        {"question": f"q{i}", "answer": "1", column: value} for i, value in enumerate([["a.png"], [], None, "a.png"])
+    ]
+    problems, report = load_problems(write(tmp_path / "a.jsonl", rows))
+    assert [problem.prompt for problem in problems] == ["q1", "q2"]
+    assert [bad.row for bad in report.bad] == [1, 4] and f"column {column!r} is filled" in report.bad[0].reason
+    (asked,), _ = load_problems(write(tmp_path / "b.jsonl", [{"image": "a cat", "answer": "1"}]), prompt_column="image")
+    assert asked.prompt == "a cat"
+
+
+def test_questions_that_ask_for_a_form_of_their_own_are_named(tmp_path):
+    """verl writes its instruction into the question; `text.instruction` would stand beside it."""
+    verl = '1+1? Let\'s think step by step and output the final answer after "####".'
+    boxed = "1+2? Let's think step by step and output the final answer within \\boxed{}."
+    rows = [{"question": text, "answer": "2"} for text in (verl, boxed, "What does #### mean?", "1+3?")]
+    _, report = load_problems(write(tmp_path / "a.jsonl", rows))
+    assert report.own_form == (1, 2)
+    assert "2 rows ask for a form of the answer of their own" in str(report) and "(rows 1, 2)" in str(report)
+    assert "ask for a form" not in str(load_problems(write(tmp_path / "b.jsonl", rows[2:]))[1])
+
+
+def test_references_that_no_answer_will_equal_are_named(tmp_path):
+    rows = [{"question": "a?", "solution": "First we see that. " * 30}, {"question": "b?", "solution": "2"}]
+    problems, report = load_problems(write(tmp_path / "a.jsonl", rows))
+    assert len(problems) == 2 and report.long_answers == (1,)
+    assert "1 rows have a reference of more than 200 characters" in str(report) and "(row 1)" in str(report)
 
 
 def test_last_boxed_balances_braces():

@@ -358,3 +358,28 @@ def test_refused_requests(params, requests, message):
 def test_refused_settings(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("pipeline", ["off", "on"])
+def test_a_row_goes_on_after_a_stop_id_that_its_environment_holds_back(params, pipeline):
+    """As if the device had never stopped at it: the same tokens as without these stop ids."""
+    requests = make_requests(3, 4)
+    expected, _, _ = run(params, requests)
+    drawn = [int(t) for r in expected for turn in r.turns for t in r.tokens[turn.start : turn.end - 1]]
+    held = sorted(set(drawn), key=drawn.count)[-3:]
+
+    class Holding(FakeTools):
+        asked = 0
+
+        def goes_on(self, index, tokens):
+            self.asked += 1
+            return int(tokens[-1]) in held
+
+    tools = Holding(requests)
+    engine = make_engine(MODEL, replace(ROLLOUT, pipeline=pipeline), SamplingConfig(), sorted({*STOPS, *held}), seed=11)
+    rollouts, _ = engine.run(engine.publish(params, 5), requests, tools, RunOptions())
+    assert tools.asked >= sum(map(drawn.count, held)) > 3
+    for row, other in zip(rollouts, expected, strict=True):
+        np.testing.assert_array_equal(row.tokens, other.tokens)
+        np.testing.assert_allclose(row.logprobs, other.logprobs, atol=1e-4)
+        assert [(turn.start, turn.end) for turn in row.turns] == [(turn.start, turn.end) for turn in other.turns]

@@ -167,7 +167,11 @@ BAD = [
     ({"messages": []}, "at least one message", "messages"),
     ({"messages": ["x"]}, r"messages\[0\] is str", "messages"),
     ({"messages": [{"role": "judge", "content": "x"}]}, "must be system, user, assistant or tool", "messages"),
-    ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "last message must be", "messages"),
+    (
+        {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]},
+        "their results must follow it",
+        "messages",
+    ),
     ({"messages": [{"role": "tool", "content": "x"}]}, "must follow the call", "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images are not supported", None),
     ({"messages": [{"role": "user", "content": "word " * 400}]}, "leaves no room in a context of 256", None),

@@ -254,6 +254,9 @@ def test_turns_are_read_in_linear_time(name):
 EACH = [ToolCall("run", {"code": "print(1)\n", "count": 2}, ""), ToolCall("look_up", {}, "")]
 
 
+THOUGHT_OF_GPT_OSS = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant"
+
+
 # ---- what else is read ---------------------------------------------------------------------------------------------
 
 
@@ -274,42 +277,87 @@ EACH = [ToolCall("run", {"code": "print(1)\n", "count": 2}, ""), ToolCall("look_
             [("run", {"code": "1"}), ("run", {"code": "2"})],
         ),
         ("llama3", '{"name": "run", "parameters": {"code": "1"}}\nThis runs it; then I see.', [("run", {"code": "1"})]),
-        ("llama3", '{"name": "run", "parameters": {"code": "<|python_tag|>{"}} done', [("run", {"code": "<|python_tag|>{"})]),
+        (
+            "llama3",
+            '{"name": "run", "parameters": {"code": "<|python_tag|>{"}} done',
+            [("run", {"code": "<|python_tag|>{"})],
+        ),
         ("llama3", '<|python_tag|>[{"name": "run", "parameters": {"code": "1"}}]', [("run", {"code": "1"})]),
         ("llama3", "<|python_tag|>", [None]),
         ("gemma", "```tool_code\nrun(code='1')\nlook_up()\n```", [("run", {"code": "1"}), ("look_up", {})]),
         ("gemma", "```tool_code\nrun(code='''a\n```\nb''')\n```", [("run", {"code": "a\n```\nb"})]),
-        ("mistral", '[TOOL_CALLS]run[ARGS]{"code": "[TOOL_CALLS]a[ARGS]{"}', [("run", {"code": "[TOOL_CALLS]a[ARGS]{"})]),
+        (
+            "mistral",
+            '[TOOL_CALLS]run[ARGS]{"code": "[TOOL_CALLS]a[ARGS]{"}',
+            [("run", {"code": "[TOOL_CALLS]a[ARGS]{"})],
+        ),
         ("mistral", '[TOOL_CALLS] [{"name": "look_up", "arguments": null}]', [("look_up", {})]),
         ("mistral", '[TOOL_CALLS] [{"name": "run", "arguments": {"code": "1"}}] and prose', [("run", {"code": "1"})]),
-        ("xml", "<tool_call>\n<function=run>\n<parameter=code>\nprint('</tool_call>')\n</parameter>\n</function>\n</tool_call>",
-         [("run", {"code": "print('</tool_call>')"})]),
+        (
+            "xml",
+            "<tool_call>\n<function=run>\n<parameter=code>\nprint('</tool_call>')\n</parameter>\n</function>\n</tool_call>",
+            [("run", {"code": "print('</tool_call>')"})],
+        ),
         ("xml", "<tool_call>\n<function=run>\n<parameter=code>\nimport os\n</function>\n</tool_call>", [None]),
-        ("deepseek", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>run<｜tool▁sep｜>{"code": "1"}<｜tool▁call▁end｜>', [("run", {"code": "1"})]),
+        (
+            "deepseek",
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>run<｜tool▁sep｜>{"code": "1"}<｜tool▁call▁end｜>',
+            [("run", {"code": "1"})],
+        ),
         ("deepseek", "<｜tool▁call▁begin｜>run<｜tool▁call▁end｜>", [None]),
-        ("kimi", '<|tool_call_begin|>run:3<|tool_call_argument_begin|>{"code": "1"}<|tool_call_end|>', [("run", {"code": "1"})]),
+        (
+            "kimi",
+            '<|tool_call_begin|>run:3<|tool_call_argument_begin|>{"code": "1"}<|tool_call_end|>',
+            [("run", {"code": "1"})],
+        ),
         ("granite", '<tool_call>[{"name": "run", "arguments": {"code": "1"}}]', [("run", {"code": "1"})]),
         ("phi", 'functools[{"name": "run", "arguments": {"code": "1"}}]', [("run", {"code": "1"})]),
         ("phi", '<|tool_call|>{"name": "run", "arguments": {"code": "1"}}<|/tool_call|>', [("run", {"code": "1"})]),
-        ("pythonic", "[run(code='1', count=True), look_up()]", [("run", {"code": "1", "count": True}), ("look_up", {})]),
+        (
+            "pythonic",
+            "[run(code='1', count=True), look_up()]",
+            [("run", {"code": "1", "count": True}), ("look_up", {})],
+        ),
         ("pythonic", "[run(open('x'))]", [None]),
         ("pythonic", "The list [1, 2] has two.", []),
-        ("olmo", '<function_calls>run(code="a\\u00e9", maybe=null)\nlook_up()</function_calls>',
-         [("run", {"code": "aé", "maybe": None}), ("look_up", {})]),
+        (
+            "olmo",
+            '<function_calls>run(code="a\\u00e9", maybe=null)\nlook_up()</function_calls>',
+            [("run", {"code": "aé", "maybe": None}), ("look_up", {})],
+        ),
         ("olmo", "<function_calls>run(code=x)</function_calls>", [None]),
-        ("glm", "<tool_call>run\n<arg_key>count</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", [("run", {"count": 3})]),
+        (
+            "glm",
+            "<tool_call>run\n<arg_key>count</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+            [("run", {"count": 3})],
+        ),
         ("glm", "<tool_call>run\n<arg_key>count</arg_key>3</tool_call>", [None]),
-        ("gemma4", '<|tool_call>call:run{code:<|"|>a"b<|"|>,parts:[1,{a:true}]}<tool_call|>', [("run", {"code": 'a"b', "parts": [1, {"a": True}]})]),
+        (
+            "gemma4",
+            '<|tool_call>call:run{code:<|"|>a"b<|"|>,parts:[1,{a:true}]}<tool_call|>',
+            [("run", {"code": 'a"b', "parts": [1, {"a": True}]})],
+        ),
         ("gemma4", "<|tool_call>call:run{code<tool_call|>", [None]),
-        ("function_gemma", "<start_function_call>call:run{code:<escape>1<escape>}<end_function_call>", [("run", {"code": "1"})]),
-        ("harmony", '<|channel|>commentary to=functions.run <|constrain|>json<|message|>{"code": "1"}', [("run", {"code": "1"})]),
-        ("harmony", '<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary to=functions.run json<|message|>{"code": "1"}',
-         [("run", {"code": "1"})]),
+        (
+            "function_gemma",
+            "<start_function_call>call:run{code:<escape>1<escape>}<end_function_call>",
+            [("run", {"code": "1"})],
+        ),
+        (
+            "harmony",
+            '<|channel|>commentary to=functions.run <|constrain|>json<|message|>{"code": "1"}',
+            [("run", {"code": "1"})],
+        ),
+        (
+            "harmony",
+            THOUGHT_OF_GPT_OSS + '<|channel|>commentary to=functions.run json<|message|>{"code": "1"}',
+            [("run", {"code": "1"})],
+        ),
         ("harmony", "<|channel|>analysis to=python code<|message|>print(1)<|call|>", [("run", {"code": "print(1)"})]),
         ("harmony", "<|channel|>final<|message|>to=functions.run is a name", []),
         ("harmony", "<|channel|>commentary to=functions.run json<|message|>code", [None]),
     ],
-)  # fmt: skip
+)
 def test_calls_of_models(name, text, found):
     needs = {"name": "needs", "parameters": {"properties": {"a": {}}, "required": ["a"]}}
     tools = [*TOOLS, {"type": "function", "function": needs}]
@@ -328,20 +376,68 @@ def test_a_closing_tag_in_a_string_does_not_close_a_block():
 # ---- templates -----------------------------------------------------------------------------------------------------
 
 FAMILIES = {
-    "deepseek": ("deepseek", "<｜end▁of▁sentence｜>", ["<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>",
-                 "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>"]),
-    "deepseek_v31": ("deepseek_v31", "<｜end▁of▁sentence｜>", ["<｜User｜>", "<｜Assistant｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"]),
+    "deepseek": (
+        "deepseek",
+        "<｜end▁of▁sentence｜>",
+        [
+            "<｜User｜>",
+            "<｜Assistant｜>",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁outputs▁begin｜>",
+            "<｜tool▁output▁begin｜>",
+        ],
+    ),
+    "deepseek_v31": (
+        "deepseek_v31",
+        "<｜end▁of▁sentence｜>",
+        ["<｜User｜>", "<｜Assistant｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"],
+    ),
     "glm": ("glm", "<|endoftext|>", ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]),
-    "kimi": ("kimi", "<|im_end|>", ["<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_call_begin|>"]),
-    "harmony": ("harmony", "<|return|>", ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|constrain|>"]),
-    "gemma4": ("gemma4", "<eos>", ["<bos>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", '<|"|>']),
-    "function_gemma": ("function_gemma", "<eos>", ["<bos>", "<start_of_turn>", "<end_of_turn>", "<start_function_call>",
-                       "<end_function_call>", "<start_function_response>", "<escape>"]),
+    "kimi": (
+        "kimi",
+        "<|im_end|>",
+        ["<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_call_begin|>"],
+    ),
+    "harmony": (
+        "harmony",
+        "<|return|>",
+        ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|constrain|>"],
+    ),
+    "gemma4": (
+        "gemma4",
+        "<eos>",
+        ["<bos>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", '<|"|>'],
+    ),
+    "function_gemma": (
+        "function_gemma",
+        "<eos>",
+        [
+            "<bos>",
+            "<start_of_turn>",
+            "<end_of_turn>",
+            "<start_function_call>",
+            "<end_function_call>",
+            "<start_function_response>",
+            "<escape>",
+        ],
+    ),
     "olmo": ("olmo", "<|im_end|>", ["<|im_start|>"]),
-    "pythonic": ("pythonic", "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>"]),
-    "phi": ("phi", "<|end|>", ["<|user|>", "<|assistant|>", "<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>"]),
+    "pythonic": (
+        "pythonic",
+        "<|eot_id|>",
+        ["<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>"],
+    ),
+    "phi": (
+        "phi",
+        "<|end|>",
+        ["<|user|>", "<|assistant|>", "<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>"],
+    ),
     "granite": ("granite", "<|end_of_text|>", ["<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"]),
-}  # fmt: skip
+}
 """Template of `templates/` -> form, end token of the tokenizer, its further special tokens."""
 WRITES_NO_CALLS = ("phi", "granite")
 
@@ -372,14 +468,14 @@ def test_the_call_of_a_template_chooses_its_form(directory, name):
     call = ToolCall("run", {"code": "print('a')\n", "count": 2}, "")
     turn = CONVENTIONS[FAMILIES[name][0]].write_calls("", [call])
     ids = chat.turn_ids(turn)
-    assert (ids[-1] in chat.stop_ids and chat.closes_calls(ids[-1])) or CONVENTIONS[name].stop_text
+    assert CONVENTIONS[name].stop_text or (ids[-1] in chat.stop_ids and chat.closes_calls(ids[-1]))
     parsed = chat.parse_turn(ids)
     assert plain(parsed.calls) == [("run", call.arguments, None)]
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WRITES_NO_CALLS])
 def test_a_demonstration_is_what_the_template_renders(directory, name):
-    """Question, call, output, call, output, answer: as ids that a rollout would have, and as the template writes them."""
+    """Question, call, output, call, output, answer, as ids that a rollout would have, is the template's own text."""
     chat = published_chat(directory(name), max_calls_per_turn=1)
     given = {"code": "print('é')\nx < 1", "count": 2}
     called = '<tool_call>\n{"name": "run", "arguments": ' + json.dumps(given, ensure_ascii=False) + "}\n</tool_call>"
@@ -402,7 +498,7 @@ def test_a_demonstration_is_what_the_template_renders(directory, name):
     rendered = ChatTemplate((FOLDER / f"{name}.jinja").read_text(), specials, name).render(messages)
     if name == "harmony":
         rendered = rendered.removesuffix("<|end|>") + "<|return|>"  # what the policy samples, and history replaces
-    assert text.removesuffix("<|user|>") == rendered.rstrip("\n").replace('"<|im_end|>', '"<|im_end|>')
+    assert text.removesuffix("<|user|>") == rendered.rstrip("\n")
     said = chat.tokenizer.decode(tokens[mask])
     assert "40" not in said and said.count("run") == 2
 
@@ -440,7 +536,9 @@ def test_names_and_ids_of_calls_are_harmless_in_the_text_around_outputs(director
 UNREAD = """
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\n' + (message.content or '') -}}
-{%- for call in message.tool_calls or [] -%}{{- '<invoke ' + call.function.name + ' ' + (call.function.arguments | tojson) + '/>' -}}{%- endfor -%}
+{%- for call in message.tool_calls or [] -%}
+{{- '<invoke ' + call.function.name + ' ' + (call.function.arguments | tojson) + '/>' -}}
+{%- endfor -%}
 {{- '<|im_end|>\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
@@ -451,7 +549,7 @@ def test_a_run_whose_calls_would_not_be_read_is_refused_with_what_to_set(tmp_pat
     make_directory(tmp_path, "thinking")
     file = tmp_path / "chat_template.jinja"
     file.write_text(UNREAD)
-    said = r"writes the call of a tool as '.*<invoke look_up_7 .*no form of calls reads; set text\.calls to the form .*hermes"
+    said = r"writes the call of a tool as '.*<invoke look_up_7 .*no form of calls reads; set text\.calls to .*hermes"
     with pytest.raises(TemplateError, match=said):
         published_chat(tmp_path)
     with pytest.raises(TemplateError, match=said):
@@ -460,7 +558,7 @@ def test_a_run_whose_calls_would_not_be_read_is_refused_with_what_to_set(tmp_pat
         chosen = published_chat(tmp_path, calls="hermes")
     assert "in another form than text.calls = hermes" in caplog.text
     assert chosen.parse_turn(chosen.turn_ids(CALL)).calls and published_chat(tmp_path, tools=())
-    file.write_text("\n".join(line for line in UNREAD.splitlines() if "invoke" not in line))
+    file.write_text(UNREAD.replace("message.tool_calls or []", "[]"))
     with pytest.raises(TemplateError, match=r"writes no call and names no mark of one; set text\.calls to the form"):
         published_chat(tmp_path)
     assert published_chat(tmp_path, calls="olmo") and published_chat(tmp_path, tools=())
