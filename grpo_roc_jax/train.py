@@ -58,6 +58,7 @@ from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.settings.options import fields_of
 from grpo_roc_jax.settings.points import injected, reach
+from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics
 
@@ -449,7 +450,7 @@ def ended(status: int, words: str, error: BaseException | None = None) -> int:
     """Says why the run ends, with the notes of the exception; returns the exit status."""
     notes = getattr(error, "__notes__", ["before a step was finished"] if isinstance(error, Preempted) else [])
     with suppress(OSError):  # the terminal may be gone
-        print("; ".join([words, *notes]), file=sys.stderr, flush=True)
+        print(hidden("; ".join([words, *notes])), file=sys.stderr, flush=True)
     return status
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools import registry
 
 READING = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
@@ -64,13 +65,14 @@ def plain_failure(operation: str, text: str) -> Failure:
 
 
 def one_line(text: str) -> str:
-    """A text as part of a message."""
+    """A text as part of a message, without secrets."""
+    text = hidden(text)
     return _printable(" ".join(text[: 8 * MOST_MESSAGE].split()))[:MOST_MESSAGE]
 
 
 def ending(text: str) -> str:
-    """The last lines of a text."""
-    return _printable(text[-MOST_TRACEBACK:]).strip()
+    """The last lines of a text, without secrets."""
+    return _printable(hidden(text)[-MOST_TRACEBACK:]).strip()
 
 
 def _printable(text: str) -> str:

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import queue
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from grpo_roc_jax.record.tables import Rows, tables
 from grpo_roc_jax.record.trace import TraceRecord
 from grpo_roc_jax.settings.options import as_mapping
 from grpo_roc_jax.settings.points import reach
+from grpo_roc_jax.settings.secrets import without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -207,6 +209,9 @@ class WandbWriter(MetricsWriter):
     """
 
     def __init__(self, run_dir: Path, config: Any) -> None:
+        if without_secrets(sys.argv) != sys.argv:  # the service notes the words of the command
+            for name in ("WANDB__DISABLE_META", "WANDB_X_DISABLE_META"):
+                os.environ.setdefault(name, "true")
         self._wandb = importlib.import_module("wandb")
         self._run = self._wandb.init(
             project=config.log.wandb.project,
@@ -215,7 +220,7 @@ class WandbWriter(MetricsWriter):
             resume="allow",
             mode=config.log.wandb.kind,
             dir=str(run_dir),
-            config=as_mapping(config),
+            config=without_secrets(as_mapping(config)),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -245,7 +250,7 @@ class TrackioWriter(MetricsWriter):
             project=config.log.wandb.project,
             name=f"{config.name}-{_stored_id(run_dir / 'trackio_id')}",
             resume="allow",
-            config=as_mapping(config),
+            config=without_secrets(as_mapping(config)),
             embed=False,
         )
 

@@ -24,6 +24,7 @@ from grpo_roc_jax.record.checkpoint_files import newest_whole, saved_stage
 from grpo_roc_jax.record.storage import is_address, local_dir
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, flatten
 from grpo_roc_jax.settings.files import read_json_object, read_yaml_mapping
+from grpo_roc_jax.settings.secrets import without_secrets
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "sentencepiece", "math-verify")
 
@@ -238,7 +239,7 @@ def _undo(path: Path, new: Sequence[Path], before: Mapping[Path, bytes | None]) 
 def environment() -> dict[str, Any]:
     """The environment of the run: versions, commit, command, machine."""
     return {
-        "command": sys.argv,
+        "command": without_secrets(sys.argv),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),

@@ -47,7 +47,8 @@ from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.run.policy import frozen_weights, full_params
 from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.settings.callables import resolve
-from grpo_roc_jax.settings.cli import config_errors
+from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
+from grpo_roc_jax.settings.secrets import HIDDEN, hides_something
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig, TokenizerFile
 from grpo_roc_jax.text.glue import published_template
@@ -110,6 +111,20 @@ class Components:
         )
 
 
+def refuse_hidden(config: Config) -> None:
+    """Refuses settings from the files of a run in which a secret was hidden.
+
+    Raises:
+        ConfigError: There are such settings; the message names them.
+    """
+    names = [name for name, value in flatten(config) if hides_something(value)]
+    if names:
+        raise ConfigError(
+            f"{', '.join(names)}: a secret was hidden in the files of the run ({HIDDEN}); give the whole value again, "
+            f"with --{names[0]} VALUE"
+        )
+
+
 @contextmanager
 def make_components(
     config: Config,
@@ -128,6 +143,7 @@ def make_components(
         ConfigError: Parts that do not fit each other (vocabulary, mesh, slots), weights that cannot be read, a reward
             function that cannot be used, an executor that does not start.
     """
+    refuse_hidden(config)
     keep_programs()
     processes = processes or Processes()
     registry = make_registry(config) if registry is None else registry

@@ -30,6 +30,7 @@ from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Stopped
 from grpo_roc_jax.run.watchdog import Watchdog
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
+from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.memory_bound import describe_memory
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Problem
@@ -206,7 +207,9 @@ def announce(config: Config, components: Components, run_dir: Path, writer: Writ
     """The first lines of a run: derived settings, devices, isolation of tools."""
     reached = components.executor.capabilities
     missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
-    writer.say(f"run directory: {run_dir}" + (f", copied to {config.run_dir}" if is_address(config.run_dir) else ""))
+    writer.say(
+        f"run directory: {run_dir}" + (f", copied to {hidden(config.run_dir)}" if is_address(config.run_dir) else "")
+    )
     writer.say(f"tools: isolation {reached.level}{missing}")
     if memory := describe_memory(config.tools):
         writer.say(f"tools: {memory}")

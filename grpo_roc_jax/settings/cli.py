@@ -32,6 +32,7 @@ from grpo_roc_jax.settings.layers import (
 )
 from grpo_roc_jax.settings.layers import listed as listed_words
 from grpo_roc_jax.settings.options import adapter, as_mapping, as_text
+from grpo_roc_jax.settings.secrets import without_secrets
 
 __all__ = ["CONFIG_DIR", "ConfigError", "config_errors", "dump_yaml", "find_config", "flatten", "load_config"]
 
@@ -144,8 +145,9 @@ def find_config(name: str) -> Path:
 
 
 def dump_yaml(config: Any) -> str:
-    """The whole configuration as YAML that `load_config` reads back to an equal value."""
-    return yaml.safe_dump(as_mapping(config), sort_keys=False, allow_unicode=True)
+    """The whole configuration as YAML that `load_config` reads back to an equal value, but for secrets, which are
+    hidden: what comes of it is printed and kept in files."""
+    return yaml.safe_dump(without_secrets(as_mapping(config)), sort_keys=False, allow_unicode=True)
 
 
 def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

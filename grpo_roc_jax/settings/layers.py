@@ -16,6 +16,7 @@ import yaml
 
 from grpo_roc_jax.settings.files import MOST_YAML_BYTES, parse_yaml, read_text, yaml_errors, yaml_root
 from grpo_roc_jax.settings.options import NO_SWITCH, Axis, as_text, defaults_of, fields_of, takes_switch, type_of
+from grpo_roc_jax.settings.secrets import hidden
 
 Place = tuple[str, ...]
 """Names from the root to a value, such as ("advantage", "k")."""
@@ -24,6 +25,9 @@ COMMAND_LINE = "command line"
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the message says what was got, the constraint and what to change."""
+
+    def __init__(self, message: str):
+        super().__init__(hidden(message))
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from grpo_roc_jax.sandbox._calls import ProgramOutcome, reported
 from grpo_roc_jax.sandbox.base import cut
 from grpo_roc_jax.sandbox.program import ExecutorFailed, Ticket
 from grpo_roc_jax.sandbox.server import TOKEN_VARIABLE
+from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities
@@ -261,7 +262,9 @@ class HttpExecutor(BaseExecutor):
         try:
             self._exchange("GET", self.probe_path, None, 5.0, any_status=True)
         except TransportError as error:
-            raise ExecutorFailed(f"no service answers at tools.executor.url {self._service.url}: {error}") from error
+            raise ExecutorFailed(
+                hidden(f"no service answers at tools.executor.url {self._service.url}: {error}")
+            ) from error
         return Capabilities(level="remote", missing=("isolation is the service's own",))
 
     def _shut(self) -> None:

@@ -1,0 +1,70 @@
+"""Secrets that somebody typed into a setting or a command do not reach the files, logs and services of a run.
+
+A secret is told by its place: the user information of an address, a part of its query, the value of an option or of a
+variable whose name says so, a header, or a token that begins as those of a known service do. The other settings stay as
+they are. `token_variable` and its like keep secrets out of settings altogether.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "<hidden>"
+_NAME = (
+    r"(?:api[-_]?key|access[-_]?key|private[-_]?key|key|token|secret|password|passwd|passphrase|pass|pwd|pw|credentials?"
+    r"|auth|sig|signature)"
+)
+_VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s\"',;]+)"
+_OPTION = rf"--?(?!(?:[\w.]*\.)?(?:bos|eos|pad|unk)[-_]token)(?:[\w.]+[-_.])*{_NAME}"
+_VARIABLE = r"(?:[A-Z][A-Z0-9]*_)*(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|PWD|CREDENTIALS?|AUTH)"
+_SCHEME = r"(?:bearer|basic|token|digest|apikey)"
+_RULES = tuple(
+    (re.compile(pattern, flags), r"\1" + HIDDEN)
+    for pattern, flags in (
+        (r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\s?#\"'<>]+(?=@)", 0),
+        (rf"([?&;](?:[\w.-]+[-_.])?{_NAME}=)[^&\s#\"'<>]+", re.IGNORECASE),
+        (rf"((?<![\w-]){_OPTION}(?:=|\s+))(?![-<]){_VALUE}", re.IGNORECASE),
+        (rf"(\b{_VARIABLE}=)(?!<){_VALUE}", 0),
+        (rf"([\"']{_NAME}[\"']\s*:\s*)(?!\"<){_VALUE}", re.IGNORECASE),
+        (rf"(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:{_SCHEME}\s+)?)(?!<|{_SCHEME}\b)[^\s\"']+", re.IGNORECASE),
+        (r"(\bBearer\s+)(?=\S*\d)[A-Za-z0-9._~+/=-]{12,}", re.IGNORECASE),
+        (r"\b(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza|nvapi-)[A-Za-z0-9_-]{12,}", 0),
+    )
+)
+"""Pattern and what stands for it, in the order in which they are tried."""
+_WORD = re.compile(_OPTION, re.IGNORECASE)
+"""A word that the next word is the value of."""
+
+
+def hidden(text: str) -> str:
+    """The text with `<hidden>` in place of what looks like a secret that was typed."""
+    if not isinstance(text, str) or len(text) < 4:
+        return text
+    for pattern, instead in _RULES:
+        text = pattern.sub(instead, text)
+    return text
+
+
+def without_secrets(value: Any) -> Any:
+    """Nested settings, or the words of a command, with their secrets hidden."""
+    if isinstance(value, str):
+        return hidden(value)
+    if isinstance(value, Mapping):
+        return {name: without_secrets(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        before, words = "", []
+        for item in value:
+            option = isinstance(before, str) and isinstance(item, str) and _WORD.fullmatch(before)
+            words.append(HIDDEN if option and not item.startswith("-") else without_secrets(item))
+            before = item
+        return words if isinstance(value, list) else tuple(words)
+    return value
+
+
+def hides_something(value: Any) -> bool:
+    """Whether a setting was read back from a file in which a part of it is hidden."""
+    if isinstance(value, str):
+        return HIDDEN in value
+    if isinstance(value, Mapping):
+        return any(map(hides_something, value.values()))
+    return isinstance(value, list | tuple) and any(map(hides_something, value))

@@ -1,0 +1,155 @@
+"""Secrets that were typed reach no file, log or service of a run; other settings stay as they were typed."""
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from test_readme import TINY
+
+import grpo_roc_jax as g
+from grpo_roc_jax import train
+from grpo_roc_jax.record import loggers
+from grpo_roc_jax.record.run_dir import decide, describe_run
+from grpo_roc_jax.run.components import make_components
+from grpo_roc_jax.settings.cli import CONFIG_DIR, dump_yaml, load_config
+from grpo_roc_jax.settings.options import as_mapping
+from grpo_roc_jax.settings.secrets import HIDDEN, hidden, hides_something, without_secrets
+
+SECRET = "h4nter2Sesame99"
+TYPED = [
+    f"http://user:{SECRET}@host/mcp",
+    f"https://{SECRET}@host:8080/a?b=1",
+    f"s3://key:{SECRET}@bucket/run",
+    f"postgres://u:p@{SECRET}@db/x",
+    f"https://host/v1?token={SECRET}&x=1",
+    f"https://host/v1?a=b&X-Amz-Signature={SECRET}",
+    f"https://host/v1?api_key={SECRET}#top",
+    f"python a.py --key={SECRET} --n 3",
+    f"python a.py --api-key {SECRET} --n 3",
+    f"python a.py --openai.api_key='{SECRET} x'",
+    f"curl --password {SECRET} x",
+    f"OPENAI_API_KEY={SECRET} python a.py",
+    f"env HF_TOKEN={SECRET} DB_PASSWORD='{SECRET}' x",
+    f"curl -H 'Authorization: Bearer {SECRET}' x",
+    f"Authorization: token {SECRET}",
+    f'{{"api_key": "{SECRET}", "n": 1}}',
+    f"sk-{SECRET}abcdef",
+    f"hf_{SECRET}abcdef",
+]
+PLAIN = [
+    "http://127.0.0.1:8000/mcp?x=1&page=2",
+    "gs://bucket/runs/a",
+    "user@example.org",
+    "--text.tokenizer.eos_token=<|im_end|>",
+    "--text.tokenizer.pad_token <pad>",
+    "bos_token=<s>",
+    "enable_thinking=false",
+    "math=pkg.envs:Math",
+    "Basic arithmetic is a key skill: token by token, a secret of 12 passwords.",
+    "python agent.py --question {prompt} --keys 3 --tokens=9 --monkey 4",
+    "--rollout.max_turn_tokens=9 --environment.token_variable=MY_TOKEN",
+    "PATH=/usr/bin:/bin KEYS=3",
+    "a: *** b ***",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", TYPED)
+def test_what_was_typed_is_hidden_and_the_rest_stays(text):
+    found = hidden(text)
+    assert SECRET not in found and HIDDEN in found and hidden(found) == found
+    assert hidden(f"x {text} y").startswith("x ") and hides_something({"a": [found]})
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_other_settings_stay_as_they_are(text):
+    assert hidden(text) == text and not hides_something(text)
+
+
+def test_words_of_a_command_that_come_apart():
+    words = ["a.py", "--api-key", SECRET, "--token", "--n", "3", "-H", f"Authorization: Bearer {SECRET}"]
+    found = without_secrets(words)
+    assert found[:6] == ["a.py", "--api-key", HIDDEN, "--token", "--n", "3"] and SECRET not in str(found)
+    assert without_secrets((f"env A_KEY={SECRET}", 3, None)) == (f"env A_KEY={HIDDEN}", 3, None)
+    assert without_secrets({"a": {"b": [f"http://{SECRET}@h"]}}) == {"a": {"b": [f"http://{HIDDEN}@h"]}}
+
+
+def test_no_recipe_is_changed_by_it():
+    for path in sorted(CONFIG_DIR.rglob("*.yaml")):
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert without_secrets(content) == content, path
+    config = g.read_config("toy.yaml")
+    assert yaml.safe_load(dump_yaml(config)) == yaml.safe_load(yaml.safe_dump(as_mapping(config)))
+
+
+def secret_words(folder):
+    """A run with a secret in every setting that takes an address or a command."""
+    program = f"{sys.executable} -c pass --key={SECRET}"
+    return [
+        "toy.yaml", *TINY, f"--run_dir={folder}", f"--environment={{kind: agent, command: {shlex.quote(program)}}}",
+        "--reward.functions=environment", "--watch={}", f"--watch.notice_url=http://u:{SECRET}@127.0.0.1:9/x?token={SECRET}",
+        "--sft.steps=0", "--environment.on_failure=drop",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_no_file_of_a_run_has_them(tmp_path, monkeypatch, capfd):
+    """The run ends after its first step, since its program asks nothing; whatever it wrote or said is searched."""
+    words = secret_words(tmp_path / "run")
+    monkeypatch.setattr(sys, "argv", ["grpo-roc", "train", *words])
+    assert train.main(words) == 5
+    said = capfd.readouterr()
+    assert SECRET not in said.out + said.err
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"config.yaml", "environment.json", "events.jsonl"} <= {path.name for path in files}
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    assert HIDDEN in (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
+
+
+def test_files_hide_them_and_the_run_resumes_with_what_is_typed_again(tmp_path, monkeypatch):
+    words = secret_words(tmp_path / "run")
+    monkeypatch.setattr(sys, "argv", ["grpo-roc", "train", *words, "--api-key", SECRET])
+    config = load_config(train.Config, words, prog="x")
+    assert SECRET in config.environment.command
+    (tmp_path / "run").mkdir()
+    describe_run(tmp_path / "run", config)
+    for name in ("config.yaml", "environment.json"):
+        text = (tmp_path / "run" / name).read_text(encoding="utf-8")
+        assert SECRET not in text and HIDDEN in text
+    assert json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))["command"][-1] == HIDDEN
+    monkeypatch.setattr("grpo_roc_jax.record.run_dir.newest_whole", lambda path: SimpleNamespace(step=1, path=path))
+    assert decide(tmp_path / "run", config).kind == "resume", "nothing has changed"
+    again = load_config(train.Config, [str(tmp_path / "run" / "config.yaml")], prog="x")
+    with pytest.raises(g.ConfigError, match=r"environment\.command.*a secret was hidden.*give the whole value again"):
+        make_components(again).__enter__()
+
+
+def test_services_get_none(tmp_path, monkeypatch):
+    given = {}
+
+    def init(**settings):
+        given.update(settings, meta=os.environ.get("WANDB_X_DISABLE_META"))
+        return SimpleNamespace(define_metric=lambda *words, **more: None, log=print, finish=print)
+
+    words = secret_words(tmp_path / "run")
+    monkeypatch.setattr(sys, "argv", ["grpo-roc", "train", *words])
+    monkeypatch.delenv("WANDB_X_DISABLE_META", raising=False)
+    monkeypatch.setattr(loggers, "importlib", SimpleNamespace(import_module=lambda name: SimpleNamespace(init=init)))
+    config = load_config(train.Config, [*words, "--log.wandb=trackio"], prog="x")
+    loggers.TrackioWriter(tmp_path, config)
+    assert SECRET not in str(given) and HIDDEN in str(given["config"])
+    given.clear()
+    loggers.WandbWriter(tmp_path, config)
+    assert SECRET not in str(given) and given["meta"] == "true", "it would note the words of the command"
+
+
+def test_messages_hide_them():
+    with pytest.raises(g.ConfigError) as caught:
+        g.read_config("toy.yaml", f"--steps=http://u:{SECRET}@h", "--seed=x")
+    assert SECRET not in str(caught.value) and HIDDEN in str(caught.value)
+    assert Path(__file__).name
