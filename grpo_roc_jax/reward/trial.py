@@ -1,4 +1,4 @@
-"""Reward functions tried on made-up trajectories before anything is trained: `check_reward`, and `made_up` for a run."""
+"""Reward functions tried on made-up trajectories before training: `check_reward`, and `made_up` for a run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
