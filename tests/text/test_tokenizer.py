@@ -12,7 +12,13 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from examples.train_toy_tokenizer import FIXED_PIECES
 from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, TextConfig, TokenizerFile, ToyTokenizer
-from grpo_roc_jax.text.tokenizer import OWN_SPECIALS, ByteTokenizer, JsonTokenizer, load_tokenizer
+from grpo_roc_jax.text.tokenizer import (
+    OWN_SPECIALS,
+    ByteTokenizer,
+    JsonTokenizer,
+    SentencePieceTokenizer,
+    load_tokenizer,
+)
 
 CORPUS = ["the tool answers 42 and the answer is 42", "print(6*7) <tool_call> assistant user system reason"] * 20
 QWEN_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -87,6 +93,24 @@ def test_bytes_of_a_character_join_across_ids(tokenizer):
     assert tokenizer.decode(ids) == "日"
     if len(ids) > 1:
         assert tokenizer.decode(ids[:1]) != "日"
+
+
+@pytest.mark.parametrize("text", ["a é 日本 🙂 x", " lead", "a\n\n  b\t", "<|im_end|> <answer>", "\ufffd", ""])
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer, text):
+    """Of a part of a character its own bytes, not those of the replacement character."""
+    ids = [*tokenizer.encode(text), tokenizer.eos_id]
+    parts = [tokenizer.token_bytes(i) for i in ids]
+    assert b"".join(parts) == tokenizer.decode(ids).encode()
+    emoji = [tokenizer.token_bytes(i) for i in tokenizer.encode("🙂")]
+    assert b"".join(emoji) == "🙂".encode() and len(emoji) > 1
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_pieces_of_a_sentencepiece_model_have_their_spaces_and_bytes(kind):
+    tokenizer = SentencePieceTokenizer(gemma_like(kind))
+    ids = tokenizer.encode("What is 6 x 7? é🙂")
+    whole = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    assert whole.removeprefix(" ") == tokenizer.decode(ids).removeprefix(" ")
 
 
 def test_the_library_would_have_matched_the_added_tokens():

@@ -11,8 +11,8 @@ from pydantic import Field
 from sample_tools import area
 
 from grpo_roc_jax.tools import Registry, ToolUnavailable, default_registry
-from grpo_roc_jax.tools.foreign import foreign_tool
-from grpo_roc_jax.tools.registry import Job, TooLate, failed_result
+from grpo_roc_jax.tools.foreign import foreign_tool, normalized
+from grpo_roc_jax.tools.registry import MAX_DESCRIPTION, Job, TooLate, failed_result
 from grpo_roc_jax.types import ToolResult
 
 IO = "python_code_with_standard_io"
@@ -297,3 +297,26 @@ def test_schemas_without_parameters_and_those_that_cannot_be_used() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             foreign_tool(schema, print)
+
+
+def test_schemas_from_outside_are_bounded():
+    """A long description is cut, wherever it stands; a name that is none, or a huge schema, is refused."""
+
+    def offered(name="f", description="", **properties):
+        return normalized({"name": name, "description": description, "input_schema": {"properties": properties}})
+
+    long = "x" * (MAX_DESCRIPTION + 5)
+    cut = offered(description=long, a={"type": "array", "items": {"description": long}})
+    assert cut["description"].endswith(" [... 5 characters omitted]") and len(cut["description"]) < len(long) + 40
+    assert cut["parameters"]["properties"]["a"]["items"]["description"] == cut["description"]
+    assert offered(name="server.look-up/v2:x")["name"] == "server.look-up/v2:x"
+    for name in ("a b", "a<|im_end|>", "x" * 129, "a\nb"):
+        with pytest.raises(ValueError, match="a name from outside must have 1 to 128 letters"):
+            offered(name=name)
+    with pytest.raises(ValueError, match=r"its schema has \d+ characters of JSON, at most 64000"):
+        offered(**{f"a{i}": {"enum": ["y" * 100]} for i in range(1000)})
+    deep: dict = {}
+    for _ in range(20_000):
+        deep = {"items": deep}
+    with pytest.raises((ValueError, RecursionError)):
+        offered(a=deep)
