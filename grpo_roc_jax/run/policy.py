@@ -173,11 +173,10 @@ def _activations(config: Config, model: ModelConfig, compute: int) -> int:
 
 
 def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
-    """`memory_parts` as text, in the dtype that the devices of the mesh compute in. Gradients are counted twice, since
-    that of a micro-batch is added to the sum of those before. On a CPU a further line says what the process takes."""
+    """`memory_parts` as text, in the dtype that the devices of the mesh compute in. On a CPU a further line says what
+    the process takes."""
     model = replace(model, compute_dtype=compute_dtype(model).name)
     parts = memory_parts(config, model, mesh)
-    parts["gradients"] *= 2
     total = parameter_count(model)
     trained = parameter_count(model, config.lora)
     compute = compute_dtype(model).itemsize
@@ -193,7 +192,7 @@ def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     return [
         f"model: {many} parameters, {trained / 1e6:.1f} million of them trained; {per_token / 1e3:.1f} kB of cache a "
         "token" + (f" and {per_row / 1e6:.1f} MB a row" if per_row else ""),
-        *(process_lines(whole, model, mesh) if platform_of(mesh) == "cpu" else []),
+        *(process_lines(whole + parts["gradients"], model, mesh) if platform_of(mesh) == "cpu" else []),
         f"memory a device, {unit}: {said}; together {whole / size:{form}} of {mesh.size} device"
         f"{'s' if mesh.size > 1 else ''}",
     ]
@@ -205,7 +204,9 @@ of width 512 and 420 MB for the 30 of SmolLM2-135M (jax 0.10.2)."""
 
 
 def process_lines(devices: float, model: ModelConfig, mesh: Mesh) -> list[str]:
-    """The memory of a process whose devices are CPUs; `devices` are the bytes of each of them."""
+    """The memory of a process whose devices are CPUs; `devices` are the bytes of each of them, with the gradients of a
+    micro-batch besides their sum. Elsewhere these take the place of the sampler's weights and the cache; here what is
+    freed of those mostly stays with the process."""
     held, now = devices * len(mesh.local_devices), resident_bytes()
     compiling = COMPILING + COMPILING_LAYER * model.layers
     said = f"devices {held / 1e6:.0f}, interpreter and libraries {now / 1e6:.0f}, compilation {compiling / 1e6:.0f}"
