@@ -26,6 +26,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "gpu": (("jax_cuda12_plugin", "jax_cuda13_plugin"), "NVIDIA GPUs, and `plan` for them"),
     "tpu": (("libtpu",), "TPUs, and `plan` for them"),
+    "gguf": (("gguf",), "models in GGUF files"),
     "notebooks": (("jupyterlab",), "the notebooks"),
     "serve": (("tornado",), "`serve`, and agents that ask the policy over HTTP"),
     "wandb": (("wandb",), "metrics on Weights & Biases"),

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -31,6 +32,13 @@ def few_arenas() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
         mallopt(M_ARENA_MAX, 2)
+
+
+def resident_bytes(key: str = "VmRSS") -> int:
+    """The memory that this process takes now, or at most so far with `VmHWM`; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), 0)
 
 
 @dataclass

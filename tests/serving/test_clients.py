@@ -53,7 +53,7 @@ def test_errors_are_those_that_the_client_knows(client):
         client.chat.completions.create(model="policy", messages=ASK, tools=[WEATHER])
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
-    with pytest.raises(openai.InternalServerError, match="Responses API"):
+    with pytest.raises(openai.NotFoundError, match="use /v1/chat/completions"):
         client.responses.create(model="policy", input="x")
 
 
