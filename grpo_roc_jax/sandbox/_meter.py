@@ -216,7 +216,6 @@ class FileCount:
     ) -> None:
         self.worker, self.pid, self.copy, self.drop_copy = worker, pid, copy, drop_copy
         self.limits, self.several = worker.limits, worker.plan.rank == 0 or worker.limits.processes > 1
-        self.scratch = os.path.realpath(worker.scratch)
         self.device = os.stat(worker.scratch).st_dev
         self.memory_device, self.private = None, 0
         if worker.plan.rank == 0:  # where programs can make memory files of their own
@@ -224,7 +223,8 @@ class FileCount:
             self.memory_device, self.private = os.fstat(probe).st_dev, private_memory(os.getpid())
             os.close(probe)
         self.size, self.grows_fast = 0, False
-        self.note_thorough()
+        # A process that has just been forked has written nothing and used no core.
+        self.thorough_at, self.written_then, self.cpu_then = time.monotonic(), 0, 0.0
 
     def note_thorough(self) -> None:
         self.thorough_at, self.written_then, self.cpu_then = time.monotonic(), self.written(), cpu_time(self.pid)
@@ -244,9 +244,9 @@ class FileCount:
                     os.kill(pid, signal.SIGCONT)
 
     def over_at_rest(self) -> str:
-        """The same for a session that has been told to stop."""
+        """The same for a session that has been told to stop. Most cells do too little to take much space."""
         spent, written = cpu_time(self.pid) - self.cpu_then, self.written() - self.written_then
-        if spent < THOROUGH_CPU_S and written < THOROUGH_BYTES and not self.look(thorough=False):
+        if spent < THOROUGH_CPU_S and written < THOROUGH_BYTES:
             return ""
         return self.judge() if await_stop(self.pid) else ""
 
@@ -359,7 +359,7 @@ class FileCount:
             text = file.read()
         if b" (deleted)\n" not in text:
             return
-        top = os.fsencode(self.scratch) + b"/"
+        top = os.fsencode(os.path.realpath(self.worker.scratch)) + b"/"
         for line in text.splitlines():
             fields = line.split(None, 5)
             if len(fields) == 6 and fields[5].startswith(top) and fields[5].endswith(b" (deleted)"):
@@ -367,10 +367,11 @@ class FileCount:
 
     def written(self) -> int:
         """Bytes that the process has written."""
-        with contextlib.suppress(OSError, ValueError), open(f"/proc/{self.pid}/io") as file:
-            numbers = dict(line.split(": ") for line in file.read().splitlines())
-            return max(int(numbers["wchar"]), int(numbers["write_bytes"]))
-        return 0
+        try:
+            words = read_at(None, f"/proc/{self.pid}/io").split()
+            return max(int(words[words.index(name) + 1]) for name in (b"wchar:", b"write_bytes:"))
+        except (OSError, ValueError, IndexError):
+            return 0
 
 
 def private_memory(pid: int) -> int:
