@@ -21,8 +21,8 @@ import tyro
 
 from grpo_roc_jax.record.checkpoint_files import newest_whole
 from grpo_roc_jax.rollout.publish import SamplerParams
-from grpo_roc_jax.run.components import Components, make_components
-from grpo_roc_jax.run.load import is_run, load_policy, settings_for
+from grpo_roc_jax.run.components import Components, policy_components
+from grpo_roc_jax.run.load import is_run, load_policy, serving_settings
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.sandbox.http_guard import is_loopback
 from grpo_roc_jax.serving.sampling_loop import SamplingLoop
@@ -115,8 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(
                 f"--host {asked.host} can be reached from elsewhere; set {TOKEN_VARIABLE} to a secret token"
             )
-        config = settings_for(asked.model, overrides, PROG, dialogue=False)
-        with make_components(config) as components:
+        config = serving_settings(asked.model, overrides, PROG)
+        with policy_components(config) as components:
             serve(asked, components, token)
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
         print(f"serve: {error}", file=sys.stderr)

@@ -173,6 +173,28 @@ def make_components(
         scorer.close()
 
 
+@contextmanager
+def policy_components(config: Config) -> Iterator[Components]:
+    """The parts that hold and sample a policy, of `load.serving_settings`: no tool, environment or scorer is made.
+
+    Raises:
+        ConfigError: See `make_components`.
+    """
+    refuse_hidden(config)
+    keep_programs()
+    processes = Processes()
+    tokenizer, chat, model, mesh, engine = check_components(config, make_registry(config))
+    processes.together = processes_together(mesh)
+    with config_errors():
+        base = frozen_weights(config, model, mesh)
+    processes.team = Team(processes) if processes.together > 1 else None
+    try:
+        yield Components(config, tokenizer, chat, model, mesh, base, None, engine, None, processes)
+    finally:
+        if processes.team is not None:
+            processes.team.close()
+
+
 @config_errors()
 def make_registry(config: Config) -> Registry:
     """The tools that the executor runs: those that `tools.enabled` names, or the environment's class `uses`; and the

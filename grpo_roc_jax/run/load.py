@@ -1,8 +1,10 @@
 """Opening a policy that was trained here or published: settings that fit it, its weights, its tools."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import field, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -12,15 +14,17 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params, read_published, settings_path
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import ADAPTER_CONFIG, LowRank, load_adapter, read_lora
-from grpo_roc_jax.model.sharding import Mesh, param_shardings
+from grpo_roc_jax.model.sharding import Mesh, ShardingConfig, param_shardings
 from grpo_roc_jax.model.transformer import Params, compute_dtype
 from grpo_roc_jax.record.checkpoint_files import newest_whole, saved_stage
+from grpo_roc_jax.rollout.config import RolloutConfig
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.policy import load_trained, split_checkpoint
-from grpo_roc_jax.settings.cli import ConfigError, config_errors, load_config
+from grpo_roc_jax.settings.cli import ConfigError, build, config_errors, file_layers, load_config
 from grpo_roc_jax.settings.files import read_json_object
-from grpo_roc_jax.settings.layers import read_words
+from grpo_roc_jax.settings.layers import Layer, read_words
+from grpo_roc_jax.settings.options import fields_of, settings
 from grpo_roc_jax.text.templates import TemplateError, load_template
 
 PUBLISHED = """
@@ -76,6 +80,71 @@ def settings_for(source: str, overrides: Sequence[str], prog: str, *, dialogue: 
         run, step = split_checkpoint(source)
         config = load_config(Config, [str(run / "config.yaml"), *words, *overrides], prog=prog)
         return config.staged()[stage_of(run, step)] if config.stages else config
+    return load_config(Config, [*words, *published_words(source, overrides, dialogue=dialogue), *overrides], prog=prog)
+
+
+SERVED = frozenset("name seed text model lora sharding distributed rollout sampling tools".split())  # noqa: SIM905
+"""Sections that say how a policy answers; all others are of training."""
+TRAINED = frozenset(["step_limit", "early_exit"])
+"""Settings of `rollout` that are of training too."""
+
+
+@config_errors()
+def serving_settings(source: str, overrides: Sequence[str], prog: str) -> Config:
+    """`settings_for` of a policy that only answers: settings of the learner, of data, rewards and environments are
+    those by default, whatever the run has, so that none of them stands in the way.
+
+    Args:
+        source: A run, one of its checkpoints, or a published model or PEFT adapter.
+        overrides: `--section.field=value` words.
+        prog: Name in messages.
+    """
+    if any(word in ("--help", "-h") for word in overrides):
+        return load_config(Config, list(overrides), prog=prog)
+    if is_run(source):
+        run, step = split_checkpoint(source)
+        layers = [*file_layers(run / "config.yaml")]  # one, as a run writes it
+        stages, index = layers[-1].values.get("stages") or (), stage_of(run, step)
+        if index < len(stages) and isinstance(stages[index], dict):
+            layers.append(Layer(f"stage {index + 1}", dict(stages[index].get("set") or {})))
+    else:
+        layers = [read_words(published_words(source, overrides, dialogue=False))]
+    kept = [replace(layer, values=_served(layer.values)) for layer in layers]
+    words = read_words(overrides)
+    served = [*kept, replace(words, values=_served(words.values))]
+    found = build(ServedSections, [replace(layer, values=_only_rows(layer.values)) for layer in served])
+    parts = 2 * found.sharding.sequence
+    fit = read_words([f"--batch.row_length={-(-found.rollout.max_row_tokens // parts) * parts}"])
+    return build(Config, [*served, fit])
+
+
+@settings
+class ServedSections:
+    """What the length of a row follows from."""
+
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+
+
+def _only_rows(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: values[name] for name in ("rollout", "sharding") if name in values}
+
+
+def _served(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a layer that says how a policy answers; names that no section has are left to be refused."""
+    found = {name: value for name, value in values.items() if name in SERVED or name not in fields_of(Config)}
+    if isinstance(found.get("rollout"), Mapping):
+        found["rollout"] = {name: value for name, value in found["rollout"].items() if name not in TRAINED}
+    return found
+
+
+def published_words(source: str, overrides: Sequence[str], *, dialogue: bool) -> list[str]:
+    """Settings that fit a published model or adapter, as words of a command.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    words: list[str] = []
     path, folder = source, find_model(source)
     if (folder / ADAPTER_CONFIG).is_file():
         lora = read_lora(folder)
@@ -96,7 +165,7 @@ def settings_for(source: str, overrides: Sequence[str], prog: str, *, dialogue: 
         words.append("--text.template=model")
     except TemplateError:
         words.append("--text.system=default")
-    return load_config(Config, [*words, *overrides], prog=prog)
+    return words
 
 
 def stage_of(run: Path, step: int | None) -> int:

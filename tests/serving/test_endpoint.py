@@ -10,15 +10,20 @@ import time
 
 import numpy as np
 import pytest
+import yaml
 from serving import ROLLOUT, WEATHER, Served, served, small_policy
 from test_readme import TINY
 
 import grpo_roc_jax as g
 from grpo_roc_jax.commands.serve import main
+from grpo_roc_jax.config import Config
 from grpo_roc_jax.rollout.records import RunOptions, SingleTurn
+from grpo_roc_jax.run.components import policy_components
+from grpo_roc_jax.run.load import serving_settings
 from grpo_roc_jax.serving.replies import SampledChoice
 from grpo_roc_jax.serving.sampling_loop import JobRows
 from grpo_roc_jax.serving.server import ServerLimits
+from grpo_roc_jax.settings.cli import dump_yaml, load_config
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 HELLO = [{"role": "user", "content": "What is 2 + 3, and why is it so? Say it in a few words."}]
@@ -294,6 +299,42 @@ def test_the_command_refuses_what_it_cannot_serve(tmp_path, capsys, monkeypatch)
     assert "is no directory" in capsys.readouterr().err
     assert main([str(tmp_path), "--host", "0.0.0.0"]) == 2
     assert "set GRPO_SERVE_TOKEN" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", [None, 1])
+def test_serving_reads_only_what_serving_needs(tmp_path, monkeypatch, stage):
+    """A run of settings that a learner, an environment and a reward would be refused for."""
+    config = load_config(Config, ["toy.yaml", *TINY, "--sampling.top_p=0.9", "--rollout.slots=16"], prog="x")
+    content = yaml.safe_load(dump_yaml(config))
+    content["environment"] = {"kind": "class", "path": "nowhere.at_all:Env"}
+    content["reward"] = {"functions": [{"kind": "function", "path": "gone.py:pay"}]}
+    content["method"] = {"files": ["gone.py"]}
+    content["batch"]["row_length"] = 100
+    if stage:
+        rollout = {"max_turns": 3, "step_limit": {"kind": "partial", "seconds": 5.0}}
+        content["stages"] = [
+            {"name": "a", "steps": 1},
+            {"name": "b", "steps": 1, "set": {"rollout": rollout, "optim": {}}},
+        ]
+        monkeypatch.setattr("grpo_roc_jax.run.load.stage_of", lambda run, step: stage)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    (tmp_path / "checkpoints").mkdir()
+    words = ["--rollout.max_prompt_tokens", "2048", "--optim.lr=1e9", "--limits.empty_steps=-1"]
+    found = serving_settings(str(tmp_path), words, "x")
+    assert found.rollout.max_prompt_tokens == 2048 and found.batch.row_length >= found.rollout.max_row_tokens
+    assert (found.sampling.top_p, found.rollout.slots, found.model) == (0.9, 16, config.model)
+    assert found.environment == Config().environment and found.reward == Config().reward
+    assert (found.rollout.max_turns, found.rollout.step_limit.kind) == (
+        3 if stage else config.rollout.max_turns,
+        "none",
+    )
+    with policy_components(found) as components:
+        assert components.executor is components.scorer is components.episodes is None
+        assert components.engine.config.max_prompt_tokens == 2048
+    with pytest.raises(g.ConfigError, match=r"unknown key 'rolout\.slots'"):
+        serving_settings(str(tmp_path), ["--rolout.slots=3"], "x")
+    with pytest.raises(g.ConfigError, match=r"rollout\.slots = -1"):
+        serving_settings(str(tmp_path), ["--rollout.slots=-1"], "x")
 
 
 @pytest.mark.slow
