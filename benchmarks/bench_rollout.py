@@ -5,6 +5,7 @@ machine that others use, only the ratios mean something. The naive strategies (t
 kept) run on the same engine, so that they differ in strategy alone. Peers: `transformers` on torch, `google-tunix`.
 
     python benchmarks/bench_rollout.py --cases static ragged --repeats 3
+    python benchmarks/bench_rollout.py --model DIR --repeats 1      # a published model, with its weights
 
 Each case prints one JSON line, with its targets beside what was got; `--out` collects the cases in a file. Shapes of
 published models on an accelerator, and the share of its bandwidth, are `gpu_rollout.py`'s.
@@ -32,6 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import load_params
+from grpo_roc_jax.model.published import read_config
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
@@ -48,6 +51,13 @@ MANY = replace(TURNS, slots=128, narrow=(2, 4, 8, 16), chunk=4)
 """Of the multi-turn case: half of its rows at a time, so that enough are live while others wait for tools."""
 PEER_ROWS = 4
 """Rows of the multi-turn case that the peer runs in a round."""
+GRPO = RolloutConfig(slots=64, narrow=PARTS, max_prompt_tokens=144, max_response_tokens=560, kv_tokens=64 * 288)
+"""Of the GRPO case, for 128 rows."""
+PROMPTS = RolloutConfig(slots=32, narrow=PARTS, max_prompt_tokens=64, max_response_tokens=64)
+PEERS = ["transformers", "tunix"]
+"""Peers to measure, if they are installed."""
+PUBLISHED: list[Path] = []
+"""The directory of the published model that takes the place of `MODEL`, if any."""
 
 
 # Workloads.
@@ -68,8 +78,17 @@ def lognormal(rng: np.random.Generator, count: int, median: float, sigma: float,
     return np.clip(np.exp(rng.normal(np.log(median), sigma, count)), 4, cap).astype(int)
 
 
+def use_published(folder: Path) -> None:
+    """Measures a published model from now on, with its weights."""
+    global MODEL
+    MODEL = read_config(json.loads((folder / "config.json").read_text()), ["_model_name_or_path"])
+    PUBLISHED[:] = [folder]
+
+
 @lru_cache
 def params():
+    if PUBLISHED:
+        return load_params(PUBLISHED[0], MODEL, None, dtype=jnp.float32)
     return init_params(jax.random.key(0), MODEL)
 
 
@@ -152,17 +171,20 @@ def multi_turn_workload(count: int, *, slow: bool, seed: int = 0):
 # Measuring.
 
 
-def alternate(variants: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict]:
-    """Wall and CPU seconds of each variant, medians over rounds in which every variant runs once."""
+def alternate(
+    variants: dict[str, Callable[[], object]], repeats: int, compiled: tuple[str, ...] = ("transformers",)
+) -> dict[str, dict]:
+    """Wall and CPU seconds of each variant, medians over rounds in which every variant runs once, in the opposite order
+    every second time; those that are `compiled` have no unmeasured round before."""
     first = {}
     for name, run in variants.items():
-        if name != "transformers":  # it compiles nothing, and has run once to be among the peers
+        if name not in compiled:  # transformers compiles nothing, and has run once to be among the peers
             start = time.perf_counter()
             run()
             first[name] = time.perf_counter() - start
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
-    for _ in range(repeats):
-        for name, run in variants.items():
+    for repeat in range(repeats):
+        for name, run in [*variants.items()][:: -1 if repeat % 2 else 1]:
             wall, cpu = time.perf_counter(), time.process_time()
             run()
             times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
@@ -204,9 +226,11 @@ def against_peers(slower: dict[str, dict[str, float]], targets: dict[str, float]
 @lru_cache
 def torch_model():
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
+    if PUBLISHED:
+        return AutoModelForCausalLM.from_pretrained(PUBLISHED[0], dtype=torch.float32).eval()
     config = Qwen3Config(
         vocab_size=MODEL.vocab_size,
         hidden_size=MODEL.d_model,
@@ -242,6 +266,22 @@ def torch_generate(tokens: np.ndarray, new: int) -> None:
             torch.log_softmax(logits, -1).gather(1, drawn[:, step : step + 1])
 
 
+def torch_sample(contexts: list[np.ndarray], new: int) -> None:
+    """As `torch_generate` of contexts of unequal length, padded on their left, and without log-probabilities, for which
+    it would keep all logits."""
+    import torch
+
+    width = max(map(len, contexts))
+    tokens, mask = (torch.zeros(len(contexts), width, dtype=torch.long) for _ in range(2))
+    for row, context in enumerate(contexts):
+        tokens[row, width - len(context) :] = torch.tensor(context)
+        mask[row, width - len(context) :] = 1
+    lengths = {"max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+    drawing = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    with torch.inference_mode():
+        torch_model().generate(tokens, attention_mask=mask, **lengths, **drawing)
+
+
 class _Ids:
     """The tokenizer that the peer's sampler asks for: text is a list of ids."""
 
@@ -264,11 +304,27 @@ class _Ids:
         return ids
 
 
+@lru_cache
 def tunix_model(model: ModelConfig):
-    """Tunix's Qwen3 of this shape with random weights, all in float32."""
+    """Tunix's Qwen3 (without norms of queries and keys: Llama 3) of this shape with random weights, in float32."""
     from flax import nnx
+    from tunix.models.llama3 import model as llama3
     from tunix.models.qwen3 import model as qwen3
 
+    if not model.qk_norm:
+        config = llama3.ModelConfig(
+            num_layers=model.layers,
+            vocab_size=model.vocab_size,
+            embed_dim=model.d_model,
+            hidden_dim=model.d_ff,
+            num_heads=model.heads,
+            head_dim=model.head_dim,
+            num_kv_heads=model.kv_heads,
+            norm_eps=model.norm_eps,
+            rope_theta=int(model.rope_theta),
+            weight_tying=model.tie_embeddings,
+        )
+        return llama3.Llama3(config, rngs=nnx.Rngs(0))
     config = qwen3.ModelConfig(
         num_layers=model.layers,
         vocab_size=model.vocab_size,
@@ -313,13 +369,26 @@ def tunix_generate(tokens: np.ndarray, new: int) -> None:
     )
 
 
+def tunix_sample(contexts: list[np.ndarray], new: int) -> None:
+    """As `tunix_generate` of contexts of unequal length, without log-probabilities."""
+    width = 1 << (max(map(len, contexts)) - 1).bit_length()
+    tunix_sampler(next(cache for cache in (320, 448, 704, 1280) if width + new <= cache))(
+        [" ".join(map(str, context[1:])) for context in contexts],
+        max_generation_steps=new,
+        max_prompt_length=width,
+        temperature=1.0,
+        top_p=1.0,
+        eos_tokens=[MODEL.vocab_size + 1],
+    )
+
+
 @lru_cache
 def peers() -> dict[str, Callable[[np.ndarray, int], None]]:
     """Name -> generate, of those that are installed and run."""
     found = {}
-    if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
+    if "transformers" in PEERS and importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
         found["transformers"] = torch_generate
-    if importlib.util.find_spec("tunix"):
+    if "tunix" in PEERS and importlib.util.find_spec("tunix"):
         found["tunix"] = tunix_generate
     for name, generate in list(found.items()):
         try:
@@ -679,6 +748,117 @@ def case_correctness(repeats: int) -> dict:
     }
 
 
+def case_prompts(repeats: int) -> dict:
+    """Prompts of 60 tokens and the first token after each: 8 at once, and 32."""
+    engine, sampler = engine_for(PROMPTS, warm=True)
+    found = {}
+    for count in (8, 32):
+        rows = prompts(count, 60)
+        requests = [one_rollout(i, row, 1) for i, row in enumerate(rows)]
+        variants = {"engine": partial(engine.run, sampler, requests, SingleTurn())}
+        if "transformers" in peers():
+            variants["transformers"] = partial(torch_sample, rows, 1)
+        report = alternate(variants, repeats)
+        rates = {name: round(60 * count / figures["cpu_s"]) for name, figures in report.items()}
+        found[f"{count} prompts"] = {"times": report, "tokens_per_cpu_s": rates, "slower_than_engine": ratios(report)}
+    targets = {
+        name: target(case["slower_than_engine"]["transformers"]["cpu_s"], least=1.0)
+        for name, case in found.items()
+        if "transformers" in case["slower_than_engine"]
+    }
+    return found | {"targets": targets}
+
+
+def grpo_workload(seed: int = 0, problems: int = 8, samples: int = 16):
+    """(prompts, turns and observations of each row): 1 to 3 turns (mean 1.9) of 60 new tokens on average, and short
+    outputs of the Python tool between them."""
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(0, MODEL.vocab_size, n).astype(np.int32) for n in rng.integers(80, 128, problems)]
+    number = rng.choice([1, 2, 3], size=problems * samples, p=[0.35, 0.4, 0.25])
+    turns = [lognormal(rng, n, 50, 0.6, 160).tolist() for n in number]
+    observations = [
+        [rng.integers(0, MODEL.vocab_size, rng.integers(8, 25)).astype(np.int32) for _ in range(n - 1)] for n in number
+    ]
+    return texts, turns, observations
+
+
+def turn_by_turn(sample: Callable, contexts: list[np.ndarray], turns, observations, batch: int) -> None:
+    """The usual loop around a `generate`: all rows that have a turn left, in batches that run to their longest turn,
+    with their whole context as prompt. Tools take no time."""
+    contexts, live, turn = dict(enumerate(contexts)), [*range(len(contexts))], 0
+    while live:
+        for first in range(0, len(live), batch):
+            rows = live[first : first + batch]
+            sample([contexts[i] for i in rows], max(turns[i][turn] for i in rows))
+        live = [i for i in live if turn + 1 < len(turns[i])]
+        for i in live:
+            drawn = np.ones(turns[i][turn], np.int32)
+            contexts[i] = np.concatenate([contexts[i], drawn, observations[i][turn]])
+        turn += 1
+
+
+def case_grpo(repeats: int, problems: int = 8, samples: int = 16, peer_part: int = 2) -> dict:
+    """A GRPO step with tools: 8 prompts of 16 rollouts, whose tools answer after 50 to 200 ms; the peers prefill the
+    context again each turn and wait for no tool. Tunix, with a compilation for every shape, runs one in `peer_part` of
+    the rows, once before it is timed; its time is scaled."""
+    engine, sampler = engine_for(GRPO, warm=True)
+    texts, turns, observations = grpo_workload(problems=problems, samples=samples)
+    count, rng = problems * samples, np.random.default_rng(1)
+    latency = [rng.uniform(0.05, 0.2, len(row) - 1).tolist() for row in turns]
+    requests = [one_rollout(i // samples, texts[i // samples], 560, i % samples) for i in range(count)]
+    contexts = [request.prompt for request in requests]
+    found: list = []
+
+    def run() -> None:
+        found[:] = [engine.run(sampler, requests, Script(turns, observations, latency))[1]]
+
+    variants = {"engine": run}
+    if "transformers" in peers():
+        variants["transformers"] = partial(turn_by_turn, torch_sample, contexts, turns, observations, GRPO.slots)
+    part = count // peer_part
+    if "tunix" in peers():
+        few = contexts[:part], turns[:part], observations[:part], GRPO.slots
+        variants["tunix"] = partial(turn_by_turn, tunix_sample, *few)
+    report = alternate(variants, repeats, compiled=("engine", "transformers"))
+    if "tunix" in report:
+        report["tunix"] |= {key: round(report["tunix"][key] * count / part, 3) for key in ("wall_s", "cpu_s")}
+        report["tunix"]["rows_run"] = part
+    slower, (stats,) = ratios(report), found
+    return {
+        "times": report,
+        "slower_than_engine": slower,
+        "targets": {
+            name: target(slower[name]["cpu_s"], least=least)
+            for name, least in (("transformers", 2.0), ("tunix", 1.5))
+            if name in slower
+        },
+        "rows": count,
+        "sampled_tokens": stats.sampled_tokens,
+        "tokens_per_cpu_s": round(stats.sampled_tokens / report["engine"]["cpu_s"]),
+        "prefilled_tokens": stats.prefilled_tokens,
+        "appends": stats.appends,
+        "slot_use": round(stats.slot_use, 3),
+        "append_share": round(stats.append_s / stats.seconds, 3),
+        "blocked_on_tools_s": round(stats.tool_wait_s, 3),
+    }
+
+
+def case_first_use(repeats: int) -> dict:
+    """What the first rollout of an engine costs: publishing, every program compiled, and memory."""
+    start, cpu = time.perf_counter(), time.process_time()
+    engine, sampler = engine_for(GRPO)
+    published, published_cpu = time.perf_counter() - start, time.process_time() - cpu
+    start, cpu = time.perf_counter(), time.process_time()
+    costs = engine.warmup(sampler)
+    return {
+        "publish": {"wall_s": round(published, 2), "cpu_s": round(published_cpu, 2)},
+        "warmup": {"wall_s": round(time.perf_counter() - start, 2), "cpu_s": round(time.process_time() - cpu, 2)},
+        "programs": {cost.name: round(cost.seconds, 2) for cost in costs},
+        "shares_layers": engine.programs.shares_layers,
+        "targets": {},
+    }
+
+
 PEER_PACKAGES = ("google-tunix", "flax", "transformers", "torch")
 
 CASES = {
@@ -691,7 +871,12 @@ CASES = {
     "multi_turn": case_multi_turn,
     "compilations": case_compilations,
     "correctness": case_correctness,
+    "prompts": case_prompts,
+    "grpo": case_grpo,
+    "first_use": case_first_use,
 }
+OF_PUBLISHED = ("first_use", "prompts", "grpo")
+"""Cases of a published model by default; the others take long with one."""
 
 
 def environment(*, with_peers: bool = True) -> dict:
@@ -717,7 +902,10 @@ def environment(*, with_peers: bool = True) -> dict:
 def main() -> None:
     """Runs the cases named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
+    few = " ".join(OF_PUBLISHED)
+    parser.add_argument("--cases", nargs="+", choices=CASES, help=f"default: all; with --model {few}")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="those to measure, where installed; default: all")
+    parser.add_argument("--model", type=Path, help="directory of a published model, in place of a small random one")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of each case; medians are reported")
     parser.add_argument(
         "--out",
@@ -725,10 +913,15 @@ def main() -> None:
         help="JSON file of results by case, e.g. benchmarks/results/rollout_cpu.json; cases already there are kept",
     )
     arguments = parser.parse_args()
+    if arguments.peers is not None:
+        PEERS[:] = arguments.peers
+    if arguments.model:
+        use_published(arguments.model)
     collected = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
-    for name in arguments.cases:
+    for name in arguments.cases or (OF_PUBLISHED if PUBLISHED else CASES):
         start = environment()
         case = CASES[name](arguments.repeats) | {"repeats": arguments.repeats} | start
+        case |= {"model": {key: getattr(MODEL, key) for key in ("layers", "d_model", "d_ff", "vocab_size")}}
         print(json.dumps({"case": name, **case}), flush=True)
         collected[name] = case
         if arguments.out:  # case by case: what was measured stays when a later one fails
