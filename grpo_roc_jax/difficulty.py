@@ -15,6 +15,7 @@ from pathlib import Path
 import tyro
 
 from grpo_roc_jax.evaluate import EvaluateConfig, folder_of, sample_policy
+from grpo_roc_jax.settings.leaving import end_with
 from grpo_roc_jax.types import Group
 
 PROG = "python -m grpo_roc_jax.difficulty"
@@ -99,4 +100,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -40,6 +40,7 @@ from grpo_roc_jax.run.parts import Parts, sample_parts
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml
+from grpo_roc_jax.settings.leaving import end_with
 from grpo_roc_jax.types import PLAIN, Condition, Metrics, Problem
 
 PROG = "python -m grpo_roc_jax.evaluate"
@@ -321,4 +322,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

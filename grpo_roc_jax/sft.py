@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from grpo_roc_jax import train
+from grpo_roc_jax.settings.leaving import end_with
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,4 +18,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -12,6 +12,7 @@ import numpy as np
 
 from grpo_roc_jax.reward.config import FunctionReward, Reward, RewardConfig
 from grpo_roc_jax.reward.score import RewardError, make_scorer
+from grpo_roc_jax.settings.leaving import end_with
 from grpo_roc_jax.types import Problem, StopReason, ToolCall, ToolResult, Trajectory, Turn
 
 PROBLEM = Problem("check", "What is 6 * 7?", "42", "check")
@@ -122,4 +123,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with(lambda: main(sys.argv[1:]))
