@@ -37,8 +37,18 @@ UNKNOWN_COMMAND = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status; without a command, prints the help."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Runs a command and returns its exit status; without a command, prints the help. Without `argv` it is that of the
+    process, whose end then waits for no thread that hangs."""
+    if argv is None:
+        status = 1
+        try:
+            status = main(sys.argv[1:])
+        finally:
+            from grpo_roc_jax.settings.leaving import bound_exit
+
+            bound_exit(status)
+        return status
+    words = list(argv)
     if not words or words[0] in ("help", "--help", "-h"):
         print(help_text())
         return 0

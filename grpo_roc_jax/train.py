@@ -56,6 +56,7 @@ from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.run.watch import CONFIG_STATUS, INFRASTRUCTURE_STATUS, Stopped, Watch
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, load_config
+from grpo_roc_jax.settings.leaving import end_with
 from grpo_roc_jax.settings.options import fields_of
 from grpo_roc_jax.settings.points import injected, reach
 from grpo_roc_jax.settings.secrets import hidden
@@ -474,4 +475,4 @@ def dry(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

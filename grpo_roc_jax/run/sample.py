@@ -301,7 +301,7 @@ def score(
         stats,
         completed=tuple(group for group, waiting in ended if not waiting),
         partial=tuple(group for group, waiting in zip(every, waits, strict=True) if waiting),
-        unscored=dict(scored.unscored),
+        unscored=dict(getattr(scored, "unscored", {})),
     )
 
 
