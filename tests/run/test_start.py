@@ -159,8 +159,8 @@ def test_a_dry_run_names_what_is_left_out(files, capsys):
         "batch.row_length = 96: 3 of 6 do not fit and are left out, 3 are left" in said
         and "talks:3: conversation of" in said
     )
-    message = said_by([*words, "--data.too_long=fail"], capsys)
-    assert "prompt of" in message and "set data.too_long to drop" in message
+    message = said_by([*words, "--data.bad_rows=fail"], capsys)
+    assert "prompt of" in message and "set data.bad_rows to drop" in message
 
 
 @pytest.mark.slow
