@@ -151,24 +151,12 @@ def data(config: Config) -> Any:
     return digest(seen, stream.notes, held_out, demonstrated)
 
 
-def what_does_not_fit(config: Config) -> Any:
-    """The problems of a file whose prompts fit."""
-    write_lines(files() / "long.jsonl", [{"question": "x" * n, "answer": "1"} for n in (5, 50, 6)])
-    length = {"prompt_length": lambda problem: len(problem.prompt), "max_prompt_tokens": 10}
-    try:
-        stream = make_problem_stream(config.data, problems=2, seed=config.seed, **length)
-    except ValueError as error:
-        return f"refused: {error}"
-    return digest(stream.notes, stream.left_out)
-
-
 WORLDS = {"data.sources": ("world:products:1", "world:gcd:1"), "data.eval_sources": ()}
 DATA = (
     cases(data, {"data.sources": ("{files}/more.jsonl",), "data.shuffle": True})
     | cases(data, {"data.eval_problems": 4, "data.eval_seed": 5, "data.eval_sources": ("{files}/more.jsonl",)})
     | cases(data, {"data.prompt_column": "solution", "data.answer_column": "explained"})
     | cases(data, {"data.bad_rows": "fail"}, {"data.sources": ("{files}/bad.jsonl",)})
-    | cases(what_does_not_fit, {"data.too_long": "fail"}, {"data.sources": ("{files}/long.jsonl",)})
     | cases(data, {"data.weights": (1.0, 3.0), "data.world_problems": 3}, WORLDS)
     | cases(data, {"data.trace_sources": ("{files}/traces.jsonl",)}, WORLDS)
     | cases(

@@ -52,7 +52,7 @@ def too_long(uids: Sequence[str], lengths: Sequence[int], limit: str, most: int)
     """What a run with the settings so far would leave out, by name; nothing where all of it fits."""
     long = [(uid, tokens) for uid, tokens in zip(uids, lengths, strict=True) if tokens > most]
     if long:
-        yield f"{limit} = {most}: {len(long)} of {len(uids)} do not fit (data.too_long)"
+        yield f"{limit} = {most}: {len(long)} of {len(uids)} do not fit (data.bad_rows)"
     yield from (f"  {uid}: {tokens} tokens" for uid, tokens in long[:MOST_NAMED])
     if len(long) > MOST_NAMED:
         yield f"  ... and {len(long) - MOST_NAMED} more"

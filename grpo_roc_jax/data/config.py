@@ -69,11 +69,9 @@ class DataConfig:
     answer_column: str = ""
     """Column of the reference answer, dots for nested ones; empty detects it."""
     bad_rows: Literal["drop", "fail"] = "drop"
-    """What a row that cannot be used does: `drop` names and counts it, `fail` stops the run."""
-    too_long: Literal["drop", "fail"] = "drop"
-    """What a problem does whose prompt exceeds `rollout.max_prompt_tokens`, or a demonstration that exceeds
-    `batch.row_length`, since nothing is cut: `drop` leaves it out, named and counted, `fail` stops the run. It stops as
-    well where nothing of a source is left."""
+    """What a row does that cannot be used, a problem whose prompt exceeds `rollout.max_prompt_tokens`, and a
+    demonstration that exceeds `batch.row_length`, since nothing is cut: `drop` leaves it out, named and counted, `fail`
+    stops the run. A source of which nothing is left stops it as well."""
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     """Kinds of the demonstrations that supervised fine-tuning learns from."""
     trace_sources: tuple[str, ...] = ()

@@ -111,7 +111,7 @@ def make_problem_stream(
         problems: Problems per batch.
         seed: Seed of the shuffles and the worlds.
         prompt_length: Returns the number of tokens of a problem's prompt. With it, rows of files beyond
-            `max_prompt_tokens` are left out and listed in `notes`, or refused (`config.too_long`); none is cut.
+            `max_prompt_tokens` are left out and listed in `notes`, or refused (`config.bad_rows`); none is cut.
         max_prompt_tokens: Used with `prompt_length`.
         left_out: Uids of problems that do not train.
 
@@ -176,18 +176,18 @@ def fitting_problems(
     """The problems whose prompts fit; `notes` gets the lengths and the first of the others, after `prefix`.
 
     Raises:
-        ValueError: One does not fit, and `config.too_long` is `fail`.
+        ValueError: One does not fit, and `config.bad_rows` is `fail`.
     """
     kept, lengths = drop_long(list(problems), prompt_length, max_prompt_tokens)
     lengths = [f"{prefix}{note}" for note in lengths]
-    if len(kept) < len(problems) and config.too_long == "fail":
+    if len(kept) < len(problems) and config.bad_rows == "fail":
         raise ValueError("\n".join([*lengths, f"raise rollout.max_prompt_tokens, or {_DROP}"]))
     notes += lengths
     notes.left_out += len(problems) - len(kept)
     return kept
 
 
-_DROP = "set data.too_long to drop, which leaves them out"
+_DROP = "set data.bad_rows to drop, which leaves them out"
 
 
 def make_trace_stream(
@@ -205,7 +205,7 @@ def make_trace_stream(
         traces: Traces per batch.
         seed: Seed of the shuffles, the worlds and the demonstrators' mistakes.
         row_length: Returns the number of tokens of a trace. With it, a trace beyond `max_row_tokens` is left out, or
-            refused (`config.too_long`), since nothing is cut. Another trace of its world takes its place.
+            refused (`config.bad_rows`), since nothing is cut. Another trace of its world takes its place.
         max_row_tokens: Used with `row_length`.
 
     Raises:
@@ -220,7 +220,7 @@ def make_trace_stream(
         if generator := generator_of(source):
             element = partial(_generated_trace, generator, source, seed, config)
             if row_length is not None:
-                element = partial(_fitting_trace, element, row_length, max_row_tokens, source, config.too_long, notes)
+                element = partial(_fitting_trace, element, row_length, max_row_tokens, source, config.bad_rows, notes)
                 longest = max(longest, max_row_tokens)
             datasets.append(grain.MapDataset.source(_Addressed(element, TRACE_START)))
             contents.append(source + str(config.demonstrations))
@@ -229,7 +229,7 @@ def make_trace_stream(
         notes.append(str(report))
         if row_length is not None:
             lengths = [row_length(row) for row in rows]
-            rows = _fitting_traces(rows, lengths, max_row_tokens, source, config.too_long, notes)
+            rows = _fitting_traces(rows, lengths, max_row_tokens, source, config.bad_rows, notes)
             longest = max(longest, *(tokens for tokens in lengths if tokens <= max_row_tokens))
         datasets.append(_epochs(rows, config.shuffle, seed))
         contents.append(_digest(f"{trace.problem.prompt}\0{trace.turns}" for trace in rows))
@@ -301,12 +301,12 @@ def _load_traces(source: str, config: DataConfig) -> tuple[list[Trace], LoadRepo
 
 
 def _fitting_traces(
-    traces: Sequence[Trace], lengths: Sequence[int], most: int, source: str, too_long: str, notes: Notes
+    traces: Sequence[Trace], lengths: Sequence[int], most: int, source: str, bad_rows: str, notes: Notes
 ) -> list[Trace]:
     """The traces of a file that fit into a row.
 
     Raises:
-        ValueError: None does, or one does not and `too_long` is `fail`.
+        ValueError: None does, or one does not and `bad_rows` is `fail`.
     """
     said = f"{source}: {describe_lengths('conversations', lengths)}; batch.row_length = {most}"
     long = [(trace.problem.uid, n) for trace, n in zip(traces, lengths, strict=True) if n > most]
@@ -315,7 +315,7 @@ def _fitting_traces(
         notes.append(said)
         return list(traces)
     said += f": {len(long)} of {len(traces)} do not fit"
-    if len(long) == len(traces) or too_long == "fail":
+    if len(long) == len(traces) or bad_rows == "fail":
         other = f", or {_DROP}" if len(long) < len(traces) else ""
         raise ValueError("\n".join([f"{said}; raise it{other}, as nothing is cut", *named]))
     notes += [f"{said} and are left out, {len(traces) - len(long)} are left", *named]
@@ -333,21 +333,21 @@ def _fitting_trace(
     row_length: Callable[[Trace], int],
     most: int,
     source: str,
-    too_long: str,
+    bad_rows: str,
     notes: Notes,
     index: int,
 ) -> Trace:
     """Demonstration number `index` of a world, or the first after it in steps of `OTHER_TRACES` that fits into a row.
 
     Raises:
-        ValueError: It does not fit and `too_long` is `fail`, or `TRIES` of them do not.
+        ValueError: It does not fit and `bad_rows` is `fail`, or `TRIES` of them do not.
     """
     for tried in range(TRIES):
         trace = element(index + tried * OTHER_TRACES)
         tokens = row_length(trace)
         if tokens <= most:
             return trace
-        if too_long == "fail":
+        if bad_rows == "fail":
             raise ValueError(
                 f"{source}: {trace.problem.uid}: demonstration of {tokens} tokens, batch.row_length = {most}; raise "
                 f"it, or {_DROP}"

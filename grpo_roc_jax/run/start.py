@@ -113,6 +113,7 @@ def cold_start(components: Components, run: RunState, writer: Writer | None = No
     config, model, mesh = components.config, components.model, components.mesh
     if config.sft.steps:
         run.reference = ()  # its memory is free for the supervised stage
+        run.train = run.train.replace(opt_state=())  # the stage has moments of its own, and new ones follow it
         params = supervise(config, components, run.train.params, writer or Writer([]))
         run.train = at_rest(config, start_train_state(params, model, config.optim, mesh, config.lora))
         run.reference = reference_copy(components, run)

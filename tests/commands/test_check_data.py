@@ -69,8 +69,8 @@ def test_what_does_not_fit_the_settings_is_named(tmp_path, capsys):
     ]
     assert main(["check-data", write(tmp_path / "talk.jsonl", talk), "toy.yaml"]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"batch\.row_length = \d+: 1 of 3 do not fit \(data\.too_long\)\n  talk:2: \d+ tokens\n", said)
+    assert re.search(r"batch\.row_length = \d+: 1 of 3 do not fit \(data\.bad_rows\)\n  talk:2: \d+ tokens\n", said)
     asked = [{"question": "Think. " * count, "answer": 1} for count in (1, 400, 3, 500)]
     assert main(["check-data", write(tmp_path / "own.jsonl", asked), "toy.yaml"]) == 0
     said = capsys.readouterr().out
-    assert ": 2 of 4 do not fit (data.too_long)\n  own:" in said and "rollout.max_prompt_tokens = " in said
+    assert ": 2 of 4 do not fit (data.bad_rows)\n  own:" in said and "rollout.max_prompt_tokens = " in said

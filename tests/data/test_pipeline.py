@@ -235,8 +235,8 @@ def test_traces_that_do_not_fit_are_left_out_and_counted(tmp_path):
     assert any("batch.row_length = 60: 2 of 5 do not fit and are left out, 3 are left" in note for note in stream.notes)
     assert any("talk:2: conversation of 80 tokens, at most 60 fit" in note for note in stream.notes)
     assert fitting_stream(config, 1000).left_out == 0
-    fails = dataclasses.replace(config, too_long="fail")
-    with pytest.raises(ValueError, match=r"2 of 5 do not fit; raise it, or set data\.too_long to drop"):
+    fails = dataclasses.replace(config, bad_rows="fail")
+    with pytest.raises(ValueError, match=r"2 of 5 do not fit; raise it, or set data\.bad_rows to drop"):
         fitting_stream(fails, 60)
     for choice in (config, fails):
         with pytest.raises(ValueError, match=r"batch\.row_length = 5: 5 of 5 do not fit; raise it, as nothing is cut"):
@@ -250,9 +250,9 @@ def test_problems_that_do_not_fit_stop_the_run_where_that_is_asked(tmp_path):
     asked = {"problems": 2, "seed": 0, "prompt_length": lambda problem: len(problem.prompt)}
     config = DataConfig(sources=(str(path),), eval_problems=0)
     assert make_problem_stream(config, **asked, max_prompt_tokens=6).left_out == 1
-    fails = dataclasses.replace(config, too_long="fail")
+    fails = dataclasses.replace(config, bad_rows="fail")
     with pytest.raises(
-        ValueError, match=r"prompt of 50 tokens(.|\n)*raise rollout\.max_prompt_tokens, or set data\.too"
+        ValueError, match=r"prompt of 50 tokens(.|\n)*raise rollout\.max_prompt_tokens, or set data\.bad"
     ):
         make_problem_stream(fails, **asked, max_prompt_tokens=6)
     assert make_problem_stream(fails, **asked, max_prompt_tokens=50).left_out == 0
@@ -280,5 +280,5 @@ def test_other_demonstrations_of_a_world_take_the_place_of_those_that_do_not_fit
         ValueError, match=r"50 demonstrations exceed batch\.row_length = 1, the last one has \d+ tokens"
     ):
         next(fitting_stream(config, 1, length))
-    with pytest.raises(ValueError, match=r"world:products:1: .*: demonstration of \d+ tokens, .* set data\.too_long"):
-        next(fitting_stream(dataclasses.replace(config, too_long="fail"), 1, length))
+    with pytest.raises(ValueError, match=r"world:products:1: .*: demonstration of \d+ tokens, .* set data\.bad_rows"):
+        next(fitting_stream(dataclasses.replace(config, bad_rows="fail"), 1, length))
