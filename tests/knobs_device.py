@@ -302,6 +302,12 @@ class ScriptedPrograms(SamplerPrograms):
     def append(self, params: Any, pool: Any, tokens: np.ndarray, table: np.ndarray, where: np.ndarray) -> Any:
         return self.sized("append", tokens.shape, digest(tokens, table, where))
 
+    def append_packed(self, params: Any, pool: Any, tokens: np.ndarray, table: np.ndarray, tiles: np.ndarray) -> Any:
+        return self.sized("append", tokens.shape, digest(tokens, table, tiles))
+
+    def _run(self, call: Any) -> Any:
+        return self.sized(*call.key)
+
     def copy(self, pool: Any, blocks: Any, rows: Any) -> Any:
         return self.sized("copy", digest(blocks))
 
@@ -400,6 +406,7 @@ ROLLOUT = (
             "rollout.max_response_tokens": 60,
             "rollout.max_turn_tokens": 5,
             "rollout.kv_tokens": 200,
+            "rollout.kv_start": 64,
             "rollout.block": 16,
             "rollout.append_lengths": (8, 32),
             "rollout.append_rows": 4,

@@ -34,7 +34,7 @@ CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
 MAY_CHANGE = tuple(
     """name run_dir resume steps checkpoint eval limits log watch distributed sharding update optim.offload batch.rows
     data.eval_sources data.eval_problems data.eval_seed
-    rollout.slots rollout.chunk rollout.narrow rollout.kv_tokens rollout.admission rollout.block
+    rollout.slots rollout.chunk rollout.narrow rollout.kv_tokens rollout.kv_start rollout.admission rollout.block
     rollout.append_lengths rollout.append_rows rollout.attention rollout.pipeline
     tools.executor tools.level tools.min_level tools.workers tools.roots tools.cpus tools.preload tools.bare_root
     tools.interpreter tools.sessions tools.session_idle_s tools.queue_timeout_s

@@ -74,7 +74,8 @@ def make_engine(
             f"{shard_tokens} tokens each, too few for one row of {rollout_config.max_row_tokens}; raise it to at "
             f"least {rollout_config.max_row_tokens * programs.shards}"
         )
-    publisher = Publisher(trained, mesh, rollout_config.weight_check_tolerance, rollout_config.weight_dtype)
+    tolerance, by_layer = rollout_config.weight_check_tolerance, programs.shares_layers
+    publisher = Publisher(trained, mesh, tolerance, rollout_config.weight_dtype, by_layer=by_layer)
     return Engine(programs, publisher, seed)
 
 

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.low_precision import MATRICES, exact_layer, int8_layer, summed_axes
-from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, PoolWriter, allocate
+from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, Spans, allocate
+from grpo_roc_jax.model.rotary import Rope, rope_names
 from grpo_roc_jax.model.sharding import head_copies, place_host, place_shapes, process_mesh
 from grpo_roc_jax.model.transformer import (
     Params,
@@ -31,7 +32,8 @@ from grpo_roc_jax.model.transformer import (
     param_axes,
     unembed,
 )
-from grpo_roc_jax.rollout.decode import run_layers
+from grpo_roc_jax.rollout.by_layer import layer_kinds, run_layer, split_ends, start_layers
+from grpo_roc_jax.rollout.decode import SamplerModel
 from grpo_roc_jax.shapes import Array
 
 PROBE_TOKENS = 32
@@ -112,11 +114,6 @@ def layer_arguments(layers: Params, config: ModelConfig) -> Iterator[tuple[dict[
         yield held, np.array([places[name].index(i) for name in sorted(held)], np.int32)
 
 
-def split_ends(params: Params) -> Params:
-    """The parameters without the layers."""
-    return {name: leaf for name, leaf in params.items() if name != "layers"}
-
-
 def unstack(params: Params, config: ModelConfig, form: Published = PLAIN) -> Params:
     """Copies in the sampler's dtypes, with layers as a tuple; slicing stacked weights in every step would copy them
     all."""
@@ -182,14 +179,56 @@ def training_probe(params: Params, tokens: Array, config: ModelConfig, weights: 
 
 def sampling_probe(params: Params, tokens: Array, config: ModelConfig, mesh: Mesh | None = None) -> Array:
     """Log-probabilities of the probe by the engine's layers and cache."""
-    params = jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int8 else leaf.astype(jnp.float32), params)
+    return _sampled_logprobs(params, tokens, config, mesh, lambda name, function, *arguments: function(*arguments))
+
+
+class ProbeByLayer:
+    """`sampling_probe` with one program for all layers of a kind, see `by_layer`."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh | None):
+        self._config, self._mesh = config, mesh
+        self._compiled: dict[Any, Callable] = {}
+
+    def __call__(self, params: Params, tokens: Array) -> Array:
+        return _sampled_logprobs(params, tokens, self._config, self._mesh, self._call)
+
+    def _call(self, name: Any, function: Callable, *arguments: Any) -> Any:
+        if name not in self._compiled:
+            self._compiled[name] = jax.jit(function)
+        return self._compiled[name](*arguments)
+
+
+def _sampled_logprobs(
+    params: Params, tokens: Array, config: ModelConfig, mesh: Mesh | None, call: Callable[..., Any]
+) -> Array:
+    """`call(name, function, *arguments)` computes a part; those of one name are equal."""
     config = replace(config, compute_dtype="float32")
+    model = SamplerModel(config, partial(mix_experts, mesh=mesh, rows=()))
     T = tokens.shape[1]
-    zero, length = jnp.zeros(1, jnp.int32), jnp.full(1, T, jnp.int32)
-    writer = PoolWriter(allocate(config, PoolSize(1, T, 1), jnp.float32, IN_PLACE), config)
-    attends = [writer.attend_span(i, zero[None], zero, zero, length) for i in range(config.layers)]
-    x = run_layers(params, tokens, jnp.arange(T)[None], attends, config, partial(mix_experts, mesh=mesh, rows=()))
-    return _next_logprobs(params, final_hidden(params, x, config), tokens, config)
+    pool = jax.eval_shape(partial(allocate, config, PoolSize(1, T, 1), jnp.float32, IN_PLACE))
+
+    def exact(params: Params) -> Params:
+        return jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int8 else leaf.astype(jnp.float32), params)
+
+    def start(ends: Params, tokens: Array) -> tuple[Array, dict[str, Rope], Spans]:
+        zero = jnp.zeros(1, jnp.int32)
+        places = Spans(zero[None], zero, zero, zero + T)
+        return *start_layers(exact(ends), tokens, jnp.arange(T)[None], config), places
+
+    def visit(index: int, layer: Params, x: Array, rope: Rope, places: Spans) -> Array:
+        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), pool.layers[index])
+        form = pool.replace(layers=())
+        return run_layer(exact(layer), empty, x, rope, places, index=index, form=form, model=model)[0]
+
+    def end(ends: Params, x: Array, tokens: Array) -> Array:
+        ends = exact(ends)
+        return _next_logprobs(ends, final_hidden(ends, x, config), tokens, config)
+
+    ends, names = split_ends(params), rope_names(config)
+    x, ropes, places = call("start", start, ends, tokens)
+    for i, (layer, kind) in enumerate(zip(params["layers"], layer_kinds(config), strict=True)):
+        x = call(kind, partial(visit, kind), layer, x, ropes[names[i]], places)
+    return call("end", end, ends, x, tokens)
 
 
 def _next_logprobs(params: Params, hidden: Array, tokens: Array, config: ModelConfig) -> Array:
@@ -205,8 +244,10 @@ class Publisher:
     that a process samples with (`sharding.process_mesh`) get a whole copy.
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh | None, tolerance: float, weights: str = "full"):
-        """`weights` is the dtype of the layers' matrices, see `Published`.
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh | None, tolerance: float, weights: str = "full", *, by_layer: bool = False
+    ):
+        """`weights` is the dtype of the layers' matrices, see `Published`; `by_layer`: layers share programs.
 
         Raises:
             ValueError: int8 with experts.
@@ -233,6 +274,7 @@ class Publisher:
         everywhere, here = (NamedSharding(m, P()) if m and m.is_multi_process else None for m in (mesh, self._local))
         self._training = jax.jit(partial(training_probe, config=config, weights=weights), out_shardings=everywhere)
         self._sampling = jax.jit(partial(sampling_probe, config=self._sampled, mesh=self._local), out_shardings=here)
+        self._probe = ProbeByLayer(self._sampled, self._local) if by_layer else self._sampling
 
     def publish(self, params: Params, version: int) -> SamplerParams:
         """Casts, unstacks and moves the parameters, then compares the log-probabilities of the probe.
@@ -245,7 +287,7 @@ class Publisher:
         tokens = probe_tokens(self._config)
         with jax.default_matmul_precision("highest"):
             trainer = self._read(self._training, params, tokens)
-            sampler = self._read(self._sampling, published, tokens)
+            sampler = self._read(self._probe, published, tokens)
         if not np.isfinite(trainer).all():
             raise NonFiniteWeightsError(
                 f"the parameters after step {version} hold NaN or infinity, or overflow: the trainer's own "

@@ -16,6 +16,7 @@ from grpo_roc_jax.rollout import programs
 from grpo_roc_jax.rollout.by_layer import layer_kinds
 from grpo_roc_jax.rollout.config import LowPrecision, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.rollout.publish import ProbeByLayer, probe_tokens, sampling_probe, unstack
 
 NARROW = replace(ROLLOUT, slots=16, narrow=(4,))
 
@@ -48,6 +49,7 @@ def test_trajectories_are_those_of_unrolled_layers(monkeypatch, case):
     for shared, mesh in ((False, None), (True, make_mesh(ShardingConfig(data=1), jax.devices()[:1]))):
         engine = engine_of(monkeypatch, shared, **CASES[case], mesh=mesh)
         sampler = engine.publish(params, 5)
+        assert sampler.check_gap < 2e-5
         if shared:
             engine.warmup(sampler)
         rollouts, stats = engine.run(sampler, requests, FakeTools(requests))
@@ -76,6 +78,19 @@ def test_a_deeper_model_compiles_nothing_more(monkeypatch):
         counts.append((len(compiled), [cost.name for cost in engine.programs.costs]))
     (few, names), (many, others) = counts
     assert names == others and 10 < many <= few
+
+
+def test_the_weight_check_finds_a_wrong_layer_whoever_computes_it():
+    """By layer and whole: equal log-probabilities, which change with a layer far from the first of its kind."""
+    model = replace(MODEL, layers=5)
+    params = unstack(jax.device_put(random_params(model)), model)
+    tokens = probe_tokens(model)
+    by_layer = ProbeByLayer(model, None)
+    plain, whole = by_layer(params, tokens), jax.jit(sampling_probe, static_argnames="config")(params, tokens, model)
+    np.testing.assert_allclose(plain, whole, atol=1e-5)
+    *others, last = params["layers"]
+    wrong = params | {"layers": (*others, last | {"wo": 1.5 * last["wo"]})}
+    assert np.abs(by_layer(wrong, tokens) - plain).max() > 1e-3
 
 
 def test_a_layer_is_of_the_kind_of_the_first_that_computes_the_same():
