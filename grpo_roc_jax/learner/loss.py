@@ -23,8 +23,8 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.fusion import unfused
 from grpo_roc_jax.model.parallel import attention_for, from_zigzag, look_up_on, sequence_parts, to_zigzag
-from grpo_roc_jax.model.sharding import ROWS, constrain
-from grpo_roc_jax.model.transformer import FREE, Execution, Params, Splits, forward, identity
+from grpo_roc_jax.model.sharding import ROWS, constrain, platform_of
+from grpo_roc_jax.model.transformer import Execution, Params, Splits, forward, identity
 from grpo_roc_jax.settings.options import AtLeast1, settings
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
@@ -332,8 +332,9 @@ def policy_logprobs(
 def splits_on(mesh: Mesh | None, length: int) -> Splits:
     """Sharding constraints of the layers in the update, for rows of that length. There is one wherever XLA was seen to
     choose worse by itself (docs/compilers.md)."""
+    on_cpu = platform_of(mesh) == "cpu"
     if mesh is None:
-        return FREE
+        return Splits(flat=on_cpu)
 
     def at(*axes: str | tuple[str, ...] | None) -> Callable[[Array], Array]:
         return lambda x: constrain(x, mesh, ROWS, *axes)
@@ -347,7 +348,7 @@ def splits_on(mesh: Mesh | None, length: int) -> Splits:
         ffn_hidden=at("sequence", "tensor"),
         # With shared rows XLA would gather tokens and weights for these products and compute them on all devices.
         block_output=at("sequence", None) if sequence_parts(mesh) > 1 else identity,
-        flat=mesh.shape["sequence"] * mesh.shape["tensor"] == 1,
+        flat=on_cpu and mesh.shape["sequence"] * mesh.shape["tensor"] == 1,
     )
 
 
