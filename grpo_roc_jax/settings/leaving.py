@@ -18,7 +18,8 @@ def end_with(main: Callable[[], int]) -> NoReturn:
     """Runs a command and ends the process with its status.
 
     Python waits at its end for threads, also for one that never ends: a pool of threads inside a reward function is
-    enough, whose threads it joins even if they are daemons. After `GRACE_S` the process leaves without them; all of the run is closed by then.
+    enough, whose threads it joins even if they are daemons. After `GRACE_S` the process leaves without them; all of the
+    run is closed by then.
     """
     status = 1
     try:
