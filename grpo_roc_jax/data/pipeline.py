@@ -18,6 +18,7 @@ from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.conversations import load_traces
 from grpo_roc_jax.data.generated import HELD_OUT_START, TRACE_START, Generator, generator_of
 from grpo_roc_jax.data.hub import HUB_PREFIX, load_hub
+from grpo_roc_jax.data.near import describe_near, near_duplicates
 from grpo_roc_jax.data.problems import SHOWN, LoadReport, describe_lengths, drop_long, load_problems
 from grpo_roc_jax.environments.config import adapter
 from grpo_roc_jax.text.chat_format import Trace
@@ -25,6 +26,8 @@ from grpo_roc_jax.types import Problem
 
 T = TypeVar("T")
 
+DRAWS_A_PROBLEM = 50
+"""Draws from a world for each held-out problem, most of which are needed only where it is nearly exhausted."""
 TASKSET_PREFIX = "verifiers:"
 """Before the id of a taskset of verifiers."""
 
@@ -159,6 +162,8 @@ def training_problems(
         kept = [problem for problem in rows if problem.prompt not in held_out]
         if len(kept) < len(rows):
             notes.append(f"{source}: {len(rows) - len(kept)} rows are also held out; dropped from training")
+        near = near_duplicates((problem.prompt for problem in kept), sorted(held_out)) if held_out else []
+        notes += describe_near(source, near)
         if prompt_length is not None:
             kept = fitting_problems(kept, prompt_length, max_prompt_tokens, config, notes, f"{source}: ")
         found.append((source, kept))
@@ -261,13 +266,29 @@ def eval_problems(config: DataConfig, notes: list[str] | None = None) -> list[Pr
     for i, (name, source) in enumerate(map(split_name, sources)):
         count = config.eval_problems * (i + 1) // len(sources) - config.eval_problems * i // len(sources)
         if generator := generator_of(source):
-            found = [generator.problem(source, config.eval_seed, HELD_OUT_START + k) for k in range(count)]
+            found = distinct_problems(generator, source, config.eval_seed, count)
+            if len(found) < count and notes is not None:
+                notes.append(
+                    f"{source}: {len(found)} distinct held-out problems for {count} asked for; no more appeared"
+                )
         else:
             rows = _load(source, config, [] if notes is None else notes)
             rng = np.random.default_rng([config.eval_seed, i])
             found = [rows[k] for k in sorted(rng.permutation(len(rows))[:count])]
         chosen += [replace(problem, source=name) for problem in found] if name else found
     return chosen
+
+
+def distinct_problems(generator: Generator, source: str, seed: int, count: int) -> list[Problem]:
+    """The first `count` distinct held-out problems of a generated source: repeated ones would count twice in an accuracy, whose
+    interval takes problems for independent. Fewer from a world that is too small."""
+    found: dict[str, Problem] = {}
+    for index in range(count * DRAWS_A_PROBLEM):
+        if len(found) == count:
+            break
+        problem = generator.problem(source, seed, HELD_OUT_START + index)
+        found.setdefault(problem.prompt, problem)
+    return list(found.values())
 
 
 def _load(source: str, config: DataConfig, notes: list[str]) -> list[Problem]:

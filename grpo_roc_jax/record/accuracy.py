@@ -148,12 +148,27 @@ def problem_scores(groups: Sequence[Group], samples: int) -> dict[str, np.ndarra
     return scores
 
 
-def bootstrap(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """The 95% interval of the mean: percentiles of the means of problems drawn with replacement. NaN are left out."""
-    values = values[~np.isnan(values)]
+def bootstrap(values: np.ndarray, seed: int = 0, uids: Sequence[str] = ()) -> tuple[float, float]:
+    """The 95% interval of the mean: percentiles of the means of problems drawn with replacement. NaN are left out.
+
+    Args:
+        values: One for each problem.
+        seed: Of the draws.
+        uids: Of the problems: values of the same one, such as a world's under two names, are drawn together, since they
+            are not independent.
+    """
+    known = ~np.isnan(values)
+    values, uids = values[known], [uid for uid, yes in zip(uids, known, strict=False) if yes]
     if not len(values):
         return float("nan"), float("nan")
     rng = np.random.default_rng(seed)
+    if len(set(uids)) < len(uids):
+        _, cluster = np.unique(np.array(uids, str), return_inverse=True)
+        sums, counts = np.bincount(cluster, values), np.bincount(cluster)
+        draws = (rng.integers(len(sums), size=(AT_ONCE, len(sums))) for _ in range(DRAWS // AT_ONCE))
+        means = np.concatenate([sums[drawn].sum(1) / counts[drawn].sum(1) for drawn in draws])
+        low, high = np.percentile(means, (2.5, 97.5))
+        return float(low), float(high)
     draws = (rng.integers(len(values), size=(AT_ONCE, len(values))) for _ in range(DRAWS // AT_ONCE))
     low, high = np.percentile(np.concatenate([values[drawn].mean(1) for drawn in draws]), (2.5, 97.5))
     return float(low), float(high)
@@ -163,7 +178,10 @@ def intervals(groups: Sequence[Group], samples: int, seed: int = 0) -> dict[str,
     """Source -> score -> 95% interval over the problems of that source; `all` over every problem."""
     parts = {source: [g for g in groups if g.problem.source == source] for source in {g.problem.source for g in groups}}
     return {
-        source: {name: bootstrap(values, seed) for name, values in problem_scores(part, samples).items()}
+        source: {
+            name: bootstrap(values, seed, [group.problem.uid for group in part])
+            for name, values in problem_scores(part, samples).items()
+        }
         for source, part in (parts | {ALL: list(groups)}).items()
     }
 
@@ -192,7 +210,8 @@ def compare(first: Sequence[Group], second: Sequence[Group], samples: int, seed:
     for name in one:
         both = ~np.isnan(one[name] - two[name])
         a, b = one[name][both], two[name][both]
-        found[name] = Difference(len(a), _mean(a), _mean(b), *bootstrap(a - b, seed))
+        uids = [one.problem.uid for (one, _), yes in zip(shared, both, strict=True) if yes]
+        found[name] = Difference(len(a), _mean(a), _mean(b), *bootstrap(a - b, seed, uids))
     return found
 
 
