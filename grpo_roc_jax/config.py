@@ -90,8 +90,6 @@ class SftConfig:
     """Ends every prompt with the reward token of its trace's outcome (`token`, or in words: `text`), so that one policy
     learns good and bad ways and which is which: the first stage of RC-GRPO (arXiv:2602.03025). It needs successes and
     failures in equal parts."""
-    log_every: AtLeast1 = 20
-    """Steps between rows of metrics."""
 
 
 @settings

@@ -325,7 +325,6 @@ SFT = cases(
         "sft.lr": 1e-3,
         "sft.warmup_steps": 1,
         "sft.reward_tokens": "token",
-        "sft.log_every": 2,
     },
     WORLDS | {"sft.steps": 4, "sft.traces": 4},
 )

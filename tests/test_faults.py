@@ -197,7 +197,7 @@ def test_processes_that_differ_are_refused(tmp_path, monkeypatch):
 def test_the_supervised_stage_survives_a_lack_of_memory(tmp_path):
     talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": talk}) * 1 + "\n")
-    stage = ["--sft.steps=2", "--sft.traces=4", "--sft.log_every=1", f"--data.trace_sources={tmp_path}/talk.jsonl"]
+    stage = ["--sft.steps=2", "--sft.traces=4", f"--data.trace_sources={tmp_path}/talk.jsonl"]
     words = ["--steps=0", "--sharding.fsdp=8", "--batch.rows=16", "--data.eval_problems=0", *stage]
     rows = []
     for name, faults in (("whole", ""), ("halved", "sft.memory=oom@2")):

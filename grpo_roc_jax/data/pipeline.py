@@ -280,8 +280,8 @@ def eval_problems(config: DataConfig, notes: list[str] | None = None) -> list[Pr
 
 
 def distinct_problems(generator: Generator, source: str, seed: int, count: int) -> list[Problem]:
-    """The first `count` distinct held-out problems of a generated source: repeated ones would count twice in an accuracy, whose
-    interval takes problems for independent. Fewer from a world that is too small."""
+    """The first `count` distinct held-out problems of a generated source; fewer of one that is too small. Repeated ones
+    would count twice in an accuracy, whose interval takes problems for independent."""
     found: dict[str, Problem] = {}
     for index in range(count * DRAWS_A_PROBLEM):
         if len(found) == count:

@@ -64,13 +64,14 @@ class SequenceSum(Normalizer):
 
 @kind("constant")
 class Constant(Normalizer):
-    """1 / (B L): a sum over a constant length (Dr. GRPO, arXiv:2503.20783)."""
+    """1 / (B L): a sum over a constant length (Dr. GRPO, arXiv:2503.20783). B counts every trajectory, also those that
+    train no token, so that masks do not change the weight of the others."""
 
     length: AtLeast1 = 3000
     """L, in tokens."""
 
     def values(self, counts: np.ndarray, rows: int, tokens: float) -> np.ndarray:
-        return np.full(len(counts), 1.0 / (rows * self.length))
+        return np.full(len(counts), 1.0 / (len(counts) * self.length))
 
 
 class Mask(Part, axis="weights.masks"):

@@ -161,8 +161,10 @@ def published_words(source: str, overrides: Sequence[str], *, dialogue: bool) ->
     words += [f"--model.path={settings_path(path)}", *PUBLISHED, f"--batch.row_length={longest}"]
     words += [f"--rollout.max_prompt_tokens={prompt}", f"--rollout.max_response_tokens={longest - prompt}"]
     try:
-        load_template(folder)
+        template = load_template(folder)
         words.append("--text.template=model")
+        if not template.convention_for(()):
+            words.append("--text.calls=hermes")  # it says nothing of calls; the system text tells the model a form
     except TemplateError:
         words.append("--text.system=default")
     return words

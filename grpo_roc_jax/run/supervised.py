@@ -28,6 +28,7 @@ from grpo_roc_jax.reward.answer import find_answer
 from grpo_roc_jax.reward.notation import decide
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.memory import Halvings
+from grpo_roc_jax.run.progress import Progress
 from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.text.chat_format import ChatFormat, Trace
@@ -108,6 +109,10 @@ def trace_stream(config: Config, chat: ChatFormat) -> Stream[Trace]:
     )
 
 
+FIRST_ROWS, ROWS_EVERY = (1, 2, 5, 10), 20
+"""Steps that write a row of metrics, besides the last one."""
+
+
 def supervise(config: Config, components: Components, params: Any, writer: Writer) -> Any:
     """The parameters after `sft.steps` steps on traces of `data.trace_sources`.
 
@@ -127,6 +132,10 @@ def supervise(config: Config, components: Components, params: Any, writer: Write
     bound = worst_case_micro_batches(config.sft.traces, stream.longest, config.batch, shards)
     memory = Halvings(components.mesh)
     started = time.perf_counter()
+    progress = Progress("supervised stage", config.sft.steps, started)
+    writer.say(
+        f"supervised stage: {config.sft.steps} steps of {config.sft.traces} demonstrations; the first one compiles"
+    )
     under_way: Any = None
     for step in range(1, config.sft.steps + 1):
         reach("sft")
@@ -138,9 +147,11 @@ def supervise(config: Config, components: Components, params: Any, writer: Write
         # One step ahead keeps the device busy; more would keep a signal waiting for all of them.
         jax.block_until_ready(under_way)
         under_way = metrics
-        if step % config.sft.log_every == 0 or step == config.sft.steps:
+        if step in FIRST_ROWS or step % ROWS_EVERY == 0 or step == config.sft.steps:
             numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
             elapsed = time.perf_counter() - started
             counts = {"sft/fill": placement.fill, "data/left_out": stream.left_out}
             writer.write_sft(step, numbers | counts | {"time/sft_s": elapsed})
+        if line := progress.line(step, time.perf_counter()):
+            writer.say(line)
     return state.params

@@ -38,7 +38,7 @@ SETTINGS = f"""
 --steps={STEPS} --group.problems=2 --group.size=4 --data.eval_problems=4 --eval.every=2 --model.d_model=16
 --model.layers=1 --model.heads=2 --model.kv_heads=1 --model.head_dim=8 --model.d_ff=16 --rollout.slots=8
 --rollout.max_prompt_tokens=24 --rollout.max_response_tokens=16 --rollout.append_lengths 16 --batch.row_length=40
---batch.rows=2 --sft.steps=3 --sft.traces=2 --sft.log_every=1 --optim.schedule=constant --optim.lr=0.01
+--batch.rows=2 --sft.steps=3 --sft.traces=2 --optim.schedule=constant --optim.lr=0.01
 --optim.warmup_steps=0 --tools.workers=2 --tools.preload=[] --log.console=off --reward.truncated=score
 --checkpoint.every=1 --resume=auto --reward.functions {HERE}:even
 """.split()

@@ -382,6 +382,29 @@ def test_step_equals_optax_by_hand(rows):
     np.testing.assert_allclose(copy(state.params)["layers"]["wq"], by_hand, atol=1e-5)
 
 
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("largest", [0.5, 0.0])
+def test_the_optimizer_is_that_of_optax(moments, largest):
+    """Five steps of `optax.clip_by_global_norm` and `optax.adamw`; one that is not applied changes no moment."""
+    config = OptimConfig(lr=0.01, warmup_steps=0, max_grad_norm=largest, weight_decay=0.1, moment_dtype=moments)
+    rng = np.random.default_rng(0)
+    params = {"wq": jnp.asarray(rng.normal(size=(4, 3)), jnp.float32), "norm": jnp.ones(3)}
+    adamw = optax.adamw(make_schedule(config), config.beta1, config.beta2, mu_dtype=moments, weight_decay=0.1,
+                        mask=lambda tree: {"wq": True, "norm": False})  # fmt: skip
+    other = optax.chain(optax.clip_by_global_norm(largest), adamw) if largest else adamw
+    own = make_optimizer(config)
+    states, trees = [own.init(params), other.init(params)], [params, params]
+    for _ in range(5):
+        grads = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), params)
+        held = own.update(grads, states[0], trees[0], applied=False)[1]
+        moved = [leaf for leaf in zip(jax.tree.leaves(held), jax.tree.leaves(states[0]), strict=True) if leaf[0].ndim]
+        assert all(np.array_equal(after, before) for after, before in moved)
+        for k, optimizer in enumerate((own, other)):
+            updates, states[k] = optimizer.update(grads, states[k], trees[k])
+            trees[k] = optax.apply_updates(trees[k], updates)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), *trees)
+
+
 def test_weight_decay_leaves_norms_and_biases_alone():
     model = dataclasses.replace(MODEL, qkv_bias=True, qk_norm=True)
     params = reference.random_params(model)

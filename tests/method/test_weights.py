@@ -33,7 +33,7 @@ COUNTS = np.array([3, 2, 0])
         ("token_mean", [1 / 5, 1 / 5, 0]),
         ("sequence_mean", [1 / 6, 1 / 4, 0]),
         ("sequence_sum", [1 / 2, 1 / 2, 0]),
-        ({"kind": "constant", "length": 100}, [1 / 200, 1 / 200, 0]),
+        ({"kind": "constant", "length": 100}, [1 / 300, 1 / 300, 0]),
         ("prompt_mean", [1 / 5, 1 / 5, 0]),
     ],
 )

@@ -228,7 +228,6 @@ def with_long_ones(files) -> list[str]:
         "--data.eval_problems=2",
         "--sft.steps=1",
         "--sft.traces=8",
-        "--sft.log_every=1",
         f"--run_dir={files}/run",
         "--batch.row_length=96",
         "--batch.rows=2",
