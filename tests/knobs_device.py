@@ -430,7 +430,7 @@ def published_weights(config: Config) -> Any:
     """Whether the weight check accepts weights whose probe is off by 1e-4 nats."""
     publisher = Publisher(ModelConfig(vocab_size=VOCABULARY), None, config.rollout.weight_check_tolerance)
     publisher._move = lambda params: params | {"layers": ()}
-    publisher._training, publisher._sampling = (lambda params, tokens, off=off: jnp.float32(off) for off in (0, 1e-4))
+    publisher._training, publisher._probe = (lambda params, tokens, off=off: jnp.float32(off) for off in (0, 1e-4))
     try:
         return publisher.publish({"embed": jnp.ones(1), "layers": {}}, 1).version
     except StaleWeightsError:

@@ -107,7 +107,7 @@ def dialogue(config: Config) -> Any:
 
 JSON = {"text.tokenizer": {"kind": "file", "path": "{files}/tokenizer_chatml_tools"}}
 THINKING = {"text.tokenizer": "{files}/tokenizer_thinking", "text.template": "model"}
-FORGETTING = THINKING | {"text.template.file": "{files}/forgets.jinja"}
+FORGETTING = THINKING | {"text.template.file": "{files}/forgets.jinja", "text.calls": "hermes"}
 QWEN = THINKING | {"text.template.file": str(TEMPLATES / "qwen3_5.jinja")}
 TEXT = (
     cases(dialogue, {"text.tokenizer": "bytes", "text.system": "default", "text.tools_section": True})

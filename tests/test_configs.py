@@ -67,6 +67,9 @@ def test_recipes_pass_the_dry_run(name, tmp_path, capsys, monkeypatch):
         words.append("--model.path=")  # it starts from the policy of the run that is cut
     if name == "words":
         words.append("--text.tokenizer=toy")  # its own one is trained on the data
+    if name == "smollm2_words":  # its model is in a package, its data are built like those of `words`
+        (tmp_path / "words").rename(tmp_path / "words2")
+        words += ["--model.path=", "--text.tokenizer=toy", "--data.eval_sources", "words2/heldout.jsonl"]
     if name in MODELS:
         shape, template = MODELS[name]
         folder = make_directory(write_config(shape, tmp_path / "model"), template)

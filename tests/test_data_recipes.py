@@ -14,7 +14,7 @@ from grpo_roc_jax.settings.cli import CONFIG_DIR, load_config
 from grpo_roc_jax.train import main
 
 QUESTIONS = [(f"{i}+1?", str(i + 1)) for i in range(4)]
-CALL = {"type": "function", "function": {"name": "python", "arguments": '{"code": "print(2)"}'}}
+CALL = {"id": "a", "type": "function", "function": {"name": "python", "arguments": '{"code": "print(2)"}'}}
 TOOL = {
     "type": "function",
     "function": {"name": "python", "description": "runs code", "parameters": {"type": "object"}},

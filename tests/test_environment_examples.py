@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -113,7 +114,7 @@ def test_a_row_that_names_no_class_is_refused_at_the_start(tmp_path, name):
         g.read_config("toy.yaml", "--environment={kind: by_row, classes: ['a=b:C', 'a=b:D']}")
 
 
-def test_agent(monkeypatch, capsys):
+def test_agent(monkeypatch):
     """The program on a client that answers `3`, then `5`; `tests/serving` runs others on a policy."""
     config, _ = asked_for("agent", monkeypatch)
     assert isinstance(config.environment, AgentCommand) and config.environment.command.endswith("agent.py agent")
@@ -126,8 +127,12 @@ def test_agent(monkeypatch, capsys):
     client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
     monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=lambda: client))
     monkeypatch.setattr("sys.stdin", io.StringIO('{"prompt": "2+3=", "answer": "5"}'))
+    read_end, write_end = os.pipe()
+    monkeypatch.setenv("GRPO_REWARD_FD", str(write_end))
     runpy.run_path(str(EXAMPLES["agent"]))["agent"]()
-    assert asked == [["2+3="], ["2+3=", "3", "no"]] and capsys.readouterr().out == "0.75\n"
+    os.close(write_end)
+    with os.fdopen(read_end) as paid:
+        assert asked == [["2+3="], ["2+3=", "3", "no"]] and paid.read() == "0.75"
 
 
 @pytest.mark.usefixtures("one_device")

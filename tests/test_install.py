@@ -18,7 +18,19 @@ from grpo_roc_jax.__main__ import COMMANDS, main, module_of
 from grpo_roc_jax.sandbox import _start
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("ray", "gymnasium", "mcp", "openenv", "verifiers", "datasets", "serve", "wandb", "trackio", "tensorboard")
+EXTRAS = (
+    "gguf",
+    "ray",
+    "gymnasium",
+    "mcp",
+    "openenv",
+    "verifiers",
+    "datasets",
+    "serve",
+    "wandb",
+    "trackio",
+    "tensorboard",
+)
 """Those that the package imports."""
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
 READ_ALL = """
