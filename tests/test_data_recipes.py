@@ -102,9 +102,11 @@ def test_a_recipe_reads_its_rows(tmp_path, monkeypatch, capsys, name):
 def test_conversations_load_from_parquet_too(tmp_path):
     """Parquet fills structs with nulls: for arguments of other calls and for keys of other schemas."""
     rows = [conversation(*pair) for pair in QUESTIONS]
-    rows[0]["messages"][1]["tool_calls"] = [{"function": {"name": "python", "arguments": {"x": 1}}}]
+    rows[0]["messages"][1]["tool_calls"] = [{"id": "a", "function": {"name": "python", "arguments": {"x": 1}}}]
     for row in rows[1:]:
-        row["messages"][1]["tool_calls"] = [{"function": {"name": "python", "arguments": {"code": "print(2)"}}}]
+        row["messages"][1]["tool_calls"] = [
+            {"id": "a", "function": {"name": "python", "arguments": {"code": "print(2)"}}}
+        ]
     rows[1]["tools"] = [{"type": "function", "function": TOOL["function"] | {"strict": True}}]
     save(tmp_path / "sft.parquet", rows)
     config = load_config(Config, ["toy", "data/messages", f"--data.trace_sources={tmp_path / 'sft.parquet'}"], prog="t")
