@@ -227,7 +227,7 @@ def test_a_program_that_fails_after_a_fault_of_the_server_is_no_failure_of_the_p
         (
             "unpaid",
             None,
-            "gave no reward (a program writes it to the descriptor in GRPO_REWARD_FD, a function returns it); its last line is a number, but what it",
+            "a function returns it); its last line is a number, but what it",
         ),
         ("twice", None, "must be one number, or an object with reward"),
         ("flooded", None, "more than 4096 bytes"),
