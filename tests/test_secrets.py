@@ -15,7 +15,7 @@ import grpo_roc_jax as g
 from grpo_roc_jax import train
 from grpo_roc_jax.record import loggers
 from grpo_roc_jax.record.run_dir import decide, describe_run
-from grpo_roc_jax.run.components import make_components
+from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.settings.cli import CONFIG_DIR, dump_yaml, load_config
 from grpo_roc_jax.settings.options import as_mapping
 from grpo_roc_jax.settings.secrets import HIDDEN, hidden, hides_something, without_secrets
@@ -126,7 +126,7 @@ def test_files_hide_them_and_the_run_resumes_with_what_is_typed_again(tmp_path, 
     assert decide(tmp_path / "run", config).kind == "resume", "nothing has changed"
     again = load_config(train.Config, [str(tmp_path / "run" / "config.yaml")], prog="x")
     with pytest.raises(g.ConfigError, match=r"environment\.command.*a secret was hidden.*give the whole value again"):
-        make_components(again).__enter__()
+        make_parts(again).__enter__()
 
 
 def test_services_get_none(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ def check_accounts(
     Args:
         samples: Of the step.
         taken: Groups that came from the buffer.
-        batches: `run.learner.UpdateBatch`es of them, those of the first epoch first.
+        batches: `learner.learner.UpdateBatch`es of them, those of the first epoch first.
         before: `RolloutBuffer.counts` before the step.
         after: The same after it.
 

@@ -12,34 +12,37 @@ from grpo_roc_jax.method.shaping import prompt_suffix
 from grpo_roc_jax.record.accuracy import eval_metrics, summarize
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.run.components import Components
-from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
+from grpo_roc_jax.run.policy import PolicyModel
+from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts, sample_groups
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import PLAIN, Condition, Metrics, Problem
 
 
 def evaluate_policy(
-    components: Components,
-    sampler: SamplerParams,
+    config: Config,
+    sampling: GroupSampler,
     problems: Sequence[Problem],
     samples: int,
     *,
     step: int = 0,
     temperature: float | None = None,
+    weights: SamplerParams | None = None,
 ) -> tuple[float, Metrics, ScoredRollouts]:
     """(avg@samples over all problems, metrics by source, the scored rollouts).
 
     Args:
-        components: Of the run.
-        sampler: From `engine.publish`.
+        config: Of the run.
+        sampling: As `open_policy` gives it.
         problems: Held out from training.
         samples: Rollouts for each problem.
         step: Of training; evaluation draws from random streams of its own.
         temperature: Instead of `sampling.temperature`; 0 is greedy.
+        weights: From `engine.publish`; those that the sampler holds by default.
     """
-    condition, suffix = prompt_end(components.config, step)
+    condition, suffix = prompt_end(config, step)
     extras = {"temperature": temperature, "condition": condition, "suffix": suffix}
-    sampled = sample_groups(components, sampler, problems, samples, RunOptions(step, "evaluate"), **extras)
+    weights = sampling.sampler.weights if weights is None else weights
+    sampled = sample_groups(sampling, weights, problems, samples, RunOptions(step, "evaluate"), **extras)
     table = summarize(sampled.groups, samples, sampled.removed)
     return table["all"][f"avg@{samples}"], eval_metrics(table), sampled
 
@@ -61,25 +64,27 @@ def prompt_end(config: Config, step: int) -> tuple[Condition, str]:
     return condition, goal + prompt_suffix(config.shaping, step)
 
 
-def check_reward_tokens(components: Components, trained: Any) -> list[str]:
+def check_reward_tokens(config: Config, policy: PolicyModel, sampling: GroupSampler, trained: Any) -> list[str]:
     """Lines on how the reward tokens change held-out success before training; none for methods without them.
 
     Args:
-        components: Engine, executor, chat, scorer, configuration.
+        config: Of the run.
+        policy: The model on its mesh.
+        sampling: Of the run.
         trained: Parameters of the training state after the supervised stage.
 
     Raises:
         ConfigError: Success under the two differs by less than `plan.condition.separation`.
     """
-    config, tokens = components.config, components.config.plan.condition
+    tokens = config.plan.condition
     if not isinstance(tokens, RewardTokens) or not tokens.separation or not config.steps:
         return []
-    sampler, problems = components.engine.publish(components.full(trained), 0), eval_problems(config.data)
+    weights, problems = sampling.sampler.engine.publish(policy.full(trained), 0), eval_problems(config.data)
     rates = []
     for condition in (HIGH, LOW):
         extras = {"condition": condition, "suffix": reward_goal(condition, tokens.form)}
         options = RunOptions(0, "evaluate")
-        sampled = sample_groups(components, sampler, problems, config.eval.samples, options, **extras)
+        sampled = sample_groups(sampling, weights, problems, config.eval.samples, options, **extras)
         correct = [group.correct for group in sampled.groups if group.size]
         rates.append(float(np.mean(np.concatenate(correct))) if correct else 0.0)
     try:

@@ -20,8 +20,8 @@ GATE = -1.0
 def rewarded(rows: Sequence[TrainRow], groups: Sequence[Group], policy) -> list[TrainRow]:
     """The rows, in groups with written hints, with the advantages of hints and of rollouts under the best of them; the
     other rollouts of these groups get 0. One scoring pass under plain prompts per step."""
-    chat, out = policy.components.chat, []
-    prompts = {g.problem.uid: np.asarray(chat.prompt_ids(g.problem), np.int32) for g in groups}
+    out: list[TrainRow] = []
+    prompts = {g.problem.uid: np.asarray(policy.prompt_ids(g.problem), np.int32) for g in groups}
     plain, first = with_plain_prompts(groups, prompts), 0
     scores = policy.score(policy.trained, plain)
     for group, moved in zip(groups, plain, strict=True):

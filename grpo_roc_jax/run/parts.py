@@ -13,8 +13,7 @@ from typing import Any
 from grpo_roc_jax.record.trace import TraceWriter, eval_records, read_trace
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.run.components import Components
-from grpo_roc_jax.run.sample import ScoredRollouts, sample_requests
+from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts, sample_requests
 from grpo_roc_jax.run.solved import part_size
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import Group, Problem, RolloutRequest, Trajectory, Verdict
@@ -77,8 +76,8 @@ class Parts:
 
 
 def sample_parts(
-    components: Components,
-    sampler: SamplerParams,
+    sampling: GroupSampler,
+    weights: SamplerParams,
     problems: Sequence[Problem],
     samples: int,
     options: RunOptions,
@@ -86,13 +85,13 @@ def sample_parts(
     **extras: Any,
 ) -> ScoredRollouts:
     """`sample_groups`, part after part; those that `parts` holds are read."""
-    size, each = part_size(components, samples), []
+    size, each = part_size(sampling, samples), []
     for number, first in enumerate(range(0, len(problems), size)):
         some = problems[first : first + size]
         found = parts.read(number, some, samples)
         if found is None:
             requests = [RolloutRequest(problem, first + i, samples, **extras) for i, problem in enumerate(some)]
-            found = sample_requests(components, sampler, requests, options)
+            found = sample_requests(sampling, weights, requests, options)
             parts.write(number, found)
         each.append(found)
     groups, removed = (tuple(chain(*(getattr(found, name) for found in each))) for name in ("groups", "removed"))

@@ -7,8 +7,7 @@ from pathlib import Path
 from grpo_roc_jax.record.metrics import JsonlWriter, parsed_row
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.run.components import Components
-from grpo_roc_jax.run.sample import sample_requests
+from grpo_roc_jax.run.sample import GroupSampler, sample_requests
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 FILLS = 4
@@ -20,8 +19,8 @@ Counts = dict[str, tuple[int, int]]
 
 def count_solved(
     path: Path,
-    components: Components,
-    sampler: Callable[[], SamplerParams],
+    sampling: GroupSampler,
+    publish: Callable[[], SamplerParams],
     problems: Sequence[Problem],
     samples: int,
     step: int,
@@ -30,24 +29,24 @@ def count_solved(
 
     Args:
         path: Rows of `step` (the place of a problem in the list), `uid`, `solved` and `judged`.
-        components: Of the run.
-        sampler: Returns the policy; called if there are problems left.
+        sampling: Of the run.
+        publish: Returns the weights to sample with; called if there are problems left.
         problems: In the order of the first call.
         samples: Rollouts of each problem.
         step: Training steps of the policy.
     """
-    once = components.processes.once
+    once = sampling.processes.once
     counts = once(lambda: read_counts(path))
     left = [(place, problem) for place, problem in enumerate(problems) if problem.uid not in counts]
     if not left:
         return counts
-    policy, file = sampler(), JsonlWriter(path)
+    weights, file = publish(), JsonlWriter(path)
     once(lambda: file.cut(left[0][0] - 1))
-    size = part_size(components, samples)
+    size = part_size(sampling, samples)
     for first in range(0, len(left), size):
         part = left[first : first + size]
         requests = [RolloutRequest(problem, place, samples) for place, problem in part]
-        groups = sample_requests(components, policy, requests, RunOptions(step, "evaluate")).groups
+        groups = sample_requests(sampling, weights, requests, RunOptions(step, "evaluate")).groups
         rows = [{"uid": g.problem.uid, "solved": int(g.correct.sum()), "judged": g.size} for g in groups]
         counts |= {row["uid"]: (row["solved"], row["judged"]) for row in rows}
         places = [place for place, _ in part]
@@ -55,9 +54,9 @@ def count_solved(
     return counts
 
 
-def part_size(components: Components, samples: int) -> int:
+def part_size(sampling: GroupSampler, samples: int) -> int:
     """Problems that are rolled out together."""
-    return max(1, FILLS * components.config.rollout.slots // samples)
+    return max(1, FILLS * sampling.rollout.slots // samples)
 
 
 def read_counts(path: Path) -> Counts:

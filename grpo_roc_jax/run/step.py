@@ -1,4 +1,4 @@
-"""The sampling half of a training step: publish, roll out, score, select. `run.learner` is the other half."""
+"""The sampling half of a training step: publish, roll out, score, select. `learner.group_learner` is the other half."""
 
 import time
 from dataclasses import replace
@@ -7,30 +7,31 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.compose import resample_group, subset
-from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.run.policy import PolicyModel
 from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.rounds import StepSamples, WaveSampler, draw_problems, merge_rounds, run_round
 from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.settings.points import reach, spoiled
 
 
 def sample_step(
-    config: Config, components: Components, run: RunState, stream: RolloutStream | None = None
+    config: Config, policy: PolicyModel, sampling: GroupSampler, run: RunState, stream: RolloutStream | None = None
 ) -> StepSamples:
     """Samples, scores and selects until the buffer holds a step's groups, or no dynamic sampling round is left. The
     groups come from the stream if there is one."""
     reach("sample")
-    sampler = components.engine.publish(components.full(run.train.params), run.step)
+    weights = sampling.sampler.engine.publish(policy.full(run.train.params), run.step)
     rng, plan_rng = np.random.default_rng([config.seed, run.step]), np.random.default_rng([config.seed, run.step, 2])
     rounds = []
     for index in range(1 + config.group.dynamic_sampling_rounds):
         if stream is not None:
-            found = stream.next_round(run, sampler)
+            found = stream.next_round(run, weights)
         else:
             problems = draw_problems(config, run.stream, run.method, plan_rng)
             first = index * config.group.problems
-            waves = WaveSampler(components, sampler, step=run.step, first_place=first, partial=run.partial)
-            found = run_round(components, problems, run.method, plan_rng, waves)
+            waves = WaveSampler(sampling, weights, step=run.step, first_place=first, partial=run.partial)
+            found = run_round(config, sampling, problems, run.method, plan_rng, waves)
         begun = time.perf_counter()
         reach("select")
         selections = tuple(resample_group(group, config, rng) for group in found.groups)

@@ -35,12 +35,12 @@ def weighted(rows: Sequence, groups: Sequence, policy) -> list:
 
 def log_vectors(rows: Sequence, starts: Sequence[int], policy) -> Iterator[np.ndarray]:
     """Log-probabilities [G,C,V] of consecutive response positions; uniform after the end of a response."""
-    params, lengths = policy.components.full(policy.trained), np.array([row.length for row in rows])
-    G, T = len(rows), policy.components.config.longest_trajectory
+    params, lengths = policy.learner.full(policy.trained), np.array([row.length for row in rows])
+    G, T = len(rows), policy.learner.longest
     places = np.tile(np.arange(T, dtype=np.int32), (G, 1))
     real = (places < lengths[:, None]).astype(np.int32)
     tokens = np.stack([np.resize(row.tokens, T) for row in rows])
-    hidden = hidden_states(policy.components.model)(params, tokens, places, real)
+    hidden = hidden_states(policy.learner.model)(params, tokens, places, real)
     head = params["unembed"] if "unembed" in params else params["embed"].T
     longest = int((lengths - starts).max())
     for first in range(0, longest, CHUNK):

@@ -9,6 +9,8 @@ import pytest
 from method_groups import make_group, method, shaped
 
 from grpo_roc_jax.config import read_config
+from grpo_roc_jax.learner.group_learner import GroupLearner
+from grpo_roc_jax.learner.learner import Learner
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import Scores, initial_state, next_state, train_rows
 from grpo_roc_jax.method.edit import with_plain_prompts
@@ -21,6 +23,7 @@ from grpo_roc_jax.method.family.v_05 import shrunk_baseline
 from grpo_roc_jax.method.family.vspo import capped_draw, task_value
 from grpo_roc_jax.method.planning import Wave, first_wave, next_wave
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
+from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.reward.graded import Criteria, SeveralAnswers, rubric_reward
 from grpo_roc_jax.reward.ranking import Ranking, ranking_reward
@@ -29,7 +32,6 @@ from grpo_roc_jax.reward.screening import Screening, experience, verdict_in
 from grpo_roc_jax.run import token_weights as tw
 from grpo_roc_jax.run.demonstrate import with_demonstration
 from grpo_roc_jax.run.hint_writer import hint_advantages, rewarded
-from grpo_roc_jax.run.learner import Learner
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.cli import ConfigError
@@ -374,7 +376,7 @@ def test_the_drift_of_a_tracker_is_that_of_its_remembered_samples():
     """Mean |change| of the log-probabilities of a problem's last sample, under the parameters before the update."""
     config, ran = read_config("methods/spo.yaml"), []
 
-    class Scored(Learner):
+    class Scored(GroupLearner):
         def on_mesh(self, rows, temperature, extra=()):
             return SimpleNamespace(packed=list(rows))
 
@@ -382,13 +384,13 @@ def test_the_drift_of_a_tracker_is_that_of_its_remembered_samples():
             trajectories = [t for group in groups for t in group.trajectories]
             return Scores([t.logprobs + np.float32(params) * t.policy_mask for t in trajectories])
 
-    components = SimpleNamespace(config=config, full=lambda params: params)
-    learner = Scored(components, None, lambda policy, batch: ran.append(batch), 1)
+    learner = Scored(config, Learner(ModelConfig()), None)
+    learner.learner.score_batch = lambda policy, batch: ran.append(batch)
     group, run = make_group([1], uid="a"), RunState(SimpleNamespace(params=-0.02), 0.0, None, initial_state(config))
     assert learner.drift([group], run) == {} and ran == [[]], "compiled in the first step, on nothing"
     run.method = next_state([group], [group], config, run.method)
     assert learner.drift([group, make_group([1], uid="b")], run) == {"a": pytest.approx(0.02, abs=1e-6)}
-    plain = Scored(SimpleNamespace(config=read_config("methods/grpo.yaml")), None, None, 1)
+    plain = Scored(read_config("methods/grpo.yaml"), Learner(ModelConfig()), None)
     assert plain.drift([group], run) == {}
 
 
@@ -436,9 +438,9 @@ def test_hill():
             t.logprobs - 0.3 * np.float32(f) * t.policy_mask for f, t in zip(far, trajectories(groups), strict=True)
         ]
 
-    components = SimpleNamespace(chat=SimpleNamespace(prompt_ids=lambda problem: [1, 2, 3]))
+    policy = SimpleNamespace(prompt_ids=lambda problem: [1, 2, 3], trained=None, score=score)
     rows = train_rows(whole, method(), AlgoState())
-    after = rewarded(rows, whole, SimpleNamespace(components=components, trained=None, score=score))
+    after = rewarded(rows, whole, policy)
     close([row.advantages[-1] for row in after], [*expected, *[row.advantages[-1] for row in rows[9:]]])
     assert seen[5:9] == [3] * 4, "hinted responses under the plain prompt"
 

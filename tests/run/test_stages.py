@@ -139,9 +139,9 @@ def fakes(stages, stage, progress, *, step=5, carried=None):
     run.buffer.add([SimpleNamespace(size=1)])
     noted = []
     events = SimpleNamespace(note=lambda *event: noted.append(event))
-    parts = SimpleNamespace(model=None, mesh=None)
+    policy = SimpleNamespace(model=None, mesh=None)
     return SimpleNamespace(
-        claim=claim, config=claim.config, components=parts, events=events, noted=noted, checkpointer=SimpleNamespace()
+        claim=claim, config=claim.config, policy=policy, events=events, noted=noted, checkpointer=SimpleNamespace()
     ), run
 
 

@@ -1,35 +1,27 @@
-"""The learner: selected groups in, an updated policy out. One value, made once per run.
+"""The learner of a method: selected groups in, an updated policy out. One value, made once per run.
 
 batches = learner.batches(groups, explained, run)     # score, rows, packed on the mesh
 train, batches, metrics = learner.update(run, batches)
+
+`learner.learner` is the policy with its programs; this module adds what a method asks of them: passes under other
+policies, advantages and weights, rows rebuilt between optimizer steps, the reference.
 """
 
-import logging
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from grpo_roc_jax.config import Config
-from grpo_roc_jax.learner.offload import held_bytes, to_device, to_host
-from grpo_roc_jax.learner.pack import Placement, TrainBatch, pack, unpack, worst_case_micro_batches
-from grpo_roc_jax.learner.update import (
-    TrainState,
-    UpdateStep,
-    bind_base,
-    make_score,
-    make_update_step,
-    trained_shardings,
-)
-from grpo_roc_jax.learner.update_parts import UpdateParts, make_update_parts
+from grpo_roc_jax.learner.learner import Learner, UpdateBatch, move_moments
+from grpo_roc_jax.learner.offload import to_device, to_host
+from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch
+from grpo_roc_jax.learner.update import OptimConfig, TrainState, trained_shardings
 from grpo_roc_jax.method.compose import (
+    Method,
     Scores,
     follows_policy,
     method_metrics,
@@ -44,47 +36,60 @@ from grpo_roc_jax.method.compose import (
     teacher_of,
     train_rows,
 )
-from grpo_roc_jax.method.edit import AIDED, with_plain_prompts
+from grpo_roc_jax.method.edit import AIDED, with_plain_prompts, with_prompt
+from grpo_roc_jax.method.family.distillation import SelfTeacher
 from grpo_roc_jax.method.family.score_based import ScoreBased
-from grpo_roc_jax.model.sharding import row_shards, shard_batch
-from grpo_roc_jax.run.components import Components
-from grpo_roc_jax.run.memory import Halvings
-from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.teacher import SecondPolicy, load_teacher, rows_shown_more
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.settings.callables import resolve
-from grpo_roc_jax.settings.points import spoiled
-from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow
+from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow, Trajectory
 
-log = logging.getLogger(__name__)
+
+class LearningConfig(Method, Protocol):
+    """The sections of a configuration that the learner reads besides those of the method."""
+
+    batch: BatchConfig
+    optim: OptimConfig
+    sampling: Any
+    """Its `temperature` is that of rollouts, unless the plan has another."""
+    rollout: Any
+    """Its `max_prompt_tokens` bounds the prompts of a teacher."""
+    seed: int
+
+
+class LearningRun(Protocol):
+    """The state of a run that the learner reads. `warmup` also replaces `train` and `reference`."""
+
+    train: TrainState
+    reference: Any
+    """Parameters of the reference policy; an empty tuple where the method needs none."""
+    method: AlgoState
+    step: int
+
+
+PromptIds = Callable[..., Sequence[int]]
+"""(problem, end of its prompt = "") -> token ids of the prompt."""
 
 
 @dataclass(frozen=True, eq=False)
-class UpdateBatch:
-    """The rows of one optimizer step, and the same packed and on the mesh."""
+class SecondPolicy:
+    """Another model that a method distills: its parameters in the compute dtype, and its scoring pass."""
 
-    rows: list[TrainRow]
-    """One per trajectory; supervised rows of the same step are packed after them."""
-    packed: TrainBatch
-    placement: Placement
-    temperature: float
-    """Of rows that name none."""
-    signal: float = 0.0
-    """Share of the rows with an advantage other than 0; a step without any learns nothing from rewards."""
-    measured: Metrics = field(default_factory=dict)
-    """Of its rows: seconds spent on advantages and weights, divergences from other policies."""
-    groups: Sequence[Group] = ()
-    """Given where the rows depend on the current scores: they are then rebuilt before their optimizer step."""
+    params: Params
+    score_batch: Callable[[Any, TrainBatch], tuple[Any, Any]]
 
 
 @dataclass(frozen=True, eq=False)
 class Policy:
     """What `method.edit_rows` may ask of the policy that is about to be trained."""
 
-    components: Components
+    learner: Learner
     trained: Any
-    """Parameters of the training state; `components.full` makes those of the policy of them."""
+    """Parameters of the training state; `learner.full` makes those of the policy of them."""
     score: Callable[[Any, Sequence[Group]], Sequence[np.ndarray]]
     """(parameters like `trained`, groups) -> float32[T] of log-probabilities for each trajectory."""
+    prompt_ids: PromptIds
+    """Makes the token ids of a problem's prompt."""
 
 
 def mixture(params: Any, reference: Any, alpha: Any) -> Any:
@@ -93,55 +98,30 @@ def mixture(params: Any, reference: Any, alpha: Any) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class Learner:
-    """The jitted functions of a run with what they close over; made by `make_learner`."""
+class GroupLearner:
+    """Trains the groups of a method; made by `run.components.make_learner`, or by hand for a method of your own."""
 
-    components: Components
-    update_step: UpdateStep
-    score_batch: Callable[[Any, TrainBatch], tuple[Any, Any]]
-    micro_batches: int
-    """Worst case of one optimizer step; all batches have this shape."""
+    config: LearningConfig
+    learner: Learner
+    """The policy: its programs, and the mesh that rows go to."""
+    prompt_ids: PromptIds
     mixed: Callable[[Any, Any, Any], Any] = mixture
     """Makes the next reference; donates the one before."""
     teacher: SecondPolicy | None = None
     """Another model that a method distills."""
-    meanwhile: Callable[[], None] | None = None
-    """Called again and again while the device computes."""
-    parts: UpdateParts | None = None
-    """In place of `update_step` where rollouts go on meanwhile: each micro-batch is a program, so that chunks of
-    decoding need not wait for the last one."""
-
-    @property
-    def config(self) -> Config:
-        return self.components.config
-
-    @cached_property
-    def halvings(self) -> Halvings:
-        """How often micro-batches were halved because memory ran out."""
-        return Halvings(self.components.mesh)
 
     def score(self, params: Any, groups: Sequence[Group], temperature: float) -> Scores:
         """Log-probabilities and entropies of every trajectory under these parameters, by the training forward."""
-        return self._passes(self.components.full(params), self.score_batch, groups, temperature)
+        return self._passes(self.learner.full(params), None, groups, temperature)
 
-    def _passes(self, policy: Any, score_batch: Callable, groups: Sequence[Group], temperature: float) -> Scores:
-        logprobs: list[np.ndarray] = []
-        entropies: list[np.ndarray] = []
+    def _passes(self, policy: Any, score_batch: Any, groups: Sequence[Group], temperature: float) -> Scores:
+        scores = Scores([], [])
         for part in split_rows(scoring_rows(groups), groups, self.config.batch.updates.parts):
-            batch = self.on_mesh(part, temperature)
-            shape = batch.packed.tokens.shape
-            scored = self._get(self.halvings.run("score", partial(score_batch, policy), batch.packed))
-            for found, values in zip((logprobs, entropies), scored, strict=True):
-                found += unpack(values.reshape(shape), batch.placement)
-        return Scores(logprobs, entropies)
+            logprobs, entropies = self.learner.score_rows(policy, part, temperature, score_batch)
+            scores = Scores([*scores.logprobs, *logprobs], [*scores.entropies, *entropies])
+        return scores
 
-    def _get(self, results: Any) -> Any:
-        """Results of the device on the host; `meanwhile` works until they are there."""
-        while self.meanwhile is not None and not all(leaf.is_ready() for leaf in jax.tree.leaves(results)):
-            self.meanwhile()
-        return jax.device_get(results)
-
-    def drift(self, groups: Sequence[Group], run: RunState) -> dict[str, float]:
+    def drift(self, groups: Sequence[Group], run: LearningRun) -> dict[str, float]:
         """uid -> mean |change| of the log-probability of a token, in nats, of the samples that the method remembers of
         these problems (SPO); empty for methods that remember none."""
         found = [part.earlier(groups, run.method) for part in method_parts(self.config)]
@@ -149,7 +129,7 @@ class Learner:
             return {}
         earlier, temperature = [g for part in found for g in part or ()], temperature_of(self.config, run)
         if not earlier:  # compiles in the first step what later ones need
-            self.score_batch(self.components.full(run.train.params), self.on_mesh([], temperature).packed)
+            self.learner.score_batch(self.learner.full(run.train.params), self.on_mesh([], temperature).packed)
         scores = self.score(run.train.params, earlier, temperature).logprobs
         moved = {}
         for group, now in zip(earlier, scores, strict=True):
@@ -158,7 +138,7 @@ class Learner:
         return moved
 
     def rows(
-        self, groups: Sequence[Group], run: RunState, before: Sequence[TrainRow] = ()
+        self, groups: Sequence[Group], run: LearningRun, before: Sequence[TrainRow] = ()
     ) -> tuple[list[TrainRow], Metrics]:
         """(the rows of these groups with the passes that the method needs, metrics of them); `before` are the same rows
         as of the first update."""
@@ -180,7 +160,8 @@ class Learner:
             def score(params: Any, some: Sequence[Group]) -> Sequence[np.ndarray]:
                 return self.score(params, some, temperature).logprobs
 
-            rows = checked_rows(edit(rows, groups, Policy(self.components, run.train.params, score)), rows)
+            policy = Policy(self.learner, run.train.params, score, self.prompt_ids)
+            rows = checked_rows(edit(rows, groups, policy), rows)
         if scores.logprobs is not None and scores.entropies is not None:
             found = zip(rows, scores.logprobs, scores.entropies, strict=True)
             rows = [replace(row, scored=(logprobs, entropies)) for row, logprobs, entropies in found]
@@ -192,7 +173,7 @@ class Learner:
             measured["update/teacher_rows"] = float(np.mean([now is not None for now in scores.teacher]))
         return rows, measured | method_metrics(groups, config, run.method, scores)
 
-    def batches(self, groups: Sequence[Group], explained: Sequence[Group], run: RunState) -> list[UpdateBatch]:
+    def batches(self, groups: Sequence[Group], explained: Sequence[Group], run: LearningRun) -> list[UpdateBatch]:
         """One packed batch on the mesh for each optimizer step of this rollout batch; none where nothing trains.
 
         Rows need not be what was sampled: Guide-GRPO trains hinted responses under the plain prompt, ExPO adds
@@ -218,17 +199,11 @@ class Learner:
             batches = [replace(batch, groups=some) for batch, some in zip(batches, whole, strict=True)]
         return [first, *(batches * updates.epochs)[1:]]
 
-    def on_mesh(self, rows: list[TrainRow], temperature: float, extra: Sequence[TrainRow] = ()) -> UpdateBatch:
-        """The rows, and the supervised ones after them, packed and on the devices; `temperature` is of those that name
-        none."""
-        both, mesh = [*rows, *extra], self.components.mesh
-        several = temperature if self.config.plan.temperature.all else None
-        packed, placement = pack(both, self.config.batch, self.micro_batches, row_shards(mesh), several)
-        signal = sum(bool(row.advantages.any()) for row in both) / max(len(both), 1)
-        packed = packed.replace(weights=spoiled("update.weights", packed.weights))
-        return UpdateBatch(rows, shard_batch(packed, mesh), placement, temperature, signal)
+    def on_mesh(self, rows: Sequence[TrainRow], temperature: float, extra: Sequence[TrainRow] = ()) -> UpdateBatch:
+        """See `Learner.on_mesh`."""
+        return self.learner.on_mesh(rows, temperature, extra)
 
-    def update(self, run: RunState, batches: Sequence[UpdateBatch]) -> tuple[TrainState, list[UpdateBatch], Metrics]:
+    def update(self, run: LearningRun, batches: Sequence[UpdateBatch]) -> tuple[TrainState, list[UpdateBatch], Metrics]:
         """(training state after the optimizer steps, the batches as they were trained, metrics).
 
         Metrics are means over the steps; the log-probability gap is that of the first, since later steps differ from
@@ -247,8 +222,8 @@ class Learner:
                 rows, measured = self.rows(batch.groups, replace(run, train=train), batch.rows)
                 rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
                 batch = replace(self.on_mesh(rows, batch.temperature), measured=measured)
-            train, metrics = self.optimizer_step(train, batch.packed)
-            numbers = {name: float(value) for name, value in self._get(metrics).items()}
+            train, metrics = self.learner.optimizer_step(train, batch.packed)
+            numbers = {name: float(value) for name, value in self.learner.fetched(metrics).items()}
             collected.append(numbers | {"update/fill": batch.placement.fill, "update/signal": batch.signal})
             taken.append(batch)
         if self.config.optim.offload:
@@ -262,21 +237,13 @@ class Learner:
         times = {"time/update_s": time.perf_counter() - started, "time/rows_s": spent}
         return train, taken, merged | moved | times
 
-    def optimizer_step(self, train: TrainState, packed: TrainBatch) -> tuple[TrainState, Any]:
-        """One optimizer step, in smaller micro-batches where memory runs out."""
-        step: UpdateStep = self.update_step
-        if self.parts is not None:
-            between = self.meanwhile or (lambda: None)
-            step = bind_base(partial(self.parts, between=between), self.components.base)
-        return self.halvings.run("update", lambda rows: step(train, rows), packed, donated=train)
-
-    def warmup(self, run: RunState) -> None:
+    def warmup(self, run: LearningRun) -> None:
         """Compiles the programs of training by running them in a way that changes nothing."""
         run.train, _, _ = self.update(run, [self.on_mesh([], temperature_of(self.config, run))])
         if reference_sync(self.config)[0]:
             run.reference = self.mixed(run.train.params, run.reference, np.float32(0.0))
 
-    def next_reference(self, run: RunState) -> Any:
+    def next_reference(self, run: LearningRun) -> Any:
         """The reference after a step, which moves to the policy where `sync_every` says so."""
         every, mix = reference_sync(self.config)
         if not every or run.step % every:
@@ -291,13 +258,13 @@ class Learner:
         bonus = before.entropy_coefficient
         return replace(row, logprobs_old=before.logprobs_old, advantages=kept, entropy_coefficient=bonus)
 
-    def _with_reference(self, scores: Scores, groups: Sequence[Group], run: RunState) -> Scores:
+    def _with_reference(self, scores: Scores, groups: Sequence[Group], run: LearningRun) -> Scores:
         if not needs_reference(self.config):
             return scores
         found = self.score(run.reference, groups, temperature_of(self.config, run))
         return replace(scores, reference=found.logprobs)
 
-    def _with_teacher(self, scores: Scores, groups: Sequence[Group], run: RunState) -> Scores:
+    def _with_teacher(self, scores: Scores, groups: Sequence[Group], run: LearningRun) -> Scores:
         """The scores with those of another model, or of this one under prompts that show more."""
         part, temperature = teacher_of(self.config), temperature_of(self.config, run)
         if part is None:
@@ -305,7 +272,7 @@ class Learner:
         if self.teacher is not None:
             found = self._passes(self.teacher.params, self.teacher.score_batch, groups, temperature)
             return replace(scores, teacher=found.logprobs)
-        shown = rows_shown_more(part, groups, self.components.chat, self.config.rollout.max_prompt_tokens)
+        shown = rows_shown_more(part, groups, self.prompt_ids, self.config.rollout.max_prompt_tokens)
         rest = iter(shown)
         moved = [replace(g, trajectories=tuple(next(rest) or t for t in g.trajectories)) for g in groups]
         params = run.reference if part.needs_reference else run.train.params
@@ -324,10 +291,9 @@ class Learner:
 
     def _plain_prompts(self, problems: Sequence[Problem]) -> dict[str, np.ndarray]:
         """Prompt ids by uid."""
-        chat = self.components.chat
-        return {problem.uid: np.asarray(chat.prompt_ids(problem), np.int32) for problem in problems}
+        return {problem.uid: np.asarray(self.prompt_ids(problem), np.int32) for problem in problems}
 
-    def _explanation_rows(self, explained: Sequence[Group], run: RunState) -> list[TrainRow]:
+    def _explanation_rows(self, explained: Sequence[Group], run: LearningRun) -> list[TrainRow]:
         """Supervised rows of successful explanations under the plain prompt (ExPO)."""
         groups = with_plain_prompts(explained, self._plain_prompts([group.problem for group in explained]))
         scores = self.score(run.train.params, groups, temperature_of(self.config, run))
@@ -340,60 +306,16 @@ class Learner:
         return [replace(row, marked=m, entropy_coefficient=bonus) for row, m in zip(rows, marked, strict=True)]
 
 
-def make_learner(components: Components) -> Learner:
-    """The learner of a run; its functions compile at first use."""
-    config, mesh = components.config, components.mesh
-    longest, shards = config.longest_trajectory, row_shards(mesh)
-    return Learner(
-        components,
-        bind_base(update_program(components), components.base),
-        make_score(components.model, components.update, mesh, temperature=config.sampling.temperature),
-        worst_case_micro_batches(most_rows(config), longest, config.batch, shards),
-        jax.jit(mixture, donate_argnums=1, out_shardings=trained_shardings(components.model, mesh, config.lora)),
-        load_teacher(components),
-        parts=update_program(components, in_parts=True) if takes_turns(config, mesh) else None,
-    )
+def reference_mixer(learner: Learner) -> Callable[[Any, Any, Any], Any]:
+    """`mixture` as a program on the mesh of a learner; it donates the reference before."""
+    shardings = trained_shardings(learner.model, learner.mesh, learner.lora)
+    return jax.jit(mixture, donate_argnums=1, out_shardings=shardings)
 
 
-def takes_turns(config: Config, mesh: Mesh) -> bool:
-    """Whether rollouts go on between the micro-batches of an update. Over `data` gradients are added once, at its
-    end, so that it stays one program there."""
-    limit = config.rollout.step_limit
-    return limit.streams and limit.lag > 0 and mesh.shape["data"] == 1
-
-
-def update_program(components: Components, *, in_parts: bool = False) -> Any:
-    """The jitted optimizer step of a run; an adapter's base is its last argument."""
-    config, make = components.config, make_update_parts if in_parts else make_update_step
-    return make(
-        components.model,
-        config.surrogate,
-        config.optim,
-        components.update,
-        components.mesh,
-        temperature=config.sampling.temperature,
-        lora=config.lora,
-    )
-
-
-def temperature_of(config: Config, run: RunState) -> float:
+def temperature_of(config: LearningConfig, run: LearningRun) -> float:
     """Sampling temperature of this step's rollouts."""
     planned = config.plan.temperature.now(run.method)
     return config.sampling.temperature if planned is None else planned
-
-
-def most_rows(config: Config) -> int:
-    """Rows that one optimizer step can have."""
-    group, plan = config.group, config.plan
-    groups = math.ceil(group.problems / config.batch.updates.parts)
-    rows = groups * group.size
-    if config.resample.kind == "none":
-        count = config.resample.sampled(group.size)
-        largest, whole = plan.budget.largest(count, group.problems), count * group.problems
-        # The groups of one round share its budget; those of several rounds may all be large ones.
-        if largest > count:
-            rows = groups * largest if group.dynamic_sampling_rounds else min(whole, groups * largest)
-    return rows + (1 + group.dynamic_sampling_rounds) * group.problems * plan.second.extra_rows
 
 
 def checked_rows(rows: Sequence[TrainRow], like: Sequence[TrainRow]) -> list[TrainRow]:
@@ -431,10 +353,15 @@ def parts_of(groups: Sequence[Group], parts: int) -> list[Sequence[Group]]:
     return [piece for piece in pieces if any(group.size for group in piece)]
 
 
-def move_moments(train: TrainState, move: Callable[[Any], Any], name: str) -> tuple[TrainState, Metrics]:
-    """The state with the optimizer's moments in another memory; bytes of this process's devices, and seconds."""
-    begun = time.perf_counter()
-    with jax.transfer_guard("disallow"):
-        train = train.replace(opt_state=move(train.opt_state))
-    held = float(held_bytes(train.opt_state))
-    return train, {f"offload/{name}_bytes": held, f"time/offload_{name}_s": time.perf_counter() - begun}
+def rows_shown_more(
+    part: SelfTeacher, groups: Sequence[Group], prompt_ids: PromptIds, longest: int
+) -> list[Trajectory | None]:
+    """Each trajectory after the prompt of its teacher; None where that shows no more, or exceeds `longest` tokens."""
+    found: list[Trajectory | None] = []
+    for group in groups:
+        suffixes = [part.suffix(group, i) for i in range(group.size)]
+        prompts = {text: prompt_ids(group.problem, text) for text in set(suffixes) if text}
+        for trajectory, text in zip(group.trajectories, suffixes, strict=True):
+            fits = bool(text) and len(prompts[text]) <= longest
+            found.append(with_prompt(trajectory, np.asarray(prompts[text], np.int32)) if fits else None)
+    return found
