@@ -143,19 +143,18 @@ def test_a_demonstration_joins_the_group(solution):
     if solution is not None:
         problem = replace(problem, extra={"solution": solution})
     chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
-    config, scorer = read_config(), make_scorer(RewardConfig())
+    scorer = make_scorer(RewardConfig())
     group = replace(make_group([1, 0]), problem=problem)
-    shown = with_demonstration(SimpleNamespace(chat=chat, config=config, scorer=scorer), group)
+    shown = with_demonstration(scorer, chat, 256, group)
     scorer.close()
     last = shown.trajectories[2]
     assert shown.correct.tolist() == [True, False, True]
     assert str(last.condition) == "demonstration" and last.prompt_length == len(chat.prompt_ids(problem))
     assert [chat.parse_turn(last.tokens[t.start : t.end]).text for t in last.turns] == [t.text for t in last.turns]
     assert all(last.policy_mask[t.start : t.end].all() for t in last.turns)
-    short = replace(config, rollout=replace(config.rollout, max_response_tokens=16))
-    assert with_demonstration(SimpleNamespace(chat=chat, config=short, scorer=scorer), group) is group
+    assert with_demonstration(scorer, chat, 16, group) is group
     unknown = replace(group, problem=replace(problem, extra={}))
-    assert with_demonstration(SimpleNamespace(chat=chat, config=config, scorer=scorer), unknown) is unknown
+    assert with_demonstration(scorer, chat, 256, unknown) is unknown
 
 
 def test_ps_grpo():
