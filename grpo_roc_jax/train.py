@@ -34,7 +34,6 @@ from grpo_roc_jax.record.trace import eval_records, step_records
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.accounts import check_accounts
-from grpo_roc_jax.run.alarms import GapCheck
 from grpo_roc_jax.run.components import check_components, describe_device, make_registry
 from grpo_roc_jax.run.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
@@ -48,7 +47,7 @@ from grpo_roc_jax.run.stages import enter_stage, first_stage, next_claim, observ
 from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run
 from grpo_roc_jax.run.step import sample_step
 from grpo_roc_jax.run.summary import one_of, read_summary, summary_lines, write_summary
-from grpo_roc_jax.run.watch import CONFIG_STATUS, INFRASTRUCTURE_STATUS, Stopped, Watch
+from grpo_roc_jax.run.watch import CONFIG_STATUS, INFRASTRUCTURE_STATUS, GapCheck, Stopped, Watch
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.settings.leaving import end_with

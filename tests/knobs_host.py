@@ -39,10 +39,8 @@ from grpo_roc_jax.reward import verify
 from grpo_roc_jax.reward.score import make_scorer
 from grpo_roc_jax.reward.trial import sample_trajectories
 from grpo_roc_jax.run import session, start, supervised
-from grpo_roc_jax.run.alarms import RULES, Alarms
 from grpo_roc_jax.run.components import make_registry, resolve_text
-from grpo_roc_jax.run.watch import Stopped, Watch
-from grpo_roc_jax.run.watchdog import Watchdog
+from grpo_roc_jax.run.watch import RULES, Alarms, Stopped, Watch, Watchdog
 from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem, Turn

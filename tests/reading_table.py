@@ -3,7 +3,7 @@
 | row | what is counted |
 |---|---|
 | files of a walk | modules that a walk of ARCHITECTURE.md names, and its stops |
-| frames to a tool call | functions of the package on the stack when a training run hands a call to its executor, with their files |
+| frames to a tool call | functions of the package on the stack when a run hands a call to its executor; their files |
 | lines of the core | of what a newcomer reads: types, config, settings, method, rollout, learner, run, train |
 | files of rooms | modules of a room |
 

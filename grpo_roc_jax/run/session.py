@@ -22,7 +22,6 @@ from grpo_roc_jax.record.trace import TraceWriter
 from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.rollout.sampler import Sampler
-from grpo_roc_jax.run.alarms import Alarms
 from grpo_roc_jax.run.components import describe_device, make_parts, run_date, with_date
 from grpo_roc_jax.run.learning import find_teacher
 from grpo_roc_jax.run.memory import few_arenas
@@ -30,8 +29,7 @@ from grpo_roc_jax.run.policy import PolicyModel, describe_attention
 from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.run.start import held_out
 from grpo_roc_jax.run.summary import next_lines
-from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Stopped
-from grpo_roc_jax.run.watchdog import Watchdog
+from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Alarms, Stopped, Watchdog
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.memory_bound import describe_memory
