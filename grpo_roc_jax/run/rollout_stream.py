@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from typing import Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -29,7 +30,6 @@ from grpo_roc_jax.rollout.sampler import split
 from grpo_roc_jax.run.rounds import StepSamples, draw_problems, edited, numbered, opening_requests
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler, PartialGroup, ScoredRollouts, merge_stats, resumable, score
-from grpo_roc_jax.run.taking import late_groups, may_take, oldest_whole
 from grpo_roc_jax.types import Group, Metrics, RolloutRequest, Trajectory
 
 ESS = "mismatch/token_effective_sample_size"
@@ -367,3 +367,49 @@ def age_metrics(groups: Sequence[Group], trained: int) -> Metrics:
         "rollout/lag_max": float(ages.max()),
         "rollout/partial_share": float(np.mean([np.ptp(own) > 0 for own in each])) if each else 0.0,
     }
+
+
+class Begun(Protocol):
+    """The rollouts of a problem, begun and not taken."""
+
+    @property
+    def born(self) -> int:
+        """Version of the weights that they began with."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of them have ended."""
+
+
+G = TypeVar("G", bound=Begun)
+
+
+def oldest_whole(groups: Sequence[G], count: int) -> list[G]:
+    """As many whole groups as a step takes, if there are so many; `groups` are in the order of their births."""
+    return [group for group in groups if group.whole][:count]
+
+
+def late_groups(groups: Sequence[G], trained: int, lag: int) -> list[G]:
+    """Unfinished groups that would be older than `lag` versions at the next step."""
+    return [group for group in groups if not group.whole and group.born + lag <= trained]
+
+
+def may_take(groups: Sequence[Begun], count: int, trained: int, lag: int, *, drops: bool = False) -> bool:
+    """Whether a step takes its `oldest_whole` now.
+
+    Args:
+        groups: All that are open, in the order of their births.
+        count: Groups that a step takes.
+        trained: Version of the weights that the step trains.
+        lag: Versions that a group may be older than that.
+        drops: Whether those that become too old are dropped. If not, no more old ones are left over than the steps to
+            come can take in time, unless the step takes old ones alone.
+    """
+    taken = oldest_whole(groups, count)
+    if len(taken) < count or late_groups(groups, trained, lag):
+        return False
+    for ahead in range(1, 0 if drops else lag + 1):
+        due, of_these = (sum(g.born + lag <= trained + ahead for g in some) for some in (groups, taken))
+        if due - of_these > ahead * count and of_these < count:
+            return False
+    return True
