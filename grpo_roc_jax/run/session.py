@@ -24,8 +24,7 @@ from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run.components import describe_device, make_parts, run_date, with_date
 from grpo_roc_jax.run.learning import find_teacher
-from grpo_roc_jax.run.memory import few_arenas
-from grpo_roc_jax.run.policy import PolicyModel, describe_attention
+from grpo_roc_jax.run.policy import PolicyModel, describe_attention, few_arenas
 from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.run.start import held_out
 from grpo_roc_jax.run.summary import next_lines
