@@ -29,9 +29,8 @@ from grpo_roc_jax.record.trace import TraceWriter, eval_records
 from grpo_roc_jax.rollout.progress import rollout_display
 from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.run.components import make_parts, prompt_length
-from grpo_roc_jax.run.evaluate import prompt_end
+from grpo_roc_jax.run.evaluate import Parts, prompt_end, sample_parts
 from grpo_roc_jax.run.load import is_run, load_policy, settings_for
-from grpo_roc_jax.run.parts import Parts, sample_parts
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml

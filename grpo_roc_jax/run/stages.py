@@ -15,10 +15,10 @@ from grpo_roc_jax.method.state import visited
 from grpo_roc_jax.method.switching import StageProgress
 from grpo_roc_jax.record.run_dir import Start
 from grpo_roc_jax.run.components import prompt_length
+from grpo_roc_jax.run.evaluate import count_solved
 from grpo_roc_jax.run.policy import at_rest
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim, TrainingSession
-from grpo_roc_jax.run.solved import count_solved
 from grpo_roc_jax.run.start import problem_stream, reference_copy
 from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.types import Metrics

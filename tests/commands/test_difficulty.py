@@ -67,5 +67,5 @@ def test_the_filter_rolls_out_by_the_policy_of_a_run(tmp_path, capsys, monkeypat
     printed = capsys.readouterr().out
     assert "policy after 3 training steps" in printed and "3 kept" in printed, "a random policy solves nothing"
     assert {problem.answer for problem in load_problems(out)[0]} == {"0", "2", "4"}
-    monkeypatch.setattr("grpo_roc_jax.run.parts.sample_requests", None)  # nothing is rolled out again
+    monkeypatch.setattr("grpo_roc_jax.run.evaluate.sample_requests", None)  # nothing is rolled out again
     assert main([*words, "--highest", "1", "--resume"]) == 0 and "3 kept" in capsys.readouterr().out

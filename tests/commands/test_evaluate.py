@@ -17,7 +17,7 @@ from grpo_roc_jax.learner.update import init_train_state
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.trace import read_trace, to_line
-from grpo_roc_jax.run import parts, solved
+from grpo_roc_jax.run import evaluate as run_evaluate
 from grpo_roc_jax.run.components import make_parts, resolve_model
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
 from grpo_roc_jax.text.config import TextConfig
@@ -122,8 +122,8 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_part(tmp_path, cap
     words = [model, "--data", f"sums={gold(tmp_path, 4)}", "--samples", "2", "--keep", "kept", "--tools.workers=1"]
     words += ["--rollout.max_response_tokens=16", "--rollout.slots=8", "--out"]
     assert main([*words, "whole.json"]) == 0  # one part, in `kept`
-    monkeypatch.setattr(solved, "FILLS", 0)  # a part for each problem
-    roll_out, done = parts.sample_requests, []
+    monkeypatch.setattr(run_evaluate, "FILLS", 0)  # a part for each problem
+    roll_out, done = run_evaluate.sample_requests, []
 
     def stopped(sampling, weights, requests, options):
         if len(done) == 2:
@@ -131,7 +131,7 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_part(tmp_path, cap
         done.append([request.place for request in requests])
         return roll_out(sampling, weights, requests, options)
 
-    monkeypatch.setattr(parts, "sample_requests", stopped)
+    monkeypatch.setattr(run_evaluate, "sample_requests", stopped)
     with pytest.raises(KeyboardInterrupt):
         main([*words, "cut.json"])  # in `kept-2`
     again = [word if word != "kept" else "kept-2" for word in words]

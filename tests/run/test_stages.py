@@ -21,10 +21,10 @@ from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import Start
 from grpo_roc_jax.run import stages as run_stages
+from grpo_roc_jax.run.evaluate import read_counts
 from grpo_roc_jax.run.load import settings_for
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim
-from grpo_roc_jax.run.solved import read_counts
 from grpo_roc_jax.run.stages import at_stage, enter_stage, next_claim, observe, stage_over
 from grpo_roc_jax.run.watch import Stopped
 from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
