@@ -52,7 +52,7 @@ from grpo_roc_jax.run import rollout_stream, sample
 from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.run.learning import make_learner
 from grpo_roc_jax.run.start import fresh_run
-from grpo_roc_jax.run.step import sample_step
+from grpo_roc_jax.train import sample_step
 from grpo_roc_jax.types import RolloutRequest, Turn
 
 WORDS = """

@@ -14,10 +14,12 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, derived
 from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass, Hosted, OwnEnvironments
 from grpo_roc_jax.learner.learner import UpdateBatch
-from grpo_roc_jax.method.compose import next_state
+from grpo_roc_jax.method.compose import next_state, resample_group, subset
 from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
@@ -40,19 +42,19 @@ from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
-from grpo_roc_jax.run.rounds import StepSamples
+from grpo_roc_jax.run.rounds import StepSamples, WaveSampler, draw_problems, merge_rounds, run_round
 from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
 from grpo_roc_jax.run.stages import enter_stage, first_stage, next_claim, observe, stage_over
 from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run
-from grpo_roc_jax.run.step import sample_step
 from grpo_roc_jax.run.summary import one_of, read_summary, summary_lines, write_summary
 from grpo_roc_jax.run.watch import CONFIG_STATUS, INFRASTRUCTURE_STATUS, GapCheck, Stopped, Watch
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.settings.leaving import end_with
 from grpo_roc_jax.settings.options import fields_of
-from grpo_roc_jax.settings.points import injected, reach
+from grpo_roc_jax.settings.points import injected, reach, spoiled
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics
@@ -210,6 +212,36 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     if not checkpointer.has(run.step):
         checkpointer.save(run.step, checkpointer.held)
     return after_first
+
+
+def sample_step(
+    config: Config, policy: PolicyModel, sampling: GroupSampler, run: RunState, stream: RolloutStream | None = None
+) -> StepSamples:
+    """The sampling half of a step: publishes the policy, samples, scores and selects until the buffer holds a step's
+    groups, or no dynamic sampling round is left. The groups come from the stream if there is one."""
+    reach("sample")
+    weights = sampling.sampler.engine.publish(policy.full(run.train.params), run.step)
+    rng, plan_rng = np.random.default_rng([config.seed, run.step]), np.random.default_rng([config.seed, run.step, 2])
+    rounds = []
+    for index in range(1 + config.group.dynamic_sampling_rounds):
+        if stream is not None:
+            found = stream.next_round(run, weights)
+        else:
+            problems = draw_problems(config, run.stream, run.method, plan_rng)
+            first = index * config.group.problems
+            waves = WaveSampler(sampling, weights, step=run.step, first_place=first, partial=run.partial)
+            found = run_round(config, sampling, problems, run.method, plan_rng, waves)
+        begun = time.perf_counter()
+        reach("select")
+        selections = tuple(resample_group(group, config, rng) for group in found.groups)
+        kept = [subset(g, s) for g, s in zip(found.groups, selections, strict=True) if s.kept]
+        run.buffer.add(spoiled("selected", kept))
+        rounds.append(replace(found, selections=selections, select_s=time.perf_counter() - begun))
+        run.sampled += found.sampled
+        run.partial = found.partial
+        if len(run.buffer) >= config.group.problems:
+            break
+    return merge_rounds(rounds)
 
 
 def exact_sampling(config: Config, policy: PolicyModel) -> bool:

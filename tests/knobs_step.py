@@ -32,7 +32,7 @@ from grpo_roc_jax.run.policy import PolicyModel
 from grpo_roc_jax.run.rollout_stream import ESS
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler
-from grpo_roc_jax.run.step import sample_step
+from grpo_roc_jax.train import sample_step
 from grpo_roc_jax.types import Group, ToolResult, Trajectory
 from tests.knobs import cases, digest
 from tests.run.stream_fakes import faked, opened, play

@@ -42,7 +42,7 @@ def walks(text: str) -> dict[str, tuple[int, list[str]]]:
 
 
 def module_of(name: str) -> str | None:
-    """The file of the package that a name such as `run.step.sample_step` or `sandbox/_child.py` lies in."""
+    """The file of the package that a name such as `run.rounds.run_round` or `sandbox/_child.py` lies in."""
     parts = name.removesuffix(".py").replace("/", ".").split(".")
     for size in range(len(parts), 0, -1):
         path = PACKAGE.joinpath(*parts[:size]).with_suffix(".py")

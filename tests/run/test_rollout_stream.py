@@ -22,8 +22,8 @@ from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.run.rollout_stream import ESS, RolloutStream, age_metrics
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.step import sample_step
 from grpo_roc_jax.settings.cli import ConfigError
+from grpo_roc_jax.train import sample_step
 from grpo_roc_jax.types import Group, Problem
 from tests.run.stream_fakes import SAMPLES, faked, opened, play
 from tests.samples import make_group, make_trajectory

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from grpo_roc_jax import train
 from grpo_roc_jax.config import Config, ratio_is_one
 from grpo_roc_jax.learner.group_learner import GroupLearner, checked_rows, parts_of, split_rows, temperature_of
 from grpo_roc_jax.learner.learner import Learner, UpdateBatch
@@ -18,7 +19,7 @@ from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.rollout.collect import opening_ids
-from grpo_roc_jax.run import rounds, step
+from grpo_roc_jax.run import rounds
 from grpo_roc_jax.run.learning import most_rows
 from grpo_roc_jax.run.rounds import StepSamples, draw_problems, fits, left_out, plain_where_too_long, thought_length
 from grpo_roc_jax.run.run_state import RunState
@@ -228,12 +229,12 @@ def test_rounds_of_a_step_have_places_of_their_own(monkeypatch):
         places.append(waves._first_place)
         return StepSamples()
 
-    monkeypatch.setattr(step, "run_round", run_round)
-    monkeypatch.setattr(step, "draw_problems", lambda *_: [])
+    monkeypatch.setattr(train, "run_round", run_round)
+    monkeypatch.setattr(train, "draw_problems", lambda *_: [])
     config = method("grpo", "--group.dynamic_sampling_rounds=2", "--group.problems=4")
     sampler = SimpleNamespace(engine=SimpleNamespace(publish=lambda *_: None))
     policy, sampling = SimpleNamespace(full=lambda params: params), SimpleNamespace(sampler=sampler)
-    step.sample_step(config, policy, sampling, a_run())
+    train.sample_step(config, policy, sampling, a_run())
     assert places == [0, 4, 8]
 
 
