@@ -58,8 +58,8 @@ class Sampler:
             model: The shape of the policy, with `vocab_size` set to at least that of the tokenizer.
             params: Its weights: those of a learner, of `load_params`, or of `init_params`.
             tokenizer: From `load_tokenizer`.
-            tools: The functions that the policy may call; by default those that `limits.enabled` names, the Python
-                tool among them.
+            tools: The functions that the policy may call; by default those that `limits` enables, the Python tool
+                among them.
             rollout: Rows at a time, and the most tokens of a prompt, of a response and of turns.
             sampling: Temperature and the like.
             text: The chat template, the system text, and how observations are cut.
@@ -69,7 +69,7 @@ class Sampler:
 
         Raises:
             ValueError: Parts that do not fit each other, such as a vocabulary that is too small.
-            IsolationUnavailable: The machine cannot isolate programs as `limits.isolation` asks.
+            IsolationUnavailable: The machine cannot isolate programs as `limits` asks.
         """
         rollout, limits = rollout or RolloutConfig(), limits or ToolsConfig()
         tools = default_registry(limits.enabled) if tools is None else tools
