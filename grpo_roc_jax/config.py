@@ -4,6 +4,7 @@ from collections.abc import Container, Mapping
 from dataclasses import field, replace
 from typing import Any, ClassVar, Literal
 
+import grpo_roc_jax.method.distillation  # its kinds
 import grpo_roc_jax.method.family
 import grpo_roc_jax.reward.graded
 import grpo_roc_jax.reward.ranking
@@ -15,15 +16,13 @@ from grpo_roc_jax.environments.config import AgentCommand, EnvironmentKind, Tool
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.learner.update import OptimConfig
-from grpo_roc_jax.method.advantage import Advantage, GroupRelative
+from grpo_roc_jax.method.advantage import Advantage, Channels, GroupRelative
 from grpo_roc_jax.method.compose import needs_reference, reference_sync, teacher_of
 from grpo_roc_jax.method.config import MethodConfig
-from grpo_roc_jax.method.family.channels import Channels
 from grpo_roc_jax.method.family.lambda_grpo import LearnedLength
-from grpo_roc_jax.method.family.rc_grpo import RewardTokens
 from grpo_roc_jax.method.family.s_grpo import Serial
 from grpo_roc_jax.method.family.xrpo import HalfWidth
-from grpo_roc_jax.method.planning import PlanConfig
+from grpo_roc_jax.method.planning import PlanConfig, RewardTokens
 from grpo_roc_jax.method.roc import ResampleOnCorrect, Selector
 from grpo_roc_jax.method.shaping import Shaping, check_steps
 from grpo_roc_jax.method.surrogate import Clip, Surrogate, TokenRatioSurrogate

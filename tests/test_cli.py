@@ -8,14 +8,12 @@ import pytest
 from annotated_types import Le
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.method.advantage import GroupRelative, NoScale, Std
-from grpo_roc_jax.method.family.capped_clip import CappedClip
+from grpo_roc_jax.method.advantage import GroupRelative, NoScale, PassAtK, Std
 from grpo_roc_jax.method.family.mc_grpo import Median
-from grpo_roc_jax.method.family.overlong import Overlong
-from grpo_roc_jax.method.family.pass_at_k import PassAtK
 from grpo_roc_jax.method.family.tempsamp_r1 import Anchored
-from grpo_roc_jax.method.family.tool_errors import ToolErrors
 from grpo_roc_jax.method.roc import NoSelection, ResampleOnCorrect
+from grpo_roc_jax.method.shaping import Overlong, ToolErrors
+from grpo_roc_jax.method.surrogate import CappedClip
 from grpo_roc_jax.settings import cli
 from grpo_roc_jax.settings.helping import WIDTH
 from grpo_roc_jax.settings.options import AtLeast1, InnerShare, NotNegative, Positive, fields_of, kind, settings

@@ -81,7 +81,7 @@ HOST += tuple(
     ]
 )
 """Modules and packages that work where JAX is not even installed, with all they import."""
-ON_DEVICE = ("cispo", "covariance", "dppo", "gmpo", "sapo", "vespo")
+ON_DEVICE = ("vespo",)
 DEVICE_IN_METHOD = {"method.surrogate", "method.reference", *(f"method.family.{name}" for name in ON_DEVICE)}
 """Surrogates, and the loss on one page, are functions of arrays on the device."""
 

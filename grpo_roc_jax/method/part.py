@@ -2,7 +2,7 @@
 
 A method is a choice on each axis: which trajectories train (`roc`), rewards (`shaping`), advantages (`advantage`),
 token weights (`weights`), the loss of a token (`surrogate`), and which rollouts are requested (`plan`). Each choice is
-a frozen dataclass with its own settings; `method/family/` holds one file for each further method.
+a frozen dataclass with its own settings; `contrib/methods/` holds one file for each further method.
 """
 
 import dataclasses

@@ -12,8 +12,8 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.learner.update import make_score
 from grpo_roc_jax.method.compose import teacher_of
+from grpo_roc_jax.method.distillation import SelfTeacher
 from grpo_roc_jax.method.edit import with_prompt
-from grpo_roc_jax.method.family.distillation import SelfTeacher
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import resolve_config
 from grpo_roc_jax.model.sharding import check_divisible

@@ -9,8 +9,8 @@ from method_groups import method
 
 from grpo_roc_jax.method.family.knapsack import knapsack_counts, knapsack_value
 from grpo_roc_jax.method.family.microcoder import AVERAGE, STAGE, Rising, diversity
-from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, check_separation, reward_conditions, reward_goal
 from grpo_roc_jax.method.family.xrpo import half_width, half_width_counts
+from grpo_roc_jax.method.planning import HIGH, LOW, check_separation, reward_conditions, reward_goal
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import PLAIN, Problem

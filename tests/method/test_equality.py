@@ -6,9 +6,9 @@ from method_groups import make_group, method
 
 from grpo_roc_jax.method.advantage import flat
 from grpo_roc_jax.method.compose import resample_group, train_rows
-from grpo_roc_jax.method.family.pods import MaxVariance
 from grpo_roc_jax.method.family.stability import stability_rewards, word_entropy
 from grpo_roc_jax.method.features import features
+from grpo_roc_jax.method.roc import MaxVariance
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.run.statistics import selection_metrics
 from grpo_roc_jax.run.token_weights import token_weights

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_roc_jax.method.advantage import Advantage, Deviation, flat
-from grpo_roc_jax.method.family.gigpo import turn_pay
+from grpo_roc_jax.method.advantage import Advantage, Deviation, flat, turn_pay
 from grpo_roc_jax.method.part import MethodBatch
 from grpo_roc_jax.settings.options import AtLeast1, NotNegative, kind
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from grpo_roc_jax.method.family.rc_grpo import LOW
 from grpo_roc_jax.method.features import Features
+from grpo_roc_jax.method.planning import LOW
 from grpo_roc_jax.method.roc import ResampleOnCorrect, quota, select_roc
 from grpo_roc_jax.settings.options import kind
 

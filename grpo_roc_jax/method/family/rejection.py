@@ -10,8 +10,7 @@ from typing import Literal
 import numpy as np
 
 from grpo_roc_jax.method.divergence import k2, k3
-from grpo_roc_jax.method.family.mismatch import Bounded
-from grpo_roc_jax.method.family.sampler_gap import LEVELS, SamplerGap, clamped, ratios
+from grpo_roc_jax.method.weights import LEVELS, Bounded, SamplerGap, clamped, ratios
 from grpo_roc_jax.settings.options import PositiveShare, kind
 
 MEASURES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from grpo_roc_jax.method.advantage import Estimator
-from grpo_roc_jax.method.family.kl_reward import TokenDivergence
+from grpo_roc_jax.method.divergence import TokenDivergence
 from grpo_roc_jax.method.part import MethodBatch, WithReference
 from grpo_roc_jax.method.planning import own_text
 from grpo_roc_jax.settings.options import NotNegative, Share, kind, settings
