@@ -366,6 +366,13 @@ class Channels(Estimator):
     eps: NotNegative = 1e-6
     """Added to the deviation over the batch."""
 
+    def check(self, config: Any) -> None:
+        if config.shaping:
+            raise ValueError(
+                "advantage channels reads reward channels as they come, but shaping changes the summed reward only: "
+                "leave it out, or choose another advantage"
+            )
+
     def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
         """Each channel over the trajectories that have it; 0 for one without any channel."""
         names = list(dict.fromkeys(name for found in batch.features for name in found.channels))

@@ -72,6 +72,16 @@ class Part(Axis):
         """`axis kind` for messages."""
         return f"{self.axis} {self.kind}"
 
+    def check(self, config: Any) -> None:
+        """Refuses settings of other sections that the part cannot be used with; called when a configuration is made.
+
+        Args:
+            config: The whole configuration of the run.
+
+        Raises:
+            ValueError: With the two settings and what to change.
+        """
+
     def initial_memory(self) -> Mapping[str, np.ndarray]:
         """What the part remembers between steps, at step 0; kept in checkpoints by name."""
         return {}

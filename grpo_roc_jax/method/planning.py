@@ -11,7 +11,7 @@ requests:
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, Trajec
 
 HELPED = frozenset({"hint", "examples", "refinement", "feedback"})
 """Conditions under which a success does not show that a problem can be solved without help."""
+DEMONSTRATION = "demonstration"
+"""Condition of a demonstration in a group of rollouts, which no policy sampled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +82,11 @@ class Conditioning(Part, axis="plan.condition"):
 
     warms_up: ClassVar[bool] = True
     """Whether `plan.warmup_steps` come first."""
+    resumable: ClassVar[bool] = True
+    """Whether a row that the deadline of a step cuts can continue in the next step."""
+    helps: ClassVar[bool] = True
+    """Whether a success under help leaves open that the problem can be solved without; False where the help belongs to
+    the state of the problem."""
 
     def requests(self, place: int, count: int, wave: Wave) -> list[RolloutRequest]:
         """Requests for `count` rollouts of the problem at `place`."""
@@ -126,8 +133,16 @@ class SecondWave(Part, axis="plan.second"):
             out[request.place] = joined(group, result) if plain else self.merged(group, request, result)
         return out
 
-    def explanation_weight(self, step: int) -> float:
-        """Weight of the explanations' likelihood in the loss of a step."""
+    def notes(self, requests: Sequence[RolloutRequest], results: Sequence[Group]) -> dict[int, str]:
+        """Texts of a wave that the next one reads as `Wave.notes`, by place."""
+        return {}
+
+    def supervised(self, requests: Sequence[RolloutRequest], results: Sequence[Group]) -> list[Group]:
+        """Rollouts of a wave that train as supervised rows under the plain prompt, for `compose.supervised_rows`."""
+        return []
+
+    def supervised_weight(self, step: int) -> float:
+        """Weight of the likelihood of supervised rows in the loss of a step."""
         return 0.0
 
 
@@ -237,11 +252,10 @@ def gathered(problems: Sequence[Problem], requests: Sequence[RolloutRequest], re
 def unaided(found: Features, plan: PlanConfig) -> np.ndarray:
     """bool[G]: successes that show how hard the problem is.
 
-    A success under a hint counts as a failure, since every plain rollout had failed before it was requested. Hints of
-    `condition hint_level` belong to the problem's state, so successes under them count.
+    A success under a hint counts as a failure, since every plain rollout had failed before it was requested.
     """
-    levels = plan.condition.kind == "hint_level"
-    return found.correct & ~np.array([kind in HELPED and not levels for kind in found.conditions], bool)
+    helped = HELPED if plan.condition.helps else frozenset()
+    return found.correct & ~np.array([kind in helped for kind in found.conditions], bool)
 
 
 def failed_places(wave: Wave) -> list[int]:
@@ -312,6 +326,33 @@ class RewardTokens(Conditioning):
     conditioning does nothing (arXiv:2602.03025, prop. 4.3), so the run is refused. 0 skips the check."""
 
     warms_up = False  # a policy was fine-tuned on the tokens
+
+    def check(self, config: Any) -> None:
+        second, taught, sampled = (
+            config.plan.second,
+            config.sft.reward_tokens,
+            config.resample.sampled(config.group.size),
+        )
+        if second.kind != "none":
+            raise ValueError(
+                f"plan.condition reward_tokens with plan.second {second.kind}: a rollout has one condition; use one of "
+                "them"
+            )
+        if self.draw == "fixed" and sampled < 2:
+            raise ValueError(
+                f"plan.condition reward_tokens with draw fixed needs a rollout of each kind but {sampled} is sampled; "
+                "raise group.size"
+            )
+        if self.separation and not config.data.eval_problems:
+            raise ValueError(
+                f"plan.condition.separation = {self.separation} with data.eval_problems = 0: the gap between the "
+                "reward tokens is measured on held-out problems; name some, or set plan.condition.separation 0"
+            )
+        if taught not in ("none", self.form):
+            raise ValueError(
+                f"sft.reward_tokens = {taught} but plan.condition.form = {self.form}: the policy would be trained "
+                "under tokens that it was not taught; set both alike"
+            )
 
     def requests(self, place: int, count: int, wave: Wave) -> list[RolloutRequest]:
         drawn = reward_conditions(count, self.high_share, self.draw, wave.rng)

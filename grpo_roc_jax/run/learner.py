@@ -45,7 +45,6 @@ from grpo_roc_jax.method.compose import (
     train_rows,
 )
 from grpo_roc_jax.method.edit import AIDED, with_plain_prompts
-from grpo_roc_jax.method.family.score_based import ScoreBased
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.memory import Halvings
@@ -286,7 +285,7 @@ class Learner:
     def _rebuilt(self, row: TrainRow, before: TrainRow) -> TrainRow:
         """A row with new scores, whose ratio stays that to the policy of the first step; so do advantages that do not
         depend on scores, and the bonus for entropy, since their statistics are those of the whole rollout batch."""
-        scored = isinstance(self.config.advantage, ScoreBased)
+        scored = self.config.advantage.follows_policy
         kept = row.advantages if scored else before.advantages
         bonus = before.entropy_coefficient
         return replace(row, logprobs_old=before.logprobs_old, advantages=kept, entropy_coefficient=bonus)
@@ -331,7 +330,7 @@ class Learner:
         """Supervised rows of successful explanations under the plain prompt (ExPO)."""
         groups = with_plain_prompts(explained, self._plain_prompts([group.problem for group in explained]))
         scores = self.score(run.train.params, groups, temperature_of(self.config, run))
-        weight = self.config.plan.second.explanation_weight(run.method.step)
+        weight = self.config.plan.second.supervised_weight(run.method.step)
         rows = supervised_rows(groups, self._with_reference(scores, groups, run), weight, self.config.surrogate)
         # The leaves of every row of this method, so that a step of explanations alone runs the same program.
         filled = optional_fields(self.config)

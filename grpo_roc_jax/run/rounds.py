@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.method.family.expo import explanations
-from grpo_roc_jax.method.family.sage import written_hints
 from grpo_roc_jax.method.planning import Wave, choose_problems, first_wave, gathered, next_wave, with_suffix
 from grpo_roc_jax.method.roc import Selection
 from grpo_roc_jax.method.shaping import prompt_suffix
@@ -193,8 +191,8 @@ def run_round(
             break
         results = waves.roll_out(requests)
         groups = config.plan.second.merge(groups, requests, results)
-        notes = written_hints(requests, results)
-        explained += explanations(requests, results)
+        notes = config.plan.second.notes(requests, results)
+        explained += config.plan.second.supervised(requests, results)
     groups += [group for wave in waves.done for group in wave.completed]
     found = edited(components, groups, waves.done)
     return replace(
@@ -229,7 +227,7 @@ def opening_requests(components: Components, wave: Wave) -> list[RolloutRequest]
 def fits(components: Components, request: RolloutRequest) -> bool:
     """Whether an extended prompt, and a token after a prefix, have room; prompts are never cut."""
     config, chat = components.config.rollout, components.chat
-    longer = request.suffix or request.condition.kind == "paraphrase"
+    longer = request.suffix or request.condition
     prompt = chat.prompt_ids(request.problem, request.suffix) if longer else ()
     prefix = len(request.prefix) + len(opening_ids(chat, request.prefix_text))
     return len(prompt) <= config.max_prompt_tokens and prefix < config.max_response_tokens

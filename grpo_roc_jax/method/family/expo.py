@@ -28,7 +28,7 @@ class Explain(SecondWave):
         return self.count
 
     def next(self, wave: Wave) -> list[RolloutRequest]:
-        if wave.number > 1 or not self.explanation_weight(wave.state.step):
+        if wave.number > 1 or not self.supervised_weight(wave.state.step):
             return []
         problems = {place: wave.problems[place] for place in failed_places(wave)}
         return [
@@ -36,12 +36,13 @@ class Explain(SecondWave):
             for place, problem in problems.items()
         ]
 
-    def explanation_weight(self, step: int) -> float:
+    def supervised_weight(self, step: int) -> float:
         return self.weight * max(0.0, 1 - step / self.steps)
 
-
-def explanations(requests: Sequence[RolloutRequest], results: Sequence[Group]) -> list[Group]:
-    """The successful rollouts of a wave that saw the answer, for `compose.supervised_rows`."""
-    pairs = zip(requests, results, strict=True)
-    shown = [result for request, result in pairs if request.condition.kind == "explanation" and result.correct.any()]
-    return [taken(result, np.flatnonzero(result.correct)) for result in shown]
+    def supervised(self, requests: Sequence[RolloutRequest], results: Sequence[Group]) -> list[Group]:
+        """The successful rollouts of a wave that saw the answer; others would teach errors."""
+        pairs = zip(requests, results, strict=True)
+        shown = [
+            result for request, result in pairs if request.condition.kind == "explanation" and result.correct.any()
+        ]
+        return [taken(result, np.flatnonzero(result.correct)) for result in shown]

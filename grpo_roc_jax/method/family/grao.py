@@ -6,8 +6,8 @@ The objective is a recollection of the paper's, and `imitation` and `alignment` 
 import numpy as np
 
 from grpo_roc_jax.method.advantage import Estimator, z_score
-from grpo_roc_jax.method.family.tempsamp_r1 import DEMONSTRATION
 from grpo_roc_jax.method.part import MethodBatch
+from grpo_roc_jax.method.planning import DEMONSTRATION
 from grpo_roc_jax.settings.options import NotNegative, kind
 
 

@@ -30,6 +30,18 @@ class LearnedLength(Factor):
     """Largest size of the exponent. Nothing in the objective holds it back; at 2 a length two deviations above the mean
     weighs 2.4 times one that is two below, at 8 over 100 times."""
 
+    def check(self, config: Any) -> None:
+        if any(part.needs_reference for part in config.shaping):
+            raise ValueError(
+                "weights.factors learned_length reads rewards after the update, where the divergence of shaping kl is "
+                "not known; use advantage.adjust kl, or leave the factor out"
+            )
+        if not hasattr(config.advantage, "trajectories"):
+            raise ValueError(
+                f"weights.factors learned_length follows advantages of rewards, which advantage "
+                f"{config.advantage.kind} does not make; choose another advantage, or leave the factor out"
+            )
+
     def trajectories(self, batch: MethodBatch) -> np.ndarray | None:
         exponent = batch.state.recall(EXPONENT, 0.0)
         return np.concatenate([length_preference(f.lengths, exponent, self.strength) for f in batch.features])

@@ -26,6 +26,8 @@ class Paraphrases(Conditioning):
     templates: tuple[str, ...] = ("Q: {prompt}", "{prompt} Answer!")
     """Wordings of problems without that column, with {prompt} for the first one."""
 
+    resumable = False
+
     def requests(self, place: int, count: int, wave: Wave) -> list[RolloutRequest]:
         wordings = self.wordings(wave.problems[place])
         shares = [len(range(i, count, len(wordings))) for i in range(len(wordings))]

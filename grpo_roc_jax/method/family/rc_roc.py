@@ -4,7 +4,7 @@ RC-GRPO (arXiv:2602.03025) conditions each rollout on a high or a low reward tok
 alone would rank successes of both conditions together.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,6 +23,10 @@ class ConditionalRoc(ResampleOnCorrect):
 
     conditions: Literal["low_last", "stratify"] = "low_last"
     """Successes sampled under the low token: ranked after all others, or given a share of the places."""
+
+    def check(self, config: Any) -> None:
+        if config.plan.condition.kind != "reward_tokens":
+            raise ValueError("resample rc_roc without plan.condition reward_tokens has nothing to tell apart; use roc")
 
     def choose(self, found: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
         if self.conditions == "low_last":

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +24,19 @@ class Serial(SecondWave):
     """What is cut: the first turn's thought, or the whole first turn, for policies whose thoughts are short."""
     stop: str = "\nTime is up; the answer follows.</reason><answer>"
     """Text that ends a cut thought; the rollout continues after it."""
+
+    def check(self, config: Any) -> None:
+        sampled, budget = config.resample.sampled(config.group.size), config.plan.budget
+        if budget.kind != "uniform":
+            raise ValueError(
+                f"plan.budget {budget.kind} with plan.second serial, whose rollouts are cuts of one; set plan.budget "
+                "uniform"
+            )
+        if sampled != self.cuts + 1:
+            raise ValueError(
+                f"plan.second serial gives cuts + 1 = {self.cuts + 1} trajectories per problem but {sampled} are "
+                f"sampled; set group.size {self.cuts + 1} with resample none"
+            )
 
     def first_count(self, count: int) -> int:
         return 1

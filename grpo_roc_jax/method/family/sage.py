@@ -19,6 +19,8 @@ from grpo_roc_jax.types import PLAIN, Condition, Group, Problem, RolloutRequest
 class HintLevel(DataHints, Conditioning):
     """A hint level that each problem carries from visit to visit (SAGE light, arXiv:2602.03143)."""
 
+    resumable = helps = False
+
     def requests(self, place: int, count: int, wave: Wave) -> list[RolloutRequest]:
         problem, level = wave.problems[place], int(problem_rates(wave)["level"][place])
         text = self.text(problem, level)
@@ -67,11 +69,10 @@ class WrittenHints(SecondWave):
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
         return result if request.condition.kind != "hint_writer" and result.correct.any() else group
 
-
-def written_hints(requests: Sequence[RolloutRequest], results: Sequence[Group]) -> dict[int, str]:
-    """Place -> the hint that the policy wrote for its problem in this wave."""
-    return {
-        request.place: own_text(result, 0)
-        for request, result in zip(requests, results, strict=True)
-        if request.condition.kind == "hint_writer" and result.size
-    }
+    def notes(self, requests: Sequence[RolloutRequest], results: Sequence[Group]) -> dict[int, str]:
+        """The hints that the policy wrote in a wave."""
+        return {
+            request.place: own_text(result, 0)
+            for request, result in zip(requests, results, strict=True)
+            if request.condition.kind == "hint_writer" and result.size
+        }

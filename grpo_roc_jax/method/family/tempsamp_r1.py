@@ -7,12 +7,9 @@ import numpy as np
 from grpo_roc_jax.method.advantage import Estimator, GroupRelative
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.part import MethodBatch
-from grpo_roc_jax.method.planning import SecondWave
+from grpo_roc_jax.method.planning import DEMONSTRATION, SecondWave
 from grpo_roc_jax.method.shaping import Shaping
 from grpo_roc_jax.settings.options import NotNegative, kind
-
-DEMONSTRATION = "demonstration"
-"""Kind of the condition of a trajectory that was not sampled from the policy."""
 
 
 @kind("demonstrate")

@@ -35,6 +35,14 @@ class HalfWidth(Budget):
 
     waves = 1
 
+    def check(self, config: Any) -> None:
+        sampled = config.resample.sampled(config.group.size)
+        if not self.pilot < sampled:
+            raise ValueError(
+                f"plan.budget half_width: pilot = {self.pilot} of {sampled} rollouts per problem leaves nothing to "
+                "allocate; lower the pilot, or choose plan.budget uniform"
+            )
+
     def first(self, wave: Wave) -> np.ndarray:
         return np.full(len(wave.problems), self.pilot)
 
