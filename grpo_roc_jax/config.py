@@ -1,14 +1,12 @@
 """The configuration of a run: one frozen section per stage, assembled here, with the checks between sections."""
 
+import importlib
 from collections.abc import Container, Mapping
 from dataclasses import field, replace
 from typing import Any, ClassVar, Literal
 
-import grpo_roc_jax.method.distillation  # its kinds
-import grpo_roc_jax.method.family
+import grpo_roc_jax.method.distillation
 import grpo_roc_jax.reward.graded
-import grpo_roc_jax.reward.ranking
-import grpo_roc_jax.reward.screening
 import grpo_roc_jax.worlds.worlds  # noqa: F401 (its sources)
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.generated import generator_of
@@ -34,11 +32,14 @@ from grpo_roc_jax.record.checkpoint import CheckpointConfig
 from grpo_roc_jax.record.metrics import LogConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.settings.cli import ConfigError, build, load_config
+from grpo_roc_jax.settings.cli import CONTRIB_METHODS, ConfigError, build, load_config
 from grpo_roc_jax.settings.layers import Layer, Place
 from grpo_roc_jax.settings.options import AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, settings
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.tools.config import ToolsConfig
+
+if CONTRIB_METHODS.is_dir():  # the door of methods that the core does not name: their kinds register at import
+    importlib.import_module("grpo_roc_jax.contrib.methods")
 
 DEFAULT_CONFIG = "toy.yaml"
 

@@ -8,9 +8,9 @@ import pytest
 from annotated_types import Le
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.contrib.methods.mc_grpo import Median
+from grpo_roc_jax.contrib.methods.tempsamp_r1 import Anchored
 from grpo_roc_jax.method.advantage import GroupRelative, NoScale, PassAtK, Std
-from grpo_roc_jax.method.family.mc_grpo import Median
-from grpo_roc_jax.method.family.tempsamp_r1 import Anchored
 from grpo_roc_jax.method.roc import NoSelection, ResampleOnCorrect
 from grpo_roc_jax.method.shaping import Overlong, ToolErrors
 from grpo_roc_jax.method.surrogate import CappedClip

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from method_groups import batch_of, make_group, method
 
+from grpo_roc_jax.contrib.methods.bnpo import beta_weights
+from grpo_roc_jax.contrib.methods.constraints import Constraints
+from grpo_roc_jax.contrib.methods.microcoder import repeats
+from grpo_roc_jax.contrib.methods.spo import tracked
+from grpo_roc_jax.contrib.methods.tempo import tree_differences
+from grpo_roc_jax.contrib.methods.xrpo import Novelty
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import initial_state, next_state
-from grpo_roc_jax.method.family.bnpo import beta_weights
-from grpo_roc_jax.method.family.constraints import Constraints
-from grpo_roc_jax.method.family.microcoder import repeats
-from grpo_roc_jax.method.family.spo import tracked
-from grpo_roc_jax.method.family.tempo import tree_differences
-from grpo_roc_jax.method.family.xrpo import Novelty
 from grpo_roc_jax.method.state import AlgoState, ProblemTable, begun
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.cli import ConfigError

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from method_groups import method
 
-from grpo_roc_jax.method.family.knapsack import knapsack_counts, knapsack_value
-from grpo_roc_jax.method.family.microcoder import AVERAGE, STAGE, Rising, diversity
-from grpo_roc_jax.method.family.xrpo import half_width, half_width_counts
+from grpo_roc_jax.contrib.methods.knapsack import knapsack_counts, knapsack_value
+from grpo_roc_jax.contrib.methods.microcoder import AVERAGE, STAGE, Rising, diversity
+from grpo_roc_jax.contrib.methods.xrpo import half_width, half_width_counts
 from grpo_roc_jax.method.planning import HIGH, LOW, check_separation, reward_conditions, reward_goal
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.settings.cli import ConfigError

@@ -12,10 +12,12 @@ from method_groups import make_group
 
 from benchmarks import first_step
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.contrib.methods.microcoder import TruncationMask
+from grpo_roc_jax.contrib.methods.tempsamp_r1 import Anchored
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack, worst_case_micro_batches
 from grpo_roc_jax.method.advantage import Advantage, Estimator, GroupRelative, Whiten
-from grpo_roc_jax.method.catalog import FOLDER, load_methods, method_table, read_method, table_differences, with_table
+from grpo_roc_jax.method.catalog import load_methods, method_table, read_method, table_differences, with_table
 from grpo_roc_jax.method.compose import (
     Scores,
     initial_state,
@@ -27,12 +29,10 @@ from grpo_roc_jax.method.compose import (
     teacher_of,
     train_rows,
 )
-from grpo_roc_jax.method.family.microcoder import TruncationMask
-from grpo_roc_jax.method.family.tempsamp_r1 import Anchored
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.planning import choose_problems
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.settings.cli import ConfigError, load_config
+from grpo_roc_jax.settings.cli import CONFIG_DIR, ConfigError, load_config
 from grpo_roc_jax.types import Condition, Group
 
 METHODS = load_methods()
@@ -60,7 +60,7 @@ def test_table():
     assert "[GRPO-RoC](../configs/methods/grpo_roc.yaml)" in table
 
 
-DOCUMENT = FOLDER.parents[1] / "docs" / "methods.md"
+DOCUMENT = CONFIG_DIR.parent / "docs" / "methods.md"
 
 
 def test_the_documents_table_is_the_generated_one():

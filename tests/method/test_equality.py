@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from method_groups import make_group, method
 
+from grpo_roc_jax.contrib.methods.consistency_grpo import stability_rewards, word_entropy
+from grpo_roc_jax.contrib.methods.tw_grpo import token_weights
 from grpo_roc_jax.method.advantage import flat
 from grpo_roc_jax.method.compose import resample_group, train_rows
-from grpo_roc_jax.method.family.stability import stability_rewards, word_entropy
 from grpo_roc_jax.method.features import features
 from grpo_roc_jax.method.roc import MaxVariance
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.run.statistics import selection_metrics
-from grpo_roc_jax.run.token_weights import token_weights
 
 PARTS = np.array([81.3, 0.013, 17.77, 0.5, 9.01, 3.1, 0.7, 8.397], np.float32)
 """They sum to 120.79 in float32, up to the order in which they are added."""

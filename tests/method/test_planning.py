@@ -7,11 +7,11 @@ import pytest
 from method_groups import make_group, method
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.contrib.methods.expo import Explain
+from grpo_roc_jax.contrib.methods.s_grpo import cut_points
+from grpo_roc_jax.contrib.methods.sage import WrittenHints
+from grpo_roc_jax.contrib.methods.xrpo import recalled, remembered, similar_examples
 from grpo_roc_jax.method.compose import next_state
-from grpo_roc_jax.method.family.expo import explanations
-from grpo_roc_jax.method.family.s_grpo import cut_points
-from grpo_roc_jax.method.family.sage import written_hints
-from grpo_roc_jax.method.family.xrpo import recalled, remembered, similar_examples
 from grpo_roc_jax.method.planning import Wave, best_text, choose_problems, first_wave, gathered, next_wave, with_suffix
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.settings.cli import ConfigError, build
@@ -125,11 +125,11 @@ def test_later_waves_keep_the_temperature():
 
 def test_explanations_fade_out():
     batch, plan = problems("a"), planned(second={"kind": "explain", "steps": 10})
-    weights = [plan.second.explanation_weight(step) for step in (0, 5, 10, 20)]
+    weights = [plan.second.supervised_weight(step) for step in (0, 5, 10, 20)]
     assert weights == pytest.approx([0.1, 0.05, 0, 0])
     assert later(batch, [failed(batch[0])], 1, plan, AlgoState(step=9))
     assert later(batch, [failed(batch[0])], 1, plan, AlgoState(step=10)) == []
-    assert planned(second="draft").second.explanation_weight(0) == 0
+    assert planned(second="draft").second.supervised_weight(0) == 0
 
 
 def test_hinted_successes_leave_the_success_table_alone():
@@ -255,7 +255,7 @@ def test_hints_that_the_policy_writes():
     assert "strength 1 of 2" in writer.suffix
     assert writer.suffix.endswith("6 * 7 = 42")
     written = make_group([0], uid="a")
-    notes = written_hints([writer], [written])
+    notes = WrittenHints().notes([writer], [written])
     assert notes == {0: "text"}
     assert plan.second.merge(groups, [writer], [written]) == groups
     (again,) = later(batch, groups, 2, plan, notes=notes)
@@ -323,7 +323,7 @@ def test_explanations():
     assert request.suffix == "\nExplain how to arrive at the answer 1"
     result = make_group([0, 1], uid="a", condition=["explanation"] * 2)
     assert plan.second.merge(groups, [request], [result]) == groups
-    (kept,) = explanations([request], [result])
+    (kept,) = Explain().supervised([request], [result])
     assert kept.rewards.tolist() == [1]
 
 

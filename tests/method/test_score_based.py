@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from method_groups import make_group, method
 
+from grpo_roc_jax.contrib.methods.score_based import live_rows
 from grpo_roc_jax.method.advantage import z_score
-from grpo_roc_jax.method.family.score_based import live_rows
 from grpo_roc_jax.method.features import features
 from tests.reference import OBJECTIVES
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from grpo_roc_jax.method.family.surrogate_signals import SurrogateSignals
+from grpo_roc_jax.contrib.methods.surrogate_signals import SurrogateSignals
 
 
 def test_length_rises_to_the_half_and_falls_after_it():

@@ -9,26 +9,25 @@ import pytest
 from method_groups import make_group, method, shaped
 
 from grpo_roc_jax.config import read_config
+from grpo_roc_jax.contrib.methods import tw_grpo as tw
+from grpo_roc_jax.contrib.methods.arise import choose_skill
+from grpo_roc_jax.contrib.methods.consistency_grpo import stability_rewards, word_entropy
+from grpo_roc_jax.contrib.methods.group_rank import Ranking, ranking_reward
+from grpo_roc_jax.contrib.methods.hill import gives_away, hint_advantages, hint_reward, mixed_probability, rewarded
+from grpo_roc_jax.contrib.methods.m_grpo import aligned, second_reward
+from grpo_roc_jax.contrib.methods.masa import length_score, notion_share, notions, pass_score, prediction_score
+from grpo_roc_jax.contrib.methods.resume_screening import Screening, experience, verdict_in
+from grpo_roc_jax.contrib.methods.v_05 import shrunk_baseline
+from grpo_roc_jax.contrib.methods.vspo import capped_draw, task_value
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import Scores, initial_state, next_state, train_rows
 from grpo_roc_jax.method.edit import with_plain_prompts
-from grpo_roc_jax.method.family.arise import choose_skill
-from grpo_roc_jax.method.family.hill import gives_away, hint_reward, mixed_probability
-from grpo_roc_jax.method.family.m_grpo import aligned, second_reward
-from grpo_roc_jax.method.family.masa import length_score, notion_share, notions, pass_score, prediction_score
-from grpo_roc_jax.method.family.stability import stability_rewards, word_entropy
-from grpo_roc_jax.method.family.v_05 import shrunk_baseline
-from grpo_roc_jax.method.family.vspo import capped_draw, task_value
 from grpo_roc_jax.method.planning import Wave, first_wave, next_wave
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.reward.graded import Criteria, SeveralAnswers, rubric_reward
-from grpo_roc_jax.reward.ranking import Ranking, ranking_reward
 from grpo_roc_jax.reward.score import make_scorer
-from grpo_roc_jax.reward.screening import Screening, experience, verdict_in
-from grpo_roc_jax.run import token_weights as tw
 from grpo_roc_jax.run.demonstrate import with_demonstration
-from grpo_roc_jax.run.hint_writer import hint_advantages, rewarded
 from grpo_roc_jax.run.learner import Learner
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.settings.callables import given

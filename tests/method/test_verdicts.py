@@ -26,8 +26,8 @@ from test_kind_settings import (
     some_group,
 )
 
+from grpo_roc_jax.contrib.methods.xrpo import solutions
 from grpo_roc_jax.method.compose import initial_state, next_state, train_rows
-from grpo_roc_jax.method.family.xrpo import solutions
 from grpo_roc_jax.method.planning import best_text, choose_problems
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import given

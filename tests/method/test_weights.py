@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from method_groups import batch_of, call, make_group, make_trajectory, make_verdict, method
 
+from grpo_roc_jax.contrib.methods.drift_mask import Drift
+from grpo_roc_jax.contrib.methods.lambda_grpo import _length_bases, exponent_gradient, length_preference
+from grpo_roc_jax.contrib.methods.mc_grpo import Pivot
+from grpo_roc_jax.contrib.methods.repetition import Repetition
+from grpo_roc_jax.contrib.methods.scalerl import PromptMean
+from grpo_roc_jax.contrib.methods.simple_tir import VoidTurns
+from grpo_roc_jax.contrib.methods.top_entropy import TopEntropy
 from grpo_roc_jax.method.compose import next_state
-from grpo_roc_jax.method.family.drift_mask import Drift
-from grpo_roc_jax.method.family.lambda_grpo import _length_bases, exponent_gradient, length_preference
-from grpo_roc_jax.method.family.mc_grpo import Pivot
-from grpo_roc_jax.method.family.prompt_mean import PromptMean
-from grpo_roc_jax.method.family.repetition import Repetition
-from grpo_roc_jax.method.family.simple_tir import VoidTurns
-from grpo_roc_jax.method.family.top_entropy import TopEntropy
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.weights import TokenMean, Truncated, ratio_segments, trained_tokens
 from grpo_roc_jax.settings.cli import ConfigError

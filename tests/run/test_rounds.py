@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.config import Config, ratio_is_one
+from grpo_roc_jax.contrib.methods.microcoder import STAGE
 from grpo_roc_jax.learner.pack import unpack
-from grpo_roc_jax.method.catalog import FOLDER
+from grpo_roc_jax.method.catalog import load_methods
 from grpo_roc_jax.method.compose import Scores, train_rows
-from grpo_roc_jax.method.family.microcoder import STAGE
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.rollout.collect import opening_ids
@@ -34,7 +34,7 @@ PROBLEM = Problem("p", "1+1=?", "2", "t")
 
 
 def method(name, *words):
-    return load_config(Config, [str(FOLDER / f"{name}.yaml"), *words], prog="test")
+    return load_config(Config, [str(load_methods()[name].path), *words], prog="test")
 
 
 def components(prompt=60, response=20):

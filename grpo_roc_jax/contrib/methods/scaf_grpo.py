@@ -1,7 +1,7 @@
 """Scaf-GRPO and Guide-GRPO: hinted successes replace failures. Sources: arXiv:2510.19807, arXiv:2506.13923."""
 
+from grpo_roc_jax.contrib.methods.hints import Hinted
 from grpo_roc_jax.method.edit import replace_failures
-from grpo_roc_jax.method.family.hints import Hinted
 from grpo_roc_jax.settings.options import AtLeast1, kind
 from grpo_roc_jax.types import Group, RolloutRequest
 

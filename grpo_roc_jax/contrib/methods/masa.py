@@ -7,11 +7,14 @@ supervised rounds on the best predictions.
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 
 import numpy as np
 
+from grpo_roc_jax.method.advantage import Estimator, GroupRelative
 from grpo_roc_jax.method.edit import joined, revalued
+from grpo_roc_jax.method.features import SIDE_KINDS
+from grpo_roc_jax.method.part import MethodBatch
 from grpo_roc_jax.method.planning import SecondWave, Wave, own_text
 from grpo_roc_jax.settings.options import AtLeast1, kind
 from grpo_roc_jax.types import Condition, Group, RolloutRequest
@@ -77,3 +80,25 @@ def pass_score(predicted: float, actual: float) -> float:
 def length_score(predicted: float, correct_lengths: Sequence[int]) -> float:
     """1 strictly between the shortest and the longest correct response, else 0."""
     return float(bool(correct_lengths) and min(correct_lengths) < predicted < max(correct_lengths))
+
+
+# ---- advantages by role ---------------------------------------------------------------------------------------------
+# Advantages within roles: one policy solves problems and writes something else, each with a reward of its own.
+
+
+@kind("by_role")
+class ByRole(Estimator):
+    """An estimate for the attempts of a group and one for each kind of other trajectory in it, such as predictions
+    (MASA, arXiv:2510.03259) or hints (HiLL, arXiv:2604.00698)."""
+
+    of: GroupRelative = field(default_factory=GroupRelative)
+    """The estimate of one role."""
+
+    def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
+        roles = [np.array([c if c in SIDE_KINDS else "" for c in found.conditions]) for found in batch.features]
+        out = [np.zeros(found.size) for found in batch.features]
+        for role in sorted({role for row in roles for role in row.tolist()}):
+            members = [np.flatnonzero(row == role) for row in roles]
+            for total, rows, values in zip(out, members, self.of.estimate(batch.only(members)), strict=True):
+                total[rows] = values
+        return out

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from grpo_roc_jax.method.family.score_based import Constrained, contrast
+from grpo_roc_jax.contrib.methods.score_based import Constrained, contrast
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.settings.options import AtLeast1, Positive, kind
 

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_roc_jax.method.advantage import flat
+from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.planning import SecondWave, Wave
+from grpo_roc_jax.method.shaping import Shaping
 from grpo_roc_jax.settings.options import AtLeast1, kind
 from grpo_roc_jax.types import Group, RolloutRequest
 
@@ -55,3 +57,22 @@ def capped_draw(values: np.ndarray, count: int, most: int, rng: np.random.Genera
 
 def _without_signal(groups: Sequence[Group]) -> list[int]:
     return [place for place, group in enumerate(groups) if group.size and flat(group.rewards)]
+
+
+# ---- progressive rewards --------------------------------------------------------------------------------------------
+# Pay by stages, each worth something only after the ones before it. Source: arXiv:2512.07478.
+
+
+@kind("staged")
+class Staged(Shaping):
+    """sum_s w_s prod_{u <= s} pass_u: clean calls, then a well-formed answer, then a correct one; a stage pays only
+    when those before it did (arXiv:2512.07478)."""
+
+    weights: tuple[float, float, float] = (0.1, 0.2, 0.7)
+    """Pay of each passed stage: clean calls, well-formed answer, correct answer."""
+
+    overwrites = True
+
+    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
+        passes = [found.tool_errors == 0, found.well_formed & (found.answers == 1), found.correct]
+        return np.cumprod(np.stack(passes, axis=1).astype(np.float64), axis=-1) @ np.asarray(self.weights, np.float64)

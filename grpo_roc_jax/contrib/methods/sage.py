@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_roc_jax.method.family.hints import DataHints
+from grpo_roc_jax.contrib.methods.hints import DataHints
 from grpo_roc_jax.method.planning import Conditioning, SecondWave, Wave, failed_places, own_text, problem_rates
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import AtLeast1, kind

@@ -6,8 +6,8 @@ the squared error that the paper minimizes, since its own formula was not availa
 
 import numpy as np
 
+from grpo_roc_jax.contrib.methods.spo import tracked
 from grpo_roc_jax.method.advantage import Baseline
-from grpo_roc_jax.method.family.spo import tracked
 from grpo_roc_jax.method.part import MethodBatch
 from grpo_roc_jax.settings.options import kind
 

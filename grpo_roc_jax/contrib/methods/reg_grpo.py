@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from grpo_roc_jax.contrib.methods.score_based import ScoreBased
 from grpo_roc_jax.method.advantage import Deviation, deviation, flat, z_score
-from grpo_roc_jax.method.family.score_based import ScoreBased
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.settings.options import Positive, kind
 

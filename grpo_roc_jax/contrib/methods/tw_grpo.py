@@ -1,6 +1,6 @@
 """TW-GRPO's token weights: positions at which a group's predictions differ count more. Source: arXiv:2505.24718.
 
-`method.edit_rows grpo_roc_jax.run.token_weights:weighted`; `configs/methods/tw_grpo.yaml` has it with the reward for
+`method.edit_rows grpo_roc_jax.contrib.methods.tw_grpo:weighted`; the recipe beside this file has it with the reward for
 several answers. Log-probabilities over the whole vocabulary exist for one chunk of positions at a time.
 """
 
