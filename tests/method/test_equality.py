@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from method_groups import make_group, method
 
-from grpo_roc_jax.contrib.methods.consistency_grpo import stability_rewards, word_entropy
-from grpo_roc_jax.contrib.methods.tw_grpo import token_weights
 from grpo_roc_jax.method.advantage import flat
 from grpo_roc_jax.method.compose import resample_group, train_rows
 from grpo_roc_jax.method.features import features
@@ -107,19 +105,3 @@ def test_the_subset_of_largest_variance_does_not_depend_on_the_unit(scale):
         for unit in (1.0, scale)
     ]
     assert choose[0].tolist() == choose[1].tolist() == [0, 1, 5, 7]
-
-
-def test_texts_of_the_same_words_are_equally_informative():
-    words = [f"w{i}" for i in range(7) for _ in range(i + 1)]
-    rng = np.random.default_rng(0)
-    values = np.array([word_entropy(" ".join(rng.permutation(words))) for _ in range(12)])
-    assert np.ptp(values) > 0, "otherwise this shows nothing"
-    paid = stability_rewards(values, np.arange(12) % 3, 0.5, 0.5)
-    assert paid.tolist() == [0.5] * 12
-
-
-def test_positions_that_differ_by_rounding_weigh_the_same():
-    logprobs = np.log(np.full((3, 4, 5), 0.2)) + np.random.default_rng(0).normal(0, 1e-12, (3, 4, 5))
-    far = np.log(np.array([[0.9, 0.1], [0.1, 0.9]]))[:, None]
-    assert token_weights([np.repeat(far, 3, axis=1) + np.arange(3)[:, None] * 1e-12]).tolist() == [1, 1, 1]
-    assert token_weights([logprobs]).tolist() == [1, 1, 1, 1]

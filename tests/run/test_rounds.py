@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.config import Config, ratio_is_one
-from grpo_roc_jax.contrib.methods.microcoder import STAGE
 from grpo_roc_jax.learner.pack import unpack
 from grpo_roc_jax.method.catalog import load_methods
 from grpo_roc_jax.method.compose import Scores, train_rows
@@ -16,7 +15,7 @@ from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.rollout.collect import opening_ids
 from grpo_roc_jax.run import rounds, step
-from grpo_roc_jax.run.learner import Learner, UpdateBatch, checked_rows, most_rows, parts_of, split_rows, temperature_of
+from grpo_roc_jax.run.learner import Learner, UpdateBatch, checked_rows, most_rows, parts_of, split_rows
 from grpo_roc_jax.run.rounds import StepSamples, draw_problems, fits, left_out, plain_where_too_long, thought_length
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import ScoredRollouts
@@ -331,16 +330,6 @@ def test_rows_of_own_parts_are_checked():
         checked_rows([], [row])
     with pytest.raises(ValueError, match="not finite"):
         checked_rows([SimpleNamespace(length=3, weights=np.full(3, np.nan), advantages=np.ones(3))], [row])
-
-
-def test_the_update_trains_at_the_temperature_of_the_rollouts():
-    config = method("microcoder")
-
-    def run(stage):
-        return SimpleNamespace(method=AlgoState(memory={STAGE: np.array([float(stage)])}))
-
-    assert [temperature_of(config, run(stage)) for stage in (0, 2)] == [0.9, 1.1]
-    assert temperature_of(method("grpo"), run(0)) == 1.0
 
 
 def test_rows_keep_the_temperature_that_they_were_drawn_at():
