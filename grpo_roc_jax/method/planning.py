@@ -20,11 +20,11 @@ from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import Count, InnerShare, NotNegative, kind, settings
-from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, Trajectory
+from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, Trajectory, condition_kind, traits_of
 
-HELPED = frozenset({"hint", "examples", "refinement", "feedback"})
-"""Conditions under which a success does not show that a problem can be solved without help."""
-DEMONSTRATION = "demonstration"
+BUDGET = condition_kind("budget", optional=True)
+"""Condition of a prompt that tells what rewards depend on, such as a token budget."""
+DEMONSTRATION = condition_kind("demonstration", attempt=False)
 """Condition of a demonstration in a group of rollouts, which no policy sampled."""
 
 
@@ -238,7 +238,7 @@ def with_suffix(requests: Sequence[RolloutRequest], text: str) -> list[RolloutRe
     """The requests with a text, such as a token budget, at the end of their prompts."""
     if not text:
         return list(requests)
-    return [replace(r, suffix=r.suffix + text, condition=r.condition or Condition("budget")) for r in requests]
+    return [replace(r, suffix=r.suffix + text, condition=r.condition or Condition(BUDGET)) for r in requests]
 
 
 def gathered(problems: Sequence[Problem], requests: Sequence[RolloutRequest], results: Sequence[Group]) -> list[Group]:
@@ -254,8 +254,9 @@ def unaided(found: Features, plan: PlanConfig) -> np.ndarray:
 
     A success under a hint counts as a failure, since every plain rollout had failed before it was requested.
     """
-    helped = HELPED if plan.condition.helps else frozenset()
-    return found.correct & ~np.array([kind in helped for kind in found.conditions], bool)
+    if not plan.condition.helps:
+        return found.correct
+    return found.correct & ~np.array([traits_of(kind).helped for kind in found.conditions], bool)
 
 
 def failed_places(wave: Wave) -> list[int]:
@@ -304,7 +305,7 @@ def hand_out(problems: int, extra: int, low: int, high: int, gain: Callable[[int
 # RC-GRPO: rollouts conditioned on reward tokens. Source: arXiv:2602.03025.
 
 
-HIGH, LOW = Condition("high_reward"), Condition("low_reward")
+HIGH, LOW = Condition(condition_kind("high_reward")), Condition(condition_kind("low_reward"))
 """Conditions of rollouts under the high and the low reward token; evaluation uses the high one."""
 
 

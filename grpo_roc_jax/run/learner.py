@@ -44,7 +44,7 @@ from grpo_roc_jax.method.compose import (
     teacher_of,
     train_rows,
 )
-from grpo_roc_jax.method.edit import AIDED, with_plain_prompts
+from grpo_roc_jax.method.edit import with_plain_prompts
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.memory import Halvings
@@ -52,7 +52,7 @@ from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.teacher import SecondPolicy, load_teacher, rows_shown_more
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.points import spoiled
-from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow
+from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow, traits_of
 
 log = logging.getLogger(__name__)
 
@@ -318,7 +318,7 @@ class Learner:
         """The groups under the prompts that the loss reads: hinted responses under the plain one for Guide-GRPO."""
         if not self.config.plan.second.trains_plain:
             return groups
-        hinted = [g.problem for g in groups if any(t.condition.kind in AIDED for t in g.trajectories)]
+        hinted = [g.problem for g in groups if any(traits_of(t.condition.kind).moves for t in g.trajectories)]
         return with_plain_prompts(groups, self._plain_prompts(hinted))
 
     def _plain_prompts(self, problems: Sequence[Problem]) -> dict[str, np.ndarray]:

@@ -27,7 +27,7 @@ from grpo_roc_jax.run.sample import PartialGroup, ScoredRollouts, merge_failures
 from grpo_roc_jax.run.statistics import describe_unscored, rollout_metrics, selection_metrics
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.text.tokenizer import Tokenizer
-from grpo_roc_jax.types import PLAIN, Group, Metrics, Problem, RolloutRequest, Trajectory
+from grpo_roc_jax.types import PLAIN, Group, Metrics, Problem, RolloutRequest, Trajectory, traits_of
 
 THOUGHT_CLOSE = "</reason>"
 
@@ -239,7 +239,7 @@ def plain_where_too_long(
     """A first wave in which hints, budgets, skills and wordings that do not fit are left out."""
     return [
         replace(request, problem=problems[request.place], condition=PLAIN, suffix="")
-        if request.condition.kind in ("hint", "budget", "skill", "paraphrase") and not fits(components, request)
+        if traits_of(request.condition.kind).optional and not fits(components, request)
         else request
         for request in requests
     ]

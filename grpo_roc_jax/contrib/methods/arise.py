@@ -15,7 +15,10 @@ from grpo_roc_jax.method.shaping import Shaping, shape_rewards
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.options import AtLeast1, Positive, Share, kind
-from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest
+from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, condition_kind
+
+SKILL = condition_kind("skill", optional=True)
+"""Condition of rollouts under a skill; the level is its number."""
 
 UTILITY = "skill_utility"
 """Name of the skills' utilities in the method's memory."""
@@ -50,7 +53,7 @@ class Skills(Conditioning):
         chosen = choose_skill(scores, self.sigma, wave.rng, least=self.least, explore=self.explore)
         if chosen < 0:
             return [RolloutRequest(problem, place, count)]
-        skill, text = Condition("skill", ranked[chosen] + 1), self.library[ranked[chosen]]
+        skill, text = Condition(SKILL, ranked[chosen] + 1), self.library[ranked[chosen]]
         return [RolloutRequest(problem, place, count, 0, skill, f"\n{self.intro}{text}")]
 
     def utilities(self, state: AlgoState) -> np.ndarray:

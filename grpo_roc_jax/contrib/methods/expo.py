@@ -7,7 +7,10 @@ import numpy as np
 from grpo_roc_jax.method.edit import taken
 from grpo_roc_jax.method.planning import SecondWave, Wave, failed_places
 from grpo_roc_jax.settings.options import AtLeast1, NotNegative, kind
-from grpo_roc_jax.types import Condition, Group, RolloutRequest
+from grpo_roc_jax.types import Condition, Group, RolloutRequest, condition_kind
+
+EXPLANATION = condition_kind("explanation", moves=True)
+"""Condition of rollouts that saw the answer."""
 
 
 @kind("explain")
@@ -32,7 +35,7 @@ class Explain(SecondWave):
             return []
         problems = {place: wave.problems[place] for place in failed_places(wave)}
         return [
-            RolloutRequest(problem, place, self.count, 0, Condition("explanation"), f"\n{self.intro}{problem.answer}")
+            RolloutRequest(problem, place, self.count, 0, Condition(EXPLANATION), f"\n{self.intro}{problem.answer}")
             for place, problem in problems.items()
         ]
 
@@ -42,7 +45,5 @@ class Explain(SecondWave):
     def supervised(self, requests: Sequence[RolloutRequest], results: Sequence[Group]) -> list[Group]:
         """The successful rollouts of a wave that saw the answer; others would teach errors."""
         pairs = zip(requests, results, strict=True)
-        shown = [
-            result for request, result in pairs if request.condition.kind == "explanation" and result.correct.any()
-        ]
+        shown = [result for request, result in pairs if request.condition.kind == EXPLANATION and result.correct.any()]
         return [taken(result, np.flatnonzero(result.correct)) for result in shown]

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from grpo_roc_jax.contrib.methods.hints import HINT, WRITER
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.edit import joined, revalued, with_plain_prompts
 from grpo_roc_jax.method.planning import SecondWave, Wave, failed_places, own_text
@@ -45,7 +46,7 @@ class RivalHints(SecondWave):
             return [self._writer(wave.problems[place], place, k) for place in failed_places(wave) for k in levels]
         groups = enumerate(wave.groups if wave.number == 2 else ())
         return [
-            RolloutRequest(g.problem, place, self.rollouts, 0, Condition("hint", k), f"\n{self.intro}{text}")
+            RolloutRequest(g.problem, place, self.rollouts, 0, Condition(HINT, k), f"\n{self.intro}{text}")
             for place, g in groups
             for k, text in hints_of(g).items()
             if not gives_away(g.problem, text)
@@ -53,17 +54,17 @@ class RivalHints(SecondWave):
 
     def _writer(self, problem: Problem, place: int, level: int) -> RolloutRequest:
         solution = problem.extra.get(self.column, problem.answer)
-        return RolloutRequest(problem, place, 1, 0, Condition("hint_writer", level), f"\n{self.ask}{solution}")
+        return RolloutRequest(problem, place, 1, 0, Condition(WRITER, level), f"\n{self.ask}{solution}")
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
-        if request.condition.kind == "hint_writer":  # its reward is not that of an attempt
+        if request.condition.kind == WRITER:  # its reward is not that of an attempt
             result = replace(result, verdicts=tuple(revalued(v, 0.0) for v in result.verdicts))
         return joined(group, result)
 
 
 def hints_of(group: Group) -> dict[int, str]:
     """Number -> text of the hints written for a problem."""
-    written = [(t.condition.level, i) for i, t in enumerate(group.trajectories) if t.condition.kind == "hint_writer"]
+    written = [(t.condition.level, i) for i, t in enumerate(group.trajectories) if t.condition.kind == WRITER]
     return {level: own_text(group, i) for level, i in written}
 
 
@@ -132,11 +133,11 @@ def hint_advantages(group: Group, gaps: np.ndarray) -> np.ndarray | None:
     """
     kinds = np.array([t.condition.kind for t in group.trajectories], object)
     levels = np.array([t.condition.level for t in group.trajectories])
-    writers = np.flatnonzero(kinds == "hint_writer")
+    writers = np.flatnonzero(kinds == WRITER)
     if not len(writers):
         return None
     unhinted = float(group.correct[kinds == ""].mean()) if (kinds == "").any() else 0.0
-    tried = [np.flatnonzero((kinds == "hint") & (levels == levels[i])) for i in writers]
+    tried = [np.flatnonzero((kinds == HINT) & (levels == levels[i])) for i in writers]
     paid = np.array([_paid(group.correct[rows], gaps[rows], unhinted) for rows in tried])
     out, best = np.zeros(group.size), tried[int(paid.argmax())]
     out[writers] = z_score(paid)

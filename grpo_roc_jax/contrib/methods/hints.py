@@ -2,7 +2,13 @@
 
 from grpo_roc_jax.method.planning import SecondWave, Wave, failed_places
 from grpo_roc_jax.settings.options import AtLeast1, kind, settings
-from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest
+from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, condition_kind
+
+HINT = condition_kind("hint", helped=True, moves=True, optional=True)
+"""Condition of rollouts under a hint; the level is its number."""
+
+WRITER = condition_kind("hint_writer", attempt=False)
+"""Condition of a request to write a hint, from the solution."""
 
 
 @settings
@@ -36,7 +42,7 @@ class Hinted(DataHints, SecondWave):
         for place in failed_places(wave):
             problem = wave.problems[place]
             if wave.number <= min(len(self.hints(problem)), self.levels):
-                condition, text = Condition("hint", wave.number), self.text(problem, wave.number)
+                condition, text = Condition(HINT, wave.number), self.text(problem, wave.number)
                 requests.append(RolloutRequest(problem, place, wave.groups[place].size, 0, condition, text))
         return requests
 

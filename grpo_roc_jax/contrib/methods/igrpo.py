@@ -2,7 +2,10 @@
 
 from grpo_roc_jax.method.planning import SecondWave, Wave, best_text
 from grpo_roc_jax.settings.options import kind
-from grpo_roc_jax.types import Condition, Group, RolloutRequest
+from grpo_roc_jax.types import Condition, Group, RolloutRequest, condition_kind
+
+DRAFT = condition_kind("draft")
+"""Condition of rollouts that saw the best draft of their group."""
 
 
 @kind("draft")
@@ -18,7 +21,7 @@ class Draft(SecondWave):
             return []
         some = [(place, g) for place, g in enumerate(wave.groups) if g.size]
         return [
-            RolloutRequest(g.problem, place, g.size, 0, Condition("draft"), f"\n{self.intro}{best_text(g)}")
+            RolloutRequest(g.problem, place, g.size, 0, Condition(DRAFT), f"\n{self.intro}{best_text(g)}")
             for place, g in some
         ]
 

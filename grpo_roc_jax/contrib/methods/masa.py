@@ -13,11 +13,13 @@ import numpy as np
 
 from grpo_roc_jax.method.advantage import Estimator, GroupRelative
 from grpo_roc_jax.method.edit import joined, revalued
-from grpo_roc_jax.method.features import SIDE_KINDS
 from grpo_roc_jax.method.part import MethodBatch
 from grpo_roc_jax.method.planning import SecondWave, Wave, own_text
 from grpo_roc_jax.settings.options import AtLeast1, kind
-from grpo_roc_jax.types import Condition, Group, RolloutRequest
+from grpo_roc_jax.types import Condition, Group, RolloutRequest, condition_kind, traits_of
+
+PREDICTION = condition_kind("prediction", attempt=False)
+"""Condition of a prediction of how the policy will fare."""
 
 OUT_OF = 8
 """Attempts that a predicted pass count is out of."""
@@ -40,7 +42,7 @@ class Predict(SecondWave):
 
     def next(self, wave: Wave) -> list[RolloutRequest]:
         places = [place for place, group in enumerate(wave.groups) if group.size] if wave.number == 1 else []
-        condition = Condition("prediction")
+        condition = Condition(PREDICTION)
         return [RolloutRequest(wave.problems[i], i, self.count, 0, condition, f"\n{self.ask}") for i in places]
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
@@ -95,7 +97,7 @@ class ByRole(Estimator):
     """The estimate of one role."""
 
     def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
-        roles = [np.array([c if c in SIDE_KINDS else "" for c in found.conditions]) for found in batch.features]
+        roles = [np.array(["" if traits_of(c).attempt else c for c in found.conditions]) for found in batch.features]
         out = [np.zeros(found.size) for found in batch.features]
         for role in sorted({role for row in roles for role in row.tolist()}):
             members = [np.flatnonzero(row == role) for row in roles]

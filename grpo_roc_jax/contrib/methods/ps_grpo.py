@@ -14,7 +14,10 @@ from grpo_roc_jax.method.planning import Conditioning, Wave
 from grpo_roc_jax.method.shaping import Shaping
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.options import kind
-from grpo_roc_jax.types import PLAIN, Condition, Problem, RolloutRequest
+from grpo_roc_jax.types import PLAIN, Condition, Problem, RolloutRequest, condition_kind
+
+PARAPHRASE = condition_kind("paraphrase", optional=True)
+"""Condition of rollouts under another wording; the level is its number."""
 
 
 @kind("paraphrases")
@@ -32,7 +35,7 @@ class Paraphrases(Conditioning):
         wordings = self.wordings(wave.problems[place])
         shares = [len(range(i, count, len(wordings))) for i in range(len(wordings))]
         return [
-            RolloutRequest(problem, place, share, 0, Condition("paraphrase", i) if i else PLAIN)
+            RolloutRequest(problem, place, share, 0, Condition(PARAPHRASE, i) if i else PLAIN)
             for i, (problem, share) in enumerate(zip(wordings, shares, strict=True))
             if share
         ]

@@ -7,7 +7,10 @@ the policy with it, clipped as usual; the paper's shaping of that ratio was not 
 from grpo_roc_jax.method.edit import joined, taken
 from grpo_roc_jax.method.planning import SecondWave, Wave, best_text, standings
 from grpo_roc_jax.settings.options import kind
-from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest
+from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, condition_kind
+
+REFINEMENT = condition_kind("refinement", helped=True, moves=True)
+"""Condition of a second attempt after the best rollout and a rubric."""
 
 
 @kind("refine")
@@ -27,7 +30,7 @@ class Refine(SecondWave):
     def next(self, wave: Wave) -> list[RolloutRequest]:
         poor = [i for i, g in enumerate(wave.groups) if g.size and g.rewards.max() < self.below and wave.number == 1]
         texts = {i: f"\n{self.intro}{best_text(wave.groups[i])}{self.criteria(wave.problems[i])}" for i in poor}
-        return [RolloutRequest(wave.problems[i], i, 1, 0, Condition("refinement"), text) for i, text in texts.items()]
+        return [RolloutRequest(wave.problems[i], i, 1, 0, Condition(REFINEMENT), text) for i, text in texts.items()]
 
     def criteria(self, problem: Problem) -> str:
         """The rubric as lines of text; empty without one."""

@@ -11,7 +11,10 @@ from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.planning import SecondWave, Wave
 from grpo_roc_jax.method.shaping import Shaping
 from grpo_roc_jax.settings.options import AtLeast1, kind
-from grpo_roc_jax.types import Condition, Group, RolloutRequest
+from grpo_roc_jax.types import Condition, Group, RolloutRequest, condition_kind
+
+CUT = condition_kind("cut")
+"""Condition of rollouts from a thought that was cut."""
 
 
 @kind("serial")
@@ -50,7 +53,7 @@ class Serial(SecondWave):
             full = group.trajectories[0]
             ids = full.tokens[full.turns[0].start : full.turns[0].end] if full.turns else full.tokens[:0]
             length = len(ids) if self.cut == "turn" or wave.thought is None else wave.thought(full)
-            plain = RolloutRequest(wave.problems[place], place, 1, condition=Condition("cut"), prefix_text=self.stop)
+            plain = RolloutRequest(wave.problems[place], place, 1, condition=Condition(CUT), prefix_text=self.stop)
             points = cut_points(length, self.cuts, wave.rng)
             requests += [replace(plain, prefix=tuple(ids[:point].tolist())) for point in points]
         return requests

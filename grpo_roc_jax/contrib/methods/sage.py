@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_roc_jax.contrib.methods.hints import DataHints
+from grpo_roc_jax.contrib.methods.hints import HINT, WRITER, DataHints
 from grpo_roc_jax.method.planning import Conditioning, SecondWave, Wave, failed_places, own_text, problem_rates
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import AtLeast1, kind
@@ -24,7 +24,7 @@ class HintLevel(DataHints, Conditioning):
     def requests(self, place: int, count: int, wave: Wave) -> list[RolloutRequest]:
         problem, level = wave.problems[place], int(problem_rates(wave)["level"][place])
         text = self.text(problem, level)
-        return [RolloutRequest(problem, place, count, 0, Condition("hint", level) if text else PLAIN, text)]
+        return [RolloutRequest(problem, place, count, 0, Condition(HINT, level) if text else PLAIN, text)]
 
     def next_table(self, uids: Sequence[str], state: AlgoState) -> AlgoState:
         """One level up where the accuracy of the last visit is at most 0.1, one down where it exceeds 0.35."""
@@ -57,22 +57,22 @@ class WrittenHints(SecondWave):
             return [self._writer(wave.problems[place], place, level) for place in places]
         texts = {place: f"\n{self.intro}{wave.notes[place]}" for place in places if place in wave.notes}
         return [
-            RolloutRequest(wave.problems[place], place, wave.groups[place].size, 0, Condition("hint", level), text)
+            RolloutRequest(wave.problems[place], place, wave.groups[place].size, 0, Condition(HINT, level), text)
             for place, text in texts.items()
         ]
 
     def _writer(self, problem: Problem, place: int, level: int) -> RolloutRequest:
         solution = problem.extra.get(self.solution_column, problem.answer)
         intro = self.writer_intro.replace("{level}", str(level)).replace("{levels}", str(self.levels))
-        return RolloutRequest(problem, place, 1, 0, Condition("hint_writer"), f"\n{intro}{solution}")
+        return RolloutRequest(problem, place, 1, 0, Condition(WRITER), f"\n{intro}{solution}")
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
-        return result if request.condition.kind != "hint_writer" and result.correct.any() else group
+        return result if request.condition.kind != WRITER and result.correct.any() else group
 
     def notes(self, requests: Sequence[RolloutRequest], results: Sequence[Group]) -> dict[int, str]:
         """The hints that the policy wrote in a wave."""
         return {
             request.place: own_text(result, 0)
             for request, result in zip(requests, results, strict=True)
-            if request.condition.kind == "hint_writer" and result.size
+            if request.condition.kind == WRITER and result.size
         }

@@ -14,7 +14,10 @@ from grpo_roc_jax.method.planning import SecondWave, Wave, own_text
 from grpo_roc_jax.method.weights import Factor
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.options import NotNegative, Share, kind
-from grpo_roc_jax.types import Condition, Group, RolloutRequest, Trajectory
+from grpo_roc_jax.types import Condition, Group, RolloutRequest, Trajectory, condition_kind
+
+FEEDBACK = condition_kind("feedback", helped=True)
+"""Condition of rollouts that continue after feedback on an attempt."""
 
 
 @kind("feedback")
@@ -52,10 +55,10 @@ class Feedback(SecondWave):
         if not said or not kept:
             return None
         text = f"{self.intro}{said}\n"
-        return RolloutRequest(problem, place, 1, 0, Condition("feedback"), prefix=kept, prefix_text=text)
+        return RolloutRequest(problem, place, 1, 0, Condition(FEEDBACK), prefix=kept, prefix_text=text)
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
-        plain = [i for i, t in enumerate(group.trajectories) if t.condition.kind != "feedback" and not group.correct[i]]
+        plain = [i for i, t in enumerate(group.trajectories) if t.condition.kind != FEEDBACK and not group.correct[i]]
         if not result.size or not plain:
             return group
         spliced = tuple(with_feedback(t, len(request.prefix)) for t in result.trajectories)
@@ -71,7 +74,7 @@ class FeedbackWeight(Factor):
     """Weight of a token of the feedback; 0 leaves the feedback out."""
 
     def tokens(self, trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) -> np.ndarray | None:
-        if trajectory.condition.kind != "feedback":
+        if trajectory.condition.kind != FEEDBACK:
             return None
         return np.where(trajectory.versions < 0, self.weight, 1.0)
 

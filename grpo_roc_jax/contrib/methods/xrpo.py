@@ -17,7 +17,10 @@ from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.planning import Budget, SecondWave, Wave, best_text, failed_places, hand_out
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import AtLeast1, AtLeast2, Count, InnerShare, NotNegative, kind
-from grpo_roc_jax.types import Condition, Group, RolloutRequest
+from grpo_roc_jax.types import Condition, Group, RolloutRequest, condition_kind
+
+EXAMPLES = condition_kind("examples", helped=True)
+"""Condition of rollouts after solved problems."""
 
 
 @kind("half_width")
@@ -78,7 +81,7 @@ class Examples(SecondWave):
             chosen = similar_examples(wave.problems[place].prompt, solved, self.count)
             text = "\n\n".join(f"{p}\n{s}" for p, s in chosen)
             if chosen:
-                size, condition = wave.groups[place].size, Condition("examples")
+                size, condition = wave.groups[place].size, Condition(EXAMPLES)
                 requests.append(RolloutRequest(wave.problems[place], place, size, 0, condition, f"\n{text}"))
         return requests
 
