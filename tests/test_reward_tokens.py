@@ -7,8 +7,8 @@ import pytest
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DemonstrationConfig
-from grpo_roc_jax.method.family import rc_grpo
-from grpo_roc_jax.method.family.rc_grpo import reward_goal
+from grpo_roc_jax.method import planning as rc_grpo
+from grpo_roc_jax.method.planning import reward_goal
 from grpo_roc_jax.run import evaluate
 from grpo_roc_jax.run.supervised import succeeded, trace_rows
 from grpo_roc_jax.settings.cli import ConfigError, load_config

@@ -16,7 +16,7 @@ from grpo_roc_jax import train
 from grpo_roc_jax.record import loggers
 from grpo_roc_jax.record.run_dir import decide, describe_run
 from grpo_roc_jax.run.components import make_parts
-from grpo_roc_jax.settings.cli import CONFIG_DIR, dump_yaml, load_config
+from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS, dump_yaml, load_config
 from grpo_roc_jax.settings.options import as_mapping
 from grpo_roc_jax.settings.secrets import HIDDEN, hidden, hides_something, without_secrets
 
@@ -80,7 +80,7 @@ def test_words_of_a_command_that_come_apart():
 
 
 def test_no_recipe_is_changed_by_it():
-    for path in sorted(CONFIG_DIR.rglob("*.yaml")):
+    for path in sorted([*CONFIG_DIR.rglob("*.yaml"), *CONTRIB_METHODS.glob("*.yaml")]):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert without_secrets(content) == content, path
     config = g.read_config("toy.yaml")

@@ -36,13 +36,12 @@ from grpo_roc_jax.method.compose import (
     teacher_of,
     train_rows,
 )
-from grpo_roc_jax.method.edit import AIDED, with_plain_prompts, with_prompt
-from grpo_roc_jax.method.family.distillation import SelfTeacher
-from grpo_roc_jax.method.family.score_based import ScoreBased
+from grpo_roc_jax.method.distillation import SelfTeacher
+from grpo_roc_jax.method.edit import with_plain_prompts, with_prompt
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.settings.callables import resolve
-from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow, Trajectory
+from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow, Trajectory, traits_of
 
 
 class LearningConfig(Method, Protocol):
@@ -253,7 +252,7 @@ class GroupLearner:
     def _rebuilt(self, row: TrainRow, before: TrainRow) -> TrainRow:
         """A row with new scores, whose ratio stays that to the policy of the first step; so do advantages that do not
         depend on scores, and the bonus for entropy, since their statistics are those of the whole rollout batch."""
-        scored = isinstance(self.config.advantage, ScoreBased)
+        scored = self.config.advantage.follows_policy
         kept = row.advantages if scored else before.advantages
         bonus = before.entropy_coefficient
         return replace(row, logprobs_old=before.logprobs_old, advantages=kept, entropy_coefficient=bonus)
@@ -286,7 +285,7 @@ class GroupLearner:
         """The groups under the prompts that the loss reads: hinted responses under the plain one for Guide-GRPO."""
         if not self.config.plan.second.trains_plain:
             return groups
-        hinted = [g.problem for g in groups if any(t.condition.kind in AIDED for t in g.trajectories)]
+        hinted = [g.problem for g in groups if any(traits_of(t.condition.kind).moves for t in g.trajectories)]
         return with_plain_prompts(groups, self._plain_prompts(hinted))
 
     def _plain_prompts(self, problems: Sequence[Problem]) -> dict[str, np.ndarray]:
@@ -297,7 +296,7 @@ class GroupLearner:
         """Supervised rows of successful explanations under the plain prompt (ExPO)."""
         groups = with_plain_prompts(explained, self._plain_prompts([group.problem for group in explained]))
         scores = self.score(run.train.params, groups, temperature_of(self.config, run))
-        weight = self.config.plan.second.explanation_weight(run.method.step)
+        weight = self.config.plan.second.supervised_weight(run.method.step)
         rows = supervised_rows(groups, self._with_reference(scores, groups, run), weight, self.config.surrogate)
         # The leaves of every row of this method, so that a step of explanations alone runs the same program.
         filled = optional_fields(self.config)

@@ -1,19 +1,22 @@
-"""The methods by name: what `configs/methods/*.yaml` say about themselves, and the table of the documentation.
+"""The methods by name: what their recipes say about themselves, and the table of the documentation.
 
-A method is a file there: a header of comments (title and source, axes, formula, state), then a few settings over a base
-recipe. `python -m grpo_roc_jax.method.catalog` prints the table; with `docs/methods.md` as its argument it writes the
-table there and keeps its last column, which `benchmarks/first_step.py` measures.
+Recipes of the core are in `configs/methods/`, all others beside their method in `contrib/methods/`. A recipe is a
+header of comments (title and source, axes, formula, state), then a few settings over a base recipe.
+`python -m grpo_roc_jax.method.catalog` prints the table; with `docs/methods.md` as its argument it writes the table
+there and keeps its last column, which `benchmarks/first_step.py` measures.
 """
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from grpo_roc_jax.settings.cli import CONFIG_DIR
+from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS
 
-FOLDER = CONFIG_DIR / "methods"
+FOLDERS = {CONFIG_DIR / "methods": "configs/methods", CONTRIB_METHODS: "grpo_roc_jax/contrib/methods"}
+"""Folder of recipes -> its name in a checkout."""
 
 TABLE_START, TABLE_END = "<!-- generated table -->", "<!-- end of generated table -->"
 AXES = {
@@ -44,8 +47,9 @@ class MethodFile:
 
 
 def load_methods() -> dict[str, MethodFile]:
-    """Name -> method, for every file of the folder, by name."""
-    return {path.stem: read_method(path) for path in sorted(FOLDER.glob("*.yaml"))}
+    """Name -> method, for every recipe, by name."""
+    paths = (path for folder in FOLDERS for path in folder.glob("*.yaml"))
+    return {path.stem: read_method(path) for path in sorted(paths, key=lambda path: path.name)}
 
 
 def read_method(path: Path) -> MethodFile:
@@ -77,7 +81,7 @@ def method_table(differences: Mapping[str, str] | None = None) -> str:
     head = "| method | axes | formula | source | state | differs from plain GRPO in the first step |"
     rows = [head, "| --- | --- | --- | --- | --- | --- |"]
     for name, m in load_methods().items():
-        link, formula = f"[{m.title}](../configs/methods/{m.path.name})", m.formula.replace("|", "∣")
+        link, formula = f"[{m.title}](../{FOLDERS[m.path.parent]}/{m.path.name})", m.formula.replace("|", "∣")
         said = (differences or {}).get(name, "?")
         rows.append(f"| {link} | {m.axes} | `{formula}` | {m.paper or 'preset'} | {m.state or '-'} | {said} |")
     return "\n".join(rows) + "\n"
@@ -85,11 +89,9 @@ def method_table(differences: Mapping[str, str] | None = None) -> str:
 
 def table_differences(document: str) -> dict[str, str]:
     """The last column of the table in a document, by method."""
-    rows = [line for line in document.splitlines() if "](../configs/methods/" in line]
-    return {
-        row.partition("(../configs/methods/")[2].partition(".yaml)")[0]: row.split(" | ")[-1].removesuffix(" |")
-        for row in rows
-    }
+    links = re.compile(rf"\]\(\.\./(?:{'|'.join(FOLDERS.values())})/(\w+)\.yaml\)")
+    named = [(links.search(line), line) for line in document.splitlines() if line.startswith("| [")]
+    return {link[1]: row.split(" | ")[-1].removesuffix(" |") for link, row in named if link}
 
 
 def with_table(document: str, table: str) -> str:

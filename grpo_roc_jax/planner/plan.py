@@ -27,7 +27,7 @@ from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import OPTIONAL, TrainBatch, rows_per_micro_batch, worst_case_micro_batches
 from grpo_roc_jax.learner.update import TrainState, make_update_step, state_like
 from grpo_roc_jax.method.compose import needs_reference, optional_fields, teacher_of
-from grpo_roc_jax.method.family.distillation import SelfTeacher
+from grpo_roc_jax.method.distillation import SelfTeacher
 from grpo_roc_jax.model.block_attention import WINDOW_COLUMNS
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, is_here, read_published, resolve_config

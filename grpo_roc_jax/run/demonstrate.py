@@ -4,7 +4,7 @@ import numpy as np
 
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.method.edit import joined
-from grpo_roc_jax.method.family.tempsamp_r1 import DEMONSTRATION
+from grpo_roc_jax.method.planning import DEMONSTRATION
 from grpo_roc_jax.reward.score import Scorer
 from grpo_roc_jax.text.chat_format import ChatFormat, Trace
 from grpo_roc_jax.types import Condition, Group, Problem, Trajectory, Turn

@@ -16,7 +16,7 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems
-from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, RewardTokens, check_separation, reward_goal
+from grpo_roc_jax.method.planning import HIGH, LOW, RewardTokens, check_separation, reward_goal
 from grpo_roc_jax.method.shaping import prompt_suffix
 from grpo_roc_jax.record.accuracy import eval_metrics, summarize
 from grpo_roc_jax.record.metrics import JsonlWriter, parsed_row

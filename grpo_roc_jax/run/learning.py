@@ -11,7 +11,7 @@ from grpo_roc_jax.learner.group_learner import GroupLearner, SecondPolicy, refer
 from grpo_roc_jax.learner.learner import Learner
 from grpo_roc_jax.learner.update import make_score
 from grpo_roc_jax.method.compose import teacher_of
-from grpo_roc_jax.method.family.distillation import SelfTeacher
+from grpo_roc_jax.method.distillation import SelfTeacher
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import resolve_config
 from grpo_roc_jax.model.sharding import Mesh, check_divisible

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.method.family.expo import explanations
-from grpo_roc_jax.method.family.sage import written_hints
 from grpo_roc_jax.method.planning import Wave, choose_problems, first_wave, gathered, next_wave, with_suffix
 from grpo_roc_jax.method.roc import Selection
 from grpo_roc_jax.method.shaping import prompt_suffix
@@ -29,7 +27,7 @@ from grpo_roc_jax.run.statistics import describe_unscored, rollout_metrics, sele
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.text.chat_format import ChatFormat
 from grpo_roc_jax.text.tokenizer import Tokenizer
-from grpo_roc_jax.types import PLAIN, Group, Metrics, Problem, RolloutRequest, Trajectory
+from grpo_roc_jax.types import PLAIN, Group, Metrics, Problem, RolloutRequest, Trajectory, traits_of
 
 THOUGHT_CLOSE = "</reason>"
 
@@ -197,8 +195,8 @@ def run_round(
             break
         results = waves.roll_out(requests)
         groups = config.plan.second.merge(groups, requests, results)
-        notes = written_hints(requests, results)
-        explained += explanations(requests, results)
+        notes = config.plan.second.notes(requests, results)
+        explained += config.plan.second.supervised(requests, results)
     groups += [group for wave in waves.done for group in wave.completed]
     found = edited(config, sampling, groups, waves.done)
     return replace(
@@ -234,7 +232,7 @@ def opening_requests(config: Config, chat: ChatFormat, wave: Wave) -> list[Rollo
 
 def fits(config: Config, chat: ChatFormat, request: RolloutRequest) -> bool:
     """Whether an extended prompt, and a token after a prefix, have room; prompts are never cut."""
-    longer = request.suffix or request.condition.kind == "paraphrase"
+    longer = request.suffix or request.condition
     prompt = chat.prompt_ids(request.problem, request.suffix) if longer else ()
     prefix = len(request.prefix) + len(opening_ids(chat, request.prefix_text))
     return len(prompt) <= config.rollout.max_prompt_tokens and prefix < config.rollout.max_response_tokens
@@ -246,7 +244,7 @@ def plain_where_too_long(
     """A first wave in which hints, budgets, skills and wordings that do not fit are left out."""
     return [
         replace(request, problem=problems[request.place], condition=PLAIN, suffix="")
-        if request.condition.kind in ("hint", "budget", "skill", "paraphrase") and not fits(config, chat, request)
+        if traits_of(request.condition.kind).optional and not fits(config, chat, request)
         else request
         for request in requests
     ]

@@ -21,7 +21,7 @@ from grpo_roc_jax.learner.update import (
     make_update_step,
     start_train_state,
 )
-from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, reward_goal
+from grpo_roc_jax.method.planning import HIGH, LOW, reward_goal
 from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.record.metrics import Writer

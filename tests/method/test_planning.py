@@ -8,10 +8,6 @@ from method_groups import make_group, method
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.compose import next_state
-from grpo_roc_jax.method.family.expo import explanations
-from grpo_roc_jax.method.family.s_grpo import cut_points
-from grpo_roc_jax.method.family.sage import written_hints
-from grpo_roc_jax.method.family.xrpo import recalled, remembered, similar_examples
 from grpo_roc_jax.method.planning import Wave, best_text, choose_problems, first_wave, gathered, next_wave, with_suffix
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.settings.cli import ConfigError, build
@@ -125,11 +121,11 @@ def test_later_waves_keep_the_temperature():
 
 def test_explanations_fade_out():
     batch, plan = problems("a"), planned(second={"kind": "explain", "steps": 10})
-    weights = [plan.second.explanation_weight(step) for step in (0, 5, 10, 20)]
+    weights = [plan.second.supervised_weight(step) for step in (0, 5, 10, 20)]
     assert weights == pytest.approx([0.1, 0.05, 0, 0])
     assert later(batch, [failed(batch[0])], 1, plan, AlgoState(step=9))
     assert later(batch, [failed(batch[0])], 1, plan, AlgoState(step=10)) == []
-    assert planned(second="draft").second.explanation_weight(0) == 0
+    assert planned(second="draft").second.supervised_weight(0) == 0
 
 
 def test_hinted_successes_leave_the_success_table_alone():
@@ -245,28 +241,6 @@ def test_serial_cuts():
     assert later(batch, [merged], 2, plan) == []
 
 
-def test_hints_that_the_policy_writes():
-    """SAGE: a writer sees the solution, then the group runs again under what it wrote, level by level."""
-    batch = problems("a", solution="6 * 7 = 42")
-    plan = planned(second={"kind": "write", "levels": 2})
-    groups = [failed(batch[0])]
-    (writer,) = later(batch, groups, 1, plan)
-    assert asked([writer]) == [(0, 1, "hint_writer")]
-    assert "strength 1 of 2" in writer.suffix
-    assert writer.suffix.endswith("6 * 7 = 42")
-    written = make_group([0], uid="a")
-    notes = written_hints([writer], [written])
-    assert notes == {0: "text"}
-    assert plan.second.merge(groups, [writer], [written]) == groups
-    (again,) = later(batch, groups, 2, plan, notes=notes)
-    assert (asked([again]), again.suffix) == ([(0, 4, "hint:1")], "\nHint: text")
-    assert later(batch, groups, 2, plan, notes={}) == []
-    assert "strength 2 of 2" in later(batch, groups, 3, plan)[0].suffix
-    assert later(batch, groups, 5, plan) == []
-    solved = make_group([0, 1, 0, 0], uid="a")
-    assert plan.second.merge(groups, [again], [solved]) == [solved]
-
-
 def test_gathered():
     batch = problems("a", "b")
     requests = [RolloutRequest(batch[place], place, count) for place, count in ((0, 1), (1, 1), (0, 2))]
@@ -281,50 +255,6 @@ def test_the_best_text_is_the_first_of_the_best():
     group = make_group([0, 1, 1, 0])
     named = [replace(t, turns=(replace(t.turns[0], text=str(i)),)) for i, t in enumerate(group.trajectories)]
     assert best_text(replace(group, trajectories=tuple(named))) == "1"
-
-
-def test_examples():
-    batch = [
-        Problem("a", "3 * 4 = ?", "12", "t"),
-        Problem("b", "3 * 5 = ?", "15", "t"),
-        Problem("c", "gcd 4 6", "2", "t"),
-    ]
-    groups = [
-        failed(batch[0]),
-        replace(make_group([0, 1], uid="b"), problem=batch[1]),
-        replace(make_group([1, 1], uid="c"), problem=batch[2]),
-    ]
-    plan = planned(second={"kind": "examples", "count": 1})
-    (request,) = later(batch, groups, 1, plan)
-    assert request.suffix == "\n3 * 5 = ?\ntext"
-    assert later(batch, groups, 2, plan) == []
-    assert plan.second.merge(groups, [request], [failed(batch[0])])[0] is groups[0]
-    state = next_state(groups, groups, replace(method(), plan=plan), AlgoState())
-    restored = AlgoState.from_tree(state.to_tree())
-    (request,) = later(batch[:1], groups[:1], 1, plan, restored)
-    assert request.suffix == "\n3 * 5 = ?\ntext", "a solution of an earlier step"
-    assert list(recalled(restored)) == ["3 * 5 = ?", "gcd 4 6"]
-    forgetful = planned(second={"kind": "examples", "remembered": 1})
-    state = next_state(groups[2:], groups[2:], replace(method(), plan=forgetful), state)
-    assert list(recalled(state)) == ["gcd 4 6"], "the newest stay"
-    assert recalled(AlgoState(memory=remembered({}))) == {}
-    assert later(batch[:1], groups[:1], 1, plan, AlgoState()) == []
-    solved = {"b x": "1", "b c": "2", "q": "3"}
-    assert similar_examples("b c d", solved, 2) == [("b c", "2"), ("b x", "1")]
-
-
-def test_explanations():
-    batch = problems("a")
-    plan = planned(second={"kind": "explain", "count": 2})
-    groups = [failed(batch[0])]
-    (request,) = later(batch, groups, 1, plan)
-    assert asked([request]) == [(0, 2, "explanation")]
-    assert plan.second.extra_rows == 2
-    assert request.suffix == "\nExplain how to arrive at the answer 1"
-    result = make_group([0, 1], uid="a", condition=["explanation"] * 2)
-    assert plan.second.merge(groups, [request], [result]) == groups
-    (kept,) = explanations([request], [result])
-    assert kept.rewards.tolist() == [1]
 
 
 def test_choose_problems():
@@ -361,15 +291,6 @@ def test_temperature_rises_with_falling_diversity():
     assert (state.recall("temperature_stage", 0), state.recall("diversity", 0)) == (1, 1.0)
     last = AlgoState(memory={"temperature_stage": np.array([2.0])})
     assert next_state([same], [], config, last).recall("temperature_stage", 0) == 2
-
-
-def test_cut_points():
-    points = cut_points(10, 8, rng())
-    assert len(points) == len(set(points.tolist())) == 8
-    assert points.min() >= 1
-    assert points.max() <= 9
-    assert cut_points(3, 8, rng()).tolist() == [1, 2]
-    assert cut_points(1, 8, rng()).size == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from grpo_roc_jax.learner.group_learner import GroupLearner, mixture
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.method.compose import Scores, needs_reference, reference_sync, train_rows
-from grpo_roc_jax.method.family.kl_reward import divergence, later_sums
+from grpo_roc_jax.method.divergence import divergence, later_sums
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.surrogate import kl_estimate
 from grpo_roc_jax.settings.cli import ConfigError

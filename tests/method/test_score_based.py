@@ -1,13 +1,10 @@
 """Score-based objectives: vectors, and every coefficient against finite differences of its objective."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from method_groups import make_group, method
 
 from grpo_roc_jax.method.advantage import z_score
-from grpo_roc_jax.method.family.score_based import live_rows
 from grpo_roc_jax.method.features import features
 from tests.reference import OBJECTIVES
 
@@ -39,11 +36,6 @@ def gradient(function, scores, step=1e-5):
         nudge[i] = step
         out[i] = (function(scores + nudge) - function(scores - nudge)) / (2 * step)
     return out
-
-
-@pytest.mark.parametrize(("masks", "rows"), [([[0, 1], [0, 0], [1, 1]], 2), ([[0, 0], [1, 0]], 1), ([[0, 0]], 1)])
-def test_rows_with_a_token_that_trains(masks, rows):
-    assert live_rows(SimpleNamespace(masks=[np.array(mask, bool) for mask in masks])) == rows
 
 
 def test_disco_vectors():

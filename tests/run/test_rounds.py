@@ -9,12 +9,11 @@ import pytest
 
 from grpo_roc_jax import train
 from grpo_roc_jax.config import Config, ratio_is_one
-from grpo_roc_jax.learner.group_learner import GroupLearner, checked_rows, parts_of, split_rows, temperature_of
+from grpo_roc_jax.learner.group_learner import GroupLearner, checked_rows, parts_of, split_rows
 from grpo_roc_jax.learner.learner import Learner, UpdateBatch
 from grpo_roc_jax.learner.pack import unpack
-from grpo_roc_jax.method.catalog import FOLDER
+from grpo_roc_jax.method.catalog import load_methods
 from grpo_roc_jax.method.compose import Scores, train_rows
-from grpo_roc_jax.method.family.microcoder import STAGE
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
@@ -38,7 +37,7 @@ PROBLEM = Problem("p", "1+1=?", "2", "t")
 
 
 def method(name, *words):
-    return load_config(Config, [str(FOLDER / f"{name}.yaml"), *words], prog="test")
+    return load_config(Config, [str(load_methods()[name].path), *words], prog="test")
 
 
 def limits(prompt=60, response=20):
@@ -338,16 +337,6 @@ def test_rows_of_own_parts_are_checked():
         checked_rows([], [row])
     with pytest.raises(ValueError, match="not finite"):
         checked_rows([SimpleNamespace(length=3, weights=np.full(3, np.nan), advantages=np.ones(3))], [row])
-
-
-def test_the_update_trains_at_the_temperature_of_the_rollouts():
-    config = method("microcoder")
-
-    def run(stage):
-        return SimpleNamespace(method=AlgoState(memory={STAGE: np.array([float(stage)])}))
-
-    assert [temperature_of(config, run(stage)) for stage in (0, 2)] == [0.9, 1.1]
-    assert temperature_of(method("grpo"), run(0)) == 1.0
 
 
 def test_rows_keep_the_temperature_that_they_were_drawn_at():
