@@ -35,10 +35,14 @@ def walks(text: str) -> dict[str, tuple[int, list[str]]]:
     found = {}
     for title, body in re.findall(r"\*\*(.+?)\.\*\* (.*?)(?=\n\n|\Z)", section, re.DOTALL):
         stops = [int(number) for number in re.findall(r"(?:^|\s)(\d{1,2})\s+(?=[A-Z`])", body)]
-        names = re.findall(r"`([\w./]+)`", body)
-        modules = dict.fromkeys(path for name in names if (path := module_of(name)))
+        modules = dict.fromkeys(path for name in names_in(body) if (path := module_of(name)))
         found[title] = (max(stops), list(modules))
     return found
+
+
+def names_in(text: str) -> list[str]:
+    """The names between backquotes that have a dot or a slash."""
+    return [name for name in re.findall(r"`([\w./]+)`", text) if re.search(r"[./]", name)]
 
 
 def module_of(name: str) -> str | None:

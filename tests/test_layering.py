@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import reading_table
 
 PACKAGE = "grpo_roc_jax"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
@@ -208,3 +209,18 @@ def test_importing_the_package_and_its_viewers_loads_no_jax():
     code = f"import sys, {PACKAGE}, {', '.join(f'{PACKAGE}.{name}' for name in names)}; "
     code += "sys.exit(int(any(name.split('.')[0] == 'jax' for name in sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_walks_of_the_architecture_are_short_and_name_what_exists():
+    text = (ROOT.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    for title, (stops, files) in reading_table.walks(text).items():
+        assert 0 < stops < 8 and 3 < len(files) < 12, title
+    section = text.split("## Three walks")[1].split("\n## ")[0]
+    rooms = [name for name in reading_table.names_in(section) if name.split(".")[0].split("/")[0] in ROOMS]
+    assert len(rooms) > 20 and not [name for name in rooms if reading_table.module_of(name) is None]
+
+
+def test_sampler_and_learner_reach_no_run():
+    """Each is made and used by anybody with a loop of their own, so neither needs a configuration or a run."""
+    for name in ("learner.learner", "rollout.sampler"):
+        assert not {other for other in reached(name) if room_of(other) in ("config", "run", "record", "train")}
