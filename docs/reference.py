@@ -251,7 +251,9 @@ def entry(thing: Any, name: str) -> Iterator[str]:
         parsed = docstring_parser.parse(made)
     if not is_class or made:
         parameters = [as_written(one) for one in inspect.signature(thing).parameters.values()]
-        yield from ("```python", f"{name}({', '.join(parameters)})", "```", "")
+        line = f"{name}({', '.join(parameters)})"
+        several = [f"{name}(", *(f"    {one}," for one in parameters), ")"]
+        yield from ("```python", *([line] if len(line) <= 120 else several), "```", "")
     for block in re.split(r"\n\s*\n(?:Args|Raises|Returns):", whole)[0].split("\n\n"):
         yield from (block if block.startswith("    ") else cell(block), "")
     methods = inspect.getmembers(thing, inspect.isfunction) if is_class else ()
