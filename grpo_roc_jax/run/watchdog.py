@@ -14,6 +14,7 @@ from pathlib import Path
 from grpo_roc_jax.config import WatchConfig
 from grpo_roc_jax.run.watch import INFRASTRUCTURE_STATUS
 from grpo_roc_jax.settings.points import listening
+from grpo_roc_jax.settings.secrets import hidden
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Watchdog:
             points = [f"  {name}, {now - when:.1f} s ago" for name, when in self._last]
             print(text, "last points:", *points, "in flight:", sep="\n", file=file)
             with suppress(Exception):  # of a run in any state
-                print(*(f"  {line}" for line in self._in_flight()), sep="\n", file=file)
+                print(*(f"  {hidden(line)}" for line in self._in_flight()), sep="\n", file=file)
             print("stacks:", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
         return path

@@ -1,17 +1,22 @@
 """Samplers, budgets, reward tokens and schedules of the plan: their formulas against vectors and brute force."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from method_groups import method
+from method_groups import make_group, method
 
+from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.method.family.knapsack import knapsack_counts, knapsack_value
 from grpo_roc_jax.method.family.microcoder import AVERAGE, STAGE, Rising, diversity
 from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, check_separation, reward_conditions, reward_goal
+from grpo_roc_jax.method.family.v_0 import Outcome, predicted, recalled_record, similarities
 from grpo_roc_jax.method.family.xrpo import half_width, half_width_counts
+from grpo_roc_jax.method.planning import Wave
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
+from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import PLAIN, Problem
 
@@ -51,6 +56,48 @@ def test_knapsack_is_exact():
         counts = knapsack_counts(rates, 13, 2, 8)
         assert counts.sum() == 13
         assert knapsack_value(counts, rates).sum() == pytest.approx(best)
+
+
+def test_success_is_predicted_from_similar_problems():
+    """By hand: cosines of 1 and 2/7 to the two entries, (2/7)^4 = 0.006664."""
+    record = [Outcome("gcd of 12 and 18", 1.0, 0.0), Outcome("product of 3 and 4", 0.0, 0.0)]
+    close(similarities(["GCD of 45 and 10"], [o.prompt for o in record]), [[1.0, 2 / 7]])
+    close(predicted(["gcd of 45 and 10"], record, 20.0, 4.0, 1.0), [1.5 / 2.006664])
+    old = [Outcome(record[0].prompt, 1.0, 20.0), record[1]]  # of a policy 20 steps ago: counts half
+    close(predicted(["gcd of 45 and 10"], old, 20.0, 4.0, 1.0), [0.9 / 1.506664])
+    close(predicted(["nothing alike"], record, 20.0, 4.0, 1.0), [0.5])
+    close(predicted(["anything"], [], 20.0, 4.0, 1.0), [0.5])
+
+
+def test_predicted_success_decides_about_problems_that_were_never_seen():
+    """The record moves with the policy, outlives a checkpoint, and decides about new problems."""
+    config = method(8, plan={"budget": {"kind": "predicted", "remembered": 2, "sharpness": 50.0}}, resample="none")
+    budget = config.plan.budget
+    groups = [
+        dataclasses.replace(make_group([won] * 4, uid=text), problem=Problem(text, text, "1", "t"))
+        for text, won in (("lost entry", 0.0), ("gcd of 12 and 18", 1.0), ("product of 3 and 4", 0.0))
+    ]
+    state = next_state(AlgoState(), [groups[0]], [], config)
+    state = AlgoState.from_tree(next_state(state, groups[1:], [], config).to_tree())
+    assert [(o.prompt, o.success) for o in recalled_record(state)] == [
+        ("gcd of 12 and 18", 1),
+        ("product of 3 and 4", 0),
+    ]
+    new = [Problem(text, text, "1", "t") for text in ("gcd of 99 and 11", "product of 7 and 9", "sum of 1 and 1000")]
+    wave = Wave(new, 8, state, np.random.default_rng(0))
+    rates = budget.rates(wave)
+    assert rates[1] < rates[2] == pytest.approx(0.5, abs=1e-6) < rates[0]
+    assert budget.first(wave).tolist() == knapsack_counts(rates, 24, 2, 128).tolist() and budget.first(wave).sum() == 24
+
+
+def test_a_predictor_of_the_users_is_asked():
+    budget = method(8, plan={"budget": {"kind": "predicted", "predictor": "asked"}}, resample="none").plan.budget
+    problems = [Problem(text, text, "1", "t") for text in "abc"]
+    wave = Wave(problems, 8, AlgoState(), np.random.default_rng(0))
+    with given({"asked": lambda problems, record: [0.5, 0.1, 0.9]}):
+        assert budget.first(wave).tolist() == [7, 15, 2]
+    with given({"asked": lambda problems, record: [0.5, 2.0, 0.9]}), pytest.raises(ValueError, match="3 probabilities"):
+        budget.first(wave)
 
 
 def test_knapsack_limits():
