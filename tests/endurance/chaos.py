@@ -78,7 +78,9 @@ THEN = ("calls", "save", "random", "restore", "evaluation")
 LAST = ("executor", "worker")
 """What the first, second and third start of a run are killed by, in turn. The third one goes on to its end."""
 VICTIMS_A_START = 4
-"""Executors or workers killed in one start."""
+"""Executors or workers killed in one start, at most."""
+PAUSE_S = (2.0, 3.5)
+"""Between two of them: a call is run again once, and one that dies with both attempts costs its rollout."""
 DEPTH = {"executor": 1, "worker": 2, "program": 4}
 """Generations below the trainer."""
 CLOCK = ("time/", "compile/", "tools/", "rollout/tokens_per_s", "rollout/compilations", "rollout/slot_use")
@@ -241,9 +243,9 @@ def kill(run_dir: Path, mode: str, aim: str, rng: random.Random, usual_s: float)
         else:
             while process.poll() is None and not goes_on(run_dir, begun_at):
                 time.sleep(0.02)
-            for _ in range(1 if aim == "calls" else VICTIMS_A_START):
+            for number in range(1 if aim == "calls" else VICTIMS_A_START):
                 family |= set(children(process.pid))
-                struck = strike(process, aim, rng.uniform(0.0, 0.8))
+                struck = strike(process, aim, rng.uniform(*PAUSE_S) if number else rng.uniform(0.0, 1.0))
                 if struck is None:
                     break
                 dead += struck[0]
