@@ -83,7 +83,16 @@ PAUSE_S = (2.0, 3.5)
 """Between two of them: a call is run again once, and one that dies with both attempts costs its rollout."""
 DEPTH = {"executor": 1, "worker": 2, "program": 4}
 """Generations below the trainer."""
-CLOCK = ("time/", "compile/", "tools/", "rollout/tokens_per_s", "rollout/compilations", "rollout/slot_use")
+CLOCK = (
+    "time/",
+    "compile/",
+    "tools/",
+    "rollout/tokens_per_s",
+    "rollout/compilations",
+    "rollout/slot_use",
+    "rollout/cache_",
+)
+"""Metrics that depend on the clock. How long calls take decides how many rows hold a part of the cache at a time."""
 CLOSE = 1e-4
 """Largest difference that counts as rounding, relative and absolute."""
 
