@@ -12,7 +12,7 @@ from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.method.family.knapsack import knapsack_counts, knapsack_value
 from grpo_roc_jax.method.family.microcoder import AVERAGE, STAGE, Rising, diversity
 from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, check_separation, reward_conditions, reward_goal
-from grpo_roc_jax.method.family.v_0 import Outcome, predicted, recalled_record, similarities
+from grpo_roc_jax.method.family.v_0 import Outcome, predicted, recalled_record, remembered_record, similarities
 from grpo_roc_jax.method.family.xrpo import half_width, half_width_counts
 from grpo_roc_jax.method.planning import Wave
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
@@ -77,8 +77,8 @@ def test_predicted_success_decides_about_problems_that_were_never_seen():
         dataclasses.replace(make_group([won] * 4, uid=text), problem=Problem(text, text, "1", "t"))
         for text, won in (("lost entry", 0.0), ("gcd of 12 and 18", 1.0), ("product of 3 and 4", 0.0))
     ]
-    state = next_state(AlgoState(), [groups[0]], [], config)
-    state = AlgoState.from_tree(next_state(state, groups[1:], [], config).to_tree())
+    state = next_state([groups[0]], [], config, AlgoState())
+    state = AlgoState.from_tree(next_state(groups[1:], [], config, state).to_tree())
     assert [(o.prompt, o.success) for o in recalled_record(state)] == [
         ("gcd of 12 and 18", 1),
         ("product of 3 and 4", 0),
@@ -86,8 +86,21 @@ def test_predicted_success_decides_about_problems_that_were_never_seen():
     new = [Problem(text, text, "1", "t") for text in ("gcd of 99 and 11", "product of 7 and 9", "sum of 1 and 1000")]
     wave = Wave(new, 8, state, np.random.default_rng(0))
     rates = budget.rates(wave)
-    assert rates[1] < rates[2] == pytest.approx(0.5, abs=1e-6) < rates[0]
+    assert rates[2] == pytest.approx(0.5, abs=1e-6) and rates[1] < 0.45 and rates[0] > 0.55
     assert budget.first(wave).tolist() == knapsack_counts(rates, 24, 2, 128).tolist() and budget.first(wave).sum() == 24
+
+
+@pytest.mark.parametrize("setting", ["half_life", "sharpness", "prior"])
+def test_each_setting_of_the_prediction_moves_it(setting):
+    record = [Outcome("gcd of 12 and 18", 1.0, 3.0), Outcome("product of 3 and 4", 0.25, 9.0)]
+    wave = Wave([Problem("a", "gcd of 4 and 10", "1", "t")], 8, AlgoState(memory=remembered_record(record, 0)), None)
+
+    def rate(**more):
+        return method(plan={"budget": {"kind": "predicted", **more}}, resample="none").plan.budget.rates(wave)[0]
+
+    values = {"half_life": 20.0, "sharpness": 4.0, "prior": 1.0}
+    assert rate() == pytest.approx(predicted(["gcd of 4 and 10"], record, **values)[0], abs=1e-12)
+    assert abs(rate() - rate(**{setting: values[setting] / 4})) > 1e-3
 
 
 def test_a_predictor_of_the_users_is_asked():

@@ -54,6 +54,10 @@ ELSEWHERE = {
     ("plan.problems", "pairs", "pool"): "run.rounds draws the pool: tests/run/test_rounds.py",
     ("plan.problems", "uncertainty", "pool"): "run.rounds draws the pool: tests/run/test_rounds.py",
     ("plan.problems", "no_positive_resampling", "pool"): "run.rounds draws the pool: tests/run/test_rounds.py",
+    **{
+        ("plan.budget", "predicted", name): "the fixed groups have one wording: tests/method/test_budgets.py"
+        for name in ("half_life", "sharpness", "prior")
+    },
     ("plan.condition", "reward_tokens", "separation"): "evaluate.check_reward_tokens: tests/test_reward_tokens.py",
     ("plan.condition", "reward_tokens", "evaluate"): "evaluate.prompt_end: tests/test_reward_tokens.py",
 }
