@@ -122,7 +122,7 @@ def compare(answer: str, gold: str, *, strict: bool = False) -> Goal:
 
     Args:
         strict: Units and words count, and a percent sign divides by 100. Otherwise units and harmless words are
-            ignored where one side has none, and 50% is 50 and 0.5. Two units are converted either way.
+            ignored where one side has none, and 50% is 50 and 0.5. Two units may be converted either way.
     """
     if len(answer) > MAX_FORM_CHARS or len(gold) > MAX_FORM_CHARS:
         return _long(answer, gold)
@@ -528,9 +528,12 @@ class _Rules:
         mine, reference = vocabulary.stems(form.words), vocabulary.stems(gold.words)
         if mine and reference and not (mine <= reference or reference <= mine):
             return False
-        if (sizes := _sizes(form, gold)) is not None:
-            return self._converted(form, gold, sizes)
-        return self._turned(form, gold) if _radians(form, gold) else self._values(form, gold)
+        sizes, goals = _sizes(form, gold), [self._values(form, gold)]
+        if sizes is not None:
+            goals.append(self._converted(form, gold, sizes))
+        if _radians(form, gold):
+            goals.append(self._turned(form, gold))
+        return _some(goals)
 
     def _turned(self, form: Quantity, gold: Quantity) -> Goal:
         """An angle in degrees and one in radians."""
