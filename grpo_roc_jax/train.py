@@ -34,6 +34,7 @@ from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.accounts import check_accounts
 from grpo_roc_jax.run.alarms import GapCheck
+from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import (
     Components,
     check_components,
@@ -469,7 +470,7 @@ def dry(config: Config) -> None:
             check_extras(one.log)
             found = data_lines(one, chat, scorer)
         lines += [f"stage {config.stages[index].name}:"] if config.stages else []
-        lines += [*derived(one), *memory_lines(one, model, mesh), *found]
+        lines += [*derived(one), *memory_lines(with_update(one, model, mesh), model, mesh), *found]
     print(dump_yaml(config))
     print("\n".join(lines))
 

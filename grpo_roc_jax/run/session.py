@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from grpo_roc_jax import __version__
 from grpo_roc_jax.config import Config, WatchConfig, derived
@@ -22,7 +23,9 @@ from grpo_roc_jax.record.trace import TraceWriter
 from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.alarms import Alarms
+from grpo_roc_jax.run.choices import about, choose, free_bytes, left_open, record, recorded, with_choices
 from grpo_roc_jax.run.components import Components, describe_device, make_components, run_date, with_date
+from grpo_roc_jax.run.learner import most_rows
 from grpo_roc_jax.run.memory import few_arenas
 from grpo_roc_jax.run.start import held_out
 from grpo_roc_jax.run.summary import next_lines
@@ -136,6 +139,8 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
         processes.preemption = preemption
         compilations = held.enter_context(CompilationCounter())
         components = held.enter_context(make_components(config, registry=tools, processes=processes))
+        config, chosen = choose_open(config, components, run_dir)
+        components = replace(components, config=config)
         find_teacher(config, components.tokenizer)
         problems, notes = held_out(config, components.chat)
         checkpointer = held.enter_context(
@@ -143,7 +148,7 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
         )
         with config_errors(ModuleNotFoundError):
             writer = held.enter_context(make_writer(run_dir, config) if processes.first else Writer([]))
-        for note in notes:
+        for note in [*chosen, *notes]:
             writer.say(note)
         if writer.bars is not None:
             components = replace(components, progress=RolloutProgress(writer.bars))
@@ -171,6 +176,29 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
             claim,
             notes.left_out,
         )
+
+
+def choose_open(config: Config, components: Components, run_dir: Path) -> tuple[Config, list[str]]:
+    """(the configuration with what `run.choices` chooses in place of what it leaves open, lines for the log). A run
+    that goes on takes what it took before: each choice changes the order of sums, and with it the last digits."""
+    names, processes = left_open(config), components.processes
+    if not names:
+        return config, []
+    mesh, model = components.mesh, components.model
+    shapes = about(config, mesh)
+    before = processes.once(lambda: recorded(run_dir, shapes, names))
+    if before is not None:
+        return with_choices(config, before), []
+    chosen: dict[str, Any] = {}
+    lines = []
+    if "update.attention" in names:
+        chosen["update.attention"] = components.attention[0]
+        lines += [components.describe_attention()] if components.attention[1] else []
+    room = min(float(of) for of in processes.gather(free_bytes(mesh)))
+    more, said = choose(with_choices(config, chosen), model, mesh, most_rows(config), room)
+    chosen |= more
+    processes.once(lambda: record(run_dir, shapes, chosen))
+    return with_choices(config, chosen), lines + said
 
 
 @contextmanager

@@ -1,0 +1,96 @@
+"""What the update keeps and how many rows a call takes, where the settings leave it open."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.loss import USUAL_CHUNK
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.pod.processes import Processes
+from grpo_roc_jax.run.choices import (
+    FILE,
+    about,
+    best_rows,
+    left_open,
+    named_update,
+    row_counts,
+    rows_of_a_step,
+    update_bytes,
+    with_choices,
+)
+from grpo_roc_jax.run.session import choose_open
+from grpo_roc_jax.settings.cli import load_config
+
+MESH = make_mesh(ShardingConfig(), jax.devices()[:1])
+
+
+def settings(*words):
+    config = load_config(Config, ["toy", *words], prog="test")
+    return config, dataclasses.replace(config.model, vocab_size=40_000)
+
+
+def test_more_room_is_never_used_to_compute_more_and_what_is_chosen_fits():
+    config, model = settings()
+    order = [(remat, chunk) for remat in ("none", "attention", "full") for chunk in (40_000, USUAL_CHUNK)]
+    seen = []
+    for room in (x * 1e6 for x in range(2000, 0, -10)):
+        chosen = named_update(config, model, MESH, room)
+        place = order.index((chosen.remat, chosen.vocab_chunk))
+        fits = update_bytes(dataclasses.replace(config, update=chosen), model, MESH) <= room
+        assert fits or place == len(order) - 1
+        for remat, chunk in order[:place]:
+            tried = dataclasses.replace(config.update, remat=remat, vocab_chunk=chunk)
+            assert update_bytes(dataclasses.replace(config, update=tried), model, MESH) > room
+        seen.append(place)
+    assert seen == sorted(seen) and seen[0] == 0 and seen[-1] == len(order) - 1 and len(set(seen)) > 3
+    unknown = named_update(config, model, MESH, 0.0)
+    assert (unknown.remat, unknown.vocab_chunk) == ("attention", USUAL_CHUNK)
+
+
+def test_what_is_set_is_never_chosen():
+    config, model = settings("--update.remat=full", "--update.vocab_chunk=7", "--update.attention=reference")
+    assert left_open(config) == set()
+    for room in (1e12, 1.0, 0.0):
+        assert named_update(config, model, MESH, room) == config.update
+
+
+def test_rows_are_chosen_for_the_rows_of_a_step():
+    # 4 rows in one call of 4: 1.0; in calls of 1: 4 x 0.3; in a call of 16, of which 12 are padding: 3.0.
+    seconds = {1: 0.3, 4: 1.0, 16: 3.0}
+    assert best_rows(seconds, 4) == 4
+    assert best_rows(seconds, 1) == 1  # a call of 4 would take as long as with four rows
+    assert best_rows(seconds, 64) == 16
+    assert best_rows({1: 0.25, 4: 1.0}, 4) == 1  # the smaller of equals
+    config, model = settings("--batch.rows=0", "--batch.row_length=384")
+    tokens = 64 * config.rollout.max_row_tokens / 2
+    assert rows_of_a_step(config, 64) == -(-tokens // (0.9 * 384))
+    assert row_counts(config, model, MESH, 1e12, 5) == (1, 4)  # 16 rows are more than 4,096 tokens
+    assert row_counts(config, model, MESH, 1e12, 1) == (1,)
+    assert row_counts(config, model, MESH, 1.0, 5) == (1,)  # nothing fits: the fewest
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_run_that_goes_on_takes_what_it_took_before(tmp_path, monkeypatch, spoilt):
+    config, model = settings()
+    components = SimpleNamespace(
+        mesh=MESH, model=model, processes=Processes(), attention=("blocked", {}), describe_attention=lambda: "blocked"
+    )
+    monkeypatch.setattr("grpo_roc_jax.run.session.free_bytes", lambda mesh: 1e12)
+    first, lines = choose_open(config, components, tmp_path)
+    assert (first.update.remat, first.update.vocab_chunk, first.update.attention) == ("none", 40_000, "blocked")
+    assert any("remat none, logits kept" in line for line in lines) and not left_open(first)
+    assert json.loads((tmp_path / FILE).read_text())[about(config, MESH)]["update.remat"] == "none"
+    monkeypatch.setattr("grpo_roc_jax.run.session.free_bytes", lambda mesh: 1.0)  # other programs took the memory
+    if spoilt:
+        (tmp_path / FILE).write_text("[")
+        assert choose_open(config, components, tmp_path)[0].update.remat == "full"
+    else:
+        assert choose_open(config, components, tmp_path) == (first, [])
+    # Rows of another length, as in the next stage of a run, are another question; both answers stay.
+    longer = with_choices(config, {"batch.row_length": 512})
+    assert choose_open(longer, components, tmp_path)[0].update.remat == "full"
+    assert set(json.loads((tmp_path / FILE).read_text())) == {about(config, MESH), about(longer, MESH)}
