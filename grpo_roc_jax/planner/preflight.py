@@ -7,6 +7,7 @@ JAX's compilation cache enabled, the run that follows finds its programs there.
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import jax
 
@@ -18,6 +19,7 @@ from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import Mesh, row_shards
 from grpo_roc_jax.rollout.programs import ProgramCost, program_cost
+from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import Components, check_components, make_components, make_registry
 from grpo_roc_jax.run.learner import make_learner, most_rows, update_program
 from grpo_roc_jax.run.policy import initial_state, parameter_count
@@ -32,6 +34,8 @@ def preflight(config: Config) -> list[ProgramCost]:
         ConfigError: settings that do not fit each other.
     """
     with make_components(config) as components:
+        config = with_update(config, components.model, components.mesh)  # as a run would choose now
+        components = replace(components, config=config)
         state = initial_state(config, components.model, components.mesh)
         sampler = components.engine.publish(components.full(state.params), 0)
         costs = components.engine.warmup(sampler)

@@ -9,6 +9,7 @@ import pytest
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import USUAL_CHUNK
+from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.run.choices import (
@@ -19,6 +20,7 @@ from grpo_roc_jax.run.choices import (
     named_update,
     row_counts,
     rows_of_a_step,
+    timed_rows,
     update_bytes,
     with_choices,
 )
@@ -94,3 +96,34 @@ def test_a_run_that_goes_on_takes_what_it_took_before(tmp_path, monkeypatch, spo
     longer = with_choices(config, {"batch.row_length": 512})
     assert choose_open(longer, components, tmp_path)[0].update.remat == "full"
     assert set(json.loads((tmp_path / FILE).read_text())) == {about(config, MESH), about(longer, MESH)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"windows": SlidingWindows((8, 8, 0), local_theta=1e4)},
+        {"extras": SomeExtras(rotary_layers=(True, False)), "windows": SlidingWindows((8, 8, 0))},
+        {"windows": GatedDelta(key_heads=2, value_heads=4, key_dim=4, value_dim=8, every=2)},
+        {"experts": Mixture(4, 2)},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+@pytest.mark.parametrize("axes", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_the_timed_layers_exist_for_every_kind_of_model_and_mesh(options, axes, monkeypatch):
+    """The programs are traced and not run; that they were asked for in ascending order is what `best_rows` needs."""
+    asked = []
+
+    def traced(candidates):
+        for name, call in candidates.items():
+            asked.append(name)
+            grads = jax.eval_shape(call.func, *call.args)
+            assert all(leaf.shape[0] for leaf in jax.tree.leaves(grads))
+        return "8", dict.fromkeys(candidates, 1.0)
+
+    monkeypatch.setattr("grpo_roc_jax.run.choices.fastest", traced)
+    config, _ = settings("--batch.rows=0")
+    model = ModelConfig(d_model=32, layers=12, heads=4, kv_heads=2, head_dim=8, d_ff=48, vocab_size=64, **options)
+    mesh = make_mesh(ShardingConfig(*axes), jax.devices()[: axes[0] * axes[1] * axes[2]])
+    assert timed_rows((8, 32), config, model, lambda rows: config.update, mesh) == {8: 1.0, 32: 1.0}
+    assert asked == ["8", "32"]
