@@ -109,7 +109,7 @@ def test_a_run_that_goes_on_takes_what_it_took_before(tmp_path, monkeypatch, spo
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
-@pytest.mark.parametrize("axes", [(1, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("axes", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
 def test_the_timed_layers_exist_for_every_kind_of_model_and_mesh(options, axes, monkeypatch):
     """The programs are traced and not run; that they were asked for in ascending order is what `best_rows` needs."""
     asked = []
