@@ -78,9 +78,6 @@ class Execution:
     """Wraps the body of the layer scan, e.g. `jax.checkpoint` with a policy."""
     splits: Splits = FREE
     """Sharding of the activations over the devices of a mesh."""
-    unroll: bool = False
-    """Whether the layers are compiled one by one instead of as the body of a loop, which cuts the weights of each layer
-    out of the stack, writes what it keeps into stacks, and reads it from there."""
 
 
 SIMPLE = Execution()
@@ -426,7 +423,7 @@ def forward(
     elif config.delta:
         x = _scan_periods(body, splits.residual(x), params["layers"], by_layer, config)
     else:
-        x, _ = jax.lax.scan(body, splits.residual(x), (params["layers"], *by_layer), unroll=execution.unroll)
+        x, _ = jax.lax.scan(body, splits.residual(x), (params["layers"], *by_layer))
     return final_hidden(params, x, config)
 
 
