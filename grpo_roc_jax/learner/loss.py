@@ -42,8 +42,8 @@ class UpdateConfig:
     times them at its start and takes the fastest."""
     remat: Literal["auto", "none", "attention", "full"] = "auto"
     """What the backward pass recomputes: nothing (fastest where it fits), each layer but its attention, whose output is
-    kept, or each layer from its input. `auto`: a run on a CPU takes the first of these that fits its memory, and says
-    so; elsewhere `attention`, or `full` where that does not fit."""
+    kept, or each layer from its input. `auto`: a run on a CPU takes the first of these that fits its memory (for
+    models narrower than 256 not the first), and says so; elsewhere `attention`, or `full` where that does not fit."""
     vocab_chunk: Count = 0
     """Columns of the unembedding whose logits exist at a time: rows x row_length x vocab_chunk x 4 bytes. With at least
     the vocabulary all logits are kept for the backward pass; with fewer they are computed in both passes. 0: a run on a

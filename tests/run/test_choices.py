@@ -32,7 +32,7 @@ MESH = make_mesh(ShardingConfig(), jax.devices()[:1])
 
 def settings(*words):
     config = load_config(Config, ["toy", *words], prog="test")
-    return config, dataclasses.replace(config.model, vocab_size=40_000)
+    return config, dataclasses.replace(config.model, vocab_size=40_000, d_model=512)
 
 
 def test_more_room_is_never_used_to_compute_more_and_what_is_chosen_fits():
@@ -49,6 +49,8 @@ def test_more_room_is_never_used_to_compute_more_and_what_is_chosen_fits():
             assert update_bytes(dataclasses.replace(config, update=tried), model, MESH) > room
         seen.append(place)
     assert seen == sorted(seen) and seen[0] == 0 and seen[-1] == len(order) - 1 and len(set(seen)) > 3
+    narrow = named_update(config, dataclasses.replace(model, d_model=128), MESH, 1e12)
+    assert (narrow.remat, narrow.vocab_chunk) == ("attention", 40_000)
     unknown = named_update(config, model, MESH, 0.0)
     assert (unknown.remat, unknown.vocab_chunk) == ("attention", USUAL_CHUNK)
 
