@@ -158,9 +158,9 @@ def test_what_no_function_scored_is_infrastructure_and_no_missing_signal():
 def session():
     """A session of which only the checkpointer is asked."""
     checkpointer = SimpleNamespace(held=object(), save_held=lambda: (False, "the state after step 3 is not saved"))
-    components, watchdog = SimpleNamespace(processes=Processes()), SimpleNamespace(ending="")
+    sampling, watchdog = SimpleNamespace(processes=Processes()), SimpleNamespace(ending="")
     said = {"writer": SimpleNamespace(say=lambda text: None), "run_dir": Path("runs/a")}
-    return SimpleNamespace(checkpointer=checkpointer, components=components, watchdog=watchdog, **said)
+    return SimpleNamespace(checkpointer=checkpointer, sampling=sampling, watchdog=watchdog, **said)
 
 
 def test_a_preempted_run_that_could_not_be_saved_says_so(session):
@@ -205,10 +205,10 @@ def test_what_a_fresh_run_meets_before_its_first_step_is_one_message(session, mo
 def test_an_exception_in_a_step_saves_the_steps_before_it(tmp_path, monkeypatch):
     run_dir, sample = tmp_path / "run", train_module.sample_step
 
-    def fail(config, components, run, stream):
+    def fail(config, policy, sampling, run, stream):
         if run.step == 2:
             raise OSError(5, "Input/output error")
-        return sample(config, components, run, stream)
+        return sample(config, policy, sampling, run, stream)
 
     monkeypatch.setattr(train_module, "sample_step", fail)
     with pytest.raises(OSError, match="Input/output") as seen:

@@ -15,8 +15,8 @@ import grpo_roc_jax as g
 from grpo_roc_jax import train
 from grpo_roc_jax.record import loggers
 from grpo_roc_jax.record.run_dir import decide, describe_run
-from grpo_roc_jax.run.components import make_components
-from grpo_roc_jax.settings.cli import CONFIG_DIR, dump_yaml, load_config
+from grpo_roc_jax.run.components import make_parts
+from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS, dump_yaml, load_config
 from grpo_roc_jax.settings.options import as_mapping
 from grpo_roc_jax.settings.secrets import HIDDEN, hidden, hides_something, without_secrets
 
@@ -80,7 +80,7 @@ def test_words_of_a_command_that_come_apart():
 
 
 def test_no_recipe_is_changed_by_it():
-    for path in sorted(CONFIG_DIR.rglob("*.yaml")):
+    for path in sorted([*CONFIG_DIR.rglob("*.yaml"), *CONTRIB_METHODS.glob("*.yaml")]):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert without_secrets(content) == content, path
     config = g.read_config("toy.yaml")
@@ -126,7 +126,7 @@ def test_files_hide_them_and_the_run_resumes_with_what_is_typed_again(tmp_path, 
     assert decide(tmp_path / "run", config).kind == "resume", "nothing has changed"
     again = load_config(train.Config, [str(tmp_path / "run" / "config.yaml")], prog="x")
     with pytest.raises(g.ConfigError, match=r"environment\.command.*a secret was hidden.*give the whole value again"):
-        make_components(again).__enter__()
+        make_parts(again).__enter__()
 
 
 def test_services_get_none(tmp_path, monkeypatch):

@@ -25,8 +25,7 @@ from grpo_roc_jax.model.choose import describe_choice, fastest
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import Mesh, param_shardings, platform_of, row_shards, shard_batch
 from grpo_roc_jax.model.transformer import compute_dtype, init_params
-from grpo_roc_jax.run.memory import resident_bytes
-from grpo_roc_jax.run.policy import COMPILING, COMPILING_LAYER, memory_parts
+from grpo_roc_jax.run.policy import COMPILING, COMPILING_LAYER, memory_parts, resident_bytes
 
 log = logging.getLogger(__name__)
 

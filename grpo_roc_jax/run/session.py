@@ -1,4 +1,4 @@
-"""What a run holds open: its locked directory, its components and its writers; and what is saved when a step fails."""
+"""What a run holds open: its locked directory, its policy, sampler and writers; and what is saved when a step fails."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -22,16 +22,15 @@ from grpo_roc_jax.record.storage import copied, is_address
 from grpo_roc_jax.record.trace import TraceWriter
 from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
-from grpo_roc_jax.run.alarms import Alarms
+from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run.choices import about, choose, free_bytes, left_open, record, recorded, with_choices
-from grpo_roc_jax.run.components import Components, describe_device, make_components, run_date, with_date
-from grpo_roc_jax.run.learner import most_rows
-from grpo_roc_jax.run.memory import few_arenas
+from grpo_roc_jax.run.components import describe_device, make_parts, run_date, with_date
+from grpo_roc_jax.run.learning import find_teacher, most_rows
+from grpo_roc_jax.run.policy import PolicyModel, attention_of, describe_attention, few_arenas
+from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.run.start import held_out
 from grpo_roc_jax.run.summary import next_lines
-from grpo_roc_jax.run.teacher import find_teacher
-from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Stopped
-from grpo_roc_jax.run.watchdog import Watchdog
+from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Alarms, Stopped, Watchdog
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.memory_bound import describe_memory
@@ -113,7 +112,8 @@ class TrainingSession:
     config: Config
     run_dir: Path
     start: Start
-    components: Components
+    policy: PolicyModel
+    sampling: GroupSampler
     held_out: Sequence[Problem]
     checkpointer: Checkpointer
     writer: Writer
@@ -131,18 +131,18 @@ class TrainingSession:
 
 @contextmanager
 def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSession]:
-    """Builds the components in a claimed directory; all are closed in turn at the end."""
+    """Builds the parts of a run in a claimed directory; all are closed in turn at the end."""
     config, run_dir, processes = claim.config, claim.run_dir, claim.processes
     few_arenas()
     with ExitStack() as held:
         preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())
         processes.preemption = preemption
         compilations = held.enter_context(CompilationCounter())
-        components = held.enter_context(make_components(config, registry=tools, processes=processes))
-        config, chosen = choose_open(config, components, run_dir)
-        components = replace(components, config=config)
-        find_teacher(config, components.tokenizer)
-        problems, notes = held_out(config, components.chat)
+        policy, sampling = held.enter_context(make_parts(config, registry=tools, processes=processes))
+        config, chosen = choose_open(config, policy, processes, run_dir)
+        chat, executor = sampling.sampler.chat, sampling.sampler.executor
+        find_teacher(config, chat.tokenizer)
+        problems, notes = held_out(config, chat)
         checkpointer = held.enter_context(
             Checkpointer(run_dir / "checkpoints", config.checkpoint, logs=run_dir if processes.first else None)
         )
@@ -151,10 +151,10 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
         for note in [*chosen, *notes]:
             writer.say(note)
         if writer.bars is not None:
-            components = replace(components, progress=RolloutProgress(writer.bars))
+            sampling = replace(sampling, progress=RolloutProgress(writer.bars))
         every = config.log.traces if processes.first else 0
-        traces = TraceWriter(run_dir, every, components.tokenizer.decode)
-        watch, executor = config.watch or WatchConfig(), components.executor
+        traces = TraceWriter(run_dir, every, chat.tokenizer.decode)
+        watch = config.watch or WatchConfig()
         events = Events(run_dir if processes.first else None, partial(writer.say, event=True))
         watchdog = Watchdog(run_dir, watch, lambda: [f"call {name}" for name in getattr(executor, "in_flight", ())])
         held.enter_context(noticed(watch.notice_url))
@@ -163,7 +163,8 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
             config,
             run_dir,
             claim.start,
-            components,
+            policy,
+            sampling,
             problems,
             checkpointer,
             writer,
@@ -178,13 +179,13 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
         )
 
 
-def choose_open(config: Config, components: Components, run_dir: Path) -> tuple[Config, list[str]]:
+def choose_open(config: Config, policy: PolicyModel, processes: Processes, run_dir: Path) -> tuple[Config, list[str]]:
     """(the configuration with what `run.choices` chooses in place of what it leaves open, lines for the log). A run
     that goes on takes what it took before: each choice changes the order of sums, and with it the last digits."""
-    names, processes = left_open(config), components.processes
+    names = left_open(config)
     if not names:
         return config, []
-    mesh, model = components.mesh, components.model
+    mesh, model = policy.mesh, policy.model
     shapes = about(config, mesh)
     before = processes.once(lambda: recorded(run_dir, shapes, names))
     if before is not None:
@@ -192,8 +193,8 @@ def choose_open(config: Config, components: Components, run_dir: Path) -> tuple[
     chosen: dict[str, Any] = {}
     lines = []
     if "update.attention" in names:
-        chosen["update.attention"] = components.attention[0]
-        lines += [components.describe_attention()] if components.attention[1] else []
+        chosen["update.attention"] = attention_of(config, policy)[0]
+        lines += [describe_attention(config, policy)] if attention_of(config, policy)[1] else []
     room = min(float(of) for of in processes.gather(free_bytes(mesh)))
     more, said = choose(with_choices(config, chosen), model, mesh, most_rows(config), room)
     chosen |= more
@@ -214,7 +215,7 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
         except NonFiniteWeightsError as error:
             raise Stopped(DIVERGED_STATUS, f"diverged: {error}; lower optim.lr") from error
     except (Preempted, Exception) as error:
-        processes = session.components.processes
+        processes = session.sampling.processes
         if not isinstance(error, ConfigError) and (lost := processes.lost(error)):
             raise lost from error
         # All processes are here after these two, or none is; a fault of one must not make it wait for the others.
@@ -231,9 +232,9 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
         raise
 
 
-def announce(config: Config, components: Components, run_dir: Path, writer: Writer) -> None:
+def announce(config: Config, policy: PolicyModel, sampler: Sampler, run_dir: Path, writer: Writer) -> None:
     """The first lines of a run: derived settings, devices, isolation of tools."""
-    reached = components.executor.capabilities
+    reached = sampler.executor.capabilities
     missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
     writer.say(
         f"run directory: {run_dir}" + (f", copied to {hidden(config.run_dir)}" if is_address(config.run_dir) else "")
@@ -241,8 +242,8 @@ def announce(config: Config, components: Components, run_dir: Path, writer: Writ
     writer.say(f"tools: isolation {reached.level}{missing}")
     if memory := describe_memory(config.tools):
         writer.say(f"tools: {memory}")
-    writer.say(f"device: {describe_device()}, compute in {components.model.compute_dtype}")
-    writer.say(components.engine.describe_attention())
-    writer.say(components.describe_attention())
+    writer.say(f"device: {describe_device()}, compute in {policy.model.compute_dtype}")
+    writer.say(sampler.engine.describe_attention())
+    writer.say(describe_attention(config, policy))
     for line in derived(config):
         writer.say(line)

@@ -34,7 +34,16 @@ from grpo_roc_jax.settings.layers import listed as listed_words
 from grpo_roc_jax.settings.options import adapter, as_mapping, as_text
 from grpo_roc_jax.settings.secrets import without_secrets
 
-__all__ = ["CONFIG_DIR", "ConfigError", "config_errors", "dump_yaml", "find_config", "flatten", "load_config"]
+__all__ = [
+    "CONFIG_DIR",
+    "CONTRIB_METHODS",
+    "ConfigError",
+    "config_errors",
+    "dump_yaml",
+    "find_config",
+    "flatten",
+    "load_config",
+]
 
 T = TypeVar("T")
 
@@ -42,6 +51,9 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 CONFIG_DIR = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
 """Where the recipes are: inside the package when installed from a wheel, next to it in a checkout. Bare names such as
 `toy.yaml` are looked up here too."""
+CONTRIB_METHODS = _PACKAGE / "contrib" / "methods"
+"""Recipes beside methods that the core does not name. They are read, and named, as if they were in `methods/` of
+`CONFIG_DIR`."""
 
 
 def load_config(config_type: type[T], argv: Sequence[str], *, prog: str, default_file: str = "") -> T:
@@ -123,6 +135,8 @@ def file_layers(path: Path, over: tuple[Path, ...] = ()) -> Iterator[Layer]:
     base = layer.values.pop("base", None)
     if base is not None:
         beside = path.parent / str(base)
+        if path.parent == CONTRIB_METHODS and not beside.is_file():
+            beside = CONFIG_DIR / "methods" / str(base)
         if path.resolve() in over:
             raise ConfigError(f"{layer.places[('base',)]}: base: {base} leads back to {path.name}")
         try:
@@ -136,10 +150,15 @@ def file_layers(path: Path, over: tuple[Path, ...] = ()) -> Iterator[Layer]:
 def find_config(name: str) -> Path:
     """The path of a recipe: as given, or by name in the configs directory, with `configs/` before it or without."""
     inside = name.removeprefix("configs/")
-    for path in (Path(name), CONFIG_DIR / inside, CONFIG_DIR / f"{inside}.yaml"):
+    folders = [CONFIG_DIR / inside]
+    if inside.startswith("methods/"):
+        folders.append(CONTRIB_METHODS / inside.removeprefix("methods/"))
+    for path in (Path(name), *(path for at in folders for path in (at, at.with_name(f"{at.name}.yaml")))):
         if path.is_file():
             return path
-    near = difflib.get_close_matches(name, [str(p.relative_to(CONFIG_DIR)) for p in CONFIG_DIR.rglob("*.yaml")], n=1)
+    names = [str(path.relative_to(CONFIG_DIR)) for path in CONFIG_DIR.rglob("*.yaml")]
+    names += [f"methods/{path.name}" for path in CONTRIB_METHODS.glob("*.yaml")]
+    near = difflib.get_close_matches(name, names, n=1)
     hint = f"; nearest: configs/{near[0]}" if near else ""
     raise ConfigError(f"no configuration file {name!r}, neither as a path nor under {CONFIG_DIR}{hint}")
 

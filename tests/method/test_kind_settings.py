@@ -280,7 +280,7 @@ def observed(config):
 def one_step(config, state, rng, groups):
     plan, problems = config.plan, [group.problem for group in groups]
     seen = [choose_problems(problems, 2, plan, state, rng), prompt_suffix(config.shaping, state.step)]
-    seen += [plan.temperature.all, plan.second.explanation_weight(state.step), plan.second.extra_rows]
+    seen += [plan.temperature.all, plan.second.supervised_weight(state.step), plan.second.extra_rows]
     seen += [
         teacher_inputs(config, groups),
         reference_sync(config),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -24,6 +23,7 @@ from grpo_roc_jax.run.choices import (
     update_bytes,
     with_choices,
 )
+from grpo_roc_jax.run.policy import PolicyModel
 from grpo_roc_jax.run.session import choose_open
 from grpo_roc_jax.settings.cli import load_config
 
@@ -80,23 +80,22 @@ def test_rows_are_chosen_for_the_rows_of_a_step():
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_a_run_that_goes_on_takes_what_it_took_before(tmp_path, monkeypatch, spoilt):
     config, model = settings()
-    components = SimpleNamespace(
-        mesh=MESH, model=model, processes=Processes(), attention=("blocked", {}), describe_attention=lambda: "blocked"
-    )
+    config = with_choices(config, {"update.attention": "blocked"})
+    policy, alone = PolicyModel(model, MESH), Processes()
     monkeypatch.setattr("grpo_roc_jax.run.session.free_bytes", lambda mesh: 1e12)
-    first, lines = choose_open(config, components, tmp_path)
+    first, lines = choose_open(config, policy, alone, tmp_path)
     assert (first.update.remat, first.update.vocab_chunk, first.update.attention) == ("none", 40_000, "blocked")
     assert any("remat none, logits kept" in line for line in lines) and not left_open(first)
     assert json.loads((tmp_path / FILE).read_text())[about(config, MESH)]["update.remat"] == "none"
     monkeypatch.setattr("grpo_roc_jax.run.session.free_bytes", lambda mesh: 1.0)  # other programs took the memory
     if spoilt:
         (tmp_path / FILE).write_text("[")
-        assert choose_open(config, components, tmp_path)[0].update.remat == "full"
+        assert choose_open(config, policy, alone, tmp_path)[0].update.remat == "full"
     else:
-        assert choose_open(config, components, tmp_path) == (first, [])
+        assert choose_open(config, policy, alone, tmp_path) == (first, [])
     # Rows of another length, as in the next stage of a run, are another question; both answers stay.
     longer = with_choices(config, {"batch.row_length": 512})
-    assert choose_open(longer, components, tmp_path)[0].update.remat == "full"
+    assert choose_open(longer, policy, alone, tmp_path)[0].update.remat == "full"
     assert set(json.loads((tmp_path / FILE).read_text())) == {about(config, MESH), about(longer, MESH)}
 
 
