@@ -289,12 +289,13 @@ def main() -> None:
     lengths = lengths_of(count, mean, batch.row_length, arguments.spread)
     rows, load = rows_of(lengths, model.vocab_size), [round(load, 1) for load in os.getloadavg()]
 
-    base = UpdateConfig(vocab_chunk=2048 if jax.default_backend() == "cpu" else 8192)
+    base = UpdateConfig(remat="attention", vocab_chunk=2048 if jax.default_backend() == "cpu" else 8192)
     if arguments.peer:
         model = dataclasses.replace(model, qk_norm=True, rope_theta=1e6)  # the peer's Qwen3 has no others
         shape = partial(dataclasses.replace, batch)
-        one = Variant(model, rows, shape(rows=1), UpdateConfig(), Clip(kl=K3(coef=BETA)))
-        whole = Variant(model, rows, shape(rows=one.placement.count), UpdateConfig(), Clip(kl=K3(coef=BETA)))
+        kept = UpdateConfig(remat="none", vocab_chunk=model.vocab_size)  # as a run on a CPU with memory to spare
+        one = Variant(model, rows, shape(rows=1), kept, Clip(kl=K3(coef=BETA)))
+        whole = Variant(model, rows, shape(rows=one.placement.count), kept, Clip(kl=K3(coef=BETA)))
         # Both sides with all trajectories in a call, and with four or so.
         variants = {"packed": whole, "packed, a row a call": one}
         variants |= {f"tunix, {n} rows a call": Tunix(model, rows, n) for n in (count, count // 12)}

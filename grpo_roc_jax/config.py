@@ -12,7 +12,7 @@ from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.generated import generator_of
 from grpo_roc_jax.environments.config import AgentCommand, EnvironmentKind, ToolsAlone
 from grpo_roc_jax.learner.loss import UpdateConfig
-from grpo_roc_jax.learner.pack import BatchConfig
+from grpo_roc_jax.learner.pack import BatchConfig, rows_per_micro_batch
 from grpo_roc_jax.learner.update import OptimConfig
 from grpo_roc_jax.method.advantage import Advantage, GroupRelative
 from grpo_roc_jax.method.compose import method_parts, needs_reference, reference_sync, teacher_of
@@ -453,12 +453,12 @@ def derived(config: Config) -> list[str]:
     sampled = config.resample.sampled(group.size)
     kept = group.problems * group.size
     rows = max(1, kept * config.rollout.max_row_tokens // batch.row_length)
-    micro = -(-rows // batch.rows)
+    micro = -(-rows // rows_per_micro_batch(batch, 1))
     updates = batch.updates.total
     lines = [
         f"{group.problems} problems x {sampled} sampled -> {group.size} kept = {kept} trajectories a step, "
         f"{updates} update{'s' if updates > 1 else ''} of at most {-(-micro // batch.updates.parts)} "
-        f"micro-batches ({batch.rows} rows x {batch.row_length} tokens)",
+        f"micro-batches ({batch.rows or 'a measured number of'} rows x {batch.row_length} tokens)",
         f"{config.steps} steps = {config.steps * group.problems * sampled} rollouts of at most "
         f"{config.rollout.max_row_tokens} tokens ({config.rollout.max_prompt_tokens} prompt + "
         f"{config.rollout.max_response_tokens} response), {config.rollout.slots} at a time",

@@ -35,6 +35,7 @@ from grpo_roc_jax.record.storage import StorageFailed
 from grpo_roc_jax.record.trace import eval_records, step_records
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
+from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import check_components, describe_device, make_registry
 from grpo_roc_jax.run.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
@@ -506,7 +507,7 @@ def dry(config: Config) -> None:
             check_extras(one.log)
             found = data_lines(one, chat, scorer)
         lines += [f"stage {config.stages[index].name}:"] if config.stages else []
-        lines += [*derived(one), *memory_lines(one, model, mesh), *found]
+        lines += [*derived(one), *memory_lines(with_update(one, model, mesh), model, mesh), *found]
     print(dump_yaml(config))
     print("\n".join(lines))
 

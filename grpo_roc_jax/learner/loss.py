@@ -25,7 +25,7 @@ from grpo_roc_jax.model.fusion import unfused
 from grpo_roc_jax.model.parallel import attention_for, from_zigzag, look_up_on, sequence_parts, to_zigzag
 from grpo_roc_jax.model.sharding import ROWS, constrain, platform_of
 from grpo_roc_jax.model.transformer import Execution, Params, Splits, forward, identity
-from grpo_roc_jax.settings.options import AtLeast1, settings
+from grpo_roc_jax.settings.options import Count, settings
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
 T = TypeVar("T")
@@ -40,11 +40,14 @@ class UpdateConfig:
     is cuDNN's fused kernel (NVIDIA GPU, bfloat16); `splash` are the Pallas kernels for TPUs. `auto` takes `blocked` for
     rows of 256 tokens (CPU) or 1024 (elsewhere) and more; where an accelerator has several paths for such rows, a run
     times them at its start and takes the fastest."""
-    remat: Literal["none", "full", "attention"] = "attention"
-    """What the backward pass recomputes: nothing (fastest where it fits), each layer from its input, or each layer but
-    its attention, whose output is kept."""
-    vocab_chunk: AtLeast1 = 8192
-    """Columns of the unembedding whose logits exist at a time: rows x row_length x vocab_chunk x 4 bytes."""
+    remat: Literal["auto", "none", "attention", "full"] = "auto"
+    """What the backward pass recomputes: nothing (fastest where it fits), each layer but its attention, whose output is
+    kept, or each layer from its input. `auto`: a run on a CPU takes the first of these that fits its memory (for
+    models narrower than 256 not the first), and says so; elsewhere `attention`, or `full` where that does not fit."""
+    vocab_chunk: Count = 0
+    """Columns of the unembedding whose logits exist at a time: rows x row_length x vocab_chunk x 4 bytes. With at least
+    the vocabulary all logits are kept for the backward pass; with fewer they are computed in both passes. 0: a run on a
+    CPU keeps them where its memory has room; else 8192."""
 
 
 # ---- log-probabilities in vocabulary chunks ------------------------------------------------------------------------
@@ -324,9 +327,19 @@ def policy_logprobs(
         batch.tokens,
         batch.segment_ids,
         temperature=temperature if batch.temperatures is None else batch.temperatures,
-        head=Head(update.vocab_chunk, model.extras.logit_cap),
+        head=head_of(update, model),
         mesh=mesh,
     )
+
+
+USUAL_CHUNK = 8192
+"""Columns of a chunk where `vocab_chunk` is 0 and no run has chosen."""
+
+
+def head_of(update: UpdateConfig, model: ModelConfig) -> Head:
+    """How the logits of an update are computed."""
+    chunk = update.vocab_chunk or USUAL_CHUNK
+    return Head(chunk, model.extras.logit_cap, chunk >= model.vocab_size)
 
 
 def splits_on(mesh: Mesh | None, length: int) -> Splits:
@@ -360,12 +373,13 @@ def token_axes(mesh: Mesh | None, length: int) -> tuple[str, ...]:
 
 
 def make_remat(name: str, *, scanned: bool = True) -> Callable[[Callable], Callable] | None:
-    """The wrapper of a layer's body under that policy; None saves every intermediate."""
+    """The wrapper of a layer's body under that policy; None saves every intermediate. `auto` is `attention` where no
+    run has chosen."""
     if name == "none":
         return None
     policies = jax.checkpoint_policies
     policy = policies.nothing_saveable
-    if name == "attention":
+    if name in ("attention", "auto"):
         policy = policies.save_from_both_policies(policies.save_only_these_names(SAVED), _is_fused_attention)
     # Inside a scan XLA cannot merge the recomputation with the forward pass, so CSE need not be prevented.
     return partial(jax.checkpoint, policy=policy, prevent_cse=not scanned)

@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import numpy as np
 
-from grpo_roc_jax.settings.options import AtLeast1, Axis, kind, settings
+from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, kind, settings
 from grpo_roc_jax.shapes import Array, Bool, Float, Int
 from grpo_roc_jax.types import TRAIN_ROW_FIELDS, TrainRow
 
@@ -55,6 +55,10 @@ class SeveralUpdates(Updates):
     """Passes over the parts, with the advantages of the first one."""
 
 
+USUAL_ROWS = 8
+"""Rows of a micro-batch where `batch.rows` is 0 and nothing was measured."""
+
+
 @settings
 class BatchConfig:
     """How trajectories are laid out for the update."""
@@ -62,9 +66,10 @@ class BatchConfig:
     row_length: AtLeast1 = 512
     """Tokens of a packed row: at least the longest trajectory (prompt, sampled tokens and observations). Several times
     the mean length fills rows to 90% and more."""
-    rows: AtLeast1 = 8
+    rows: Count = 0
     """Rows of a micro-batch over all devices: rows x row_length tokens are in the backward pass at once, which bounds
-    the memory of activations. Rounded up to a multiple of sharding.data x sharding.fsdp."""
+    the memory of activations. Rounded up to a multiple of sharding.data x sharding.fsdp. 0: a run times some numbers of
+    rows that fit its memory at its start and takes the fastest."""
     updates: Updates = field(default_factory=OneUpdate)
     """Optimizer steps per rollout batch."""
 
@@ -131,8 +136,8 @@ class Placement:
 
 
 def rows_per_micro_batch(config: BatchConfig, row_multiple: int) -> int:
-    """`rows` rounded up so that every device holds the same number."""
-    return math.ceil(config.rows / row_multiple) * row_multiple
+    """`rows` rounded up so that every device holds the same number; the usual number where no run has chosen one."""
+    return math.ceil((config.rows or USUAL_ROWS) / row_multiple) * row_multiple
 
 
 def worst_case_micro_batches(trajectories: int, longest: int, config: BatchConfig, row_multiple: int = 1) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from jax.sharding import AbstractMesh, Mesh
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.pack import rows_per_micro_batch
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.delta import token_flops
 from grpo_roc_jax.model.sharding import AXES, row_shards, slot_shards
@@ -59,7 +60,7 @@ def update_flops(config: Config, model: ModelConfig, tokens: float, length: floa
     layers take `delta.token_flops` forward, twice that backward, and it again with rematerialization.
     """
     remat = config.update.remat
-    products = {"none": 6.0, "attention": 8.0, "full": 8.0}[remat] * active_parameters(model)
+    products = (6.0 if remat == "none" else 8.0) * active_parameters(model)
     passes = 9 if remat == "full" else 7
     recurrent = {"none": 3.0}.get(remat, 4.0) * recurrent_flops(model, config.batch.row_length)
     return tokens * (products + passes * sum(model.attends) * model.heads * model.head_dim * length + recurrent)
@@ -197,7 +198,7 @@ def _update_remedies(deployment: Deployment) -> list[str]:
     config, mesh = deployment.config, deployment.mesh
     fsdp, sequence, tensor = (mesh.shape[axis] for axis in AXES[1:])
     remedies = []
-    if config.batch.rows > row_shards(mesh):
+    if rows_per_micro_batch(config.batch, row_shards(mesh)) > row_shards(mesh):
         remedies.append(f"batch.rows {row_shards(mesh)} (one row a device)")
     if config.batch.row_length > config.rollout.max_row_tokens:
         remedies.append(f"batch.row_length {config.rollout.max_row_tokens} (the longest trajectory)")

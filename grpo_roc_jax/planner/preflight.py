@@ -19,6 +19,7 @@ from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import Mesh, row_shards
 from grpo_roc_jax.rollout.programs import ProgramCost, program_cost
+from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import check_components, make_parts, make_registry
 from grpo_roc_jax.run.learning import make_learner, most_rows
 from grpo_roc_jax.run.policy import initial_state, parameter_count
@@ -33,6 +34,7 @@ def preflight(config: Config) -> list[ProgramCost]:
         ConfigError: settings that do not fit each other.
     """
     with make_parts(config) as (policy, sampling):
+        config = with_update(config, policy.model, policy.mesh)  # as a run would choose now
         state, sampler = initial_state(config, policy.model, policy.mesh), sampling.sampler
         costs = sampler.engine.warmup(sampler.engine.publish(policy.full(state.params), 0))
         learner = make_learner(config, policy, sampler.chat)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.learner import full_params
-from grpo_roc_jax.learner.loss import UpdateConfig
+from grpo_roc_jax.learner.loss import USUAL_CHUNK, UpdateConfig
 from grpo_roc_jax.learner.offload import to_host
 from grpo_roc_jax.learner.pack import BatchConfig, rows_per_micro_batch
 from grpo_roc_jax.learner.update import (
@@ -185,12 +185,15 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
     per_token, per_row = cache_bytes(sampler_config(model, mesh), compute, config.rollout.cache_dtype)
     shards = -(-slot_shards(mesh) // processes)  # of a process
     rollout, slots = config.rollout, -(-config.rollout.slots // shards)
-    tokens = -(-config.batch.rows // row_shards(mesh)) * config.batch.row_length / sequence
+    tokens = (
+        rows_per_micro_batch(config.batch, row_shards(mesh)) / row_shards(mesh) * config.batch.row_length / sequence
+    )
     kept = 4 * model.d_model
-    if config.update.remat == "attention":
+    if config.update.remat in ("attention", "auto"):
         kept += compute * model.heads * model.head_dim
     elif config.update.remat == "none":
         kept += _activations(config, model, compute)
+    columns = min(config.update.vocab_chunk or USUAL_CHUNK, model.vocab_size)
     return {
         "masters": 4 * trained / spread,
         "moments": (8 if config.optim.moment_dtype == "float32" else 6) * trained / spread,
@@ -199,7 +202,7 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
         "frozen weights" if config.lora.rank else "sampler": (compute * total - spared) / tensor,
         "cache": (per_token * rollout.shard_blocks(shards) * rollout.block + per_row * slots) / tensor,
         "layers kept": tokens * model.layers * kept / tensor,
-        "logits": 3 * 4 * tokens * min(config.update.vocab_chunk, model.vocab_size) / spread,
+        "logits": 3 * 4 * tokens * columns / spread,
     }
 
 

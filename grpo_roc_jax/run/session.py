@@ -28,9 +28,10 @@ from grpo_roc_jax.record.trace import TraceWriter
 from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.rollout.sampler import Sampler
+from grpo_roc_jax.run.choices import about, choose, free_bytes, left_open, record, recorded, with_choices
 from grpo_roc_jax.run.components import describe_device, make_parts, resolve_model, run_date, with_date
-from grpo_roc_jax.run.learning import find_teacher
-from grpo_roc_jax.run.policy import PolicyModel, describe_attention, few_arenas
+from grpo_roc_jax.run.learning import find_teacher, most_rows
+from grpo_roc_jax.run.policy import PolicyModel, attention_of, describe_attention, few_arenas
 from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.run.start import held_out
 from grpo_roc_jax.run.summary import next_lines
@@ -163,6 +164,7 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
         processes.preemption = preemption
         compilations = held.enter_context(CompilationCounter())
         policy, sampling = held.enter_context(make_parts(config, registry=tools, processes=processes))
+        config, chosen = choose_open(config, policy, processes, run_dir)
         chat, executor = sampling.sampler.chat, sampling.sampler.executor
         find_teacher(config, chat.tokenizer)
         problems, notes = held_out(config, chat)
@@ -171,7 +173,7 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
         )
         with config_errors(ModuleNotFoundError):
             writer = held.enter_context(make_writer(run_dir, config) if processes.first else Writer([]))
-        for note in notes:
+        for note in [*chosen, *notes]:
             writer.say(note)
         if writer.bars is not None:
             sampling = replace(sampling, progress=RolloutProgress(writer.bars))
@@ -200,6 +202,29 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
             claim,
             notes.left_out,
         )
+
+
+def choose_open(config: Config, policy: PolicyModel, processes: Processes, run_dir: Path) -> tuple[Config, list[str]]:
+    """(the configuration with what `run.choices` chooses in place of what it leaves open, lines for the log). A run
+    that goes on takes what it took before: each choice changes the order of sums, and with it the last digits."""
+    names = left_open(config)
+    if not names:
+        return config, []
+    mesh, model = policy.mesh, policy.model
+    shapes = about(config, mesh)
+    before = processes.once(lambda: recorded(run_dir, shapes, names))
+    if before is not None:
+        return with_choices(config, before), []
+    chosen: dict[str, Any] = {}
+    lines = []
+    if "update.attention" in names:
+        chosen["update.attention"] = attention_of(config, policy)[0]
+        lines += [describe_attention(config, policy)] if attention_of(config, policy)[1] else []
+    room = min(float(of) for of in processes.gather(free_bytes(mesh)))
+    more, said = choose(with_choices(config, chosen), model, mesh, most_rows(config), room)
+    chosen |= more
+    processes.once(lambda: record(run_dir, shapes, chosen))
+    return with_choices(config, chosen), lines + said
 
 
 @contextmanager

@@ -213,6 +213,7 @@ def test_gradients_equal_for_other_losses(rows, kind, level):
     "update",
     [
         UpdateConfig(attention="blocked", remat="none"),
+        UpdateConfig(remat="none", vocab_chunk=40),  # all logits kept
         pytest.param(UpdateConfig(remat="none", vocab_chunk=16), marks=pytest.mark.slow),
         pytest.param(UpdateConfig(remat="full", vocab_chunk=16), marks=pytest.mark.slow),
         pytest.param(UpdateConfig(attention="blocked", vocab_chunk=16), marks=pytest.mark.slow),
@@ -220,7 +221,7 @@ def test_gradients_equal_for_other_losses(rows, kind, level):
     ids=str,
 )
 def test_gradients_do_not_depend_on_how_memory_is_used(rows, wanted, update):
-    assert_close(gradients(rows, update=update), wanted)
+    assert_close(gradients(rows, update=update), wanted, 1e-6 if update.attention == "auto" else 1e-5)
 
 
 def test_loss_equals_loops(rows):
