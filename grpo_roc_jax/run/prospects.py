@@ -60,12 +60,6 @@ def settings_against_learning(config: Config) -> list[str]:
         lines.append(
             "rollout.max_turns = 1 with tools: a rollout that calls a tool ends before it can use the output; raise it"
         )
-    if config.tools.enabled and rollout.max_response_tokens <= config.text.observation_tokens:
-        lines.append(
-            f"rollout.max_response_tokens = {rollout.max_response_tokens} with text.observation_tokens = "
-            f"{config.text.observation_tokens}: one output of a tool may fill a rollout; raise the first or lower the "
-            "second"
-        )
     if not config.model.path and not config.sft.steps:
         lines.append(
             "model.path is empty and sft.steps = 0: a policy with random weights hardly ever earns a reward; name a "
