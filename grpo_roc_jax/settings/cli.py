@@ -37,6 +37,7 @@ __all__ = ["CONFIG_DIR", "ConfigError", "config_errors", "dump_yaml", "find_conf
 
 T = TypeVar("T")
 
+
 def load_config(config_type: type[T], argv: Sequence[str], *, prog: str, default_file: str = "") -> T:
     """The configuration that `argv` asks for: YAML files first, then overrides, left to right.
 

@@ -92,7 +92,9 @@ def _absent(config_type: type, asked: str, above: list[str], holders: list[type]
     """What to ask for instead of a section or setting that there is not; the names that there are."""
     here = list(dict.fromkeys(field for cls in holders for field in fields_of(cls)))
     near = close_to(asked.split(".")[len(above)], here)
-    meant = f"did you mean '{'.'.join([*above, near])}'?" if near else advice(asked, None, tuple(known_keys(config_type)))
+    meant = (
+        f"did you mean '{'.'.join([*above, near])}'?" if near else advice(asked, None, tuple(known_keys(config_type)))
+    )
     yield f"there is no {asked}" + (f"; {meant}" if meant else "")
     if not meant:
         yield from textwrap.wrap(f"{'.'.join(above) or 'sections'}: {', '.join(here)}", WIDTH, subsequent_indent="  ")

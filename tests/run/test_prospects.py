@@ -27,7 +27,10 @@ def test_nothing_speaks_against_a_recipe(name):
     ("words", "said"),
     [
         ("--reward.functions.answer.weight 0", "every reward function has weight 0 (answer)"),
-        ("--resample none --group.size 1 --advantage.baseline none", "one rollout a problem with resample.drop = equal"),
+        (
+            "--resample none --group.size 1 --advantage.baseline none",
+            "one rollout a problem with resample.drop = equal",
+        ),
         ("--sampling.top_k 1", "sampling.top_k = 1"),
         ("--rollout.max_turns 1", "rollout.max_turns = 1 with tools"),
         ("--sft.steps 0", "sft.steps = 0: a policy with random weights"),
@@ -37,12 +40,17 @@ def test_nothing_speaks_against_a_recipe(name):
     ],
 )
 def test_a_dry_run_ends_with_what_cannot_work(words, said, capsys):
-    assert main(["toy.yaml", "--dry-run", "--data.sources", "world:gcd:1", "--data.eval_problems", "0", *words.split()]) == 0
+    assert (
+        main(["toy.yaml", "--dry-run", "--data.sources", "world:gcd:1", "--data.eval_problems", "0", *words.split()])
+        == 0
+    )
     out = capsys.readouterr().out
     against = [line for line in out.splitlines() if line.startswith("this cannot work: ")]
     assert any(said in line for line in against) and out.splitlines()[-1] in against, out
     settings = read_config("toy.yaml", *words.split())
-    assert (said in " ".join(settings_against_learning(settings))) == ("exceed" not in said and "turns after" not in said)
+    assert (said in " ".join(settings_against_learning(settings))) == (
+        "exceed" not in said and "turns after" not in said
+    )
 
 
 def messages(turns: int, words: int, asked: str = "q") -> str:
@@ -56,7 +64,13 @@ def test_demonstrations_of_a_file_are_counted_exactly(tmp_path, capsys):
     """Lengths are those of the row after its prompt, the turns of others included; one that just fits is none."""
     file = tmp_path / "talks.jsonl"
     file.write_text("".join([*(messages(1, 2, f"q{i}") for i in range(3)), messages(1, 300), messages(1, 1, "z")]))
-    words = ["toy.yaml", "--dry-run", f"--data.trace_sources={file}", "--batch.row_length=2000", "--rollout.max_turns=2"]
+    words = [
+        "toy.yaml",
+        "--dry-run",
+        f"--data.trace_sources={file}",
+        "--batch.row_length=2000",
+        "--rollout.max_turns=2",
+    ]
     assert main(words) == 0
     said = capsys.readouterr().out
     (line,) = [line for line in said.splitlines() if "demonstrations of" in line]
