@@ -2,8 +2,8 @@
 
 It runs on five small made-up trajectories: a right answer, a wrong answer, no answer, a failing tool call, and a
 truncated one. Each line shows the reward and the status that training would use. With DATA, a file of problems or a
-generated source such as `world:gcd:1`, the trajectories answer its first problems, and the columns that a function finds
-in `problem.extra` are named. With `--trajectories`, the function scores what a run recorded.
+generated source such as `world:gcd:1`, the trajectories answer its first problems, and the columns that a function
+finds in `problem.extra` are named. With `--trajectories`, the function scores what a run recorded.
 """
 
 import argparse

@@ -92,8 +92,8 @@ def check_reward(path: str, problem: Problem = PROBLEM) -> list[str]:
 
 
 def score_again(path: str, groups: Sequence[Group]) -> list[str]:
-    """What a function pays to recorded trajectories, beside what these were paid: by status, by group, and where the two
-    differ most.
+    """What a function pays to recorded trajectories, beside what these were paid: by status, by group, and where the
+    two differ most.
 
     Args:
         path: As in `check_reward`.

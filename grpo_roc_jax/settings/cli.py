@@ -30,7 +30,7 @@ from grpo_roc_jax.settings.layers import (
 )
 from grpo_roc_jax.settings.layers import listed as listed_words
 from grpo_roc_jax.settings.options import adapter, as_mapping, as_text
-from grpo_roc_jax.settings.other_names import CONFIG_DIR, advice, close_to, use_recipe
+from grpo_roc_jax.settings.other_names import CONFIG_DIR, advice, close_to
 from grpo_roc_jax.settings.secrets import without_secrets
 
 __all__ = ["CONFIG_DIR", "ConfigError", "config_errors", "dump_yaml", "find_config", "flatten", "load_config"]

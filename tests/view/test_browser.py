@@ -479,7 +479,10 @@ def test_kinds_of_failed_calls_look_different(tab, serve, demo, tmp_path):
     page = tab(f"{serve(tmp_path / 'kinds')}#/group?g=0.step.1.0")
     page.wait_for_selector(".card")
     looks = [page.locator(".card").nth(i).locator(".call").first for i in range(len(kinds))]
-    style = "e => { const s = getComputedStyle(e); return [s.color, s.borderRadius, s.transform, s.backgroundImage].join(); }"
+    style = (
+        "e => { const s = getComputedStyle(e); "
+        "return [s.color, s.borderRadius, s.transform, s.backgroundImage].join(); }"
+    )
     assert len({mark.evaluate(style) for mark in looks}) == len(kinds)
     assert all(f"call: {kind.replace('_', ' ')}" in page.inner_text("section > .key") for kind in kinds)
 
