@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_roc_jax import __main__ as commands
@@ -83,6 +83,7 @@ def test_every_recipe_is_told_by_its_name_and_every_other_name_is_one():
     assert not recipe_of("../toy") and not recipe_of("") and not recipe_of(None) and not recipe_of(["dapo"])
 
 
+@settings(deadline=None)
 @given(st.text("abcdefghijklmnopqrstuvwxyz_.", min_size=1, max_size=30))
 def test_a_suggestion_is_near_or_absent(key):
     """Either the name itself stands in another section, or section and name are spelt nearly alike."""
