@@ -106,6 +106,24 @@ def records(rng, step, skill, *, groups=8, size=16, kind="step", resample="roc")
     return [replace(r, scored=scores(r.trajectory, step + i)) if r.kept else r for i, r in enumerate(found)]
 
 
+def measured(records):
+    """Metrics of a step that its records decide."""
+    kept = [r for r in records if r.kept]
+
+    def failing(some):
+        right = [r.verdict for r in some if r.verdict.status == "correct"]
+        return sum(v.tool_errors for v in right) / max(1, sum(v.tool_calls for v in right))
+
+    return {
+        "rollout/reward": float(np.mean([r.verdict.reward for r in records])),
+        "rollout/tool_error_in_correct": failing(records),
+        "roc/tool_error_in_correct_kept": failing(kept),
+        "rollout/length": float(np.mean([r.trajectory.length - r.trajectory.prompt_length for r in records])),
+        "roc/kept": float(len(kept)),
+        "roc/dropped": float(len(records) - len(kept)),
+    }
+
+
 def scores(made, seed):
     """Log-ratios and entropies of a scoring pass."""
     drawn = np.random.default_rng(seed).normal(size=(2, made.length)) * [[0.05], [0.2]]
@@ -147,7 +165,9 @@ def write_run(folder, seed=0, *, steps=12, groups=8, size=16, best=0.95, name="d
             found["eval/all/avg@2"] = float(np.mean([record.verdict.reward for record in judged]))
         if step:
             resample = (settings or {}).get("resample", "roc")
-            writer.write(step, records(rng, step, skill, groups=groups, size=size, resample=resample))
+            sampled = records(rng, step, skill, groups=groups, size=size, resample=resample)
+            writer.write(step, sampled)
+            found |= measured(sampled)
             found["alarm/entropy_band"] = float(step == 7)
         rows.append(found)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in rows))

@@ -6,6 +6,7 @@ from demo import write_run
 
 from grpo_roc_jax.method.roc import quota
 from grpo_roc_jax.record import trace
+from grpo_roc_jax.record.metrics import read_metrics
 
 
 @pytest.mark.parametrize("resample", ["roc", "none"])
@@ -38,5 +39,10 @@ def test_every_record_obeys_the_selection(tmp_path, resample):
                 mask = r.trajectory.policy_mask
                 assert np.allclose(r.advantages[mask], (reward - paid.mean()) / paid.std(ddof=1), rtol=1e-3)
                 assert not r.advantages[~mask].any()
+    rows = {row["step"]: row for row in read_metrics(run)}
+    for step in range(1, 5):
+        records = list(trace.read_trace(run, step))
+        assert rows[step]["roc/kept"] == sum(r.kept for r in records)
+        assert rows[step]["rollout/reward"] == pytest.approx(np.mean([r.verdict.reward for r in records]))
     expected = {"kept", "penalty", "quota"} if resample == "roc" else {"kept"}
     assert reasons - {"equal_rewards"} == expected
