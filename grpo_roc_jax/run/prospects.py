@@ -39,7 +39,7 @@ def hindrances(config: Config, chat: ChatFormat, scorer: Scorer | None = None) -
 
 def settings_against_learning(config: Config) -> list[str]:
     """What the settings alone say."""
-    lines, rollout = [], config.rollout
+    lines: list[str] = []
     parts = config.reward.functions
     if parts and not isinstance(config.advantage, Channels) and not any(part.weight for part in parts):
         lines.append(
@@ -55,10 +55,6 @@ def settings_against_learning(config: Config) -> list[str]:
         lines.append(
             "sampling.top_k = 1: all rollouts of a problem are the same, so their rewards cannot differ; raise it, or "
             "set it to 0"
-        )
-    if rollout.max_turns == 1 and config.tools.enabled:
-        lines.append(
-            "rollout.max_turns = 1 with tools: a rollout that calls a tool ends before it can use the output; raise it"
         )
     if not config.model.path and not config.sft.steps:
         lines.append(

@@ -32,7 +32,6 @@ def test_nothing_speaks_against_a_recipe(name):
             "one rollout a problem with resample.drop = equal",
         ),
         ("--sampling.top_k 1", "sampling.top_k = 1"),
-        ("--rollout.max_turns 1", "rollout.max_turns = 1 with tools"),
         ("--sft.steps 0", "sft.steps = 0: a policy with random weights"),
         ("--rollout.max_prompt_tokens 15", "of which 32 of 32 exceed rollout.max_prompt_tokens = 15; raise it to"),
         ("--rollout.max_response_tokens 60", "exceed rollout.max_response_tokens = 60"),
