@@ -47,9 +47,11 @@ def main() -> None:
             for name, word in words.items()
         }
         for number in range(asked.rounds + 1):
-            for name, (components, sampler) in policies.items():
+            for name, (_, sampling) in policies.items():
                 begun, spent = time.perf_counter(), sum(os.times()[:2])
-                sampled = sample_groups(components, sampler, problems, asked.samples, RunOptions(0, "evaluate"))
+                sampled = sample_groups(
+                    sampling, sampling.sampler.weights, problems, asked.samples, RunOptions(0, "evaluate")
+                )
                 if number:  # the first round compiles
                     wall[name].append(time.perf_counter() - begun)
                     cpu[name].append(sum(os.times()[:2]) - spent)

@@ -45,14 +45,14 @@ import numpy as np
 from grpo_roc_jax.config import Config, read_config
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.pod.processes import joined
-from grpo_roc_jax.rollout import collect
+from grpo_roc_jax.rollout import sampler as sampler_module
 from grpo_roc_jax.rollout.collect import render
 from grpo_roc_jax.rollout.records import Finish, Observe, RunOptions, Wait
 from grpo_roc_jax.run import rollout_stream, sample
-from grpo_roc_jax.run.components import Components, make_components
-from grpo_roc_jax.run.learner import make_learner
+from grpo_roc_jax.run.components import make_parts
+from grpo_roc_jax.run.learning import make_learner
 from grpo_roc_jax.run.start import fresh_run
-from grpo_roc_jax.run.step import sample_step
+from grpo_roc_jax.train import sample_step
 from grpo_roc_jax.types import RolloutRequest, Turn
 
 WORDS = """
@@ -146,13 +146,12 @@ def one_of_several(asked: argparse.Namespace, more: list[str]) -> dict | None:
     seconds: dict[str, list[float]] = {"divided": [], "shared": []}
     with (
         joined(config.distributed) as processes,
-        make_components(config, processes=processes) as components,
-        mock.patch.object(collect, "with_tools", partial(unequal, hard=asked.hard)),
-        mock.patch.object(sample, "with_tools", partial(unequal, hard=asked.hard)),
+        make_parts(config, processes=processes) as (policy, sampling),
+        mock.patch.object(sampler_module, "with_tools", partial(unequal, hard=asked.hard)),
     ):
-        run = fresh_run(components)
-        sampler = components.engine.publish(components.full(run.train.params), 0)
-        components.engine.warmup(sampler)
+        run = fresh_run(config, policy, sampling)
+        weights = sampling.sampler.publish(policy.full(run.train.params), 0)
+        sampling.sampler.engine.warmup(weights)
         size = config.resample.sampled(config.group.size)
         requests = [RolloutRequest(p, i, size) for i, p in enumerate(next(run.stream))]
         for step in range(asked.repeats):
@@ -162,7 +161,7 @@ def one_of_several(asked: argparse.Namespace, more: list[str]) -> dict | None:
                 processes.gather(None)
                 begun = time.perf_counter()
                 with patched if way == "divided" else nullcontext():
-                    groups = sample.sample_requests(components, sampler, requests, RunOptions(step)).groups
+                    groups = sample.sample_requests(sampling, weights, requests, RunOptions(step)).groups
                 seconds[way].append(round(time.perf_counter() - begun, 2))
                 found[way] = [(t.tokens.tolist(), t.sample) for group in groups for t in group.trajectories]
             assert found["divided"] == found["shared"]
@@ -174,15 +173,15 @@ def one_of_several(asked: argparse.Namespace, more: list[str]) -> dict | None:
         return summary if processes.first else None
 
 
-def run_steps(components: Components, learner, steps: int, *, overlap: bool) -> dict[str, float]:
+def run_steps(config: Config, parts: tuple, learner, *, overlap: bool) -> dict[str, float]:
     """The loop of `train.train_steps` without records; means over the steps after the first."""
-    config: Config = components.config
-    run, stream, rows = fresh_run(components), rollout_stream.RolloutStream(components), []
+    (policy, sampling), steps, rows = parts, config.steps, []
+    run, stream = fresh_run(config, *parts), rollout_stream.RolloutStream(config, sampling, policy.mesh)
     if overlap:
-        learner = replace(learner, meanwhile=stream.meanwhile)
+        learner.learner.meanwhile = stream.meanwhile
     begun = 0.0
     for step in range(steps):
-        samples = sample_step(config, components, run, stream)
+        samples = sample_step(config, policy, sampling, run, stream)
         groups = run.buffer.take(config.group.problems)
         batches = learner.batches(groups, (), run)
         run.train, batches, measured = learner.update(run, batches)
@@ -194,7 +193,7 @@ def run_steps(components: Components, learner, steps: int, *, overlap: bool) -> 
         else:
             rows.append(samples.metrics() | measured | aged)
     seconds = time.perf_counter() - begun
-    components.engine.release()
+    sampling.sampler.engine.release()
     names = ("rollout/sampled_tokens", "rollout/lag_mean", "rollout/lag_max", "rollout/partial_share", "time/update_s",
              "time/overlapped_s", "rollout/dropped_stale", rollout_stream.ESS)  # fmt: skip
     found = {name: [row[name] for row in rows if name in row] for name in names}  # some steps have nothing to learn
@@ -205,12 +204,13 @@ def run_steps(components: Components, learner, steps: int, *, overlap: bool) -> 
 
 def one_run(config: Config, overlap: bool) -> dict[str, float]:
     """The steps of one seed and lag, with everything compiled before."""
-    with make_components(config) as components:
-        run, learner = fresh_run(components), make_learner(components)
-        components.engine.warmup(components.engine.publish(components.full(run.train.params), 0))
+    with make_parts(config) as (policy, sampling):
+        sampler = sampling.sampler
+        run, learner = fresh_run(config, policy, sampling), make_learner(config, policy, sampler.chat)
+        sampler.engine.warmup(sampler.engine.publish(policy.full(run.train.params), 0))
         learner.warmup(run)
         del run
-        return run_steps(components, learner, config.steps, overlap=overlap)
+        return run_steps(config, (policy, sampling), learner, overlap=overlap)
 
 
 def gain_of(gains: np.ndarray) -> dict[str, float]:

@@ -6,7 +6,7 @@
 All methods see the same fixed rollouts: four problems, up to 34 trajectories each, with tool calls, errors,
 truncation, turns without a call, and rewards of 0 and 1 (sums of channels in recipes with several), and the memory
 of a fresh run. A method selects, computes its rows and takes the updates of its recipe by the code of a run
-(`run.learner`); only the model is replaced. Log-probabilities are those recorded for the first update and move by
+(`GroupLearner`); only the model is replaced. Log-probabilities are those recorded for the first update and move by
 fixed noise of 0.5 nats until the last one, which is more than in a run, so that caps of 3 or 4 act; a teacher has
 that noise with its sign changed. Compared are the gradients of the loss with respect to the log-probabilities of
 all sampled tokens, with those of `configs/methods/grpo.yaml` under the same updates and, where the recipe has it,
@@ -29,13 +29,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.group_learner import GroupLearner
+from grpo_roc_jax.learner.learner import Learner, UpdateBatch
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
 from grpo_roc_jax.method.catalog import load_methods, method_table, with_table
 from grpo_roc_jax.method.compose import Scores, initial_state, resample_group, subset
 from grpo_roc_jax.method.planning import PlanConfig
+from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.reward.config import RewardConfig
-from grpo_roc_jax.run.learner import Learner, UpdateBatch
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.types import PLAIN, Condition, Group, Verdict
@@ -125,7 +127,7 @@ def slope(surrogate):
     return jax.jit(jax.grad(value))
 
 
-class FixedPolicy(Learner):
+class FixedPolicy(GroupLearner):
     """A learner whose policy is the recorded log-probabilities plus `params` times fixed noise."""
 
     def score(self, params, groups, temperature):
@@ -175,7 +177,8 @@ def gradients(config: Config) -> list[np.ndarray]:
         found.append(total)
         return SimpleNamespace(params=train.params + 1 / max(len(batches) - 1, 1)), {"loss/value": np.float32(0)}
 
-    learner = FixedPolicy(SimpleNamespace(config=config, mesh=None), update, None, 1)
+    learner = FixedPolicy(config, Learner(ModelConfig()), None)
+    learner.learner.update_step = update
     run = RunState(SimpleNamespace(params=0.0), 0.0, None, initial_state(config))
     batches = learner.batches(groups, (), run)
     learner.update(run, batches)

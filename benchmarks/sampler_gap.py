@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from grpo_roc_jax.data.pipeline import eval_problems
+from grpo_roc_jax.method.compose import scoring_rows
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.run.components import make_components
-from grpo_roc_jax.run.learner import make_learner
+from grpo_roc_jax.run.components import make_parts
+from grpo_roc_jax.run.learning import make_learner
 from grpo_roc_jax.run.load import load_policy, settings_for
 from grpo_roc_jax.run.policy import cache_bytes
 from grpo_roc_jax.run.sample import sample_groups
@@ -29,17 +30,18 @@ CHOICES = [("full", "full"), ("int8", "full"), ("float8", "full"), ("full", "int
 
 def measure(asked: argparse.Namespace, words: list[str]) -> dict[str, float]:
     """Gaps under one choice."""
-    with make_components(settings_for(asked.run, words, "sampler_gap", dialogue=False)) as components:
-        config, learner = components.config, make_learner(components)
-        step, params = load_policy(components, asked.run)
-        sampler = components.engine.publish(params, step)
+    config = settings_for(asked.run, words, "sampler_gap", dialogue=False)
+    with make_parts(config) as (policy, sampling):
+        learner = make_learner(config, policy, sampling.sampler.chat).learner
+        step, params = load_policy(policy, asked.run)
+        weights = sampling.sampler.publish(params, step)
         options = RunOptions(step, "evaluate")
-        groups = sample_groups(components, sampler, eval_problems(config.data), asked.samples, options).groups
-        found = learner._passes(params, learner.score_batch, groups, config.sampling.temperature).logprobs
+        groups = sample_groups(sampling, weights, eval_problems(config.data), asked.samples, options).groups
+        found, _ = learner.score_rows(params, scoring_rows(groups), config.sampling.temperature)
         rows = [t for group in groups for t in group.trajectories]
         gaps = [(now - t.logprobs)[t.policy_mask] for t, now in zip(rows, found, strict=True)]
         gap = np.concatenate(gaps).astype(np.float64)
-        ratio, token = np.exp(gap), cache_bytes(components.model, 4, config.rollout.cache_dtype)[0]
+        ratio, token = np.exp(gap), cache_bytes(policy.model, 4, config.rollout.cache_dtype)[0]
         return {
             "reward": float(np.mean([verdict.reward for group in groups for verdict in group.verdicts])),
             "tokens": len(gap),

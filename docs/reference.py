@@ -112,6 +112,114 @@ def alike(one: type, other: type, name: str) -> bool:
 # ---- Python --------------------------------------------------------------------------------------------------------
 
 
+ALONE = r"""
+## Parts alone
+
+Each part is made and used without the others. The loop in [the README](../README.md#a-loop-of-your-own) puts them
+together.
+
+### The executor
+
+Runs programs in isolated processes. `Executor(settings)` takes an `ExecutorSettings`: the limits of a program, how many
+processes run, and which libraries are loaded ahead. `run` takes a list of `Program`s, each a name and its source as
+text, and returns a `ProgramResult` for each, in order. [The sandbox](sandbox.md) says what else it does.
+
+```python run
+from grpo_roc_jax.sandbox import Executor, ExecutorSettings, Program, ProgramLimits
+
+settings = ExecutorSettings(limits=ProgramLimits(wall_s=2.0, memory_mb=256), preload=())
+with Executor(settings) as executor:
+    right, wrong = executor.run([Program("a", "print(6 * 7)"), Program("b", "1 / 0")])
+assert right.stdout == "42\n" and wrong.error_type == "ZeroDivisionError"
+```
+
+### Rewards
+
+`make_scorer` takes a `RewardConfig`, which names the reward functions and how answers are compared, and returns a
+`Scorer`. Its `score_all` takes a list of `Problem`s and, for each, a list of `Trajectory`s; the result has one
+`Group` for each problem, with a `Verdict` for every trajectory. `final_answer` takes a trajectory and returns its
+answer as text, or None.
+
+```python run
+import numpy as np
+import grpo_roc_jax as g
+
+text, ones = "</reason><answer>\\boxed{144}</answer>", np.ones(4, np.int32)
+row = g.Trajectory(ones, ones > 0, 0.0 * ones, ones, 0, (g.Turn(0, 4, text),), "answer", sample=0)
+problem = g.Problem("p", "gcd(720,432)=?", "144", "example")
+scorer = g.make_scorer(g.RewardConfig())
+(group,) = scorer.score_all([problem], [[row]]).groups
+assert g.final_answer(row) == "144" and group.rewards.tolist() == [1.0]
+scorer.close()
+```
+
+### Advantages
+
+`train_rows` takes a list of `Group`s, the sections of a configuration that make up a method, and the method's state.
+It returns a `TrainRow` for every trajectory: float32 arrays of its length with the advantage and the weight of each
+token. Here the rewards 1 and 0 are divided by their standard deviation after their mean is subtracted.
+
+```python run
+import numpy as np
+import grpo_roc_jax as g
+
+config, ids = g.read_config("toy.yaml"), np.array([7, 8, 9], np.int32)
+rows = [g.Trajectory(ids, ids > 7, 0.0 * ids, ids, 1, (), "answer", sample) for sample in range(2)]
+verdicts = [g.Verdict(reward, "correct", "144", 1, 0, 1, True, 1) for reward in (1.0, 0.0)]
+group = g.Group(g.Problem("p", "?", "144", "example"), tuple(rows), tuple(verdicts))
+right, wrong = g.train_rows([group], config, g.initial_state(config))
+np.testing.assert_allclose(right.advantages[1:], 0.7071, atol=1e-4)
+np.testing.assert_allclose(wrong.advantages[1:], -0.7071, atol=1e-4)
+```
+
+### The sampler
+
+`Sampler` takes the shape of a policy (`ModelConfig`), its parameters (a pytree of arrays), a tokenizer, and the tools
+that the policy may call (a `Registry`; the Python tool by default). `roll_out` takes `RolloutRequest`s and returns a
+list of `Trajectory`s for each of them, with statistics. `publish` takes new parameters and the number of their
+version.
+
+```python run
+import jax
+import grpo_roc_jax as g
+
+tokenizer = g.load_tokenizer(g.TextConfig())
+model = g.ModelConfig(vocab_size=tokenizer.vocab_size, d_model=32, layers=1, heads=2, kv_heads=1, head_dim=16, d_ff=32)
+params = g.init_params(jax.random.key(0), model)
+rollout, limits = g.RolloutConfig(slots=4, max_response_tokens=16), g.ToolsConfig(workers=1, preload=())
+with g.Sampler(model, params, tokenizer, rollout=rollout, limits=limits) as sampler:
+    problem = g.Problem("p", "gcd(720,432)=?", "144", "example")
+    (rows,), stats = sampler.roll_out([g.RolloutRequest(problem, place=0, count=4)])
+assert len(rows) == 4 and stats.sampled_tokens > 0
+```
+
+### The learner
+
+`Learner` takes the shape of a policy, the loss of a token (`Surrogate`, of which `Clip` is one), the settings of
+AdamW (`OptimConfig`), a mesh of devices (None for the first one), and the parameters to begin with. `update` takes
+`TrainRow`s, takes one optimizer step, and returns its metrics as a mapping of names to floats. `score` returns a list
+of log-probabilities and one of entropies, each a float32 array for every row. `params` are the parameters for the
+sampler.
+
+```python run
+import jax
+import numpy as np
+import grpo_roc_jax as g
+
+model = g.ModelConfig(vocab_size=32, d_model=32, layers=1, heads=2, kv_heads=1, head_dim=16, d_ff=32)
+params, optim = g.init_params(jax.random.key(0), model), g.OptimConfig(lr=0.01, warmup_steps=0)
+learner = g.Learner(model, g.Clip(), optim, None, params, batch=g.BatchConfig(row_length=16, rows=2), rows=4)
+ids, ones = np.array([3, 4, 5], np.int32), np.ones(3, np.float32)
+row = g.TrainRow(ids, ids > 3, 0 * ones, ones, ones / 2, 0 * ids, 0 * ones)  # advantage 1, weight 1/2 a token
+before, _ = learner.score([row])
+metrics = learner.update([row])
+after, _ = learner.score([row])
+assert metrics["update/grad_norm"] > 0 and after[0].sum() > before[0].sum()
+```
+""".strip().splitlines()
+"""The part of the page on Python that is written by hand; its blocks are run by tests/test_docs.py."""
+
+
 def api() -> str:
     """The public names with their signatures and docstrings."""
     lines = [
@@ -119,6 +227,8 @@ def api() -> str:
         "",
         "`python docs/reference.py` generates this page from the docstrings of the names in `__init__.py`.",
         "`import grpo_roc_jax as g` loads nothing heavy; a name is loaded when it is first used.",
+        "",
+        *ALONE,
     ]
     for name in grpo_roc_jax.__all__[1:]:
         home, _, own = grpo_roc_jax._HOMES[name].partition(":")
@@ -137,9 +247,15 @@ def entry(thing: Any, name: str) -> Iterator[str]:
     """Signature, docstring, and the fields and methods of a class."""
     is_class, whole = inspect.isclass(thing), inspect.getdoc(thing) or ""
     parsed = docstring_parser.parse_from_object(thing) if is_class else docstring_parser.parse(whole)
-    if not is_class:
+    written = is_class and not dataclasses.is_dataclass(thing)
+    made = inspect.getdoc(vars(thing)["__init__"]) if written and "__init__" in vars(thing) else None
+    if made:  # a class whose arguments its `__init__` describes
+        parsed = docstring_parser.parse(made)
+    if not is_class or made:
         parameters = [as_written(one) for one in inspect.signature(thing).parameters.values()]
-        yield from ("```python", f"{name}({', '.join(parameters)})", "```", "")
+        line = f"{name}({', '.join(parameters)})"
+        several = [f"{name}(", *(f"    {one}," for one in parameters), ")"]
+        yield from ("```python", *([line] if len(line) <= 120 else several), "```", "")
     for block in re.split(r"\n\s*\n(?:Args|Raises|Returns):", whole)[0].split("\n\n"):
         yield from (block if block.startswith("    ") else cell(block), "")
     methods = inspect.getmembers(thing, inspect.isfunction) if is_class else ()

@@ -35,33 +35,37 @@ QUESTION = g.Problem("example", "gcd(720,432)=?", "144", "example")
 def main(words: list[str]) -> None:
     # The same words as on the command line of `grpo-roc train`; `config` is a frozen dataclass of sections.
     config = g.read_config(*(words or DEFAULTS))
-    # Tokenizer, chat format, model shape, device mesh, rollout engine, tool executor and scorer. The executor starts
-    # sandboxed processes here; they end with the block.
-    with g.make_components(config) as parts:
-        run = g.fresh_run(parts)  # parameters, optimizer state, stream of problems, what the method remembers
+    # `policy` is the model on its devices. `sampling` has the sampler, which is engine, chat format and tool executor,
+    # and the scorer. The executor starts sandboxed processes here; they end with the block.
+    with g.make_parts(config) as (policy, sampling):
+        sampler, scorer = sampling.sampler, sampling.scorer
+        run = g.fresh_run(config, policy, sampling)  # parameters, optimizer state, problems, the method's memory
         print(f"supervised stage: {config.sft.steps} steps on demonstrations of tool calls and answers", flush=True)
-        g.cold_start(parts, run)
-        learner = g.make_learner(parts)  # its functions compile at the first call
-        print("before:", answer(parts, run, QUESTION), sep="\n")
+        g.cold_start(config, policy, sampler.chat, run)
+        learner = g.make_learner(config, policy, sampler.chat)  # its functions compile at the first call
+        sampler.publish(policy.full(run.train.params), run.step)
+        print("before:", answer(sampler, scorer, QUESTION), sep="\n")
         for _ in range(config.steps):
-            print(describe(train_step(parts, learner, run)), flush=True)
-        print("after:", answer(parts, run, QUESTION), sep="\n")
+            print(describe(train_step(config, sampler, scorer, learner, run)), flush=True)
+            sampler.publish(policy.full(run.train.params), run.step)
+        print("after:", answer(sampler, scorer, QUESTION), sep="\n")
 
 
-def train_step(parts, learner, run) -> dict[str, float]:
+def train_step(config, sampler, scorer, learner, run) -> dict[str, float]:
     """Takes one step of GRPO-RoC, which updates `run`, and returns what it measured.
 
     Args:
-        parts: From `make_components`.
+        config: Of the run.
+        sampler: With the policy published.
+        scorer: Of the same parts.
         learner: From `make_learner`.
         run: From `fresh_run`.
     """
-    started, config = time.perf_counter(), parts.config
+    started = time.perf_counter()
     rng = np.random.default_rng([config.seed, run.step])
 
-    # 1. Publish the policy: the engine gets a copy of the weights in its own layout and compares its log-probabilities
-    #    with those of the trainer. (`full` merges an adapter; without one it returns the parameters.)
-    sampler = parts.engine.publish(parts.full(run.train.params), run.step)
+    # 1. The policy is published already: the sampler got a copy of the weights in its own layout and compared its
+    #    log-probabilities with those of the trainer. (`full` merges an adapter; without one it returns the parameters.)
 
     # 2. Roll out 2G trajectories per problem. The model writes code, a sandboxed Python process runs it, and the output
     #    is appended to the context. These tokens are masked out of the loss: the policy did not write them. The random
@@ -69,11 +73,11 @@ def train_step(parts, learner, run) -> dict[str, float]:
     problems = next(run.stream)
     count = config.resample.sampled(config.group.size)  # 2G under `resample: roc`, G under `resample: none`
     requests = [g.RolloutRequest(problem, place, count) for place, problem in enumerate(problems)]
-    rollouts, stats = g.roll_out(parts, sampler, requests, g.RunOptions(run.step))
+    rollouts, stats = sampler.roll_out(requests, g.RunOptions(run.step))
 
     # 3. Score: 1 for a right answer, 0 otherwise. A verdict also counts the failed calls and the malformed answers,
     #    which change no reward. There is one group per problem.
-    groups = g.score(parts, problems, rollouts)
+    groups = scorer.score_all(problems, rollouts).groups
 
     # 4. Resample on correct: of the successes those with the fewest errors, of the failures a uniform draw, G in all.
     #    A group whose rewards are all equal has no signal and is dropped.
@@ -115,15 +119,13 @@ def failed_share(groups) -> float:
     return sum(verdict.tool_errors for verdict in verdicts) / calls if calls else 0.0
 
 
-def answer(parts, run, problem) -> str:
+def answer(sampler, scorer, problem) -> str:
     """One greedy rollout of a problem as text, tool calls and their outputs included, and its verdict."""
-    sampler = parts.engine.publish(parts.full(run.train.params), run.step)
-    requests = [g.RolloutRequest(problem, place=0, temperature=0.0)]
-    rollouts, _ = g.roll_out(parts, sampler, requests, g.RunOptions(run.step, "evaluate"))
-    (group,) = g.score(parts, [problem], rollouts)
+    rollouts, _ = sampler.roll_out([g.RolloutRequest(problem, place=0, temperature=0.0)], g.RunOptions(0, "evaluate"))
+    (group,) = scorer.score_all([problem], rollouts).groups
     if not group.size:
         return "  lost to a failure of the infrastructure"
-    text = parts.tokenizer.decode(group.trajectories[0].tokens.tolist())
+    text = sampler.chat.tokenizer.decode(group.trajectories[0].tokens.tolist())
     return f"  {text}\n  -> {group.verdicts[0].status}"
 
 

@@ -1,13 +1,12 @@
 """The configuration of a run: one frozen section per stage, assembled here, with the checks between sections."""
 
+import importlib
 from collections.abc import Container, Mapping
 from dataclasses import field, replace
 from typing import Any, ClassVar, Literal
 
-import grpo_roc_jax.method.family
+import grpo_roc_jax.method.distillation
 import grpo_roc_jax.reward.graded
-import grpo_roc_jax.reward.ranking
-import grpo_roc_jax.reward.screening
 import grpo_roc_jax.worlds.worlds  # noqa: F401 (its sources)
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.generated import generator_of
@@ -16,13 +15,8 @@ from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.learner.update import OptimConfig
 from grpo_roc_jax.method.advantage import Advantage, GroupRelative
-from grpo_roc_jax.method.compose import needs_reference, reference_sync, teacher_of
+from grpo_roc_jax.method.compose import method_parts, needs_reference, reference_sync, teacher_of
 from grpo_roc_jax.method.config import MethodConfig
-from grpo_roc_jax.method.family.channels import Channels
-from grpo_roc_jax.method.family.lambda_grpo import LearnedLength
-from grpo_roc_jax.method.family.rc_grpo import RewardTokens
-from grpo_roc_jax.method.family.s_grpo import Serial
-from grpo_roc_jax.method.family.xrpo import HalfWidth
 from grpo_roc_jax.method.planning import PlanConfig
 from grpo_roc_jax.method.roc import ResampleOnCorrect, Selector
 from grpo_roc_jax.method.shaping import Shaping, check_steps
@@ -38,11 +32,14 @@ from grpo_roc_jax.record.checkpoint import CheckpointConfig
 from grpo_roc_jax.record.metrics import LogConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.settings.cli import ConfigError, build, load_config
+from grpo_roc_jax.settings.cli import CONTRIB_METHODS, ConfigError, build, load_config
 from grpo_roc_jax.settings.layers import Layer, Place
 from grpo_roc_jax.settings.options import AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, settings
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.tools.config import ToolsConfig
+
+if CONTRIB_METHODS.is_dir():  # the door of methods that the core does not name: their kinds register at import
+    importlib.import_module("grpo_roc_jax.contrib.methods")
 
 DEFAULT_CONFIG = "toy.yaml"
 
@@ -402,11 +399,6 @@ def check_method(config: Config) -> None:
             f"group.size = {config.group.size} with advantage.baseline = {baseline}: a group of one has no signal "
             "against itself; raise group.size, or choose advantage.baseline tracker or none"
         )
-    if isinstance(config.advantage, Channels) and config.shaping:
-        raise ValueError(
-            "advantage channels reads reward channels as they come, but shaping changes the summed reward only: leave "
-            "it out, or choose another advantage"
-        )
     factors = [part.kind for part in config.weights.factors]
     if {"truncated_is", "masked_is"} & set(factors) and not config.surrogate.scored_ratio:
         raise ValueError(
@@ -432,17 +424,6 @@ def check_method(config: Config) -> None:
             f"plan.second {config.plan.second.kind} trains tokens that were not sampled, which have no "
             "log-probabilities for a ratio; set surrogate.old_logprobs scored, or surrogate logp"
         )
-    learned = any(isinstance(part, LearnedLength) for part in config.weights.factors)
-    if learned and any(part.needs_reference for part in config.shaping):
-        raise ValueError(
-            "weights.factors learned_length reads rewards after the update, where the divergence of shaping kl is not "
-            "known; use advantage.adjust kl, or leave the factor out"
-        )
-    if learned and not hasattr(config.advantage, "trajectories"):
-        raise ValueError(
-            f"weights.factors learned_length follows advantages of rewards, which advantage {config.advantage.kind} "
-            "does not make; choose another advantage, or leave the factor out"
-        )
 
 
 def check_plan(config: Config) -> None:
@@ -451,30 +432,11 @@ def check_plan(config: Config) -> None:
     Raises:
         ValueError: With the two settings and what to change.
     """
-    plan, sampled = config.plan, config.resample.sampled(config.group.size)
-    second, budget, tokens = plan.second, plan.budget, plan.condition
-    if second.kind != "none" and tokens.kind == "reward_tokens":
-        raise ValueError(
-            f"plan.condition reward_tokens with plan.second {second.kind}: a rollout has one condition; use one of them"
-        )
-    if isinstance(second, Serial) and budget.kind != "uniform":
-        raise ValueError(
-            f"plan.budget {budget.kind} with plan.second serial, whose rollouts are cuts of one; set plan.budget "
-            "uniform"
-        )
-    if isinstance(second, Serial) and sampled != second.cuts + 1:
-        raise ValueError(
-            f"plan.second serial gives cuts + 1 = {second.cuts + 1} trajectories per problem but {sampled} are "
-            f"sampled; set group.size {second.cuts + 1} with resample none"
-        )
-    if isinstance(budget, HalfWidth) and not budget.pilot < sampled:
-        raise ValueError(
-            f"plan.budget half_width: pilot = {budget.pilot} of {sampled} rollouts per problem leaves nothing to "
-            "allocate; lower the pilot, or choose plan.budget uniform"
-        )
-    _check_reward_tokens(config, sampled)
+    second, budget, tokens = config.plan.second, config.plan.budget, config.plan.condition
+    for part in method_parts(config):
+        part.check(config)
     other = [f"plan.second {second.kind}"] if second.kind != "none" else []
-    other += [f"plan.condition {tokens.kind}"] if tokens.kind in ("hint_level", "paraphrases") else []
+    other += [f"plan.condition {tokens.kind}"] if not tokens.resumable else []
     other += [f"plan.budget {budget.kind}"] if budget.kind != "uniform" else []
     other += ["rollout.early_exit"] if config.rollout.early_exit else []
     limit = config.rollout.step_limit
@@ -482,29 +444,6 @@ def check_plan(config: Config) -> None:
         raise ValueError(
             f"rollout.step_limit {limit.kind} with {other[0]}: a group of several waves, or one that is cut on purpose,"
             " has no rows to continue in the next step; use one of the two"
-        )
-
-
-def _check_reward_tokens(config: Config, sampled: int) -> None:
-    tokens, taught = config.plan.condition, config.sft.reward_tokens
-    if not isinstance(tokens, RewardTokens):
-        if config.resample.kind == "rc_roc":
-            raise ValueError("resample rc_roc without plan.condition reward_tokens has nothing to tell apart; use roc")
-        return
-    if tokens.draw == "fixed" and sampled < 2:
-        raise ValueError(
-            f"plan.condition reward_tokens with draw fixed needs a rollout of each kind but {sampled} is sampled; "
-            "raise group.size"
-        )
-    if tokens.separation and not config.data.eval_problems:
-        raise ValueError(
-            f"plan.condition.separation = {tokens.separation} with data.eval_problems = 0: the gap between the reward "
-            "tokens is measured on held-out problems; name some, or set plan.condition.separation 0"
-        )
-    if taught not in ("none", tokens.form):
-        raise ValueError(
-            f"sft.reward_tokens = {taught} but plan.condition.form = {tokens.form}: the policy would be trained under "
-            "tokens that it was not taught; set both alike"
         )
 
 

@@ -14,9 +14,12 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, derived
 from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass, Hosted, OwnEnvironments
-from grpo_roc_jax.method.compose import next_state
+from grpo_roc_jax.learner.learner import UpdateBatch
+from grpo_roc_jax.method.compose import next_state, resample_group, subset
 from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
@@ -32,34 +35,26 @@ from grpo_roc_jax.record.storage import StorageFailed
 from grpo_roc_jax.record.trace import eval_records, step_records
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
-from grpo_roc_jax.run.accounts import check_accounts
-from grpo_roc_jax.run.alarms import GapCheck
-from grpo_roc_jax.run.components import (
-    Components,
-    check_components,
-    describe_device,
-    make_registry,
-)
+from grpo_roc_jax.run.components import check_components, describe_device, make_registry
 from grpo_roc_jax.run.evaluate import check_reward_tokens, evaluate_policy
-from grpo_roc_jax.run.learner import UpdateBatch, make_learner
-from grpo_roc_jax.run.policy import memory_lines
+from grpo_roc_jax.run.learning import find_teacher, make_learner
+from grpo_roc_jax.run.policy import PolicyModel, memory_lines
 from grpo_roc_jax.run.prospects import hindrances
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
-from grpo_roc_jax.run.rounds import StepSamples
+from grpo_roc_jax.run.rounds import StepSamples, WaveSampler, check_accounts, draw_problems, merge_rounds, run_round
 from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
 from grpo_roc_jax.run.stages import enter_stage, first_stage, next_claim, observe, stage_over
 from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run
-from grpo_roc_jax.run.step import sample_step
 from grpo_roc_jax.run.summary import one_of, read_summary, summary_lines, write_summary
-from grpo_roc_jax.run.teacher import find_teacher
-from grpo_roc_jax.run.watch import CONFIG_STATUS, INFRASTRUCTURE_STATUS, Stopped, Watch
+from grpo_roc_jax.run.watch import CONFIG_STATUS, INFRASTRUCTURE_STATUS, GapCheck, Stopped, Watch
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.settings.leaving import end_with
 from grpo_roc_jax.settings.options import fields_of
-from grpo_roc_jax.settings.points import injected, reach
+from grpo_roc_jax.settings.points import injected, reach, spoiled
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics
@@ -85,7 +80,8 @@ def train(
         functions: Functions of yours, by the name that the configuration gives them wherever it takes
             `package.module:function`: rewards, advantages, shaping, edits of groups and rows, judges.
         tools: Tools of yours instead of the built-in ones.
-        force: Continues a run with settings that change what is trained.
+        force: Continues a run with settings that change what is trained: moments are cast to another
+            `optim.moment_dtype`, other data begin at their start.
         environment: A class of yours that answers the policy's turns, one object for each rollout, in place of the one
             that `config.environment` names. Of several, in a mapping, a problem chooses one by its column
             `environment`.
@@ -157,25 +153,26 @@ def with_environment(
 
 def train_steps(session: TrainingSession, run: RunState) -> int:
     """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step."""
-    config, components, checkpointer = session.config, session.components, session.checkpointer
+    config, checkpointer = session.config, session.checkpointer
+    policy, sampling, sampler = session.policy, session.sampling, session.sampling.sampler
     reach("compile")
-    components.engine.warmup(components.engine.publish(components.full(run.train.params), run.step))
-    stream = RolloutStream(components) if config.rollout.step_limit.streams else None
-    learner = make_learner(components)
+    sampler.engine.warmup(sampler.engine.publish(policy.full(run.train.params), run.step))
+    stream = RolloutStream(config, sampling, policy.mesh) if config.rollout.step_limit.streams else None
+    learner = make_learner(config, policy, sampler.chat)
     learner.warmup(run)
     if stream is not None:
-        learner = replace(learner, meanwhile=stream.meanwhile)
+        learner.learner.meanwhile = stream.meanwhile
     session.writer.say(describe_programs(session.compilations))
     checkpointer.held = run.bundle()
     watch, compiled = Watch(config.limits), None
-    gap = GapCheck(session.events, exact=exact_sampling(config, components))
+    gap = GapCheck(session.events, exact=exact_sampling(config, policy))
     longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
     for one in filter(None, (watch, session.alarms)):
-        one.recall(components.processes.once(lambda: recorded(session.run_dir)[-longest:]))
+        one.recall(sampling.processes.once(lambda: recorded(session.run_dir)[-longest:]))
     while run.step < config.steps and not stage_over(session, run):
         begun = time.perf_counter()
         counts = run.buffer.counts
-        samples = sample_step(config, components, run, stream)
+        samples = sample_step(config, policy, sampling, run, stream)
         groups = run.buffer.take(config.group.problems)
         batches = learner.batches(groups, samples.explanations, run)
         check_accounts(samples, groups, batches, counts, run.buffer.counts)
@@ -218,12 +215,42 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     return after_first
 
 
-def exact_sampling(config: Config, components: Components) -> bool:
+def sample_step(
+    config: Config, policy: PolicyModel, sampling: GroupSampler, run: RunState, stream: RolloutStream | None = None
+) -> StepSamples:
+    """The sampling half of a step: publishes the policy, samples, scores and selects until the buffer holds a step's
+    groups, or no dynamic sampling round is left. The groups come from the stream if there is one."""
+    reach("sample")
+    weights = sampling.sampler.engine.publish(policy.full(run.train.params), run.step)
+    rng, plan_rng = np.random.default_rng([config.seed, run.step]), np.random.default_rng([config.seed, run.step, 2])
+    rounds = []
+    for index in range(1 + config.group.dynamic_sampling_rounds):
+        if stream is not None:
+            found = stream.next_round(run, weights)
+        else:
+            problems = draw_problems(config, run.stream, run.method, plan_rng)
+            first = index * config.group.problems
+            waves = WaveSampler(sampling, weights, step=run.step, first_place=first, partial=run.partial)
+            found = run_round(config, sampling, problems, run.method, plan_rng, waves)
+        begun = time.perf_counter()
+        reach("select")
+        selections = tuple(resample_group(group, config, rng) for group in found.groups)
+        kept = [subset(g, s) for g, s in zip(found.groups, selections, strict=True) if s.kept]
+        run.buffer.add(spoiled("selected", kept))
+        rounds.append(replace(found, selections=selections, select_s=time.perf_counter() - begun))
+        run.sampled += found.sampled
+        run.partial = found.partial
+        if len(run.buffer) >= config.group.problems:
+            break
+    return merge_rounds(rounds)
+
+
+def exact_sampling(config: Config, policy: PolicyModel) -> bool:
     """Whether sampler and trainer compute the same log-probabilities up to the rounding of float32: with that precision
     throughout, and rows that train under the prompts that they were sampled under."""
     rollout = config.rollout
     full = rollout.weight_dtype == rollout.cache_dtype == "full" and not config.plan.second.trains_plain
-    return full and compute_dtype(components.model) == "float32"
+    return full and compute_dtype(policy.model) == "float32"
 
 
 def look(
@@ -243,7 +270,7 @@ def look(
         why.append(str(error))
         raise
     finally:
-        once, config = session.components.processes.once, session.config
+        once, config = session.sampling.processes.once, session.config
         kept = why and once(lambda: keep_batch(session.run_dir, config, run.step, batches, why[0]))
         if kept:
             session.events.note(run.step, "batch", f"{why[0]}; grpo-roc replay runs {kept} again")
@@ -262,11 +289,11 @@ def describe_programs(compiled: CompilationCounter) -> str:
 def finish(session: TrainingSession, run: RunState, started: float, compiled_after_first: int) -> dict[str, Any]:
     """The last evaluation, `summary.json` and the last lines."""
     accuracy = evaluate_once(session, run)
-    processes = session.components.processes
+    processes = session.sampling.processes
     measured = {
         "device": describe_device(),
         "processes": processes.count,
-        "isolation": session.components.executor.capabilities.level,
+        "isolation": session.sampling.sampler.executor.capabilities.level,
         "accuracy_before": run.accuracy_before,
         "accuracy_after": accuracy,
         "compilations_after_first_step": compiled_after_first,
@@ -298,7 +325,7 @@ def begin(session: TrainingSession) -> RunState:
     """
     claim = session.claim
     config = claim.whole.staged()[claim.stage] if claim.stages else session.config
-    announce(config, session.components, session.run_dir, session.writer)
+    announce(config, session.policy, session.sampling.sampler, session.run_dir, session.writer)
     try:
         run = restored_or_fresh(session)
     except RewardError as error:
@@ -306,7 +333,7 @@ def begin(session: TrainingSession) -> RunState:
     except NonFiniteWeightsError as error:
         raise ConfigError(f"{error}; check the weights at model.path, or lower sft.lr") from error
     if run.step == 0:
-        for line in check_reward_tokens(session.components, run.train.params):
+        for line in check_reward_tokens(session.config, session.policy, session.sampling, run.train.params):
             session.writer.say(line)
     return run
 
@@ -314,16 +341,20 @@ def begin(session: TrainingSession) -> RunState:
 def restored_or_fresh(session: TrainingSession) -> RunState:
     """The newest checkpoint with the evaluation that was due there, or a fresh run after its supervised stage and a
     first evaluation. Files of the run are written and cut from here on."""
-    config, components, writer = session.config, session.components, session.writer
-    run, processes = fresh_run(components), components.processes
-    for note in (*run.stream.notes, *hindrances(config, components.chat)):
+    config, writer, processes = session.config, session.writer, session.sampling.processes
+    run = fresh_run(config, session.policy, session.sampling)
+    for note in (*run.stream.notes, *hindrances(config, session.sampling.sampler.chat)):
         writer.say(note)
     if session.start.kind == "resume":
-        saved = session.checkpointer.restore_latest(run.bundle())
+        forced = session.start.forced
+        saved = session.checkpointer.restore_latest(run.bundle(), cast=forced)
         if saved is None:
             raise ConfigError(f"the checkpoints of {session.run_dir} vanished while the run started")
+        other_data = forced and not session.claim.stages and not run.stream.owns(saved.host["data"])
+        if other_data:
+            writer.say("the data are other ones than those of the checkpoint: they begin at their start")
         with config_errors():
-            run.load(saved, position=not session.claim.stages)
+            run.load(saved, position=not session.claim.stages and not other_data)
         session.checkpointer.held = run.bundle()
     processes.once(lambda: describe_run(session.run_dir, session.claim.whole))
     if session.start.kind == "resume":
@@ -343,7 +374,7 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
             if accuracy is not None:
                 observe(session, run, {f"eval/{ALL}/avg@{config.eval.samples}": accuracy})
         return run
-    cold_start(components, run, writer)
+    cold_start(config, session.policy, session.sampling.sampler.chat, run, writer)
     session.checkpointer.held = run.bundle()
     if config.sft.steps:  # which the evaluation must not cost, whatever happens there
         session.checkpointer.save(0, session.checkpointer.held)
@@ -380,7 +411,7 @@ def record(
             outside=samples.outside,
         )
     traces.write(run.step, records)
-    shown = one_of(records, run.step, session.components.tokenizer.decode) if shows else None
+    shown = one_of(records, run.step, session.sampling.sampler.chat.tokenizer.decode) if shows else None
     if shown is not None:
         writer.sample(run.step, shown, records)
     writer.write(run.step, metrics)
@@ -388,13 +419,19 @@ def record(
 
 def evaluate(session: TrainingSession, run: RunState) -> tuple[float | None, Metrics]:
     """Held-out accuracy (None without problems) and metrics of the current policy; its trajectories are kept."""
-    config, components = session.config, session.components
+    config, sampling = session.config, session.sampling
     if not session.held_out:
         return None, {}
     reach("evaluate")
-    sampler = components.engine.publish(components.full(run.train.params), run.step)
+    weights = sampling.sampler.engine.publish(session.policy.full(run.train.params), run.step)
     accuracy, metrics, sampled = evaluate_policy(
-        components, sampler, session.held_out, config.eval.samples, step=run.step, temperature=config.eval.temperature
+        config,
+        sampling,
+        session.held_out,
+        config.eval.samples,
+        step=run.step,
+        temperature=config.eval.temperature,
+        weights=weights,
     )
     session.traces.write(run.step, eval_records(run.step, sampled.groups), kind="eval")
     return accuracy, metrics
@@ -407,7 +444,7 @@ def evaluate_once(session: TrainingSession, run: RunState) -> float | None:
     def find() -> float | None:
         return next((row[name] for row in recorded(session.run_dir) if row["step"] == run.step and name in row), None)
 
-    known = session.components.processes.once(find)
+    known = session.sampling.processes.once(find)
     if known is not None or not session.held_out:
         return known
     accuracy, metrics = evaluate(session, run)

@@ -7,7 +7,7 @@ Values that enter `jit` are defined next to the functions that make them (`pack.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,30 +20,6 @@ what the policy said, which scores 0; an infrastructure failure; cut short becau
 
 TRUNCATED_STOPS: frozenset[str] = frozenset({"length", "turns", "deadline"})
 """Stops that count as truncation: kept in the group with reward 0 (GRPO-RoC, arXiv:2508.20722, sec. 4.3.1)."""
-
-ConditionKind = Literal[
-    "",
-    "high_reward",
-    "low_reward",
-    "budget",
-    "hint",
-    "examples",
-    "draft",
-    "cut",
-    "hint_writer",
-    "explanation",
-    "demonstration",
-    "prediction",
-    "paraphrase",
-    "refinement",
-    "skill",
-    "feedback",
-]
-"""What a rollout was conditioned on: nothing (the plain prompt); a reward token (RC-GRPO); a stated token budget (Train
-Long, Think Short); a hint; solved problems of the batch (XRPO); its group's best draft (iGRPO); a thought that was cut
-(S-GRPO); the solution, to write a hint (SAGE); the answer, to explain it (ExPO); no policy at all (a demonstration);
-a request to predict how it will fare (MASA); another wording (PS-GRPO); the
-best rollout and a rubric (RGR-GRPO); a skill (ARISE); feedback on an attempt (ThinkTuning)."""
 
 VerdictStatus = Literal[
     "correct", "wrong", "no_answer", "unparseable", "truncated", "timeout", "crash", "infrastructure"
@@ -96,11 +72,46 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Condition:
-    """How a prompt was extended; false for the plain prompt. Its text, such as `hint:2`, is what traces and
-    checkpoints store."""
+class ConditionTraits:
+    """What a method says about rollouts under a condition of its own, for the stages that do not know the method."""
 
-    kind: ConditionKind = ""
+    attempt: bool = True
+    """Whether these rollouts try to solve the problem. Others, such as written hints, are left out of statistics."""
+    helped: bool = False
+    """Whether a success under it leaves open that the problem can be solved without help."""
+    moves: bool = False
+    """Whether such a response can train under the plain prompt of its problem."""
+    optional: bool = False
+    """Whether a first wave does without it where the extended prompt is too long."""
+
+
+CONDITIONS: dict[str, ConditionTraits] = {"": ConditionTraits()}
+"""What methods said about their conditions, by kind; see `condition_kind`."""
+
+
+def condition_kind(name: str, **about: bool) -> str:
+    """The name of a condition; its traits, fields of `ConditionTraits`, are for all stages to read.
+
+    Raises:
+        ValueError: Another method said something else about a condition of this name.
+    """
+    said = ConditionTraits(**about)
+    if CONDITIONS.setdefault(name, said) != said:
+        raise ValueError(f"condition {name!r} is {CONDITIONS[name]} already, not {said}; choose another name")
+    return name
+
+
+def traits_of(name: str) -> ConditionTraits:
+    """What is known of a condition; of one that no method declared, as in the records of another version, nothing."""
+    return CONDITIONS.get(name, CONDITIONS[""])
+
+
+@dataclass(frozen=True)
+class Condition:
+    """How a prompt was extended: a label of the method that did it; false for the plain prompt. Its text, such as
+    `hint:2`, is what traces and checkpoints store."""
+
+    kind: str = ""
     level: int = 0
     """Level of a hint, from 1; 0 for conditions without levels."""
 
@@ -114,7 +125,7 @@ class Condition:
     def parse(cls, text: str) -> "Condition":
         """Inverse of `str`."""
         kind, _, level = text.partition(":")
-        return cls(cast(ConditionKind, kind), int(level)) if level.isdigit() else cls(cast(ConditionKind, text))
+        return cls(kind, int(level)) if level.isdigit() else cls(text)
 
 
 PLAIN = Condition()

@@ -39,15 +39,13 @@ from grpo_roc_jax.reward import verify
 from grpo_roc_jax.reward.score import make_scorer
 from grpo_roc_jax.reward.trial import sample_trajectories
 from grpo_roc_jax.run import session, start, supervised
-from grpo_roc_jax.run.alarms import RULES, Alarms
 from grpo_roc_jax.run.components import make_registry, resolve_text
-from grpo_roc_jax.run.watch import Stopped, Watch
-from grpo_roc_jax.run.watchdog import Watchdog
+from grpo_roc_jax.run.watch import RULES, Alarms, Stopped, Watch, Watchdog
 from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem, Turn
 from tests.knobs import cases, digest, files, write_lines
-from tests.knobs_step import scripted_components, scripted_programs
+from tests.knobs_step import scripted_parts, scripted_programs
 
 TEMPLATES = Path(__file__).parent / "text" / "templates"
 
@@ -312,8 +310,8 @@ def taught(config: Config) -> Any:
     writer = SimpleNamespace(say=lambda text: None, write_sft=lambda step, metrics: written.append(step))
     started = mock.Mock(return_value=SimpleNamespace(params="taught"))
     patched = mock.patch.multiple(supervised, make_update_step=scripted, start_train_state=started)
-    with scripted_components(config) as components, patched:
-        supervised.supervise(config, components, None, writer)
+    with scripted_parts(config) as (policy, sampling), patched:
+        supervised.supervise(config, policy, sampling.sampler.chat, None, writer)
     return batches, rates, written
 
 
@@ -352,7 +350,7 @@ def small_state(*_: Any, **__: Any) -> TrainState:
 def run_of(config: Config, times: int) -> Any:
     """The files of consecutive runs, the steps in their metrics, and the number of lines they showed."""
     said = io.StringIO()
-    components = mock.patch.object(session, "make_components", scripted_components)
+    components = mock.patch.object(session, "make_parts", scripted_parts)
     state = mock.patch.object(start, "initial_state", small_state)
     with elsewhere() as place, contextlib.redirect_stdout(said), components, state, scripted_programs():
         for _ in range(times):

@@ -19,19 +19,20 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream
+from grpo_roc_jax.learner import learner as learners
 from grpo_roc_jax.method.compose import initial_state, next_state
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.rollout.admission import Admission, expand
 from grpo_roc_jax.rollout.records import Finish, Observe, RolloutStats, RunOptions, TurnEnd
 from grpo_roc_jax.rollout.resume import starting_point
 from grpo_roc_jax.run import components as components_module
-from grpo_roc_jax.run import learner as learners
-from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.evaluate import evaluate_policy
-from grpo_roc_jax.run.learner import make_learner
+from grpo_roc_jax.run.learning import make_learner
+from grpo_roc_jax.run.policy import PolicyModel
 from grpo_roc_jax.run.rollout_stream import ESS
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.step import sample_step
+from grpo_roc_jax.run.sample import GroupSampler
+from grpo_roc_jax.train import sample_step
 from grpo_roc_jax.types import Group, ToolResult, Trajectory
 from tests.knobs import cases, digest
 from tests.run.stream_fakes import faked, opened, play
@@ -153,16 +154,18 @@ def answer_call(program: Any) -> ToolResult:
 
 
 @contextmanager
-def scripted_components(config: Config, **options: Any) -> Iterator[Components]:
-    """`components.make_components` on one device, with a scripted model and tools that run nothing."""
+def scripted_parts(config: Config, **options: Any) -> Iterator[tuple[PolicyModel, GroupSampler]]:
+    """`components.make_parts` on one device, with a scripted model and tools that run nothing."""
     one = make_mesh(ShardingConfig(), jax.devices()[:1])
     patched = mock.patch.multiple(
         components_module,
         make_mesh=lambda _: one,
         make_executor=lambda tools, registry: FakeExecutor(answer_call, config=tools, registry=registry),
     )
-    with patched, components_module.make_components(config, **options) as components:
-        yield replace(components, engine=ScriptedEngine(components.tokenizer, components.chat, config))
+    with patched, components_module.make_parts(config, **options) as (policy, sampling):
+        chat = sampling.sampler.chat
+        sampling.sampler.engine = ScriptedEngine(chat.tokenizer, chat, config)
+        yield policy, sampling
 
 
 def fake_score(params: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -182,13 +185,13 @@ def scripted_programs() -> Any:
     """The scripted functions in place of those that compile."""
     return mock.patch.multiple(
         learners,
-        update_program=lambda *_, **__: None,
+        make_update_step=lambda *_, **__: None,
         bind_base=lambda *_: fake_update,
         make_score=lambda *_, **__: fake_score,
     )
 
 
-def fresh_run(config: Config, components: Components) -> RunState:
+def fresh_run(config: Config, *_: Any) -> RunState:
     stream = make_problem_stream(config.data, problems=config.group.problems, seed=config.seed)
     params = {"w": np.ones(1, np.float32)}
     return RunState(SimpleNamespace(params=params), {"w": np.zeros(1)}, stream, initial_state(config))
@@ -197,10 +200,10 @@ def fresh_run(config: Config, components: Components) -> RunState:
 def step(config: Config) -> dict[str, str]:
     """Two steps: what was asked of the engine, what selection said, the packed rows, the state of the method."""
     seen: dict[str, list] = {"selected": [], "rows": [], "state": []}
-    with scripted_components(config) as components, scripted_programs():
-        run, learner = fresh_run(config, components), make_learner(components)
+    with scripted_parts(config) as (policy, sampling), scripted_programs():
+        run, learner = fresh_run(config), make_learner(config, policy, sampling.sampler.chat)
         for _ in range(2):
-            samples = sample_step(config, components, run)
+            samples = sample_step(config, policy, sampling, run)
             groups = run.buffer.take(config.group.problems)
             batches = learner.batches(groups, samples.explanations, run)
             run.method = next_state(samples.groups, groups, config, run.method)
@@ -211,19 +214,18 @@ def step(config: Config) -> dict[str, str]:
                 leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch.packed)]
                 seen["rows"] += [*leaves, batch.placement.micro, batch.placement.row, batch.temperature]
             seen["state"].append(run.method.to_tree())
-        return {"asked": digest(components.engine.asked)} | {name: digest(part) for name, part in seen.items()}
+        return {"asked": digest(sampling.sampler.engine.asked)} | {name: digest(part) for name, part in seen.items()}
 
 
 def evaluated(config: Config) -> str:
     """What held-out evaluation asks and finds."""
-    with scripted_components(config) as components:
+    with scripted_parts(config) as (_, sampling):
         problems = eval_problems(config.data)
         samples, temperature = config.eval.samples, config.eval.temperature
-        accuracy, metrics, _ = evaluate_policy(
-            components, components.engine.publish(None, 0), problems, samples, temperature=temperature
-        )
+        sampling.sampler.publish(None, 0)
+        accuracy, metrics, _ = evaluate_policy(config, sampling, problems, samples, temperature=temperature)
         numbers = {name: value for name, value in metrics.items() if not name.startswith("time/")}
-        return digest(components.engine.asked, accuracy, numbers)
+        return digest(sampling.sampler.engine.asked, accuracy, numbers)
 
 
 # ---- the user's own functions, by dotted path ----------------------------------------------------------------------

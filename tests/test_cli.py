@@ -8,14 +8,10 @@ import pytest
 from annotated_types import Le
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.method.advantage import GroupRelative, NoScale, Std
-from grpo_roc_jax.method.family.capped_clip import CappedClip
-from grpo_roc_jax.method.family.mc_grpo import Median
-from grpo_roc_jax.method.family.overlong import Overlong
-from grpo_roc_jax.method.family.pass_at_k import PassAtK
-from grpo_roc_jax.method.family.tempsamp_r1 import Anchored
-from grpo_roc_jax.method.family.tool_errors import ToolErrors
+from grpo_roc_jax.method.advantage import PassAtK
 from grpo_roc_jax.method.roc import NoSelection, ResampleOnCorrect
+from grpo_roc_jax.method.shaping import Overlong, ToolErrors
+from grpo_roc_jax.method.surrogate import CappedClip
 from grpo_roc_jax.settings import cli
 from grpo_roc_jax.settings.helping import WIDTH
 from grpo_roc_jax.settings.options import AtLeast1, InnerShare, NotNegative, Positive, fields_of, kind, settings
@@ -170,36 +166,6 @@ def test_values_that_look_like_something_else():
     assert load("--loss.text", "true").loss.text == "true"
     assert load("--loss.clip_high", "1e-3").loss.clip_high == 1e-3
     assert load("--loss.ddof", "0").loss.ddof == 0
-
-
-# ---- kinds ---------------------------------------------------------------------------------------------------------
-
-CHOICES = [
-    (["--advantage", "pass_at_k"], "advantage: pass_at_k", PassAtK()),
-    (["--advantage.kind", "pass_at_k"], "advantage: {kind: pass_at_k}", PassAtK()),
-    (["--advantage", "pass_at_k", "--advantage.k", "4"], "advantage: {kind: pass_at_k, k: 4}", PassAtK(k=4)),
-    (["--advantage.k", "4", "--advantage", "pass_at_k"], "advantage: {k: 4, kind: pass_at_k}", PassAtK(k=4)),
-    (["--advantage", "{kind: pass_at_k, k: 4}"], "advantage:\n  kind: pass_at_k\n  k: 4", PassAtK(k=4)),
-    (["--advantage", "{kind: pass_at_k}", "--advantage.k", "4"], "advantage: {kind: pass_at_k, k: 4}", PassAtK(k=4)),
-    (["--advantage.k", "4", "--advantage={kind: pass_at_k}"], "advantage: {k: 4, kind: pass_at_k}", PassAtK(k=4)),
-    (
-        ["--advantage", "{kind: anchored, of: {scale: std}}", "--advantage.of.scale.ddof", "0"],
-        "advantage: {kind: anchored, of: {scale: {kind: std, ddof: 0}}}",
-        Anchored(of=GroupRelative(scale=Std(ddof=0))),
-    ),
-    (["--advantage.baseline", "median"], "advantage: {baseline: median}", GroupRelative(baseline=Median())),
-    (["--advantage.scale.ddof", "0"], "advantage: {scale: {ddof: 0}}", GroupRelative(scale=Std(ddof=0))),
-    (
-        ["--advantage", "anchored", "--advantage.of.scale", "none"],
-        "advantage: {kind: anchored, of: {scale: none}}",
-        Anchored(of=GroupRelative(scale=NoScale())),
-    ),
-]
-
-
-@pytest.mark.parametrize(("words", "text", "expected"), CHOICES)
-def test_kinds_by_name_by_mapping_and_nested(words, text, expected, tmp_path):
-    assert run(*words).advantage == run(write(tmp_path, one=text)).advantage == expected
 
 
 def test_another_kind_starts_from_its_own_defaults(tmp_path):
@@ -436,19 +402,6 @@ def test_help_narrows_down(capsys):
     assert said_by_help(capsys, "--help", "advantage.k")[0] == "--advantage.k (default: 2)"
     assert said_by_help(capsys, "-h", of=Sample)[-1] == "  (top level)    seed"
     assert said_by_help(capsys, "--help", "group.sise") == ["there is no group.sise; did you mean 'group.size'?"]
-
-
-# ---- own kinds -----------------------------------------------------------------------------------------------------
-
-
-def test_a_name_is_given_once():
-    with pytest.raises(ValueError, match=r"kind 'median' exists already: .*mc_grpo\.py; choose another name"):
-
-        @kind("median")
-        class Other(Median):
-            """Taken."""
-
-    assert type(run("--advantage.baseline", "median").advantage.baseline) is Median
 
 
 def test_a_kind_needs_an_axis():

@@ -33,14 +33,17 @@ EXTRAS = (
 )
 """Those that the package imports."""
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
+FURTHER = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_roc_jax/contrib/methods").glob("*.yaml"))
 READ_ALL = """
 import grpo_roc_jax
 from pathlib import Path
-from grpo_roc_jax.settings.cli import CONFIG_DIR, file_layers, find_config
+from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS, file_layers, find_config
 from grpo_roc_jax.method.catalog import load_methods
 assert CONFIG_DIR == Path(grpo_roc_jax.__file__).parent / "configs", CONFIG_DIR
 for path in CONFIG_DIR.rglob("*.yaml"):
     assert all(layer.values for layer in file_layers(find_config(str(path.relative_to(CONFIG_DIR)))))
+for path in CONTRIB_METHODS.glob("*.yaml"):
+    assert len(list(file_layers(find_config(f"methods/{path.name}")))) > 1  # with those of its base
 print(len(load_methods()), CONFIG_DIR)
 """
 
@@ -80,7 +83,7 @@ def test_the_wheel_holds_every_module_and_recipe_and_nothing_else(unpacked):
     files = {name for name in files if ".dist-info/" not in name}
     page = {f"grpo_roc_jax/view/static/{name}" for name in ("page.html", "viewer.css", "viewer.js")}
     project = {f"grpo_roc_jax/project/{path.name}" for path in (ROOT / "examples" / "project").glob("*.*")}
-    assert files == modules | recipes | page | project | {"grpo_roc_jax/text/toy.model"}
+    assert files == modules | recipes | set(FURTHER) | page | project | {"grpo_roc_jax/text/toy.model"}
 
 
 def test_the_metadata_name_version_licence_and_entry_point(unpacked):
@@ -94,7 +97,7 @@ def test_the_metadata_name_version_licence_and_entry_point(unpacked):
 
 def test_recipes_of_the_wheel_are_found_with_their_bases(unpacked, tmp_path):
     count, folder = run_installed(unpacked, "-c", READ_ALL, cwd=tmp_path).split()
-    assert int(count) == len([name for name in RECIPES if name.startswith("configs/methods/")])
+    assert int(count) == len([name for name in RECIPES if name.startswith("configs/methods/")]) + len(FURTHER)
     assert Path(folder) == unpacked / "grpo_roc_jax" / "configs"
 
 
@@ -110,7 +113,7 @@ def test_the_wheel_makes_a_new_project(unpacked, tmp_path):
 def test_the_source_archive_holds_what_a_wheel_is_built_from(built):
     with tarfile.open(built[1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {*RECIPES, "pyproject.toml", "LICENSE", "README.md", "grpo_roc_jax/__main__.py"} <= names
+    assert {*RECIPES, *FURTHER, "pyproject.toml", "LICENSE", "README.md", "grpo_roc_jax/__main__.py"} <= names
 
 
 def test_every_import_of_another_library_is_declared():

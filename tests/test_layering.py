@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import reading_table
 
 PACKAGE = "grpo_roc_jax"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
@@ -38,7 +39,7 @@ ROOMS: dict[str, str] = {
     "run": "sandbox types shapes settings text data worlds tools environments reward model method rollout learner "
     "record pod serving config",
     "planner": "types shapes settings text data tools reward model method rollout learner record pod config run",
-    "contrib": "sandbox types settings tools environments",
+    "contrib": "sandbox types shapes settings text data tools environments reward model method",
     "train": "types shapes settings text data tools environments reward model method rollout learner record pod "
     "serving config run planner",
     "commands": "sandbox types shapes settings text data worlds tools environments reward model method rollout "
@@ -81,8 +82,8 @@ HOST += tuple(
     ]
 )
 """Modules and packages that work where JAX is not even installed, with all they import."""
-ON_DEVICE = ("cispo", "covariance", "dppo", "gmpo", "sapo", "vespo")
-DEVICE_IN_METHOD = {"method.surrogate", "method.reference", *(f"method.family.{name}" for name in ON_DEVICE)}
+ON_DEVICE = ("tw_grpo", "vespo")
+DEVICE_IN_METHOD = {"method.surrogate", "method.reference", *(f"contrib.methods.{name}" for name in ON_DEVICE)}
 """Surrogates, and the loss on one page, are functions of arrays on the device."""
 
 
@@ -191,7 +192,7 @@ def test_host_modules_need_no_device_library(place):
             assert not used, f"{name} reaches {module}, which imports {used}"
 
 
-@pytest.mark.parametrize("name", [name for name in PATHS if name.startswith("method.")])
+@pytest.mark.parametrize("name", [name for name in PATHS if name.startswith(("method.", "contrib.methods."))])
 def test_methods_compute_on_the_host_but_for_surrogates(name):
     used = {full.split(".")[0] for full in imported(name, everywhere=True)} & DEVICE_LIBRARIES
     assert bool(used) == (name in DEVICE_IN_METHOD)
@@ -208,3 +209,18 @@ def test_importing_the_package_and_its_viewers_loads_no_jax():
     code = f"import sys, {PACKAGE}, {', '.join(f'{PACKAGE}.{name}' for name in names)}; "
     code += "sys.exit(int(any(name.split('.')[0] == 'jax' for name in sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_walks_of_the_architecture_are_short_and_name_what_exists():
+    text = (ROOT.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    for title, (stops, files) in reading_table.walks(text).items():
+        assert 0 < stops < 8 and 3 < len(files) < 12, title
+    section = text.split("## Three walks")[1].split("\n## ")[0]
+    rooms = [name for name in reading_table.names_in(section) if name.split(".")[0].split("/")[0] in ROOMS]
+    assert len(rooms) > 20 and not [name for name in rooms if reading_table.module_of(name) is None]
+
+
+def test_sampler_and_learner_reach_no_run():
+    """Each is made and used by anybody with a loop of their own, so neither needs a configuration or a run."""
+    for name in ("learner.learner", "rollout.sampler"):
+        assert not {other for other in reached(name) if room_of(other) in ("config", "run", "record", "train")}

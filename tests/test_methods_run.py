@@ -11,10 +11,10 @@ import pytest
 
 from examples.plugins.consistency import Consistency
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner import learner as learner_module
 from grpo_roc_jax.method.catalog import load_methods
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run import components as components_module
-from grpo_roc_jax.run import learner as learner_module
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.settings.options import as_text
 from grpo_roc_jax.train import main, train

@@ -53,7 +53,7 @@ def python_block(containing: str) -> str:
 
 @pytest.mark.usefixtures("one_device")
 def test_the_loop_of_the_readme_takes_two_steps(tiny, capsys):
-    block = python_block("g.make_components")
+    block = python_block("g.make_parts")
     assert len(block.splitlines()) <= 25
     names = {}
     exec(block, names)

@@ -7,8 +7,8 @@ import pytest
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DemonstrationConfig
-from grpo_roc_jax.method.family import rc_grpo
-from grpo_roc_jax.method.family.rc_grpo import reward_goal
+from grpo_roc_jax.method import planning as rc_grpo
+from grpo_roc_jax.method.planning import reward_goal
 from grpo_roc_jax.run import evaluate
 from grpo_roc_jax.run.supervised import succeeded, trace_rows
 from grpo_roc_jax.settings.cli import ConfigError, load_config
@@ -76,34 +76,30 @@ def test_evaluation_stands_under_the_high_token():
     assert evaluate.reward_token(stage_one)[0] == rc_grpo.HIGH
 
 
-class FakeComponents:
-    """Enough of `Components` for the check; the fake sampler pays by condition."""
-
-    def __init__(self, config):
-        self.config = config
-        self.engine = SimpleNamespace(publish=lambda params, step: "sampler")
-
-    def full(self, trained):
-        return trained
+def checked(config):
+    """The lines of the check; the fake sampler pays by condition."""
+    policy, engine = SimpleNamespace(full=lambda trained: trained), SimpleNamespace(publish=lambda params, step: None)
+    sampling = SimpleNamespace(sampler=SimpleNamespace(engine=engine))
+    return evaluate.check_reward_tokens(config, policy, sampling, {})
 
 
 @pytest.mark.parametrize(("high", "low", "refused"), [(0.9, 0.2, False), (0.52, 0.5, True), (0.2, 0.9, True)])
 def test_separation_is_measured_before_the_first_step(monkeypatch, high, low, refused):
-    def sampled(components, sampler, problems, samples, options, *, condition, suffix):
+    def sampled(sampling, weights, problems, samples, options, *, condition, suffix):
         assert options.purpose == "evaluate" and suffix == reward_goal(condition)
         assert len(problems) == 50
         wins = {rc_grpo.HIGH: high, rc_grpo.LOW: low}[condition] * 50
         return SimpleNamespace(groups=[SimpleNamespace(size=50, correct=np.arange(50) < wins)])
 
     monkeypatch.setattr(evaluate, "sample_groups", sampled)
-    components = FakeComponents(rc("--data.eval_problems=50"))
+    config = rc("--data.eval_problems=50")
     if refused:
         with pytest.raises(ConfigError, match=f"success is {high:.3f} under the high reward token and {low:.3f}"):
-            evaluate.check_reward_tokens(components, {})
+            checked(config)
     else:
-        (line,) = evaluate.check_reward_tokens(components, {})
+        (line,) = checked(config)
         assert "0.900 under the high" in line
-    assert evaluate.check_reward_tokens(FakeComponents(rc("--plan.condition.separation=0")), {}) == []
+    assert checked(rc("--plan.condition.separation=0")) == []
 
 
 def nothing(problem, trajectories):

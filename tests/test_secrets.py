@@ -1,6 +1,8 @@
 """Secrets that were typed reach no file, log or service of a run; other settings stay as they were typed."""
 
+import io
 import json
+import logging
 import os
 import shlex
 import sys
@@ -14,9 +16,11 @@ from test_readme import TINY
 import grpo_roc_jax as g
 from grpo_roc_jax import train
 from grpo_roc_jax.record import loggers
+from grpo_roc_jax.record.events import Events
+from grpo_roc_jax.record.metrics import MetricsWriter, Writer
 from grpo_roc_jax.record.run_dir import decide, describe_run
-from grpo_roc_jax.run.components import make_components
-from grpo_roc_jax.settings.cli import CONFIG_DIR, dump_yaml, load_config
+from grpo_roc_jax.run.components import make_parts
+from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS, dump_yaml, load_config
 from grpo_roc_jax.settings.options import as_mapping
 from grpo_roc_jax.settings.secrets import HIDDEN, hidden, hides_something, without_secrets
 
@@ -79,8 +83,50 @@ def test_words_of_a_command_that_come_apart():
     assert without_secrets({"a": {"b": [f"http://{SECRET}@h"]}}) == {"a": {"b": [f"http://{HIDDEN}@h"]}}
 
 
+def test_no_module_logs_them(caplog):
+    """Whatever a module of the package logs: message, arguments, exception; other packages log as they do."""
+    address = f"http://user:{SECRET}@host/x"
+    log = logging.getLogger("grpo_roc_jax.a_module.of_the_package")
+    shown = io.StringIO()
+    handler = logging.StreamHandler(shown)
+    log.addHandler(handler)
+    try:
+        log.warning("no answer from %s after %d s", address, 3)
+        log.warning(f"no answer from {address}, 100%")
+        try:
+            raise OSError(f"refused by {address}")
+        except OSError as error:
+            log.exception("failed: %s", error)
+    finally:
+        log.removeHandler(handler)
+    logging.getLogger("other.grpo_roc_jax").warning("mine: %s", address)
+    ours = shown.getvalue() + "".join(r.getMessage() for r in caplog.records[:2])
+    assert SECRET not in ours and ours.count(HIDDEN) >= 4
+    assert "after 3 s" in ours and "100%" in ours and "Traceback" in ours and "OSError: refused by" in ours
+    assert SECRET in caplog.records[-1].getMessage()
+
+
+def test_no_writer_of_a_run_writes_them(tmp_path):
+    address = f"http://user:{SECRET}@host/x"
+    shown = []
+    Events(tmp_path, Writer([Shown(shown)]).say).note(1, "infrastructure", f"no answer from {address}")
+    written = (tmp_path / "events.jsonl").read_text()
+    assert HIDDEN in written and SECRET not in written and "no answer from http://" in written
+    assert len(shown) == 1 and SECRET not in shown[0] and HIDDEN in shown[0]
+
+
+class Shown(MetricsWriter):
+    """A display that collects its lines."""
+
+    def __init__(self, lines):
+        self.lines = lines
+
+    def say(self, text, event=False):
+        self.lines.append(text)
+
+
 def test_no_recipe_is_changed_by_it():
-    for path in sorted(CONFIG_DIR.rglob("*.yaml")):
+    for path in sorted([*CONFIG_DIR.rglob("*.yaml"), *CONTRIB_METHODS.glob("*.yaml")]):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert without_secrets(content) == content, path
     config = g.read_config("toy.yaml")
@@ -126,7 +172,7 @@ def test_files_hide_them_and_the_run_resumes_with_what_is_typed_again(tmp_path, 
     assert decide(tmp_path / "run", config).kind == "resume", "nothing has changed"
     again = load_config(train.Config, [str(tmp_path / "run" / "config.yaml")], prog="x")
     with pytest.raises(g.ConfigError, match=r"environment\.command.*a secret was hidden.*give the whole value again"):
-        make_components(again).__enter__()
+        make_parts(again).__enter__()
 
 
 def test_services_get_none(tmp_path, monkeypatch):

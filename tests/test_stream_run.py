@@ -35,10 +35,10 @@ def test_a_stream_that_was_stopped_goes_on(tmp_path, monkeypatch):
     def stop(trained):
         raise Preempted
 
-    def stopping(config, components, run, stream):
+    def stopping(config, policy, sampling, run, stream):
         if run.step == 3:
             stream._take = stop
-        return sample(config, components, run, stream)
+        return sample(config, policy, sampling, run, stream)
 
     monkeypatch.setattr(train_module, "sample_step", stopping)
     with pytest.raises(Preempted) as seen:

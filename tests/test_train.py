@@ -21,13 +21,14 @@ from grpo_roc_jax.commands.chat import Dialogue, to_json
 from grpo_roc_jax.config import Config, derived
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import eval_problems
+from grpo_roc_jax.learner import learner
 from grpo_roc_jax.method.compose import resample_group
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import groups_of, read_trace
 from grpo_roc_jax.rollout.engine import Engine, make_engine
-from grpo_roc_jax.run import components, learner
+from grpo_roc_jax.run import components
 from grpo_roc_jax.run.load import open_policy
 from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.train import Stopped, main, train
@@ -359,8 +360,8 @@ def test_the_toy_learns_and_answers_ten_questions_in_one_dialogue(tmp_path):
     (asked,) = re.findall(r'chat runs/a --prompt "(gcd\((\d+),(\d+)\)=\?)"', README.read_text(encoding="utf-8"))
     questions = [(asked[0], str(math.gcd(int(asked[1]), int(asked[2]))))]
     questions += [(problem.prompt, problem.answer) for problem in eval_problems(DataConfig(eval_problems=9))]
-    with open_policy(str(toy)) as (components, sampler):
-        dialogue = Dialogue(components, sampler)
+    with open_policy(str(toy)) as (_, sampling):
+        dialogue = Dialogue(sampling.sampler)
         answers = [to_json(question, dialogue.ask(question))["answer"] for question, _ in questions]
     assert answers[0] == questions[0][1]
     assert sum(answer == right for answer, (_, right) in zip(answers, questions, strict=True)) >= 9

@@ -19,9 +19,8 @@ from rich.console import Console
 from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.reward.answer import find_answer
 from grpo_roc_jax.rollout.collect import ToolEnvironment
-from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import Finish, RunOptions, TurnEnd, Wait
-from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run.load import open_policy
 from grpo_roc_jax.types import Problem, RolloutRequest, ToolResult, Trajectory, Turn
 
@@ -68,8 +67,7 @@ class Dialogue:
     """A growing conversation with one model. What the model wrote is never encoded again; the oldest questions are left
     out, with their answers, when the prompt would be longer than `rollout.max_prompt_tokens`."""
 
-    components: Components
-    sampler: SamplerParams
+    sampler: Sampler
     watch: Callable[[Turn | ToolResult], None] = lambda _: None
     temperature: float | None = 0.0
     seed: int = 0
@@ -83,7 +81,7 @@ class Dialogue:
         Raises:
             ValueError: The question alone is longer than a prompt may be.
         """
-        config, limit = self.components.config, self.components.config.rollout.max_prompt_tokens
+        engine, limit = self.sampler.engine, self.sampler.engine.config.max_prompt_tokens
         while len(prompt := self._prompt(text)) > limit:
             if not self.exchanges:
                 raise ValueError(
@@ -95,22 +93,22 @@ class Dialogue:
         options = RunOptions(self.seed, "chat")
         request = RolloutRequest(problem, self.asked, temperature=self.temperature, prompt=np.asarray(prompt, np.int32))
         environment = WatchedEnvironment(
-            self.components.chat,
-            self.components.executor,
+            self.sampler.chat,
+            self.sampler.executor,
             [request],
             step=options.key_step,
-            seed=config.seed,
-            max_turns=config.rollout.max_turns,
+            seed=engine.seed,
+            max_turns=engine.config.max_turns,
             watch=self.watch,
         )
-        (trajectory,), _ = self.components.engine.run(self.sampler, [request], environment, options)
+        (trajectory,), _ = engine.run(self.sampler.weights, [request], environment, options)
         self.exchanges.append((text, trajectory.tokens[len(prompt) :].tolist()))
         self.asked += 1
         return trajectory
 
     def _prompt(self, text: str) -> list[int]:
         """Ids of the dialogue with a further question."""
-        chat = self.components.chat
+        chat = self.sampler.chat
         first, *later = [*(question for question, _ in self.exchanges), text]
         ids = chat.prompt_ids(Problem(uid="chat", prompt=first, answer="", source="chat"))
         for (_, answer), question in zip(self.exchanges, later, strict=True):
@@ -181,10 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         asked, overrides = tyro.cli(ChatConfig, args=argv, prog=PROG, return_unknown_args=True)
-        with open_policy(asked.model, overrides, prog=PROG) as (components, sampler):
+        with open_policy(asked.model, overrides, prog=PROG) as (_, sampling):
             console = Console(stderr=asked.json)
             watch = (lambda _: None) if asked.json else (lambda event: show(console, event))
-            dialogue = Dialogue(components, sampler, watch, asked.temperature, asked.seed)
+            dialogue = Dialogue(sampling.sampler, watch, asked.temperature, asked.seed)
             if not asked.prompt:
                 converse(dialogue, console, lambda: console.input("[bold]> [/]"))
                 return 0

@@ -28,10 +28,9 @@ from grpo_roc_jax.record.run_dir import opened, unused
 from grpo_roc_jax.record.trace import TraceWriter, eval_records
 from grpo_roc_jax.rollout.progress import rollout_display
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.run.components import make_components, prompt_length
-from grpo_roc_jax.run.evaluate import prompt_end
+from grpo_roc_jax.run.components import make_parts, prompt_length
+from grpo_roc_jax.run.evaluate import Parts, prompt_end, sample_parts
 from grpo_roc_jax.run.load import is_run, load_policy, settings_for
-from grpo_roc_jax.run.parts import Parts, sample_parts
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml
@@ -142,28 +141,29 @@ def sample_policy(
     with ExitStack() as held:
         if folder is not None:
             held.enter_context(opened(folder, config))
-        components = held.enter_context(make_components(config))
+        policy, sampling = held.enter_context(make_parts(config))
+        sampler = sampling.sampler
         progress = held.enter_context(rollout_display(config.log.console))
         _, suffix = prompt_end(config, 0)
-        length = prompt_length(config, components.chat, suffix)
+        length = prompt_length(config, sampler.chat, suffix)
         with config_errors():
             found = fitting_problems(found, length, config.rollout.max_prompt_tokens, config.data, notes)
         if not found:
             raise ConfigError("\n".join(["no problem is left to evaluate on; name some with --data", *notes]))
-        step, params = load_policy(components, asked.policy)
+        step, params = load_policy(policy, asked.policy)
         condition, suffix = prompt_end(config, step)
         extras = {"temperature": asked.temperature, "condition": condition, "suffix": suffix}
-        sampler, options = components.engine.publish(params, step), RunOptions(step, "evaluate", progress)
+        weights, options = sampler.publish(params, step), RunOptions(step, "evaluate", progress)
         if folder is None:
-            sampled = sample_groups(components, sampler, found, asked.samples, options, **extras)
+            sampled = sample_groups(sampling, weights, found, asked.samples, options, **extras)
         else:
             wanted = [asked.policy, step, asked.samples, asked.temperature, dump_yaml(config)]
             parts = Parts(folder, [*wanted, *(problem.uid for problem in found)])
             sampled = parts.finished(step, found, asked.samples)
             if sampled is None:
-                sampled = sample_parts(components, sampler, found, asked.samples, options, parts, **extras)
+                sampled = sample_parts(sampling, weights, found, asked.samples, options, parts, **extras)
                 records = eval_records(step, sampled.groups, sampled.removed)
-                TraceWriter(folder, 1, components.tokenizer.decode).write(step, records, kind="eval")
+                TraceWriter(folder, 1, sampler.chat.tokenizer.decode).write(step, records, kind="eval")
             parts.remove()
     return EvaluatedPolicy(asked.policy, step, found, sampled, notes, folder)
 

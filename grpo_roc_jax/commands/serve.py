@@ -21,9 +21,10 @@ import tyro
 
 from grpo_roc_jax.record.checkpoint_files import newest_whole
 from grpo_roc_jax.rollout.publish import SamplerParams
-from grpo_roc_jax.run.components import Components, policy_components
+from grpo_roc_jax.rollout.sampler import Sampler
+from grpo_roc_jax.run.components import serving_parts
 from grpo_roc_jax.run.load import is_run, load_policy, serving_settings
-from grpo_roc_jax.run.policy import split_checkpoint
+from grpo_roc_jax.run.policy import PolicyModel, split_checkpoint
 from grpo_roc_jax.sandbox.http_guard import is_loopback
 from grpo_roc_jax.serving.sampling_loop import SamplingLoop
 from grpo_roc_jax.serving.server import TOKEN_VARIABLE, Endpoint, ServerLimits, ServerThread
@@ -53,8 +54,9 @@ class ServeConfig:
 class CheckpointFollower:
     """Looks for newer checkpoints of a run, and publishes them between two chunks."""
 
-    def __init__(self, components: Components, source: str, every_s: float, version: int):
-        self._components, self._source, self._every_s, self._version = components, source, every_s, version
+    def __init__(self, policy: PolicyModel, sampler: Sampler, source: str, every_s: float, version: int):
+        self._policy, self._sampler = policy, sampler
+        self._source, self._every_s, self._version = source, every_s, version
         self._checkpoints = split_checkpoint(source)[0] / "checkpoints"
         self._due = time.monotonic() + every_s
 
@@ -66,31 +68,31 @@ class CheckpointFollower:
         try:
             if (found := newest_whole(self._checkpoints)) is None or (newest := found.step) <= self._version:
                 return None
-            version, params = load_policy(self._components, self._source)
+            version, params = load_policy(self._policy, self._source)
             if version <= self._version:
                 return None
-            sampler = self._components.engine.publish(params, version)
+            weights = self._sampler.engine.publish(params, version)
         except (ValueError, OSError, ArithmeticError, RuntimeError) as error:
             log.warning("checkpoint %s is not served: %s", newest, error)
             return None
         self._version = version
         log.info("serves the policy of step %d", version)
-        return sampler
+        return weights
 
 
-def serve(asked: ServeConfig, components: Components, token: str) -> None:
+def serve(asked: ServeConfig, policy: PolicyModel, sampler: Sampler, token: str) -> None:
     """Serves until a signal comes."""
-    version, params = load_policy(components, asked.model)
-    sampler = components.engine.publish(params, version)
+    version, params = load_policy(policy, asked.model)
+    weights = sampler.engine.publish(params, version)
     del params
     follows = asked.follow_s > 0 and is_run(asked.model) and split_checkpoint(asked.model)[1] is None
-    duty = CheckpointFollower(components, asked.model, asked.follow_s, version) if follows else lambda: None
-    components.engine.warmup(sampler)
+    duty = CheckpointFollower(policy, sampler, asked.model, asked.follow_s, version) if follows else lambda: None
+    sampler.engine.warmup(weights)
 
     def make(deliver: Callable[..., Any]) -> Endpoint:
-        loop = SamplingLoop(components.engine, sampler, deliver, duty)
+        loop = SamplingLoop(sampler.engine, weights, deliver, duty)
         name = asked.name or Path(asked.model).name
-        return Endpoint(components.chat, loop, name=name, token=token, limits=asked.limits)
+        return Endpoint(sampler.chat, loop, name=name, token=token, limits=asked.limits)
 
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -116,8 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--host {asked.host} can be reached from elsewhere; set {TOKEN_VARIABLE} to a secret token"
             )
         config = serving_settings(asked.model, overrides, PROG)
-        with policy_components(config) as components:
-            serve(asked, components, token)
+        with serving_parts(config) as (policy, sampler):
+            serve(asked, policy, sampler, token)
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
         print(f"serve: {error}", file=sys.stderr)
         return 2

@@ -225,21 +225,32 @@ class EnvironmentVerifiers(Hosted):
 
 @kind("agent")
 class AgentCommand(EnvironmentKind):
-    """A program for each rollout that asks the policy over HTTP, as it would ask OpenAI's API; needs the extra `serve`.
+    """A program or a function for each rollout that asks the policy over HTTP, as it would ask OpenAI's API; needs the
+    extra `serve`.
 
-    It finds the policy in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, or `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`, and
-    the columns of the problem as JSON on its standard input. Its reward is what it writes to the file descriptor that
-    `GRPO_REWARD_FD` names: a number, or an object with `reward`. What it prints is not read, since the policy may have
-    written it.
+    A program finds the policy in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, or `ANTHROPIC_BASE_URL` and
+    `ANTHROPIC_API_KEY`, and the columns of the problem as JSON on its standard input. Its reward is what it writes to
+    the file descriptor that `GRPO_REWARD_FD` names: a number, or an object with `reward`. What it prints is not read,
+    since the policy may have written it.
     """
 
-    command: str = field()
+    command: str = ""
     """Words of the program; `{prompt}` stands for that of the problem."""
+    function: str = ""
+    """In place of a program: `async def rollout(row, base_url, api_key)` as `package.module:rollout` or
+    `file.py:rollout`, called for each rollout with the columns of the problem. It returns its reward, a number or an
+    object with `reward`. All rollouts share one thread and one import of the file, so a rollout costs what its calls
+    cost; whatever takes long must be awaited."""
     timeout_s: Positive = 300.0
-    """Seconds for a rollout; a program that takes longer is killed, and its rollout ends with stop `deadline`."""
+    """Seconds for a rollout; one that takes longer is ended with stop `deadline`."""
     at_once: AtLeast1 = 64
-    """Programs that run at a time."""
+    """Rollouts that run at a time."""
     on_failure: OnFailure = "zero"
     """What becomes of a rollout whose program got answers and then failed, as one does that cannot read an answer.
     `zero`: it ends with stop `failed` and scores 0. `drop`: it leaves its group as an infrastructure failure, as every
     program does that asked nothing, was killed by someone else, or was told of a fault of the server."""
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.function):
+            both = "both command and function" if self.command else "neither command nor function"
+            raise ValueError(f"environment agent has {both}; name one: a program, or an `async def` of one's own")

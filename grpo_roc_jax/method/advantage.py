@@ -2,12 +2,15 @@
 
 The core kind is `group`: what a baseline subtracts and a scale divides by, per group, with z-scores (GRPO) by default.
 A group whose rewards are equal gets exactly 0 from every centered estimator. Other estimators, baselines, scales and
-adjustments are kinds in files of `method/family/`.
+adjustments are below, or in `contrib/methods/`.
 """
 
-from collections.abc import Sequence
-from dataclasses import field
-from typing import ClassVar, Literal
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import field, replace
+from math import comb
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -16,8 +19,8 @@ from grpo_roc_jax.method.part import MethodBatch, Part
 from grpo_roc_jax.method.shaping import custom_maps
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import resolve
-from grpo_roc_jax.settings.options import NotNegative, kind, settings
-from grpo_roc_jax.types import Group
+from grpo_roc_jax.settings.options import AtLeast1, NotNegative, Share, kind, settings
+from grpo_roc_jax.types import Group, Trajectory, Turn, Verdict
 
 
 def deviation(values: np.ndarray, ddof: int = 1) -> float:
@@ -30,6 +33,15 @@ def z_score(rewards: np.ndarray, ddof: int = 1, eps: float = 1e-6) -> np.ndarray
     if flat(rewards):
         return np.zeros(len(rewards))
     return (rewards - rewards.mean()) / (deviation(rewards, ddof) + eps)
+
+
+def later_sums(values: np.ndarray, discount: float) -> np.ndarray:
+    """float64[n]: sum over i >= t of discount^(i - t) values[i], by doubling the span that is summed."""
+    out, span = values.astype(np.float64), 1
+    while span < len(out):
+        out[:-span] += discount**span * out[span:]
+        span *= 2
+    return out
 
 
 # ---- axes ----------------------------------------------------------------------------------------------------------
@@ -286,3 +298,242 @@ class Whiten(Adjustment):
         mean = weights @ values / total
         variance = weights @ (values - mean) ** 2 / (total - self.ddof)
         return [(a - mean) / np.sqrt(variance + 1e-8) for a in advantages]
+
+
+# ---- OPO ------------------------------------------------------------------------------------------------------------
+# OPO: the length-weighted mean, the baseline of least variance. Source: arXiv:2505.23585.
+
+
+@kind("length_weighted")
+class LengthWeighted(Baseline):
+    """sum n R / sum n: the baseline of least variance when gradient norms grow with length (OPO, arXiv:2505.23585)."""
+
+    def values(self, rewards: np.ndarray, found: Features) -> np.ndarray | float:
+        return rewards if flat(rewards) else float(found.lengths @ rewards / max(found.lengths.sum(), 1))
+
+
+# ---- pass@k ---------------------------------------------------------------------------------------------------------
+# Advantages of pass@k. Source: arXiv:2508.10751.
+
+
+@kind("pass_at_k")
+class PassAtK(Estimator):
+    """A trajectory is worth the mean over the k-subsets that hold it, 1 for one with a success (arXiv:2508.10751).
+    Rewards are not read.
+
+    With n trajectories, c failures: p = 1 - C(c, k) / C(n, k) is the mean, s = sqrt(p (1 - p)) the deviation; a success
+    gets (1 - p) / s, a failure (1 - p - C(c - 1, k - 1) / C(n - 1, k - 1)) / s.
+    """
+
+    k: AtLeast1 = 2
+    """k of pass@k."""
+    eps: NotNegative = 1e-6
+    """Added to the deviation."""
+
+    def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
+        return [self._group(found.correct) for found in batch.features]
+
+    def _group(self, correct: np.ndarray) -> np.ndarray:
+        n, c, k = len(correct), int((~correct).sum()), self.k
+        if c in (0, n) or n < k:
+            return np.zeros(n)
+        mean = 1 - comb(c, k) / comb(n, k)
+        scale = (mean * (1 - mean)) ** 0.5 + self.eps
+        failure = 1 - mean - (comb(c - 1, k - 1) / comb(n - 1, k - 1) if c else 0.0)
+        return np.where(correct, (1 - mean) / scale, failure / scale)
+
+
+# ---- several reward channels: MO-GRPO, GDPO -------------------------------------------------------------------------
+# Several reward channels, each through its own baseline and scale: MO-GRPO and GDPO.
+#
+# Sources: arXiv:2509.22047 (MO-GRPO), arXiv:2601.05242 (GDPO, which standardizes the sum over the batch).
+
+
+@kind("channels")
+class Channels(Estimator):
+    """The weighted sum of an estimate per reward channel, over the trajectories that have it (MO-GRPO,
+    arXiv:2509.22047); `standardize` makes it GDPO (arXiv:2601.05242).
+
+    It reads the channels as they come, so `shaping` must be empty.
+    """
+
+    weights: tuple[float, ...] = ()
+    """Weight of each channel, in the order of `reward.functions`; empty takes the weights of the functions."""
+    of: GroupRelative = field(default_factory=GroupRelative)
+    """The estimate of one channel."""
+    standardize: bool = False
+    """Standardizes the sum over the batch (GDPO)."""
+    eps: NotNegative = 1e-6
+    """Added to the deviation over the batch."""
+
+    def check(self, config: Any) -> None:
+        if config.shaping:
+            raise ValueError(
+                "advantage channels reads reward channels as they come, but shaping changes the summed reward only: "
+                "leave it out, or choose another advantage"
+            )
+
+    def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
+        """Each channel over the trajectories that have it; 0 for one without any channel."""
+        names = list(dict.fromkeys(name for found in batch.features for name in found.channels))
+        weights = self.weights or [batch.weights.get(name, 1.0) for name in names]
+        if not names or len(weights) != len(names):
+            raise ValueError(
+                f"advantage channels found reward channels {names or 'none'} and {len(self.weights)} weights; name two "
+                "or more reward.functions and give a weight each"
+            )
+        out = [np.zeros(found.size) for found in batch.features]
+        for name, weight in zip(names, weights, strict=True):
+            held = [found.channels.get(name, np.full(found.size, np.nan)) for found in batch.features]
+            present = [np.flatnonzero(np.isfinite(values)) for values in held]
+            parts = self.of.estimate(replace(batch, rewards=held).only(present))
+            for total, rows, part in zip(out, present, parts, strict=True):
+                total[rows] += weight * part
+        return self._standardized(out) if self.standardize else out
+
+    def _standardized(self, advantages: list[np.ndarray]) -> list[np.ndarray]:
+        values = np.concatenate(advantages) if advantages else np.zeros(0)
+        if flat(values):
+            return [np.zeros(len(a)) for a in advantages]
+        return [(a - values.mean()) / (deviation(values) + self.eps) for a in advantages]
+
+
+# ---- GiGPO ----------------------------------------------------------------------------------------------------------
+# GiGPO: turns compared with the turns of the same problem that were taken in the same state.
+#
+# Source: arXiv:2505.10978, which groups by the observation before an action. The output of a Python tool does not show
+# the variables of the interpreter, so here the state before a turn is all calls and observations so far. Interpreters
+# in the same state agree in everything but values that no call has printed, such as random numbers.
+
+
+State = Literal["calls", "observations", "turn"]
+
+
+@kind("turns")
+class TurnCredit(Adjustment):
+    """A_t + omega F(G_k) for the tokens of turn k, G_k = r_k + gamma G_(k+1), F relative to the turns of the problem in
+    the same state (GiGPO, arXiv:2505.10978). A turn that is alone in its state gets nothing."""
+
+    omega: NotNegative = 1.0
+    """Weight of the advantage within a state."""
+    gamma: Share = 0.95
+    """Discount of the rewards of later turns."""
+    state: State = "calls"
+    """What makes two states equal: calls and observations so far, observations alone, or the number of the turn."""
+    standardize: bool = False
+    """Whether F also divides by the standard deviation."""
+
+    def tokens(self, advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
+        rest, out = iter(advantages), []
+        for group, rewards in zip(batch.groups, batch.rewards, strict=True):
+            pairs = zip(group.pairs, rewards, strict=True)
+            returns = [later_sums(turn_pay(t, v, reward), self.gamma) for (t, v), reward in pairs]
+            for trajectory, credit in zip(group.trajectories, self.credits(group, returns), strict=True):
+                values = next(rest).copy()
+                for turn, own in zip(trajectory.turns, credit, strict=True):
+                    values[turn.start : turn.end] += np.float32(self.omega * own)
+                out.append(values)
+        return out
+
+    def credits(self, group: Group, returns: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """float64[turns] of each trajectory: F of its returns."""
+        out = [np.zeros(len(row)) for row in returns]
+        for places in same_state(group, self.state).values():
+            values = np.array([returns[i][k] for i, k in places])
+            if flat(values):
+                continue
+            found = z_score(values) if self.standardize else values - values.mean()
+            for (i, k), value in zip(places, found, strict=True):
+                out[i][k] = value
+        return out
+
+    def metrics(self, batch: MethodBatch) -> Mapping[str, float]:
+        """Turns per state; with 1 there is no signal within states."""
+        sizes = [len(places) for group in batch.groups for places in same_state(group, self.state).values()]
+        return {"method/turns_per_state": float(np.mean(sizes)) if sizes else 0.0}
+
+
+def turn_pay(trajectory: Trajectory, verdict: Verdict, reward: float) -> np.ndarray:
+    """float64[turns]: what each turn was paid; the rest of the trajectory's reward belongs to the last turn."""
+    pay = np.zeros(len(trajectory.turns))
+    if len(pay):
+        pay += verdict.turn_rewards or 0.0
+        pay[-1] += reward - pay.sum()
+    return pay
+
+
+def same_state(group: Group, state: State) -> dict[bytes, list[tuple[int, int]]]:
+    """The turns of a problem by the state before them: (trajectory, turn)."""
+    found: dict[bytes, list[tuple[int, int]]] = {}
+    for i, trajectory in enumerate(group.trajectories):
+        seen = hashlib.blake2b(str(trajectory.condition).encode(), digest_size=16)
+        for k, turn in enumerate(trajectory.turns):
+            found.setdefault(seen.digest(), []).append((i, k))
+            seen.update(json.dumps(_said(turn, state), sort_keys=True, default=repr).encode())
+    return found
+
+
+def _said(turn: Turn, state: State) -> list:
+    """What a turn adds to the state."""
+    if state == "turn":
+        return []
+    calls = [[call.name, call.raw if call.fault else dict(call.arguments)] for call in turn.calls]
+    return [calls if state == "calls" else [], [*(result.observation for result in turn.results), turn.reply]]
+
+
+# ---- a bonus for entropy --------------------------------------------------------------------------------------------
+# A bonus for the policy's entropy, with a coefficient that holds entropy near a target.
+#
+# Source: Skywork-OR1, arXiv:2505.22312. The entropy in the loss is that of the full vocabulary under the current
+# parameters, with the normalizer of the loss. The controller sees the mean of -log p over the tokens that the policy
+# sampled for the step.
+
+
+COEFFICIENT, ENTROPY = "entropy_coefficient", "entropy"
+"""Names in the method's memory: the coefficient after the last step, and the entropy that it saw."""
+
+
+@kind("entropy_bonus")
+class EntropyBonus(Adjustment):
+    """Adds -a H to the loss where H is below its target; a rises by `step` there, and else falls (Skywork-OR1,
+    arXiv:2505.22312). Advantages stay as they are."""
+
+    target: NotNegative = 0.2
+    """Entropy, in nats per token, from which on there is no bonus."""
+    step: NotNegative = 1e-4
+    """Change of the coefficient in a training step; 0 keeps it constant."""
+    start: NotNegative = 0.0
+    """Coefficient before the first step."""
+    most: NotNegative = 5e-3
+    """Largest coefficient."""
+
+    def batch(self, advantages: Sequence[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
+        return list(advantages)
+
+    def entropy_coefficient(self, groups: Sequence[Group], state: AlgoState) -> float:
+        coefficient, entropy = self.moved(groups, state)
+        return coefficient if entropy < self.target else 0.0
+
+    def moved(self, groups: Sequence[Group], state: AlgoState) -> tuple[float, float]:
+        """(coefficient of this step, entropy of its trajectories)."""
+        entropy = sampled_entropy(groups)
+        change = self.step if entropy < self.target else -self.step
+        return float(np.clip(state.recall(COEFFICIENT, self.start) + change, 0.0, self.most)), entropy
+
+    def next_memory(
+        self, sampled: Sequence[Group], trained: Sequence[Group], method: Any, state: AlgoState
+    ) -> Mapping[str, np.ndarray]:
+        if not trained:
+            return {}
+        return {name: np.array([v]) for name, v in zip((COEFFICIENT, ENTROPY), self.moved(trained, state), strict=True)}
+
+    def metrics(self, batch: MethodBatch) -> Mapping[str, float]:
+        coefficient, entropy = self.moved(batch.groups, batch.state)
+        return {"entropy/coefficient": coefficient if entropy < self.target else 0.0, "entropy/sampled": entropy}
+
+
+def sampled_entropy(groups: Sequence[Group]) -> float:
+    """Mean of -log p over the policy's tokens, in nats; 0 without any."""
+    drawn = [t.logprobs[t.policy_mask] for group in groups for t in group.trajectories]
+    values = np.concatenate([np.zeros(0), *drawn])
+    return -float(values.mean()) if len(values) else 0.0

@@ -1,21 +1,27 @@
-"""The methods by name: what `configs/methods/*.yaml` say about themselves, and the table of the documentation.
+"""The methods by name: what their recipes say about themselves, and the table of the documentation.
 
-A method is a file there: a header of comments (title and source, axes, formula, state), then a few settings over a base
-recipe. `python -m grpo_roc_jax.method.catalog` prints the table; with `docs/methods.md` as its argument it writes the
-table there and keeps its last column, which `benchmarks/first_step.py` measures.
+Recipes of the core are in `configs/methods/`, all others beside their method in `contrib/methods/`. A recipe is a
+header of comments (title and source, axes, formula, state), then a few settings over a base recipe.
+`python -m grpo_roc_jax.method.catalog` prints the table; with `docs/methods.md` as its argument it writes the table
+there and keeps its last column, which `benchmarks/first_step.py` measures.
 """
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from grpo_roc_jax.settings.cli import CONFIG_DIR
+from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS
 
-FOLDER = CONFIG_DIR / "methods"
+FOLDERS = {CONFIG_DIR / "methods": "configs/methods", CONTRIB_METHODS: "grpo_roc_jax/contrib/methods"}
+"""Folder of recipes -> its name in a checkout."""
 
+SKETCH = " (sketch)"
+"""End of the title of a recipe that stands in for a part of its paper."""
 TABLE_START, TABLE_END = "<!-- generated table -->", "<!-- end of generated table -->"
+SKETCH_MARKS = "<!-- generated sketches -->", "<!-- end of generated sketches -->"
 AXES = {
     "a": "condition or hint before the rollout",
     "b": "rollout budget and waves",
@@ -41,11 +47,16 @@ class MethodFile:
     formula: str
     state: str
     """What it remembers between steps; empty for nothing."""
+    as_in_paper: str = ""
+    """Of a sketch, what follows the paper."""
+    stand_in: str = ""
+    """Of a sketch, what stands in for a part of the paper, or is left out; empty for other methods."""
 
 
 def load_methods() -> dict[str, MethodFile]:
-    """Name -> method, for every file of the folder, by name."""
-    return {path.stem: read_method(path) for path in sorted(FOLDER.glob("*.yaml"))}
+    """Name -> method, for every recipe, by name."""
+    paths = (path for folder in FOLDERS for path in folder.glob("*.yaml"))
+    return {path.stem: read_method(path) for path in sorted(paths, key=lambda path: path.name)}
 
 
 def read_method(path: Path) -> MethodFile:
@@ -68,7 +79,14 @@ def read_method(path: Path) -> MethodFile:
     if unknown:
         raise ValueError(f"{path}: unknown axes {sorted(unknown)}; the axes are {AXES}")
     state = fields["state"].removeprefix("none")
-    return MethodFile(path, title, f"arXiv:{paper}" if paper else "", fields["axes"], fields["formula"], state)
+    paper = f"arXiv:{paper}" if paper else ""
+    sketch = fields.get("as in the paper", ""), fields.get("stand-in", "")
+    if len({*map(bool, sketch), title.endswith(SKETCH)}) > 1:
+        raise ValueError(
+            f"{path}: a recipe that stands in for a part of its paper has '# Title{SKETCH}', '# as in the paper: ...' "
+            "and '# stand-in: ...'; write all three, or none"
+        )
+    return MethodFile(path, title, paper, fields["axes"], fields["formula"], state, *sketch)
 
 
 def method_table(differences: Mapping[str, str] | None = None) -> str:
@@ -77,32 +95,37 @@ def method_table(differences: Mapping[str, str] | None = None) -> str:
     head = "| method | axes | formula | source | state | differs from plain GRPO in the first step |"
     rows = [head, "| --- | --- | --- | --- | --- | --- |"]
     for name, m in load_methods().items():
-        link, formula = f"[{m.title}](../configs/methods/{m.path.name})", m.formula.replace("|", "∣")
+        link, formula = f"[{m.title}](../{FOLDERS[m.path.parent]}/{m.path.name})", m.formula.replace("|", "∣")
         said = (differences or {}).get(name, "?")
         rows.append(f"| {link} | {m.axes} | `{formula}` | {m.paper or 'preset'} | {m.state or '-'} | {said} |")
     return "\n".join(rows) + "\n"
 
 
+def sketch_table() -> str:
+    """A Markdown table of the recipes that stand in for a part of their papers: what is as there, and what is not."""
+    head = "| recipe | as in the paper | stand-in |\n| --- | --- | --- |\n"
+    sketches = {name: method for name, method in load_methods().items() if method.stand_in}
+    return head + "".join(f"| `{name}` | {m.as_in_paper} | {m.stand_in} |\n" for name, m in sketches.items())
+
+
 def table_differences(document: str) -> dict[str, str]:
     """The last column of the table in a document, by method."""
-    rows = [line for line in document.splitlines() if "](../configs/methods/" in line]
-    return {
-        row.partition("(../configs/methods/")[2].partition(".yaml)")[0]: row.split(" | ")[-1].removesuffix(" |")
-        for row in rows
-    }
+    links = re.compile(rf"\]\(\.\./(?:{'|'.join(FOLDERS.values())})/(\w+)\.yaml\)")
+    named = [(links.search(line), line) for line in document.splitlines() if line.startswith("| [")]
+    return {link[1]: row.split(" | ")[-1].removesuffix(" |") for link, row in named if link}
 
 
-def with_table(document: str, table: str) -> str:
-    """The document with everything between its marks replaced by the table.
+def with_table(document: str, table: str, start_mark: str = TABLE_START, end_mark: str = TABLE_END) -> str:
+    """The document with everything between the two marks replaced by the table.
 
     Raises:
         ValueError: The marks are missing.
     """
-    before, start, rest = document.partition(TABLE_START)
-    _, end, after = rest.partition(TABLE_END)
+    before, start, rest = document.partition(start_mark)
+    _, end, after = rest.partition(end_mark)
     if not (start and end):
-        raise ValueError(f"the document lacks the lines {TABLE_START!r} and {TABLE_END!r}; put them round the table")
-    return f"{before}{TABLE_START}\n{table}{TABLE_END}{after}"
+        raise ValueError(f"the document lacks the lines {start_mark!r} and {end_mark!r}; put them round the table")
+    return f"{before}{start_mark}\n{table}{end_mark}{after}"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -112,7 +135,8 @@ def main(argv: Sequence[str]) -> None:
         return
     path = Path(argv[0])
     text = path.read_text(encoding="utf-8")
-    path.write_text(with_table(text, method_table(table_differences(text))), encoding="utf-8")
+    text = with_table(text, method_table(table_differences(text)))
+    path.write_text(with_table(text, sketch_table(), *SKETCH_MARKS), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ class MethodConfig:
     failed calls in `examples/plugins`: `package.module:function`, or a name passed to `train(functions=...)`."""
     edit_rows: str = ""
     """Function of (rows, groups, policy) -> rows, after everything else: the last word on advantages and weights of
-    tokens, with the policy at hand for passes of its own (`run.learner.Policy`)."""
+    tokens, with the policy at hand for passes of its own (`learner.group_learner.Policy`)."""
     tracker_decay: PositiveShare = 0.875
     """Memory of the success tracker of each problem: the share of past counts kept at each visit, unless
     `advantage.baseline tracker` adapts it (SPO, arXiv:2509.13232, whose fastest forgetting this is)."""

@@ -5,10 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from grpo_roc_jax.types import Group, Trajectory, Verdict
-
-AIDED = frozenset({"hint", "explanation", "refinement"})
-"""Conditions whose trajectories can train under the plain prompt."""
+from grpo_roc_jax.types import Group, Trajectory, Verdict, traits_of
 
 
 def taken(group: Group, indices: Iterable[int]) -> Group:
@@ -76,7 +73,7 @@ def with_plain_prompts(groups: Sequence[Group], prompts: Mapping[str, np.ndarray
     """
 
     def moved(trajectory: Trajectory, uid: str) -> Trajectory:
-        hinted = trajectory.condition.kind in AIDED
-        return with_prompt(trajectory, prompts[uid]) if hinted else trajectory
+        moves = traits_of(trajectory.condition.kind).moves
+        return with_prompt(trajectory, prompts[uid]) if moves else trajectory
 
     return [dataclasses.replace(g, trajectories=tuple(moved(t, g.problem.uid) for t in g.trajectories)) for g in groups]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from grpo_roc_jax.types import Group, ToolResult, Trajectory
+from grpo_roc_jax.types import Group, ToolResult, Trajectory, traits_of
 
 EQUAL_TOLERANCE = 1e-6
 """Values whose spread is at most this share of the largest are equal: float32 sums of the same parts in another order
@@ -21,10 +21,6 @@ def flat(values: np.ndarray) -> bool:
         return True
     low, high = float(np.min(values)), float(np.max(values))
     return high - low <= EQUAL_TOLERANCE * max(abs(low), abs(high)) + LEAST_SPREAD
-
-
-SIDE_KINDS = frozenset({"hint_writer", "prediction", "demonstration"})
-"""Conditions of trajectories in a group that are no attempts of the policy: success rates leave them out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +66,7 @@ class Features:
 
     def attempts(self) -> "Features":
         """Those of the policy's attempts at the problem."""
-        rows = [i for i, kind in enumerate(self.conditions) if kind not in SIDE_KINDS]
+        rows = [i for i, kind in enumerate(self.conditions) if traits_of(kind).attempt]
         return self if len(rows) == self.size else self.take(rows)
 
     def take(self, indices: Sequence[int] | np.ndarray) -> "Features":

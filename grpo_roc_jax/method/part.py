@@ -2,7 +2,7 @@
 
 A method is a choice on each axis: which trajectories train (`roc`), rewards (`shaping`), advantages (`advantage`),
 token weights (`weights`), the loss of a token (`surrogate`), and which rollouts are requested (`plan`). Each choice is
-a frozen dataclass with its own settings; `method/family/` holds one file for each further method.
+a frozen dataclass with its own settings; `contrib/methods/` holds one file for each further method.
 """
 
 import dataclasses
@@ -71,6 +71,16 @@ class Part(Axis):
     def prefix(self) -> str:
         """`axis kind` for messages."""
         return f"{self.axis} {self.kind}"
+
+    def check(self, config: Any) -> None:
+        """Refuses settings of other sections that the part cannot be used with; called when a configuration is made.
+
+        Args:
+            config: The whole configuration of the run.
+
+        Raises:
+            ValueError: With the two settings and what to change.
+        """
 
     def initial_memory(self) -> Mapping[str, np.ndarray]:
         """What the part remembers between steps, at step 0; kept in checkpoints by name."""

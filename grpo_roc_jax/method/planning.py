@@ -1,7 +1,8 @@
 """Which rollouts a step asks for: problems, how many rollouts each, under which prompts, in how many waves.
 
-A plain method has one wave of equal requests. What goes beyond it is a choice on five axes, each a kind in a file of
-`method/family/`: `problems`, `budget`, `condition`, `second` and `temperature`. `run.rounds` executes the requests:
+A plain method has one wave of equal requests. What goes beyond it is a choice on five axes, with kinds here and in
+files of `contrib/methods/`: `problems`, `budget`, `condition`, `second` and `temperature`. `run.rounds` executes the
+requests:
 
     requests = first_wave(wave, plan);  groups = gathered(problems, requests, results)
     while requests := next_wave(wave, plan):  groups = plan.second.merge(groups, requests, results)
@@ -10,7 +11,7 @@ A plain method has one wave of equal requests. What goes beyond it is a choice o
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -18,11 +19,13 @@ from grpo_roc_jax.method.edit import joined
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.settings.options import Count, kind, settings
-from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, Trajectory
+from grpo_roc_jax.settings.options import Count, InnerShare, NotNegative, kind, settings
+from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, Trajectory, condition_kind, traits_of
 
-HELPED = frozenset({"hint", "examples", "refinement", "feedback"})
-"""Conditions under which a success does not show that a problem can be solved without help."""
+BUDGET = condition_kind("budget", optional=True)
+"""Condition of a prompt that tells what rewards depend on, such as a token budget."""
+DEMONSTRATION = condition_kind("demonstration", attempt=False)
+"""Condition of a demonstration in a group of rollouts, which no policy sampled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +82,11 @@ class Conditioning(Part, axis="plan.condition"):
 
     warms_up: ClassVar[bool] = True
     """Whether `plan.warmup_steps` come first."""
+    resumable: ClassVar[bool] = True
+    """Whether a row that the deadline of a step cuts can continue in the next step."""
+    helps: ClassVar[bool] = True
+    """Whether a success under help leaves open that the problem can be solved without; False where the help belongs to
+    the state of the problem."""
 
     def requests(self, place: int, count: int, wave: Wave) -> list[RolloutRequest]:
         """Requests for `count` rollouts of the problem at `place`."""
@@ -125,8 +133,16 @@ class SecondWave(Part, axis="plan.second"):
             out[request.place] = joined(group, result) if plain else self.merged(group, request, result)
         return out
 
-    def explanation_weight(self, step: int) -> float:
-        """Weight of the explanations' likelihood in the loss of a step."""
+    def notes(self, requests: Sequence[RolloutRequest], results: Sequence[Group]) -> dict[int, str]:
+        """Texts of a wave that the next one reads as `Wave.notes`, by place."""
+        return {}
+
+    def supervised(self, requests: Sequence[RolloutRequest], results: Sequence[Group]) -> list[Group]:
+        """Rollouts of a wave that train as supervised rows under the plain prompt, for `compose.supervised_rows`."""
+        return []
+
+    def supervised_weight(self, step: int) -> float:
+        """Weight of the likelihood of supervised rows in the loss of a step."""
         return 0.0
 
 
@@ -222,7 +238,7 @@ def with_suffix(requests: Sequence[RolloutRequest], text: str) -> list[RolloutRe
     """The requests with a text, such as a token budget, at the end of their prompts."""
     if not text:
         return list(requests)
-    return [replace(r, suffix=r.suffix + text, condition=r.condition or Condition("budget")) for r in requests]
+    return [replace(r, suffix=r.suffix + text, condition=r.condition or Condition(BUDGET)) for r in requests]
 
 
 def gathered(problems: Sequence[Problem], requests: Sequence[RolloutRequest], results: Sequence[Group]) -> list[Group]:
@@ -236,11 +252,11 @@ def gathered(problems: Sequence[Problem], requests: Sequence[RolloutRequest], re
 def unaided(found: Features, plan: PlanConfig) -> np.ndarray:
     """bool[G]: successes that show how hard the problem is.
 
-    A success under a hint counts as a failure, since every plain rollout had failed before it was requested. Hints of
-    `condition hint_level` belong to the problem's state, so successes under them count.
+    A success under a hint counts as a failure, since every plain rollout had failed before it was requested.
     """
-    levels = plan.condition.kind == "hint_level"
-    return found.correct & ~np.array([kind in HELPED and not levels for kind in found.conditions], bool)
+    if not plan.condition.helps:
+        return found.correct
+    return found.correct & ~np.array([traits_of(kind).helped for kind in found.conditions], bool)
 
 
 def failed_places(wave: Wave) -> list[int]:
@@ -283,3 +299,102 @@ def hand_out(problems: int, extra: int, low: int, high: int, gain: Callable[[int
         if counts[i] < high:
             heapq.heappush(heap, (-gain(i, int(counts[i])), int(counts[i]), i))
     return counts
+
+
+# ---- RC-GRPO --------------------------------------------------------------------------------------------------------
+# RC-GRPO: rollouts conditioned on reward tokens. Source: arXiv:2602.03025.
+
+
+HIGH, LOW = Condition(condition_kind("high_reward")), Condition(condition_kind("low_reward"))
+"""Conditions of rollouts under the high and the low reward token; evaluation uses the high one."""
+
+
+@kind("reward_tokens")
+class RewardTokens(Conditioning):
+    """Conditions each rollout on a reward token (RC-GRPO, arXiv:2602.03025); the policy must be fine-tuned on both."""
+
+    draw: Literal["iid", "fixed"] = "iid"
+    """Tokens drawn one by one, as in the paper, or in fixed numbers."""
+    high_share: InnerShare = 0.5
+    """Probability or share of the high token; the paper takes the share of successes in its fine-tuning data."""
+    form: Literal["token", "text"] = "token"
+    """How a reward token is written: as the special token of the vocabulary (characters where it has none), or in
+    words, which every vocabulary reads alike."""
+    evaluate: Literal["high", "low", "none"] = "high"
+    """Reward token of the prompts in evaluation."""
+    separation: NotNegative = 0.05
+    """Least gap between held-out success under the high and under the low token before the first step; without one the
+    conditioning does nothing (arXiv:2602.03025, prop. 4.3), so the run is refused. 0 skips the check."""
+
+    warms_up = False  # a policy was fine-tuned on the tokens
+
+    def check(self, config: Any) -> None:
+        second, taught, sampled = (
+            config.plan.second,
+            config.sft.reward_tokens,
+            config.resample.sampled(config.group.size),
+        )
+        if second.kind != "none":
+            raise ValueError(
+                f"plan.condition reward_tokens with plan.second {second.kind}: a rollout has one condition; use one of "
+                "them"
+            )
+        if self.draw == "fixed" and sampled < 2:
+            raise ValueError(
+                f"plan.condition reward_tokens with draw fixed needs a rollout of each kind but {sampled} is sampled; "
+                "raise group.size"
+            )
+        if self.separation and not config.data.eval_problems:
+            raise ValueError(
+                f"plan.condition.separation = {self.separation} with data.eval_problems = 0: the gap between the "
+                "reward tokens is measured on held-out problems; name some, or set plan.condition.separation 0"
+            )
+        if taught not in ("none", self.form):
+            raise ValueError(
+                f"sft.reward_tokens = {taught} but plan.condition.form = {self.form}: the policy would be trained "
+                "under tokens that it was not taught; set both alike"
+            )
+
+    def requests(self, place: int, count: int, wave: Wave) -> list[RolloutRequest]:
+        drawn = reward_conditions(count, self.high_share, self.draw, wave.rng)
+        return [
+            RolloutRequest(wave.problems[place], place, drawn.count(c), 0, c, reward_goal(c, self.form))
+            for c in sorted(set(drawn), key=str)
+        ]
+
+
+def reward_conditions(count: int, high_share: float, mode: str, rng: np.random.Generator) -> tuple[Condition, ...]:
+    """The reward token of each rollout of a group.
+
+    `iid` draws each independently, as in the paper; `fixed` takes round(count high_share) high ones, at least one of
+    each kind, shuffled.
+    """
+    if mode == "iid":
+        high = rng.random(count) < high_share
+    else:
+        number = min(max(round(count * high_share), 1), count - 1)
+        high = rng.permutation(count) < number
+    return tuple(HIGH if h else LOW for h in high)
+
+
+def reward_goal(condition: Condition, form: str = "token") -> str:
+    """The line that a first user message ends with under a reward token; empty for the plain prompt."""
+    if condition not in (HIGH, LOW):
+        return ""
+    return f"\n[Reward Goal: {f'<|{condition}|>' if form == 'token' else str(condition).replace('_', ' ')}]"
+
+
+def check_separation(success_high: float, success_low: float, least: float = 0.05) -> None:
+    """Refuses to begin the second stage of RC-GRPO with a policy that ignores the reward token.
+
+    The variance that conditioning adds to a group is bounded by the gap between the two success rates
+    (arXiv:2602.03025, prop. 4.3); without one the method is plain GRPO at a higher price.
+
+    Raises:
+        ValueError: With both rates, and what to do.
+    """
+    if success_high - success_low < least:
+        raise ValueError(
+            f"success is {success_high:.3f} under the high reward token and {success_low:.3f} under the low one; the "
+            f"gap must be at least {least}: run the reward-conditioned fine-tuning on mixed-quality traces first"
+        )

@@ -266,3 +266,49 @@ def select_roc(
     order = config.positive_select.order(penalties[positive], rng)
     drawn = rng.permutation(len(negative)) if config.negative_select == "uniform" else np.arange(len(negative))
     return np.sort(np.concatenate([positive[order[:k_pos]], negative[drawn[:k_neg]]]))
+
+
+# ---- PODS -----------------------------------------------------------------------------------------------------------
+# PODS: the subset of rollouts with the largest reward variance. Source: arXiv:2504.13818.
+
+
+@kind("max_variance")
+class MaxVariance(Oversampled):
+    """The subset with the largest reward variance (PODS, arXiv:2504.13818): always some highest and the rest lowest.
+
+    Ties go to fewer highest ones, and within equal rewards to rollout order.
+    """
+
+    def choose(self, found: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
+        order = np.argsort(found.rewards, kind="stable")
+        variances = split_variances(found.rewards[order], keep)
+        # Rounding makes a tie of what differs by the last bits, so that the choice is the same on every machine.
+        highest = int(np.argmax(np.round(variances / (variances.max() or 1.0), 12)))
+        return np.sort(np.concatenate([order[: keep - highest], order[len(order) - highest :]]))
+
+
+def split_variances(ascending: np.ndarray, keep: int) -> np.ndarray:
+    """float64[keep + 1]: population variance of the k largest and keep - k smallest rewards, for k = 0..keep."""
+    highest = np.arange(keep + 1)
+    centered = ascending - ascending.mean()
+    first, second = (np.concatenate([[0.0], np.cumsum(centered**power)]) for power in (1, 2))
+
+    def split(sums: np.ndarray) -> np.ndarray:
+        return sums[keep - highest] + sums[-1] - sums[len(ascending) - highest]
+
+    return split(second) / keep - (split(first) / keep) ** 2
+
+
+# ---- the control arm of resampling on correct -----------------------------------------------------------------------
+# A random subset of the rollouts: the control arm of resampling on correct, at equal cost of sampling.
+
+
+@kind("uniform")
+class Uniform(Oversampled):
+    """A random subset: the control arm of `roc` (arXiv:2508.20722)."""
+
+    def choose(self, found: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
+        return np.sort(rng.permutation(found.size)[:keep])
+
+    def quota_decided(self, negatives: int, positives: int, left: int, keep: int) -> bool:
+        return left >= 1 and negatives + positives >= keep

@@ -1,7 +1,7 @@
 """Rewards -> rewards, on the kept groups before the advantage: the chain of steps that `shaping` lists.
 
 Selection has happened on raw rewards; a step decides only how much a kept trajectory is worth. GRPO-RoC lists none.
-Each step is a kind in a file of `method/family/`.
+Further steps are kinds in files of `contrib/methods/`.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import resolve
-from grpo_roc_jax.settings.options import kind
+from grpo_roc_jax.settings.options import AtLeast1, kind
 
 
 class Shaping(Part, axis="shaping"):
@@ -121,3 +121,40 @@ def channel(found: Features, name: str, reader: str) -> np.ndarray:
             "function of that name to reward.functions (channels exist from two functions on)"
         )
     return np.nan_to_num(found.channels[name])
+
+
+# ---- overlong responses (DAPO) --------------------------------------------------------------------------------------
+# DAPO's soft penalty for responses that come near the token budget. Source: arXiv:2503.14476, eq. 13.
+
+
+@kind("overlong")
+class Overlong(Shaping):
+    """A penalty that grows from 0 to 1 over the last tokens before a limit (DAPO, arXiv:2503.14476, eq. 13)."""
+
+    limit: int = 20480
+    """Response tokens (observations included) from which the penalty is 1."""
+    buffer: AtLeast1 = 4096
+    """Tokens before the limit over which the penalty grows."""
+
+    def __post_init__(self) -> None:
+        if self.limit < self.buffer:
+            raise ValueError(f"shaping overlong: buffer = {self.buffer} is longer than limit = {self.limit}; lower it")
+
+    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
+        left = self.limit - self.buffer - found.response_lengths.astype(np.float64)
+        return rewards + np.clip(left / self.buffer, -1.0, 0.0)
+
+
+# ---- tool errors in the reward --------------------------------------------------------------------------------------
+# The penalty in the reward that resampling on correct does without (a control arm).
+
+
+@kind("tool_errors")
+class ToolErrors(Shaping):
+    """R - coef errors / calls: the reward penalty that GRPO-RoC (arXiv:2508.20722, sec. 2.2.3) argues against."""
+
+    coef: float = 0.5
+    """Reward subtracted where every call failed."""
+
+    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
+        return rewards - self.coef * found.tool_errors / np.maximum(found.tool_calls, 1)

@@ -2,7 +2,7 @@
 
 Every method is `sum weights * phi(d, A)`: phi is here, A and the weights come from the host. d = log p - log p_old is
 clamped and masked by `learner.loss`, so that padding cannot overflow. `clip` is where the ratio is clipped; other
-surrogates are kinds in files of `method/family/`.
+surrogates are below, or in `contrib/methods/`.
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_roc_jax.method.divergence import CEILING, MAX_LOGRATIO, Tail, bounded_k3, k2, k3
 from grpo_roc_jax.method.part import MethodBatch, Part, WithReference
-from grpo_roc_jax.settings.options import NotNegative, kind, settings
+from grpo_roc_jax.settings.options import NotNegative, PositiveShare, kind, settings
 from grpo_roc_jax.shapes import Array, Bool, Float, Int, checked
 
 Level = Literal["token", "turn", "sequence"]
@@ -300,3 +300,233 @@ def clipped_surrogate(
     if clip_dual:
         loss = jnp.where(advantages < 0, jnp.minimum(loss, -clip_dual * advantages), loss)
     return loss
+
+
+# ---- clipped surrogates with a further cap --------------------------------------------------------------------------
+# Clipped surrogates with a further cap: dual clip (arXiv:1912.09729) and INTELLECT-2's delta (arXiv:2505.07291).
+
+
+@kind("capped_clip")
+class CappedClip(Clip):
+    """`clip` with a cap on the loss of negative advantages (dual clip, arXiv:1912.09729), on the unclipped ratio
+    (INTELLECT-2, arXiv:2505.07291), or both."""
+
+    dual: NotNegative = 0.0
+    """Caps the loss of a token with negative advantage at this multiple of -A, above 1 (3 in verl); 0 is off."""
+    delta: NotNegative = 0.0
+    """Caps the unclipped ratio (4 in INTELLECT-2); 0 is off."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.dual <= 1:
+            raise ValueError(f"surrogate.dual = {self.dual}; must be above 1, or 0 for off")
+
+
+# ---- CISPO ----------------------------------------------------------------------------------------------------------
+# CISPO: the clipped, detached ratio times the log-probability. Source: MiniMax-M1, arXiv:2506.13585, eq. 4.
+
+
+@kind("cispo")
+class Cispo(RatioSurrogate):
+    """-sg(clip(r, low, high)) A log p: every token keeps a gradient (arXiv:2506.13585)."""
+
+    low: NotNegative = 0.0
+    """Lower bound of the detached ratio; 0 leaves it free."""
+    high: NotNegative = 5.0
+    """Upper bound of the detached ratio."""
+
+    def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
+        ratio = jax.lax.stop_gradient(jnp.clip(jnp.exp(logratio), min=self.low, max=self.high))
+        return -ratio * advantages * logprobs
+
+
+# ---- SAPO -----------------------------------------------------------------------------------------------------------
+# SAPO: a smooth gate instead of a clip. Source: arXiv:2511.20347.
+
+
+@kind("sapo")
+class Sapo(RatioSurrogate):
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A; slope 1 at r = 1 (arXiv:2511.20347)."""
+
+    positive: float = 1.0
+    """Steepness of the gate for positive advantages."""
+    negative: float = 1.05
+    """Steepness of the gate for negative advantages; a steeper one damps them sooner."""
+
+    def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
+        tau = jnp.where(advantages > 0, self.positive, self.negative)
+        return -4.0 / tau * jax.nn.sigmoid(tau * (jnp.exp(logratio) - 1.0)) * advantages
+
+
+# ---- GMPO -----------------------------------------------------------------------------------------------------------
+# GMPO: the geometric mean of clipped token ratios. Source: arXiv:2507.20673.
+
+
+@kind("geometric")
+class Geometric(Clip):
+    """-A times the geometric mean of the ratios of a segment, each clipped where its advantage pushes (GMPO,
+    arXiv:2507.20673)."""
+
+    level: Level = "sequence"
+    """The segment: a turn or a trajectory."""
+    clip_low: NotNegative = 0.4
+    """Log-ratios of tokens with negative advantage are cut at -clip_low, in nats."""
+    clip_high: NotNegative = 0.4
+    """Log-ratios of tokens with positive advantage are cut at clip_high, in nats."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.level == "token":
+            raise ValueError("surrogate geometric works on segments; set surrogate.level sequence or turn")
+
+    def shared(self, logratio: Array, advantages: Array, mask: Array, ratio_segments: Array) -> Array:
+        high = jnp.where(advantages >= 0, self.clip_high, jnp.inf)
+        low = jnp.where(advantages >= 0, -jnp.inf, -self.clip_low)
+        return segment_logratio(jnp.clip(logratio, min=low, max=high), mask, ratio_segments)
+
+    def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
+        return -jnp.exp(logratio) * advantages
+
+
+# ---- DPPO -----------------------------------------------------------------------------------------------------------
+# DPPO: what bounds a token is the divergence of the two policies instead of their ratio. Source: arXiv:2602.04879.
+#
+# The divergences are the binary ones of the paper, which see the sampled token against all others, from its
+# probability under both policies. Its top-k forms need further probabilities of the sampling policy, which are not
+# recorded.
+
+
+EPS = 1e-8
+"""Added inside the logarithm of the binary divergence, as in verl: in float32 a probability can be 1."""
+
+
+@kind("dppo")
+class Dppo(TokenRatioSurrogate):
+    """-r A for tokens within the bounds, 0 for those outside (DPPO, arXiv:2602.04879), plus `penalty` d^2 for all
+    (prime-rl), with d = log r."""
+
+    divergence: Literal["tv", "kl", "two_sided"] = "tv"
+    """With p and p_old of the sampled token: `tv` compares p - p_old with the bound on the side that the advantage
+    pushes to, `kl` the binary KL(p_old || p) on that side, and `two_sided` p - p_old with both bounds (prime-rl's
+    IPO)."""
+    low: NotNegative = 0.2
+    """Bound where p has fallen; 0.05 for `kl` and 0.1 for `two_sided` in the released scripts."""
+    high: NotNegative = 0.2
+    """Bound where p has risen."""
+    penalty: NotNegative = 0.0
+    """Weight of d^2; 1e-3 in prime-rl."""
+
+    def clipped(self, logratio: Array, advantages: Array, logprobs: Array) -> tuple[Array, Array]:
+        """Which tokens are out of bounds below and above."""
+        now = jax.lax.stop_gradient(logprobs)
+        old = now - jax.lax.stop_gradient(logratio)
+        change = jnp.exp(now) - jnp.exp(old)
+        fell, rose = change < 0, change > 0
+        if self.divergence == "two_sided":
+            return change < -self.low, change > self.high
+        size = jnp.abs(change) if self.divergence == "tv" else binary_kl(old, now)
+        return fell & (size > self.low) & (advantages < 0), rose & (size > self.high) & (advantages > 0)
+
+    def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
+        low, high = self.clipped(logratio, advantages, logprobs)
+        kept = jnp.where(low | high, 0.0, -jnp.exp(logratio) * advantages)
+        return kept + self.penalty * logratio**2 if self.penalty else kept
+
+
+def binary_kl(old: Array, now: Array) -> Array:
+    """KL between the distributions over (this token, any other) under two log-probabilities of the token, in nats."""
+    others = jnp.log((-jnp.expm1(old) + EPS) / (-jnp.expm1(now) + EPS))
+    return jnp.exp(old) * (old - now) - jnp.expm1(old) * others
+
+
+# ---- Clip-Cov and KL-Cov --------------------------------------------------------------------------------------------
+# Clip-Cov and KL-Cov: the few tokens that drive the fall of entropy are left out or held back. arXiv:2505.22617.
+#
+# Entropy falls by the covariance of log-probability and advantage, cov_t = (A_t - mean A)(l_t - mean l) over the
+# tokens of the optimizer step, which few tokens make up. It is computed with the policy right before each step.
+
+
+@settings
+class Covariance(Surrogate):
+    """A loss that treats tokens of high covariance differently."""
+
+    needs_scores = True
+    follows_policy = True
+
+    share: PositiveShare = 2e-4
+    """Share of the tokens of an optimizer step that are treated differently, rounded down; at least one token is."""
+
+    def choose(self, batch: MethodBatch, cov: np.ndarray, advantages: np.ndarray, count: int) -> np.ndarray:
+        """Places of at most `count` tokens among the masked ones of the batch."""
+        raise NotImplementedError
+
+    def marked(self, batch: MethodBatch, advantages: list[np.ndarray]) -> list[np.ndarray]:
+        a, now = masked(advantages, batch), masked(batch.scores, batch)
+        marks = np.zeros(len(a), bool)
+        if len(a):
+            cov = (a - a.mean()) * (now - now.mean())
+            marks[self.choose(batch, cov, a, max(int(self.share * len(a)), 1))] = True
+        pieces = np.split(marks, np.cumsum([np.count_nonzero(mask) for mask in batch.masks])[:-1])
+        out = [np.zeros(len(mask), bool) for mask in batch.masks]
+        for row, mask, piece in zip(out, batch.masks, pieces, strict=True):
+            row[mask] = piece
+        return out
+
+
+@kind("clip_cov")
+class ClipCov(Covariance, Clip):
+    """`clip` without the loss of random tokens whose covariance is within bounds (Clip-Cov, arXiv:2505.22617)."""
+
+    clip_low: NotNegative = 1.0
+    """The ratio is clipped below 1 - clip_low; 1, as in the authors' script, leaves it free."""
+    clip_high: NotNegative = 1.0
+    """The ratio is clipped above 1 + clip_high."""
+    bounds: tuple[float, float] = (1.0, 5.0)
+    """Covariances between which a token may be chosen, if its ratio is not clipped."""
+
+    def __post_init__(self) -> None:
+        low, high = self.bounds
+        if self.clip_low > 1 or low >= high:
+            raise ValueError(
+                f"surrogate clip_cov: clip_low = {self.clip_low:g}, bounds = {low:g}, {high:g}; clip_low must be at "
+                "most 1, and bounds must rise"
+            )
+
+    def choose(self, batch: MethodBatch, cov: np.ndarray, advantages: np.ndarray, count: int) -> np.ndarray:
+        if batch.rng is None:
+            raise ValueError("surrogate clip_cov draws at random; pass rng to train_rows")
+        old = batch.first_scores if self.scored_ratio else [t.logprobs for t in batch.trajectories]
+        ratio = np.exp(masked(batch.scores, batch) - masked(old, batch))
+        clipped = np.where(advantages < 0, ratio < 1 - self.clip_low, ratio > 1 + self.clip_high)
+        found = np.flatnonzero((cov > self.bounds[0]) & (cov < self.bounds[1]) & ~clipped)
+        return batch.rng.permutation(found)[:count]
+
+    def marked_loss(self, loss: Array, logratio: Array) -> Array:
+        return jnp.zeros_like(loss)
+
+
+@kind("kl_cov")
+class KlCov(Covariance, RatioSurrogate):
+    """-r A, plus weight |log r| for the tokens of highest covariance (KL-Cov, arXiv:2505.22617)."""
+
+    share: PositiveShare = 2e-3
+    """Share of the tokens of an optimizer step with the penalty, rounded down but at least one token: 2e-3 for the
+    paper's 7B model, 2e-4 for 32B and in verl."""
+    weight: NotNegative = 1.0
+    """Of the penalty, which has no gradient before the policy has moved."""
+
+    def choose(self, batch: MethodBatch, cov: np.ndarray, advantages: np.ndarray, count: int) -> np.ndarray:
+        return np.argsort(-cov, kind="stable")[:count]
+
+    def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
+        return -jnp.exp(logratio) * advantages
+
+    def marked_loss(self, loss: Array, logratio: Array) -> Array:
+        # jnp.abs has slope 1 at 0, where the penalty must not push.
+        return loss + self.weight * logratio * jnp.sign(jax.lax.stop_gradient(logratio))
+
+
+def masked(values: list[np.ndarray], batch: MethodBatch) -> np.ndarray:
+    """float64[N]: the values of all masked tokens of the batch."""
+    found = (np.asarray(v, np.float64)[mask] for v, mask in zip(values, batch.masks, strict=True))
+    return np.concatenate([np.zeros(0), *found])

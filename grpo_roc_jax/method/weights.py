@@ -5,13 +5,15 @@ batch, so that micro-batches, packing and devices cannot change the loss; factor
 Importance weights scale the surrogate but not the divergence from the reference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
+from typing import Any, Literal
 
 import numpy as np
 
+from grpo_roc_jax.method.divergence import k3
 from grpo_roc_jax.method.part import MethodBatch, Part
-from grpo_roc_jax.settings.options import AtLeast1, kind, settings
+from grpo_roc_jax.settings.options import AtLeast1, NotNegative, kind, settings
 from grpo_roc_jax.types import Group, Trajectory
 
 
@@ -162,3 +164,167 @@ def ratio_segments(trajectory: Trajectory, level: str) -> np.ndarray:
         for index, turn in enumerate(trajectory.turns):
             segments[turn.start : turn.end] = index
     return segments
+
+
+# ---- How far the sampler's probabilities are from the trainer's: ratios at three levels, and their figures in the metr
+# How far the sampler's probabilities are from the trainer's: ratios at three levels, and their figures in the metrics.
+#
+# With m = scored - recorded log-probability of a token, the ratio x is e^m (`token`), e^(sum m) of a trajectory
+# (`product`) or e^(mean m) (`geometric`). The kinds of `mismatch` and `rejection` turn it into weights.
+
+
+MAX_GAP = 20.0
+"""Differences of log-probabilities are clamped to +-20 before exp, also summed ones, as in verl."""
+LEVELS: Mapping[str, Callable[[np.ndarray], Any]] = {"token": np.asarray, "product": np.sum, "geometric": np.mean}
+"""How the log-ratios of a trajectory's tokens are combined."""
+
+
+def clamped(gap: np.ndarray) -> np.ndarray:
+    """Log-ratios within +-20, in float64."""
+    return np.clip(np.asarray(gap, np.float64), -MAX_GAP, MAX_GAP)
+
+
+def ratios(gap: np.ndarray, level: str) -> np.ndarray:
+    """float64[n] at level token, else [1]: the ratios of a trajectory, `gap` being m of its trained tokens."""
+    return np.exp(clamped(np.atleast_1d(LEVELS[level](clamped(gap)))))
+
+
+def gap_of(trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) -> np.ndarray:
+    """float64[n]: scored minus recorded log-probability of each masked token."""
+    return np.asarray(scores, np.float64)[mask] - trajectory.logprobs[mask]
+
+
+def gaps_of(batch: MethodBatch) -> Iterator[np.ndarray]:
+    """`gap_of` each trajectory with a masked token."""
+    parts = zip(batch.trajectories, batch.masks, batch.first_scores, strict=True)
+    return (gap_of(*part) for part in parts if part[1].any())
+
+
+def averages(batch: MethodBatch, measure: Callable[[np.ndarray], Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """Means by name over the entries that `measure` gives for the gaps of each trajectory; 0 of nothing."""
+    totals = {name: np.zeros(2) for name in measure(np.zeros(1))}
+    for gap in gaps_of(batch):
+        for name, values in measure(gap).items():
+            totals[name] += values.sum(), len(values)
+    return {name: float(total / max(count, 1)) for name, (total, count) in totals.items()}
+
+
+def gap_metrics(batch: MethodBatch) -> dict[str, float]:
+    """Of the ratios x at each level: the mean, (sum x)^2 / (n sum x^2), and the estimates k1 = -log x and
+    k3 = x - 1 - log x of the divergence of the sampler from the trainer, in nats."""
+    out = {}
+    for level in LEVELS:
+
+        def measure(gap: np.ndarray, level: str = level) -> dict[str, np.ndarray]:
+            x = ratios(gap, level)
+            return {"ratio": x, "squares": x * x, "kl_k1": -np.log(x), "kl_k3": k3(np.log(x))}
+
+        found = averages(batch, measure)
+        found["effective_sample_size"] = found["ratio"] ** 2 / (found.pop("squares") or 1.0)
+        out |= {f"mismatch/{level}_{name}": value for name, value in found.items()}
+    return out
+
+
+@settings
+class SamplerGap(Factor):
+    """A weight from the differences of scored and recorded log-probabilities."""
+
+    needs_scores = True
+    common_metrics = staticmethod(gap_metrics)
+
+    @property
+    def label(self) -> str:
+        """Names the part in the metrics."""
+        return self.kind
+
+    def found(self, gap: np.ndarray) -> np.ndarray:
+        """float64[n]: the values that the bounds apply to, one per trained token or one for the trajectory."""
+        raise NotImplementedError
+
+    def outside(self, found: np.ndarray) -> Mapping[str, np.ndarray]:
+        """bool[n] by name: what is out of bounds."""
+        raise NotImplementedError
+
+    def weight(self, found: np.ndarray) -> np.ndarray:
+        """float64[n]: 0 out of bounds, else 1."""
+        return np.where(np.any(list(self.outside(found).values()), axis=0), 0.0, 1.0)
+
+    def tokens(self, trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) -> np.ndarray | None:
+        out = np.ones(len(mask))
+        if mask.any():
+            out[mask] = self.weight(self.found(gap_of(trajectory, mask, scores)))
+        return out
+
+    def metrics(self, batch: MethodBatch) -> Mapping[str, float]:
+        shares = averages(batch, lambda gap: self.outside(self.found(gap)))
+        return {f"mismatch/{self.label}_{name}": value for name, value in shares.items()}
+
+
+# ---- truncated and masked importance weights ------------------------------------------------------------------------
+# Importance weights for a sampler whose probabilities differ from the trainer's, truncated or masked.
+#
+# TIS and MIS are as in verl (`rollout_corr_helper`), TRL and NeMo-RL; `sampler_gap` says what the ratio is at each
+# level. Products decay with length, and geometric means lie close to 1, so each level needs bounds of its own.
+
+
+@settings
+class Bounded(SamplerGap):
+    """A weight from ratios with bounds."""
+
+    level: Literal["token", "product", "geometric"] = "token"
+    """Whether the ratio is a token's, or the product or geometric mean over a trajectory."""
+    low: NotNegative = 0.5
+    """Lower bound, at most 1."""
+    high: NotNegative = 2.0
+    """Upper bound, at least 1."""
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.agreement <= self.high:
+            raise ValueError(
+                f"weights.factors {self.kind}: low = {self.low:g}, high = {self.high:g}; must be bounds around "
+                f"{self.agreement:g}, where sampler and trainer agree"
+            )
+
+    @property
+    def agreement(self) -> float:
+        """What is found where sampler and trainer agree."""
+        return 1.0
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind}_{self.level}"
+
+    def found(self, gap: np.ndarray) -> np.ndarray:
+        return ratios(gap, self.level)
+
+    def outside(self, found: np.ndarray) -> Mapping[str, np.ndarray]:
+        return {"below": found < self.low, "above": found > self.high}
+
+
+@kind("truncated_is")
+class TruncatedImportance(Bounded):
+    """The ratio, clipped to [low, high]: truncated importance sampling (TIS)."""
+
+    low: NotNegative = 0.0
+    """Lower bound, at most 1; 0 leaves small ratios as they are."""
+    normalize: bool = False
+    """Divides by the mean weight of the batch: of its tokens at level token, else of its trajectories."""
+
+    def weight(self, found: np.ndarray) -> np.ndarray:
+        return np.clip(found, self.low, self.high)
+
+    def importance(self, batch: MethodBatch) -> list[np.ndarray | None]:
+        weights = super().importance(batch)
+        if not self.normalize:
+            return weights
+        average = averages(batch, lambda gap: {"weight": self.weight(self.found(gap))})["weight"]
+        return [weight / (average or 1.0) for weight in weights]
+
+
+@kind("masked_is")
+class MaskedImportance(Bounded):
+    """The ratio within [low, high]; outside, token or trajectory leaves the loss and its counts: masked importance
+    sampling (MIS); with bounds 0.5 and 5 IcePop (arXiv:2510.18855)."""
+
+    def weight(self, found: np.ndarray) -> np.ndarray:
+        return super().weight(found) * found

@@ -27,7 +27,7 @@ from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import OPTIONAL, TrainBatch, rows_per_micro_batch, worst_case_micro_batches
 from grpo_roc_jax.learner.update import TrainState, make_update_step, state_like
 from grpo_roc_jax.method.compose import needs_reference, optional_fields, teacher_of
-from grpo_roc_jax.method.family.distillation import SelfTeacher
+from grpo_roc_jax.method.distillation import SelfTeacher
 from grpo_roc_jax.model.block_attention import WINDOW_COLUMNS
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, is_here, read_published, resolve_config
@@ -66,9 +66,8 @@ from grpo_roc_jax.record.run_dir import versions
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.programs import COPIES
 from grpo_roc_jax.run.components import fit_length, resolve_model, resolve_text
-from grpo_roc_jax.run.learner import most_rows
+from grpo_roc_jax.run.learning import find_teacher, most_rows
 from grpo_roc_jax.run.policy import frozen_like, full_params, parameter_count
-from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -364,7 +363,7 @@ def attention_trip_count(work: Work) -> float:
 
 
 def batch_like(config: Config, mesh: Mesh, model: ModelConfig | None = None) -> TrainBatch:
-    """Shapes and shardings of the largest batch of one optimizer step, sized as in `run.learner.make_learner`."""
+    """Shapes and shardings of the largest batch of one optimizer step, sized as in `run.learning.make_learner`."""
     shards = row_shards(mesh)
     longest = config.longest_trajectory
     micro = worst_case_micro_batches(most_rows(config), longest, config.batch, shards)

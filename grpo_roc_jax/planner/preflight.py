@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.group_learner import GroupLearner
 from grpo_roc_jax.learner.pack import rows_per_micro_batch, worst_case_micro_batches
 from grpo_roc_jax.learner.update import state_like
 from grpo_roc_jax.method.compose import method_parts, needs_reference, needs_scores, teacher_of
@@ -18,8 +19,8 @@ from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import Mesh, row_shards
 from grpo_roc_jax.rollout.programs import ProgramCost, program_cost
-from grpo_roc_jax.run.components import Components, check_components, make_components, make_registry
-from grpo_roc_jax.run.learner import make_learner, most_rows, update_program
+from grpo_roc_jax.run.components import check_components, make_parts, make_registry
+from grpo_roc_jax.run.learning import make_learner, most_rows
 from grpo_roc_jax.run.policy import initial_state, parameter_count
 
 MIB = 2**20
@@ -31,35 +32,35 @@ def preflight(config: Config) -> list[ProgramCost]:
     Raises:
         ConfigError: settings that do not fit each other.
     """
-    with make_components(config) as components:
-        state = initial_state(config, components.model, components.mesh)
-        sampler = components.engine.publish(components.full(state.params), 0)
-        costs = components.engine.warmup(sampler)
-        for name, lowered in _training_programs(config, components, state):
+    with make_parts(config) as (policy, sampling):
+        state, sampler = initial_state(config, policy.model, policy.mesh), sampling.sampler
+        costs = sampler.engine.warmup(sampler.engine.publish(policy.full(state.params), 0))
+        learner = make_learner(config, policy, sampler.chat)
+        for name, lowered in _training_programs(config, learner, state):
             start = time.perf_counter()
             costs.append(program_cost(name, start, lowered.compile()))
         return costs
 
 
-def _training_programs(config: Config, components: Components, state) -> Iterator[tuple[str, jax.stages.Lowered]]:
-    learner = make_learner(components)
+def _training_programs(config: Config, groups: GroupLearner, state) -> Iterator[tuple[str, jax.stages.Lowered]]:
+    learner = groups.learner
     batch = learner.on_mesh([], config.sampling.temperature).packed
-    base = () if components.base is None else (components.base,)
+    base = () if learner.base is None else (learner.base,)
     if config.optim.offload:  # as the update finds it
-        like = state_like(components.model, config.optim, components.mesh, config.lora)
+        like = state_like(learner.model, config.optim, learner.mesh, config.lora)
         state = state.replace(opt_state=like.opt_state)
-    teaches_itself = teacher_of(config) is not None and learner.teacher is None
+    teaches_itself = teacher_of(config) is not None and groups.teacher is None
     scored = needs_scores(config) or needs_reference(config) or teaches_itself
     scored = scored or config.plan.second.extra_rows > 0
     scored = scored or any(part.earlier((), AlgoState()) is not None for part in method_parts(config))
     if learner.parts is None:
-        yield "update", update_program(components).lower(state, batch, *base)
+        yield "update", learner.update_program.lower(state, batch, *base)
     else:
         yield from learner.parts.lowered(state, batch, *base)
     if scored:
-        yield "score", learner.score_batch.lower(components.full(state.params), batch)
-    if learner.teacher is not None:
-        yield "teacher", learner.teacher.score_batch.lower(learner.teacher.params, batch)
+        yield "score", learner.score_batch.lower(learner.full(state.params), batch)
+    if groups.teacher is not None:
+        yield "teacher", groups.teacher.score_batch.lower(groups.teacher.params, batch)
 
 
 def preflight_lines(costs: Sequence[ProgramCost]) -> list[str]:

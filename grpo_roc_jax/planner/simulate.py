@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_roc_jax.rollout.admission import Lengths
-from grpo_roc_jax.run.taking import may_take, oldest_whole
+from grpo_roc_jax.run.rollout_stream import may_take, oldest_whole
 
 NEVER = float("inf")
 
@@ -136,7 +136,7 @@ class StepSchedule:
     """Whether a row reserves the blocks of the longest row when it starts."""
     lag: int = 0
     """Steps to come whose rollouts begin now, and versions that the oldest rows of a step may be behind it.
-    `run.taking` says which groups a step takes, and when."""
+    `run.rollout_stream` says which groups a step takes, and when."""
     stealing: bool = False
     """Whether engines take the next problem from one queue, in place of an equal share each."""
 

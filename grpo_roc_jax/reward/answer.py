@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grpo_roc_jax.types import Trajectory
+
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _NAMES = "think|thinking|thought|thoughts|reason|reasoning|seed:think"
 _THOUGHT = re.compile(
@@ -29,6 +31,17 @@ class FoundAnswer:
     """Number of complete answer blocks over all turns."""
     well_formed: bool
     """Whether opening tags, closing tags and complete blocks are equal in number."""
+
+
+def final_answer(trajectory: Trajectory, *, tag: str = "answer", lenient: bool = False) -> str | None:
+    """The answer that a trajectory gives, as the built-in reward reads it; None without one.
+
+    Args:
+        trajectory: Whose turns have their texts, as those of a sampler or of a trace have.
+        tag: See `find_answer`.
+        lenient: See `find_answer`.
+    """
+    return find_answer([turn.text for turn in trajectory.turns], tag=tag, lenient=lenient).answer
 
 
 def find_answer(turn_texts: Sequence[str], *, tag: str = "answer", lenient: bool = False) -> FoundAnswer:

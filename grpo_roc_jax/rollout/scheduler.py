@@ -100,7 +100,26 @@ class Scheduler:
         """Rounds until a row has finished or the time is over; (ticket, trajectory) of the rows that have."""
         started = now = time.perf_counter()
         while self.rows and not self.finished and now - started <= timeout_s:
-            self._round(started + timeout_s)
+            for submission in self.submissions:
+                submission.before_chunk()
+                submission.rounds += 1
+            self._take_answers(started + timeout_s)
+            self._check_deadlines()
+            self._admit()
+            self.device.flush()
+            if self.table.live.any():
+                self._make_room()
+                self.device.flush()
+            if self.table.live.any():
+                read = self.device.chunk()
+            else:
+                read = self.device.read() if self.device.flight is not None else None
+            if read is not None:
+                self._take_report(*read)
+            elif self.rows and not self._may_go_on():
+                raise RuntimeError(f"{len(self.rows)} rollouts are left and none can go on: no room for the next one")
+            for submission in self.submissions:
+                submission.show(self.table, self.stats.sampled_tokens)
             now = time.perf_counter()
         self.stats.seconds += now - started
         self.stats.shard_tokens = tuple(int(n) for n in self.shard_tokens)
@@ -131,27 +150,9 @@ class Scheduler:
         elif self.admission.withdraw(ticket):
             self._end_unadmitted(ticket, "cancelled")
 
-    def _round(self, until_s: float) -> None:
-        for submission in self.submissions:
-            submission.before_chunk()
-            submission.rounds += 1
-        self._take_answers(until_s)
-        self._check_deadlines()
-        self._admit()
-        self.device.flush()
-        if self.table.live.any():
-            self._make_room()
-            self.device.flush()
-        if self.table.live.any():
-            read = self.device.chunk()
-        else:
-            read = self.device.read() if self.device.flight is not None else None
-        if read is not None:
-            self._take_report(*read)
-        elif self.rows and not (self.may_admit or np.any(self.table.live | self.table.waiting) or self.device.flight):
-            raise RuntimeError(f"{len(self.rows)} rollouts are left and none can go on: no room for the next one")
-        for submission in self.submissions:
-            submission.show(self.table, self.stats.sampled_tokens)
+    def _may_go_on(self) -> bool:
+        """Whether rows can still be admitted, decode, or wait for an answer."""
+        return self.may_admit or bool(np.any(self.table.live | self.table.waiting)) or self.device.flight is not None
 
     # Answers of the environments.
 

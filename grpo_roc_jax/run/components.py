@@ -4,8 +4,7 @@ import datetime
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,13 @@ from grpo_roc_jax.data.config import split_name
 from grpo_roc_jax.environments.config import AgentCommand, Hosted
 from grpo_roc_jax.environments.environment import Environment, classes_of, environment_tools, merged_tools
 from grpo_roc_jax.environments.episodes import Episodes
-from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.offload import check_host_memory
-from grpo_roc_jax.learner.pack import rows_per_micro_batch
 from grpo_roc_jax.learner.update import trained_shardings
 from grpo_roc_jax.method.compose import method_parts
-from grpo_roc_jax.model.choose import describe_choice
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, resolve_config
 from grpo_roc_jax.model.experts import check_grouped
-from grpo_roc_jax.model.parallel import attention_for, choose_attention, paths
+from grpo_roc_jax.model.parallel import attention_for
 from grpo_roc_jax.model.rope_scaling import LongRopeScaling
 from grpo_roc_jax.model.sharding import (
     check_divisible,
@@ -34,17 +30,16 @@ from grpo_roc_jax.model.sharding import (
     make_mesh,
     platform_of,
     processes_together,
-    row_shards,
 )
-from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.pod.program_cache import keep_programs
 from grpo_roc_jax.pod.team import Team
 from grpo_roc_jax.record.run_dir import saved_settings
-from grpo_roc_jax.reward.score import RewardError, Scorer, make_scorer
+from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.engine import Engine, make_engine
-from grpo_roc_jax.rollout.progress import RolloutProgress
-from grpo_roc_jax.run.policy import frozen_weights, full_params
+from grpo_roc_jax.rollout.sampler import Sampler
+from grpo_roc_jax.run.policy import PolicyModel, frozen_weights
+from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
@@ -55,61 +50,10 @@ from grpo_roc_jax.text.config import PublishedTemplate, TextConfig, TokenizerFil
 from grpo_roc_jax.text.glue import published_template
 from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
 from grpo_roc_jax.tools.executor import make_executor
-from grpo_roc_jax.tools.interface import ToolExecutor
 from grpo_roc_jax.tools.registry import BUILT_IN, Registry, default_registry
 from grpo_roc_jax.types import Problem
 from grpo_roc_jax.worlds.functions import FUNCTIONS, function_tools
 from grpo_roc_jax.worlds.worlds import WORLD_PREFIX
-
-
-@dataclass(frozen=True, eq=False)
-class Components:
-    """Everything a run holds besides its state."""
-
-    config: Config
-    tokenizer: Tokenizer
-    chat: ChatFormat
-    model: ModelConfig
-    """With its shape from `model.path` and `vocab_size` resolved."""
-    mesh: Mesh
-    base: Params | None
-    """The weights that the trained adapter belongs to; None when all parameters are trained."""
-    executor: ToolExecutor
-    engine: Engine
-    scorer: Scorer
-    processes: Processes
-    """That share the work of sampling."""
-    episodes: Episodes | None = None
-    """Environments of the user's; None where tools alone answer the policy."""
-    agents: Any = None
-    """`serving.agent_runs.AgentRuns` of `environment agent`; None without."""
-    progress: RolloutProgress | None = None
-    """Display of rollouts; None draws nothing."""
-
-    def full(self, trained: Params) -> Params:
-        """The parameters of the policy from those of the training state."""
-        return full_params(self.base, trained, self.config.lora)
-
-    @cached_property
-    def attention(self) -> tuple[str, dict[str, float]]:
-        """(path of attention in the update; measured seconds of each candidate, see `choose_attention`)."""
-        config, length = self.config, self.config.batch.row_length
-        chosen = config.update.attention
-        names = paths(self.model, length, self.mesh) if chosen == "auto" else (chosen,)
-        rows = rows_per_micro_batch(config.batch, row_shards(self.mesh))
-        # Prompts and responses half as long as they may be, as plans take them too.
-        return choose_attention(names, self.model, length, rows, -(-config.rollout.max_row_tokens // 2), self.mesh)
-
-    @property
-    def update(self) -> UpdateConfig:
-        """The settings of the update with its path of attention named."""
-        return replace(self.config.update, attention=self.attention[0])
-
-    def describe_attention(self) -> str:
-        """The path of attention in the update, with the measured times if there was a choice."""
-        return "attention of the update: " + describe_choice(
-            self.attention, "milliseconds a layer and micro-batch, forward and backward", 1e3, 2
-        )
 
 
 def refuse_hidden(config: Config) -> None:
@@ -127,13 +71,17 @@ def refuse_hidden(config: Config) -> None:
 
 
 @contextmanager
-def make_components(
+def make_parts(
     config: Config,
     *,
     registry: Registry | None = None,
     processes: Processes | None = None,
-) -> Iterator[Components]:
-    """Builds every part and starts the executor; closes both when the block ends.
+) -> Iterator[tuple[PolicyModel, GroupSampler]]:
+    """(the model on its mesh, what samples and scores with it) of a configuration. The executor is started; it and the
+    scorer are closed when the block ends.
+
+        with make_parts(config) as (policy, sampling):
+            sampler, scorer = sampling.sampler, sampling.scorer
 
     Args:
         config: Of the run.
@@ -148,7 +96,7 @@ def make_components(
     keep_programs()
     processes = processes or Processes()
     registry = make_registry(config) if registry is None else registry
-    tokenizer, chat, model, mesh, engine = check_components(config, registry)
+    _, chat, model, mesh, engine = check_components(config, registry)
     processes.together = processes_together(mesh)
     with config_errors(RewardError):
         scorer = make_scorer(config.reward)
@@ -160,37 +108,33 @@ def make_components(
         with config_errors(ExecutorFailed, IsolationUnavailable):
             executor.start()
         processes.team = Team(processes) if processes.together > 1 else None
-        yield Components(
-            config, tokenizer, chat, model, mesh, base, executor, engine, scorer, processes, episodes, agents
-        )
+        sampler = Sampler.of(engine, chat, executor, episodes, agents)
+        sampling = GroupSampler(sampler, scorer, processes, config.resample, config.group.size)
+        yield PolicyModel(model, mesh, base, config.lora), sampling
     finally:
         if processes.team is not None:
             processes.team.close()
-        if agents is not None:
-            agents.close()
-        if episodes is not None:
-            episodes.close()
-        executor.close()
+        Sampler.of(engine, chat, executor, episodes, agents).close()
         scorer.close()
 
 
 @contextmanager
-def policy_components(config: Config) -> Iterator[Components]:
-    """The parts that hold and sample a policy, of `load.serving_settings`: no tool, environment or scorer is made.
+def serving_parts(config: Config) -> Iterator[tuple[PolicyModel, Sampler]]:
+    """(the model on its mesh, what samples with it) of `load.serving_settings`: no tool, environment or scorer is made.
 
     Raises:
-        ConfigError: See `make_components`.
+        ConfigError: See `make_parts`.
     """
     refuse_hidden(config)
     keep_programs()
     processes = Processes()
-    tokenizer, chat, model, mesh, engine = check_components(config, make_registry(config))
+    _, chat, model, mesh, engine = check_components(config, make_registry(config))
     processes.together = processes_together(mesh)
     with config_errors():
         base = frozen_weights(config, model, mesh)
     processes.team = Team(processes) if processes.together > 1 else None
     try:
-        yield Components(config, tokenizer, chat, model, mesh, base, None, engine, None, processes)
+        yield PolicyModel(model, mesh, base, config.lora), Sampler.of(engine, chat, None)
     finally:
         if processes.team is not None:
             processes.team.close()
@@ -278,7 +222,7 @@ def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, Cha
     """The parts that start nothing, made and checked against each other; compiles nothing.
 
     Raises:
-        ConfigError: See `make_components`.
+        ConfigError: See `make_parts`.
     """
     for setting, name in named_functions(config):
         resolve(setting, name)

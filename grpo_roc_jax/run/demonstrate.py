@@ -4,8 +4,8 @@ import numpy as np
 
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.method.edit import joined
-from grpo_roc_jax.method.family.tempsamp_r1 import DEMONSTRATION
-from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.method.planning import DEMONSTRATION
+from grpo_roc_jax.reward.score import Scorer
 from grpo_roc_jax.text.chat_format import ChatFormat, Trace
 from grpo_roc_jax.types import Condition, Group, Problem, Trajectory, Turn
 from grpo_roc_jax.worlds.demonstrations import PROGRAMS, answer_text, demonstrate
@@ -13,7 +13,7 @@ from grpo_roc_jax.worlds.demonstrations import PROGRAMS, answer_text, demonstrat
 CLEAN = DemonstrationConfig(guess=0.0, wrong=0.0, repair=0.0, clean=1.0)
 
 
-def with_demonstration(components: Components, group: Group) -> Group:
+def with_demonstration(scorer: Scorer, chat: ChatFormat, longest: int, group: Group) -> Group:
     """The group with a scored demonstration after its rollouts; without one that fits, the group as it was.
 
     Worlds demonstrate themselves; other data has a column `solution`, which the answer follows.
@@ -21,10 +21,10 @@ def with_demonstration(components: Components, group: Group) -> Group:
     trace = reference_trace(group.problem)
     if trace is None or not group.size:
         return group
-    shown = demonstration(trace, components.chat)
-    if shown.length - shown.prompt_length > components.config.rollout.max_response_tokens:
+    shown = demonstration(trace, chat)
+    if shown.length - shown.prompt_length > longest:
         return group
-    return joined(group, components.scorer(group.problem, [shown]))
+    return joined(group, scorer(group.problem, [shown]))
 
 
 def reference_trace(problem: Problem) -> Trace | None:

@@ -1,45 +1,59 @@
-"""Evaluation of a policy on held-out problems, by the same engine, executor and verifier as training."""
+"""Evaluation of a policy on held-out problems, by the same engine, executor and verifier as training: in one call, in
+parts that are on disk once they are scored, and as counts of how often each problem is solved.
 
-from collections.abc import Sequence
+A rollout depends on the place of its problem and not on its part, so the parts change no result, and an evaluation or a
+count that is stopped goes on with the problems that are left.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems
-from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, RewardTokens, check_separation, reward_goal
+from grpo_roc_jax.method.planning import HIGH, LOW, RewardTokens, check_separation, reward_goal
 from grpo_roc_jax.method.shaping import prompt_suffix
 from grpo_roc_jax.record.accuracy import eval_metrics, summarize
+from grpo_roc_jax.record.metrics import JsonlWriter, parsed_row
+from grpo_roc_jax.record.trace import TraceWriter, eval_records, read_trace
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.run.components import Components
-from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
+from grpo_roc_jax.run.policy import PolicyModel
+from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts, sample_groups, sample_requests
 from grpo_roc_jax.settings.cli import ConfigError
-from grpo_roc_jax.types import PLAIN, Condition, Metrics, Problem
+from grpo_roc_jax.types import PLAIN, Condition, Group, Metrics, Problem, RolloutRequest, Trajectory, Verdict
 
 
 def evaluate_policy(
-    components: Components,
-    sampler: SamplerParams,
+    config: Config,
+    sampling: GroupSampler,
     problems: Sequence[Problem],
     samples: int,
     *,
     step: int = 0,
     temperature: float | None = None,
+    weights: SamplerParams | None = None,
 ) -> tuple[float, Metrics, ScoredRollouts]:
     """(avg@samples over all problems, metrics by source, the scored rollouts).
 
     Args:
-        components: Of the run.
-        sampler: From `engine.publish`.
+        config: Of the run.
+        sampling: As `open_policy` gives it.
         problems: Held out from training.
         samples: Rollouts for each problem.
         step: Of training; evaluation draws from random streams of its own.
         temperature: Instead of `sampling.temperature`; 0 is greedy.
+        weights: From `engine.publish`; those that the sampler holds by default.
     """
-    condition, suffix = prompt_end(components.config, step)
+    condition, suffix = prompt_end(config, step)
     extras = {"temperature": temperature, "condition": condition, "suffix": suffix}
-    sampled = sample_groups(components, sampler, problems, samples, RunOptions(step, "evaluate"), **extras)
+    weights = sampling.sampler.weights if weights is None else weights
+    sampled = sample_groups(sampling, weights, problems, samples, RunOptions(step, "evaluate"), **extras)
     table = summarize(sampled.groups, samples, sampled.removed)
     return table["all"][f"avg@{samples}"], eval_metrics(table), sampled
 
@@ -61,25 +75,27 @@ def prompt_end(config: Config, step: int) -> tuple[Condition, str]:
     return condition, goal + prompt_suffix(config.shaping, step)
 
 
-def check_reward_tokens(components: Components, trained: Any) -> list[str]:
+def check_reward_tokens(config: Config, policy: PolicyModel, sampling: GroupSampler, trained: Any) -> list[str]:
     """Lines on how the reward tokens change held-out success before training; none for methods without them.
 
     Args:
-        components: Engine, executor, chat, scorer, configuration.
+        config: Of the run.
+        policy: The model on its mesh.
+        sampling: Of the run.
         trained: Parameters of the training state after the supervised stage.
 
     Raises:
         ConfigError: Success under the two differs by less than `plan.condition.separation`.
     """
-    config, tokens = components.config, components.config.plan.condition
+    tokens = config.plan.condition
     if not isinstance(tokens, RewardTokens) or not tokens.separation or not config.steps:
         return []
-    sampler, problems = components.engine.publish(components.full(trained), 0), eval_problems(config.data)
+    weights, problems = sampling.sampler.engine.publish(policy.full(trained), 0), eval_problems(config.data)
     rates = []
     for condition in (HIGH, LOW):
         extras = {"condition": condition, "suffix": reward_goal(condition, tokens.form)}
         options = RunOptions(0, "evaluate")
-        sampled = sample_groups(components, sampler, problems, config.eval.samples, options, **extras)
+        sampled = sample_groups(sampling, weights, problems, config.eval.samples, options, **extras)
         correct = [group.correct for group in sampled.groups if group.size]
         rates.append(float(np.mean(np.concatenate(correct))) if correct else 0.0)
     try:
@@ -87,3 +103,138 @@ def check_reward_tokens(components: Components, trained: Any) -> list[str]:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return [f"held-out success {rates[0]:.3f} under the high reward token, {rates[1]:.3f} under the low one"]
+
+
+FILLS = 4
+"""How many times the rollouts of a part fill the slots of the engine."""
+
+Counts = dict[str, tuple[int, int]]
+"""uid -> (correct rollouts, rollouts that could be scored)."""
+
+
+def count_solved(
+    path: Path,
+    sampling: GroupSampler,
+    publish: Callable[[], SamplerParams],
+    problems: Sequence[Problem],
+    samples: int,
+    step: int,
+) -> Counts:
+    """The counts of these problems, those in the file `path` included, which the others are appended to.
+
+    Args:
+        path: Rows of `step` (the place of a problem in the list), `uid`, `solved` and `judged`.
+        sampling: Of the run.
+        publish: Returns the weights to sample with; called if there are problems left.
+        problems: In the order of the first call.
+        samples: Rollouts of each problem.
+        step: Training steps of the policy.
+    """
+    once = sampling.processes.once
+    counts = once(lambda: read_counts(path))
+    left = [(place, problem) for place, problem in enumerate(problems) if problem.uid not in counts]
+    if not left:
+        return counts
+    weights, file = publish(), JsonlWriter(path)
+    once(lambda: file.cut(left[0][0] - 1))
+    size = part_size(sampling, samples)
+    for first in range(0, len(left), size):
+        part = left[first : first + size]
+        requests = [RolloutRequest(problem, place, samples) for place, problem in part]
+        groups = sample_requests(sampling, weights, requests, RunOptions(step, "evaluate")).groups
+        rows = [{"uid": g.problem.uid, "solved": int(g.correct.sum()), "judged": g.size} for g in groups]
+        counts |= {row["uid"]: (row["solved"], row["judged"]) for row in rows}
+        places = [place for place, _ in part]
+        once(lambda places=places, rows=rows: list(map(file.write, places, rows)))
+    return counts
+
+
+def part_size(sampling: GroupSampler, samples: int) -> int:
+    """Problems that are rolled out together."""
+    return max(1, FILLS * sampling.rollout.slots // samples)
+
+
+def read_counts(path: Path) -> Counts:
+    """The counts in a file, but for damaged rows; none where there is no file."""
+    lines = path.read_bytes().splitlines(True) if path.exists() else ()
+    return {row["uid"]: (row["solved"], row["judged"]) for row in filter(None, map(parsed_row, lines))}
+
+
+PARTS = "parts"
+"""Folder of the parts; removed when all are scored."""
+ASKED_FILE = "asked.json"
+"""What the evaluation of a folder depends on."""
+
+
+class Parts:
+    """The scored parts of an evaluation in a folder.
+
+    Args:
+        folder: Of the evaluation.
+        asked: What the results depend on; those of a stopped evaluation are used if it asked for the same.
+
+    Raises:
+        ConfigError: The folder holds parts of another evaluation.
+    """
+
+    def __init__(self, folder: Path, asked: Any) -> None:
+        self.whole, self.folder = folder, folder / PARTS
+        text, path = json.dumps(asked, default=str), folder / ASKED_FILE
+        self._known = path.is_file()
+        if self._known and path.read_text(encoding="utf-8") != text:
+            raise ConfigError(
+                f"{folder} holds an evaluation of another policy or with other settings; use those, or another --keep"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        self._writer = TraceWriter(self.folder)
+
+    def finished(self, step: int, problems: Sequence[Problem], samples: int) -> ScoredRollouts | None:
+        """The rollouts of an evaluation that has ended in this folder; None if it has not."""
+        return self.read(step, problems, samples, self.whole) if self._known else None
+
+    def read(
+        self, number: int, problems: Sequence[Problem], samples: int, folder: Path | None = None
+    ) -> ScoredRollouts | None:
+        """The rollouts of a part; None if they are not there."""
+        records = list(read_trace(folder or self.folder, number, kind="eval"))
+        if len(records) != samples * len(problems):
+            return None
+        each: list[list[tuple[Trajectory, Verdict]]] = [[] for _ in problems]
+        for record in records:
+            if record.group >= 0:
+                each[record.group].append((record.trajectory, record.verdict))
+        pairs = (tuple(zip(*found, strict=True)) or ((), ()) for found in each)
+        groups = tuple(Group(problem, *pair) for problem, pair in zip(problems, pairs, strict=True))
+        return ScoredRollouts(groups, tuple((r.problem, r.trajectory) for r in records if r.group < 0))
+
+    def write(self, number: int, found: ScoredRollouts) -> None:
+        """Keeps the rollouts of a part."""
+        self._writer.write(number, eval_records(number, found.groups, found.removed), kind="eval")
+
+    def remove(self) -> None:
+        """Removes the folder."""
+        shutil.rmtree(self.folder)
+
+
+def sample_parts(
+    sampling: GroupSampler,
+    weights: SamplerParams,
+    problems: Sequence[Problem],
+    samples: int,
+    options: RunOptions,
+    parts: Parts,
+    **extras: Any,
+) -> ScoredRollouts:
+    """`sample_groups`, part after part; those that `parts` holds are read."""
+    size, each = part_size(sampling, samples), []
+    for number, first in enumerate(range(0, len(problems), size)):
+        some = problems[first : first + size]
+        found = parts.read(number, some, samples)
+        if found is None:
+            requests = [RolloutRequest(problem, first + i, samples, **extras) for i, problem in enumerate(some)]
+            found = sample_requests(sampling, weights, requests, options)
+            parts.write(number, found)
+        each.append(found)
+    groups, removed = (tuple(chain(*(getattr(found, name) for found in each))) for name in ("groups", "removed"))
+    return ScoredRollouts(groups, removed)

@@ -18,9 +18,9 @@ from grpo_roc_jax.model.sharding import Mesh, ShardingConfig, param_shardings
 from grpo_roc_jax.model.transformer import Params, compute_dtype
 from grpo_roc_jax.record.checkpoint_files import newest_whole, saved_stage
 from grpo_roc_jax.rollout.config import RolloutConfig
-from grpo_roc_jax.rollout.publish import SamplerParams
-from grpo_roc_jax.run.components import Components, make_components
-from grpo_roc_jax.run.policy import load_trained, split_checkpoint
+from grpo_roc_jax.run.components import make_parts
+from grpo_roc_jax.run.policy import PolicyModel, load_trained, split_checkpoint
+from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.settings.cli import ConfigError, build, config_errors, file_layers, load_config
 from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.settings.layers import Layer, read_words
@@ -36,20 +36,20 @@ LONGEST = 8192
 """Most tokens of a whole dialogue with a published model that was made for longer texts."""
 
 
-def load_policy(components: Components, source: str) -> tuple[int, Params]:
+def load_policy(policy: PolicyModel, source: str) -> tuple[int, Params]:
     """(training step, parameters of the policy) of a run, one of its checkpoints, or a published model or adapter
     (step 0).
 
     Raises:
         ConfigError: No valid checkpoint, or one of another model.
     """
-    model, mesh, lora = components.model, components.mesh, components.config.lora
+    model, mesh, lora = policy.model, policy.mesh, policy.lora
     if is_run(source):
         run, step = split_checkpoint(source)
         found, trained = load_trained(run / "checkpoints", model, mesh, lora, step)
-        return found, components.full(trained)
+        return found, policy.full(trained)
     if lora.rank:
-        return 0, components.full(load_pairs(source, lora, model, mesh))
+        return 0, policy.full(load_pairs(source, lora, model, mesh))
     folder, shardings = find_model(model.path), param_shardings(model, mesh)
     return 0, load_params(folder, model, shardings, dtype=compute_dtype(model), stacked=False)
 
@@ -208,11 +208,12 @@ def is_run(source: str) -> bool:
 @contextmanager
 def open_policy(
     source: str, overrides: Sequence[str] = (), *, prog: str = "open_policy"
-) -> Iterator[tuple[Components, SamplerParams]]:
-    """(components, policy to sample with) of a run or a published model, with its tools started.
+) -> Iterator[tuple[Config, GroupSampler]]:
+    """(configuration, what samples and scores with the policy) of a run or a published model, with its tools started
+    and its weights published.
 
-        with open_policy("runs/toy") as (components, sampler):
-            ...
+        with open_policy("runs/toy") as (config, sampling):
+            rollouts, stats = sampling.sampler.roll_out(requests)
 
     Args:
         source: A run, one of its checkpoints, or a published model or PEFT adapter: a directory or a hub id.
@@ -223,6 +224,6 @@ def open_policy(
         ConfigError: Neither a run nor a published model, or settings that do not fit.
     """
     config = settings_for(source, overrides, prog)
-    with make_components(config) as components:
-        _, params = load_policy(components, source)
-        yield components, components.engine.publish(params, 0)
+    with make_parts(config) as (policy, sampling):
+        sampling.sampler.publish(load_policy(policy, source)[1], 0)
+        yield config, sampling

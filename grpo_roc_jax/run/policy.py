@@ -4,9 +4,11 @@ Under `lora: low_rank` the adapter alone is trained, saved and restored; the wei
 by layer in the compute dtype, and shared by trainer and sampler.
 """
 
+import ctypes
 import math
-from dataclasses import replace
-from functools import partial
+import os
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -14,14 +16,26 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.learner import full_params
+from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.offload import to_host
-from grpo_roc_jax.learner.update import TrainState, init_train_state, init_trained, start_train_state, trained_shardings
+from grpo_roc_jax.learner.pack import BatchConfig, rows_per_micro_batch
+from grpo_roc_jax.learner.update import (
+    FULL,
+    TrainState,
+    init_train_state,
+    init_trained,
+    start_train_state,
+    trained_shardings,
+)
 from grpo_roc_jax.method.compose import needs_reference
+from grpo_roc_jax.model.choose import describe_choice
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params
 from grpo_roc_jax.model.delta import kept_bytes, row_bytes
-from grpo_roc_jax.model.lora import Lora, LowRank, attach
+from grpo_roc_jax.model.lora import Lora
 from grpo_roc_jax.model.low_precision import MATRICES, stored_bytes
+from grpo_roc_jax.model.parallel import choose_attention, paths
 from grpo_roc_jax.model.sharding import (
     Mesh,
     param_shardings,
@@ -34,8 +48,52 @@ from grpo_roc_jax.model.sharding import (
 from grpo_roc_jax.model.transformer import Params, compute_dtype, init_params, layer_shapes, layers_with
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.rollout.publish import sampler_config, unstack
-from grpo_roc_jax.run.memory import resident_bytes
 from grpo_roc_jax.settings.cli import ConfigError, config_errors
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyModel:
+    """The model that is trained and sampled, on its devices."""
+
+    model: ModelConfig
+    """With its shape from `model.path` and `vocab_size` resolved."""
+    mesh: Mesh
+    base: Params | None = None
+    """The weights that the trained adapter belongs to; None when all parameters are trained."""
+    lora: Lora = FULL
+
+    def full(self, trained: Params) -> Params:
+        """The parameters of the policy from those of the training state."""
+        return full_params(self.base, trained, self.lora)
+
+
+@cache
+def measured_attention(
+    update: UpdateConfig, batch: BatchConfig, segment: int, model: ModelConfig, mesh: Mesh
+) -> tuple[str, dict[str, float]]:
+    """(path of attention in the update; measured seconds of each candidate, see `choose_attention`), once a process."""
+    names = paths(model, batch.row_length, mesh) if update.attention == "auto" else (update.attention,)
+    rows = rows_per_micro_batch(batch, row_shards(mesh))
+    return choose_attention(names, model, batch.row_length, rows, segment, mesh)
+
+
+def attention_of(config: Config, policy: PolicyModel) -> tuple[str, dict[str, float]]:
+    """`measured_attention` of a run."""
+    # Prompts and responses half as long as they may be, as plans take them too.
+    segment = -(-config.rollout.max_row_tokens // 2)
+    return measured_attention(config.update, config.batch, segment, policy.model, policy.mesh)
+
+
+def update_settings(config: Config, policy: PolicyModel) -> UpdateConfig:
+    """The settings of the update with its path of attention named."""
+    return replace(config.update, attention=attention_of(config, policy)[0])
+
+
+def describe_attention(config: Config, policy: PolicyModel) -> str:
+    """The path of attention in the update, with the measured times if there was a choice."""
+    return "attention of the update: " + describe_choice(
+        attention_of(config, policy), "milliseconds a layer and micro-batch, forward and backward", 1e3, 2
+    )
 
 
 def frozen_weights(config: Config, model: ModelConfig, mesh: Mesh) -> Params | None:
@@ -68,11 +126,6 @@ def initial_state(config: Config, model: ModelConfig, mesh: Mesh) -> TrainState:
 def at_rest(config: Config, state: TrainState) -> TrainState:
     """The state as it is kept between two updates; see `optim.offload`."""
     return state.replace(opt_state=to_host(state.opt_state)) if config.optim.offload else state
-
-
-def full_params(base: Params | None, trained: Params, lora: LowRank) -> Params:
-    """The parameters of the policy: those that are trained, with the base weights of an adapter."""
-    return trained if base is None else attach(base, trained, lora)
 
 
 def split_checkpoint(path: str) -> tuple[Path, int | None]:
@@ -227,3 +280,25 @@ def parameter_count(model: ModelConfig, lora: Lora | None = None) -> int:
         return init_params(key, model) if lora is None else init_trained(key, model, lora)
 
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(init)))
+
+
+M_ARENA_MAX = -8
+"""Of glibc's `malloc.h`."""
+
+
+def few_arenas() -> None:
+    """Lets the threads of this process share two arenas of glibc's heap, unless MALLOC_ARENA_MAX says otherwise.
+
+    Each save of a checkpoint starts threads. With an arena for each of them freed memory is scattered, and the process
+    grows by 0.5 MB with each of the first forty saves.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
+        mallopt(M_ARENA_MAX, 2)
+
+
+def resident_bytes(key: str = "VmRSS") -> int:
+    """The memory that this process takes now, or at most so far with `VmHWM`; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), 0)

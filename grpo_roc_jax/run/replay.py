@@ -19,12 +19,11 @@ import jax
 import numpy as np
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.learner.update import start_train_state
-from grpo_roc_jax.pod.processes import Processes
+from grpo_roc_jax.learner.learner import Learner, UpdateBatch
 from grpo_roc_jax.record.checkpoint_files import entries
-from grpo_roc_jax.run.components import Components, check_components, make_registry
-from grpo_roc_jax.run.learner import Learner, UpdateBatch, make_learner
-from grpo_roc_jax.run.policy import frozen_weights, load_trained
+from grpo_roc_jax.run.components import check_components, make_registry
+from grpo_roc_jax.run.learning import make_learner
+from grpo_roc_jax.run.policy import PolicyModel, frozen_weights, load_trained
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.settings.files import parse_json
 from grpo_roc_jax.types import TrainRow
@@ -108,9 +107,8 @@ def replay(path: Path, overrides: Sequence[str] = (), checkpoint: int | None = N
         config = load_config(Config, words, prog=PROG)
     run = path.absolute().parent.parent
     run = run if (run / "checkpoints").is_dir() else Path(about["run"])
-    tokenizer, chat, model, mesh, engine = check_components(config, make_registry(config))
-    base = frozen_weights(config, model, mesh)
-    components = Components(config, tokenizer, chat, model, mesh, base, None, engine, None, Processes())
+    _, chat, model, mesh, _ = check_components(config, make_registry(config))
+    policy = PolicyModel(model, mesh, frozen_weights(config, model, mesh), config.lora)
     steps = [entry.step for entry in entries(run / "checkpoints") if entry.step < about["step"]]
     skipped = about["step"] if about["why"] == "not finite" else None
     steps += [entry.step for entry in entries(run / "checkpoints") if entry.step == skipped]
@@ -118,12 +116,11 @@ def replay(path: Path, overrides: Sequence[str] = (), checkpoint: int | None = N
     if wanted is None:
         raise ConfigError(f"{run} has no checkpoint from before step {about['step']}; name one with --checkpoint STEP")
     step, params = load_trained(run / "checkpoints", model, mesh, config.lora, wanted)
-    learner = make_learner(components)
+    learner = make_learner(config, policy, chat).learner
     lines = [f"update of step {about['step']} ({about['why']}), with the parameters after step {step}"]
 
     def measure(rows: Sequence[TrainRow], temperature: float) -> Mapping[str, float]:
-        state = start_train_state(params, model, config.optim, mesh, config.lora)
-        return measured(learner, state, rows, temperature)
+        return measured(learner, learner.start(params), rows, temperature)
 
     for rows, temperature in zip(batches, about["temperatures"], strict=True):
         whole = sorted(measure(rows, temperature).items())

@@ -14,21 +14,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from typing import Protocol, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.edit import joined
 from grpo_roc_jax.method.planning import Wave
-from grpo_roc_jax.rollout.collect import with_tools
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
 from grpo_roc_jax.rollout.resume import from_prompt
-from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.rollout.sampler import split
 from grpo_roc_jax.run.rounds import StepSamples, draw_problems, edited, numbered, opening_requests
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.sample import PartialGroup, ScoredRollouts, merge_stats, resumable, score, split
-from grpo_roc_jax.run.taking import late_groups, may_take, oldest_whole
+from grpo_roc_jax.run.sample import GroupSampler, PartialGroup, ScoredRollouts, merge_stats, resumable, score
 from grpo_roc_jax.types import Group, Metrics, RolloutRequest, Trajectory
 
 ESS = "mismatch/token_effective_sample_size"
@@ -71,10 +72,16 @@ Place = tuple[OpenGroup, int, int]
 class RolloutStream:
     """Keeps the engine filled, and hands out whole groups, oldest first. One for a run."""
 
-    def __init__(self, components: Components):
-        config = components.config
-        self._components, self._limit, self._count = components, config.rollout.step_limit, config.group.problems
-        self._processes, self._begun = components.processes, 0
+    def __init__(self, config: Config, sampling: GroupSampler, mesh: Mesh):
+        """
+        Args:
+            config: Of the run.
+            sampling: Of the run; its engine is this stream's alone, but for evaluations.
+            mesh: Of the update, during which the rollouts go on.
+        """
+        self._config, self._sampling, self._engine = config, sampling, sampling.sampler.engine
+        self._mesh, self._limit, self._count = mesh, config.rollout.step_limit, config.group.problems
+        self._processes, self._begun = sampling.processes, 0
         """Of the run; groups that have begun."""
         self._open: list[OpenGroup] = []
         """In the order in which they began."""
@@ -90,10 +97,10 @@ class RolloutStream:
     def meanwhile(self) -> Callable[[], None] | None:
         """What the host does while the device computes an update. On several CPU devices nothing, since programs with
         collectives would share their threads."""
-        several = jax.default_backend() == "cpu" and self._components.mesh.size > 1
+        several = jax.default_backend() == "cpu" and self._mesh.size > 1
         return None if several or not self._limit.lag else self._work
 
-    def next_round(self, run: RunState, sampler: SamplerParams) -> StepSamples:
+    def next_round(self, run: RunState, weights: SamplerParams) -> StepSamples:
         """The oldest whole groups, scored, as many as a step has problems; others begin in their place.
 
         Raises:
@@ -102,16 +109,16 @@ class RolloutStream:
         if self._failure is not None:
             raise self._failure
         begun = time.perf_counter()
-        self._restore(run, sampler)
+        self._restore(run, weights)
         self._drop_stale(run)
-        self._fill(run, sampler)
+        self._fill(run, weights)
         sampled = time.perf_counter()
         taken = self._take(run.step)
         wave = self._scored(taken)
         sampled = time.perf_counter() - sampled
         parts = iter(wave.groups)
         groups = [joined(Group(g.parts[0].problem, (), ()), *(next(parts) for _ in g.parts)) for g in taken]
-        found = edited(self._components, groups, [wave])
+        found = edited(self._config, self._sampling, groups, [wave])
         return replace(found, plan_s=time.perf_counter() - begun - sampled)
 
     def after_update(self, run: RunState, groups: Sequence[Group], metrics: Metrics) -> tuple[Metrics, str]:
@@ -135,9 +142,9 @@ class RolloutStream:
 
     # Beginning.
 
-    def _fill(self, run: RunState, sampler: SamplerParams) -> None:
+    def _fill(self, run: RunState, weights: SamplerParams) -> None:
         """Begins rounds until there is one for this step and for each of `lag` steps to come."""
-        components, config = self._components, self._components.config
+        config, chat = self._config, self._sampling.sampler.chat
         while len(self._open) <= self._limit.lag * self._count:
             step = run.step + len(self._open) // self._count
             if step >= config.steps and len(self._open) >= self._count:
@@ -148,11 +155,11 @@ class RolloutStream:
             self._label = (step, index)
             problems = draw_problems(config, run.stream, run.method, self._rng)
             wave = Wave(problems, config.resample.sampled(config.group.size), run.method, self._rng)
-            opening = opening_requests(components, wave)
+            opening = opening_requests(config, chat, wave)
             requests = numbered(opening, index * self._count, Counter())
             parts = [PartialGroup(r.problem, (), step, r.place, r.temperature, run.step) for r in requests]
             mine = self._add(parts, [[None] * request.count for request in requests])
-            self._submit([r for r, own in zip(requests, mine, strict=True) if own], RunOptions(step), sampler)
+            self._submit([r for r, own in zip(requests, mine, strict=True) if own], RunOptions(step), weights)
 
     def _add(self, parts: Sequence[PartialGroup], rows: Sequence[list[Trajectory | None]]) -> list[bool]:
         """Opens groups: parts of one problem follow each other. Whether each part is this process's."""
@@ -168,11 +175,11 @@ class RolloutStream:
         """Whether this process rolls it out."""
         return group.number % self._processes.count == self._processes.index
 
-    def _submit(self, requests: Sequence[RolloutRequest], options: RunOptions, sampler: SamplerParams) -> None:
+    def _submit(self, requests: Sequence[RolloutRequest], options: RunOptions, weights: SamplerParams) -> None:
         """Queues the rows of this process that are open and not running."""
         if not requests:
             return
-        components, running = self._components, set(self._running.values())
+        running = set(self._running.values())
         empty = [
             (group, i, j)
             for group in filter(self._own, self._open)
@@ -180,11 +187,11 @@ class RolloutStream:
             for j, row in enumerate(rows)
             if row is None and (group, i, j) not in running
         ]
-        engine, shown = components.engine, None if self._limit.lag else components.progress
-        arguments = with_tools(engine, components.chat, components.executor, requests, replace(options, progress=shown))
-        self._running |= zip(engine.submit(sampler, *arguments), empty, strict=True)
+        shown = None if self._limit.lag else self._sampling.progress
+        arguments = self._sampling.sampler.submission(requests, replace(options, progress=shown))
+        self._running |= zip(self._engine.submit(weights, *arguments), empty, strict=True)
 
-    def _restore(self, run: RunState, sampler: SamplerParams) -> None:
+    def _restore(self, run: RunState, weights: SamplerParams) -> None:
         """Goes on with what a checkpoint holds. Keys and values of the cache are computed with the weights of now; a
         row whose tool session is lost begins again."""
         cuts, run.partial = run.partial, ()
@@ -200,14 +207,14 @@ class RolloutStream:
         ]
         last = max((part.step, part.place) for part in cuts)
         self._label = (last[0], last[1] // self._count)
-        self._rng = np.random.default_rng([self._components.config.seed, last[0], 2])
-        self._submit(requests, RunOptions(run.step), sampler)
+        self._rng = np.random.default_rng([self._config.seed, last[0], 2])
+        self._submit(requests, RunOptions(run.step), weights)
 
     # Taking.
 
     def _take(self, trained: int) -> list[OpenGroup]:
         """The oldest whole groups, once no unfinished one would become too old."""
-        engine, lag, processes = self._components.engine, self._limit.lag, self._processes
+        engine, lag, processes = self._engine, self._limit.lag, self._processes
         drops = lag > 0 and self._limit.late == "drop"
         self._ask()  # also tells of groups that became whole during the update
         while processes.count == 1 or not processes.stopping:
@@ -225,7 +232,7 @@ class RolloutStream:
 
     def _work_on(self) -> None:
         """Until a row ends, or for a moment where groups of other processes may become whole meanwhile."""
-        engine, several = self._components.engine, self._processes.count > 1
+        engine, several = self._engine, self._processes.count > 1
         found = engine.advance(ASK_S if several else np.inf) if self._running else []
         if not (found or several):
             raise RuntimeError(f"the engine has lost {len(self._running)} rollouts that a step waits for")
@@ -259,11 +266,11 @@ class RolloutStream:
 
     def _scored(self, taken: Sequence[OpenGroup]) -> ScoredRollouts:
         """The groups scored, with the statistics of the engine since the last call."""
-        components, own = self._components, [*filter(self._own, taken)]
+        own = [*filter(self._own, taken)]
         self._score([group for group in own if group.scored is None])
-        stats = components.engine.take_stats()
+        stats = self._engine.take_stats()
         if not self._open:
-            components.engine.release()
+            self._engine.release()
         found = self._processes.gather(([group.scored for group in own], stats))
         parts = [iter(scored) for scored, _ in found]
         each = [with_problems(next(parts[g.number % len(parts)]), g.parts) for g in taken]
@@ -283,7 +290,7 @@ class RolloutStream:
         if not groups:
             return
         parts = [group.ended() for group in groups]
-        found = score(self._components, list(chain.from_iterable(parts)), (), RolloutStats(), keeps_partial=False)
+        found = score(self._sampling.scorer, list(chain.from_iterable(parts)), (), RolloutStats(), keeps_partial=False)
         shares = split(found.groups, map(len, parts))
         for group, share in zip(groups, shares, strict=True):
             group.scored = ScoredRollouts(tuple(share))
@@ -298,7 +305,7 @@ class RolloutStream:
         mine = [*filter(self._own, stale)]
         for ticket in [ticket for ticket, place in self._running.items() if place[0] in mine]:
             del self._running[ticket]
-            self._components.engine.cancel(ticket)
+            self._engine.cancel(ticket)
         self._open = [group for group in self._open if group not in stale]
         old = run.buffer.discard(lambda group: oldest(group) + lag < run.step)
         rows = chain.from_iterable(chain.from_iterable(group.rows for group in mine))
@@ -312,7 +319,7 @@ class RolloutStream:
         begun = time.perf_counter()
         try:
             if self._failure is None:
-                self._accept(self._components.engine.advance(0.0))
+                self._accept(self._engine.advance(0.0))
                 own = filter(self._own, self._open)
                 self._score([group for group in own if group.whole and group.scored is None][:1])
         except Exception as error:
@@ -324,7 +331,7 @@ class RolloutStream:
 
     def _cut(self) -> list[tuple[Trajectory, ...]]:
         """The rows of each part that is open here, unfinished ones as they are now; they go on."""
-        cuts = {place: self._components.engine.cut(ticket) for ticket, place in self._running.items()}
+        cuts = {place: self._engine.cut(ticket) for ticket, place in self._running.items()}
         return [
             tuple(cuts[group, i, j] if row is None else row for j, row in enumerate(rows))
             for group in filter(self._own, self._open)
@@ -360,3 +367,49 @@ def age_metrics(groups: Sequence[Group], trained: int) -> Metrics:
         "rollout/lag_max": float(ages.max()),
         "rollout/partial_share": float(np.mean([np.ptp(own) > 0 for own in each])) if each else 0.0,
     }
+
+
+class Begun(Protocol):
+    """The rollouts of a problem, begun and not taken."""
+
+    @property
+    def born(self) -> int:
+        """Version of the weights that they began with."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of them have ended."""
+
+
+G = TypeVar("G", bound=Begun)
+
+
+def oldest_whole(groups: Sequence[G], count: int) -> list[G]:
+    """As many whole groups as a step takes, if there are so many; `groups` are in the order of their births."""
+    return [group for group in groups if group.whole][:count]
+
+
+def late_groups(groups: Sequence[G], trained: int, lag: int) -> list[G]:
+    """Unfinished groups that would be older than `lag` versions at the next step."""
+    return [group for group in groups if not group.whole and group.born + lag <= trained]
+
+
+def may_take(groups: Sequence[Begun], count: int, trained: int, lag: int, *, drops: bool = False) -> bool:
+    """Whether a step takes its `oldest_whole` now.
+
+    Args:
+        groups: All that are open, in the order of their births.
+        count: Groups that a step takes.
+        trained: Version of the weights that the step trains.
+        lag: Versions that a group may be older than that.
+        drops: Whether those that become too old are dropped. If not, no more old ones are left over than the steps to
+            come can take in time, unless the step takes old ones alone.
+    """
+    taken = oldest_whole(groups, count)
+    if len(taken) < count or late_groups(groups, trained, lag):
+        return False
+    for ahead in range(1, 0 if drops else lag + 1):
+        due, of_these = (sum(g.born + lag <= trained + ahead for g in some) for some in (groups, taken))
+        if due - of_these > ahead * count and of_these < count:
+            return False
+    return True

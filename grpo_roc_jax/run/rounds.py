@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.method.family.expo import explanations
-from grpo_roc_jax.method.family.sage import written_hints
 from grpo_roc_jax.method.planning import Wave, choose_problems, first_wave, gathered, next_wave, with_suffix
 from grpo_roc_jax.method.roc import Selection
 from grpo_roc_jax.method.shaping import prompt_suffix
@@ -23,13 +21,13 @@ from grpo_roc_jax.record.metrics import aggregate
 from grpo_roc_jax.rollout.collect import opening_ids
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import FailureCount, RunOptions
-from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.demonstrate import with_demonstration
-from grpo_roc_jax.run.sample import PartialGroup, ScoredRollouts, merge_failures, sample_requests
+from grpo_roc_jax.run.sample import GroupSampler, PartialGroup, ScoredRollouts, merge_failures, sample_requests
 from grpo_roc_jax.run.statistics import describe_unscored, rollout_metrics, selection_metrics
 from grpo_roc_jax.settings.callables import resolve
+from grpo_roc_jax.text.chat_format import ChatFormat
 from grpo_roc_jax.text.tokenizer import Tokenizer
-from grpo_roc_jax.types import PLAIN, Group, Metrics, Problem, RolloutRequest, Trajectory
+from grpo_roc_jax.types import PLAIN, Group, Metrics, Problem, RolloutRequest, Trajectory, traits_of
 
 THOUGHT_CLOSE = "</reason>"
 
@@ -137,8 +135,8 @@ class WaveSampler:
 
     def __init__(
         self,
-        components: Components,
-        sampler: SamplerParams,
+        sampling: GroupSampler,
+        weights: SamplerParams,
         *,
         step: int,
         first_place: int,
@@ -146,13 +144,13 @@ class WaveSampler:
     ):
         """
         Args:
-            components: Of the run.
-            sampler: From `engine.publish`.
+            sampling: Of the run.
+            weights: From `engine.publish`.
             step: Training step.
             first_place: Problems already sampled in this step.
             partial: Groups to continue with the first wave.
         """
-        self._components, self._sampler = components, sampler
+        self._sampling, self._weights = sampling, weights
         self._step, self._first_place, self._partial = step, first_place, partial
         self._taken: Counter[int] = Counter()
         self.done: list[ScoredRollouts] = []
@@ -163,7 +161,7 @@ class WaveSampler:
         """The scored groups of the next wave, one for each request."""
         started = time.perf_counter()
         requests = numbered(requests, self._first_place, self._taken)
-        wave = sample_requests(self._components, self._sampler, requests, RunOptions(self._step), self._partial)
+        wave = sample_requests(self._sampling, self._weights, requests, RunOptions(self._step), self._partial)
         self._partial = ()
         self.done.append(wave)
         self.seconds += time.perf_counter() - started
@@ -171,32 +169,36 @@ class WaveSampler:
 
 
 def run_round(
-    components: Components, problems: Sequence[Problem], state: AlgoState, rng: np.random.Generator, waves: WaveSampler
+    config: Config,
+    sampling: GroupSampler,
+    problems: Sequence[Problem],
+    state: AlgoState,
+    rng: np.random.Generator,
+    waves: WaveSampler,
 ) -> StepSamples:
     """Rolls the problems out, wave after wave until the plan asks for no more.
 
     Completed groups of earlier steps are appended to those of the problems; `rng` is the planner's.
     """
-    begun = time.perf_counter()
-    config = components.config
-    thought = functools.partial(thought_length, tokenizer=components.tokenizer)
+    begun, chat = time.perf_counter(), sampling.sampler.chat
+    thought = functools.partial(thought_length, tokenizer=chat.tokenizer)
     wave = Wave(problems, config.resample.sampled(config.group.size), state, rng, thought=thought)
-    requests = opening_requests(components, wave)
+    requests = opening_requests(config, chat, wave)
     groups = gathered(problems, requests, waves.roll_out(requests))
     notes: dict[int, str] = {}
     explained: list[Group] = []
     skipped = 0
     while planned := next_wave(replace(wave, number=len(waves.done), groups=groups, notes=notes), config.plan):
-        requests = [request for request in planned if fits(components, request)]
+        requests = [request for request in planned if fits(config, chat, request)]
         skipped += len(planned) - len(requests)
         if not requests:
             break
         results = waves.roll_out(requests)
         groups = config.plan.second.merge(groups, requests, results)
-        notes = written_hints(requests, results)
-        explained += explanations(requests, results)
+        notes = config.plan.second.notes(requests, results)
+        explained += config.plan.second.supervised(requests, results)
     groups += [group for wave in waves.done for group in wave.completed]
-    found = edited(components, groups, waves.done)
+    found = edited(config, sampling, groups, waves.done)
     return replace(
         found,
         explanations=tuple(explained),
@@ -206,42 +208,43 @@ def run_round(
     )
 
 
-def edited(components: Components, groups: Sequence[Group], waves: Sequence[ScoredRollouts]) -> StepSamples:
+def edited(
+    config: Config, sampling: GroupSampler, groups: Sequence[Group], waves: Sequence[ScoredRollouts]
+) -> StepSamples:
     """The groups of these waves as selection sees them: after the user's edit, with a demonstration where the plan adds
     one."""
-    config = components.config
     rolled, edit = groups, resolve("method.edit_groups", config.method.edit_groups)
     if edit is not None:
         groups = [edit(group) for group in groups]
     if config.plan.second.demonstrates:
-        groups = [with_demonstration(components, group) for group in groups]
+        chat, longest = sampling.sampler.chat, config.rollout.max_response_tokens
+        groups = [with_demonstration(sampling.scorer, chat, longest, group) for group in groups]
     outside = left_out(waves, groups) if len(waves) > 1 or edit is not None else []
     return StepSamples(tuple(groups), waves=tuple(waves), rolled=tuple(rolled), outside=tuple(outside))
 
 
-def opening_requests(components: Components, wave: Wave) -> list[RolloutRequest]:
+def opening_requests(config: Config, chat: ChatFormat, wave: Wave) -> list[RolloutRequest]:
     """The first wave, with what shaping says at the end of prompts; prompts that do not fit give way to plain ones."""
-    text = prompt_suffix(components.config.shaping, wave.state.step)
-    requests = with_suffix(first_wave(wave, components.config.plan), text)
-    return plain_where_too_long(components, requests, wave.problems)
+    text = prompt_suffix(config.shaping, wave.state.step)
+    requests = with_suffix(first_wave(wave, config.plan), text)
+    return plain_where_too_long(config, chat, requests, wave.problems)
 
 
-def fits(components: Components, request: RolloutRequest) -> bool:
+def fits(config: Config, chat: ChatFormat, request: RolloutRequest) -> bool:
     """Whether an extended prompt, and a token after a prefix, have room; prompts are never cut."""
-    config, chat = components.config.rollout, components.chat
-    longer = request.suffix or request.condition.kind == "paraphrase"
+    longer = request.suffix or request.condition
     prompt = chat.prompt_ids(request.problem, request.suffix) if longer else ()
     prefix = len(request.prefix) + len(opening_ids(chat, request.prefix_text))
-    return len(prompt) <= config.max_prompt_tokens and prefix < config.max_response_tokens
+    return len(prompt) <= config.rollout.max_prompt_tokens and prefix < config.rollout.max_response_tokens
 
 
 def plain_where_too_long(
-    components: Components, requests: Sequence[RolloutRequest], problems: Sequence[Problem]
+    config: Config, chat: ChatFormat, requests: Sequence[RolloutRequest], problems: Sequence[Problem]
 ) -> list[RolloutRequest]:
     """A first wave in which hints, budgets, skills and wordings that do not fit are left out."""
     return [
         replace(request, problem=problems[request.place], condition=PLAIN, suffix="")
-        if request.condition.kind in ("hint", "budget", "skill", "paraphrase") and not fits(components, request)
+        if traits_of(request.condition.kind).optional and not fits(config, chat, request)
         else request
         for request in requests
     ]
@@ -271,3 +274,71 @@ def thought_length(trajectory: Trajectory, tokenizer: Tokenizer) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if len(tokenizer.decode(ids[:middle])) <= place else (low, middle - 1)
     return low
+
+
+class AccountsOpen(RuntimeError):
+    """Problems, rollouts, groups or tokens got lost, or came twice."""
+
+
+def check_accounts(
+    samples: StepSamples,
+    taken: Sequence[Group],
+    batches: Sequence,
+    before: tuple[int, int, int],
+    after: tuple[int, int, int],
+) -> None:
+    """Closes the accounts of a step.
+
+    Args:
+        samples: Of the step.
+        taken: Groups that came from the buffer.
+        batches: `learner.learner.UpdateBatch`es of them, those of the first epoch first.
+        before: `RolloutBuffer.counts` before the step.
+        after: The same after it.
+
+    Raises:
+        AccountsOpen: With each account that does not close.
+    """
+    added, out, waiting = np.subtract(after, before).tolist()
+    pairs = {
+        "rollouts of the waves = scored + removed + partial": _rollouts(samples),
+        "trajectories of the groups = kept + dropped with a reason": (
+            sum(group.size for group in samples.groups),
+            sum(len(selection.reasons) for selection in samples.selections),
+        ),
+        "groups with kept trajectories = added to the buffer": (
+            sum(bool(selection.kept) for selection in samples.selections),
+            added,
+        ),
+        "groups added = taken + those that wait now and did not before": (added, out + waiting),
+        **_rows(taken, batches),
+    }
+    wrong = [f"{name}: {there} and {here}" for name, (there, here) in pairs.items() if there != here]
+    if wrong:
+        raise AccountsOpen("; ".join(["accounts of the step do not close", *wrong]))
+
+
+def _rollouts(samples: StepSamples) -> tuple[int, int]:
+    """Rows that the engine ended, and what became of them; an earlier part of a partial group counts there again."""
+    ended = sum(wave.stats.rollouts for wave in samples.waves)
+    scored = sum(sum(wave.counts.values()) for wave in samples.waves)
+    found = sum(group.size for wave in samples.waves for group in (*wave.groups, *wave.completed))
+    removed = sum(len(wave.removed) for wave in samples.waves)
+    if any(wave.partial or wave.completed for wave in samples.waves):  # a rollout may be here in part
+        return scored, found + removed
+    return ended, found + removed
+
+
+def _rows(taken: Sequence[Group], batches: Sequence) -> dict[str, tuple[int, int]]:
+    """Trajectories and tokens of the groups against those of the packed rows, of the first pass over them."""
+    rows = sum(group.size for group in taken)
+    seen = tokens = packed = 0
+    for batch in batches:
+        if seen >= rows:
+            break
+        seen += len(batch.rows)
+        tokens += sum(row.length for row in batch.rows)
+        packed += int(np.sum(batch.placement.length[: len(batch.rows)]))
+    if not taken or not batches:
+        return {}
+    return {"trajectories taken = rows": (rows, seen), "tokens of the rows = packed": (tokens, packed)}

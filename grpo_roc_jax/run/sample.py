@@ -7,13 +7,37 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
+from grpo_roc_jax.method.roc import Selector
 from grpo_roc_jax.pod.preemption import Preempted
-from grpo_roc_jax.rollout.collect import collect, collect_while_free, with_tools
-from grpo_roc_jax.rollout.episode_rows import EpisodeSource, collect_episodes
+from grpo_roc_jax.pod.processes import Processes
+from grpo_roc_jax.reward.score import Scorer
+from grpo_roc_jax.rollout.collect import collect_while_free
+from grpo_roc_jax.rollout.config import RolloutConfig
+from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import FailureCount, RolloutStats, RunOptions
-from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.rollout.sampler import Sampler, split
 from grpo_roc_jax.types import Group, Problem, RolloutRequest, Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class GroupSampler:
+    """What turns requests into scored groups, in all processes of a run together; made by `components.make_parts`."""
+
+    sampler: Sampler
+    scorer: Scorer
+    processes: Processes
+    """That share the work of sampling."""
+    resample: Selector
+    """The selection of the run: under `rollout.early_exit` the rest of a group ends once its quota is decided."""
+    size: int
+    """Trajectories of a group that selection keeps."""
+    progress: RolloutProgress | None = None
+    """Display of rollouts; None draws nothing."""
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        return self.sampler.engine.config
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +108,8 @@ class ScoredRollouts:
 
 
 def sample_requests(
-    components: Components,
-    sampler: SamplerParams,
+    sampling: GroupSampler,
+    weights: SamplerParams,
     requests: Sequence[RolloutRequest],
     options: RunOptions,
     partial: Sequence[PartialGroup] = (),
@@ -94,28 +118,28 @@ def sample_requests(
     does not fit their slots at once goes request by request to the process that has a free slot first.
 
     Args:
-        components: Of the run.
-        sampler: From `engine.publish`.
+        sampling: Of the run.
+        weights: From `engine.publish`.
         requests: At least one rollout in all.
-        options: Without a display, that of the components is used.
+        options: Without a display, that of the run is used.
         partial: Groups of the step before, to be continued in any process.
 
     Raises:
         Preempted: One of the processes received a signal to stop.
     """
-    processes, fixed = components.processes, divided_before(components, requests)
+    processes, fixed = sampling.processes, divided_before(sampling, requests)
     taken = [index for index, _ in processes.share(requests[:fixed])]
     options = replace(options, before_chunk=processes.check_stop)
     queue = None if fixed == len(requests) else processes.numbers(fixed, len(requests))
     try:
-        with leading(components, sampler) as leads:
+        with leading(sampling, weights) as leads:
             if not leads:
                 sampled = ScoredRollouts()
             elif queue is None:
                 cut = [group for _, group in processes.share(partial)]
-                sampled = sample_share(components, sampler, [requests[index] for index in taken], options, cut)
+                sampled = sample_share(sampling, weights, [requests[index] for index in taken], options, cut)
             else:
-                sampled = sample_while_free(components, sampler, requests, taken, queue, options)
+                sampled = sample_while_free(sampling, weights, requests, taken, queue, options)
     except Preempted:
         if processes.count == 1:
             raise
@@ -141,17 +165,17 @@ def sample_requests(
 
 
 @contextmanager
-def leading(components: Components, sampler: SamplerParams) -> Iterator[bool]:
+def leading(sampling: GroupSampler, weights: SamplerParams) -> Iterator[bool]:
     """Whether this process rolls requests out within the block. One that follows another in a team first repeats the
     programs of that one, until it has sampled."""
-    team = components.processes.team
+    team = sampling.processes.team
     if team is None:
         yield True
         return
-    programs = components.engine.programs
+    programs = sampling.sampler.engine.programs
     _ = programs.attention  # if it is measured, all do so together
     if not team.leads:
-        programs.repeat(sampler.params, team.calls())
+        programs.repeat(weights.params, team.calls())
         yield False
         return
     try:
@@ -161,54 +185,22 @@ def leading(components: Components, sampler: SamplerParams) -> Iterator[bool]:
         programs.send = None
 
 
-def divided_before(components: Components, requests: Sequence[RolloutRequest]) -> int:
+def divided_before(sampling: GroupSampler, requests: Sequence[RolloutRequest]) -> int:
     """How many of the requests are divided among the processes before they begin: as many as all slots hold. All, where
     a limit of time counts from the beginning, where rollouts of training go on meanwhile, or where no tools of the
     run's answer."""
-    processes, rollout = components.processes, components.config.rollout
+    processes, rollout, sampler = sampling.processes, sampling.rollout, sampling.sampler
     limit = rollout.step_limit
-    alone = components.agents is None and components.episodes is None and not (limit.seconds or limit.streams)
+    alone = sampler.agents is None and sampler.episodes is None and not (limit.seconds or limit.streams)
     if processes.samplers == 1 or not alone:
         return len(requests)
     before = accumulate((request.count for request in requests), initial=0)
     return sum(rows < processes.samplers * rollout.slots for rows in [*before][:-1])
 
 
-def roll_out(
-    components: Components,
-    sampler: SamplerParams,
-    requests: Sequence[RolloutRequest],
-    options: RunOptions | None = None,
-) -> tuple[list[Sequence[Trajectory]], RolloutStats]:
-    """(trajectories of each request, statistics) under the policy of `sampler`, with tools.
-
-    Args:
-        components: Of the run.
-        sampler: From `components.engine.publish`.
-        requests: At least one; requests of one call differ in `place` or in their samples.
-        options: Those of training step 0 by default.
-    """
-    engine, chat, executor = components.engine, components.chat, components.executor
-    if components.agents is not None:
-        trajectories, stats = components.agents.collect(sampler, requests, options or RunOptions())
-    elif components.episodes is None:
-        trajectories, stats = collect(engine, sampler, chat, executor, requests, options or RunOptions())
-    else:
-        source = EpisodeSource(executor, components.episodes)
-        trajectories, stats = collect_episodes(engine, sampler, chat, source, requests, options or RunOptions())
-    return split(trajectories, [request.count for request in requests]), stats
-
-
-def score_rollouts(
-    components: Components, problems: Sequence[Problem], rollouts: Sequence[Sequence[Trajectory]]
-) -> tuple[Group, ...]:
-    """One group per problem with a verdict for each of its trajectories; those that cannot be scored are left out."""
-    return components.scorer.score_all(problems, rollouts).groups
-
-
 def sample_share(
-    components: Components,
-    sampler: SamplerParams,
+    sampling: GroupSampler,
+    weights: SamplerParams,
     requests: Sequence[RolloutRequest],
     options: RunOptions,
     partial: Sequence[PartialGroup] = (),
@@ -220,10 +212,10 @@ def sample_share(
     """
     if not requests and not partial:
         return ScoredRollouts()
-    config, trains = components.config.rollout, options.purpose == "train"
+    trains = options.purpose == "train"
     resumed = [group.requests() for group in partial]
     asked = [*chain.from_iterable(resumed), *requests]
-    rows, stats = roll_out(components, sampler, asked, own_options(components, asked, options))
+    rows, stats = sampling.sampler.roll_out(asked, own_options(sampling, asked, options), weights)
     before = len(asked) - len(requests)
     old, new = split([row for (row,) in rows[:before]], map(len, resumed)), rows[before:]
     begun = [
@@ -231,19 +223,20 @@ def sample_share(
         for request, rows in zip(requests, new, strict=True)
     ]
     continued = [group.continued(rows) for group, rows in zip(partial, old, strict=True)]
-    return score(components, begun, continued, stats, keeps_partial=config.step_limit.partial and trains)
+    keeps = sampling.rollout.step_limit.partial and trains
+    return score(sampling.scorer, begun, continued, stats, keeps_partial=keeps)
 
 
-def own_options(components: Components, requests: Sequence[RolloutRequest], options: RunOptions) -> RunOptions:
+def own_options(sampling: GroupSampler, requests: Sequence[RolloutRequest], options: RunOptions) -> RunOptions:
     """The options of a submission of these requests."""
-    exits = components.config.rollout.early_exit and options.purpose == "train"
-    policy = EarlyExit(components, requests) if exits else None
-    return replace(options, progress=options.progress or components.progress, cancel_policy=policy)
+    exits = sampling.rollout.early_exit and options.purpose == "train"
+    policy = EarlyExit(sampling.scorer, sampling.resample, sampling.size, requests) if exits else None
+    return replace(options, progress=options.progress or sampling.progress, cancel_policy=policy)
 
 
 def sample_while_free(
-    components: Components,
-    sampler: SamplerParams,
+    sampling: GroupSampler,
+    weights: SamplerParams,
     requests: Sequence[RolloutRequest],
     taken: list[int],
     queue: Iterator[int],
@@ -251,11 +244,10 @@ def sample_while_free(
 ) -> ScoredRollouts:
     """The scored rollouts of the requests with the numbers `taken`, and of those that `queue` gives whenever a slot is
     free; their numbers are appended to `taken`."""
-    engine = components.engine
+    sampler = sampling.sampler
 
     def submit(some: Sequence[RolloutRequest]) -> range:
-        own = own_options(components, some, options)
-        return engine.submit(sampler, *with_tools(engine, components.chat, components.executor, some, own))
+        return sampler.engine.submit(weights, *sampler.submission(some, own_options(sampling, some, options)))
 
     def take() -> RolloutRequest | None:
         number = next(queue, None)
@@ -264,16 +256,16 @@ def sample_while_free(
         taken.append(number)
         return requests[number]
 
-    rows, stats = collect_while_free(engine, submit, [requests[i] for i in taken], take)
+    rows, stats = collect_while_free(sampler.engine, submit, [requests[i] for i in taken], take)
     begun = [
         PartialGroup(requests[i].problem, tuple(found), options.step, requests[i].place, requests[i].temperature)
         for i, found in zip(taken, rows, strict=True)
     ]
-    return score(components, begun, (), stats, keeps_partial=False)
+    return score(sampling.scorer, begun, (), stats, keeps_partial=False)
 
 
 def score(
-    components: Components,
+    scorer: Scorer,
     begun: Sequence[PartialGroup],
     continued: Sequence[PartialGroup],
     stats: RolloutStats,
@@ -287,7 +279,7 @@ def score(
     every = (*begun, *continued)
     waits = [keeps_partial and group.resumable for group in every]
     judged = [() if waiting else group.trajectories for group, waiting in zip(every, waits, strict=True)]
-    scored = components.scorer.score_all([group.problem for group in every], judged)
+    scored = scorer.score_all([group.problem for group in every], judged)
     removed = []
     for group, trajectories in zip(scored.groups, judged, strict=True):
         kept = {trajectory.sample for trajectory in group.trajectories}
@@ -305,11 +297,6 @@ def score(
     )
 
 
-def split(rows: Sequence[Trajectory], sizes: Iterable[int]) -> list[Sequence[Trajectory]]:
-    """The rows in consecutive parts of these sizes."""
-    return [rows[low:high] for low, high in pairwise(accumulate(sizes, initial=0))]
-
-
 class EarlyExit:
     """A cancel policy: the rest of a group, once the number of each kind of trajectory that selection keeps is decided.
 
@@ -317,15 +304,21 @@ class EarlyExit:
     plain wave's (pilots, second waves) run to their end.
     """
 
-    def __init__(self, components: Components, requests: Sequence[RolloutRequest]):
-        self._scorer, config = components.scorer, components.config
-        self._resample, self._keep = config.resample, config.group.size
-        size = config.resample.sampled(self._keep)
+    def __init__(self, scorer: Scorer, resample: Selector, size: int, requests: Sequence[RolloutRequest]):
+        """
+        Args:
+            scorer: Of the run.
+            resample: How it selects.
+            size: Trajectories of a group that are kept.
+            requests: Whose rollouts these are, in order.
+        """
+        self._scorer, self._resample, self._keep = scorer, resample, size
+        plain = resample.sampled(size)
         self._problems = [request.problem for request in requests]
         self._group = [group for group, request in enumerate(requests) for _ in request.samples]
         edges = accumulate((request.count for request in requests), initial=0)
         self._left = [set(range(low, high)) for low, high in pairwise(edges)]
-        self._plain = [request.count == size for request in requests]
+        self._plain = [request.count == plain for request in requests]
         self._ended = [[0, 0] for _ in requests]
         """Failures and successes."""
 
@@ -344,8 +337,8 @@ class EarlyExit:
 
 
 def sample_groups(
-    components: Components,
-    sampler: SamplerParams,
+    sampling: GroupSampler,
+    weights: SamplerParams,
     problems: Sequence[Problem],
     samples: int,
     options: RunOptions | None = None,
@@ -356,7 +349,7 @@ def sample_groups(
     `extras` are further fields of every `RolloutRequest`: `condition`, `suffix`, `temperature`.
     """
     requests = [RolloutRequest(problem, place, samples, **extras) for place, problem in enumerate(problems)]
-    return sample_requests(components, sampler, requests, options or RunOptions())
+    return sample_requests(sampling, weights, requests, options or RunOptions())
 
 
 def merge_failures(parts: Iterable[Mapping[str, FailureCount]]) -> dict[str, FailureCount]:

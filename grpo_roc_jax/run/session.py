@@ -1,4 +1,4 @@
-"""What a run holds open: its locked directory, its components and its writers; and what is saved when a step fails."""
+"""What a run holds open: its locked directory, its policy, sampler and writers; and what is saved when a step fails."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -6,14 +6,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from grpo_roc_jax import __version__
 from grpo_roc_jax.config import Config, WatchConfig, derived
+from grpo_roc_jax.learner.update import TrainState, init_trained, make_optimizer
+from grpo_roc_jax.method.compose import needs_reference
 from grpo_roc_jax.method.switching import Stage, StageProgress
 from grpo_roc_jax.pod.notice import noticed
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes, joined
-from grpo_roc_jax.record.checkpoint import Checkpointer
+from grpo_roc_jax.record.checkpoint import Checkpointer, describe_leaves
 from grpo_roc_jax.record.events import Events
 from grpo_roc_jax.record.metrics import CompilationCounter, Writer, make_writer
 from grpo_roc_jax.record.run_dir import PACKAGES, Start, choose_run_dir, decide, locked, versions
@@ -21,16 +27,17 @@ from grpo_roc_jax.record.storage import copied, is_address
 from grpo_roc_jax.record.trace import TraceWriter
 from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
-from grpo_roc_jax.run.alarms import Alarms
-from grpo_roc_jax.run.components import Components, describe_device, make_components, run_date, with_date
-from grpo_roc_jax.run.memory import few_arenas
+from grpo_roc_jax.rollout.sampler import Sampler
+from grpo_roc_jax.run.components import describe_device, make_parts, resolve_model, run_date, with_date
+from grpo_roc_jax.run.learning import find_teacher
+from grpo_roc_jax.run.policy import PolicyModel, describe_attention, few_arenas
+from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.run.start import held_out
 from grpo_roc_jax.run.summary import next_lines
-from grpo_roc_jax.run.teacher import find_teacher
-from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Stopped
-from grpo_roc_jax.run.watchdog import Watchdog
+from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Alarms, Stopped, Watchdog
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
 from grpo_roc_jax.settings.secrets import hidden
+from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools.memory_bound import describe_memory
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Problem
@@ -70,8 +77,27 @@ def claimed(config: Config, force: bool = False) -> Iterator[Claim]:
         check_alike(processes, config, run_dir)
         config = with_date(config, processes.once(lambda: run_date(config, run_dir)))
         fresh = config.resume == "never"
-        start = Start("fresh") if fresh else processes.once(lambda: decide(run_dir, config, force=force))
+        leaves = partial(state_leaves, config)
+        start = Start("fresh") if fresh else processes.once(lambda: decide(run_dir, config, force=force, leaves=leaves))
         yield Claim(config, run_dir, start, processes, config)
+
+
+def state_leaves(config: Config) -> dict[str, list]:
+    """Name -> [shape, dtype] of the arrays of a run's training state, without making them.
+
+    Raises:
+        ConfigError: A tokenizer or model that cannot be read.
+    """
+    with config_errors():
+        model = resolve_model(config.model, load_tokenizer(config.text))
+
+    def make() -> dict[str, Any]:
+        params = init_trained(jax.random.key(0), model, config.lora)
+        opt_state = make_optimizer(config.optim).init(params)
+        state = TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
+        return {"state": state, "reference": params if needs_reference(config) else ()}
+
+    return describe_leaves(jax.eval_shape(make))
 
 
 def check_alike(processes: Processes, config: Config, run_dir: Path) -> None:
@@ -110,7 +136,8 @@ class TrainingSession:
     config: Config
     run_dir: Path
     start: Start
-    components: Components
+    policy: PolicyModel
+    sampling: GroupSampler
     held_out: Sequence[Problem]
     checkpointer: Checkpointer
     writer: Writer
@@ -128,16 +155,17 @@ class TrainingSession:
 
 @contextmanager
 def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSession]:
-    """Builds the components in a claimed directory; all are closed in turn at the end."""
+    """Builds the parts of a run in a claimed directory; all are closed in turn at the end."""
     config, run_dir, processes = claim.config, claim.run_dir, claim.processes
     few_arenas()
     with ExitStack() as held:
         preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())
         processes.preemption = preemption
         compilations = held.enter_context(CompilationCounter())
-        components = held.enter_context(make_components(config, registry=tools, processes=processes))
-        find_teacher(config, components.tokenizer)
-        problems, notes = held_out(config, components.chat)
+        policy, sampling = held.enter_context(make_parts(config, registry=tools, processes=processes))
+        chat, executor = sampling.sampler.chat, sampling.sampler.executor
+        find_teacher(config, chat.tokenizer)
+        problems, notes = held_out(config, chat)
         checkpointer = held.enter_context(
             Checkpointer(run_dir / "checkpoints", config.checkpoint, logs=run_dir if processes.first else None)
         )
@@ -146,10 +174,10 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
         for note in notes:
             writer.say(note)
         if writer.bars is not None:
-            components = replace(components, progress=RolloutProgress(writer.bars))
+            sampling = replace(sampling, progress=RolloutProgress(writer.bars))
         every = config.log.traces if processes.first else 0
-        traces = TraceWriter(run_dir, every, components.tokenizer.decode)
-        watch, executor = config.watch or WatchConfig(), components.executor
+        traces = TraceWriter(run_dir, every, chat.tokenizer.decode)
+        watch = config.watch or WatchConfig()
         events = Events(run_dir if processes.first else None, partial(writer.say, event=True))
         watchdog = Watchdog(run_dir, watch, lambda: [f"call {name}" for name in getattr(executor, "in_flight", ())])
         held.enter_context(noticed(watch.notice_url))
@@ -158,7 +186,8 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
             config,
             run_dir,
             claim.start,
-            components,
+            policy,
+            sampling,
             problems,
             checkpointer,
             writer,
@@ -186,7 +215,7 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
         except NonFiniteWeightsError as error:
             raise Stopped(DIVERGED_STATUS, f"diverged: {error}; lower optim.lr") from error
     except (Preempted, Exception) as error:
-        processes = session.components.processes
+        processes = session.sampling.processes
         if not isinstance(error, ConfigError) and (lost := processes.lost(error)):
             raise lost from error
         # All processes are here after these two, or none is; a fault of one must not make it wait for the others.
@@ -203,9 +232,9 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
         raise
 
 
-def announce(config: Config, components: Components, run_dir: Path, writer: Writer) -> None:
+def announce(config: Config, policy: PolicyModel, sampler: Sampler, run_dir: Path, writer: Writer) -> None:
     """The first lines of a run: derived settings, devices, isolation of tools."""
-    reached = components.executor.capabilities
+    reached = sampler.executor.capabilities
     missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
     writer.say(
         f"run directory: {run_dir}" + (f", copied to {hidden(config.run_dir)}" if is_address(config.run_dir) else "")
@@ -213,8 +242,8 @@ def announce(config: Config, components: Components, run_dir: Path, writer: Writ
     writer.say(f"tools: isolation {reached.level}{missing}")
     if memory := describe_memory(config.tools):
         writer.say(f"tools: {memory}")
-    writer.say(f"device: {describe_device()}, compute in {components.model.compute_dtype}")
-    writer.say(components.engine.describe_attention())
-    writer.say(components.describe_attention())
+    writer.say(f"device: {describe_device()}, compute in {policy.model.compute_dtype}")
+    writer.say(sampler.engine.describe_attention())
+    writer.say(describe_attention(config, policy))
     for line in derived(config):
         writer.say(line)

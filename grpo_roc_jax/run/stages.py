@@ -15,10 +15,10 @@ from grpo_roc_jax.method.state import visited
 from grpo_roc_jax.method.switching import StageProgress
 from grpo_roc_jax.record.run_dir import Start
 from grpo_roc_jax.run.components import prompt_length
+from grpo_roc_jax.run.evaluate import count_solved
 from grpo_roc_jax.run.policy import at_rest
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim, TrainingSession
-from grpo_roc_jax.run.solved import count_solved
 from grpo_roc_jax.run.start import problem_stream, reference_copy
 from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.types import Metrics
@@ -92,18 +92,18 @@ def enter_stage(session: TrainingSession, run: RunState, data: Mapping[str, Any]
 
 def begin_stage(session: TrainingSession, run: RunState) -> None:
     """The state at the first step of a stage; `restart` says what of it is fresh."""
-    claim, config, components = session.claim, session.config, session.components
-    stage, model, mesh = claim.stages[claim.stage], components.model, components.mesh
+    claim, config, policy = session.claim, session.config, session.policy
+    stage = claim.stages[claim.stage]
     run.progress = StageProgress(claim.stage, run.step, ((),) * len(stage.until))
     dropped = len(run.buffer.discard(lambda group: True)) + len(run.partial)
     run.partial = ()
     memory = dict(compose.initial_state(config).memory) | dict(run.method.memory)
     run.method = replace(run.method, memory=memory)
     if "optimizer" in stage.restart:
-        state = start_train_state(run.train.params, model, config.optim, mesh, config.lora, donate=True)
+        state = start_train_state(run.train.params, policy.model, config.optim, policy.mesh, config.lora, donate=True)
         run.train = at_rest(config, state)
     if "reference" in stage.restart:
-        run.reference = reference_copy(components, run)
+        run.reference = reference_copy(config, run)
     left = f"; {dropped} groups of the stage before are dropped" if dropped else ""
     said = f"{stage.name} begins, {claim.stage + 1} of {len(claim.stages)}{left}"
     session.events.note(run.step + 1, "stage", said)
@@ -115,16 +115,16 @@ def leave_out_solved(session: TrainingSession, run: RunState, begins: bool) -> N
     The counts are written to `difficulty_N.jsonl` of the run directory as they come, so that a run that is stopped goes
     on with the other problems. When the stage begins they also enter the table of problems.
     """
-    claim, config, components = session.claim, session.config, session.components
-    path, chat = session.run_dir / f"difficulty_{claim.stage + 1}.jsonl", components.chat
+    claim, config, sampler = session.claim, session.config, session.sampling.sampler
+    path, chat = session.run_dir / f"difficulty_{claim.stage + 1}.jsonl", sampler.chat
     length, longest = prompt_length(config, chat), config.rollout.max_prompt_tokens
     found = training_problems(config.data, config.seed, Notes(), length, longest)
     problems = [problem for _, rows in found for problem in rows]
     begun, samples = run.progress.began, claim.stages[claim.stage].drop_solved
     counts = count_solved(
         path,
-        components,
-        lambda: components.engine.publish(components.full(run.train.params), begun),
+        session.sampling,
+        lambda: sampler.engine.publish(session.policy.full(run.train.params), begun),
         problems,
         samples,
         begun,

@@ -14,9 +14,10 @@ from grpo_roc_jax.method import compose
 from grpo_roc_jax.record.metrics import Writer
 from grpo_roc_jax.reward.score import Scorer
 from grpo_roc_jax.reward.trial import made_up
-from grpo_roc_jax.run.components import Components, prompt_length
-from grpo_roc_jax.run.policy import at_rest, initial_state
+from grpo_roc_jax.run.components import prompt_length
+from grpo_roc_jax.run.policy import PolicyModel, at_rest, initial_state
 from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.run.supervised import supervise, trace_stream
 from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.text.chat_format import ChatFormat
@@ -79,41 +80,49 @@ def try_rewards(scorer: Scorer, chat: ChatFormat, stream: Stream[Problem]) -> li
     return scorer.try_functions(problem, rows)
 
 
-def fresh_run(components: Components) -> RunState:
+def fresh_run(config: Config, policy: PolicyModel, sampling: GroupSampler) -> RunState:
     """The state of a run before anything was trained: parameters, optimizer, data stream, the method's memory. Reward
     functions are tried first, on two made-up trajectories.
+
+    Args:
+        config: Of the run.
+        policy: From `make_parts`.
+        sampling: From `make_parts`.
 
     Raises:
         ConfigError: Problems or published parameters that cannot be used.
         RewardError: A reward function returns something else than it should.
     """
-    config = components.config
-    stream = problem_stream(config, components.chat)
-    for line in try_rewards(components.scorer, components.chat, stream):
+    chat = sampling.sampler.chat
+    stream = problem_stream(config, chat)
+    for line in try_rewards(sampling.scorer, chat, stream):
         log.warning("%s", line)
-    run = RunState(initial_state(config, components.model, components.mesh), (), stream, compose.initial_state(config))
-    run.reference = reference_copy(components, run)
+    run = RunState(initial_state(config, policy.model, policy.mesh), (), stream, compose.initial_state(config))
+    run.reference = reference_copy(config, run)
     return run
 
 
-def reference_copy(components: Components, run: RunState) -> Any:
+def reference_copy(config: Config, run: RunState) -> Any:
     """The policy of a run as its reference, if the method needs one: a copy, since the update donates the buffers of
     the policy, and a step of the reference its own."""
-    return jax.tree.map(jnp.copy, run.train.params) if compose.needs_reference(components.config) else ()
+    return jax.tree.map(jnp.copy, run.train.params) if compose.needs_reference(config) else ()
 
 
-def cold_start(components: Components, run: RunState, writer: Writer | None = None) -> None:
+def cold_start(
+    config: Config, policy: PolicyModel, chat: ChatFormat, run: RunState, writer: Writer | None = None
+) -> None:
     """Trains a fresh run on demonstrations for `sft.steps`, and makes the result its reference policy.
 
     Args:
-        components: Of the run.
+        config: Of the run.
+        policy: From `make_parts`.
+        chat: Of its sampler.
         run: From `fresh_run`; its parameters, optimizer state and reference are replaced.
         writer: Takes metrics and notes; None drops them.
     """
-    config, model, mesh = components.config, components.model, components.mesh
     if config.sft.steps:
         run.reference = ()  # its memory is free for the supervised stage
         run.train = run.train.replace(opt_state=())  # the stage has moments of its own, and new ones follow it
-        params = supervise(config, components, run.train.params, writer or Writer([]))
-        run.train = at_rest(config, start_train_state(params, model, config.optim, mesh, config.lora))
-        run.reference = reference_copy(components, run)
+        params = supervise(config, policy, chat, run.train.params, writer or Writer([]))
+        run.train = at_rest(config, start_train_state(params, policy.model, config.optim, policy.mesh, config.lora))
+        run.reference = reference_copy(config, run)

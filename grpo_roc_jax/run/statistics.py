@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_roc_jax.method.features import SIDE_KINDS, flat
+from grpo_roc_jax.method.features import flat
 from grpo_roc_jax.method.roc import Selection
 from grpo_roc_jax.record.accuracy import tool_error_share
-from grpo_roc_jax.types import Group, Metrics, Trajectory
+from grpo_roc_jax.types import Group, Metrics, Trajectory, traits_of
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -28,7 +28,7 @@ def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metri
         groups: Scored, one a problem.
         counts: Trajectories by verdict status, removed ones included; logged as shares of all.
     """
-    pairs = [pair for group in groups for pair in group.pairs if pair[0].condition.kind not in SIDE_KINDS]
+    pairs = [pair for group in groups for pair in group.pairs if traits_of(pair[0].condition.kind).attempt]
     verdicts = [verdict for _, verdict in pairs]
     correct = [verdict for verdict in verdicts if verdict.status == "correct"]
     rewards = [group.rewards for group in groups if group.size]

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import Stream, make_trace_stream
+from grpo_roc_jax.learner.learner import Halvings
 from grpo_roc_jax.learner.pack import pack, worst_case_micro_batches
 from grpo_roc_jax.learner.update import (
     ConstantRate,
@@ -20,15 +21,13 @@ from grpo_roc_jax.learner.update import (
     make_update_step,
     start_train_state,
 )
-from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, reward_goal
+from grpo_roc_jax.method.planning import HIGH, LOW, reward_goal
 from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.record.metrics import Writer
 from grpo_roc_jax.reward.answer import find_answer
 from grpo_roc_jax.reward.notation import decide
-from grpo_roc_jax.run.components import Components
-from grpo_roc_jax.run.memory import Halvings
-from grpo_roc_jax.run.progress import Progress
+from grpo_roc_jax.run.policy import PolicyModel, update_settings
 from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.text.chat_format import ChatFormat, Trace
@@ -113,24 +112,23 @@ FIRST_ROWS, ROWS_EVERY = (1, 2, 5, 10), 20
 """Steps that write a row of metrics, besides the last one."""
 
 
-def supervise(config: Config, components: Components, params: Any, writer: Writer) -> Any:
+def supervise(config: Config, policy: PolicyModel, chat: ChatFormat, params: Any, writer: Writer) -> Any:
     """The parameters after `sft.steps` steps on traces of `data.trace_sources`.
 
     Raises:
         ConfigError: Traces that cannot be used, or none that fits into a row; nothing is cut.
     """
-    optim = supervised_optim(config)
-    step_fn = make_update_step(
-        components.model, NegativeLogLikelihood(), optim, components.update, components.mesh, lora=config.lora
-    )
-    step_fn = bind_base(step_fn, components.base)
-    state = start_train_state(params, components.model, optim, components.mesh, config.lora)
-    stream = trace_stream(config, components.chat)
+    optim, model, mesh = supervised_optim(config), policy.model, policy.mesh
+    update = update_settings(config, policy)
+    step_fn = make_update_step(model, NegativeLogLikelihood(), optim, update, mesh, lora=config.lora)
+    step_fn = bind_base(step_fn, policy.base)
+    state = start_train_state(params, model, optim, mesh, config.lora)
+    stream = trace_stream(config, chat)
     for note in stream.notes:
         writer.say(note)
-    shards = row_shards(components.mesh)
+    shards = row_shards(mesh)
     bound = worst_case_micro_batches(config.sft.traces, stream.longest, config.batch, shards)
-    memory = Halvings(components.mesh)
+    memory = Halvings(mesh)
     started = time.perf_counter()
     progress = Progress("supervised stage", config.sft.steps, started)
     writer.say(
@@ -140,10 +138,9 @@ def supervise(config: Config, components: Components, params: Any, writer: Write
     for step in range(1, config.sft.steps + 1):
         reach("sft")
         with config_errors():
-            rows = trace_rows(next(stream), components.chat, config.sft.reward_tokens)
+            rows = trace_rows(next(stream), chat, config.sft.reward_tokens)
             batch, placement = pack(rows, config.batch, bound, shards)
-        update = partial(step_fn, state)
-        state, metrics = memory.run("sft", update, shard_batch(batch, components.mesh), donated=state)
+        state, metrics = memory.run("sft", partial(step_fn, state), shard_batch(batch, mesh), donated=state)
         # One step ahead keeps the device busy; more would keep a signal waiting for all of them.
         jax.block_until_ready(under_way)
         under_way = metrics
@@ -155,3 +152,41 @@ def supervise(config: Config, components: Components, params: Any, writer: Write
         if line := progress.line(step, time.perf_counter()):
             writer.say(line)
     return state.params
+
+
+FIRST_STEPS = (1, 2, 5, 10)
+QUIET_S = 30.0
+"""Longest time without a line, if a step takes less."""
+
+
+@dataclass
+class Progress:
+    """Which steps of a phase say something, and what: rate and time left."""
+
+    name: str
+    steps: int
+    started: float
+    """On the clock of `line`."""
+    _first: float = 0.0
+    """Seconds of the first step, which compiles."""
+    _said: float = field(default=0.0)
+
+    def line(self, step: int, now: float) -> str:
+        """What to print after a step, from 1; empty for nothing."""
+        if step == 1:
+            self._first = now - self.started
+        if step not in FIRST_STEPS and step != self.steps and now - self._said < QUIET_S:
+            return ""
+        self._said = now
+        if step == 1:
+            return f"{self.name}: step 1 of {self.steps} after {self._first:.1f} s, compilation included"
+        each = (now - self.started - self._first) / (step - 1)
+        left = f", {describe_seconds(each * (self.steps - step))} left" if step < self.steps else ""
+        return f"{self.name}: step {step} of {self.steps}, {each:.2f} s a step{left}"
+
+
+def describe_seconds(seconds: float) -> str:
+    """A duration in words: `40 s`, `12 min`, `3.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"

@@ -1,10 +1,25 @@
-"""Why a run ends early, with an exit status for each reason, and the watch that counts bad steps in a row."""
+"""What watches a run: the limits that end it, with an exit status for each; the alarms of section `watch`; and the
+watchdog, a thread that says where the run is when a part of a step takes too long."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import faulthandler
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from grpo_roc_jax.config import LimitsConfig
+import numpy as np
+
+from grpo_roc_jax.config import LimitsConfig, WatchConfig
+from grpo_roc_jax.record.events import Events
 from grpo_roc_jax.rollout.records import FailureCount
+from grpo_roc_jax.settings.points import listening
+from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.types import Metrics
 
 CONFIG_STATUS, NO_SIGNAL_STATUS, DIVERGED_STATUS, INFRASTRUCTURE_STATUS = 2, 3, 4, 5
@@ -95,3 +110,190 @@ class Watch:
                 f"{self._broken} steps, {lost:.0%} in the last ({metrics.get('verdict/not_scored', 0.0):.0%} that a "
                 f"reward function did not score); see the warnings, tools/ metrics and the trajectory log{self._named}",
             )
+
+
+RULES = (
+    ("reward_spread", "rollout/reward_std", "below"),
+    ("tool_calls", "rollout/tool_calls", "times"),
+    ("entropy_low", "loss/entropy", "below"),
+    ("entropy_high", "loss/entropy", "above"),
+    ("truncated", "rollout/truncated", "above"),
+    ("grad_norm", "update/grad_norm", "times"),
+    ("logprob_gap", "loss/logprob_gap_mean", "above"),
+    ("sample_size", "loss/effective_sample_size", "below"),
+    ("answers", "rollout/answers", "above"),
+)
+"""Alarm (a setting of `watch`), its metric, and on which side of the threshold it is raised; `times` is above so many
+times the median of the last steps."""
+LEAST_HISTORY = 5
+"""Steps before a jump can be seen."""
+LARGE_GAP = 1.0
+"""Nats between the log-probabilities of a token in sampling and in training that no rounding of float32 explains."""
+
+
+class GapCheck:
+    """Notes a step whose sampler and trainer disagree about a token by more than rounding can; in every run, with and
+    without a section `watch`. An event is raised once until the gap is back."""
+
+    def __init__(self, events: Events, *, exact: bool):
+        """`exact`: whether the two compute the same numbers but for their rounding in float32."""
+        self._events, self._exact, self._large = events, exact, False
+
+    def look(self, step: int, metrics: Metrics) -> bool:
+        """Whether this step raises the event."""
+        value = metrics.get("loss/logprob_gap_max", math.nan)
+        before, self._large = self._large, self._exact and value > LARGE_GAP
+        if not self._large or before:
+            return False
+        text = (
+            f"loss/logprob_gap_max {value:.4g} nats in float32: a token has another log-probability in training than "
+            "when it was sampled; the tokens or the weights are not those of the sampler"
+        )
+        more = {"metric": "loss/logprob_gap_max", "value": value, "threshold": LARGE_GAP, "action": "note"}
+        self._events.note(step, "logprob_gap_max", text, **more)
+        return True
+
+
+class Alarms:
+    """Looks at the metrics of each step in turn.
+
+    A level has to be crossed in `watch.steps` steps in a row, a jump in one; an alarm is raised once until its metric
+    is back.
+    """
+
+    def __init__(self, config: WatchConfig, events: Events | None = None):
+        self._config, self._events = config, events or Events(None)
+        self._past: deque[Metrics] = deque(maxlen=config.history)
+        self._crossed: Counter[str] = Counter()
+
+    @property
+    def longest(self) -> int:
+        """Steps before a resume that matter."""
+        return self._config.history + self._config.steps
+
+    def recall(self, rows: Sequence[Metrics]) -> None:
+        """Takes the steps before a resume, whose rows these are, without raising anything."""
+        for row in rows:
+            if "time/step_s" in row:
+                list(self._raised(row))
+
+    def look(self, step: int, metrics: Metrics) -> list[str]:
+        """The names of the alarms that this step raises.
+
+        Raises:
+            Stopped: One of them is among `watch.stop`.
+        """
+        raised, last = [], ""
+        for name, metric, value, threshold in self._raised(metrics):
+            action = "stop" if name in self._config.stop else "note"
+            text = f"{metric} {value:.4g} is {'below' if value < threshold else 'above'} {threshold:.4g}"
+            self._events.note(step, name, text, metric=metric, value=value, threshold=threshold, action=action)
+            raised.append(name)
+            last = f"alarm {name}: {text}; watch.stop lists it" if action == "stop" else last
+        if last:
+            raise Stopped(DIVERGED_STATUS, last)
+        return raised
+
+    def _raised(self, metrics: Metrics) -> Iterator[tuple[str, str, float, float]]:
+        """(alarm, metric, value, threshold) of each alarm that a step raises."""
+        for name, metric, side in RULES:
+            value, threshold = metrics.get(metric, math.nan), getattr(self._config, name)
+            if side == "times":
+                before = [row[metric] for row in self._past if math.isfinite(row.get(metric, math.nan))]
+                median = float(np.median(before)) if len(before) >= LEAST_HISTORY else math.inf
+                threshold *= median if median > 0 else math.inf
+            crossed = value < threshold if side == "below" else value > threshold
+            self._crossed[name] = self._crossed[name] + 1 if crossed else 0
+            if self._crossed[name] == (1 if side == "times" else self._config.steps):
+                yield name, metric, value, threshold
+        self._past.append(metrics)
+
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 60.0
+"""Seconds that an orderly end may take; then the process ends at once, and its newest checkpoint stands."""
+SHOWN = 20
+"""Points in a report."""
+
+
+class Watchdog:
+    """Watches the points that the thread which made it reaches (`settings.points`).
+
+    The time from a point to the next one may be `watch.stall_factor` times the longest that this took before, but at
+    least `watch.stall_floor_s`. A process that was stopped as a whole is not blamed for that time.
+
+    Args:
+        run_dir: Where reports are written.
+        config: Factor, floor, and whether `stalled` ends the run.
+        in_flight: What the run waits for, in lines.
+    """
+
+    def __init__(self, run_dir: Path, config: WatchConfig, in_flight: Callable[[], Sequence[str]] = lambda: ()):
+        self._run_dir, self._config, self._in_flight = run_dir, config, in_flight
+        self._thread = threading.get_ident()
+        self._at = ("start", time.monotonic())
+        self._longest: dict[str, float] = {}
+        self._last: deque[tuple[str, float]] = deque(maxlen=SHOWN)
+        self._poll_s = min(5.0, config.stall_floor_s / 4)
+        self._ended = threading.Event()
+        self.ending = ""
+        """Why the run was asked to end; empty while it was not."""
+
+    @contextmanager
+    def watching(self) -> Iterator["Watchdog"]:
+        """Watches within the block."""
+        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        thread.start()
+        try:
+            with listening(self._reach):
+                yield self
+        finally:
+            self._ended.set()
+            thread.join()
+
+    def limit_s(self, point: str) -> float:
+        """Seconds that may pass after a point."""
+        return max(self._config.stall_floor_s, self._config.stall_factor * self._longest.get(point, 0.0))
+
+    def _reach(self, name: str) -> None:
+        if threading.get_ident() == self._thread:
+            (before, since), now = self._at, time.monotonic()
+            self._longest[before] = max(self._longest.get(before, 0.0), now - since)
+            self._last.append((name, now))
+            self._at = (name, now)
+
+    def _watch(self) -> None:
+        reported, looked = None, time.monotonic()
+        while not self._ended.wait(self._poll_s):
+            now, at = time.monotonic(), self._at
+            if (late := now - looked - self._poll_s) > self._poll_s:
+                self._at = at = (at[0], at[1] + late)  # the whole process stood still
+            looked = now
+            if at == reported or now - at[1] <= self.limit_s(at[0]):
+                continue
+            reported = at
+            text = f"no progress for {now - at[1]:.0f} s after {at[0]}, where {self.limit_s(at[0]):.0f} s may pass"
+            log.error("%s; see %s", text, self._report(text))
+            if "stalled" in self._config.stop:
+                self._end(text)
+
+    def _report(self, text: str) -> Path:
+        """Writes what is in flight and the stacks of all threads."""
+        path = self._run_dir / f"stalled_{int(time.time())}.txt"
+        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            now = time.monotonic()
+            points = [f"  {name}, {now - when:.1f} s ago" for name, when in self._last]
+            print(text, "last points:", *points, "in flight:", sep="\n", file=file)
+            with suppress(Exception):  # of a run in any state
+                print(*(f"  {hidden(line)}" for line in self._in_flight()), sep="\n", file=file)
+            print("stacks:", file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+        return path
+
+    def _end(self, text: str) -> None:
+        self.ending = text
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not self._ended.wait(GRACE_S):
+            log.error("the run does not end by itself; its newest checkpoint stands")
+            os._exit(INFRASTRUCTURE_STATUS)

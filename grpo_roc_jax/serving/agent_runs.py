@@ -1,11 +1,11 @@
-"""Rollouts by programs of the user's: each asks the policy over HTTP, and what it asked becomes its trajectory.
+"""Rollouts by programs or functions of the user's: each asks the policy over HTTP, and what it asked becomes its
+trajectory.
 
 The caller's thread samples, a thread serves, and one thread for each running program waits for its end.
 """
 
 import json
 import os
-import re
 import secrets
 import shlex
 import signal
@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import IO, Any, get_args
@@ -23,12 +23,14 @@ import numpy as np
 from grpo_roc_jax.environments.config import AgentCommand, OnFailure
 from grpo_roc_jax.environments.environment import row_of
 from grpo_roc_jax.environments.episodes import noted
-from grpo_roc_jax.environments.failure import Failure, ending, one_line
+from grpo_roc_jax.environments.failure import Failure
 from grpo_roc_jax.environments.hosts import end_group
 from grpo_roc_jax.rollout.collect import stable_seed
 from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
+from grpo_roc_jax.serving.agent_ends import MOST_REWARD_BYTES, ProgramEnd, read_reward
+from grpo_roc_jax.serving.agent_functions import FunctionHost
 from grpo_roc_jax.serving.dialogues import Dialogues
 from grpo_roc_jax.serving.joining import RecordedCall, join, joined
 from grpo_roc_jax.serving.refusal import RequestRefused
@@ -40,9 +42,6 @@ from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
 
 REWARD_VARIABLE = "GRPO_REWARD_FD"
 """Environment variable with the number of the descriptor that a program writes its reward to."""
-MOST_REWARD_BYTES = 4096
-MOST_REWARD = 1e6
-"""Largest absolute value of a reward; beyond it a loss in float32 could overflow."""
 PRINTED = 1 << 16
 """Bytes kept of what a program has printed."""
 ENDED_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -54,30 +53,6 @@ FLOOD_S = 0.01
 """How long a program that fills its pipe waits before it is read again."""
 WAIT_S = 0.05
 """How long a thread waits before it looks again at what it waits for."""
-
-
-@dataclass(frozen=True)
-class ProgramEnd:
-    """How a program ended."""
-
-    status: int | None
-    """None if it was killed after its time."""
-    reward: float | None
-    errors: str = ""
-    """The end of its error output."""
-    unread: str = ""
-    """Why its reward could not be read; empty if it wrote none."""
-    printed: str = ""
-    """The last line of its output."""
-    seconds: float = 0.0
-
-    def failure(self, said: str, *, by_policy: bool = False) -> Failure:
-        """The failure of a program that ended so."""
-        last = one_line(self.errors.strip().rpartition("\n")[2])
-        name = re.match(r"[\w.]+(?=: |$)", last)
-        kind = name[0] if name else re.sub(r"\d+", "N", last)[:80]
-        text = f"agent: {said}: {last}" if last else f"agent: {said}"
-        return Failure(text, f"agent: {said}: {kind}" if kind else text, ending(self.errors), by_policy)
 
 
 @dataclass(eq=False)
@@ -154,7 +129,7 @@ def no_reward(end: ProgramEnd) -> str:
     """What to say of a program without a reward."""
     if end.unread:
         return f"its reward was not read: {end.unread}"
-    said = f"it wrote no reward to the descriptor in {REWARD_VARIABLE}"
+    said = f"it gave no reward (a program writes it to the descriptor in {REWARD_VARIABLE}, a function returns it)"
     if read_reward(end.printed.encode())[0] is not None:
         said += "; its last line is a number, but what it prints is not read, since the policy may have written it"
     return said
@@ -177,6 +152,7 @@ class AgentRuns:
         """Kinds of failures that were logged."""
         self._words, self._token = shlex.split(choice.command), secrets.token_urlsafe(16)
         self._programs: set[subprocess.Popen] = set()
+        self._function = FunctionHost(choice.function) if choice.function else None
 
         def make(deliver: Any) -> Endpoint:
             return Endpoint(chat, SamplingLoop(engine, None, deliver), token=self._token)
@@ -187,6 +163,8 @@ class AgentRuns:
     def close(self) -> None:
         """Ends the server and what still runs."""
         self._kill()
+        if self._function is not None:
+            self._function.close()
         self._server.close()
 
     def collect(
@@ -233,9 +211,12 @@ class AgentRuns:
                 while left := sum(not end.done() for end in ends):
                     if options.before_chunk is not None:
                         options.before_chunk()
+                    idle, begun = not self._server.endpoint.running, time.perf_counter()
                     loop.turn(WAIT_S)
+                    loop.stats.environment_s += time.perf_counter() - begun if idle else 0.0
                     if options.progress is not None:
-                        tokens, live = loop.stats.sampled_tokens, len(self._programs)
+                        tokens = loop.stats.sampled_tokens
+                        live = len(self._programs) if self._function is None else self._function.live
                         done = total - left
                         options.progress.update(live=live, waiting=left - live, done=done, total=total, tokens=tokens)
             except BaseException:
@@ -274,14 +255,23 @@ class AgentRuns:
         return joined(join([nothing]), self._chat, session.request, "infrastructure", len(ids))[0]
 
     def _play(self, name: str, session: AgentSession) -> ProgramEnd:
-        """Runs the program of a session to its end."""
+        """Runs the agent of a session to its end."""
         problem = replace(session.request.problem, prompt=session.request.problem.prompt + session.request.suffix)
-        words = [word.replace("{prompt}", problem.prompt) for word in self._words]
         address = f"http://127.0.0.1:{self._server.port}/s/{name}/v1"
+        row = row_of(problem) | {"uid": problem.uid}
+        if self._function is None:
+            return self._play_program(name, row, problem.prompt, address)
+        try:
+            return self._function.play(row, address, self._token, self._choice.timeout_s)
+        finally:
+            self._server.endpoint.forget(name)
+
+    def _play_program(self, name: str, columns: Mapping[str, Any], prompt: str, address: str) -> ProgramEnd:
+        words = [word.replace("{prompt}", prompt) for word in self._words]
         found = os.environ | {"OPENAI_BASE_URL": address, "OPENAI_API_KEY": self._token}
         found |= {"ANTHROPIC_BASE_URL": address.removesuffix("/v1"), "ANTHROPIC_API_KEY": self._token}
         found |= {name: "127.0.0.1,localhost" for name in ("NO_PROXY", "no_proxy")}
-        row = json.dumps(row_of(problem) | {"uid": problem.uid}, default=str).encode()
+        row = json.dumps(columns, default=str).encode()
         started = time.perf_counter()
         reading, writing = os.pipe()
         found[REWARD_VARIABLE] = str(writing)
@@ -312,6 +302,8 @@ class AgentRuns:
         return ProgramEnd(status, reward, errors.text(), unread, printed, time.perf_counter() - started)
 
     def _kill(self) -> None:
+        if self._function is not None:
+            self._function.cancel()
         for program in list(self._programs):
             end_group(program)
 
@@ -339,21 +331,3 @@ class Printed:
     def text(self) -> str:
         """The same as text."""
         return self.content().decode(errors="replace")
-
-
-def read_reward(content: bytes) -> tuple[float | None, str]:
-    """(the number that a program wrote as its reward, or the `reward` of the object; what is wrong with it). None and
-    an empty text if it wrote nothing."""
-    if len(content) > MOST_REWARD_BYTES:
-        return None, f"more than {MOST_REWARD_BYTES} bytes; must be one number, or an object with reward"
-    if not content.strip():
-        return None, ""
-    try:
-        value = json.loads(content)
-        value = value["reward"] if isinstance(value, dict) else value
-        number = float(None if isinstance(value, str | bool) else value)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None, f"{content[:80]!r}; must be one number, or an object with reward"
-    if not abs(number) <= MOST_REWARD:
-        return None, f"{number}; must be between {-MOST_REWARD:g} and {MOST_REWARD:g}"
-    return number, ""

@@ -30,10 +30,19 @@ from grpo_roc_jax.settings.layers import (
 )
 from grpo_roc_jax.settings.layers import listed as listed_words
 from grpo_roc_jax.settings.options import adapter, as_mapping, as_text
-from grpo_roc_jax.settings.other_names import CONFIG_DIR, advice, close_to
+from grpo_roc_jax.settings.other_names import CONFIG_DIR, CONTRIB_METHODS, advice, close_to
 from grpo_roc_jax.settings.secrets import without_secrets
 
-__all__ = ["CONFIG_DIR", "ConfigError", "config_errors", "dump_yaml", "find_config", "flatten", "load_config"]
+__all__ = [
+    "CONFIG_DIR",
+    "CONTRIB_METHODS",
+    "ConfigError",
+    "config_errors",
+    "dump_yaml",
+    "find_config",
+    "flatten",
+    "load_config",
+]
 
 T = TypeVar("T")
 
@@ -117,6 +126,8 @@ def file_layers(path: Path, over: tuple[Path, ...] = ()) -> Iterator[Layer]:
     base = layer.values.pop("base", None)
     if base is not None:
         beside = path.parent / str(base)
+        if path.parent == CONTRIB_METHODS and not beside.is_file():
+            beside = CONFIG_DIR / "methods" / str(base)
         if path.resolve() in over:
             raise ConfigError(f"{layer.places[('base',)]}: base: {base} leads back to {path.name}")
         try:
@@ -130,10 +141,14 @@ def file_layers(path: Path, over: tuple[Path, ...] = ()) -> Iterator[Layer]:
 def find_config(name: str) -> Path:
     """The path of a recipe: as given, or by name in the configs directory, with `configs/` before it or without."""
     inside = name.removeprefix("configs/")
-    for path in (Path(name), CONFIG_DIR / inside, CONFIG_DIR / f"{inside}.yaml"):
+    folders = [CONFIG_DIR / inside]
+    if inside.startswith("methods/"):
+        folders.append(CONTRIB_METHODS / inside.removeprefix("methods/"))
+    for path in (Path(name), *(path for at in folders for path in (at, at.with_name(f"{at.name}.yaml")))):
         if path.is_file():
             return path
-    stems = {path.stem: path.relative_to(CONFIG_DIR) for path in sorted(CONFIG_DIR.rglob("*.yaml"))}
+    stems = {path.stem: f"methods/{path.name}" for path in sorted(CONTRIB_METHODS.glob("*.yaml"))}
+    stems |= {path.stem: str(path.relative_to(CONFIG_DIR)) for path in sorted(CONFIG_DIR.rglob("*.yaml"))}
     near = close_to(Path(name).stem, stems)
     hint = f"; nearest: configs/{stems[near]}" if near else f"; `ls {CONFIG_DIR}` lists the recipes"
     raise ConfigError(f"no configuration file {name!r}, neither as a path nor under {CONFIG_DIR}{hint}")

@@ -12,6 +12,9 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 CONFIG_DIR = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
 """Where the recipes are: inside the package when installed from a wheel, next to it in a checkout. Bare names such as
 `toy.yaml` are looked up here too."""
+CONTRIB_METHODS = _PACKAGE / "contrib" / "methods"
+"""Recipes beside methods that the core does not name. They are read, and named, as if they were in `methods/` of
+`CONFIG_DIR`."""
 CLOSE = 0.66
 """Least similarity (`difflib`) of a suggestion: `toi` and `toy` have 0.67, `learning_rate` and `final_ratio`
 0.58. A suggestion that is not meant costs more than none."""
@@ -226,7 +229,8 @@ def recipe_of(name: object) -> str:
     """The recipe of a method, `methods/NAME.yaml`; empty where there is none of that name."""
     plain = str(name).strip().lower().replace("-", "_").replace(" ", "_").removesuffix(".yaml")
     plain = METHOD_NAMES.get(plain, plain)
-    exists = plain.isidentifier() and (CONFIG_DIR / "methods" / f"{plain}.yaml").is_file()
+    folders = (CONFIG_DIR / "methods", CONTRIB_METHODS)
+    exists = plain.isidentifier() and any((folder / f"{plain}.yaml").is_file() for folder in folders)
     return f"methods/{plain}.yaml" if exists else ""
 
 

@@ -167,8 +167,8 @@ JUDGED: dict[str, WorldFamily] = {
         lambda *numbers: {"years": numbers[-1]},
     ),
 }
-"""Families whose answers are judgements: the relevance of four documents to a query (`reward.ranking`), and whether an
-application fits a job, with a score of 0 to 100 (`reward.screening`)."""
+"""Families whose answers are judgements: the relevance of four documents to a query, and whether an application fits a
+job, with a score of 0 to 100."""
 QUESTIONS = FAMILIES | JUDGED
 
 

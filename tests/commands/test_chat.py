@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -60,15 +59,16 @@ def published(exported, one_device):
 class Scripted:
     """An engine whose policy says given texts; tools, parsing and observations are the real ones."""
 
-    def __init__(self, components, texts):
-        self.components, self.texts = components, list(texts)
+    def __init__(self, sampler, texts):
+        self.chat, self.seed, self.config = sampler.chat, sampler.engine.seed, sampler.engine.config
+        self.texts = list(texts)
 
     def run(self, sampler, requests, environment, options):
         assert options.purpose == "chat", "a conversation has no step that could end"
         prompt = requests[0].prompt.tolist()
         tokens, decision = list(prompt), None
         while not isinstance(decision, Finish):
-            turn = self.components.chat.turn_ids(self.texts.pop(0))
+            turn = self.chat.turn_ids(self.texts.pop(0))
             decision = environment.turn_ended(0, TurnEnd(0, len(tokens), np.asarray(turn), np.zeros(len(turn)), "stop"))
             tokens += turn
             while not isinstance(decision, Finish | Observe):
@@ -80,11 +80,17 @@ class Scripted:
         return [environment.completed(0, bare)], None
 
 
+def scripted(sampler, texts):
+    """Lets a scripted policy speak in place of the sampler's; its tokenizer."""
+    sampler.engine = Scripted(sampler, texts)
+    return sampler.chat.tokenizer
+
+
 def test_calls_and_results_are_shown_as_they_come(published):
     seen = []
-    with open_policy(str(published), SHORT) as (components, sampler):
-        scripted = Scripted(components, [CALLING, "</reason><answer>\\boxed{42}</answer>", "</reason>Yes."])
-        dialogue = Dialogue(replace(components, engine=scripted), sampler, seen.append)
+    with open_policy(str(published), SHORT) as (_, sampling):
+        tokenizer = scripted(sampling.sampler, [CALLING, "</reason><answer>\\boxed{42}</answer>", "</reason>Yes."])
+        dialogue = Dialogue(sampling.sampler, seen.append)
         trajectory = dialogue.ask("What is 6 x 7?")
         assert [type(event) for event in seen] == [Turn, ToolResult, Turn]
         assert seen[1].ok and "42" in seen[1].observation
@@ -96,7 +102,7 @@ def test_calls_and_results_are_shown_as_they_come(published):
         before = trajectory.tokens.tolist()
         tokens = dialogue.ask("Sure?").tokens.tolist()
         assert tokens[: len(before)] == before  # what was said stays, id by id
-        text = components.tokenizer.decode(tokens[len(before) :])
+        text = tokenizer.decode(tokens[len(before) :])
         assert text.startswith("<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n<reason>")
 
 
@@ -111,8 +117,8 @@ def test_one_question_to_a_published_model_as_json(published, capsys):
 def test_a_dialogue_in_the_terminal(published):
     console = Console(record=True, width=100)
     lines = iter(["Hello", "/new", "Hello again", ""])
-    with open_policy(str(published), SHORT) as (components, sampler):
-        dialogue = Dialogue(components, sampler)
+    with open_policy(str(published), SHORT) as (_, sampling):
+        dialogue = Dialogue(sampling.sampler)
         converse(dialogue, console, lambda: next(lines))
         assert dialogue.asked == 2
         with pytest.raises(
@@ -124,21 +130,21 @@ def test_a_dialogue_in_the_terminal(published):
 def test_ten_questions_are_answered_where_the_prompt_has_room_for_three(published):
     console, answer = Console(record=True, width=100), "</reason><answer>\\boxed{42}</answer>"
     words = [*SHORT, "--rollout.max_prompt_tokens=200"]
-    with open_policy(str(published), words) as (components, sampler):
-        dialogue = Dialogue(replace(components, engine=Scripted(components, [answer] * 10)), sampler)
-        first = components.tokenizer.decode(dialogue.ask("question 0?").tokens)
+    with open_policy(str(published), words) as (_, sampling):
+        tokenizer, dialogue = scripted(sampling.sampler, [answer] * 10), Dialogue(sampling.sampler)
+        first = tokenizer.decode(dialogue.ask("question 0?").tokens)
         remembered = []
         for number in range(1, 10):
             trajectory = dialogue.ask(f"question {number}?")
             assert trajectory.prompt_length <= 200 and trajectory.stop == "answer"
-            text = components.tokenizer.decode(trajectory.tokens)
+            text = tokenizer.decode(trajectory.tokens)
             assert text.startswith(first.split("question 0?")[0]) and text.count(answer) == len(dialogue.exchanges)
             remembered.append([int(part[0]) for part in text.split("question ")[1:]])
         assert remembered[0] == [0, 1] and remembered[-1][-1] == 9
         assert all(numbers == list(range(numbers[0], numbers[-1] + 1)) for numbers in remembered)
         assert 0 < remembered[-1][0] < 9, "the oldest are left out, the newest stay"
         lines = iter(["question 10?", ""])
-        dialogue.components.engine.texts.append(answer)
+        dialogue.sampler.engine.texts.append(answer)
         converse(dialogue, console, lambda: next(lines))
         assert "answered without the 1 oldest questions" in console.export_text()
 

@@ -12,7 +12,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.problems import load_problems
 from grpo_roc_jax.learner.update import init_train_state
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
-from grpo_roc_jax.run.components import make_components
+from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
 from grpo_roc_jax.types import Group, Problem
 from tests.samples import make_trajectory, make_verdict
@@ -56,8 +56,8 @@ def test_what_cannot_be_filtered_is_a_message_and_a_status(tmp_path, capsys):
 def test_the_filter_rolls_out_by_the_policy_of_a_run(tmp_path, capsys, monkeypatch):
     config = load_config(Config, TINY.split(), prog="test")
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    with make_components(config) as components:
-        state = init_train_state(jax.random.key(0), components.model, config.optim, components.mesh)
+    with make_parts(config) as (policy, _):
+        state = init_train_state(jax.random.key(0), policy.model, config.optim, policy.mesh)
     with Checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
         checkpointer.save(3, Bundle({"state": state, "reference": ()}))
     out, source = tmp_path / "kept.jsonl", str(gold(tmp_path))
@@ -67,5 +67,5 @@ def test_the_filter_rolls_out_by_the_policy_of_a_run(tmp_path, capsys, monkeypat
     printed = capsys.readouterr().out
     assert "policy after 3 training steps" in printed and "3 kept" in printed, "a random policy solves nothing"
     assert {problem.answer for problem in load_problems(out)[0]} == {"0", "2", "4"}
-    monkeypatch.setattr("grpo_roc_jax.run.parts.sample_requests", None)  # nothing is rolled out again
+    monkeypatch.setattr("grpo_roc_jax.run.evaluate.sample_requests", None)  # nothing is rolled out again
     assert main([*words, "--highest", "1", "--resume"]) == 0 and "3 kept" in capsys.readouterr().out

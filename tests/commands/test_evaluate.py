@@ -17,8 +17,8 @@ from grpo_roc_jax.learner.update import init_train_state
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.trace import read_trace, to_line
-from grpo_roc_jax.run import parts, solved
-from grpo_roc_jax.run.components import make_components, resolve_model
+from grpo_roc_jax.run import evaluate as run_evaluate
+from grpo_roc_jax.run.components import make_parts, resolve_model
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -122,16 +122,16 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_part(tmp_path, cap
     words = [model, "--data", f"sums={gold(tmp_path, 4)}", "--samples", "2", "--keep", "kept", "--tools.workers=1"]
     words += ["--rollout.max_response_tokens=16", "--rollout.slots=8", "--out"]
     assert main([*words, "whole.json"]) == 0  # one part, in `kept`
-    monkeypatch.setattr(solved, "FILLS", 0)  # a part for each problem
-    roll_out, done = parts.sample_requests, []
+    monkeypatch.setattr(run_evaluate, "FILLS", 0)  # a part for each problem
+    roll_out, done = run_evaluate.sample_requests, []
 
-    def stopped(components, sampler, requests, options):
+    def stopped(sampling, weights, requests, options):
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append([request.place for request in requests])
-        return roll_out(components, sampler, requests, options)
+        return roll_out(sampling, weights, requests, options)
 
-    monkeypatch.setattr(parts, "sample_requests", stopped)
+    monkeypatch.setattr(run_evaluate, "sample_requests", stopped)
     with pytest.raises(KeyboardInterrupt):
         main([*words, "cut.json"])  # in `kept-2`
     again = [word if word != "kept" else "kept-2" for word in words]
@@ -160,8 +160,8 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_part(tmp_path, cap
 def test_a_run_is_evaluated_from_its_checkpoint_alone(tmp_path, capsys):
     config = load_config(Config, TINY.split(), prog="test")
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    with make_components(config) as components:
-        state = init_train_state(jax.random.key(0), components.model, config.optim, components.mesh)
+    with make_parts(config) as (policy, _):
+        state = init_train_state(jax.random.key(0), policy.model, config.optim, policy.mesh)
     with Checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
         checkpointer.save(5, Bundle({"state": state, "reference": ()}))
         checkpointer.save(7, Bundle({"state": state, "reference": ()}))

@@ -33,6 +33,12 @@ CLOCK = (
 """Metrics that depend on the clock or on the process."""
 
 
+def method_files() -> list[Path]:
+    """Every recipe of a method, of the core and of `contrib/methods`, by name."""
+    folders = (ROOT / "configs/methods", ROOT / "grpo_roc_jax/contrib/methods")
+    return sorted((path for folder in folders for path in folder.glob("*.yaml")), key=lambda path: path.name)
+
+
 def digest(*arrays) -> str:
     """A short digest of arrays by dtype, shape and bytes."""
     total = hashlib.sha256()
@@ -136,7 +142,7 @@ def methods() -> dict:
     from grpo_roc_jax.settings.cli import load_config
 
     found = {}
-    for path in sorted((ROOT / "configs/methods").glob("*.yaml")):
+    for path in method_files():
         config = load_config(Config, [str(path)], prog="golden")
         rng = np.random.default_rng(11)
         state = initial_state(config)
@@ -203,7 +209,7 @@ def losses() -> dict:
     advantages = jnp.asarray(rng.normal(0, 1, (3, 16)), jnp.float32)
     logprobs = jnp.asarray(-rng.exponential(size=(3, 16)), jnp.float32)
     mask = jnp.asarray(rng.random((3, 16)) < 0.8)
-    for path in sorted((ROOT / "configs/methods").glob("*.yaml")):
+    for path in method_files():
         surrogate = load_config(Config, [str(path)], prog="golden").surrogate
         if surrogate.shared_level == "token":
             segments = jnp.tile(jnp.arange(16, dtype=jnp.int32), (3, 1))

@@ -26,9 +26,7 @@ from grpo_roc_jax.learner.loss import (
     token_logprobs,
 )
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
-from grpo_roc_jax.method.family.capped_clip import CappedClip
-from grpo_roc_jax.method.family.cispo import Cispo
-from grpo_roc_jax.method.surrogate import K1, K2, K3, Clip, Ratio, Surrogate
+from grpo_roc_jax.method.surrogate import K1, K2, K3, CappedClip, Cispo, Clip, Ratio, Surrogate
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, make_mesh
 from grpo_roc_jax.planner.hlo import parse_hlo

@@ -13,6 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.group_learner import GroupLearner
+from grpo_roc_jax.learner.learner import Learner, UpdateBatch
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.offload import HOST, check_host_memory, held_bytes, is_on_host, to_device, to_host
 from grpo_roc_jax.learner.pack import BatchConfig, pack
@@ -24,7 +26,6 @@ from grpo_roc_jax.planner import plan as planning
 from grpo_roc_jax.planner.topology import parse_topology
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.metrics import CompilationCounter
-from grpo_roc_jax.run.learner import Learner, UpdateBatch
 from grpo_roc_jax.run.policy import at_rest, memory_lines
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.types import TrainRow
@@ -128,7 +129,8 @@ def trained(fresh, step, offload):
     config = SimpleNamespace(optim=dataclasses.replace(OPTIM, offload=offload))
     mesh = fresh.step.sharding.mesh
     run = SimpleNamespace(train=at_rest(config, jax.tree.map(jnp.copy, fresh)))
-    learner = Learner(SimpleNamespace(config=config, mesh=None), update, None, 2)
+    learner = GroupLearner(config, Learner(MODEL, mesh=mesh), None)
+    learner.learner.update_step = update
     for seeds in ((0, 1), (2,), (3,)):
         before = run.train.opt_state
         run.train, _, metrics = learner.update(run, [batch_on(mesh, seed) for seed in seeds])

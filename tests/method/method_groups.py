@@ -4,7 +4,6 @@ from dataclasses import field
 
 import numpy as np
 
-import grpo_roc_jax.method.family  # noqa: F401 (its files define kinds)
 from grpo_roc_jax.config import GroupConfig
 from grpo_roc_jax.method.advantage import Advantage, GroupRelative
 from grpo_roc_jax.method.config import MethodConfig

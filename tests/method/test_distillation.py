@@ -14,15 +14,16 @@ from method_groups import make_group, method
 from grpo_roc_jax import text
 from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.config import read_config
+from grpo_roc_jax.learner.group_learner import GroupLearner
 from grpo_roc_jax.method.compose import Scores, needs_reference, train_rows
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout.publish import unstack
-from grpo_roc_jax.run.components import Components, resolve_model
-from grpo_roc_jax.run.learner import Learner
-from grpo_roc_jax.run.teacher import check_vocabulary, find_teacher, load_teacher
+from grpo_roc_jax.run.components import resolve_model
+from grpo_roc_jax.run.learning import check_vocabulary, find_teacher, load_teacher
+from grpo_roc_jax.run.policy import PolicyModel
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import OWN_SPECIALS, ByteTokenizer, load_tokenizer
@@ -97,7 +98,7 @@ def test_what_the_teacher_is_shown():
     assert [bool(shown(one, i, shows="success")) for i in range(3)] == [False, True, True]
 
 
-class Reading(Learner):
+class Reading(GroupLearner):
     """Scores a token with its value under the given factor, and remembers the rows."""
 
     seen = ()
@@ -111,8 +112,7 @@ class Reading(Learner):
 def reading(step, limit=9):
     """A learner whose prompts are 99, then one id per letter of the suffix."""
     config = read_config(f"--advantage.adjust=[{step}]", f"--rollout.max_prompt_tokens={limit}")
-    chat = SimpleNamespace(prompt_ids=lambda problem, suffix: [99, *map(ord, suffix)])
-    return Reading(SimpleNamespace(config=config, chat=chat), None, None, 1)
+    return Reading(config, None, lambda problem, suffix: [99, *map(ord, suffix)])
 
 
 def test_the_response_is_scored_after_the_teachers_prompt():
@@ -166,9 +166,8 @@ def test_a_published_model_of_another_size_is_loaded(published):
     tokenizer = load_tokenizer(config.text)
     assert find_teacher(config, tokenizer)[1].d_model == 24
     mesh = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
-    parts = dict.fromkeys(("chat", "base", "executor", "engine", "scorer", "processes"))
     student = resolve_model(config.model, tokenizer)
-    teacher = load_teacher(Components(config=config, tokenizer=tokenizer, model=student, mesh=mesh, **parts))
+    teacher = load_teacher(config, PolicyModel(student, mesh), tokenizer)
     expected = jax.jit(partial(unstack, config=model))(params)
     jax.tree.map(np.testing.assert_array_equal, teacher.params, expected)
 

@@ -10,11 +10,11 @@ import pytest
 from method_groups import make_group, method
 
 from grpo_roc_jax.config import read_config
+from grpo_roc_jax.learner.group_learner import GroupLearner
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
 from grpo_roc_jax.method.compose import Scores, method_metrics, next_state, train_rows
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.run.learner import Learner
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.settings.cli import ConfigError
 
@@ -179,14 +179,13 @@ def test_rows_without_a_bonus_pack_beside_those_with_one():
 def test_explanations_alone_have_the_leaves_of_every_batch(words):
     """Else a step in which nothing but explanations trains would compile a program of its own (ExPO)."""
     config = read_config("methods/expo.yaml", *words)
-    chat = SimpleNamespace(prompt_ids=lambda problem: [1, 2])
 
-    class Scored(Learner):
+    class Scored(GroupLearner):
         def score(self, params, groups, temperature):
             recorded = [t.logprobs for some in groups for t in some.trajectories]
             return Scores(recorded, recorded)
 
-    learner = Scored(SimpleNamespace(config=config, chat=chat), None, None, 1)
+    learner = Scored(config, None, lambda problem: [1, 2])
     run = RunState(SimpleNamespace(params=None), 0.0, None, AlgoState())
     explained = make_group([1], condition=["explanation"])
     usual, _ = learner.rows([group()], run)

@@ -6,12 +6,10 @@ from method_groups import make_group, method
 
 from grpo_roc_jax.method.advantage import flat
 from grpo_roc_jax.method.compose import resample_group, train_rows
-from grpo_roc_jax.method.family.pods import MaxVariance
-from grpo_roc_jax.method.family.stability import stability_rewards, word_entropy
 from grpo_roc_jax.method.features import features
+from grpo_roc_jax.method.roc import MaxVariance
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.run.statistics import selection_metrics
-from grpo_roc_jax.run.token_weights import token_weights
 
 PARTS = np.array([81.3, 0.013, 17.77, 0.5, 9.01, 3.1, 0.7, 8.397], np.float32)
 """They sum to 120.79 in float32, up to the order in which they are added."""
@@ -107,19 +105,3 @@ def test_the_subset_of_largest_variance_does_not_depend_on_the_unit(scale):
         for unit in (1.0, scale)
     ]
     assert choose[0].tolist() == choose[1].tolist() == [0, 1, 5, 7]
-
-
-def test_texts_of_the_same_words_are_equally_informative():
-    words = [f"w{i}" for i in range(7) for _ in range(i + 1)]
-    rng = np.random.default_rng(0)
-    values = np.array([word_entropy(" ".join(rng.permutation(words))) for _ in range(12)])
-    assert np.ptp(values) > 0, "otherwise this shows nothing"
-    paid = stability_rewards(values, np.arange(12) % 3, 0.5, 0.5)
-    assert paid.tolist() == [0.5] * 12
-
-
-def test_positions_that_differ_by_rounding_weigh_the_same():
-    logprobs = np.log(np.full((3, 4, 5), 0.2)) + np.random.default_rng(0).normal(0, 1e-12, (3, 4, 5))
-    far = np.log(np.array([[0.9, 0.1], [0.1, 0.9]]))[:, None]
-    assert token_weights([np.repeat(far, 3, axis=1) + np.arange(3)[:, None] * 1e-12]).tolist() == [1, 1, 1]
-    assert token_weights([logprobs]).tolist() == [1, 1, 1, 1]

@@ -9,13 +9,13 @@ import pytest
 from method_groups import make_group, method
 
 from grpo_roc_jax.config import read_config
+from grpo_roc_jax.learner.group_learner import GroupLearner, mixture
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.method.compose import Scores, needs_reference, reference_sync, train_rows
-from grpo_roc_jax.method.family.kl_reward import divergence, later_sums
+from grpo_roc_jax.method.divergence import divergence, later_sums
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.surrogate import kl_estimate
-from grpo_roc_jax.run.learner import Learner, mixture
 from grpo_roc_jax.settings.cli import ConfigError
 
 GAPS = [[0.5, -1.0], [0.2, 0.0, 0.4]]
@@ -210,7 +210,7 @@ def test_reference_moves_toward_the_policy():
 
 def test_the_learner_moves_it_every_so_many_steps():
     config = read_config("--surrogate.kl={kind: k3, sync_every: 5, sync_mix: 0.6}")
-    learner = Learner(SimpleNamespace(config=config), None, None, 1)
+    learner = GroupLearner(config, None, None)
     for step, expected in [(1, 1.0), (4, 1.0), (5, 1.6), (10, 1.6)]:
         run = SimpleNamespace(train=SimpleNamespace(params=np.float32([2])), reference=np.float32([1]), step=step)
         np.testing.assert_allclose(learner.next_reference(run), [expected])

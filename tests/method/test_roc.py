@@ -12,18 +12,19 @@ from method_groups import call, make_group, make_verdict, method, result
 
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import resample_group, subset
-from grpo_roc_jax.method.family.pods import MaxVariance, split_variances
-from grpo_roc_jax.method.family.uniform import Uniform
 from grpo_roc_jax.method.features import features, text_compat
 from grpo_roc_jax.method.roc import (
     InverseDraw,
+    MaxVariance,
     NoSelection,
     ResampleOnCorrect,
+    Uniform,
     error_penalty,
     format_penalty,
     quota,
     select_group,
     select_roc,
+    split_variances,
 )
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import Group, Problem, ToolResult, Trajectory, Turn

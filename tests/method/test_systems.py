@@ -1,6 +1,5 @@
 """Whole systems of single papers: their formulas against the vectors of the specification, and what they request."""
 
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,34 +8,25 @@ import pytest
 from method_groups import make_group, method, shaped
 
 from grpo_roc_jax.config import read_config
+from grpo_roc_jax.learner.group_learner import GroupLearner
+from grpo_roc_jax.learner.learner import Learner
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import Scores, initial_state, next_state, train_rows
 from grpo_roc_jax.method.edit import with_plain_prompts
-from grpo_roc_jax.method.family.arise import choose_skill
-from grpo_roc_jax.method.family.hill import gives_away, hint_reward, mixed_probability
-from grpo_roc_jax.method.family.m_grpo import aligned, second_reward
-from grpo_roc_jax.method.family.masa import length_score, notion_share, notions, pass_score, prediction_score
-from grpo_roc_jax.method.family.stability import stability_rewards, word_entropy
-from grpo_roc_jax.method.family.v_05 import shrunk_baseline
-from grpo_roc_jax.method.family.vspo import capped_draw, task_value
 from grpo_roc_jax.method.planning import Wave, first_wave, next_wave
-from grpo_roc_jax.method.state import AlgoState, ProblemTable
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.reward.graded import Criteria, SeveralAnswers, rubric_reward
-from grpo_roc_jax.reward.ranking import Ranking, ranking_reward
 from grpo_roc_jax.reward.score import make_scorer
-from grpo_roc_jax.reward.screening import Screening, experience, verdict_in
-from grpo_roc_jax.run import token_weights as tw
 from grpo_roc_jax.run.demonstrate import with_demonstration
-from grpo_roc_jax.run.hint_writer import hint_advantages, rewarded
-from grpo_roc_jax.run.learner import Learner
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
-from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Turn
+from grpo_roc_jax.types import Problem, Turn
 from grpo_roc_jax.worlds.worlds import world_problem
 
 
@@ -56,63 +46,12 @@ def waved(groups, number, plan, **more):
     return Wave(problems, 4, AlgoState(), np.random.default_rng(0), number, groups, **more)
 
 
-def test_v_05():
-    close(shrunk_baseline(np.array([1.0, 0, 0, 1]), 0.6), [0.6, 1.0])
-    close(shrunk_baseline(np.array([0.0, 0, 0, 1]), 0.95), [0.339286, 0.127551])
-    table = ProblemTable().put(["p"], {"alpha": np.array([0.95]), "beta": np.array([0.05])})
-    shrunk = {"baseline": "shrunk", "scale": "none"}
-    found = advantages([make_group([0, 0, 0, 1])], AlgoState(table=table), advantage=shrunk)
-    close(found, np.array([0, 0, 0, 1]) - 0.339286)
-
-
-def test_vspo():
-    """Two groups without signal make room for groups of the mixed problems, one of each at most."""
-    close(task_value(0.25), 0.140625)
-    groups = [make_group(r, uid=str(i)) for i, r in enumerate(([0, 0], [0, 1], [1, 1], [1, 0], [0, 0]))]
-    plan = method(plan={"second": {"kind": "value", "most": 1}}).plan
-    requests = next_wave(waved(groups, 1, plan), plan)
-    assert sorted((r.place, r.count) for r in requests) == [(1, 2), (3, 2)]
-    results = [make_group([1, 1], uid=str(r.place)) for r in requests]
-    merged = plan.second.merge(groups, requests, results)
-    assert merged == [results[0], groups[1], results[1], groups[3], groups[4]]
-    assert next_wave(waved(groups, 2, plan), plan) == []
-    drawn = [capped_draw(np.array([0.1, 0, 0.3]), 2, 2, np.random.default_rng(i)) for i in range(2000)]
-    firsts = np.array([d[0] for d in drawn])
-    assert (firsts == 2).mean() == pytest.approx(0.75, abs=0.03)
-    assert len(capped_draw(np.zeros(3), 2, 2, np.random.default_rng(0))) == 0
-    staged = method(shaping=["staged"]).shaping[0]
-    assert staged.weights == (0.1, 0.2, 0.7)
-
-
 def saying(group, *texts):
     """The group with these texts as the last turns of its trajectories."""
     turned = [
         replace(t, turns=(replace(t.turns[0], text=text),)) for t, text in zip(group.trajectories, texts, strict=True)
     ]
     return replace(group, trajectories=tuple(turned))
-
-
-def test_masa():
-    close(pass_score(6 / 8, 0.5), 0.316228)
-    close((0.5 + pass_score(6 / 8, 0.5) + 1) / 3, 0.605409)
-    assert [length_score(n, [10, 50]) for n in (30, 50)] == [1, 0]
-    solved = saying(make_group([1, 0, 1, 0], lengths=[2, 3, 8, 3]), "use gcd", "the sum", "gcd", "sum")
-    assert notion_share(notions("gcd SUM"), Counter(gcd=2, use=1), Counter(the=1, sum=2)) == 0.5
-    close(prediction_score("gcd sum 6 4", solved), 0.605409)
-    assert prediction_score("", solved) == 0
-    plan = method(plan={"second": {"kind": "predict", "count": 2}}).plan
-    (request,) = next_wave(waved([solved], 1, plan), plan)
-    assert (request.count, str(request.condition)) == (2, "prediction")
-    assert next_wave(waved([solved], 2, plan), plan) == []
-    scored = saying(make_group([1, 1], condition=["prediction"] * 2), "gcd sum 6 4", "")
-    (merged,) = plan.second.merge([solved], [request], [scored])
-    close(merged.rewards[4:], [0.605409, 0])
-    assert merged.correct.tolist() == [True, False, True, False, False, False]
-    found = advantages([merged], advantage="by_role")
-    close(found[:4], z_score(np.array([1.0, 0, 1, 0])))
-    close(found[4:], z_score(np.array([0.605409, 0])))
-    after = next_state([merged], [merged], method(4), AlgoState()).table.get(["p"])
-    assert (after["visits"].tolist(), after["successes"].tolist()) == ([4], [2]), "predictions are no attempts"
 
 
 def test_grao():
@@ -141,19 +80,18 @@ def test_a_demonstration_joins_the_group(solution):
     if solution is not None:
         problem = replace(problem, extra={"solution": solution})
     chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
-    config, scorer = read_config(), make_scorer(RewardConfig())
+    scorer = make_scorer(RewardConfig())
     group = replace(make_group([1, 0]), problem=problem)
-    shown = with_demonstration(SimpleNamespace(chat=chat, config=config, scorer=scorer), group)
+    shown = with_demonstration(scorer, chat, 256, group)
     scorer.close()
     last = shown.trajectories[2]
     assert shown.correct.tolist() == [True, False, True]
     assert str(last.condition) == "demonstration" and last.prompt_length == len(chat.prompt_ids(problem))
     assert [chat.parse_turn(last.tokens[t.start : t.end]).text for t in last.turns] == [t.text for t in last.turns]
     assert all(last.policy_mask[t.start : t.end].all() for t in last.turns)
-    short = replace(config, rollout=replace(config.rollout, max_response_tokens=16))
-    assert with_demonstration(SimpleNamespace(chat=chat, config=short, scorer=scorer), group) is group
+    assert with_demonstration(scorer, chat, 16, group) is group
     unknown = replace(group, problem=replace(problem, extra={}))
-    assert with_demonstration(SimpleNamespace(chat=chat, config=config, scorer=scorer), unknown) is unknown
+    assert with_demonstration(scorer, chat, 256, unknown) is unknown
 
 
 def test_ps_grpo():
@@ -179,25 +117,6 @@ def test_ps_grpo():
     assert not shaped(make_group([1, 1]), "agreement").any(), "one wording alone has nothing to agree with"
 
 
-def test_token_weights():
-    first = np.log([[[0.5, 0.5]], [[0.5, 0.5]]])
-    second = np.log([[[0.9, 0.1]], [[0.1, 0.9]]])
-    np.testing.assert_allclose([tw.divergence(first)[0], tw.divergence(second)[0]], [0, 1.333333], atol=1e-5)
-    np.testing.assert_allclose(tw.token_weights([first, second], alpha=1.7), [1, 1.7])
-    np.testing.assert_allclose(tw.token_weights([np.concatenate([first, second], 1)], 1.7), [1, 1.7])
-    assert tw.token_weights([first]).tolist() == [1]
-
-
-def test_token_weights_of_rows(monkeypatch):
-    """Two responses that part at the second position, under a model whose predictions are known."""
-    logits = np.log([[[0.5, 0.5]], [[0.5, 0.5]]]), np.log([[[0.9, 0.1]], [[0.1, 0.9]]])
-    monkeypatch.setattr(tw, "log_vectors", lambda rows, starts, policy: iter(logits))
-    group = make_group([1, 0], lengths=[2, 2])
-    rows = tw.weighted(train_rows([group], method(), AlgoState()), [group], None)
-    for row in rows:
-        np.testing.assert_allclose(row.weights, [0, 0, 0.25, 0.25 * 1.4], rtol=1e-6)
-
-
 def test_several_answers():
     """Some of the right answers pay in part, a wrong one among them pays nothing (TW-GRPO)."""
     pay = SeveralAnswers().function(RewardConfig())
@@ -205,64 +124,6 @@ def test_several_answers():
     replies = [f"</reason><answer>\\boxed{{{text}}}</answer>" for text in said]
     group = saying(make_group([0] * 5), *replies)
     close(pay(Problem("p", "?", "A,B,C", "t"), group.trajectories), [1, 1 / 3, 0, 0, 0])
-
-
-def answering(*answers):
-    """A group with these boxed answers."""
-    return saying(make_group([0] * len(answers)), *(f"</reason><answer>\\boxed{{{a}}}</answer>" for a in answers))
-
-
-def test_group_rank():
-    """Recall, NDCG and exp(-KL) by hand: three documents of relevance 2, 0 and 1, of which two count."""
-    gold = np.array([2.0, 0, 1])
-    close(ranking_reward(gold, gold, 2), 1)
-    ideal = 3 + 1 / np.log2(3)
-    p, q = (np.exp(x) / np.exp(x).sum() for x in (gold, np.array([0.0, 2, 1])))
-    match = np.exp(-(p * np.log(p / q)).sum())
-    close(ranking_reward(np.array([0.0, 2, 1]), gold, 2), (1 / 2 + (1 / np.log2(3)) / ideal + match) / 3)
-    tied = (1 / 2 + (1 / np.log2(3)) / ideal + np.exp(-(p * np.log(3 * p)).sum())) / 3
-    close(ranking_reward(np.ones(3), gold, 2), tied)  # the less relevant first: 0, then 1
-    close(ranking_reward(np.zeros(2), np.zeros(2), 9), 1)
-    problem = Problem("p", "?", "2,0,1", "t")
-    pay = Ranking(top=2).function(RewardConfig())
-    close(pay(problem, answering("2,0,1", "[2] > 0 > 1", "2,0", "none").trajectories), [1, 1, 0, 0])
-    with given({"labels": lambda problem: [0, 1]}):
-        judged = Ranking(judge="labels").function(RewardConfig())
-        close(judged(problem, answering("0,1", "2,0,1").trajectories), [1, 0])
-
-
-def test_resume_screening():
-    """The released code's table of decisions, distance of scores, and bands of years."""
-    assert [verdict_in(t) for t in ("SELECTED 75", '{"status": "consider", "score": 80}', "REJECTED 9", "so", "")] == [
-        (True, 75), (True, 80), (False, 9), (False, 0), (False, 0)
-    ]  # fmt: skip
-    years = [(75, 7), (75, 6), (49, 2), (86, 2), (39, 5), (60, 2), (80, 6.5)]
-    assert [experience(*pair) for pair in years] == [1, 1, 1, -1, -1, 0, 0]
-    bounds = [(50, 3), (80, 6), (50, 2), (85, 2), (40, 5)]
-    assert [experience(*pair) for pair in bounds] == [1, 0, 0, 0, 0]
-    selected = Problem("p", "?", "SELECTED 75", "t", {"years": 7})
-    group = answering("SELECTED 75", "SELECTED 50", "REJECTED 75", "none")
-    pay = Screening().function(RewardConfig())
-    close(pay(selected, group.trajectories), [0.8 + 0.2 + 0.2, 0.8 + 0.1, -0.8 + 0.2 + 0.2, -0.8 - 0.1 - 0.2])
-    rejected = Problem("p", "?", "REJECTED 25", "t")
-    close(pay(rejected, group.trajectories), [-0.4, -0.4 + 0.1, 0, 0.1])
-    with given({"fits": lambda problem, score: score / 100}):
-        judged = Screening(judge="fits").function(RewardConfig())
-        close(judged(rejected, group.trajectories[:1]), [-0.4 + 0.15])
-
-
-def test_consistency_grpo():
-    """Entropies 1, 2 and 4 nats under wordings 0, 0 and 1: gaps of 3, 2 and their mean, the largest is 3."""
-    close(word_entropy("a b a b"), np.log(2))
-    assert word_entropy("") == word_entropy("a a") == 0
-    close(stability_rewards(np.array([1.0, 2, 4]), np.array([0, 0, 1]), 1, 0), [0, 1 / 3, 1])
-    close(stability_rewards(np.array([1.0, 2, 4]), np.array([0, 0, 1]), 0, 1), [0, 1 / 3, 1 - 2.5 / 3])
-    close(stability_rewards(np.ones(2), np.arange(2), 1, 2), [2, 2])
-    group = saying(make_group([1, 0], condition=["", "paraphrase:1"]), "a b", "a")
-    close(shaped(group, "stability"), [0.5, 0])
-    with given({"size": len}):
-        close(shaped(group, "stability", entropy="size", helpfulness=0.2, stability=0.3), [0.2, 0])
-    assert not shaped(saying(make_group([1, 0]), "a b", "a"), "stability").any(), "one wording has no other"
 
 
 def test_criteria():
@@ -318,28 +179,6 @@ def test_rank_grpo():
     close(second.advantages, -first.advantages)
 
 
-def test_arise():
-    generator = np.random.default_rng(0)
-    assert choose_skill(np.array([-1.0, -5.0]), 1.0, generator, explore=0.0) == 0
-    assert choose_skill(np.zeros(4), 1.0, generator, explore=0.0) == -1
-    assert {choose_skill(np.array([0.0, -50.0]), 1.0, generator, explore=1.0) for _ in range(30)} == {0, 1}
-    library = ["run code", "sum the digits", "guess"]
-    skills = {"kind": "skills", "library": library, "explore": 0.0}
-    config = method(2, plan={"condition": skills}, shaping=["skill_bonus"])
-    problem = Problem("p", "the sum of digits", "1", "t")
-    wave = Wave([problem], 2, initial_state(config), generator)
-    (request,) = first_wave(wave, config.plan)
-    assert (str(request.condition), request.suffix) == ("skill:2", "\nSkill: sum the digits")
-    group = replace(make_group([1, 1], condition=["skill:2"] * 2), problem=problem)
-    after = AlgoState.from_tree(next_state([group], [group], config, wave.state).to_tree())
-    close(after.memory["skill_utility"], [0.5, 0.65, 0.5])  # 0.9 * 0.5 + 0.1 * (1 + 1)
-    close(shaped(make_group([1, 0, 1], condition=["skill:1", "skill:1", ""]), "skill_bonus"), [2, 0, 1])
-    strict = method(2, plan={"condition": skills | {"least": 0.9}}).plan
-    assert str(first_wave(wave, strict)[0].condition) == ""
-    only = method(2, plan={"condition": skills | {"cache": 1}}).plan
-    assert str(first_wave(replace(wave, state=after), only)[0].condition) == "skill:2", "the most useful one"
-
-
 def test_think_tuning():
     """Half of a group's failures continue after feedback, which trains with a weight of its own."""
     plan = method(plan={"second": {"kind": "feedback", "share": 0.5}}).plan
@@ -374,7 +213,7 @@ def test_the_drift_of_a_tracker_is_that_of_its_remembered_samples():
     """Mean |change| of the log-probabilities of a problem's last sample, under the parameters before the update."""
     config, ran = read_config("methods/spo.yaml"), []
 
-    class Scored(Learner):
+    class Scored(GroupLearner):
         def on_mesh(self, rows, temperature, extra=()):
             return SimpleNamespace(packed=list(rows))
 
@@ -382,91 +221,15 @@ def test_the_drift_of_a_tracker_is_that_of_its_remembered_samples():
             trajectories = [t for group in groups for t in group.trajectories]
             return Scores([t.logprobs + np.float32(params) * t.policy_mask for t in trajectories])
 
-    components = SimpleNamespace(config=config, full=lambda params: params)
-    learner = Scored(components, None, lambda policy, batch: ran.append(batch), 1)
+    learner = Scored(config, Learner(ModelConfig()), None)
+    learner.learner.score_batch = lambda policy, batch: ran.append(batch)
     group, run = make_group([1], uid="a"), RunState(SimpleNamespace(params=-0.02), 0.0, None, initial_state(config))
     assert learner.drift([group], run) == {} and ran == [[]], "compiled in the first step, on nothing"
     run.method = next_state([group], [group], config, run.method)
     assert learner.drift([group, make_group([1], uid="b")], run) == {"a": pytest.approx(0.02, abs=1e-6)}
-    plain = Scored(SimpleNamespace(config=read_config("methods/grpo.yaml")), None, None, 1)
+    plain = Scored(read_config("methods/grpo.yaml"), Learner(ModelConfig()), None)
     assert plain.drift([group], run) == {}
-
-
-def test_hill_rewards():
-    """The specification's vector; a hint that is not needed later, one that helps no more than none, one that leaks."""
-    close(mixed_probability(0.25, 8), 0.899872)
-    close(hint_reward(0.25, 8, -0.15), 0.545800)
-    close(hint_reward(0.25, 8, 0.3), 0.899872)
-    assert hint_reward(1.0, 8, 0.0) == hint_reward(0.25, 8, 0.0, unhinted=0.25) == 0
-    problem = Problem("p", "?", "12", "t")
-    assert [gives_away(problem, text) for text in ("it is 12!", " ", "try 120", "3*4")] == [True, True, False, False]
-
-
-def test_hill():
-    """A failed problem gets two hints and two rollouts under each; the third hint gives the answer away."""
-    plan = method(plan={"second": {"kind": "rival_hints", "count": 3, "rollouts": 2}}).plan
-    failed, solved = make_group([0, 0], uid="a"), make_group([1, 0], uid="b")
-    requests = next_wave(waved([failed, solved], 1, plan), plan)
-    assert [(r.place, r.count, str(r.condition)) for r in requests] == [(0, 1, f"hint_writer:{k}") for k in (1, 2, 3)]
-    assert requests[0].suffix == "\nWrite a hint without the result for: 1" and plan.second.extra_rows == 9
-    texts = ["add", "halve", "so 1"]
-    wrote = [saying(make_group([1], uid="a", condition=[str(r.condition)]), t) for r, t in zip(requests, texts)]  # noqa: B905
-    hinted = plan.second.merge([failed, solved], requests, wrote)
-    assert not hinted[0].correct.any() and hinted[1] is solved
-    requests = next_wave(waved(hinted, 2, plan), plan)
-    assert [(r.count, str(r.condition), r.suffix) for r in requests] == [
-        (2, "hint:1", "\nHint: add"),
-        (2, "hint:2", "\nHint: halve"),
-    ]
-    results = [make_group([1, 0], uid="a", condition=[str(r.condition)] * 2, prompt=[5, 5]) for r in requests]
-    whole = plan.second.merge(hinted, requests, results)
-    assert next_wave(waved(whole, 3, plan), plan) == []
-    # Tokens of the first hint's success are 0.3 nats likelier under it: 0.5 / e against 0.5 and -1.
-    gaps = np.array([0, 0, 0, 0, 0, -0.3, 9, 0, 9])
-    expected = [0, 0, *z_score(np.array([0.5 / np.e, 0.5, -1])), 0, 0, *z_score(np.array([1.0, 0]))]
-    close(hint_advantages(whole[0], gaps), expected)
-    assert hint_advantages(solved, np.zeros(2)) is None
-    # The same by rows: the pass under the plain prompt finds the first hint's success less likely.
-    seen = []
-
-    def score(params, groups):
-        seen.extend(t.prompt_length for g in groups for t in g.trajectories)
-        far = [i == 5 for i in range(len(seen))]
-        return [
-            t.logprobs - 0.3 * np.float32(f) * t.policy_mask for f, t in zip(far, trajectories(groups), strict=True)
-        ]
-
-    components = SimpleNamespace(chat=SimpleNamespace(prompt_ids=lambda problem: [1, 2, 3]))
-    rows = train_rows(whole, method(), AlgoState())
-    after = rewarded(rows, whole, SimpleNamespace(components=components, trained=None, score=score))
-    close([row.advantages[-1] for row in after], [*expected, *[row.advantages[-1] for row in rows[9:]]])
-    assert seen[5:9] == [3] * 4, "hinted responses under the plain prompt"
 
 
 def trajectories(groups):
     return [t for group in groups for t in group.trajectories]
-
-
-def test_m_grpo():
-    """The specification's vector: one call repeated, two of three drawn; then the same on the turns of a group."""
-    rng = np.random.default_rng(0)
-    assert aligned(1, 2, rng).tolist() == [0, 0] and len(set(aligned(3, 2, rng).tolist())) == 2
-    assert len(aligned(0, 2, rng)) == 0
-    close(second_reward(True, False, 0.5), 0.35)
-    group = make_group([1, 0], lengths=[6, 6])
-    call, bad = ToolCall("python", {}, "1"), ToolCall("python", {}, "1", "malformed_call")
-    calls = [((call,), (ToolResult("ok"),)), ((bad,), (ToolResult("malformed_call"),))]
-    told = [
-        replace(t, turns=(Turn(2, 5, "a", *said), Turn(6, 8, "b")))
-        for t, said in zip(group.trajectories, calls, strict=True)
-    ]
-    group = replace(group, trajectories=tuple(told))
-    first, second = train_rows([group], method(2, advantage={"kind": "m_grpo", "calls": 2}), AlgoState())
-    close(first.advantages[2:], [2, 2, 2, 1, 1, 1])  # rewards 1 and 0, each call twice
-    close(second.advantages, -first.advantages)
-    with given({"judge": lambda problem, turn: 0.5}):
-        judged = method(2, advantage={"kind": "m_grpo", "calls": 1, "expert": "judge"}).advantage
-        assert [len(v) for v in judged.of_calls(group, SimpleNamespace(state=AlgoState()))] == [1, 1]
-    broken = replace(group, verdicts=tuple(replace(v, well_formed=False) for v in group.verdicts))
-    rows = train_rows([broken], method(2, advantage="m_grpo"), AlgoState())
-    assert not any(row.advantages[5:].any() for row in rows), "no reward without the format"

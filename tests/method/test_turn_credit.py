@@ -7,8 +7,8 @@ import pytest
 from method_groups import make_group, method
 
 from examples.plugins.turn_rewards import clean
+from grpo_roc_jax.method.advantage import same_state, turn_pay
 from grpo_roc_jax.method.compose import train_rows
-from grpo_roc_jax.method.family.gigpo import same_state, turn_pay
 from grpo_roc_jax.method.part import MethodBatch
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.record.codec import groups_from_tree, groups_to_tree

@@ -27,11 +27,9 @@ from test_kind_settings import (
 )
 
 from grpo_roc_jax.method.compose import initial_state, next_state, train_rows
-from grpo_roc_jax.method.family.xrpo import solutions
-from grpo_roc_jax.method.planning import best_text, choose_problems
+from grpo_roc_jax.method.planning import choose_problems
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import given
-from grpo_roc_jax.types import Turn
 
 KINDS = [(name, kind) for name, axis in AXES.items() for kind in axis.kinds]
 RIGHT = np.array([[0, 0, 0, 1, 0, 0, 1, 0], [1, 0, 0, 0, 1, 0, 1, 0], [0] * 8, [0, 1, 1, 0, 1, 0, 1, 1]], bool)
@@ -42,7 +40,7 @@ PAID = np.array([0.0, 0.6, 1.4, 0.25, 1e-5, 0.9, 1e-5, 0.35])
 
 BY_VERDICT = {
     "plan.problems": {"pairs", "uncertainty", "no_positive_resampling"},
-    "plan.budget": {"knapsack"},
+    "plan.budget": {"knapsack", "predicted"},
     "plan.condition": {"hint_level"},
     "plan.second": {"retry", "scaffold", "guide", "explain", "draft", "examples", "feedback", "value", "refine"}
     | {"write", "rival_hints", "predict"},
@@ -163,13 +161,3 @@ def test_quality_and_likelihood_pay_for_successes_only():
     np.testing.assert_allclose(shaped(quality, "quality", weight=0.3), [0.15, 0.25, 1.0, 0.0])
     likely = wrongly_paid(logprobs=[-3.0, -1.0, -2.0, -4.0])
     np.testing.assert_allclose(shaped(likely, "unlikeliness", beta=0.25), [0, 0.25, 1 - 0.25 * 2 / 4, 0])
-
-
-def test_what_is_shown_as_a_solution_is_right():
-    """A wrong rollout that earned more than the right one is no example, and no draft."""
-    group = wrongly_paid()
-    verdicts = tuple(dataclasses.replace(v, reward=r) for v, r in zip(group.verdicts, (0, 0.5, 0.25, 0), strict=True))
-    texts = [dataclasses.replace(t, turns=(Turn(2, 5, f"text {t.sample}"),)) for t in group.trajectories]
-    group = dataclasses.replace(group, verdicts=verdicts, trajectories=tuple(texts))
-    assert best_text(group) == "text 2"
-    assert solutions([group]) == {group.problem.prompt: "text 2"}

@@ -9,9 +9,9 @@ import pytest
 from method_groups import method
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.method.advantage import turn_pay
 from grpo_roc_jax.method.catalog import load_methods
 from grpo_roc_jax.method.compose import train_rows
-from grpo_roc_jax.method.family.gigpo import turn_pay
 from grpo_roc_jax.method.features import features
 from grpo_roc_jax.method.shaping import shape_rewards
 from grpo_roc_jax.method.state import AlgoState

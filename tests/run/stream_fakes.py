@@ -11,10 +11,11 @@ import numpy as np
 from grpo_roc_jax.method.compose import initial_state
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.rollout.records import RolloutStats
+from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run import rollout_stream
 from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.sample import ScoredRollouts
+from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts
 from grpo_roc_jax.types import Group, Problem, RolloutRequest
 from tests.samples import make_group, make_trajectory
 
@@ -96,36 +97,38 @@ class Problems:
         self.drawn = state["drawn"]
 
 
-def score(components, begun, continued, stats, *, keeps_partial):
+def score(scorer, begun, continued, stats, *, keeps_partial):
     verdict = make_group(0, 1).verdicts[0]
     kept = [[t for t in part.trajectories if t.stop != "cancelled"] for part in begun]
     groups = tuple(Group(p.problem, tuple(own), (verdict,) * len(own)) for p, own in zip(begun, kept, strict=True))
     return ScoredRollouts(groups, counts={"correct": sum(map(len, kept))})
 
 
+def stepped(requests, options):
+    """The requests with the step that they begin in, without prompts and tools."""
+    return ([request if request.step is not None else replace(request, step=options.step) for request in requests],)
+
+
 @contextmanager
 def faked():
     """The stages around a stream without text, tools and verdicts."""
 
-    def with_tools(engine, chat, executor, requests, options):
-        return ([request if request.step is not None else replace(request, step=options.step) for request in requests],)
-
-    def opening(components, wave):
+    def opening(config, chat, wave):
         parts = [[SAMPLES], [1] * SAMPLES]  # under one prompt, or each under its own
         return [RolloutRequest(p, i, count) for i, p in enumerate(wave.problems) for count in parts[i % 2]]
 
-    with mock.patch.multiple(rollout_stream, with_tools=with_tools, opening_requests=opening, score=score):
+    with mock.patch.multiple(rollout_stream, opening_requests=opening, score=score):
         yield
 
 
 def opened(config, seed, processes=None):
     """(stream, run, engine) of a configuration on an engine that computes nothing."""
-    parts = dict.fromkeys(("chat", "executor", "progress"))
     engine, mesh = FakeEngine(seed), SimpleNamespace(size=1)
-    processes = processes or Processes()
-    components = SimpleNamespace(config=config, engine=engine, mesh=mesh, processes=processes, **parts)
+    sampler = Sampler.of(engine, None, None)
+    sampler.submission = stepped
+    sampling = GroupSampler(sampler, None, processes or Processes(), config.resample, config.group.size)
     run = RunState("state", (), Problems(config.group.problems), initial_state(config))
-    return RolloutStream(components), run, engine
+    return RolloutStream(config, sampling, mesh), run, engine
 
 
 def play(stream, run, engine, steps, rng, *, again=0.0):

@@ -9,9 +9,8 @@ from test_train import TINY
 from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.rollout.records import RolloutStats
-from grpo_roc_jax.run.accounts import AccountsOpen, check_accounts
 from grpo_roc_jax.run.buffer import RolloutBuffer
-from grpo_roc_jax.run.rounds import StepSamples
+from grpo_roc_jax.run.rounds import AccountsOpen, StepSamples, check_accounts
 from grpo_roc_jax.run.sample import ScoredRollouts
 from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.train import main

@@ -4,8 +4,7 @@ import pytest
 
 from grpo_roc_jax.config import WatchConfig, read_config
 from grpo_roc_jax.record.events import Events, read_events
-from grpo_roc_jax.run.alarms import RULES, Alarms, GapCheck
-from grpo_roc_jax.run.watch import Stopped
+from grpo_roc_jax.run.watch import RULES, Alarms, GapCheck, Stopped
 from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
 
 FINE = {

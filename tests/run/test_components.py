@@ -24,10 +24,10 @@ class Opened(Exception):
 
 
 def test_a_resumed_run_renders_the_date_on_which_it_began(tmp_path, monkeypatch):
-    def components(config, **_):
+    def parts(config, **_):
         raise Opened(config)
 
-    monkeypatch.setattr(run_session, "make_components", components)
+    monkeypatch.setattr(run_session, "make_parts", parts)
     config = read_config(*words("llama3", f"run_dir={tmp_path / 'run'}", "resume=auto"))
 
     def session():

@@ -1,6 +1,5 @@
 """The learner's steps when memory runs out."""
 
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,15 +7,17 @@ import jax
 import numpy as np
 import pytest
 from samples import make_group
-from test_update import LENGTHS, MODEL, ONE, UPDATE, batch_on, mesh_of, state_on, step_of
+from test_update import MODEL, ONE, UPDATE, batch_on, mesh_of, state_on, step_of
 from test_update import rows as rows  # a fixture
 
 from grpo_roc_jax.config import read_config
+from grpo_roc_jax.learner.group_learner import GroupLearner
+from grpo_roc_jax.learner.learner import Learner
 from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.learner.update import OptimConfig, make_score
 from grpo_roc_jax.method.compose import Scores
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.run.learner import Learner, takes_turns
+from grpo_roc_jax.run.learning import takes_turns
 from grpo_roc_jax.settings.points import injected
 
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=0, eps=1e-2)
@@ -32,7 +33,9 @@ def learner_of(axes, fails):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes")
         return step(state, batch)
 
-    return Learner(SimpleNamespace(mesh=mesh_of(axes)), update, None, len(LENGTHS))
+    learner = Learner(MODEL, mesh=mesh_of(axes))
+    learner.update_step = update
+    return learner
 
 
 @pytest.mark.parametrize("axes", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 1, 1)])
@@ -60,9 +63,11 @@ def test_rollouts_go_on_between_the_parts_of_an_update():
             between()
         return state, {}
 
-    learner = Learner(SimpleNamespace(mesh=None, base=None), None, None, 1, parts=parts)
+    learner = Learner(MODEL)
+    learner.parts = parts
     assert learner.optimizer_step("state", "ab") == ("state", {}) and calls == ["a", "b"], "nothing goes on yet"
-    replace(learner, meanwhile=lambda: calls.append("chunk")).optimizer_step("state", "cd")
+    learner.meanwhile = lambda: calls.append("chunk")
+    learner.optimizer_step("state", "cd")
     assert calls[2:] == ["c", "chunk", "d", "chunk"]
 
 
@@ -78,9 +83,7 @@ def test_an_update_comes_in_parts_with_a_lag_and_undivided_rows_only(words, axes
 def test_memory_that_is_never_enough_and_other_faults_are_raised(rows):
     batch, _ = batch_on((1, 1, 1), rows)
     other = learner_of((1, 1, 1), lambda rows: False)
-    object.__setattr__(
-        other, "update_step", lambda *_: (_ for _ in ()).throw(jax.errors.JaxRuntimeError("INTERNAL: x"))
-    )
+    other.update_step = lambda *_: (_ for _ in ()).throw(jax.errors.JaxRuntimeError("INTERNAL: x"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         other.optimizer_step(state_on(optim=OPTIM), batch)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
@@ -103,9 +106,9 @@ def test_a_scoring_pass_that_runs_out_of_memory_gives_the_same_scores(rows):
 def test_rows_carry_the_scores_of_a_pass_that_the_method_takes(monkeypatch, words, scored):
     config, group = read_config(*words), make_group(1, 4)
     found = [np.full(t.length, -0.5, np.float32) for t in group.trajectories]
-    monkeypatch.setattr(Learner, "score", lambda *_: Scores(found, [-2 * values for values in found]))
+    monkeypatch.setattr(GroupLearner, "score", lambda *_: Scores(found, [-2 * values for values in found]))
     run = SimpleNamespace(train=SimpleNamespace(params=None), method=AlgoState(), step=0)
-    made, _ = Learner(SimpleNamespace(config=config), None, None, 1).rows([group], run)
+    made, _ = GroupLearner(config, Learner(MODEL), None).rows([group], run)
     for row, values in zip(made, found, strict=True):
         assert (row.scored is not None) is scored
         if scored:

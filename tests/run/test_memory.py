@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_roc_jax.run.memory import few_arenas
+from grpo_roc_jax.run.policy import few_arenas
 
 
 def test_threads_share_arenas_unless_the_environment_says_how_many(monkeypatch):
@@ -43,7 +43,7 @@ RUN = """
 import sys
 from grpo_roc_jax.train import main
 status = main(sys.argv[1:])
-from grpo_roc_jax.run.memory import resident_bytes
+from grpo_roc_jax.run.policy import resident_bytes
 print("PEAK", resident_bytes("VmHWM"))
 sys.exit(status)
 """

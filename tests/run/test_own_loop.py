@@ -36,22 +36,33 @@ def parts(request):
     config = g.read_config("toy.yaml", *TINY, *request.param)
     from grpo_roc_jax.settings.callables import given
 
-    with given({"even": even}), g.make_components(config) as components:
-        yield components
+    with given({"even": even}), g.make_parts(config) as (policy, sampling):
+        yield config, policy, sampling
 
 
 def bytes_of(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+def begun(parts):
+    """A fresh run of these parts, and its learner."""
+    config, policy, sampling = parts
+    return g.fresh_run(*parts), g.make_learner(config, policy, sampling.sampler.chat)
+
+
+def cold(parts, run):
+    config, policy, sampling = parts
+    g.cold_start(config, policy, sampling.sampler.chat, run)
+
+
 def step(parts, learner, run):
     """One step as in README; its metrics."""
-    config = parts.config
-    sampler = parts.engine.publish(parts.full(run.train.params), run.step)
+    config, policy, sampling = parts
+    sampling.sampler.publish(policy.full(run.train.params), run.step)
     problems = next(run.stream)
     requests = [g.RolloutRequest(problem, place, config.group.size) for place, problem in enumerate(problems)]
-    rollouts, _ = g.roll_out(parts, sampler, requests, g.RunOptions(run.step))
-    groups = g.score(parts, problems, rollouts)
+    rollouts, _ = sampling.sampler.roll_out(requests, g.RunOptions(run.step))
+    groups = sampling.scorer.score_all(problems, rollouts).groups
     run.train, _, metrics = learner.update(run, learner.batches(groups, (), run))
     run.method, run.step = g.next_state(groups, groups, config, run.method), run.step + 1
     run.reference = learner.next_reference(run)
@@ -62,14 +73,15 @@ def step(parts, learner, run):
 @pytest.mark.parametrize("parts", REFERENCES.values(), ids=REFERENCES, indirect=True)
 @pytest.mark.parametrize("starts", ["fresh", "cold"])
 def test_a_loop_with_a_reference_takes_steps(parts, starts):
-    run, learner = g.fresh_run(parts), g.make_learner(parts)
+    run, learner = begun(parts)
     if starts == "cold":
-        g.cold_start(parts, run)
-    before, moves = bytes_of(run.reference), parts.config.surrogate.kl.kind == "k3" and learner.next_reference
+        cold(parts, run)
+    config = parts[0]
+    before, moves = bytes_of(run.reference), config.surrogate.kl.kind == "k3" and learner.next_reference
     apart = [step(parts, learner, run)["update/kl_reference"] for _ in range(3)]
     assert apart[0] == pytest.approx(0, abs=1e-5) and all(np.isfinite(apart))
     assert bytes_of(run.train.params) != before, "the policy has moved"
-    if moves and getattr(parts.config.surrogate.kl, "sync_every", 0):
+    if moves and getattr(config.surrogate.kl, "sync_every", 0):
         assert bytes_of(run.reference) != before
     else:
         assert bytes_of(run.reference) == before, "the reference has not"
@@ -85,21 +97,21 @@ def test_no_two_parts_of_the_state_share_a_buffer(parts, tmp_path):
         return [s.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards]
 
     def owners(run):
-        sampler = parts.engine.publish(parts.full(run.train.params), 0)
-        found = buffers(run.train) + buffers(run.reference) + buffers(sampler.params)
+        weights = sampling.sampler.engine.publish(policy.full(run.train.params), 0)
+        found = buffers(run.train) + buffers(run.reference) + buffers(weights.params)
         assert len(set(found)) == len(found)
-        parts.engine.release()
+        sampling.sampler.engine.release()
 
-    run = g.fresh_run(parts)
+    config, policy, sampling = parts
+    run, learner = begun(parts)
     owners(run)
-    g.cold_start(parts, run)
+    cold(parts, run)
     owners(run)
-    with Checkpointer(tmp_path, parts.config.checkpoint) as checkpointer:
+    with Checkpointer(tmp_path, config.checkpoint) as checkpointer:
         checkpointer.save(0, run.bundle())
         checkpointer.wait()
         run.load(checkpointer.restore_latest(run.bundle()))
     owners(run)
-    learner = g.make_learner(parts)
     learner.warmup(run)
     step(parts, learner, run)
     owners(run)
@@ -129,6 +141,6 @@ def test_the_one_page_example_has_room_for_a_reference(more, capsys):
     indirect=True,
 )
 def test_a_step_without_groups_has_no_rows(parts):
-    run, learner = g.fresh_run(parts), g.make_learner(parts)
+    run, learner = begun(parts)
     assert learner.rows([], run)[0] == [] and learner.batches([], (), run) == []
-    assert g.train_rows([], parts.config, run.method) == []
+    assert g.train_rows([], parts[0], run.method) == []

@@ -11,13 +11,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "method"))
 from method_groups import make_group, make_trajectory
 
 from grpo_roc_jax.pod.processes import Processes
-from grpo_roc_jax.run import parts as run_parts
-from grpo_roc_jax.run import solved
-from grpo_roc_jax.run.parts import Parts, sample_parts
+from grpo_roc_jax.run import evaluate
+from grpo_roc_jax.run.evaluate import Parts, sample_parts
 from grpo_roc_jax.run.sample import ScoredRollouts
 from grpo_roc_jax.settings.cli import ConfigError
 
-COMPONENTS = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(slots=1)), processes=Processes())
+SAMPLING = SimpleNamespace(rollout=SimpleNamespace(slots=1), processes=Processes())
 GROUPS = [make_group(pay, uid=uid) for uid, pay in {"a": [1, 0], "b": [1, 1], "c": [0, 0], "d": [1, 0]}.items()]
 PROBLEMS = [group.problem for group in GROUPS]
 
@@ -28,7 +27,7 @@ class Sampling:
     def __init__(self, calls):
         self.calls, self.places = calls, []
 
-    def __call__(self, components, sampler, requests, options):
+    def __call__(self, sampling, weights, requests, options):
         if not self.calls:
             raise KeyboardInterrupt
         self.calls -= 1
@@ -45,33 +44,33 @@ def rewards(found):
 
 
 def test_parts_that_are_there_are_not_sampled_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(solved, "FILLS", 4)  # of one slot: two problems of two rollouts
-    monkeypatch.setattr(run_parts, "sample_requests", Sampling(9))
-    whole = sample_parts(COMPONENTS, None, PROBLEMS, 2, None, Parts(tmp_path / "whole", ["policy"]))
+    monkeypatch.setattr(evaluate, "FILLS", 4)  # of one slot: two problems of two rollouts
+    monkeypatch.setattr(evaluate, "sample_requests", Sampling(9))
+    whole = sample_parts(SAMPLING, None, PROBLEMS, 2, None, Parts(tmp_path / "whole", ["policy"]))
     assert rewards(whole) == ([("a", [1, 0]), ("b", [1]), ("c", [0, 0]), ("d", [1, 0])], ["b"])
-    monkeypatch.setattr(run_parts, "sample_requests", Sampling(1))
+    monkeypatch.setattr(evaluate, "sample_requests", Sampling(1))
     with pytest.raises(KeyboardInterrupt):
-        sample_parts(COMPONENTS, None, PROBLEMS, 2, None, Parts(tmp_path, ["policy"]))
-    monkeypatch.setattr(run_parts, "sample_requests", rest := Sampling(9))
-    found = sample_parts(COMPONENTS, None, PROBLEMS, 2, None, Parts(tmp_path, ["policy"]))
+        sample_parts(SAMPLING, None, PROBLEMS, 2, None, Parts(tmp_path, ["policy"]))
+    monkeypatch.setattr(evaluate, "sample_requests", rest := Sampling(9))
+    found = sample_parts(SAMPLING, None, PROBLEMS, 2, None, Parts(tmp_path, ["policy"]))
     assert rest.places == [[2, 3]] and rewards(found) == rewards(whole)
     assert found.groups[0].problem is PROBLEMS[0]
     np.testing.assert_array_equal(found.groups[0].trajectories[1].tokens, GROUPS[0].trajectories[1].tokens)
-    monkeypatch.setattr(solved, "FILLS", 2)  # parts of another size are sampled
-    assert rewards(sample_parts(COMPONENTS, None, PROBLEMS, 2, None, Parts(tmp_path, ["policy"]))) == rewards(whole)
+    monkeypatch.setattr(evaluate, "FILLS", 2)  # parts of another size are sampled
+    assert rewards(sample_parts(SAMPLING, None, PROBLEMS, 2, None, Parts(tmp_path, ["policy"]))) == rewards(whole)
     assert rest.places[1:] == [[0], [1], [2], [3]]
     with pytest.raises(ConfigError, match="another policy"):
         Parts(tmp_path, ["other"])
 
 
 def test_counts_go_on_after_a_row_that_was_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(solved, "FILLS", 2)
-    monkeypatch.setattr(solved, "sample_requests", Sampling(2))
-    path, arguments = tmp_path / "counts.jsonl", (COMPONENTS, lambda: None, PROBLEMS, 2, 0)
+    monkeypatch.setattr(evaluate, "FILLS", 2)
+    monkeypatch.setattr(evaluate, "sample_requests", Sampling(2))
+    path, arguments = tmp_path / "counts.jsonl", (SAMPLING, lambda: None, PROBLEMS, 2, 0)
     with pytest.raises(KeyboardInterrupt):
-        solved.count_solved(path, *arguments)
+        evaluate.count_solved(path, *arguments)
     path.write_bytes(path.read_bytes() + b'{"step": 2, "uid": "c"')
-    monkeypatch.setattr(solved, "sample_requests", rest := Sampling(9))
-    counts = solved.count_solved(path, *arguments)
+    monkeypatch.setattr(evaluate, "sample_requests", rest := Sampling(9))
+    counts = evaluate.count_solved(path, *arguments)
     assert rest.places == [[2], [3]] and counts == {"a": (1, 2), "b": (1, 1), "c": (0, 2), "d": (1, 2)}
-    assert solved.read_counts(path) == counts and solved.count_solved(path, *arguments) == counts
+    assert evaluate.read_counts(path) == counts and evaluate.count_solved(path, *arguments) == counts

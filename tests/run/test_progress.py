@@ -1,6 +1,6 @@
 """A phase is never silent for long, and the first step does not count for the rate."""
 
-from grpo_roc_jax.run.progress import Progress, describe_seconds
+from grpo_roc_jax.run.supervised import Progress, describe_seconds
 
 
 def lines(steps, first_s, each_s):

@@ -14,16 +14,16 @@ from test_train import config_in
 
 from grpo_roc_jax.config import Config, read_config
 from grpo_roc_jax.data.pipeline import make_problem_stream
+from grpo_roc_jax.learner.learner import Learner
 from grpo_roc_jax.method.compose import initial_state
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.run import components as components_module
-from grpo_roc_jax.run.components import make_components
-from grpo_roc_jax.run.learner import Learner
+from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.run.rollout_stream import ESS, RolloutStream, age_metrics
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.step import sample_step
 from grpo_roc_jax.settings.cli import ConfigError
+from grpo_roc_jax.train import sample_step
 from grpo_roc_jax.types import Group, Problem
 from tests.run.stream_fakes import SAMPLES, faked, opened, play
 from tests.samples import make_group, make_trajectory
@@ -158,7 +158,7 @@ def test_the_host_works_until_the_device_is_ready():
     calls = []
     leaf = SimpleNamespace(is_ready=lambda: len(calls) >= 3)
     learner = SimpleNamespace(meanwhile=lambda: calls.append(1))
-    Learner._get(learner, {"x": leaf})
+    Learner.fetched(learner, {"x": leaf})
     assert len(calls) == 3
 
 
@@ -208,14 +208,14 @@ def rolled_out(config: Config, steps: int, change=lambda params, step: params):
     first."""
     found, compiled = [], 0
     one = make_mesh(ShardingConfig(), jax.devices()[:1])
-    with mock.patch.object(components_module, "make_mesh", lambda _: one), make_components(config) as components:
-        params = init_params(jax.random.key(3), components.model)
+    with mock.patch.object(components_module, "make_mesh", lambda _: one), make_parts(config) as (policy, sampling):
+        params = init_params(jax.random.key(3), policy.model)
         stream = make_problem_stream(config.data, problems=config.group.problems, seed=config.seed)
         run = RunState(SimpleNamespace(params=params), (), stream, initial_state(config))
-        rollouts = RolloutStream(components) if config.rollout.step_limit.streams else None
+        rollouts = RolloutStream(config, sampling, policy.mesh) if config.rollout.step_limit.streams else None
         for step in range(steps):
             run.train.params = change(params, step)
-            samples = sample_step(config, components, run, rollouts)
+            samples = sample_step(config, policy, sampling, run, rollouts)
             compiled += samples.metrics()["rollout/compilations"] if step else 0
             found.append(samples.groups)
             if rollouts is not None:
@@ -223,7 +223,7 @@ def rolled_out(config: Config, steps: int, change=lambda params, step: params):
                     (rollouts.meanwhile or (lambda: None))()
                 rollouts.after_update(run, samples.groups, {})
             run.step += 1
-        assert components.engine.take_stats().rollouts == 0 or rollouts is None
+        assert sampling.sampler.engine.take_stats().rollouts == 0 or rollouts is None
     return found, compiled
 
 

@@ -7,16 +7,19 @@ import jax
 import numpy as np
 import pytest
 
+from grpo_roc_jax import train
 from grpo_roc_jax.config import Config, ratio_is_one
+from grpo_roc_jax.learner.group_learner import GroupLearner, checked_rows, parts_of, split_rows
+from grpo_roc_jax.learner.learner import Learner, UpdateBatch
 from grpo_roc_jax.learner.pack import unpack
-from grpo_roc_jax.method.catalog import FOLDER
+from grpo_roc_jax.method.catalog import load_methods
 from grpo_roc_jax.method.compose import Scores, train_rows
-from grpo_roc_jax.method.family.microcoder import STAGE
 from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.rollout.collect import opening_ids
-from grpo_roc_jax.run import rounds, step
-from grpo_roc_jax.run.learner import Learner, UpdateBatch, checked_rows, most_rows, parts_of, split_rows, temperature_of
+from grpo_roc_jax.run import rounds
+from grpo_roc_jax.run.learning import most_rows
 from grpo_roc_jax.run.rounds import StepSamples, draw_problems, fits, left_out, plain_where_too_long, thought_length
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import ScoredRollouts
@@ -34,12 +37,11 @@ PROBLEM = Problem("p", "1+1=?", "2", "t")
 
 
 def method(name, *words):
-    return load_config(Config, [str(FOLDER / f"{name}.yaml"), *words], prog="test")
+    return load_config(Config, [str(load_methods()[name].path), *words], prog="test")
 
 
-def components(prompt=60, response=20):
-    sections = SimpleNamespace(rollout=SimpleNamespace(max_prompt_tokens=prompt, max_response_tokens=response))
-    return SimpleNamespace(config=sections, chat=CHAT, tokenizer=TOKENIZER)
+def limits(prompt=60, response=20):
+    return SimpleNamespace(rollout=SimpleNamespace(max_prompt_tokens=prompt, max_response_tokens=response))
 
 
 def test_opening_ids_hold_the_tags_and_no_end():
@@ -51,24 +53,24 @@ def test_opening_ids_hold_the_tags_and_no_end():
 
 def test_what_does_not_fit_is_left_out_and_a_first_wave_goes_plain():
     plain = len(CHAT.prompt_ids(PROBLEM))
-    tight = components(prompt=plain + 4)
+    tight = limits(prompt=plain + 4)
     hint = Condition("hint", 1)
-    assert fits(tight, RolloutRequest(PROBLEM, 0, condition=hint, suffix="four"))
+    assert fits(tight, CHAT, RolloutRequest(PROBLEM, 0, condition=hint, suffix="four"))
     long = RolloutRequest(PROBLEM, 0, condition=hint, suffix="fives")
-    assert not fits(tight, long)
-    assert plain_where_too_long(tight, [long], [PROBLEM]) == [RolloutRequest(PROBLEM, 0)]
+    assert not fits(tight, CHAT, long)
+    assert plain_where_too_long(tight, CHAT, [long], [PROBLEM]) == [RolloutRequest(PROBLEM, 0)]
     wordy = RolloutRequest(replace(PROBLEM, prompt="one and one?"), 0, condition=Condition("paraphrase", 1))
-    assert plain_where_too_long(tight, [wordy], [PROBLEM]) == [RolloutRequest(PROBLEM, 0)]
+    assert plain_where_too_long(tight, CHAT, [wordy], [PROBLEM]) == [RolloutRequest(PROBLEM, 0)]
     token = RolloutRequest(PROBLEM, 0, condition=Condition("high_reward"), suffix="fives")
-    assert plain_where_too_long(tight, [token], [PROBLEM]) == [token], "a reward token is never dropped"
+    assert plain_where_too_long(tight, CHAT, [token], [PROBLEM]) == [token], "a reward token is never dropped"
 
 
 def test_a_cut_leaves_room_for_a_token():
     def request(n):
         return RolloutRequest(PROBLEM, 0, condition=Condition("cut"), prefix=tuple(range(n)), prefix_text="stop")
 
-    assert fits(components(response=20), request(15))
-    assert not fits(components(response=20), request(16))
+    assert fits(limits(response=20), CHAT, request(15))
+    assert not fits(limits(response=20), CHAT, request(16))
 
 
 def test_figures_of_sampling_are_those_before_an_edit(monkeypatch):
@@ -82,7 +84,7 @@ def test_figures_of_sampling_are_those_before_an_edit(monkeypatch):
         return replace(group, verdicts=tuple(clean))
 
     monkeypatch.setattr(rounds, "resolve", lambda *_: repair)
-    found = rounds.edited(SimpleNamespace(config=Config()), [group], [SimpleNamespace(groups=(group,))])
+    found = rounds.edited(Config(), None, [group], [SimpleNamespace(groups=(group,))])
     assert [verdict.tool_errors for verdict in found.groups[0].verdicts] == [0] * 4
     for samples in (found, rounds.merge_rounds([found, found])):
         metrics = replace(samples, groups=(), waves=()).metrics()
@@ -140,7 +142,7 @@ def test_a_rebuilt_batch_sees_the_steps_before_it():
     def batch(packed, groups=()):
         return UpdateBatch([], packed, SimpleNamespace(fill=1.0), 1.0, signal=0.5, groups=groups)
 
-    class Rebuilding(Learner):
+    class Rebuilding(GroupLearner):
         def rows(self, groups, run, before):
             seen.append((groups, run.train))
             return [], {}
@@ -149,7 +151,8 @@ def test_a_rebuilt_batch_sees_the_steps_before_it():
             return batch("rebuilt")
 
     config = SimpleNamespace(optim=SimpleNamespace(offload=False))
-    learner = Rebuilding(SimpleNamespace(config=config, mesh=None), update, None, 1)
+    learner = Rebuilding(config, Learner(ModelConfig()), None)
+    learner.learner.update_step = update
     given = [batch("first"), batch("stale", groups=("a group",))]
     train, batches, metrics = learner.update(run, given)
     assert seen == [(("a group",), 1)]
@@ -158,7 +161,7 @@ def test_a_rebuilt_batch_sees_the_steps_before_it():
     assert (train, run.train, metrics["loss/value"], metrics["update/signal"]) == (2, 0, 0.5, 0.5)
 
 
-class Placed(Learner):
+class Placed(GroupLearner):
     """A learner that scores with what it is given instead of compiled programs."""
 
     def on_mesh(self, rows, temperature, extra=()):
@@ -171,7 +174,9 @@ class Placed(Learner):
 
 
 def placed(config, update=None):
-    return Placed(SimpleNamespace(config=config, mesh=None), update, None, 4)
+    learner = Learner(ModelConfig())
+    learner.update_step = update
+    return Placed(config, learner, None)
 
 
 def a_run():
@@ -194,7 +199,7 @@ def test_explanations_train_in_the_first_optimizer_step_only(monkeypatch):
     groups = [make_group(seed, 4) for seed in range(4)]
     plain = placed(config).batches(groups, (), a_run())
     extra = plain[0].rows[:2]
-    monkeypatch.setattr(Learner, "_explanation_rows", lambda self, explained, run: extra)
+    monkeypatch.setattr(GroupLearner, "_explanation_rows", lambda self, explained, run: extra)
     explained = placed(config).batches(groups, groups[:1], a_run())
     assert [len(batch.packed) for batch in explained] == [10, 8, 8, 8] and [len(b.packed) for b in plain] == [8] * 4
 
@@ -203,7 +208,7 @@ def test_samples_and_places_are_numbered_through_a_step(monkeypatch):
     """Random keys derive from them: no two rollouts of a step may share a pair."""
     asked = []
 
-    def sample(components, sampler, requests, options, partial):
+    def sample(sampling, weights, requests, options, partial):
         asked.extend((request.place, sample) for request in requests for sample in request.samples)
         return ScoredRollouts()
 
@@ -219,15 +224,16 @@ def test_samples_and_places_are_numbered_through_a_step(monkeypatch):
 def test_rounds_of_a_step_have_places_of_their_own(monkeypatch):
     places = []
 
-    def run_round(components, problems, state, rng, waves):
+    def run_round(config, sampling, problems, state, rng, waves):
         places.append(waves._first_place)
         return StepSamples()
 
-    monkeypatch.setattr(step, "run_round", run_round)
-    monkeypatch.setattr(step, "draw_problems", lambda *_: [])
+    monkeypatch.setattr(train, "run_round", run_round)
+    monkeypatch.setattr(train, "draw_problems", lambda *_: [])
     config = method("grpo", "--group.dynamic_sampling_rounds=2", "--group.problems=4")
-    parts = SimpleNamespace(engine=SimpleNamespace(publish=lambda *_: None), full=lambda params: params)
-    step.sample_step(config, parts, a_run())
+    sampler = SimpleNamespace(engine=SimpleNamespace(publish=lambda *_: None))
+    policy, sampling = SimpleNamespace(full=lambda params: params), SimpleNamespace(sampler=sampler)
+    train.sample_step(config, policy, sampling, a_run())
     assert places == [0, 4, 8]
 
 
@@ -333,21 +339,11 @@ def test_rows_of_own_parts_are_checked():
         checked_rows([SimpleNamespace(length=3, weights=np.full(3, np.nan), advantages=np.ones(3))], [row])
 
 
-def test_the_update_trains_at_the_temperature_of_the_rollouts():
-    config = method("microcoder")
-
-    def run(stage):
-        return SimpleNamespace(method=AlgoState(memory={STAGE: np.array([float(stage)])}))
-
-    assert [temperature_of(config, run(stage)) for stage in (0, 2)] == [0.9, 1.1]
-    assert temperature_of(method("grpo"), run(0)) == 1.0
-
-
 def test_rows_keep_the_temperature_that_they_were_drawn_at():
     """Groups that waited for a step with another temperature train at their own; records without one at the step's."""
     config = method("microcoder", "--group.problems=2", "--batch.row_length=160", "--batch.rows=2", "--group.size=3")
     mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
-    learner = Learner(SimpleNamespace(config=config, mesh=mesh), None, None, 2)
+    learner = Learner(ModelConfig(), mesh=mesh, batch=config.batch, several_temperatures=True)
     waiting = make_group(0, 3)
     drawn = [t.temperature for t in waiting.trajectories]
     rows = train_rows([waiting], config, AlgoState(), rng=np.random.default_rng(0))
@@ -355,7 +351,7 @@ def test_rows_keep_the_temperature_that_they_were_drawn_at():
     heats = [set(values.tolist()) for values in unpack(packed.packed.temperatures, packed.placement)]
     assert heats == [{float(np.float32(heat or 1.1))} for heat in drawn]
     assert len({heat for found in heats for heat in found}) == 2
-    one = Learner(SimpleNamespace(config=method("grpo", "--batch.row_length=160"), mesh=mesh), None, None, 2)
+    one = Learner(ModelConfig(), mesh=mesh, batch=config.batch)
     assert one.on_mesh(rows, 1.0).packed.temperatures is None, "a run of one temperature needs none"
 
 

@@ -11,6 +11,7 @@ from grpo_roc_jax.method.roc import Selector
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.rollout.config import PartialRows, RolloutConfig
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
+from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run import sample
 from grpo_roc_jax.run.sample import EarlyExit
 from grpo_roc_jax.types import Group, Problem, RolloutRequest
@@ -25,9 +26,8 @@ def early_exit(*sizes, keep=4, resample="roc"):
     def scorer(problem, some):
         return SimpleNamespace(correct=np.array([t for t in some if t is not None], bool))
 
-    config = SimpleNamespace(resample=Selector.read(resample), group=SimpleNamespace(size=keep))
     requests = [RolloutRequest(p, i, n) for i, (p, n) in enumerate(zip(PROBLEMS, sizes, strict=False))]
-    return EarlyExit(SimpleNamespace(scorer=scorer, config=config), requests)
+    return EarlyExit(scorer, Selector.read(resample), keep, requests)
 
 
 def test_a_group_is_cut_when_its_quota_is_decided_and_others_go_on():
@@ -49,6 +49,15 @@ def test_groups_without_a_quota_run_to_their_end(size, resample):
     assert not any(list(exit_(i, bool(i % 2))) for i in range(size))
 
 
+def sampling_of(limits, scorer, run, progress=None):
+    """A sampler of groups whose engine returns what `run` makes of the requests and options."""
+    engine = SimpleNamespace(config=limits, run=lambda weights, *submission: run(*submission))
+    sampler = Sampler.of(engine, None, None)
+    sampler.submission = lambda requests, options: (requests, options)
+    config = Config()
+    return sample.GroupSampler(sampler, scorer, Processes(), config.resample, config.group.size, progress)
+
+
 @pytest.mark.parametrize(
     ("early", "purpose", "cancels"), [(True, "train", True), (True, "evaluate", False), (False, "train", False)]
 )
@@ -59,20 +68,14 @@ def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(mon
         given.append(arguments[-1])
         return [make_trajectory(np.random.default_rng(0), i) for i in range(2)], RolloutStats()
 
-    monkeypatch.setattr(sample, "collect", collect)
     scored = SimpleNamespace(groups=(Group(PROBLEMS[0], (), ()),), counts={}, faults=())
-    components = SimpleNamespace(
-        agents=None,
-        **dict.fromkeys(("engine", "chat", "executor", "episodes")),
-        config=Config(rollout=RolloutConfig(early_exit=early)),
-        scorer=SimpleNamespace(score_all=lambda *_: scored),
-        progress="display",
-    )
+    scorer = SimpleNamespace(score_all=lambda *_: scored)
+    sampling = sampling_of(RolloutConfig(early_exit=early), scorer, collect, progress="display")
     requests = [RolloutRequest(PROBLEMS[0], 0, 2)]
-    sample.sample_share(components, None, requests, RunOptions(3, purpose))
+    sample.sample_share(sampling, None, requests, RunOptions(3, purpose))
     assert given[-1].progress == "display"
     assert isinstance(given[-1].cancel_policy, EarlyExit) is cancels
-    sample.sample_share(components, None, requests, RunOptions(3, purpose, progress="own"))
+    sample.sample_share(sampling, None, requests, RunOptions(3, purpose, progress="own"))
     assert given[-1].progress == "own"
 
 
@@ -88,26 +91,21 @@ def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole(monkeypatch)
         groups = tuple(Group(p, tuple(r), tuple(make_verdict(rng, t) for t in r)) for p, r in pairs)
         return SimpleNamespace(groups=groups, counts={}, faults=())
 
-    def collect(*arguments):
-        asked.append(arguments[4])
+    def collect(requests, options):
+        asked.append(requests)
         return given.pop(0), RolloutStats()
 
-    monkeypatch.setattr(sample, "collect", collect)
-    components = SimpleNamespace(
-        agents=None,
-        **dict.fromkeys(("engine", "chat", "executor", "episodes", "progress")),
-        config=Config(rollout=RolloutConfig(step_limit=PartialRows(9.0))),
-        scorer=SimpleNamespace(score_all=score_all),
-    )
+    scorer = SimpleNamespace(score_all=score_all)
+    sampling = sampling_of(RolloutConfig(step_limit=PartialRows(9.0)), scorer, collect)
     requests = [RolloutRequest(p, i, 2, temperature=0.5) for i, p in enumerate(PROBLEMS[:2])]
     given = [first, [rows[3], rows[1], rows[2]]]
-    cut = sample.sample_share(components, None, requests, RunOptions(3))
+    cut = sample.sample_share(sampling, None, requests, RunOptions(3))
     assert judged[-1] == [0, 2] and [group.trajectories for group in cut.groups] == [(), tuple(first[2:])]
     (partial,) = cut.partial
     assert [(r.place, r.first_sample, r.step, r.temperature, r.resume is first[1]) for r in partial.requests()] == [
         (0, 1, 3, 0.5, True)
     ]
-    found = sample.sample_share(components, None, requests[1:], RunOptions(4), cut.partial)
+    found = sample.sample_share(sampling, None, requests[1:], RunOptions(4), cut.partial)
     assert [r.resume is not None for r in asked[-1] for _ in r.samples] == [True, False, False]
     assert found.partial == () and len(found.groups) == 1
     (late,) = found.completed
@@ -120,10 +118,10 @@ def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes(monkeyp
     before = [replace(problem, uid=f"old {problem.uid}") for problem in PROBLEMS]
     old = [sample.PartialGroup(p, (row,), 2, i, None) for i, (p, row) in enumerate(zip(before, rows, strict=True))]
     requests = [RolloutRequest(p, i, 1) for i, p in enumerate(PROBLEMS)]
-    config = SimpleNamespace(rollout=RolloutConfig(step_limit=PartialRows(seconds=1.0)))
+    limits = RolloutConfig(step_limit=PartialRows(seconds=1.0))
     asked = []
 
-    def sample_share(components, sampler, own, options, partial):
+    def sample_share(sampling, weights, own, options, partial):
         asked.append([group.problem.uid for group in partial])
         return sample.ScoredRollouts(
             tuple(Group(request.problem, (), ()) for request in own),
@@ -138,8 +136,8 @@ def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes(monkeyp
         processes = Processes()
         processes.index, processes.count = index, 2
         processes.gather = lambda part: parts.append(part) or parts[:2]
-        components = SimpleNamespace(processes=processes, agents=None, episodes=None, config=config)
-        found = sample.sample_requests(components, None, requests, RunOptions(3), old)
+        sampling = replace(sampling_of(limits, None, None), processes=processes)
+        found = sample.sample_requests(sampling, None, requests, RunOptions(3), old)
     assert asked[:2] == [["old p0", "old p2"], ["old p1"]]
     assert [group.problem.uid for group in found.completed] == ["old p0", "old p1"]
     assert [problem.uid for problem, _ in found.removed] == ["old p0", "old p1"]

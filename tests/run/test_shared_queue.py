@@ -1,7 +1,6 @@
 """Requests that do not fit the slots of all processes go to the process that has a free slot first."""
 
 import contextlib
-import copy
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.rollout.config import DroppedRows, RolloutConfig
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
+from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run import sample
 from grpo_roc_jax.types import Group, Problem, RolloutRequest
 from tests.samples import make_trajectory, make_verdict
@@ -31,7 +31,7 @@ class Engine:
 
     def __init__(self, seed):
         self.rng, self.rows, self.released = np.random.default_rng(seed), {}, 0
-        self.config, self.tickets, self.most = SimpleNamespace(slots=SLOTS), itertools.count(), 0
+        self.config, self.tickets, self.most = RolloutConfig(slots=SLOTS), itertools.count(), 0
 
     def submit(self, sampler, requests, environment, options):
         assert len(self.rows) < SLOTS, "a slot is free"
@@ -64,13 +64,13 @@ class Scorer:
         return SimpleNamespace(groups=tuple(groups), counts={"correct": len(groups)}, faults=())
 
 
+def sampling_of(engine, scorer, processes):
+    config = Config()
+    return sample.GroupSampler(Sampler.of(engine, None, None), scorer, processes, config.resample, config.group.size)
+
+
 def one_process(monkeypatch, index, counters, seed=0, *, stops=False):
     """(taken, sampled) of a process that shares counters with others; the others' parts come from `gather`."""
-
-    def with_tools(engine, chat, tools, some, own):
-        return some, [request.place for request in some], own
-
-    monkeypatch.setattr(sample, "with_tools", with_tools)
     service = SimpleNamespace(
         key_value_increment=lambda key, by: next(counters.setdefault(key, itertools.count(1))),
         key_value_delete=lambda key: None,
@@ -81,12 +81,10 @@ def one_process(monkeypatch, index, counters, seed=0, *, stops=False):
     group = Processes.__new__(Processes)
     group.index, group.count, group._queues, group.check_stop = index, 2, 0, None
     group.gather = lambda value: found.append(value) or [value, ([], sample.ScoredRollouts())]
-    components = SimpleNamespace(
-        engine=engine, processes=group, scorer=Scorer(), config=Config(rollout=RolloutConfig(slots=SLOTS)),
-        **dict.fromkeys(("chat", "executor", "agents", "episodes", "progress")),
-    )  # fmt: skip
+    sampling = sampling_of(engine, Scorer(), group)
+    sampling.sampler.submission = lambda some, own: (some, [request.place for request in some], own)
     with contextlib.suppress(KeyError):  # the other process has the rest
-        sample.sample_requests(components, None, REQUESTS, RunOptions(3))
+        sample.sample_requests(sampling, None, REQUESTS, RunOptions(3))
     assert engine.released == 1
     return found[0]
 
@@ -117,12 +115,9 @@ def test_a_process_that_stops_drops_what_it_has(monkeypatch):
     ],
 )
 def test_what_is_divided_before(rollout, count, fixed):
-    components = SimpleNamespace(
-        processes=SimpleNamespace(samplers=count), config=Config(rollout=RolloutConfig(**rollout)), agents=None,
-        episodes=None,
-    )  # fmt: skip
-    assert sample.divided_before(components, REQUESTS) == fixed
-    assert sample.divided_before(components, ()) == 0
-    components = copy.copy(components)
-    components.agents = "some"
-    assert sample.divided_before(components, REQUESTS) == len(REQUESTS)
+    engine = SimpleNamespace(config=RolloutConfig(**rollout))
+    sampling = sampling_of(engine, None, SimpleNamespace(samplers=count))
+    assert sample.divided_before(sampling, REQUESTS) == fixed
+    assert sample.divided_before(sampling, ()) == 0
+    sampling.sampler.agents = "some"
+    assert sample.divided_before(sampling, REQUESTS) == len(REQUESTS)

@@ -21,10 +21,10 @@ from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import Start
 from grpo_roc_jax.run import stages as run_stages
+from grpo_roc_jax.run.evaluate import read_counts
 from grpo_roc_jax.run.load import settings_for
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim
-from grpo_roc_jax.run.solved import read_counts
 from grpo_roc_jax.run.stages import at_stage, enter_stage, next_claim, observe, stage_over
 from grpo_roc_jax.run.watch import Stopped
 from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
@@ -139,9 +139,9 @@ def fakes(stages, stage, progress, *, step=5, carried=None):
     run.buffer.add([SimpleNamespace(size=1)])
     noted = []
     events = SimpleNamespace(note=lambda *event: noted.append(event))
-    parts = SimpleNamespace(model=None, mesh=None)
+    policy = SimpleNamespace(model=None, mesh=None)
     return SimpleNamespace(
-        claim=claim, config=claim.config, components=parts, events=events, noted=noted, checkpointer=SimpleNamespace()
+        claim=claim, config=claim.config, policy=policy, events=events, noted=noted, checkpointer=SimpleNamespace()
     ), run
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from grpo_roc_jax.run.taking import late_groups, may_take, oldest_whole
+from grpo_roc_jax.run.rollout_stream import late_groups, may_take, oldest_whole
 
 
 @dataclass(eq=False)

@@ -7,8 +7,8 @@ import pytest
 from test_train import TINY
 
 from grpo_roc_jax.config import WatchConfig
-from grpo_roc_jax.run import watchdog
-from grpo_roc_jax.run.watchdog import Watchdog
+from grpo_roc_jax.run import watch as watchdog
+from grpo_roc_jax.run.watch import Watchdog
 from grpo_roc_jax.settings.points import injected, reach
 from grpo_roc_jax.train import main
 

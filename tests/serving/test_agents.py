@@ -16,8 +16,10 @@ from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.serving.agent_runs import AgentRuns, read_reward
+from grpo_roc_jax.serving.agent_ends import read_reward
+from grpo_roc_jax.serving.agent_runs import AgentRuns
 from grpo_roc_jax.serving.sampling_loop import SamplingLoop
+from grpo_roc_jax.settings.callables import import_file
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 SCRIPT = Path(__file__).with_name("agent_script.py")
@@ -26,10 +28,12 @@ SCRIPT = Path(__file__).with_name("agent_script.py")
 def collected(what, count=1, longest=ROLLOUT.max_row_tokens, timeout_s=60.0, **choice):
     chat, shared, params = small_policy()
     engine = type(shared)(shared.programs, shared._publisher, shared.seed)
-    command = f"{sys.executable} {SCRIPT} '{what}'"
-    runs = AgentRuns(AgentCommand(command=command, timeout_s=timeout_s, **choice), chat, engine, longest, True)
+    if "function" not in choice:
+        choice["command"] = f"{sys.executable} {SCRIPT} '{what}'"
+    runs = AgentRuns(AgentCommand(timeout_s=timeout_s, **choice), chat, engine, longest, True)
     try:
-        request = RolloutRequest(Problem("p", "2+3=", "5 or", "t"), 4, count, first_sample=1)
+        answer = "5" if "function" in choice else "5 or"
+        request = RolloutRequest(Problem("p", "2+3=", answer, "t"), 4, count, first_sample=1)
         return runs.collect(engine.publish(params, 9), [request], RunOptions(step=3))
     finally:
         runs.close()
@@ -93,6 +97,45 @@ def test_what_becomes_of_a_program_has_a_typed_outcome(what, stop, turns, reward
     assert turns is None or len(one.turns) == turns
     assert stats.stops[one.stop] == 1 and stats.environment_faults == (stop == "infrastructure")
     assert len(one.turns) <= ROLLOUT.max_turns and one.length <= ROLLOUT.max_row_tokens
+
+
+FUNCTIONS = SCRIPT.with_name("agent_functions.py")
+
+
+def test_a_function_samples_what_a_program_samples():
+    """The same rows as the program that asks the same, from one import for all rollouts."""
+    by_program, _ = collected("linear", count=3)
+    by_function, stats = collected("", count=3, function=f"{FUNCTIONS}:two_turns")
+    assert [one.tokens.tolist() for one in by_function] == [one.tokens.tolist() for one in by_program]
+    assert [(one.reward, len(one.turns)) for one in by_function] == [(1.0, 2)] * 3
+    assert stats.rollouts == 3 and stats.environment_s >= 0 and not stats.environment_faults
+    assert import_file(str(FUNCTIONS)).IMPORTED == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "stop", "turns", "reward", "said"),
+    [
+        ("no_reward", ("eos", "length"), 1, None, "no reward"),
+        ("fails", ("failed",), 1, 0.0, "ValueError"),
+        ("late", ("deadline",), 1, None, ""),
+        ("quiet", ("infrastructure",), 0, 1.0, "without an answer"),
+        ("huge", ("eos", "length"), 1, None, "must be between"),
+    ],
+)
+def test_what_becomes_of_a_function_has_a_typed_outcome(name, stop, turns, reward, said):
+    timeout = 3.0 if name == "late" else 60.0
+    ((one,), stats) = collected("", function=f"{FUNCTIONS}:{name}", timeout_s=timeout)
+    assert one.stop in stop and len(one.turns) == turns and one.reward == reward and said in one.fault
+    assert stats.stops[one.stop] == 1
+
+
+def test_a_function_that_cannot_be_called_is_refused_with_what_to_write():
+    for name, message in (("plain", "async def rollout"), ("absent", "absent"), ("", "neither command nor function")):
+        function = f"{FUNCTIONS}:{name}" if name else ""
+        with pytest.raises(ValueError, match=message):
+            collected("", function=function)
+    with pytest.raises(ValueError, match="both command and function"):
+        AgentCommand(command="x", function="y")
 
 
 def test_a_program_that_is_not_there_and_a_run_that_is_interrupted():
@@ -181,7 +224,11 @@ def test_a_program_that_fails_after_a_fault_of_the_server_is_no_failure_of_the_p
         ("object", 0.25, ""),
         ("negative", -2.0, ""),
         ("linear", 1.0, ""),  # its last line says 99
-        ("unpaid", None, "wrote no reward to the descriptor in GRPO_REWARD_FD; its last line is a number, but what it"),
+        (
+            "unpaid",
+            None,
+            "a function returns it); its last line is a number, but what it",
+        ),
         ("twice", None, "must be one number, or an object with reward"),
         ("flooded", None, "more than 4096 bytes"),
         ("nan", None, "nan; must be between -1e+06 and 1e+06"),

@@ -18,7 +18,7 @@ import grpo_roc_jax as g
 from grpo_roc_jax.commands.serve import main
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.rollout.records import RunOptions, SingleTurn
-from grpo_roc_jax.run.components import policy_components
+from grpo_roc_jax.run.components import serving_parts
 from grpo_roc_jax.run.load import serving_settings
 from grpo_roc_jax.serving.replies import SampledChoice
 from grpo_roc_jax.serving.sampling_loop import JobRows
@@ -328,9 +328,9 @@ def test_serving_reads_only_what_serving_needs(tmp_path, monkeypatch, stage):
         3 if stage else config.rollout.max_turns,
         "none",
     )
-    with policy_components(found) as components:
-        assert components.executor is components.scorer is components.episodes is None
-        assert components.engine.config.max_prompt_tokens == 2048
+    with serving_parts(found) as (_, sampler):
+        assert sampler.executor is sampler.agents is sampler.episodes is None
+        assert sampler.engine.config.max_prompt_tokens == 2048
     with pytest.raises(g.ConfigError, match=r"unknown key 'rolout\.slots'"):
         serving_settings(str(tmp_path), ["--rolout.slots=3"], "x")
     with pytest.raises(g.ConfigError, match=r"rollout\.slots = -1"):

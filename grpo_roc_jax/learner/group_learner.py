@@ -1,0 +1,366 @@
+"""The learner of a method: selected groups in, an updated policy out. One value, made once per run.
+
+batches = learner.batches(groups, explained, run)     # score, rows, packed on the mesh
+train, batches, metrics = learner.update(run, batches)
+
+`learner.learner` is the policy with its programs; this module adds what a method asks of them: passes under other
+policies, advantages and weights, rows rebuilt between optimizer steps, the reference.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from grpo_roc_jax.learner.learner import Learner, UpdateBatch, move_moments
+from grpo_roc_jax.learner.offload import to_device, to_host
+from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch
+from grpo_roc_jax.learner.update import OptimConfig, TrainState, trained_shardings
+from grpo_roc_jax.method.compose import (
+    Method,
+    Scores,
+    follows_policy,
+    method_metrics,
+    method_parts,
+    needs_reference,
+    needs_scores,
+    optional_fields,
+    reference_sync,
+    renormalized,
+    scoring_rows,
+    supervised_rows,
+    teacher_of,
+    train_rows,
+)
+from grpo_roc_jax.method.distillation import SelfTeacher
+from grpo_roc_jax.method.edit import with_plain_prompts, with_prompt
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.model.transformer import Params
+from grpo_roc_jax.settings.callables import resolve
+from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow, Trajectory, traits_of
+
+
+class LearningConfig(Method, Protocol):
+    """The sections of a configuration that the learner reads besides those of the method."""
+
+    batch: BatchConfig
+    optim: OptimConfig
+    sampling: Any
+    """Its `temperature` is that of rollouts, unless the plan has another."""
+    rollout: Any
+    """Its `max_prompt_tokens` bounds the prompts of a teacher."""
+    seed: int
+
+
+class LearningRun(Protocol):
+    """The state of a run that the learner reads. `warmup` also replaces `train` and `reference`."""
+
+    train: TrainState
+    reference: Any
+    """Parameters of the reference policy; an empty tuple where the method needs none."""
+    method: AlgoState
+    step: int
+
+
+PromptIds = Callable[..., Sequence[int]]
+"""(problem, end of its prompt = "") -> token ids of the prompt."""
+
+
+@dataclass(frozen=True, eq=False)
+class SecondPolicy:
+    """Another model that a method distills: its parameters in the compute dtype, and its scoring pass."""
+
+    params: Params
+    score_batch: Callable[[Any, TrainBatch], tuple[Any, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """What `method.edit_rows` may ask of the policy that is about to be trained."""
+
+    learner: Learner
+    trained: Any
+    """Parameters of the training state; `learner.full` makes those of the policy of them."""
+    score: Callable[[Any, Sequence[Group]], Sequence[np.ndarray]]
+    """(parameters like `trained`, groups) -> float32[T] of log-probabilities for each trajectory."""
+    prompt_ids: PromptIds
+    """Makes the token ids of a problem's prompt."""
+
+
+def mixture(params: Any, reference: Any, alpha: Any) -> Any:
+    """alpha params + (1 - alpha) reference (TR-DPO, arXiv:2404.09656)."""
+    return jax.tree.map(lambda new, old: alpha * new + (1 - alpha) * old, params, reference)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupLearner:
+    """Trains the groups of a method; made by `run.components.make_learner`, or by hand for a method of your own."""
+
+    config: LearningConfig
+    learner: Learner
+    """The policy: its programs, and the mesh that rows go to."""
+    prompt_ids: PromptIds
+    mixed: Callable[[Any, Any, Any], Any] = mixture
+    """Makes the next reference; donates the one before."""
+    teacher: SecondPolicy | None = None
+    """Another model that a method distills."""
+
+    def score(self, params: Any, groups: Sequence[Group], temperature: float) -> Scores:
+        """Log-probabilities and entropies of every trajectory under these parameters, by the training forward."""
+        return self._passes(self.learner.full(params), None, groups, temperature)
+
+    def _passes(self, policy: Any, score_batch: Any, groups: Sequence[Group], temperature: float) -> Scores:
+        scores = Scores([], [])
+        for part in split_rows(scoring_rows(groups), groups, self.config.batch.updates.parts):
+            logprobs, entropies = self.learner.score_rows(policy, part, temperature, score_batch)
+            scores = Scores([*scores.logprobs, *logprobs], [*scores.entropies, *entropies])
+        return scores
+
+    def drift(self, groups: Sequence[Group], run: LearningRun) -> dict[str, float]:
+        """uid -> mean |change| of the log-probability of a token, in nats, of the samples that the method remembers of
+        these problems (SPO); empty for methods that remember none."""
+        found = [part.earlier(groups, run.method) for part in method_parts(self.config)]
+        if all(part is None for part in found):
+            return {}
+        earlier, temperature = [g for part in found for g in part or ()], temperature_of(self.config, run)
+        if not earlier:  # compiles in the first step what later ones need
+            self.learner.score_batch(self.learner.full(run.train.params), self.on_mesh([], temperature).packed)
+        scores = self.score(run.train.params, earlier, temperature).logprobs
+        moved = {}
+        for group, now in zip(earlier, scores, strict=True):
+            (then,) = group.trajectories
+            moved[group.problem.uid] = float(np.abs(now - then.logprobs)[then.policy_mask].mean())
+        return moved
+
+    def rows(
+        self, groups: Sequence[Group], run: LearningRun, before: Sequence[TrainRow] = ()
+    ) -> tuple[list[TrainRow], Metrics]:
+        """(the rows of these groups with the passes that the method needs, metrics of them); `before` are the same rows
+        as of the first update."""
+        if not groups:
+            return [], {"time/rows_s": 0.0}
+        config, temperature = self.config, temperature_of(self.config, run)
+        scores = Scores()
+        if needs_scores(config):
+            scores = self.score(run.train.params, groups, temperature)
+        if before and config.surrogate.scored_ratio:
+            scores = replace(scores, first=[row.logprobs_old for row in before])
+        scores = self._with_teacher(self._with_reference(scores, groups, run), groups, run)
+        begun = time.perf_counter()
+        rng = np.random.default_rng([config.seed, run.step, 1])
+        rows = train_rows(groups, config, run.method, rng=rng, scores=scores)
+        edit = resolve("method.edit_rows", config.method.edit_rows)
+        if edit is not None:
+
+            def score(params: Any, some: Sequence[Group]) -> Sequence[np.ndarray]:
+                return self.score(params, some, temperature).logprobs
+
+            policy = Policy(self.learner, run.train.params, score, self.prompt_ids)
+            rows = checked_rows(edit(rows, groups, policy), rows)
+        if scores.logprobs is not None and scores.entropies is not None:
+            found = zip(rows, scores.logprobs, scores.entropies, strict=True)
+            rows = [replace(row, scored=(logprobs, entropies)) for row, logprobs, entropies in found]
+        measured = {"time/rows_s": time.perf_counter() - begun}
+        for name in ("reference", "teacher"):
+            if (other := getattr(scores, name)) is not None:
+                measured[f"update/kl_{name}"] = mean_gap(rows, other)
+        if scores.teacher is not None:
+            measured["update/teacher_rows"] = float(np.mean([now is not None for now in scores.teacher]))
+        return rows, measured | method_metrics(groups, config, run.method, scores)
+
+    def batches(self, groups: Sequence[Group], explained: Sequence[Group], run: LearningRun) -> list[UpdateBatch]:
+        """One packed batch on the mesh for each optimizer step of this rollout batch; none where nothing trains.
+
+        Rows need not be what was sampled: Guide-GRPO trains hinted responses under the plain prompt, ExPO adds
+        explanations as supervised rows, all in the first optimizer step, where the policy is the one that scored them.
+        """
+        config, temperature = self.config, temperature_of(self.config, run)
+        updates = config.batch.updates
+        extra = self._explanation_rows(explained, run) if explained else []
+        if not groups:
+            return [self.on_mesh([], temperature, extra)] if extra else []
+        groups = self._as_trained(groups)
+        rows, measured = self.rows(groups, run)
+        begun = time.perf_counter()
+        parts = split_rows(rows, groups, updates.parts)
+        if len(parts) > 1:
+            sizes = [[group.size for group in some] for some in parts_of(groups, updates.parts)]
+            parts = renormalized(parts, config.weights.normalizer, sizes)
+        measured["time/rows_s"] += time.perf_counter() - begun
+        batches = [self.on_mesh(part, temperature) for part in parts]
+        first = replace(self.on_mesh(parts[0], temperature, extra) if extra else batches[0], measured=measured)
+        if follows_policy(config):
+            whole = parts_of(groups, updates.parts)
+            batches = [replace(batch, groups=some) for batch, some in zip(batches, whole, strict=True)]
+        return [first, *(batches * updates.epochs)[1:]]
+
+    def on_mesh(self, rows: Sequence[TrainRow], temperature: float, extra: Sequence[TrainRow] = ()) -> UpdateBatch:
+        """See `Learner.on_mesh`."""
+        return self.learner.on_mesh(rows, temperature, extra)
+
+    def update(self, run: LearningRun, batches: Sequence[UpdateBatch]) -> tuple[TrainState, list[UpdateBatch], Metrics]:
+        """(training state after the optimizer steps, the batches as they were trained, metrics).
+
+        Metrics are means over the steps; the log-probability gap is that of the first, since later steps differ from
+        the sampler by design. The buffers of `run.train` are donated.
+        """
+        started = time.perf_counter()
+        if not batches:
+            return run.train, [], {"update/skipped": 1.0, "time/update_s": 0.0}
+        train, moved = run.train, {}
+        if self.config.optim.offload:
+            train, moved = move_moments(train, to_device, "to_device")
+        taken: list[UpdateBatch] = []
+        collected: list[Metrics] = []
+        for batch in batches:
+            if batch.groups:  # its rows depend on what the steps before it have changed
+                rows, measured = self.rows(batch.groups, replace(run, train=train), batch.rows)
+                rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
+                batch = replace(self.on_mesh(rows, batch.temperature), measured=measured)
+            train, metrics = self.learner.optimizer_step(train, batch.packed)
+            numbers = {name: float(value) for name, value in self.learner.fetched(metrics).items()}
+            collected.append(numbers | {"update/fill": batch.placement.fill, "update/signal": batch.signal})
+            taken.append(batch)
+        if self.config.optim.offload:
+            train, back = move_moments(train, to_host, "to_host")
+            moved |= back
+        merged = {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}
+        merged |= {name: value for name, value in collected[0].items() if name.startswith("loss/logprob_gap")}
+        for name in {name: None for batch in taken for name in batch.measured}:
+            merged[name] = float(np.mean([batch.measured[name] for batch in taken if name in batch.measured]))
+        spent = sum(batch.measured.get("time/rows_s", 0.0) for batch in taken)
+        times = {"time/update_s": time.perf_counter() - started, "time/rows_s": spent}
+        return train, taken, merged | moved | times
+
+    def warmup(self, run: LearningRun) -> None:
+        """Compiles the programs of training by running them in a way that changes nothing."""
+        run.train, _, _ = self.update(run, [self.on_mesh([], temperature_of(self.config, run))])
+        if reference_sync(self.config)[0]:
+            run.reference = self.mixed(run.train.params, run.reference, np.float32(0.0))
+
+    def next_reference(self, run: LearningRun) -> Any:
+        """The reference after a step, which moves to the policy where `sync_every` says so."""
+        every, mix = reference_sync(self.config)
+        if not every or run.step % every:
+            return run.reference
+        return self.mixed(run.train.params, run.reference, np.float32(mix))
+
+    def _rebuilt(self, row: TrainRow, before: TrainRow) -> TrainRow:
+        """A row with new scores, whose ratio stays that to the policy of the first step; so do advantages that do not
+        depend on scores, and the bonus for entropy, since their statistics are those of the whole rollout batch."""
+        scored = self.config.advantage.follows_policy
+        kept = row.advantages if scored else before.advantages
+        bonus = before.entropy_coefficient
+        return replace(row, logprobs_old=before.logprobs_old, advantages=kept, entropy_coefficient=bonus)
+
+    def _with_reference(self, scores: Scores, groups: Sequence[Group], run: LearningRun) -> Scores:
+        if not needs_reference(self.config):
+            return scores
+        found = self.score(run.reference, groups, temperature_of(self.config, run))
+        return replace(scores, reference=found.logprobs)
+
+    def _with_teacher(self, scores: Scores, groups: Sequence[Group], run: LearningRun) -> Scores:
+        """The scores with those of another model, or of this one under prompts that show more."""
+        part, temperature = teacher_of(self.config), temperature_of(self.config, run)
+        if part is None:
+            return scores
+        if self.teacher is not None:
+            found = self._passes(self.teacher.params, self.teacher.score_batch, groups, temperature)
+            return replace(scores, teacher=found.logprobs)
+        shown = rows_shown_more(part, groups, self.prompt_ids, self.config.rollout.max_prompt_tokens)
+        rest = iter(shown)
+        moved = [replace(g, trajectories=tuple(next(rest) or t for t in g.trajectories)) for g in groups]
+        params = run.reference if part.needs_reference else run.train.params
+        found = self.score(params, moved, temperature).logprobs
+        own = [t.prompt_length for g in groups for t in g.trajectories]
+        rows = zip(found, shown, own, strict=True)
+        after = [np.append(np.zeros(n, np.float32), x[new.prompt_length :]) if new else None for x, new, n in rows]
+        return replace(scores, teacher=after)
+
+    def _as_trained(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """The groups under the prompts that the loss reads: hinted responses under the plain one for Guide-GRPO."""
+        if not self.config.plan.second.trains_plain:
+            return groups
+        hinted = [g.problem for g in groups if any(traits_of(t.condition.kind).moves for t in g.trajectories)]
+        return with_plain_prompts(groups, self._plain_prompts(hinted))
+
+    def _plain_prompts(self, problems: Sequence[Problem]) -> dict[str, np.ndarray]:
+        """Prompt ids by uid."""
+        return {problem.uid: np.asarray(self.prompt_ids(problem), np.int32) for problem in problems}
+
+    def _explanation_rows(self, explained: Sequence[Group], run: LearningRun) -> list[TrainRow]:
+        """Supervised rows of successful explanations under the plain prompt (ExPO)."""
+        groups = with_plain_prompts(explained, self._plain_prompts([group.problem for group in explained]))
+        scores = self.score(run.train.params, groups, temperature_of(self.config, run))
+        weight = self.config.plan.second.supervised_weight(run.method.step)
+        rows = supervised_rows(groups, self._with_reference(scores, groups, run), weight, self.config.surrogate)
+        # The leaves of every row of this method, so that a step of explanations alone runs the same program.
+        filled = optional_fields(self.config)
+        bonus = 0.0 if "entropy_coefficient" in filled else None
+        marked = [np.zeros(row.length, bool) if "marked" in filled else None for row in rows]
+        return [replace(row, marked=m, entropy_coefficient=bonus) for row, m in zip(rows, marked, strict=True)]
+
+
+def reference_mixer(learner: Learner) -> Callable[[Any, Any, Any], Any]:
+    """`mixture` as a program on the mesh of a learner; it donates the reference before."""
+    shardings = trained_shardings(learner.model, learner.mesh, learner.lora)
+    return jax.jit(mixture, donate_argnums=1, out_shardings=shardings)
+
+
+def temperature_of(config: LearningConfig, run: LearningRun) -> float:
+    """Sampling temperature of this step's rollouts."""
+    planned = config.plan.temperature.now(run.method)
+    return config.sampling.temperature if planned is None else planned
+
+
+def checked_rows(rows: Sequence[TrainRow], like: Sequence[TrainRow]) -> list[TrainRow]:
+    """The rows that a function of the user's returned.
+
+    Raises:
+        ValueError: Their number or lengths differ from those of `like`, or a value is not finite.
+    """
+    if [row.length for row in rows] != [row.length for row in like]:
+        raise ValueError(
+            f"method.edit_rows returned {len(rows)} rows; it must return {len(like)} of the same lengths, in order"
+        )
+    if not all(np.isfinite(row.weights).all() and np.isfinite(row.advantages).all() for row in rows):
+        raise ValueError("method.edit_rows returned weights or advantages that are not finite")
+    return list(rows)
+
+
+def mean_gap(rows: Sequence[TrainRow], other: Sequence[np.ndarray | None]) -> float:
+    """Mean of log p_old - log p_other over the tokens that train in the rows which were scored, in nats."""
+    pairs = [(row, now) for row, now in zip(rows, other, strict=True) if now is not None]
+    gaps = [np.sum(row.logprobs_old - now, where=row.policy_mask, dtype=np.float64) for row, now in pairs]
+    return float(sum(gaps) / max(sum(np.count_nonzero(row.policy_mask) for row, _ in pairs), 1))
+
+
+def split_rows(rows: Sequence[TrainRow], groups: Sequence[Group], parts: int) -> list[list[TrainRow]]:
+    """The rows in `parts` runs of whole groups (fewer when there are fewer groups)."""
+    edges = np.cumsum([0, *(sum(group.size for group in some) for some in parts_of(groups, parts))])
+    return [list(rows[low:high]) for low, high in pairwise(edges)]
+
+
+def parts_of(groups: Sequence[Group], parts: int) -> list[Sequence[Group]]:
+    """The groups in at most `parts` runs, each with a row."""
+    cuts = [len(groups) * i // parts for i in range(parts + 1)]
+    pieces = [groups[low:high] for low, high in pairwise(cuts)]
+    return [piece for piece in pieces if any(group.size for group in piece)]
+
+
+def rows_shown_more(
+    part: SelfTeacher, groups: Sequence[Group], prompt_ids: PromptIds, longest: int
+) -> list[Trajectory | None]:
+    """Each trajectory after the prompt of its teacher; None where that shows no more, or exceeds `longest` tokens."""
+    found: list[Trajectory | None] = []
+    for group in groups:
+        suffixes = [part.suffix(group, i) for i in range(group.size)]
+        prompts = {text: prompt_ids(group.problem, text) for text in set(suffixes) if text}
+        for trajectory, text in zip(group.trajectories, suffixes, strict=True):
+            fits = bool(text) and len(prompts[text]) <= longest
+            found.append(with_prompt(trajectory, np.asarray(prompts[text], np.int32)) if fits else None)
+    return found

@@ -1,0 +1,63 @@
+"""What the core knows of further methods: nothing but what they declare."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_roc_jax.method.catalog import SKETCH, SKETCH_MARKS, load_methods, read_method, sketch_table, with_table
+from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS, find_config
+from grpo_roc_jax.types import CONDITIONS, Condition, condition_kind, traits_of
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_recipes_beside_methods_are_named_like_those_of_the_core(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = CONTRIB_METHODS / "hill.yaml"
+    names = ("configs/methods/hill.yaml", "methods/hill.yaml", "methods/hill")
+    assert [find_config(name) for name in names] == [path] * 3
+    assert not {p.name for p in CONTRIB_METHODS.glob("*.yaml")} & {p.name for p in (CONFIG_DIR / "methods").glob("*")}
+
+
+def test_no_module_outside_names_a_file_of_the_folder():
+    names = {path.stem for path in CONTRIB_METHODS.glob("*.py")} - {"__init__"}
+    named = re.compile(rf"contrib[./]methods[./:](?:{'|'.join(names)})\b")
+    package = ROOT / "grpo_roc_jax"
+    others = [path for path in package.rglob("*.py") if CONTRIB_METHODS not in path.parents]
+    assert not [path for path in others if named.search(path.read_text(encoding="utf-8"))]
+
+
+def test_a_condition_says_what_other_stages_must_know():
+    assert traits_of("hint").helped and traits_of("hint").moves and not traits_of("hint_writer").attempt
+    assert traits_of("of another version") == traits_of("")
+    assert Condition.parse("of another version:3") == Condition("of another version", 3)
+    assert condition_kind("hint", helped=True, moves=True, optional=True) == "hint"
+    before = dict(CONDITIONS)
+    with pytest.raises(ValueError, match=r"condition 'hint' is .* choose another name"):
+        condition_kind("hint", attempt=False)
+    assert before == CONDITIONS
+
+
+def test_sketches_are_told_and_counted_apart():
+    methods = load_methods()
+    sketches = [m for m in methods.values() if m.stand_in]
+    assert all(m.title.endswith(SKETCH) and m.as_in_paper for m in sketches)
+    words = re.compile(rf"\b{len(methods) - len(sketches)}\b[^|.]*\b{len(sketches)} (?:are )?sketches")
+    for page in ("README.md", "docs/index.md", "docs/comparison.md"):
+        assert words.search((ROOT / page).read_text(encoding="utf-8")), page
+    page = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
+    assert f"Of the {len(methods)} recipes, {len(methods) - len(sketches)} " in page
+    assert f"The other {len(sketches)} are sketches" in page
+    assert with_table(page, sketch_table(), *SKETCH_MARKS) == page, (
+        "python -m grpo_roc_jax.method.catalog docs/methods.md"
+    )
+
+
+@pytest.mark.parametrize("line", ["# stand-in: a table for the model", "# as in the paper: the sum", ""])
+def test_a_sketch_says_what_it_is_in_three_places(tmp_path, line):
+    path = tmp_path / "mine.yaml"
+    title = "# Mine" if line else f"# Mine{SKETCH}"
+    path.write_text(f"{title}, arXiv:1\n# axes: a\n# formula: x\n# state: none\n{line}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="write all three, or none"):
+        read_method(path)

@@ -1,0 +1,85 @@
+"""The core works without `contrib/`: in a copy of the package that lacks the folder, everything that does not name an
+adapter or a further method does what it does here."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS
+from tests.test_train import TINY
+
+ROOT = Path(__file__).resolve().parent.parent
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import grpo_roc_jax
+from grpo_roc_jax.config import read_config
+from grpo_roc_jax.method.catalog import load_methods
+from grpo_roc_jax.settings.cli import ConfigError
+
+for module in pkgutil.walk_packages(grpo_roc_jax.__path__, "grpo_roc_jax."):
+    if module.name.endswith("__main__") or ".sandbox._" in module.name:
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:  # the library of an extra
+        assert not error.name.startswith("grpo_roc_jax"), error
+assert not [name for name in sys.modules if name.startswith("grpo_roc_jax.contrib")]
+for name in sys.argv[1:]:
+    read_config(name)
+try:
+    read_config("toy.yaml", "--advantage.scale", "mad")
+except ConfigError as error:
+    print(error)
+print(*load_methods())
+"""
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory):
+    """A checkout without `contrib/`, nor its tests."""
+    root = tmp_path_factory.mktemp("core")
+    left_out = shutil.ignore_patterns("contrib", "__pycache__", "results", "*.pyc")
+    for name in ("grpo_roc_jax", "configs", "tests", "benchmarks", "examples", "docs"):
+        shutil.copytree(ROOT / name, root / name, ignore=left_out)
+    for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "ARCHITECTURE.md"):
+        shutil.copy(ROOT / name, root)
+    return root
+
+
+def run_in(root: Path, *words: str, timeout: float = 300) -> str:
+    """What Python prints with the package of that folder."""
+    env = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=root, env=env, capture_output=True, text=True, timeout=timeout, errors="replace"
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def test_every_module_is_imported_and_every_recipe_of_the_core_read(core):
+    recipes = [str(path.relative_to(CONFIG_DIR)) for path in (CONFIG_DIR / "methods").glob("*.yaml")]
+    recipes += [path.name for path in CONFIG_DIR.glob("*.yaml")]
+    message, names = run_in(core, "-c", IMPORT_ALL, *recipes).splitlines()[-2:]
+    assert "unknown kind 'mad'" in message
+    assert set(names.split()) == {path.stem for path in (CONFIG_DIR / "methods").glob("*.yaml")}
+    assert not set(names.split()) & {path.stem for path in CONTRIB_METHODS.glob("*.yaml")}
+
+
+def test_the_toy_trains(core, tmp_path):
+    words = [*TINY, "--steps=1", "--data.eval_problems=0", f"--run_dir={tmp_path / 'run'}"]
+    run_in(core, "-m", "grpo_roc_jax.train", *words)
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 1 and last["rollout/sampled_tokens"] > 0
+
+
+@pytest.mark.slow
+def test_the_tests_of_the_core_pass(core):
+    names = "distillation edit planning reference_loss state switching turn_credit weights".split()  # noqa: SIM905
+    words = ["tests/learner", "tests/rollout", *(f"tests/method/test_{name}.py" for name in names)]
+    run_in(core, "-m", "pytest", "-n2", "-q", "-p", "no:cacheprovider", *words, timeout=3000)
