@@ -1,4 +1,5 @@
-"""Writes the generated pages: `python docs/reference.py` makes docs/configuration.md and docs/api.md.
+"""Writes the generated pages: `python docs/reference.py` makes docs/configuration.md and docs/api.md, and the table of
+docs/coming_from.md.
 
 The settings come from the classes that hold them, the Python names from their docstrings, so neither page is edited.
 """
@@ -20,6 +21,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.settings.helping import axis_of, section_of
 from grpo_roc_jax.settings.layers import is_section
 from grpo_roc_jax.settings.options import as_text, default_of, described, fields_of, type_of
+from grpo_roc_jax.settings.other_names import METHOD, OTHER_NAMES
 
 DOCS = Path(__file__).resolve().parent
 Seen = dict[type, str]
@@ -283,7 +285,23 @@ def as_written(parameter: inspect.Parameter) -> str:
 
 def pages() -> dict[str, str]:
     """Name of every generated page -> its content."""
-    return {"configuration.md": configuration(), "api.md": api()}
+    return {"configuration.md": configuration(), "api.md": api(), "coming_from.md": coming_from()}
+
+
+TABLE = "<!-- generated table -->", "<!-- end of generated table -->"
+
+
+def coming_from() -> str:
+    """The page for users of other projects, with its table made anew."""
+    before, after = TABLE
+    head, _, rest = (DOCS / "coming_from.md").read_text(encoding="utf-8").partition(before)
+    lines = []
+    for project in dict.fromkeys(row.project for row in OTHER_NAMES):
+        lines += ["", f"### {project}", "", f"| {project} | here | note |", "|---|---|---|"]
+        for row in (row for row in OTHER_NAMES if row.project == project):
+            ours = {"": "-", METHOD: "a [recipe](methods.md)"}.get(row.ours, f"`{row.ours}`")
+            lines.append(f"| `{row.theirs}` | {ours} | {cell(row.note)} |")
+    return "\n".join([head + before, *lines, "", after]) + rest.partition(after)[2]
 
 
 if __name__ == "__main__":

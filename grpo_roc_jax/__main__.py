@@ -4,7 +4,6 @@ Each command is a module of `commands/` with `main(argv) -> int`. It gets the wo
 is imported.
 """
 
-import difflib
 import importlib
 import os
 import sys
@@ -59,8 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        from grpo_roc_jax.settings.other_names import COMMAND_NAMES, close_to
+
+        near = COMMAND_NAMES.get(name.replace("-", "_")) or close_to(name, COMMANDS)
+        hint = f"did you mean {near!r}? " if near else ""
         print(f"unknown command {name!r}; {hint}`grpo-roc help` lists all commands", file=sys.stderr)
         return UNKNOWN_COMMAND
     if not sys.flags.safe_path and os.getcwd() not in sys.path:

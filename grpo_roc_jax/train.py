@@ -1,5 +1,5 @@
-"""Training: `python -m grpo_roc_jax.train [CONFIG.yaml] [--section.field value] [--dry-run | --preflight]`.
-`--force` continues a run with settings that it would refuse.
+"""Training: `python -m grpo_roc_jax.train [CONFIG.yaml] [--section.field value] [--dry-run [full] | --preflight]`.
+`--dry-run full` prints every setting too; `--force` continues a run with settings that it would refuse.
 
 One step publishes the policy, rolls problems out, scores, selects, buffers, makes rows, updates and records. `train`
 does the same from Python, with custom parts as arguments.
@@ -40,6 +40,7 @@ from grpo_roc_jax.run.components import check_components, describe_device, make_
 from grpo_roc_jax.run.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
+from grpo_roc_jax.run.prospects import hindrances
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.rounds import StepSamples, WaveSampler, check_accounts, draw_problems, merge_rounds, run_round
@@ -343,7 +344,7 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
     first evaluation. Files of the run are written and cut from here on."""
     config, writer, processes = session.config, session.writer, session.sampling.processes
     run = fresh_run(config, session.policy, session.sampling)
-    for note in run.stream.notes:
+    for note in (*run.stream.notes, *hindrances(config, session.sampling.sampler.chat)):
         writer.say(note)
     if session.start.kind == "resume":
         forced = session.start.forced
@@ -455,13 +456,16 @@ def evaluate_once(session: TrainingSession, run: RunState) -> float | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    full = "--dry-run" in words[:-1] and words[words.index("--dry-run") + 1] == "full"
+    if full:
+        words.pop(words.index("--dry-run") + 1)
     dry_run, ahead, force = (flag in words for flag in FLAGS)
     words = [word for word in words if word not in FLAGS]
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         config = load_config(Config, words, prog="python -m grpo_roc_jax.train", default_file=DEFAULT_CONFIG)
         if dry_run:
-            dry(config)
+            dry(config, full)
         elif ahead:
             for one in config.staged():
                 print("\n".join([*preflight_lines(preflight(one)), *host_lines(one)]))
@@ -493,12 +497,18 @@ def ended(status: int, words: str, error: BaseException | None = None) -> int:
     return status
 
 
-def dry(config: Config) -> None:
-    """Builds what needs no device work and reads the data, then prints the resolved configuration and what it comes to.
+def dry(config: Config, full: bool = False) -> None:
+    """Builds what needs no device work and reads the data, then prints what was read, what the settings come to, and
+    last what cannot work.
+
+    Args:
+        config: Of the run.
+        full: Begins with the resolved configuration.
 
     Raises:
         ConfigError: What a run would refuse at its start.
     """
+    read: list[str] = []
     lines: list[str] = []
     for index, one in enumerate(config.staged()):
         tokenizer, chat, model, mesh, _ = check_components(one, make_registry(one))
@@ -506,10 +516,14 @@ def dry(config: Config) -> None:
         with config_errors(RewardError, ModuleNotFoundError), closing(make_scorer(one.reward)) as scorer:
             check_extras(one.log)
             found = data_lines(one, chat, scorer)
-        lines += [f"stage {config.stages[index].name}:"] if config.stages else []
-        lines += [*derived(one), *memory_lines(with_update(one, model, mesh), model, mesh), *found]
-    print(dump_yaml(config))
-    print("\n".join(lines))
+            against = hindrances(one, chat, scorer)
+        stage = [f"stage {config.stages[index].name}:"] if config.stages else []
+        read += [*stage, *found]
+        lines += [*stage, *derived(one), *memory_lines(with_update(one, model, mesh), model, mesh)]
+        lines += [f"this cannot work: {line}" for line in against] or ["nothing was found that speaks against this run"]
+    if full:
+        print(dump_yaml(config))
+    print("\n".join([*read, "", *lines]))
 
 
 if __name__ == "__main__":

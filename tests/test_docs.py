@@ -82,8 +82,8 @@ def test_the_menu_names_every_page_once():
     assert sorted(named) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")), "edit mkdocs.yml"
 
 
-OTHER_NAMES = ("faults.md", "serving.md", "configuration.md")
-"""Pages whose dotted names are points of faults, settings of another command, or generated."""
+OTHER_NAMES = ("faults.md", "serving.md", "configuration.md", "coming_from.md")
+"""Pages whose dotted names are points of faults, settings of another command or project, or generated."""
 
 
 def test_every_setting_that_a_page_names_exists():

@@ -15,9 +15,6 @@ from tests.parts import part_of
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MACHINE = re.compile(r"/work\b|/tmp\b|/root\b|/home\b|/usr/|/opt/|/mnt\b|/var/|site-packages")
-BADGE = (
-    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/"
-)
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -43,11 +40,11 @@ def test_there_is_a_notebook_for_each_question():
 
 
 @each
-def test_a_notebook_begins_with_badge_installation_and_what_to_expect(path):
+def test_a_notebook_begins_with_installation_and_what_to_expect(path):
     whole, code = json.loads(path.read_text(encoding="utf-8")), cells(path)
     assert whole["nbformat"] == 4 and len({cell["id"] for cell in whole["cells"]}) == len(whole["cells"])
     title = source(whole["cells"][0])
-    assert title.startswith(f"# {path.stem[:2]} ") and BADGE in title
+    assert title.startswith(f"# {path.stem[:2]} ") and "badge" not in title  # there is no address to open
     assert source(code[0]) == source(cells(NOTEBOOKS[0])[0]) and ".whl" in source(code[0])
     expected = source(cells(path, "markdown")[1])
     assert all(f"**{word}**" in expected for word in ("Device", "Time", "Prediction"))
@@ -85,6 +82,9 @@ def test_the_first_cell_installs_a_wheel_from_the_folder_of_the_notebook(tmp_pat
     exec(cell, {})
     assert [command[1:4] for command in commands] == [["-m", "pip", "install"]]
     assert commands[0][-1].startswith(str(tmp_path / "grpo_roc_jax-0.1.0-py3-none-any.whl"))
+    for given, said in (("other.whl", "other.whl"), ("git+https://host/repository", "@ git+https://host/repository")):
+        exec(cell.replace('SOURCE = ""', f"SOURCE = {given!r}"), {})
+        assert said in commands[-1][-1] and "0.1.0" not in commands[-1][-1]
 
 
 def test_every_notebook_is_listed():

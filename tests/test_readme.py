@@ -26,7 +26,6 @@ from grpo_roc_jax.commands.plot import PlotConfig
 from grpo_roc_jax.commands.serve import ServeConfig
 from grpo_roc_jax.commands.view import ViewConfig
 from grpo_roc_jax.data.gsm8k_traces import TracesConfig
-from grpo_roc_jax.reward.config import Reward
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "configs").rglob("*.yaml"))]
@@ -138,7 +137,7 @@ PARSERS = {
     "cut-traces": by_tyro(CutTraces),
     "check-data": lambda words: g.read_config(*words[1:]),
     "replay": lambda words: g.read_config(*words[1:]),
-    "check-reward": lambda words: Reward.read(*words),
+    "check-reward": by_argparse("check-reward"),
     "data.gsm8k_traces": by_tyro(TracesConfig),
     "method.catalog": lambda words: None,
 }

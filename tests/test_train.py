@@ -278,10 +278,19 @@ def test_derived_numbers_in_words():
 
 
 def test_dry_run_prints_the_resolved_configuration(capsys):
-    assert main(["toy.yaml", "--dry-run", "--seed=7"]) == 0
+    assert main(["toy.yaml", "--dry-run", "full", "--seed=7"]) == 0
     said = capsys.readouterr().out
     assert "seed: 7" in said
     assert "sampled -> 16 kept" in said
+
+
+def test_a_dry_run_ends_with_the_lines_that_matter(capsys):
+    assert main(["toy.yaml", "--dry-run", "--seed=7"]) == 0
+    data, matters = capsys.readouterr().out.split("\n\n")
+    assert "seed: 7" not in data + matters and "prompts of 12 to 17 tokens" in data
+    lines = matters.splitlines()
+    assert len(lines) <= 10 and lines[0].startswith("8 problems x 32 sampled -> 16 kept")
+    assert "together" in lines[-2] and lines[-1] == "nothing was found that speaks against this run"
 
 
 def launch(run_dir, *more: str, piped: bool = False) -> subprocess.Popen:

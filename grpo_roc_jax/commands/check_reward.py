@@ -1,23 +1,84 @@
-"""`grpo-roc check-reward package.module:function`: tries a reward function before training.
+"""`grpo-roc check-reward FUNCTION [DATA] [--trajectories RUN]`: tries a reward function before training.
 
 It runs on five small made-up trajectories: a right answer, a wrong answer, no answer, a failing tool call, and a
-truncated one. Each line shows the reward and the status that training would use.
+truncated one. Each line shows the reward and the status that training would use. With DATA, a file of problems or a
+generated source such as `world:gcd:1`, the trajectories answer its first problems, and the columns that a function
+finds in `problem.extra` are named. With `--trajectories`, the function scores what a run recorded.
 """
 
+import argparse
+from collections.abc import Sequence
+
+from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.data.pipeline import first_problems
+from grpo_roc_jax.data.problems import load_problems
+from grpo_roc_jax.record.trace import groups_of, read_trace, trace_files
 from grpo_roc_jax.reward.config import Reward
 from grpo_roc_jax.reward.score import RewardError
-from grpo_roc_jax.reward.trial import check_reward
+from grpo_roc_jax.reward.trial import check_reward, score_again
+from grpo_roc_jax.types import Problem
+
+SHOWN = 3
+"""Problems of a file that are tried."""
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 if every trajectory was scored; 2 if the function failed or left trajectories unscored."""
-    if len(argv) != 1:
-        print(f"usage: grpo-roc check-reward FUNCTION, one of {', '.join(sorted(Reward.kinds))} or a path")
-        return 2
+    arguments = parser().parse_args(argv)
     try:
-        lines = check_reward(argv[0])
-    except (RewardError, ValueError) as error:
+        lines = list(tried(arguments))
+    except (RewardError, ValueError, OSError) as error:
         print(error)
         return 2
     print("\n".join(lines))
-    return 2 if any("not scored" in line for line in lines) else 0
+    return 2 if any("not scored" in line or line.startswith("fault: ") for line in lines) else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    kinds = ", ".join(sorted(Reward.kinds.keys() - {"function"}))
+    made = argparse.ArgumentParser("grpo-roc check-reward", description=__doc__)
+    made.add_argument("function", metavar="FUNCTION", help=f"file.py:function, module:function, or one of {kinds}")
+    made.add_argument("data", metavar="DATA", nargs="?", help="a file of problems, or a source such as world:gcd:1")
+    made.add_argument("--trajectories", metavar="RUN", help="score the trajectories of this run's last step again")
+    made.add_argument("--step", type=int, help="of the run, instead of its last one")
+    return made
+
+
+def tried(arguments: argparse.Namespace) -> list[str]:
+    """The lines of the command.
+
+    Raises:
+        RewardError: See `check_reward`.
+        ValueError: Data that cannot be read, or a run without trajectories.
+    """
+    if arguments.trajectories:
+        return score_again(arguments.function, recorded_groups(arguments.trajectories, arguments.step))
+    if not arguments.data:
+        return check_reward(arguments.function)
+    lines = []
+    for problem in some_problems(arguments.data):
+        extra = ", ".join(problem.extra) or "empty"
+        lines += [f"{problem.uid}: {problem.prompt[:60]!r}, answer {problem.answer[:30]!r}; problem.extra: {extra}"]
+        lines += check_reward(arguments.function, problem)
+    return lines
+
+
+def some_problems(source: str) -> list[Problem]:
+    """The first problems of a file or of a generated source."""
+    generated = first_problems(DataConfig(sources=(source,)), 0, SHOWN)
+    return generated[0][1] if generated else load_problems(source)[0][:SHOWN]
+
+
+def recorded_groups(run: str, step: int | None) -> list:
+    """The groups of a step of a run, before selection.
+
+    Raises:
+        ValueError: The run has no trajectories, or none of this step.
+    """
+    steps = sorted({number for _, kind, number in trace_files(run) if kind == "step"})
+    if not steps:
+        raise ValueError(f"{run} has no trajectories of steps; name the directory of a run with log.traces above 0")
+    if step is not None and step not in steps:
+        raise ValueError(f"{run} has no trajectories of step {step}; it has steps {steps[0]} to {steps[-1]}")
+    return groups_of(read_trace(run, steps[-1] if step is None else step))

@@ -17,6 +17,7 @@ import jax
 
 import grpo_roc_jax
 from grpo_roc_jax.pod.program_cache import keep_programs
+from grpo_roc_jax.settings.installing import install_command
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.memory_bound import describe_memory, host_bytes
 
@@ -97,7 +98,7 @@ def to_do(found: Mapping[str, Any]) -> Iterator[str]:
         if name == used:
             continue
         if not found["extras"][name]:
-            yield f"a {name.upper()} is attached, but JAX cannot use it: pip install 'grpo-roc-jax[{name}]'"
+            yield f"a {name.upper()} is attached, but JAX cannot use it: {install_command(name)}"
         else:
             yield f"a {name.upper()} is attached, but JAX does not use it: unset JAX_PLATFORMS, and check its driver"
     if not found["devices"]["count"]:
@@ -128,7 +129,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield "extras     " + (", ".join(name for name, there in found["extras"].items() if there) or "none")
     for name, there in found["extras"].items():
         if not there:
-            yield f"           without {name:<12} pip install 'grpo-roc-jax[{name}]' for {EXTRAS[name][1]}"
+            yield f"           without {name:<12} {install_command(name)} for {EXTRAS[name][1]}"
     advice = list(to_do(found))
     yield "to do      " + ("; ".join(advice) if advice else "nothing: `grpo-roc train` will run")
     yield "models     `grpo-roc train CONFIG.yaml --preflight` compiles a run here, `grpo-roc plan` for other chips"

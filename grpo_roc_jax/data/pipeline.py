@@ -245,6 +245,29 @@ def make_trace_stream(
     return _stream(datasets, contents, weights, traces, seed, notes, longest)
 
 
+def first_problems(config: DataConfig, seed: int, count: int) -> list[tuple[str, list[Problem]]]:
+    """(source, its first `count` training problems) for each generated source."""
+    return [
+        (source, [_hinted_problem(generator, source, seed, index) for index in range(count)])
+        for source in config.sources
+        if (generator := generator_of(source))
+    ]
+
+
+def first_demonstrations(config: DataConfig, seed: int, count: int) -> list[tuple[str, list[Trace]]]:
+    """(source, demonstrations) for each source of the supervised stage: the first `count` of a generated one, all of a
+    file."""
+    return [
+        (
+            source,
+            [_generated_trace(generator, source, seed, config, index) for index in range(count)]
+            if (generator := generator_of(source))
+            else _load_traces(source, config)[0],
+        )
+        for source in config.trace_sources or config.sources
+    ]
+
+
 def _hinted_problem(generator: Generator, source: str, seed: int, index: int) -> Problem:
     return generator.with_hints(generator.problem(source, seed, index))
 

@@ -450,7 +450,9 @@ def drop_long(
         return kept, []
     notes = [f"{describe_lengths('prompts', lengths)}; rollout.max_prompt_tokens = {max_tokens}"]
     if dropped := len(problems) - len(kept):
-        notes[0] += f": {dropped} over-long prompts dropped, {len(kept)} problems left"
+        notes[0] += (
+            f": {dropped} over-long prompts dropped, {len(kept)} problems left; raise it to {max(lengths)} to keep all"
+        )
         long = [(p.uid, n) for p, n in zip(problems, lengths, strict=True) if n > max_tokens][:SHOWN]
         notes += [f"{uid}: prompt of {n} tokens, at most {max_tokens} fit; dropped" for uid, n in long]
     return kept, notes

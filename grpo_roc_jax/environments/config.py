@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from grpo_roc_jax.settings.callables import resolve
+from grpo_roc_jax.settings.installing import install_command
 from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, Positive, kind, settings
 from grpo_roc_jax.types import Problem
 
@@ -26,7 +27,7 @@ def adapter(module: str, extra: str) -> ModuleType:
         return importlib.import_module(f"grpo_roc_jax.{module}")
     except ImportError as error:
         message = f"environment.kind = {extra} needs the extra {extra} ({error}); "
-        raise ValueError(f"{message}pip install 'grpo-roc-jax[{extra}]'") from error
+        raise ValueError(f"{message}{install_command(extra)}") from error
 
 
 def bearer(variable: str) -> dict[str, str] | None:

@@ -58,9 +58,7 @@ def library() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise GgufError(
-            f"GGUF files need the package gguf ({error}); install the extra: pip install grpo-roc-jax[gguf]"
-        ) from error
+        raise GgufError(f"GGUF files need the package gguf ({error}); pip install gguf") from error
     return gguf
 
 

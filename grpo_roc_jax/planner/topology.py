@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from grpo_roc_jax.settings.installing import install_command
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -191,7 +193,7 @@ def topology_devices(topology: Topology) -> list[jax.Device]:
         found = topologies.get_topology_desc(**description)
     except Exception as error:  # the class depends on what is missing
         message = str(error).strip().splitlines()
-        part = "libtpu (pip install 'grpo-roc-jax[tpu]')" if chip.tpu else "pip install 'grpo-roc-jax[gpu]'"
+        part = f"libtpu ({install_command('tpu')})" if chip.tpu else install_command("gpu")
         raise TopologyError(
             f"{topology.name}: no compiler for it here ({message[0] if message else type(error).__name__}); install "
             f"{part}, or take the estimate by arithmetic (--arithmetic)"

@@ -24,17 +24,20 @@ from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.sandbox.result import ToolKind
 from grpo_roc_jax.settings.files import parse_json
 
-FORMAT = 1
+FORMAT = 2
 OUTCOMES: tuple[str, ...] = (*get_args(ToolKind), "not_run")
 LETTERS = {kind: chr(97 + place) for place, kind in enumerate(OUTCOMES)}
-TEXTS = ("condition", "status", "stop", "why")
+TEXTS = ("condition", "status", "stop", "why", "answer")
 """Columns of texts that repeat."""
 COLUMNS = (
     "offset", "group", "problem", "sample", "condition", "reward", "status", "calls", "tool_calls", "tool_errors",
     "turns", "tokens", "sampled", "stop", "seconds", "kept", "why", "penalties", "advantage",
+    "answer",
 )  # fmt: skip
 PENALTIES = ("total", "error", "format")
 """In the order in which the column of penalties lists them."""
+SHORT = 40
+"""Characters of a given answer in the index."""
 HEAD = 160
 """Characters of a prompt in the index."""
 TAIL = 4096
@@ -76,6 +79,7 @@ def row(line: Mapping[str, Any]) -> dict[str, Any]:
         if penalties
         else None,
         "advantage": finite(line.get("advantage")),
+        "answer": (verdict.get("answer") or "")[:SHORT],
     }
 
 

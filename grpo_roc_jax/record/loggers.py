@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from grpo_roc_jax.record.live import EVENTS, Board, after, colored, printable, table
 from grpo_roc_jax.record.tables import Rows, tables
 from grpo_roc_jax.record.trace import TraceRecord
+from grpo_roc_jax.settings.installing import install_command
 from grpo_roc_jax.settings.options import as_mapping
 from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.settings.secrets import without_secrets
@@ -56,7 +57,7 @@ def require(module: str, setting: str, *, extra: str) -> None:
     """
     if importlib.util.find_spec(module) is None:
         raise ModuleNotFoundError(
-            f"{setting} needs the package {module}, which is not installed; pip install 'grpo-roc-jax[{extra}]' or "
+            f"{setting} needs the package {module}, which is not installed; {install_command(extra)} or "
             f"leave {setting} off"
         )
 

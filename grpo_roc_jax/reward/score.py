@@ -30,6 +30,7 @@ from grpo_roc_jax.reward.config import (
 from grpo_roc_jax.reward.graded import GradedReward
 from grpo_roc_jax.reward.verify import Verifier
 from grpo_roc_jax.settings.callables import resolve
+from grpo_roc_jax.settings.other_names import close_to
 from grpo_roc_jax.settings.points import reach, spoiled
 from grpo_roc_jax.types import Group, Problem, Trajectory, Verdict, VerdictStatus
 
@@ -287,6 +288,10 @@ def make_scorer(config: RewardConfig) -> Scorer:
     return Scorer(config, verifier, functions)
 
 
+OTHER_SIGNATURES = frozenset({"prompts", "completions", "completion", "solution_str", "ground_truth", "data_source"})
+"""Arguments of reward functions in TRL, tunix, verifiers and verl."""
+
+
 def load_function(path: str) -> RewardFunction:
     """The reward function of that name or path.
 
@@ -296,12 +301,18 @@ def load_function(path: str) -> RewardFunction:
     try:
         function = resolve("reward.functions", path)
     except ValueError as error:
-        builtin = ", ".join(name for name in Reward.kinds if name != "function")
-        raise RewardError(f"{error}; the built-in ones are {builtin}") from error
+        if ":" in path:
+            raise RewardError(str(error)) from error
+        builtin = [name for name in Reward.kinds if name != "function"]
+        near = close_to(path, builtin)
+        meant = f"did you mean {near!r}? " if near else ""
+        raise RewardError(f"{error}; {meant}the built-in ones are {', '.join(builtin)}") from error
     try:
         inspect.signature(function).bind(None, ())
     except TypeError as error:
-        raise RewardError(f"reward {path} must accept (problem, trajectories): {error}") from error
+        theirs = sorted(OTHER_SIGNATURES & inspect.signature(function).parameters.keys())
+        other = f"; {', '.join(theirs)} is the signature of another project: see docs/coming_from.md" if theirs else ""
+        raise RewardError(f"reward {path} must accept (problem, trajectories): {error}{other}") from error
     return function
 
 

@@ -1,20 +1,23 @@
-"""Reward functions tried on made-up trajectories before training: `check_reward`, and `made_up` for a run."""
+"""Reward functions tried before training: on made-up trajectories (`check_reward`), on recorded ones
+(`score_again`), and `made_up` for a run."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 
 from grpo_roc_jax.reward.config import FunctionReward, Reward, RewardConfig
-from grpo_roc_jax.reward.score import make_scorer
-from grpo_roc_jax.types import Problem, StopReason, ToolCall, ToolResult, Trajectory, Turn
+from grpo_roc_jax.reward.score import Scorer, make_scorer
+from grpo_roc_jax.types import Group, Problem, StopReason, ToolCall, ToolResult, Trajectory, Turn
 
 PROBLEM = Problem("check", "What is 6 * 7?", "42", "check")
 
 
-def sample_trajectories() -> dict[str, Trajectory]:
+def sample_trajectories(problem: Problem = PROBLEM) -> dict[str, Trajectory]:
     """Description -> trajectory; five trajectories of one problem."""
-    right, wrong = (rf"<answer>\boxed{{{value}}}</answer>" for value in (42, 41))
+    other = "41" if problem.answer != "41" else "42"
+    right, wrong = (rf"<answer>\boxed{{{value}}}</answer>" for value in (problem.answer, other))
     return {
         "right answer": _trajectory(0, [right], "answer"),
         "wrong answer": _trajectory(1, [wrong], "answer"),
@@ -66,21 +69,19 @@ def _spoken(
     return Trajectory(ids, mask, logprobs, versions, len(prompt), tuple(spans), stop, sample, temperature=1.0)
 
 
-def check_reward(path: str) -> list[str]:
+def check_reward(path: str, problem: Problem = PROBLEM) -> list[str]:
     """The outcome of each trajectory, one line each.
 
     Args:
         path: A built-in name or `package.module:function`, which gets 10 seconds.
+        problem: What the made-up trajectories answer.
 
     Raises:
         RewardError: The function cannot be found, or returns something invalid.
     """
-    rows = sample_trajectories()
-    part = Reward.read(path)
-    part = replace(part, timeout_s=10.0) if isinstance(part, FunctionReward) else part
-    scorer = make_scorer(RewardConfig(functions=(part,)))
-    scored = scorer.score_all([PROBLEM], [list(rows.values())])
-    scorer.close()
+    rows = sample_trajectories(problem)
+    with closing(_scorer(path)) as scorer:
+        scored = scorer.score_all([problem], [list(rows.values())])
     verdicts = {t.sample: v for t, v in zip(scored.groups[0].trajectories, scored.groups[0].verdicts, strict=True)}
     lines = []
     for name, trajectory in rows.items():
@@ -88,6 +89,44 @@ def check_reward(path: str) -> list[str]:
         outcome = f"reward {verdict.reward:g} ({verdict.status})" if verdict else "not scored: leaves the group"
         lines.append(f"{name:18} {outcome}")
     return lines + [f"fault: {fault}" for fault in scored.faults]
+
+
+def score_again(path: str, groups: Sequence[Group]) -> list[str]:
+    """What a function pays to recorded trajectories, beside what these were paid: by status, by group, and where the
+    two differ most.
+
+    Args:
+        path: As in `check_reward`.
+        groups: Of a step, as `record.trace.groups_of` reads them.
+
+    Raises:
+        RewardError: The function cannot be found, or returns something invalid.
+    """
+    with closing(_scorer(path)) as scorer:
+        scored = scorer.score_all([group.problem for group in groups], [group.trajectories for group in groups])
+    before = {(g, t.sample): v for g, group in enumerate(groups) for t, v in group.pairs}
+    after = {(g, t.sample): v for g, group in enumerate(scored.groups) for t, v in group.pairs}
+    lines = [f"{len(after)} of {len(before)} recorded trajectories of {len(groups)} problems are scored"]
+    for status in dict.fromkeys(v.status for v in before.values()):
+        both = [(before[key].reward, after[key].reward) for key in after if before[key].status == status]
+        if both:
+            mean = np.mean(both, axis=0)
+            lines.append(f"{status:18} {len(both):5}  recorded {mean[0]:.3f}  now {mean[1]:.3f}")
+    spread = [sum(np.ptp(group.rewards) > 0 for group in some) for some in (groups, scored.groups)]
+    lines.append(f"groups whose rewards differ: {spread[0]} recorded, {spread[1]} now, of {len(groups)}")
+    if len(groups) and not spread[1]:
+        lines.append("no group has rewards that differ, so nothing would be learned from this step")
+    for g, sample in sorted(after, key=lambda key: -abs(after[key].reward - before[key].reward))[:3]:
+        old, new, uid = before[g, sample], after[g, sample], groups[g].problem.uid
+        if old.reward != new.reward:
+            lines.append(f"{uid} rollout {sample}: {old.reward:g} ({old.status}) -> {new.reward:g}")
+    return lines + [f"fault: {fault}" for fault in scored.faults]
+
+
+def _scorer(path: str) -> Scorer:
+    part = Reward.read(path)
+    part = replace(part, timeout_s=10.0) if isinstance(part, FunctionReward) else part
+    return make_scorer(RewardConfig(functions=(part,)))
 
 
 def _trajectory(sample: int, texts: list[str], stop: StopReason, result: str = "") -> Trajectory:

@@ -43,6 +43,7 @@ from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
+from grpo_roc_jax.settings.installing import install_command
 from grpo_roc_jax.settings.secrets import HIDDEN, hides_something
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig, TokenizerFile
@@ -211,9 +212,7 @@ def make_agents(config: Config, chat: ChatFormat, engine: Engine) -> Any:
     try:
         from grpo_roc_jax.serving.agent_runs import AgentRuns
     except ImportError as error:
-        raise ValueError(
-            f"environment agent needs the extra serve ({error}); pip install grpo-roc-jax[serve]"
-        ) from error
+        raise ValueError(f"environment agent needs the extra serve ({error}); {install_command('serve')}") from error
     pays = any(part.kind == "environment" for part in config.reward.functions)
     return AgentRuns(config.environment, chat, engine, config.longest_trajectory, pays)
 

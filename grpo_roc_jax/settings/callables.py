@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo_roc_jax.settings.other_names import close_to
+
 _GIVEN: ContextVar[Mapping[str, Callable]] = ContextVar("functions")
 """Functions passed in the running context, by the name that the configuration uses."""
 
@@ -63,6 +65,13 @@ def passed(name: str) -> Callable[..., Any] | None:
     return _GIVEN.get({}).get(name)
 
 
+def public_callables(module: ModuleType) -> list[str]:
+    """Names of the functions and classes that a module defines itself, in the order of its text; all of its public ones
+    where it defines none."""
+    names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    return [name for name in names if getattr(vars(module)[name], "__module__", "") == module.__name__] or names
+
+
 def resolve(setting: str, name: str) -> Callable[..., Any] | None:
     """The function that a setting names: one passed under that name, else `package.module:function` or
     `path/to/file.py:function`.
@@ -82,9 +91,18 @@ def resolve(setting: str, name: str) -> Callable[..., Any] | None:
         "write package.module:function or file.py:function, or pass the function: train(config, functions={name: ...})"
     )
     try:
-        found = getattr(import_file(module), attribute) if separator else None
-    except (ImportError, AttributeError) as error:
+        holder = import_file(module) if separator else None
+    except ImportError as error:
         raise ValueError(f"{setting} = {name!r}: {error}; {hint}") from error
+    found = getattr(holder, attribute, None)
+    if holder is not None and not hasattr(holder, attribute):
+        names = public_callables(holder)
+        near = close_to(attribute, names)
+        raise ValueError(
+            f"{setting} = {name!r}: {module} has no {attribute!r}; "
+            + (f"did you mean {near!r}? " if near else "")
+            + (f"it has {', '.join(names)}" if names else f"it defines no function; {hint}")
+        )
     if not callable(found):
         raise ValueError(f"{setting} = {name!r} is no function; {hint}")
     return found

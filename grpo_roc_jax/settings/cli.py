@@ -7,7 +7,6 @@ A YAML file is a layer of settings over its `base:`; later files override earlie
 `--help` shows sections and kinds, `--help SECTION` their settings.
 """
 
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,13 +24,13 @@ from grpo_roc_jax.settings.layers import (
     config_errors,
     known_keys,
     merge,
-    nearest,
     opened,
     read_words,
     read_yaml,
 )
 from grpo_roc_jax.settings.layers import listed as listed_words
 from grpo_roc_jax.settings.options import adapter, as_mapping, as_text
+from grpo_roc_jax.settings.other_names import CONFIG_DIR, CONTRIB_METHODS, advice, close_to
 from grpo_roc_jax.settings.secrets import without_secrets
 
 __all__ = [
@@ -46,14 +45,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-_PACKAGE = Path(__file__).resolve().parent.parent
-CONFIG_DIR = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
-"""Where the recipes are: inside the package when installed from a wheel, next to it in a checkout. Bare names such as
-`toy.yaml` are looked up here too."""
-CONTRIB_METHODS = _PACKAGE / "contrib" / "methods"
-"""Recipes beside methods that the core does not name. They are read, and named, as if they were in `methods/` of
-`CONFIG_DIR`."""
 
 
 def load_config(config_type: type[T], argv: Sequence[str], *, prog: str, default_file: str = "") -> T:
@@ -99,7 +90,7 @@ def build(config_type: type[T], layers: Sequence[Layer], below: T | None = None)
         try:
             values = merge(config_type, values, layer, layer.values)
         except ConfigError as error:
-            raise ConfigError(_with_hint(str(error), config_type)) from None
+            raise ConfigError(_with_hint(str(error), config_type, layer)) from None
         places |= layer.places
     if below is None:
         values = getattr(config_type, "completed", lambda values, _: values)(values, places)
@@ -156,10 +147,10 @@ def find_config(name: str) -> Path:
     for path in (Path(name), *(path for at in folders for path in (at, at.with_name(f"{at.name}.yaml")))):
         if path.is_file():
             return path
-    names = [str(path.relative_to(CONFIG_DIR)) for path in CONFIG_DIR.rglob("*.yaml")]
-    names += [f"methods/{path.name}" for path in CONTRIB_METHODS.glob("*.yaml")]
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"; nearest: configs/{near[0]}" if near else ""
+    stems = {path.stem: f"methods/{path.name}" for path in sorted(CONTRIB_METHODS.glob("*.yaml"))}
+    stems |= {path.stem: str(path.relative_to(CONFIG_DIR)) for path in sorted(CONFIG_DIR.rglob("*.yaml"))}
+    near = close_to(Path(name).stem, stems)
+    hint = f"; nearest: configs/{stems[near]}" if near else f"; `ls {CONFIG_DIR}` lists the recipes"
     raise ConfigError(f"no configuration file {name!r}, neither as a path nor under {CONFIG_DIR}{hint}")
 
 
@@ -190,12 +181,15 @@ def _method_files(config_type: type, layers: Sequence[Layer]) -> list[str]:
     return [] if found is None else list(map(str, listed_words(found)))
 
 
-def _with_hint(message: str, config_type: type) -> str:
-    """The refusal of an unknown key with the nearest one that exists."""
+def _with_hint(message: str, config_type: type, layer: Layer) -> str:
+    """The refusal of an unknown key with what to write instead: see `other_names.advice`."""
     if not message.startswith("unknown key '"):
         return message
-    near = nearest(message.split("'")[1], list(known_keys(config_type)))
-    return f"{message}; did you mean '{near}'?" if near else f"{message}; --help lists the sections"
+    key = message.split("'")[1]
+    value: Any = layer.values
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return f"{message}; {advice(key, value, tuple(known_keys(config_type))) or '--help lists the sections'}"
 
 
 BOUNDS = {
@@ -241,8 +235,8 @@ def _said(found: dict[str, Any], places: dict[Place, str]) -> str:
     elif reason == "literal_error":
         constraint = f"must be {context['expected']}"
         choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
-        near = difflib.get_close_matches(str(got), choices, n=1)
-        constraint += f"; did you mean '{near[0]}'?" if near else ""
+        near = close_to(str(got), choices)
+        constraint += f"; did you mean '{near}'?" if near else ""
     elif reason == "too_short":
         constraint = "must have at least one entry"
     elif reason in ("kind", "setting"):

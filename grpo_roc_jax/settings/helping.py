@@ -6,8 +6,9 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from grpo_roc_jax.settings.layers import is_axis, is_section, item_axis, nearest
+from grpo_roc_jax.settings.layers import is_axis, is_section, item_axis, known_keys
 from grpo_roc_jax.settings.options import Axis, as_text, default_of, described, fields_of, type_of
+from grpo_roc_jax.settings.other_names import advice, close_to
 
 WIDTH = 110
 
@@ -65,10 +66,7 @@ def _section(config_type: type, asked: str) -> Iterator[str]:
             holders = kinds
             continue
         if owner is None:
-            known = list(dict.fromkeys(field for cls in holders for field in fields_of(cls)))
-            near = nearest(name, known)
-            meant = ".".join([*names[:depth], near])
-            yield f"there is no {flag[2:]}" + (f"; did you mean '{meant}'?" if near else "; --help lists the sections")
+            yield from _absent(config_type, asked, names[:depth], holders)
             return
         found = type_of(owner, name)
         axis = axis_of(found)
@@ -88,6 +86,18 @@ def _section(config_type: type, asked: str) -> Iterator[str]:
         yield from textwrap.wrap(f"kind {cls.kind}: {first_sentence(cls.__doc__ or '')}", WIDTH, subsequent_indent="  ")
         for name in fields_of(cls):
             yield from _setting(cls, name, f"  --{asked}.{name}")
+
+
+def _absent(config_type: type, asked: str, above: list[str], holders: list[type]) -> Iterator[str]:
+    """What to ask for instead of a section or setting that there is not; the names that there are."""
+    here = list(dict.fromkeys(field for cls in holders for field in fields_of(cls)))
+    near = close_to(asked.split(".")[len(above)], here)
+    meant = (
+        f"did you mean '{'.'.join([*above, near])}'?" if near else advice(asked, None, tuple(known_keys(config_type)))
+    )
+    yield f"there is no {asked}" + (f"; {meant}" if meant else "")
+    if not meant:
+        yield from textwrap.wrap(f"{'.'.join(above) or 'sections'}: {', '.join(here)}", WIDTH, subsequent_indent="  ")
 
 
 def _setting(cls: type, name: str, flag: str) -> Iterator[str]:

@@ -3,10 +3,9 @@
 A layer remembers where each of its values was written, so that a mistake is reported with its file and line.
 """
 
-import difflib
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -367,15 +366,3 @@ def known_keys(cls: type, prefix: str = "", within: tuple[type, ...] = ()) -> It
             if chosen not in within:
                 middle = "" if is_axis(found) else f"{kind_name}."
                 yield from known_keys(chosen, f"{prefix}{name}.{middle}", (*within, chosen))
-
-
-def nearest(key: str, known: Sequence[str]) -> str:
-    """The known key that somebody who wrote `key` most likely meant; empty for none."""
-    tails: Mapping[str, str] = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
-    tail = key.rsplit(".", 1)[-1]
-    if tail in tails:  # the right name in another section
-        return tails[tail]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if near:
-        return near[0]
-    return next((tails[other] for other in difflib.get_close_matches(tail, tails, n=1)), "")

@@ -11,7 +11,6 @@ Importing a file that defines a kind is all it takes to add one, inside the pack
 """
 
 import dataclasses
-import difflib
 import inspect
 import json
 import types
@@ -25,6 +24,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from grpo_roc_jax.settings.other_names import close_to, use_recipe
 
 T = TypeVar("T")
 
@@ -85,10 +86,9 @@ class Axis:
             )
         name = value["kind"]
         if name not in cls.kinds:
-            near = difflib.get_close_matches(str(name), cls.kinds, n=1)
-            said = f"unknown kind '{name}'; must be one of {cls.names()}" + (
-                f"; did you mean '{near[0]}'?" if near else ""
-            )
+            near, recipe = close_to(str(name), cls.kinds), use_recipe(name)
+            said = f"unknown kind '{name}'; must be one of {cls.names()}"
+            said += f"; {recipe}" if recipe else f"; did you mean '{near}'?" if near else ""
             raise PydanticCustomError("kind", "{said}", {"said": said})
         return adapter(cls.kinds[name]).validate_python(value)
 

@@ -8,7 +8,6 @@ A point costs a look at an empty tuple while nothing listens. Faults come from t
 WHEN is a count (`@2` the second time, `@2+` from then on) or a probability (`@p0.1`); without it, every time.
 """
 
-import difflib
 import errno
 import os
 import random
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from grpo_roc_jax.settings.layers import ConfigError
+from grpo_roc_jax.settings.other_names import close_to
 
 T = TypeVar("T")
 
@@ -179,8 +179,8 @@ def read_fault(word: str) -> Fault:
         raise ConfigError(f"{VARIABLE}: {word!r}; must be POINT=ACTION[@WHEN], such as update=term@2")
     point, action, seconds, chance, when, on = found.groups()
     if point not in POINTS:
-        near = difflib.get_close_matches(point, POINTS, n=1)
-        raise ConfigError(f"{VARIABLE}: no point {point!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        near = close_to(point, POINTS)
+        raise ConfigError(f"{VARIABLE}: no point {point!r}" + (f"; did you mean {near!r}?" if near else ""))
     if action not in (*ACTIONS, "sleep"):
         raise ConfigError(f"{VARIABLE}: no action {action!r}; must be one of {', '.join(ACTIONS)}")
     fault = Fault(point, action, float(seconds or 0.0))

@@ -1,9 +1,11 @@
 """The command that tries a reward function before training."""
 
+import json
 import sys
 import types
 
 import pytest
+from demo import write_run
 
 from grpo_roc_jax.commands.check_reward import check_reward, main
 
@@ -36,4 +38,61 @@ def test_custom(mine, capsys):
     assert main(["mine:short"]) == 2
     assert "returned 1 values for 5" in capsys.readouterr().out
     assert main(["mine:absent"]) == 2
-    assert main([]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mine:lenghts", "mine has no 'lenghts'; did you mean 'lengths'? it has lengths, partial, short"),
+        ("mine:zebra", "mine has no 'zebra'; it has lengths, partial, short"),
+        ("anwser", "did you mean 'answer'? the built-in ones are answer, "),
+        ("mine:trl_style", "completions, prompts is the signature of another project: see docs/coming_from.md"),
+    ],
+)
+def test_a_wrong_name_answers_with_those_that_exist(name, said, mine, capsys):
+    if name == "mine:trl_style":
+        sys.modules["mine"].trl_style = lambda prompts, completions, solution: 0
+    assert main([name]) == 2
+    assert said in capsys.readouterr().out
+
+
+def test_a_file_without_functions_says_what_to_write(tmp_path, capsys):
+    (tmp_path / "empty.py").write_text("X = 3\n")
+    assert main([f"{tmp_path}/empty.py:pay"]) == 2
+    assert "it defines no function; write package.module:function" in capsys.readouterr().out
+
+
+def test_a_function_is_tried_on_problems_of_a_file(tmp_path, capsys):
+    """Each problem has its own answer and columns; the right answer is right for each."""
+    rows = [{"prompt": f"{i} + 1", "answer": str(i + 1), "level": i} for i in range(41, 45)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "own.py").write_text("def level(problem, ts):\n    return [problem.extra['level'] for t in ts]\n")
+    assert main(["answer", f"{tmp_path}/problems.jsonl"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[3] for line in said if line.startswith("right answer")] == ["1", "1", "1"]
+    assert [line.split()[3] for line in said if line.startswith("wrong answer")] == ["0", "0", "0"]
+    assert "answer '42'; problem.extra: level" in said[0]
+    assert main([f"{tmp_path}/own.py:level", f"{tmp_path}/problems.jsonl"]) == 0
+    assert "right answer       reward 41 (correct)" in capsys.readouterr().out
+    assert main(["answer", "world:gcd:1"]) == 0
+    assert main(["answer", f"{tmp_path}/absent.jsonl"]) == 2
+
+
+def test_recorded_trajectories_are_scored_again(tmp_path, capsys):
+    """The recorded reward scored again is itself; a constant one is named as such."""
+    run = write_run(tmp_path / "run", steps=2, groups=3, size=4)
+    (tmp_path / "own.py").write_text("def same(problem, ts):\n    return [0.5 for t in ts]\n")
+    assert main(["answer", "--trajectories", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "12 of 12 recorded trajectories of 3 problems are scored" in said and "->" not in said
+    for line in said.splitlines()[1:]:
+        words = line.split()
+        assert line.startswith("groups") or words[3] == words[5]
+    assert main([f"{tmp_path}/own.py:same", "--trajectories", str(run), "--step", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "no group has rewards that differ" in said and "-> 0.5" in said
+    assert main(["answer", "--trajectories", str(run), "--step", "9"]) == 2
+    assert "no trajectories of step 9; it has steps 1 to 2" in capsys.readouterr().out
+    assert main(["answer", "--trajectories", str(tmp_path)]) == 2

@@ -1,13 +1,17 @@
 """`grpo-roc doctor`: what it finds here, and what it says to do about machines that lack something."""
 
 import json
+import re
+import shlex
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from grpo_roc_jax.__main__ import main
 from grpo_roc_jax.commands import doctor
+from grpo_roc_jax.settings.installing import install_command
 
 ROOT = Path(__file__).resolve().parents[2]
 FINE = {
@@ -27,7 +31,7 @@ def test_the_report_of_this_machine(capsys):
     assert found["extras"]["serve"] and set(found["extras"]) == set(doctor.EXTRAS)
     assert found["cores"] >= 1 and found["packages"]["jax"]
     text = "\n".join(doctor.lines(found))
-    assert "pip install 'grpo-roc-jax[gpu]'" in text or found["extras"]["gpu"]
+    assert "pip install 'jax[cuda12]'" in text or found["extras"]["gpu"]
     assert "calls at a time may take" in text and f"this host has {found['memory_gib']} GiB" in text
     assert all(len(line) < 400 for line in text.splitlines())
 
@@ -41,7 +45,7 @@ def test_every_extra_for_use_is_known():
     ("lacks", "advice"),
     [
         ({}, None),
-        ({"attached": ["gpu"]}, "pip install 'grpo-roc-jax[gpu]'"),
+        ({"attached": ["gpu"]}, "pip install 'jax[cuda12]'"),
         ({"attached": ["tpu"], "extras": {**FINE["extras"], "tpu": True}}, "unset JAX_PLATFORMS"),
         ({"attached": ["gpu"], "devices": {"count": 1, "platform": "gpu", "kind": "H100"}}, None),
         ({"devices": {"count": 0, "fault": "no backend"}}, "no backend"),
@@ -53,3 +57,19 @@ def test_every_extra_for_use_is_known():
 def test_what_a_machine_lacks_is_named_with_what_to_do(lacks, advice):
     said = list(doctor.to_do({**FINE, **lacks}))
     assert (advice is None and said == []) or (len(said) == 1 and advice in said[0])
+
+
+@pytest.mark.parametrize("extra", sorted(doctor.EXTRAS))
+def test_the_command_for_an_extra_names_the_packages_of_the_project_file(extra):
+    """No public address is needed: pip gets the packages themselves. Those that the project lists and no others."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = project["project"]["optional-dependencies"][extra]
+    if extra not in metadata.metadata("grpo-roc-jax").get_all("Provides-Extra"):
+        pytest.skip("the package was installed before it had this extra")
+    words = shlex.split(install_command(extra))
+    names = [sorted(re.split(r"[<>=!;]", name)[0].lower() for name in some) for some in (words[2:], listed)]
+    assert words[:2] == ["pip", "install"] and names[0] == names[1]
+
+
+def test_an_extra_that_is_not_listed_is_named():
+    assert install_command("absent") == "pip install 'grpo-roc-jax[absent]'"

@@ -82,7 +82,7 @@ FAULTS = {
     "a tokenizer that is cut": ("--text.tokenizer={files}/cut.json", "cut.json is no JSON"),
     "a model that is cut": ("--model.path={files}/cut", "config.json is no JSON"),
     "no such tool": ("--tools.enabled calculator", "unknown tools ['calculator']"),
-    "no package for the logger": ("--log.tensorboard=True", "pip install 'grpo-roc-jax[tensorboard]'"),
+    "no package for the logger": ("--log.tensorboard=True", "pip install 'tensorboardX'"),
 }
 
 

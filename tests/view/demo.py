@@ -2,12 +2,16 @@
 
 import json
 import math
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
+from grpo_roc_jax.config import read_config
+from grpo_roc_jax.method import compose
 from grpo_roc_jax.record import trace
 from grpo_roc_jax.text.tokenizer import ByteTokenizer
-from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
+from grpo_roc_jax.types import Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 TOKENIZER = ByteTokenizer()
 CODE = "import math\n# the numbers of the problem\na, b = {a}, {b}\nprint(math.gcd(a, b))"
@@ -72,9 +76,16 @@ def trajectory(rng, problem, sample, skill, step):
     )
 
 
-def records(rng, step, skill, *, groups=8, size=16, kind="step"):
-    """Groups of a step, of which half is kept: successes with fewer failed calls, and failures."""
-    found = []
+@cache
+def method(resample, size):
+    """The toy's method; `roc` trains half of the rollouts."""
+    trained = max(2, size // 2 if resample == "roc" else size)
+    return read_config("toy.yaml", f"--resample={resample}", f"--group.size={trained}")
+
+
+def records(rng, step, skill, *, groups=8, size=16, kind="step", resample="roc"):
+    """Groups of a step, selected and given advantages by the method itself; of an evaluation, all of them."""
+    sampled = []
     for place in range(groups):
         number = 7 * (place + 1 + (groups * step if kind == "step" and place else 0))  # the first problem comes again
         numbers = (number * 6, number * 10 + 4)
@@ -82,20 +93,35 @@ def records(rng, step, skill, *, groups=8, size=16, kind="step"):
         source = ("world:gcd", "world:divisors")[place % 2]
         problem = Problem(f"{source}/{number}", prompt, str(math.gcd(*numbers)), source, {"numbers": numbers})
         members = [trajectory(rng, problem, sample, skill, step) for sample in range(size)]
-        mean = np.mean([verdict.reward for _, verdict in members])
-        order = sorted(range(size), key=lambda i: (members[i][1].tool_errors, i))
-        kept = set(order[: size // 2])
-        for i, (made, verdict) in enumerate(members):
-            outcome = (False, "evaluation", {}, None)
-            if kind == "step":
-                penalty = verdict.tool_errors / max(1, verdict.tool_calls)
-                why = "kept" if i in kept else "penalty" if penalty else "quota"
-                advantage = np.where(made.policy_mask, np.float32(verdict.reward - mean), np.float32(0))
-                penalties = {"total": penalty, "error": penalty, "format": 0.0}
-                outcome = (i in kept, why, penalties, advantage if i in kept else None)
-            scored = scores(made, step + i) if kind == "step" and step % 3 == 0 and i in kept else None
-            found.append(trace.TraceRecord(step, place, problem, made, verdict, *outcome, scored=scored))
-    return found
+        sampled.append(Group(problem, *(tuple(part) for part in zip(*members, strict=True))))
+    if kind == "eval":
+        return trace.eval_records(step, sampled)
+    config, draws = method(resample, size), np.random.default_rng(step)
+    selections = [compose.resample_group(group, config, draws) for group in sampled]
+    kept = [compose.subset(group, chosen) for group, chosen in zip(sampled, selections, strict=True) if chosen.kept]
+    rows = compose.train_rows(kept, config, compose.initial_state(config)) if kept else []
+    found = trace.step_records(step, sampled, selections, trained=kept, rows=rows)
+    if step % 3:
+        return found
+    return [replace(r, scored=scores(r.trajectory, step + i)) if r.kept else r for i, r in enumerate(found)]
+
+
+def measured(records):
+    """Metrics of a step that its records decide."""
+    kept = [r for r in records if r.kept]
+
+    def failing(some):
+        right = [r.verdict for r in some if r.verdict.status == "correct"]
+        return sum(v.tool_errors for v in right) / max(1, sum(v.tool_calls for v in right))
+
+    return {
+        "rollout/reward": float(np.mean([r.verdict.reward for r in records])),
+        "rollout/tool_error_in_correct": failing(records),
+        "roc/tool_error_in_correct_kept": failing(kept),
+        "rollout/length": float(np.mean([r.trajectory.length - r.trajectory.prompt_length for r in records])),
+        "roc/kept": float(len(kept)),
+        "roc/dropped": float(len(records) - len(kept)),
+    }
 
 
 def scores(made, seed):
@@ -138,7 +164,10 @@ def write_run(folder, seed=0, *, steps=12, groups=8, size=16, best=0.95, name="d
             writer.write(step, judged, kind="eval")
             found["eval/all/avg@2"] = float(np.mean([record.verdict.reward for record in judged]))
         if step:
-            writer.write(step, records(rng, step, skill, groups=groups, size=size))
+            resample = (settings or {}).get("resample", "roc")
+            sampled = records(rng, step, skill, groups=groups, size=size, resample=resample)
+            writer.write(step, sampled)
+            found |= measured(sampled)
             found["alarm/entropy_band"] = float(step == 7)
         rows.append(found)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in rows))

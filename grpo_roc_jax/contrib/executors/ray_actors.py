@@ -15,6 +15,7 @@ from grpo_roc_jax.sandbox.base import level_number
 from grpo_roc_jax.sandbox.executor import Executor
 from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable, Program, Ticket
 from grpo_roc_jax.sandbox.result import ToolResult
+from grpo_roc_jax.settings.installing import install_command
 from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.config import LocalPool, ToolsConfig
 from grpo_roc_jax.tools.python import settings_of
@@ -60,7 +61,7 @@ class RayExecutor(BaseExecutor):
         try:
             import ray
         except ImportError as error:
-            raise ExecutorFailed("tools.executor = ray needs the extra: pip install 'grpo-roc-jax[ray]'") from error
+            raise ExecutorFailed(f"tools.executor = ray needs the package: {install_command('ray')}") from error
         super().__init__(config, registry)
         self._ray = ray
         self._actors: list[Any] = []

@@ -155,6 +155,9 @@ function grouped(block, run, name) {
 
 const text = (block, column, i) => block.names[block.columns[column][i]];
 const outcomes = (block, i) => [...block.columns.calls[i]].map(c => c === " " ? " " : block.outcomes[c.charCodeAt(0) - 97]);
+// Three kinds of failure: the program was wrong, a limit ended it, or the call could not be read or run.
+const LIMITS = ["timeout", "memory_limit", "output_limit"], CALLS = ["malformed_call", "bad_arguments", "unknown_tool"];
+const look = kind => "call " + (kind === "ok" ? "ok" : kind === "not_run" ? "idle" : INFRA.includes(kind) ? "infra" : LIMITS.includes(kind) ? "bad limit" : CALLS.includes(kind) ? "bad form" : "bad");
 const bad = kind => kind !== "ok" && kind !== "not_run" && !INFRA.includes(kind);
 const idOf = (block, i) => [block.run, block.name, i].join(".");
 const groupId = found => [found.run, found.name, found.g].join(".");
@@ -245,6 +248,7 @@ function short(value, size) {
 }
 
 // One panel: lines with bands, marks of alarms, a readout; a click or Enter passes the step to `pick`.
+const SPARSE = 24;  // values of a curve, up to which each is marked
 function chart(title, lines, { width, marks = [], unit = "step", pick, stacked = false }) {
   const pad = lines.some(line => line.bars) ? 14 : 0, height = 190, left = 46, right = 10, upper = 8, lower = 24, inner = width - left - right;
   const every = lines.flatMap(line => line.x), lowX = Math.min(...every), highX = Math.max(...every);
@@ -278,7 +282,7 @@ function chart(title, lines, { width, marks = [], unit = "step", pick, stacked =
       svg.append(el("polygon", { points: [...edge, ...base].join(" "), fill: line.color, "fill-opacity": 0.18 }));
     }
     svg.append(el("path", { d: trace(line.x, line.mean), stroke: line.color, class: "line", "stroke-dasharray": line.dash && "5 4", transform: line.shift ? `translate(${line.shift} 0)` : null }));
-    if (line.bars || line.x.length === 1) line.x.forEach((x, i) => svg.append(el("circle", { cx: px(x) + (line.shift || 0), cy: py(line.mean[i]), r: 3, fill: line.color })));
+    if (line.bars || line.x.length <= SPARSE) line.x.forEach((x, i) => svg.append(el("circle", { cx: px(x) + (line.shift || 0), cy: py(line.mean[i]), r: line.bars ? 3 : 2.4, fill: line.color })));
   }
   for (const mark of marks) if (mark.x >= lowX && mark.x <= highX) svg.append(
     el("g", { class: "alarm" }, el("line", { x1: px(mark.x), x2: px(mark.x), y1: upper, y2: height - lower }),
@@ -446,8 +450,26 @@ async function rollouts(query, turn) {
     }
   }
   count.textContent = `${rows.toLocaleString("en")} of ${total.toLocaleString("en")} rollouts` + (flat ? "" : ` in ${items.length.toLocaleString("en")} groups`);
+  const order = ORDERS[query.get("sort")];
+  if (order) items.sort((a, b) => order(b) - order(a));
+  holder.append(listLegend(kind, blocks));
   if (!items.length) holder.append(nothing(kind, blocks));
   else holder.append(virtual(items, flat ? rolloutRow : groupRow));
+}
+
+// What a list is sorted by, largest first: of a group, or of the rollout of a flat list.
+const rowsOf = item => item.found ? item.found.rows : [item.i], columnsOf = item => (item.found || item).block.columns;
+const ORDERS = {
+  spread: item => { const paid = rowsOf(item).map(i => columnsOf(item).reward[i]).filter(value => value !== null); return paid.length ? Math.max(...paid) - Math.min(...paid) : -1; },
+  failed: item => { const columns = columnsOf(item), sum = name => rowsOf(item).reduce((total, i) => total + columns[name][i], 0); return sum("tool_calls") ? sum("tool_errors") / sum("tool_calls") : -1; },
+};
+function listLegend(kind, blocks) {
+  const statuses = new Set(), letters = new Map();
+  for (const block of blocks) {
+    for (const s of block.columns.status) statuses.add(block.names[s]);
+    for (const c of new Set(block.columns.calls.join(""))) if (c !== " ") letters.set(c, block.outcomes[c.charCodeAt(0) - 97]);
+  }
+  return keyOf([...statuses], [...new Set(letters.values())], kind === "step");
 }
 
 function nothing(kind, blocks) {
@@ -479,6 +501,7 @@ function filterBar(query, kind, blocks) {
     pick("error", "call that ended in", kinds), pick("calls", "calls", ["failed"]), pick("stop", "stopped by", used("stop")), pick("kept", "kept", ["yes", "no"]),
     pick("why", "reason", used("why")), el("span", {}, write("low", "reward from", 4, "number"), " ", write("high", "to", 4, "number")),
     write("text", "text", 16, "search"), write("sample", "sample", 3),
+    el("label", {}, "sorted by ", choice(["", "spread", "failed"], query.get("sort") || "", value => set("sort", value), { "": "step", spread: "spread of reward", failed: "failing calls" })),
     el("label", {}, "list of ", choice(["", "flat"], query.get("view") || "", value => set("view", value), { "": "groups", flat: "rollouts" })),
     active > 0 && el("a", { href: "#/rollouts" }, "clear")));
 }
@@ -507,7 +530,7 @@ function rolloutRow({ block, i }) {
     el("span", { class: "stat" }, `reward ${number(columns.reward[i], 2)}`, el("small", {}, text(block, "why", i))));
 }
 const dots = (block, i) => outcomes(block, i).map(kind => kind === " " ? el("i", { class: "gap" })
-  : el("i", { class: "call " + (kind === "ok" ? "ok" : kind === "not_run" ? "idle" : bad(kind) ? "bad" : "infra"), title: kind }));
+  : el("i", { class: look(kind), title: kind.replaceAll("_", " ") }));
 
 // A list of which only the visible rows are elements.
 function virtual(items, render) {
@@ -596,14 +619,20 @@ function card(block, i, place, longest, toggle) {
     el("span", { class: "row" }, el("b", {}, `#${columns.sample[i]}`), place >= 0 && el("em", {}, "AB"[place]), el("span", { class: "verdict" }, status.replace("_", " "))),
     el("span", { class: "row" }, block.kind === "eval" ? `reward ${number(columns.reward[i], 2)}` : el("span", {}, kept ? "kept" : "dropped", text(block, "why", i) !== "kept" && `: ${text(block, "why", i)}`),
       advantage !== null && el("span", { class: advantage < 0 ? "minus" : "plus", title: "advantage, mean over its sampled tokens" }, signed(advantage))),
-    el("span", { class: "row" }, el("span", { class: "calls" }, dots(block, i), !columns.calls[i].trim() && el("small", {}, "no call")), penalties && penalties[0] > 0
+    el("span", { class: "row" }, el("span", { class: "calls" }, dots(block, i), !columns.calls[i].trim() && el("small", {}, "no call")), penalties && status === "correct" && penalties[0] > 0
       && el("span", { class: "pen", title: `penalties: total ${penalties[0]}, error ${penalties[1]}, format ${penalties[2]}` }, `p ${number(penalties[0], 2)}`)),
+    el("span", { class: "row reply" }, text(block, "answer", i) ? el("span", { title: "the answer that was given" }, `= ${text(block, "answer", i)}`) : el("small", {}, "no answer")),
     el("span", { class: "bar-of" }, length), el("span", { class: "row" }, el("small", {}, `${columns.tokens[i]} tokens`), el("small", {}, `${columns.turns[i]} turns`), condition && el("small", {}, condition)));
 }
 function legend(block, rows) {
   const statuses = [...new Set(rows.map(i => text(block, "status", i)))], kinds = [...new Set(rows.flatMap(i => outcomes(block, i)))].filter(k => k !== " ");
-  return el("p", { class: "key" }, statuses.map(s => el("span", {}, el("i", { class: "sq v-" + s }), s.replace("_", " "))), block.kind === "step" && el("span", {}, el("i", { class: "sq v-correct dropped" }), "dropped"),
-    kinds.map(k => el("span", {}, el("i", { class: "call " + (k === "ok" ? "ok" : k === "not_run" ? "idle" : bad(k) ? "bad" : "infra") }), "call: " + k.replaceAll("_", " "))), el("span", {}, "p: penalty that selection ranked by"), el("span", {}, "±: advantage"));
+  const key = keyOf(statuses, kinds, block.kind === "step");
+  add(key, [el("span", {}, "p: penalty that successes are ranked by"), el("span", {}, "±: advantage")]);
+  return key;
+}
+function keyOf(statuses, kinds, step) {
+  return el("p", { class: "key" }, statuses.map(s => el("span", {}, el("i", { class: "sq v-" + s }), s.replace("_", " "))), step && el("span", {}, el("i", { class: "sq v-correct dropped" }), "dropped"),
+    kinds.map(k => el("span", {}, el("i", { class: look(k) }), "call: " + k.replaceAll("_", " "))));
 }
 
 // ---- a trajectory -----------------------------------------------------------------------------------------------
@@ -623,13 +652,13 @@ async function two(query, turn) {
   if (turn === turns) put(pair(shown, ids, query));
 }
 
-function trajectory(shown, id, query) {
+function trajectory(shown, id, query, from = 0) {
   const by = query.get("by") || "turns", verdict = shown.verdict, names = [["turns", "turns"], ["mask", "tokens by who wrote them"], ["logprob", "log-prob"], ["advantage", "advantage"], ["version", "policy version"], ["ratio", "ratio"], ["entropy", "entropy"]];
   const has = name => ["turns", "mask"].includes(name) || name in shown.arrays;
   const body = el("div", { class: "body" }), buttons = el("div", { class: "bar modes", role: "tablist" });
   const show = name => {
     const lacks = names.filter(([n]) => !has(n)).map(([n]) => n);
-    body.replaceChildren(name === "turns" ? turnsView(shown) : tokensView(shown, has(name) ? name : "mask"));
+    body.replaceChildren(name === "turns" ? turnsView(shown) : tokensView(shown, has(name) ? name : "mask", from));
     if (lacks.length && name !== "turns") body.append(el("p", { class: "quiet" }, `Not logged for this rollout: ${lacks.join(", ")}.`));
     for (const button of buttons.children) button.setAttribute("aria-selected", button.dataset.by === name);
   };
@@ -700,11 +729,12 @@ function python(source) {
   return [...parts, source.slice(place)];
 }
 
-function tokensView(shown, by) {
+// With `from`, the tokens before it are folded: two rollouts are equal up to there.
+function tokensView(shown, by, from = 0) {
   const tokens = decode(shown.arrays.tokens, Int32Array), version = decode(shown.arrays.version, Int32Array);
   const arrays = Object.fromEntries(Object.entries(shown.arrays).filter(([n]) => !["tokens", "version"].includes(n)).map(([n, code]) => [n, decode(code, Float32Array)]));
   const written = [...new Set(version)].filter(v => v >= 0).sort((a, b) => a - b), scale = by === "ratio" ? Math.log(1.2) : by in arrays ? arrays[by].reduce((m, v) => Math.max(m, Math.abs(v)), 1e-9) : 1;
-  const readout = el("output", { class: "readout fixed" }, "Point at a token to read its numbers."), box = el("div", { class: "tokens" });
+  const readout = el("output", { class: "readout fixed" }, "Point at a token to read its numbers."), box = el("div", { class: "tokens" }), folded = [];
   const change = by === "ratio" ? i => Math.log(arrays.ratio[i]) : i => arrays[by][i];
   const shade = i => by === "logprob" ? 1 - Math.exp(arrays.logprob[i]) : Math.min(1, Math.abs(change(i)) / scale);
   const bare = !Object.keys(shown.pieces).length;
@@ -717,7 +747,12 @@ function tokensView(shown, by) {
       node.classList.add(["advantage", "ratio"].includes(by) && change(i) > 0 ? "up" : "down");
       node.style.setProperty("--share", Math.round(shade(i) * 100) + "%");
     }
-    box.append(node);
+    if (i < from) folded.push(node);
+    else box.append(node);
+  }
+  if (from) {
+    const hidden = el("span", { class: "folded", hidden: true }, folded);
+    box.prepend(el("button", { class: "fold", onclick: event => { hidden.hidden = !hidden.hidden; event.target.setAttribute("aria-expanded", !hidden.hidden); }, "aria-expanded": false }, `${from} equal tokens`), hidden);
   }
   box.addEventListener("pointerover", event => {
     const i = Number(event.target.closest("[data-i]")?.dataset.i ?? -1);
@@ -760,7 +795,7 @@ function pair(shown, ids, query) {
   const [left, right] = difference(...texts);
   return el("div", {}, el("details", { class: "block", open: true }, el("summary", {}, "difference"), el("p", { class: "note" }, words, " ", el("a", { href: link("pair", { a: ids[0], b: ids[1] }) }, "link")),
     el("div", { class: "pair" }, el("pre", { class: "said" }, left), el("pre", { class: "said" }, right))),
-    el("div", { class: "pair" }, shown.map((t, i) => trajectory(t, ids[i], query))));
+    el("div", { class: "pair" }, shown.map((t, i) => trajectory(t, ids[i], query, equal < Math.min(a.length, b.length) ? equal : 0))));
 }
 // Longest common subsequence of words; of lines where there are too many words; else only the common ends.
 function difference(one, two) {

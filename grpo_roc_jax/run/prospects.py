@@ -1,0 +1,127 @@
+"""What cannot work with these settings and these data, in words, before anything is computed.
+
+What contradicts itself is refused when the configuration is read. Here are combinations that run and teach nothing:
+rewards that cannot differ, groups that are always dropped, demonstrations longer than a rollout may be.
+"""
+
+from collections.abc import Callable, Sequence
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.pipeline import first_demonstrations, first_problems
+from grpo_roc_jax.data.problems import describe_lengths
+from grpo_roc_jax.method.family.channels import Channels
+from grpo_roc_jax.reward.score import Scorer
+from grpo_roc_jax.reward.trial import made_up
+from grpo_roc_jax.run.components import prompt_length
+from grpo_roc_jax.settings.cli import config_errors
+from grpo_roc_jax.text.chat_format import ChatFormat, Trace
+from grpo_roc_jax.types import Problem
+
+LOOKED_AT = 32
+"""Problems and demonstrations of a generated source whose lengths are measured; of files all are."""
+
+
+@config_errors()
+def hindrances(config: Config, chat: ChatFormat, scorer: Scorer | None = None) -> list[str]:
+    """A line for each thing that cannot work, with the setting and its value; empty where nothing speaks against a run.
+
+    Args:
+        config: Of a run, or of one of its stages.
+        chat: Its chat format.
+        scorer: Calls the user's reward functions on two made-up trajectories; None leaves that out.
+    """
+    lines = settings_against_learning(config)
+    lines += too_long_problems(config, chat)
+    if config.sft.steps:
+        lines += too_long_demonstrations(config, chat)
+    return lines + (equal_rewards(config, chat, scorer) if scorer is not None else [])
+
+
+def settings_against_learning(config: Config) -> list[str]:
+    """What the settings alone say."""
+    lines: list[str] = []
+    parts = config.reward.functions
+    if parts and not isinstance(config.advantage, Channels) and not any(part.weight for part in parts):
+        lines.append(
+            f"every reward function has weight 0 ({', '.join(config.reward.names)}): all rewards are 0 and nothing is "
+            "learned; set reward.functions.NAME.weight"
+        )
+    if config.resample.sampled(config.group.size) == 1 and config.resample.drop == "equal":
+        lines.append(
+            "one rollout a problem with resample.drop = equal: a group of one has equal rewards, so every group is "
+            "dropped; set resample.drop none, or raise group.size"
+        )
+    if config.sampling.top_k == 1:
+        lines.append(
+            "sampling.top_k = 1: all rollouts of a problem are the same, so their rewards cannot differ; raise it, or "
+            "set it to 0"
+        )
+    if not config.model.path and not config.sft.steps:
+        lines.append(
+            "model.path is empty and sft.steps = 0: a policy with random weights hardly ever earns a reward; name a "
+            "model, or raise sft.steps"
+        )
+    return lines
+
+
+def too_long_problems(config: Config, chat: ChatFormat) -> list[str]:
+    """Generated problems whose prompts do not fit; those of files are counted where they are read."""
+    measure, most = prompt_length(config, chat), config.rollout.max_prompt_tokens
+    return [
+        f"{source}: {describe_lengths('prompts', lengths)}, of which {_share(lengths, most)} exceed "
+        f"rollout.max_prompt_tokens = {most}; raise it to {max(lengths)}"
+        for source, problems in first_problems(config.data, config.seed, LOOKED_AT)
+        if max(lengths := [measure(problem) for problem in problems]) > most
+    ]
+
+
+def too_long_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
+    """Demonstrations that no rollout could repeat: longer than a response may be, or of more turns."""
+    lines, rollout = [], config.rollout
+
+    def response(trace: Trace) -> int:
+        _, mask = chat.trace_row(trace)
+        return len(mask) - int(mask.argmax())
+
+    for source, traces in first_demonstrations(config.data, config.seed, LOOKED_AT):
+        for what, setting, most, measure in (
+            ("tokens", "rollout.max_response_tokens", rollout.max_response_tokens, response),
+            ("turns", "rollout.max_turns", rollout.max_turns, lambda trace: len(trace.turns)),
+        ):
+            numbers = [measure(trace) for trace in traces]
+            if numbers and max(numbers) > most:
+                lines.append(
+                    f"{source}: demonstrations of {min(numbers)} to {max(numbers)} {what} after the prompt, of which "
+                    f"{_share(numbers, most)} exceed {setting} = {most}: the policy learns answers that it may not "
+                    f"finish; raise it to {max(numbers)}"
+                )
+    return lines
+
+
+def equal_rewards(config: Config, chat: ChatFormat, scorer: Scorer) -> list[str]:
+    """Whether the user's functions, where there are no others, pay a finished and a cut trajectory alike."""
+    if not scorer.functions or len(scorer.functions) < len(config.reward.functions):
+        return []
+    first = first_problems(config.data, config.seed, 1)
+    problem = next((problem for _, problems in first for problem in problems), None)
+    problem = problem or Problem("example", "What is 6 * 7?", "42", "example")
+    rows = made_up(problem, chat.prompt_ids(problem), chat.raw_ids, config.reward.answer_tag)
+    paid = {name: _values(function, problem, rows) for name, function in scorer.functions.items()}
+    if any(values is None or len({str(value) for value in values}) > 1 for values in paid.values()):
+        return []
+    said = ", ".join(f"{name} {values[0]}" for name, values in paid.items())
+    return [
+        f"a finished and a cut trajectory get the same from every reward function ({said}): groups of equal rewards "
+        f"teach nothing; `grpo-roc check-reward {next(iter(paid))}` tries more"
+    ]
+
+
+def _values(function: Callable, problem: Problem, rows: Sequence) -> list | None:
+    try:
+        return list(function(problem, rows))
+    except Exception:  # `Scorer.try_functions` says what
+        return None
+
+
+def _share(numbers: Sequence[int], most: int) -> str:
+    return f"{sum(number > most for number in numbers)} of {len(numbers)}"

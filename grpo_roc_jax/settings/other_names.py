@@ -1,0 +1,288 @@
+"""What settings of other projects are called here: one table for messages and for the page docs/coming_from.md.
+
+It is data and imports nothing. `tests/test_coming_from.py` holds every name on its right side to the configuration.
+"""
+
+import difflib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+CONFIG_DIR = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
+"""Where the recipes are: inside the package when installed from a wheel, next to it in a checkout. Bare names such as
+`toy.yaml` are looked up here too."""
+CONTRIB_METHODS = _PACKAGE / "contrib" / "methods"
+"""Recipes beside methods that the core does not name. They are read, and named, as if they were in `methods/` of
+`CONFIG_DIR`."""
+CLOSE = 0.66
+"""Least similarity (`difflib`) of a suggestion: `toi` and `toy` have 0.67, `learning_rate` and `final_ratio`
+0.58. A suggestion that is not meant costs more than none."""
+METHOD = "a recipe"
+"""What a setting of another project is that chooses a method."""
+
+
+@dataclass(frozen=True)
+class OtherName:
+    """A setting of another project."""
+
+    project: str
+    theirs: str
+    ours: str
+    """A setting, `METHOD`, or empty where nothing corresponds."""
+    note: str = ""
+    """What differs; for readers of the page and of a message."""
+
+
+def _rows(project: str, *rows: tuple[str, ...]) -> tuple[OtherName, ...]:
+    return tuple(OtherName(project, *row) for row in rows)
+
+
+OTHER_NAMES = (
+    *_rows(
+        "TRL",
+        ("learning_rate", "optim.lr"),
+        ("max_steps", "steps"),
+        ("num_train_epochs", "steps", "problems divided by group.problems are the steps of an epoch"),
+        ("output_dir", "run_dir"),
+        ("run_name", "name"),
+        ("num_generations", "group.size", "the group that trains; resample roc samples twice as many"),
+        ("generation_batch_size", "group.problems", "problems of a step, not rollouts"),
+        ("per_device_train_batch_size", "batch.rows", "packed rows of batch.row_length tokens at a time"),
+        ("gradient_accumulation_steps", "batch.rows", "micro-batches follow from the tokens of a step; nothing to set"),
+        ("num_iterations", "batch.updates.epochs", "of batch.updates several"),
+        ("steps_per_generation", "batch.updates.parts", "of batch.updates several"),
+        ("max_completion_length", "rollout.max_response_tokens", "counts the outputs of tools too"),
+        ("max_prompt_length", "rollout.max_prompt_tokens", "longer prompts are left out, never cut"),
+        ("vllm_max_model_length", "rollout.max_response_tokens", "prompt and response have limits of their own"),
+        ("max_tool_calling_iterations", "rollout.max_turns"),
+        ("temperature", "sampling.temperature"),
+        ("top_p", "sampling.top_p"),
+        ("top_k", "sampling.top_k"),
+        ("min_p", "sampling.min_p"),
+        ("beta", "surrogate.kl.coef", "with surrogate.kl k3; without a divergence by default"),
+        ("epsilon", "surrogate.clip_low"),
+        ("epsilon_high", "surrogate.clip_high"),
+        ("delta", "surrogate.delta", "of surrogate delta"),
+        ("importance_sampling_level", "surrogate.level"),
+        ("loss_type", METHOD),
+        ("scale_rewards", "advantage.scale"),
+        ("reward_funcs", "reward.functions"),
+        ("reward_weights", "reward.functions.answer.weight", "a weight belongs to its function"),
+        ("mask_truncated_completions", "reward.truncated"),
+        ("sync_ref_model", "surrogate.kl.sync_every", "of a kind of surrogate.kl"),
+        ("ref_model_sync_steps", "surrogate.kl.sync_every"),
+        ("ref_model_mixup_alpha", "surrogate.kl.sync_mix"),
+        ("top_entropy_quantile", METHOD, "methods/top_entropy.yaml"),
+        ("vllm_importance_sampling_correction", "weights.factors", "truncated_is or masked_is"),
+        ("vllm_importance_sampling_mode", "weights.factors", "truncated_is or masked_is"),
+        ("off_policy_mask_threshold", METHOD, "methods/drift_mask.yaml"),
+        ("max_grad_norm", "optim.max_grad_norm"),
+        ("weight_decay", "optim.weight_decay"),
+        ("adam_beta1", "optim.beta1"),
+        ("adam_beta2", "optim.beta2"),
+        ("warmup_steps", "optim.warmup_steps"),
+        ("warmup_ratio", "optim.warmup_steps", "steps, not a share"),
+        ("lr_scheduler_type", "optim.schedule"),
+        ("gradient_checkpointing", "update.remat"),
+        ("bf16", "model.compute_dtype", "bfloat16 on accelerators by default"),
+        ("save_steps", "checkpoint.every"),
+        ("save_total_limit", "checkpoint.keep"),
+        ("eval_steps", "eval.every"),
+        ("resume_from_checkpoint", "resume", "--resume auto starts a run and continues it"),
+        ("report_to", "log.wandb", "or log.tensorboard"),
+        ("log_completions", "log.traces", "every rollout is recorded; grpo-roc view shows them"),
+        ("model_name_or_path", "model.path"),
+        ("dataset_name", "data.sources", "hub:OWNER/NAME@REVISION"),
+        ("chat_template_kwargs", "text.template"),
+        ("environment_factory", "environment"),
+        ("use_vllm", "", "the engine is part of the run"),
+        ("vllm_mode", "", "the engine is part of the run"),
+        ("vllm_gpu_memory_utilization", "rollout.kv_tokens", "the cache in tokens"),
+        ("vllm_tensor_parallel_size", "sharding.tensor"),
+        ("lora_r", "lora.rank"),
+        ("lora_alpha", "lora.alpha"),
+        ("lora_target_modules", "lora.targets"),
+    ),
+    *_rows(
+        "verl",
+        ("data.train_files", "data.sources"),
+        ("data.val_files", "data.eval_sources"),
+        ("data.train_batch_size", "group.problems"),
+        ("data.max_prompt_length", "rollout.max_prompt_tokens"),
+        ("data.max_response_length", "rollout.max_response_tokens", "counts the outputs of tools too"),
+        ("data.prompt_key", "data.prompt_column"),
+        ("data.filter_overlong_prompts", "data.bad_rows", "over-long prompts are left out by default"),
+        ("data.shuffle", "data.shuffle"),
+        ("actor_rollout_ref.model.path", "model.path"),
+        ("actor_rollout_ref.model.lora_rank", "lora.rank"),
+        ("actor_rollout_ref.actor.optim.lr", "optim.lr"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", "batch.updates", "in parts of the step's groups"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "batch.rows"),
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "batch.row_length"),
+        ("actor_rollout_ref.actor.ppo_epochs", "batch.updates.epochs", "of batch.updates several"),
+        ("actor_rollout_ref.actor.clip_ratio", "surrogate.clip_high", "and surrogate.clip_low"),
+        ("actor_rollout_ref.actor.clip_ratio_low", "surrogate.clip_low"),
+        ("actor_rollout_ref.actor.clip_ratio_high", "surrogate.clip_high"),
+        ("actor_rollout_ref.actor.use_kl_loss", "surrogate.kl"),
+        ("actor_rollout_ref.actor.kl_loss_coef", "surrogate.kl.coef", "with surrogate.kl k3"),
+        ("actor_rollout_ref.actor.kl_loss_type", "surrogate.kl"),
+        ("actor_rollout_ref.actor.entropy_coeff", "advantage.adjust", "entropy_bonus, which follows a target"),
+        ("actor_rollout_ref.actor.loss_agg_mode", "weights.normalizer"),
+        ("actor_rollout_ref.actor.grad_clip", "optim.max_grad_norm"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "sharding.sequence"),
+        ("actor_rollout_ref.rollout.n", "group.size", "the group that trains; resample roc samples twice as many"),
+        ("actor_rollout_ref.rollout.temperature", "sampling.temperature"),
+        ("actor_rollout_ref.rollout.name", "", "the engine is part of the run"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization", "rollout.kv_tokens", "the cache in tokens"),
+        ("actor_rollout_ref.rollout.max_num_seqs", "rollout.slots"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "sharding.tensor"),
+        ("actor_rollout_ref.rollout.multi_turn.max_assistant_turns", "rollout.max_turns"),
+        ("actor_rollout_ref.rollout.multi_turn.max_tool_response_length", "text.observation_tokens", "tokens"),
+        ("algorithm.adv_estimator", METHOD),
+        ("algorithm.norm_adv_by_std_in_grpo", "advantage.scale"),
+        ("algorithm.kl_ctrl.kl_coef", "shaping.kl.coef", "of shaping kl"),
+        ("algorithm.use_kl_in_reward", "shaping"),
+        ("algorithm.filter_groups.enable", "resample.drop"),
+        ("algorithm.filter_groups.max_num_gen_batches", "group.dynamic_sampling_rounds"),
+        ("custom_reward_function.path", "reward.functions", "file.py:function"),
+        ("trainer.total_training_steps", "steps"),
+        ("trainer.total_epochs", "steps"),
+        ("trainer.experiment_name", "name"),
+        ("trainer.default_local_dir", "run_dir"),
+        ("trainer.save_freq", "checkpoint.every"),
+        ("trainer.test_freq", "eval.every"),
+        ("trainer.resume_mode", "resume"),
+        ("trainer.logger", "log.wandb", "or log.tensorboard"),
+        ("trainer.n_gpus_per_node", "sharding.data", "all devices are used"),
+        ("trainer.nnodes", "distributed", "the same command on every host"),
+    ),
+    *_rows(
+        "tunix",
+        ("num_generations", "group.size"),
+        ("num_iterations", "batch.updates.epochs", "of batch.updates several"),
+        ("beta", "surrogate.kl.coef", "with surrogate.kl k3"),
+        ("epsilon", "surrogate.clip_low"),
+        ("epsilon_high", "surrogate.clip_high"),
+        ("loss_algo", METHOD),
+        ("policy_loss_fn", METHOD),
+        ("advantage_estimator", METHOD),
+        ("loss_agg_mode", "weights.normalizer"),
+        ("max_tokens_to_generate", "rollout.max_response_tokens", "counts the outputs of tools too"),
+        ("max_prompt_length", "rollout.max_prompt_tokens"),
+        ("kv_cache_size", "rollout.kv_tokens"),
+        ("max_concurrency", "rollout.slots"),
+        ("off_policy_steps", "rollout.step_limit", "of step_limit stream"),
+        ("mini_batch_size", "batch.updates"),
+        ("train_micro_batch_size", "batch.rows"),
+        ("eval_every_n_steps", "eval.every"),
+        ("checkpoint_root_directory", "run_dir"),
+        ("reward_fns", "reward.functions"),
+        ("system_prompt", "text.system"),
+    ),
+    *_rows(
+        "prime-rl",
+        ("max_steps", "steps"),
+        ("seq_len", "batch.row_length"),
+        ("group_size", "group.size"),
+        ("rollouts_per_example", "group.size"),
+        ("trainer.optim.lr", "optim.lr"),
+        ("trainer.model.lora.rank", "lora.rank"),
+        ("trainer.loss.type", METHOD, "methods/dppo.yaml is near to its default"),
+        ("orchestrator.algorithms.id", METHOD),
+        ("orchestrator.buffer.online_difficulty_filtering", "resample.drop"),
+        ("model.name", "model.path"),
+        ("batch_size", "group.problems", "problems, not rollouts"),
+        ("sampling.max_tokens", "rollout.max_response_tokens"),
+        ("max_async_level", "rollout.step_limit", "of step_limit stream"),
+        ("ckpt.interval", "checkpoint.every"),
+        ("env.id", "environment", "environment verifiers"),
+    ),
+)
+"""Read in TRL 1.16 (`GRPOConfig`), verl 0.9, google-tunix 0.1.7 and prime-rl in November 2026."""
+
+METHOD_NAMES = {
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "grpo_passk": "pass_at_k",
+    "pass_k": "pass_at_k",
+    "drgrpo": "dr_grpo",
+    "gspo_token": "gspo",
+    "roc": "grpo_roc",
+    "grporoc": "grpo_roc",
+}
+"""Method as another project writes it -> its recipe."""
+COMMAND_NAMES = {"rl": "train", "grpo": "train", "run": "train", "inference": "serve", "vllm_serve": "serve"}
+COMMAND_NAMES |= {"eval": "evaluate", "generate": "chat", "init": "new", "env": "doctor", "convert": "export"}
+"""Command of another project -> the one here."""
+
+
+def other_name(key: str) -> OtherName | None:
+    """The setting of another project that a key is, written in full, with a section before it, or without its own."""
+    for row in OTHER_NAMES:  # in full, or a plain name in any section
+        if key == row.theirs or ("." not in row.theirs and key.endswith(f".{row.theirs}")):
+            return row
+    return next((row for row in OTHER_NAMES if row.theirs.endswith(f".{key}")), None)
+
+
+def recipe_of(name: object) -> str:
+    """The recipe of a method, `methods/NAME.yaml`; empty where there is none of that name."""
+    plain = str(name).strip().lower().replace("-", "_").replace(" ", "_").removesuffix(".yaml")
+    plain = METHOD_NAMES.get(plain, plain)
+    folders = (CONFIG_DIR / "methods", CONTRIB_METHODS)
+    exists = plain.isidentifier() and any((folder / f"{plain}.yaml").is_file() for folder in folders)
+    return f"methods/{plain}.yaml" if exists else ""
+
+
+def use_recipe(name: object) -> str:
+    """Advice to take the recipe of a method; empty where there is none."""
+    recipe = recipe_of(name)
+    return f"{name} is a recipe: `grpo-roc train {recipe}`, or copy its few settings" if recipe else ""
+
+
+def advice(key: str, value: object, known: Collection[str]) -> str:
+    """What to write instead of an unknown key: what another project's setting is here, else the nearest one; empty for
+    none.
+
+    Args:
+        key: As it was written, `section.field`.
+        value: Its value; the name of a method leads to its recipe.
+        known: Every setting.
+    """
+    row = other_name(key)
+    if row is not None and (row.ours in known or not row.ours or row.ours == METHOD):
+        note = f" ({row.note})" if row.note else ""
+        if row.ours == METHOD:
+            return use_recipe(value) or f"a method is a recipe here: configs/methods/NAME.yaml{note}"
+        if not row.ours:
+            return f"{row.project}'s {row.theirs} has no counterpart: {row.note}"
+        return f"did you mean '{row.ours}'{note}?"
+    near = nearest(key, list(known))
+    if near:
+        return f"did you mean '{near}'?"
+    return use_recipe(value)
+
+
+def nearest(key: str, known: Sequence[str]) -> str:
+    """The known key that somebody who wrote `key` most likely meant; empty for none.
+
+    The right name in another section comes first, then one that is spelt nearly so: section and name both at least
+    `CLOSE`.
+    """
+    section, _, tail = key.rpartition(".")
+    same = [name for name in known if name.rpartition(".")[2] == tail]
+    if same and (len(same) == 1 or len(tail) > 3):
+        return min(same, key=lambda name: (name.count("."), known.index(name)))
+    near = [name for name in known if _alike(name.rpartition(".")[2], tail) >= CLOSE]
+    here = [name for name in near if _alike(name.rpartition(".")[0], section) >= CLOSE] if section else near
+    return max(here or near, key=lambda name: (_alike(name, key), -name.count(".")), default="")
+
+
+def _alike(one: str, other: str) -> float:
+    return 1.0 if one == other else difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def close_to(name: str, names: Collection[str]) -> str:
+    """The name that is spelt nearly like `name`; empty for none."""
+    near = difflib.get_close_matches(name, names, n=1, cutoff=CLOSE)
+    return near[0] if near else ""

@@ -1,0 +1,140 @@
+"""One table of other projects' settings: its right side exists, its messages say what it says, and the page has it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_roc_jax import __main__ as commands
+from grpo_roc_jax.config import Config, read_config
+from grpo_roc_jax.settings.cli import CONFIG_DIR, ConfigError
+from grpo_roc_jax.settings.layers import known_keys
+from grpo_roc_jax.settings.other_names import (
+    COMMAND_NAMES,
+    METHOD,
+    METHOD_NAMES,
+    OTHER_NAMES,
+    close_to,
+    nearest,
+    other_name,
+    recipe_of,
+)
+
+KNOWN = tuple(known_keys(Config))
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "coming_from.md"
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_config("toy.yaml", *words)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("row", OTHER_NAMES, ids=lambda row: f"{row.project}: {row.theirs}")
+def test_a_setting_of_another_project_leads_to_the_one_here(row):
+    assert row.ours in ("", METHOD, *KNOWN)
+    if row.theirs in KNOWN:
+        return
+    said, first = refusal(f"--{row.theirs}", "7"), other_name(row.theirs)
+    expected = {"": "has no counterpart", METHOD: "a method is a recipe here"}.get(first.ours, f"'{first.ours}'")
+    assert expected in said
+    assert row.note in first.note or first is not row
+
+
+def test_names_of_two_projects_mean_the_same_here():
+    """The first row of a name speaks for all projects, so that it must not contradict the others."""
+    for row in OTHER_NAMES:
+        assert other_name(row.theirs).ours == row.ours, row
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--optim.learning_rate 1e-4", "did you mean 'optim.lr'?"),
+        ("--learning-rate 1e-4", "did you mean 'optim.lr'?"),
+        ("--rollout.n 8", "did you mean 'group.size' ("),
+        ("--n 8", "did you mean 'group.size' ("),
+        ("--loss_type dr_grpo", "dr_grpo is a recipe: `grpo-roc train methods/dr_grpo.yaml`"),
+        ("--algorithm.adv_estimator reinforce_plus_plus", "`grpo-roc train methods/reinforce_pp.yaml`"),
+        ("--loss_type sigmoid", "a method is a recipe here: configs/methods/NAME.yaml"),
+        ("--objective Dr-GRPO", "`grpo-roc train methods/dr_grpo.yaml`"),
+        ("--advantage dapo", "dapo is a recipe: `grpo-roc train methods/dapo.yaml`"),
+        ("--surrogate dr_grpo", "dr_grpo is a recipe"),
+        ("--use_vllm true", "has no counterpart: the engine is part of the run"),
+        ("--optim.zebra 3", "--help lists the sections"),
+        ("--rollout.quagga 3", "--help lists the sections"),
+        ("--slot 3", "did you mean 'rollout.slots'?"),
+        ("--weight_decai 0", "did you mean 'optim.weight_decay'?"),
+        ("--optm.lr 1", "did you mean 'optim.lr'?"),
+    ],
+)
+def test_what_a_newcomer_types(words, said):
+    answer = refusal(*words.split())
+    assert said in answer
+    assert answer.count("did you mean") <= 1 and "'drpo'?" not in answer
+
+
+def test_every_recipe_is_told_by_its_name_and_every_other_name_is_one():
+    for path in (CONFIG_DIR / "methods").glob("*.yaml"):
+        assert recipe_of(path.stem) == recipe_of(path.stem.upper().replace("_", "-")) == f"methods/{path.name}"
+    assert all(recipe_of(name) for name in METHOD_NAMES)
+    assert not recipe_of("../toy") and not recipe_of("") and not recipe_of(None) and not recipe_of(["dapo"])
+
+
+@settings(deadline=None)
+@given(st.text("abcdefghijklmnopqrstuvwxyz_.", min_size=1, max_size=30))
+def test_a_suggestion_is_near_or_absent(key):
+    """Either the name itself stands in another section, or section and name are spelt nearly alike."""
+    near = nearest(key, KNOWN)
+    tail, other = key.rpartition(".")[2], near.rpartition(".")[2]
+    assert not near or (near in KNOWN and (tail == other or close_to(tail, [other]) == other))
+
+
+@pytest.mark.parametrize("name", ["banana.yaml", "x", "my_run_7.yaml", "configs/nothing_like_it.yaml"])
+def test_an_unknown_file_suggests_nothing_far(name):
+    with pytest.raises(ConfigError, match=r"no configuration file .* lists the recipes$"):
+        read_config(name)
+
+
+def test_an_unknown_file_suggests_what_is_near():
+    for name, near in (("toi.yaml", "toy.yaml"), ("dapo.yaml", "methods/dapo.yaml"), ("gsm8", "data/gsm8k.yaml")):
+        with pytest.raises(ConfigError, match=f"nearest: configs/{near}"):
+            read_config(name)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("nonsense", "there is no nonsense\nsections: name, run_dir, "),
+        ("optm", "there is no optm; did you mean 'optim'?"),
+        ("optim.zebra", "there is no optim.zebra\noptim: lr, warmup_steps, "),
+        ("learning_rate", "there is no learning_rate; did you mean 'optim.lr'?"),
+    ],
+)
+def test_help_about_what_is_not_there_lists_what_is(asked, said, capsys):
+    with pytest.raises(SystemExit):
+        read_config("--help", asked)
+    assert said in capsys.readouterr().out
+
+
+def test_commands_of_other_projects(capsys):
+    assert set(COMMAND_NAMES.values()) <= commands.COMMANDS.keys()
+    assert not COMMAND_NAMES.keys() & commands.COMMANDS.keys()
+    for typed, meant in (("vllm-serve", "did you mean 'serve'?"), ("grpo", "did you mean 'train'?"), ("zebra", "")):
+        assert commands.main([typed]) == commands.UNKNOWN_COMMAND
+        said = capsys.readouterr().err
+        assert meant in said and (meant or "did you mean" not in said)
+
+
+def test_the_page_has_the_table():
+    page = PAGE.read_text(encoding="utf-8")
+    for row in OTHER_NAMES:
+        assert f"| `{row.theirs}` | " in page, "run `python docs/reference.py`"
+
+
+def test_the_page_shows_what_a_misspelt_setting_answers():
+    """The example answer on the page is the answer."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert json.dumps(refusal("--optim.learning_rate", "1e-4"))[1:-1] in page
