@@ -283,8 +283,8 @@ def clipped_surrogate(
     logratio: Float[Array, "*B T"],
     advantages: Float[Array, "*B T"],
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: float | Float[Array, ""],
+    clip_high: float | Float[Array, ""],
     clip_dual: float = 0.0,
     clip_delta: float = 0.0,
 ) -> Float[Array, "*B T"]:
