@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from tornado.httpserver import HTTPServer
 from tornado.web import Application, HTTPError
@@ -34,7 +33,7 @@ from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob, sampled
 from grpo_roc_jax.serving.server import TOKEN_VARIABLE, UNFINISHED, EndpointHandler, LimitedServer, ServerLimits
 from grpo_roc_jax.serving.tinker.futures import Futures, InOrder, Pending
 from grpo_roc_jax.serving.tinker.snapshots import Snapshot, Snapshots
-from grpo_roc_jax.serving.tinker.store import ABOUT, KINDS, About, Place, Store, check_name
+from grpo_roc_jax.serving.tinker.store import KINDS, About, Place, Store, check_name
 from grpo_roc_jax.serving.tinker.trainer import Adam, AdapterState, Trainer
 from grpo_roc_jax.serving.tinker.wire import Answer, read_forward_backward, write_output, write_samples
 
@@ -104,10 +103,11 @@ class TinkerEndpoint:
         deliver: Callable[..., Any],
         *,
         token: str = "",
-        limits: ServerLimits = ServerLimits(),
+        limits: ServerLimits | None = None,
     ):
         self.bases = {base.name: base for base in bases}
-        self.store, self.token, self.limits, self._deliver = store, token, limits, deliver
+        self.store, self.token, self._deliver = store, token, deliver
+        self.limits = limits or ServerLimits()
         self.futures = Futures()
         self.sessions: set[str] = set()
         self.models: dict[str, ModelRun] = {}
@@ -175,7 +175,7 @@ class TinkerEndpoint:
     # ---- models
 
     def create_model(self, body: dict[str, Any], raw: bytes) -> Pending:
-        session, model_id = self._new_model(body)
+        model_id = self._new_model(body)
         pending, new = self.futures.make(("create_model", model_id), raw)
         if not new:
             return pending
@@ -193,13 +193,15 @@ class TinkerEndpoint:
         self._work(base, pending, make)
         return pending
 
-    def _new_model(self, body: dict[str, Any]) -> tuple[str, str]:
+    def _session(self, body: dict[str, Any]) -> str:
         session = field_of(body, "session_id", str, "")
         if session not in self.sessions:
-            raise RequestRefused(
-                f"no session {session!r:.80}; the server started again: make a client anew", status=404
-            )
-        return session, f"{session}:train:{field_of(body, 'model_seq_id', int, 0)}"
+            text = f"no session {session!r:.80}; the server started again: make a client anew"
+            raise RequestRefused(text, status=404)
+        return session
+
+    def _new_model(self, body: dict[str, Any]) -> str:
+        return f"{self._session(body)}:train:{field_of(body, 'model_seq_id', int, 0)}"
 
     def _model_run(self, model_id: str, base: Base, seed: int, lora: LowRank) -> ModelRun:
         return ModelRun(model_id, base, seed, InOrder(base.worker.submit), lora=lora)
@@ -308,16 +310,8 @@ class TinkerEndpoint:
 
     def _about(self, run: ModelRun, body: dict[str, Any]) -> About:
         ttl, now, lora = field_of(body, "ttl_seconds", (int, float)), time.time(), run.lora
-        return About(
-            run.base.name,
-            lora.rank,
-            lora.alpha,
-            lora.targets,
-            run.state.steps,
-            run.seed,
-            now,
-            now + ttl if ttl else 0.0,
-        )
+        expires = now + ttl if ttl else 0.0
+        return About(run.base.name, lora.rank, lora.alpha, lora.targets, run.state.steps, run.seed, now, expires)
 
     def _export(self, run: ModelRun) -> Callable[[Path], Any] | None:
         base = run.base
@@ -361,7 +355,7 @@ class TinkerEndpoint:
 
         if field_of(body, "model_id", str):
             return self._call(*_numbered(body), raw, load)
-        _, model_id = self._new_model(body)
+        model_id = self._new_model(body)
         pending, new = self.futures.make(("create_model", model_id), raw)
         if new:
             run = self.models[model_id] = self._model_run(model_id, base, about.seed, about.lora)
@@ -435,12 +429,7 @@ class TinkerEndpoint:
     # ---- sampling
 
     def create_sampling_session(self, body: dict[str, Any]) -> dict[str, Any]:
-        session = field_of(body, "session_id", str, "")
-        if session not in self.sessions:
-            raise RequestRefused(
-                f"no session {session!r:.80}; the server started again: make a client anew", status=404
-            )
-        name = f"{session}:sample:{field_of(body, 'sampling_session_seq_id', int, 0)}"
+        name = f"{self._session(body)}:sample:{field_of(body, 'sampling_session_seq_id', int, 0)}"
         if name not in self.samplers:
             path = field_of(body, "model_path", str)
             if path is None:
@@ -450,12 +439,7 @@ class TinkerEndpoint:
                 place = Place.read(path)
                 about = self.store.about(place)
                 base = self._base(about.base_model)
-                like = jax.eval_shape(lambda: base.trainer.start(about.lora, 0).params)
-                places = base.trainer.places(about.lora)
-                like = jax.tree.map(
-                    lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), like, places
-                )
-                loaded = self.store.load(place, {"params": like})["params"]
+                loaded = self.store.load(place, {"params": base.trainer.like(about.lora)})["params"]
                 self.samplers[name] = Sampler(base, Snapshot(base.trainer.base, about.lora, loaded))
         return {"sampling_session_id": name, "type": "create_sampling_session"}
 
@@ -770,9 +754,8 @@ class TinkerHandler(EndpointHandler):
         place = Place.read(f"tinker://{model}/{kind}/{name}")
         self.endpoint.store.about(place)
         path = self.endpoint.store.folder(place) / file
-        if file == ABOUT or not path.is_file():
-            if not path.is_file():
-                self._absent()
+        if not path.is_file():
+            self._absent()
         self.set_header("Content-Type", "application/octet-stream")
         self.finish(path.read_bytes())
 

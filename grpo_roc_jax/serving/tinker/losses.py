@@ -1,7 +1,7 @@
-"""The loss functions of the Tinker API, summed over tokens. Thresholds are arguments, so that one program serves them.
+"""The loss functions of the Tinker API, summed over tokens. Thresholds are arguments: one program serves all.
 
-l are log-probabilities of the targets, q `logprobs`, A `advantages`, w `weights`, r = e^(l-q). The formulas are those of
-`method` wherever it has them.
+l are log-probabilities of the targets, q `logprobs`, A `advantages`, w `weights`, r = e^(l-q). The formulas are those
+of `method` wherever it has them.
 """
 
 from collections.abc import Mapping

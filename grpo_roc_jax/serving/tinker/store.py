@@ -1,7 +1,7 @@
-"""Checkpoints of models on disk: written whole or not at all, and found again by their `tinker://` path after a restart.
+"""Checkpoints of models on disk: written whole or not at all, and found by their `tinker://` path after a restart.
 
-A checkpoint is a directory `ROOT/MODEL/KIND/NAME` with `about.json`, the adapter in PEFT's form where the family has one,
-and `state.safetensors`: the parameters and, for `weights`, the moments. A directory is complete once it has its name.
+A checkpoint is a directory `ROOT/MODEL/KIND/NAME` with `about.json`, the adapter in PEFT's form where the family has
+one, and `state.safetensors`: the parameters and, for `weights`, the moments. A directory of that name is complete.
 """
 
 import json
@@ -18,9 +18,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from grpo_roc_jax.model.lora import LowRank
-from grpo_roc_jax.model.safetensors_io import Planned, read_header, write_file
 from grpo_roc_jax.serving.refusal import RequestRefused
 
 SCHEME = "tinker://"
@@ -116,8 +116,7 @@ class Store:
             if export is not None:
                 export(staging)
             arrays = {name: np.asarray(jax.device_get(leaf)) for name, leaf in _named(leaves)}
-            planned = [Planned(name, array.dtype, array.shape) for name, array in arrays.items()]
-            write_file(staging / STATE, planned, iter(arrays.values()))
+            save_file(arrays, staging / STATE)
             (staging / ABOUT).write_text(json.dumps(asdict(about), indent=2), encoding="utf-8")
             for path in staging.iterdir():
                 _sync(path)
@@ -153,22 +152,13 @@ class Store:
         Raises:
             RequestRefused: It lacks some of them.
         """
-        tensors, (leaves, form) = read_header(self.folder(place) / STATE), jax.tree.flatten(like)
+        tensors, (leaves, form) = load_file(self.folder(place) / STATE), jax.tree.flatten(like)
         loaded = []
         for (name, _), leaf in zip(_named(like), leaves, strict=True):
             if name not in tensors or tensors[name].shape != leaf.shape:
                 raise RequestRefused(f"{place} holds no {name} {list(leaf.shape)}; it is a checkpoint of another kind")
-            array = np.empty(leaf.shape or (1,), leaf.dtype)
-            if leaf.shape:
-                tensors[name].read(tuple(slice(None) for _ in leaf.shape), array)
-            loaded.append(jax.device_put(array if leaf.shape else self._scalar(place, name), leaf.sharding))
+            loaded.append(jax.device_put(tensors[name].astype(leaf.dtype), leaf.sharding))
         return jax.tree.unflatten(form, loaded)
-
-    def _scalar(self, place: Place, name: str) -> np.ndarray:
-        from safetensors import safe_open
-
-        with safe_open(self.folder(place) / STATE, framework="numpy") as opened:
-            return opened.get_tensor(name)
 
     def models(self) -> list[str]:
         """Names of the models that have checkpoints."""

@@ -1,7 +1,7 @@
 """Adapters that are trained side by side on one frozen base: sums of gradients, and AdamW with settings of each step.
 
-An `AdapterState` is a value: each verb takes one and returns the next. Gradients are summed in it over any number of calls
-until `optimizer_step` applies and clears them. Programs depend on the rank, the matrices, the loss and the padded
+An `AdapterState` is a value: each verb takes one and returns the next. Gradients are summed in it over any number of
+calls until `optimizer_step` applies and clears them. Programs depend on the rank, the matrices, the loss and the padded
 length of rows; thresholds, learning rate, betas, eps, decay and clip are arguments.
 """
 
@@ -19,10 +19,10 @@ from jax.sharding import Mesh
 
 from grpo_roc_jax.learner.loss import Head, UpdateConfig, policy_hidden, token_logprobs
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, first_fit_decreasing, pack
-from grpo_roc_jax.learner.update import ConstantRate, make_optimizer, trained_shardings
+from grpo_roc_jax.learner.update import ConstantRate, make_optimizer, micro_batch, trained_shardings
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import LowRank, attach, init_adapter
-from grpo_roc_jax.model.sharding import replicate_key, row_shards, shard_batch
+from grpo_roc_jax.model.sharding import place_shapes, replicate_key, row_shards, shard_batch
 from grpo_roc_jax.model.transformer import Params, unembed
 from grpo_roc_jax.serving.refusal import RequestRefused
 from grpo_roc_jax.serving.tinker.losses import INPUTS, scalars, settings_of, token_losses
@@ -96,6 +96,11 @@ class Trainer:
         init = partial(init_adapter, lora=lora, model=self.model)
         params = jax.jit(init, out_shardings=self.places(lora))(key)
         return AdapterState(lora, params, _optimizer(Adam()).init(params))
+
+    def like(self, lora: LowRank) -> Params:
+        """Shapes, dtypes and places of an adapter."""
+        shapes = jax.eval_shape(partial(init_adapter, lora=lora, model=self.model), jax.random.key(0))
+        return place_shapes(shapes, self.places(lora))
 
     def places(self, lora: LowRank) -> Params:
         """A sharding for every leaf of an adapter."""
@@ -193,7 +198,7 @@ class Trainer:
         return _Row(datum.tokens, targets.astype(np.int32), weights, inputs, flat=flat)
 
     def _micro_batches(self, rows: Sequence["_Row"]) -> Iterator[tuple[TrainBatch, Array, Array, list[tuple]]]:
-        """(batch [R,T], target ids [R,T,K], their weights, (datum, row, first position, length) of each datum in it)."""
+        """(batch [R,T], target ids [R,T,K], their weights, (datum, row, first position, length) of each datum)."""
         T = bucket(max(len(row.tokens) for row in rows), self.longest)
         per = row_shards(self.mesh)
         R = max(1, min(ROW_TOKENS // T, 1 << (len(rows) - 1).bit_length()))
@@ -202,6 +207,7 @@ class Trainer:
         batch, placement = pack(
             [row.trained for row in rows], BatchConfig(row_length=T, rows=R), max(1, -(-used // R)), per
         )
+        on_mesh = shard_batch(batch, self.mesh)
         for micro in range(placement.count):
             targets, weights = np.zeros((R, T, K), np.int32), np.zeros((R, T, K), np.float32)
             places = [
@@ -212,9 +218,7 @@ class Trainer:
                 own = rows[i].targets.shape[1]
                 targets[row, start : start + length, :own] = rows[i].targets
                 weights[row, start : start + length, :own] = rows[i].weights
-            one = jax.tree.map(lambda leaf: leaf[micro : micro + 1] if leaf.ndim >= 3 else leaf, batch)
-            one = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim >= 3 else leaf, shard_batch(one, self.mesh))
-            yield one, jnp.asarray(targets), jnp.asarray(weights), places
+            yield micro_batch(on_mesh, np.int32(micro), None), jnp.asarray(targets), jnp.asarray(weights), places
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,10 +265,8 @@ def _program(
         there = batch.segment_ids > 0
         if loss_fn == "cross_entropy":
             total = sum(
-                jnp.sum(
-                    token_losses(loss_fn, columns[k], columns[k], weights[..., k], config, there, batch.segment_ids)
-                )
-                for k in range(len(columns))
+                jnp.sum(token_losses(loss_fn, one, one, weights[..., k], config, there, batch.segment_ids))
+                for k, one in enumerate(columns)
             )
             return total, logprobs
         single = columns[0]
