@@ -215,7 +215,7 @@ class TinkerEndpoint:
         return self.bases[name]
 
     def _lora(self, base: Base, given: dict[str, Any]) -> tuple[LowRank, int]:
-        rank, seed = field_of(given, "rank", int, 32), field_of(given, "seed", int)
+        rank, seed = field_of(given, "rank", int, 32), field_of(given, "seed", int, 0)
         if not 1 <= rank <= LARGEST_RANK:
             raise RequestRefused(f"lora_config rank {rank}; must be 1 to {LARGEST_RANK}")
         parts = (("train_attn", ATTENTION), ("train_mlp", MLP))
@@ -226,7 +226,7 @@ class TinkerEndpoint:
             raise RequestRefused("lora_config trains nothing of this model; set train_attn or train_mlp")
         if field_of(given, "train_unembed", bool, True):
             log.info("train_unembed: adapters have no unembedding here; attention and MLP are trained")
-        return LowRank(rank=rank, alpha=ALPHA, targets=targets), uuid.uuid4().int % PLACES if seed is None else seed
+        return LowRank(rank=rank, alpha=ALPHA, targets=targets), seed
 
     def _model(self, name: str) -> ModelRun:
         if (run := self.models.get(name)) is None:
