@@ -162,7 +162,8 @@ def test_calls_in_any_cut_and_a_step_equal_the_update_of_training(name, config, 
     state = trainer.start(lora, 0)
     # B starts at zero, which would leave A without a gradient.
     params = jax.tree.map(lambda leaf: leaf + 0.02 * jax.random.normal(jax.random.key(5), leaf.shape), state.params)
-    adam = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1}
+    # eps is far above the rounding of gradients: AdamW divides those near 0 by themselves.
+    adam = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.1}
 
     def trained(parts):
         now = type(state)(lora, params, state.moments)
