@@ -11,6 +11,7 @@ import logging
 import re
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -35,7 +36,13 @@ from grpo_roc_jax.serving.tinker.futures import Futures, InOrder, Pending
 from grpo_roc_jax.serving.tinker.snapshots import Snapshot, Snapshots
 from grpo_roc_jax.serving.tinker.store import KINDS, About, Place, Store, check_name
 from grpo_roc_jax.serving.tinker.trainer import Adam, AdapterState, Trainer
-from grpo_roc_jax.serving.tinker.wire import Answer, read_forward_backward, write_output, write_samples
+from grpo_roc_jax.serving.tinker.wire import (
+    Answer,
+    numbered_forward_backward,
+    read_forward_backward,
+    write_output,
+    write_samples,
+)
 
 log = logging.getLogger(__name__)
 HOLD_S = 30.0
@@ -46,6 +53,8 @@ ALPHA = 32.0
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LARGEST_RANK = 256
+SAMPLERS = 64
+"""Sampling sessions whose weights stay in memory; those of saved paths are loaded again when they are used."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +120,12 @@ class TinkerEndpoint:
         self.futures = Futures()
         self.sessions: set[str] = set()
         self.models: dict[str, ModelRun] = {}
-        self.samplers: dict[str, Sampler] = {}
+        self.samplers: OrderedDict[str, Sampler] = OrderedDict()
+        """Those in memory, the last used last."""
+        self._saved: dict[str, Place] = {}
+        """Where the weights of a sampler are on disk."""
+        self._alone: dict[str, Snapshot] = {}
+        """The bases without an adapter, whose caches all clients share."""
         self.connections: Connections[Any] | None = None
         self._sampled = 0
 
@@ -176,14 +190,14 @@ class TinkerEndpoint:
 
     def create_model(self, body: dict[str, Any], raw: bytes) -> Pending:
         model_id = self._new_model(body)
-        pending, new = self.futures.make(("create_model", model_id), raw)
-        if not new:
-            return pending
         base = self._base(field_of(body, "base_model", str, ""))
         lora, seed = self._lora(base, field_of(body, "lora_config", dict, {}))
         kind = field_of(field_of(body, "optimizer_config", dict, {}), "type", str, "adamw")
         if kind not in ("adamw", "adam"):
             raise RequestRefused(f"optimizer_config type {kind!r:.80}; must be adamw")
+        pending, new = self.futures.make(("create_model", model_id), raw)
+        if not new:
+            return pending
         run = self.models[model_id] = self._model_run(model_id, base, seed, lora)
 
         def make() -> dict[str, Any]:
@@ -276,6 +290,23 @@ class TinkerEndpoint:
 
             run.order.put(seq, partial(self._compute, pending, ready))
         return pending
+
+    def skip(self, model_id: str, seq: int, failed: str = "") -> None:
+        """A call of this number was refused before it was queued; those with higher numbers do not wait for it.
+
+        Args:
+            model_id: Of the call.
+            seq: Its number.
+            failed: Why gradients of the step to come are not complete.
+        """
+        run = self.models.get(model_id)
+        if run is None:
+            return
+
+        def note() -> None:
+            run.failed = failed or run.failed
+
+        run.order.skip(seq, note)
 
     def forward_backward(self, raw: bytes) -> Pending:
         request = read_forward_backward(raw)
@@ -371,7 +402,7 @@ class TinkerEndpoint:
             snapshot = Snapshot(run.base.trainer.base, run.lora, run.state.params)
             if place is None:
                 sampler_id = f"{model_id.partition(':')[0]}:sample:{number}"
-                self.samplers[sampler_id] = Sampler(run.base, snapshot)
+                self._deliver(partial(self._keep, sampler_id, Sampler(run.base, snapshot)))
                 return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
             about, leaves = self._about(run, body), {"params": run.state.params}
             self.store.save(place, about, leaves, self._export(run), overwrite=True)
@@ -430,30 +461,51 @@ class TinkerEndpoint:
 
     def create_sampling_session(self, body: dict[str, Any]) -> dict[str, Any]:
         name = f"{self._session(body)}:sample:{field_of(body, 'sampling_session_seq_id', int, 0)}"
-        if name not in self.samplers:
+        if name not in self.samplers and name not in self._saved:
             path = field_of(body, "model_path", str)
             if path is None:
                 base = self._base(field_of(body, "base_model", str, ""))
-                self.samplers[name] = Sampler(base, _shared(base))
+                alone = self._alone.setdefault(base.name, Snapshot(base.trainer.base))
+                self._keep(name, Sampler(base, alone))
             else:
                 place = Place.read(path)
-                about = self.store.about(place)
-                base = self._base(about.base_model)
-                loaded = self.store.load(place, {"params": base.trainer.like(about.lora)})["params"]
-                self.samplers[name] = Sampler(base, Snapshot(base.trainer.base, about.lora, loaded))
+                self._keep(name, self._load_sampler(place))
+                self._saved[name] = place
         return {"sampling_session_id": name, "type": "create_sampling_session"}
 
     def sampler_info(self, name: str) -> dict[str, Any]:
         sampler = self._sampler(name)
         return {"sampler_id": name, "base_model": sampler.base.name, "model_path": None}
 
+    def _load_sampler(self, place: Place) -> Sampler:
+        about = self.store.about(place)
+        base = self._base(about.base_model)
+        loaded = self.store.load(place, {"params": base.trainer.like(about.lora)})["params"]
+        return Sampler(base, Snapshot(base.trainer.base, about.lora, loaded))
+
+    def _keep(self, name: str, sampler: Sampler) -> None:
+        self.samplers[name] = sampler
+        while len(self.samplers) > SAMPLERS:
+            self.samplers.popitem(last=False)
+
     def _sampler(self, name: str) -> Sampler:
+        if name not in self.samplers and name in self._saved:
+            self._keep(name, self._load_sampler(self._saved[name]))
         if (found := self.samplers.get(name)) is None:
             raise RequestRefused(
-                f"no sampling session {name!r:.120}; the server started again: make the client anew from a saved path",
+                f"no sampling session {name!r:.120}; the server started again, or {SAMPLERS} others were used since: "
+                "make the client anew from a saved path",
                 status=404,
             )
+        self.samplers.move_to_end(name)
         return found
+
+    def finish(self, session: str) -> None:
+        """A client has ended: what it trained and did not save is freed."""
+        self.sessions.discard(session)
+        for held in (self.models, self.samplers, self._saved):
+            for name in [name for name in held if name.startswith(f"{session}:")]:
+                del held[name]
 
     def asample(self, body: dict[str, Any], raw: bytes) -> Pending:
         session = field_of(body, "sampling_session_id", str, "")
@@ -598,17 +650,6 @@ class _Gathered:
             self.pending.finish(write_samples(self.answers, *self.found))
 
 
-_BASES: dict[str, Snapshot] = {}
-
-
-def _shared(base: Base) -> Snapshot:
-    """The base alone: one snapshot, whose cache all clients share."""
-    found = _BASES.get(base.name)
-    if found is None or found.base is not base.trainer.base:
-        found = _BASES[base.name] = Snapshot(base.trainer.base)
-    return found
-
-
 def _numbered(body: dict[str, Any]) -> tuple[str, int]:
     return field_of(body, "model_id", str, ""), field_of(body, "seq_id", int, 0)
 
@@ -679,18 +720,30 @@ class TinkerHandler(EndpointHandler):
         if path == "forward_backward":
             if self.request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != PROTOBUF:
                 raise RequestRefused(f"forward_backward takes {PROTOBUF}; use tinker 0.25 or later", status=422)
-            self._submitted(endpoint.forward_backward(raw))
+            try:
+                self._submitted(endpoint.forward_backward(raw))
+            except RequestRefused as error:
+                endpoint.skip(*numbered_forward_backward(raw), error.message)
+                raise
             return
         body = self._json(raw)
         if path in JSON_CALLS:
             self.finish(getattr(endpoint, JSON_CALLS[path])(body))
         elif path in FUTURES:
-            self._submitted(getattr(endpoint, path)(body, raw))
+            try:
+                self._submitted(getattr(endpoint, path)(body, raw))
+            except RequestRefused:
+                if isinstance(body.get("model_id"), str) and type(body.get("seq_id")) is int:
+                    endpoint.skip(body["model_id"], body["seq_id"])
+                raise
         elif path == "retrieve_future":
             await self._retrieve(field_of(body, "request_id", str, ""))
         elif path == "telemetry":
             self.finish({"status": "accepted"})
-        elif path == "cancel_future" or re.fullmatch(r"sessions/[^/]+/finish", path):
+        elif found := re.fullmatch(r"sessions/([^/]+)/finish", path):
+            endpoint.finish(found[1])
+            self.finish({})
+        elif path == "cancel_future":
             self.finish({})
         else:
             self._absent()
@@ -706,9 +759,7 @@ class TinkerHandler(EndpointHandler):
         elif path == "checkpoints":
             self.finish(endpoint.checkpoints())
         elif path == "training_runs":
-            first, most = (
-                int(self.get_query_argument(name, value)) for name, value in (("offset", "0"), ("limit", "20"))
-            )
+            first, most = self._number("offset", 0), self._number("limit", 20)
             runs = endpoint.training_runs()
             cursor = {"offset": first, "limit": most, "total_count": len(runs)}
             self.finish({"training_runs": runs[first : first + most], "cursor": cursor})
@@ -740,6 +791,12 @@ class TinkerHandler(EndpointHandler):
             self.finish({})
         else:
             self._absent()
+
+    def _number(self, name: str, default: int) -> int:
+        text = self.get_query_argument(name, str(default))
+        if not text.isdigit() or len(text) > 9:
+            raise RequestRefused(f"{name} = {text!r:.80}; must be a number from 0", name)
+        return int(text)
 
     def _json(self, raw: bytes) -> dict[str, Any]:
         try:

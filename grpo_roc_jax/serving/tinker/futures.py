@@ -94,6 +94,14 @@ class InOrder:
     def put(self, seq: int, call: Callable[[], None]) -> None:
         """Runs a call as soon as all with lower numbers have been started."""
         self._held[seq] = call
+        self._start()
+
+    def skip(self, seq: int, call: Callable[[], None]) -> None:
+        """The same for a number whose call was refused, unless that number came before."""
+        if seq >= self.next_seq and seq not in self._held:
+            self.put(seq, call)
+
+    def _start(self) -> None:
         while (ready := self._held.pop(self.next_seq, None)) is not None:
             self.next_seq += 1
             self.run(ready)

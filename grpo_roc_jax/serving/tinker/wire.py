@@ -5,6 +5,7 @@ numbers and types must agree with the client's.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -124,6 +125,14 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     return ForwardBackward(
         request.model_id, request.seq_id, data, request.loss_fn, config, forward_only=request.forward_only
     )
+
+
+def numbered_forward_backward(body: bytes) -> tuple[str, int]:
+    """(model, number of the call) of a body whose data may be wrong."""
+    request = classes()["Request"]()
+    with suppress(message.DecodeError):
+        request.ParseFromString(body)
+    return request.model_id, request.seq_id
 
 
 def _datum(index: int, datum: Any) -> Datum:

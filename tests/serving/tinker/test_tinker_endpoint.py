@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinker_server import batch, served
+from tinker_server import batch, fill, served
 
 from grpo_roc_jax.serving.tinker.store import About, Place, Store
 
@@ -223,6 +223,26 @@ def test_data_that_do_not_fit_fail_with_what_to_change(client):
     ]
     for body, remedy in cases:
         assert remedy in client.result(client.send(body))["error"]
+
+
+def test_a_call_that_was_refused_holds_up_no_other(client):
+    name = client.model(client.session())
+    image = fill("Request", model_id=name, seq_id=1, loss_fn="cross_entropy")
+    image.data.add().model_input.add().image = b"png"
+    status, answer = client.ask("forward_backward", image.SerializeToString(), kind="application/x-protobuf")
+    assert status == 400 and "image" in answer["detail"]
+    assert "image" in client.result(client.step(name, 2))["error"]
+    assert client.ask("save_weights", {"model_id": name, "seq_id": 3, "path": "../up"})[0] == 400
+    client.send(batch(name, 4, [ROW]))
+    assert client.result(client.step(name, 5))["metrics"]["update_skipped:sum"] == 0
+
+
+def test_a_session_that_ended_is_forgotten(client):
+    session = client.session()
+    name = client.model(session)
+    client.post(f"sessions/{session}/finish", reason={"type": "success"}, detail=None)
+    assert client.ask("get_info", {"model_id": name})[0] == 404
+    assert client.ask("session_heartbeat", {"session_id": session})[0] == 410
 
 
 def test_a_future_that_is_not_known_and_json_for_tensors_are_refused(client):
