@@ -201,13 +201,13 @@ class Trainer:
         """(batch [R,T], target ids [R,T,K], their weights, (datum, row, first position, length) of each datum)."""
         T = bucket(max(len(row.tokens) for row in rows), self.longest)
         per = row_shards(self.mesh)
-        R = max(1, min(ROW_TOKENS // T, 1 << (len(rows) - 1).bit_length()))
-        R, K = -(-R // per) * per, max(row.targets.shape[1] for row in rows)
         used = first_fit_decreasing(np.array([len(row.tokens) for row in rows]), T)[2]
+        # Powers of two, so that few programs are compiled.
+        R = max(1, min(ROW_TOKENS // T, 1 << (used - 1).bit_length()))
+        R, K = -(-R // per) * per, max(row.targets.shape[1] for row in rows)
         batch, placement = pack(
             [row.trained for row in rows], BatchConfig(row_length=T, rows=R), max(1, -(-used // R)), per
         )
-        on_mesh = shard_batch(batch, self.mesh)
         for micro in range(placement.count):
             targets, weights = np.zeros((R, T, K), np.int32), np.zeros((R, T, K), np.float32)
             places = [
@@ -218,7 +218,13 @@ class Trainer:
                 own = rows[i].targets.shape[1]
                 targets[row, start : start + length, :own] = rows[i].targets
                 weights[row, start : start + length, :own] = rows[i].weights
-            yield micro_batch(on_mesh, np.int32(micro), None), jnp.asarray(targets), jnp.asarray(weights), places
+            one = micro_batch(shard_batch(_part(batch, micro), self.mesh), 0, None)
+            yield one, jnp.asarray(targets), jnp.asarray(weights), places
+
+
+def _part(batch: TrainBatch, micro: int) -> TrainBatch:
+    """The host batch of one micro-batch, [1,R,T]."""
+    return jax.tree.map(lambda leaf: leaf[micro : micro + 1] if leaf.ndim >= 3 else leaf, batch)
 
 
 @dataclass(frozen=True, eq=False)
