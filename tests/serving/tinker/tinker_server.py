@@ -108,7 +108,7 @@ class Client:
         connection.close()
         return answer.status, json.loads(content) if "json" in answer.headers["Content-Type"] else content
 
-    def post(self, path, **body):
+    def post(self, path, /, **body):
         status, answer = self.ask(path, body)
         assert status == 200, answer
         return answer
@@ -122,7 +122,9 @@ class Client:
     def result(self, request):
         """The result behind an id, or behind an answer that has one; messages of samples and outputs are read."""
         name = request if isinstance(request, str) else request["request_id"]
-        status, answer = self.ask("retrieve_future", {"request_id": name})
+        status = 408
+        while status == 408:  # as the client asks again
+            status, answer = self.ask("retrieve_future", {"request_id": name})
         assert status == 200, answer
         return answer
 
