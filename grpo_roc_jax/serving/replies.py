@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.rollout.config import SamplingConfig
-from grpo_roc_jax.serving.asked import MAX_CHOICES, Asked, read_asked, read_ids, read_tools
+from grpo_roc_jax.serving.asked import MAX_CHOICES, Asked, read_asked, read_forced, read_ids, read_tools
 from grpo_roc_jax.serving.dialogues import (
     HELD_BACK,
     Context,
@@ -37,6 +37,8 @@ class SampledChoice:
 
     index: int
     prompt: np.ndarray
+    begun: int = 0
+    """Last ids of the prompt that the turn begins with."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -79,6 +81,8 @@ class ReplyForm:
     """What the forms share. `prompts` are sampled `asked.count` times each; choices are numbered in that order."""
 
     path = name = chunk_name = prefix = ""
+    closing = "data: [DONE]\n\n"
+    """Ends a stream."""
     goes_on: Callable[[np.ndarray], bool] | None = None
     """See `SampleJob`."""
 
@@ -89,6 +93,8 @@ class ReplyForm:
         self.prompts: list[np.ndarray] = []
         self.choices: list[SampledChoice] = []
         self.id, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
+        self.begun = 0
+        """Last ids of each prompt that the turn begins with."""
         self.known = 0
         """Tokens of earlier turns among those of the prompts."""
 
@@ -100,7 +106,7 @@ class ReplyForm:
         prompts = [prompt for prompt in self.prompts for _ in range(self.asked.count)]
         if len(prompts) > MAX_CHOICES:
             raise RequestRefused(f"{len(prompts)} choices; must be at most {MAX_CHOICES}", "n")
-        self.choices = [SampledChoice(i, prompt) for i, prompt in enumerate(prompts)]
+        self.choices = [SampledChoice(i, prompt, self.begun) for i, prompt in enumerate(prompts)]
 
     def drawn(self, choice: SampledChoice, ids: list[int], logprobs: list[float]) -> Iterator[JSON]:
         """Adds to a choice; the pieces of a stream that follow from it."""
@@ -121,6 +127,19 @@ class ReplyForm:
     def whole(self) -> JSON:
         """The answer without a stream."""
         raise NotImplementedError
+
+    def last_pieces(self) -> Iterator[JSON]:
+        """The pieces of a stream after those of the choices."""
+        if self.asked.usage_in_stream:
+            yield self.around([], usage=self.usage)
+
+    def framed(self, piece: JSON) -> str:
+        """A piece as it is sent."""
+        return f"data: {json.dumps(piece)}\n\n"
+
+    def fault(self, error: RequestRefused) -> JSON:
+        """The piece that tells of an error in the middle of a stream."""
+        return error.body
 
     @property
     def complete(self) -> bool:
@@ -195,8 +214,10 @@ class ChatReply(ReplyForm):
     ):
         super().__init__(body, tokenizer, sampling)
         self.dialogues = dialogues
-        self.context: Context = dialogues.context(session, body.get("messages"), read_tools(body))
+        tools = read_tools(body)
+        self.context: Context = dialogues.context(session, body.get("messages"), tools, read_forced(body, tools))
         self.prompts, self.known = [self.context.ids], self.context.known
+        self.begun = len(self.context.begun_ids)
         self.goes_on = self.context.goes_on
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> JSON | None:
@@ -243,8 +264,9 @@ class ChatReply(ReplyForm):
         answer = self.answer(choice)
         if delta := self._growth(choice, answer.reasoning, answer.content):
             yield self.piece(choice, {"delta": delta})
-        if calls := _tool_calls(answer):
-            yield self.piece(choice, {"delta": {"tool_calls": [{"index": i} | call for i, call in enumerate(calls)]}})
+        calls = _tool_calls(answer)
+        for i, call in enumerate(calls):  # one a piece: some clients read only the first of a piece
+            yield self.piece(choice, {"delta": {"tool_calls": [{"index": i} | call]}})
         versions = {"weight_versions": choice.weight_versions} if self._shows_versions else {}
         reason = "tool_calls" if calls else choice.finish_reason
         yield self.piece(choice, {"delta": {}}, finish_reason=reason, **versions)

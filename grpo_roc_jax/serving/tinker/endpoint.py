@@ -703,8 +703,6 @@ class TinkerHandler(EndpointHandler):
 
     async def prepare(self) -> None:
         headers = self.request.headers
-        if (key := headers.get("X-Api-Key")) and "Authorization" not in headers:
-            headers["Authorization"] = f"Bearer {key}"
         path = self.request.path
         if self.endpoint.token and path.startswith("/api/v1/files/") and self.request.method == "GET":
             given = self.get_query_argument("key", "")
