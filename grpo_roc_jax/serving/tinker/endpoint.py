@@ -139,7 +139,7 @@ class TinkerEndpoint:
         if head.content_type.partition(";")[0].strip().lower() == PROTOBUF:
             head = replace(head, content_type="application/json")  # no page can send either unasked
         if (found := refusal(head, self.token, TOKEN_VARIABLE)) is not None:
-            hint = f" as TINKER_API_KEY, in X-Api-Key; it begins with tml-" if found[0] == 401 else ""  # noqa: F541
+            hint = " as TINKER_API_KEY, in X-Api-Key; it begins with tml-" if found[0] == 401 else ""
             raise RequestRefused(found[1] + hint, status=found[0])
         if length > self.limits.body_mb << 20:
             raise RequestRefused(f"a body of {length} bytes; must be at most {self.limits.body_mb} MiB", status=413)
