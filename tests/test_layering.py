@@ -34,7 +34,7 @@ ROOMS: dict[str, str] = {
     "record": "sandbox types settings learner",
     "view": "sandbox types settings record",
     "pod": "settings",
-    "serving": "sandbox types settings text tools environments rollout",
+    "serving": "sandbox types shapes settings text tools environments model method rollout learner",
     "config": "settings text data worlds tools environments reward model method rollout learner record pod",
     "run": "sandbox types shapes settings text data worlds tools environments reward model method rollout learner "
     "record pod serving config",

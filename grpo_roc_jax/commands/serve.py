@@ -3,7 +3,7 @@
 OpenAI's chat completions and completions, and token ids in and out at `/inference/v1/generate`. A run that is training
 now is followed: `--follow-s` looks for newer checkpoints. Listens on loopback by default. The environment variable
 `GRPO_SERVE_TOKEN` holds the bearer token that requests must carry; any other address needs one. Connections are not
-encrypted.
+encrypted. `grpo-roc serve --tinker MODEL` serves the Tinker API instead; see its `--help`.
 """
 
 import logging
@@ -19,6 +19,7 @@ from typing import Any
 
 import tyro
 
+from grpo_roc_jax.commands import serve_tinker
 from grpo_roc_jax.record.checkpoint_files import newest_whole
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.sampler import Sampler
@@ -109,6 +110,10 @@ def serve(asked: ServeConfig, policy: PolicyModel, sampler: Sampler, token: str)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if "--tinker" in words:
+        words.remove("--tinker")
+        return serve_tinker.main(words)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     try:
         asked, overrides = tyro.cli(ServeConfig, args=argv, prog=PROG, return_unknown_args=True)

@@ -75,6 +75,7 @@ def token_logprobs(
     temperature: float | Float[Array, "B T"] = 1.0,
     head: Head = Head(),
     mesh: Mesh | None = None,
+    targets: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """log p(tokens[t] | the tokens before it) and the entropy of that distribution, both float32, in nats.
 
@@ -90,9 +91,11 @@ def token_logprobs(
             or of each token's trajectory.
         head: How the logits are computed.
         mesh: Of the parameters; each device then loops over its own share of the vocabulary.
+        targets: Ids to score in place of the tokens themselves: index t of the result is then about `targets[t]`, given
+            the tokens up to and including `tokens[t]`; nothing is shifted.
     """
     parts = sequence_parts(mesh)
-    following = to_zigzag(jnp.roll(tokens, -1, axis=1), parts)
+    following = to_zigzag(jnp.roll(tokens, -1, axis=1) if targets is None else targets, parts)
     weights, vocab_axis = (params["unembed"], 1) if "unembed" in params else (params["embed"], 0)
     shared = jnp.ndim(temperature) == 0
     flat = parts == 1  # otherwise the mesh splits tokens apart from rows
@@ -102,6 +105,11 @@ def token_logprobs(
         hidden, following, scale = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (hidden, following, scale))
     found = _chunked_logprobs(head, hidden, weights.astype(hidden.dtype), following, scale)
     logprobs, entropy = (x.reshape(tokens.shape) for x in found)
+    if targets is not None:
+        return tuple(
+            jnp.where(segment_ids > 0, constrain(from_zigzag(x, parts), mesh, ROWS, "sequence"), 0.0)
+            for x in (logprobs, entropy)
+        )
     has_past = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
 
     def shift(x: Array) -> Array:
@@ -308,6 +316,22 @@ def policy_logprobs(
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """(log-probabilities, entropy) of one micro-batch with leaves [R,T]: the forward pass of training and scoring."""
+    hidden = policy_hidden(params, batch, model, update, mesh)
+    return token_logprobs(
+        params,
+        hidden,
+        batch.tokens,
+        batch.segment_ids,
+        temperature=temperature if batch.temperatures is None else batch.temperatures,
+        head=head_of(update, model),
+        mesh=mesh,
+    )
+
+
+def policy_hidden(
+    params: Params, batch: TrainBatch, model: ModelConfig, update: UpdateConfig, mesh: Mesh | None = None
+) -> Float[Array, "R T D"]:
+    """What the unembedding reads, of one micro-batch with leaves [R,T]; for `token_logprobs`."""
     length, parts = batch.tokens.shape[1], sequence_parts(mesh)
     execution = Execution(
         attend=attention_for(update.attention, model, length, mesh),
@@ -320,16 +344,7 @@ def policy_logprobs(
     routes = None if batch.routes is None else to_zigzag(batch.routes, parts)
     hidden = forward(params, *rows, model, execution, routes)
     # Gathered once, since the loop over the vocabulary reads it in every chunk.
-    hidden = constrain(hidden, mesh, ROWS, "sequence", None)
-    return token_logprobs(
-        params,
-        hidden,
-        batch.tokens,
-        batch.segment_ids,
-        temperature=temperature if batch.temperatures is None else batch.temperatures,
-        head=head_of(update, model),
-        mesh=mesh,
-    )
+    return constrain(hidden, mesh, ROWS, "sequence", None)
 
 
 USUAL_CHUNK = 8192

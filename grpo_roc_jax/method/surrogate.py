@@ -283,8 +283,8 @@ def clipped_surrogate(
     logratio: Float[Array, "*B T"],
     advantages: Float[Array, "*B T"],
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: float | Float[Array, ""],
+    clip_high: float | Float[Array, ""],
     clip_dual: float = 0.0,
     clip_delta: float = 0.0,
 ) -> Float[Array, "*B T"]:
@@ -336,8 +336,15 @@ class Cispo(RatioSurrogate):
     """Upper bound of the detached ratio."""
 
     def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
-        ratio = jax.lax.stop_gradient(jnp.clip(jnp.exp(logratio), min=self.low, max=self.high))
-        return -ratio * advantages * logprobs
+        return detached_ratio_loss(logratio, advantages, logprobs, self.low, self.high)
+
+
+def detached_ratio_loss(
+    logratio: Array, advantages: Array, logprobs: Array, low: float | Array, high: float | Array
+) -> Array:
+    """-sg(clip(r, low, high)) A log p of each token; the bounds may be traced."""
+    ratio = jax.lax.stop_gradient(jnp.clip(jnp.exp(logratio), min=low, max=high))
+    return -ratio * advantages * logprobs
 
 
 # ---- SAPO -----------------------------------------------------------------------------------------------------------

@@ -99,6 +99,10 @@ class Engine:
     def config(self) -> RolloutConfig:
         return self.programs.rollout
 
+    def sibling(self) -> "Engine":
+        """An engine with the same programs, and with rollouts, cache and weights of its own."""
+        return Engine(self.programs, self._publisher, self.seed)
+
     def publish(self, params: Params, version: int) -> SamplerParams:
         """The parameters as the engine samples with them; once a step. Rollouts in flight go on with them from their
         next chunk. See `publish.Publisher.publish`.

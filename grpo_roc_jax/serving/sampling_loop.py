@@ -121,6 +121,11 @@ class SamplingLoop:
         return config.max_response_tokens - max(0, length - config.max_prompt_tokens)
 
     @property
+    def idle(self) -> bool:
+        """Whether there is no job; for the thread that calls `turn`."""
+        return not self._tickets and self._inbox.empty()
+
+    @property
     def forgets(self) -> str:
         """Why the cache may not hold the earlier turns of a conversation although there is room; empty if it does."""
         programs = self.engine.programs
@@ -154,7 +159,7 @@ class SamplingLoop:
             try:
                 self.turn(IDLE_S)
             except Exception as error:  # every job learns of it, and new ones begin with an empty pool
-                self._fail(error)
+                self.fail(error)
         self.engine.release()
 
     def turn(self, wait_s: float) -> None:
@@ -225,10 +230,11 @@ class SamplingLoop:
                 if item is not None and item[1]:
                     self._tickets[item[0]] = range(0)
         stats = self.engine.release()
-        self._fail(RuntimeError("sampling has ended"))
+        self.fail(RuntimeError("sampling has ended"))
         return stats
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Ends all jobs with an error and frees the engine's pool."""
         self.engine.release()
         self._events += [(job, "failed", 0, error) for job in self._tickets]
         self._tickets.clear()

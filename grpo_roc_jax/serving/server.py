@@ -377,7 +377,7 @@ class EndpointHandler(RequestHandler):
         """Answers before the body was read, then throws away what still comes: a connection that is closed with unread
         bytes is reset, and the client would not see the answer."""
         self._describe(error)
-        content = json.dumps(error_body(self.request.path, error)).encode()
+        content = json.dumps(self.describe(error)).encode()
         self.set_header("Content-Type", "application/json; charset=UTF-8")
         self.set_header("Content-Length", len(content))
         self.set_header("Connection", "close")
@@ -405,7 +405,11 @@ class EndpointHandler(RequestHandler):
         self._describe(error)
         if error.status in (401, 403, 413, 415):
             self.set_header("Connection", "close")
-        self.finish(error_body(self.request.path, error))
+        self.finish(self.describe(error))
+
+    def describe(self, error: RequestRefused) -> dict[str, Any]:
+        """The body that tells an error."""
+        return error_body(self.request.path, error)
 
     def _describe(self, error: RequestRefused) -> None:
         self.set_status(error.status)

@@ -1,0 +1,838 @@
+"""The routes of the Tinker API: sessions, futures, training and sampling of adapters on frozen bases.
+
+Everything here runs on the thread of the event loop. Training calls go to one thread for each base, in the order of
+their `seq_id`; sampling goes to `Snapshots`.
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tornado.httpserver import HTTPServer
+from tornado.web import Application, HTTPError
+
+from grpo_roc_jax.model.families import Family
+from grpo_roc_jax.model.lora import LowRank, save_adapter
+from grpo_roc_jax.sandbox.http_guard import IDLE_S, REQUEST_S, Connections, RequestHead, refusal
+from grpo_roc_jax.serving.asked import stop_finder
+from grpo_roc_jax.serving.refusal import RequestRefused, field_of
+from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob, sampled
+from grpo_roc_jax.serving.server import TOKEN_VARIABLE, UNFINISHED, EndpointHandler, LimitedServer, ServerLimits
+from grpo_roc_jax.serving.tinker.futures import Futures, InOrder, Pending
+from grpo_roc_jax.serving.tinker.snapshots import Snapshot, Snapshots
+from grpo_roc_jax.serving.tinker.store import KINDS, About, Place, Store, check_name
+from grpo_roc_jax.serving.tinker.trainer import Adam, AdapterState, Trainer
+from grpo_roc_jax.serving.tinker.wire import (
+    Answer,
+    numbered_forward_backward,
+    read_forward_backward,
+    write_output,
+    write_samples,
+)
+
+log = logging.getLogger(__name__)
+HOLD_S = 30.0
+"""How long a question for a result is held until there is one."""
+PROTOBUF = "application/x-protobuf"
+ALPHA = 32.0
+"""The additions are multiplied by ALPHA / rank; the protocol has no field for it."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+LARGEST_RANK = 256
+SAMPLERS = 64
+"""Sampling sessions whose weights stay in memory; those of saved paths are loaded again when they are used."""
+
+
+@dataclass(frozen=True, eq=False)
+class Base:
+    """A model that adapters are trained on."""
+
+    name: str
+    folder: str
+    """Directory with its tokenizer."""
+    tokenizer: Any
+    stop_ids: frozenset[int]
+    family: Family | None
+    """None if adapters cannot be written in PEFT's form."""
+    trainer: Trainer
+    snapshots: Snapshots
+    worker: ThreadPoolExecutor
+    """One thread."""
+
+    @property
+    def context(self) -> int:
+        return self.trainer.longest
+
+
+@dataclass(eq=False)
+class ModelRun:
+    """A model of a client's."""
+
+    model_id: str
+    base: Base
+    seed: int
+    order: InOrder
+    state: AdapterState | None = None
+    """None until it is made, or if that failed."""
+    lora: LowRank | None = None
+    failed: str = ""
+    """Why gradients of the step to come are not complete."""
+    used: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """A sampling session: its weights never change."""
+
+    base: Base
+    snapshot: Snapshot
+
+
+class TinkerEndpoint:
+    """Models over HTTP in the form of the Tinker API."""
+
+    def __init__(
+        self,
+        bases: Sequence[Base],
+        store: Store,
+        deliver: Callable[..., Any],
+        *,
+        token: str = "",
+        limits: ServerLimits | None = None,
+    ):
+        self.bases = {base.name: base for base in bases}
+        self.store, self.token, self._deliver = store, token, deliver
+        self.limits = limits or ServerLimits()
+        self.futures = Futures()
+        self.sessions: set[str] = set()
+        self.models: dict[str, ModelRun] = {}
+        self.samplers: OrderedDict[str, Sampler] = OrderedDict()
+        """Those in memory, the last used last."""
+        self._saved: dict[str, Place] = {}
+        """Where the weights of a sampler are on disk."""
+        self._alone: dict[str, Snapshot] = {}
+        """The bases without an adapter, whose caches all clients share."""
+        self.connections: Connections[Any] | None = None
+        self._sampled = 0
+
+    # ---- who may ask
+
+    def admit(self, head: RequestHead, length: int) -> str:
+        """
+        Raises:
+            RequestRefused: No right to ask, or too large.
+        """
+        if head.content_type.partition(";")[0].strip().lower() == PROTOBUF:
+            head = replace(head, content_type="application/json")  # no page can send either unasked
+        if (found := refusal(head, self.token, TOKEN_VARIABLE)) is not None:
+            hint = " as TINKER_API_KEY, in X-Api-Key; it begins with tml-" if found[0] == 401 else ""
+            raise RequestRefused(found[1] + hint, status=found[0])
+        if length > self.limits.body_mb << 20:
+            raise RequestRefused(f"a body of {length} bytes; must be at most {self.limits.body_mb} MiB", status=413)
+        return ""
+
+    def server(self) -> HTTPServer:
+        """A server of the routes, not listening yet."""
+        app = Application([(r"/api/v1/(?P<path>.*)", TinkerHandler, {"endpoint": self})],
+                          default_handler_class=TinkerHandler, default_handler_args={"endpoint": self},
+                          log_function=lambda handler: None)  # fmt: skip
+        server = LimitedServer(
+            self.limits.connections,
+            app,
+            max_body_size=(self.limits.body_mb << 20) + 1,
+            idle_connection_timeout=IDLE_S,
+            body_timeout=REQUEST_S,
+        )
+        self.connections = server.connections
+        return server
+
+    # ---- sessions
+
+    def client_config(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "sample_max_concurrent_requests": self.limits.waiting // 2,
+            "fwdbwd_max_chunk_bytes_count": min(5_000_000, (self.limits.body_mb << 20) // 2),
+        }
+
+    def create_session(self, body: dict[str, Any]) -> dict[str, Any]:
+        name = uuid.uuid4().hex
+        self.sessions.add(name)
+        return {"session_id": name, "info_message": None, "warning_message": None, "error_message": None}
+
+    def session_heartbeat(self, body: dict[str, Any]) -> dict[str, Any]:
+        if field_of(body, "session_id", str, "") not in self.sessions:
+            raise RequestRefused("no such session; the server started again: make a client anew", status=410)
+        return {}
+
+    def capabilities(self) -> dict[str, Any]:
+        return {
+            "supported_models": [
+                {"model_name": name, "max_context_length": base.context, "trainable": True, "sampleable": True}
+                for name, base in self.bases.items()
+            ]
+        }
+
+    # ---- models
+
+    def create_model(self, body: dict[str, Any], raw: bytes) -> Pending:
+        model_id = self._new_model(body)
+        base = self._base(field_of(body, "base_model", str, ""))
+        lora, seed = self._lora(base, field_of(body, "lora_config", dict, {}))
+        kind = field_of(field_of(body, "optimizer_config", dict, {}), "type", str, "adamw")
+        if kind not in ("adamw", "adam"):
+            raise RequestRefused(f"optimizer_config type {kind!r:.80}; must be adamw")
+        pending, new = self.futures.make(("create_model", model_id), raw)
+        if not new:
+            return pending
+        run = self.models[model_id] = self._model_run(model_id, base, seed, lora)
+
+        def make() -> dict[str, Any]:
+            run.state = base.trainer.start(lora, seed)
+            return {"model_id": model_id}
+
+        self._work(base, pending, make)
+        return pending
+
+    def _session(self, body: dict[str, Any]) -> str:
+        session = field_of(body, "session_id", str, "")
+        if session not in self.sessions:
+            text = f"no session {session!r:.80}; the server started again: make a client anew"
+            raise RequestRefused(text, status=404)
+        return session
+
+    def _new_model(self, body: dict[str, Any]) -> str:
+        return f"{self._session(body)}:train:{field_of(body, 'model_seq_id', int, 0)}"
+
+    def _model_run(self, model_id: str, base: Base, seed: int, lora: LowRank) -> ModelRun:
+        return ModelRun(model_id, base, seed, InOrder(base.worker.submit), lora=lora)
+
+    def _base(self, name: str) -> Base:
+        if name not in self.bases:
+            raise RequestRefused(
+                f"no model {name!r:.200}; served here: {', '.join(self.bases)}. Start with `--tinker {name or 'NAME'}="
+                "DIR` to serve one under that name", status=404
+            )  # fmt: skip
+        return self.bases[name]
+
+    def _lora(self, base: Base, given: dict[str, Any]) -> tuple[LowRank, int]:
+        rank, seed = field_of(given, "rank", int, 32), field_of(given, "seed", int, 0)
+        if not 1 <= rank <= LARGEST_RANK:
+            raise RequestRefused(f"lora_config rank {rank}; must be 1 to {LARGEST_RANK}")
+        parts = (("train_attn", ATTENTION), ("train_mlp", MLP))
+        targets = tuple(name for key, names in parts if field_of(given, key, bool, True) for name in names)
+        if base.trainer.model.experts.count:
+            targets = tuple(name for name in targets if name in ATTENTION)
+        if not targets:
+            raise RequestRefused("lora_config trains nothing of this model; set train_attn or train_mlp")
+        if field_of(given, "train_unembed", bool, True):
+            log.info("train_unembed: adapters have no unembedding here; attention and MLP are trained")
+        return LowRank(rank=rank, alpha=ALPHA, targets=targets), seed
+
+    def _model(self, name: str) -> ModelRun:
+        if (run := self.models.get(name)) is None:
+            raise RequestRefused(
+                f"no model {name!r:.120}; the server started again: load the last checkpoint in a new session "
+                "(create_training_client_from_state_with_optimizer)", status=404
+            )  # fmt: skip
+        run.used = time.time()
+        return run
+
+    def get_info(self, body: dict[str, Any]) -> dict[str, Any]:
+        run = self._model(field_of(body, "model_id", str, ""))
+        return {
+            "model_id": run.model_id,
+            "model_data": {"arch": "transformer", "model_name": run.base.name, "tokenizer_id": run.base.folder},
+            "is_lora": True,
+            "lora_rank": run.lora.rank,
+            "model_name": run.base.name,
+        }
+
+    def _work(self, base: Base, pending: Pending, work: Callable[[], Any]) -> None:
+        base.worker.submit(self._compute, pending, work)
+
+    def _compute(self, pending: Pending, work: Callable[[], Any]) -> None:
+        """On the worker's thread: the result or the error of a call."""
+        try:
+            result = work()
+        except Exception as error:
+            if not isinstance(error, RequestRefused):
+                log.exception("a call failed")
+            self._deliver(partial(pending.fail, error))
+        else:
+            self._deliver(partial(pending.finish, result))
+
+    def _call(self, model_id: str, seq: int, raw: bytes, work: Callable[[ModelRun], Any]) -> Pending:
+        """Queues a call of a model behind those with lower numbers."""
+        run = self._model(model_id)
+        pending, new = self.futures.make((model_id, seq), raw)
+        if new and seq < run.order.next_seq:
+            pending.fail(RequestRefused(f"seq_id {seq} of {model_id} has run; the next one is {run.order.next_seq}"))
+        elif new:
+
+            def ready() -> Any:
+                if run.state is None:
+                    raise RequestRefused(f"the model {model_id} was not made; see the error of that call")
+                return work(run)
+
+            run.order.put(seq, partial(self._compute, pending, ready))
+        return pending
+
+    def skip(self, model_id: str, seq: int, failed: str = "") -> None:
+        """A call of this number was refused before it was queued; those with higher numbers do not wait for it.
+
+        Args:
+            model_id: Of the call.
+            seq: Its number.
+            failed: Why gradients of the step to come are not complete.
+        """
+        run = self.models.get(model_id)
+        if run is None:
+            return
+
+        def note() -> None:
+            run.failed = failed or run.failed
+
+        run.order.skip(seq, note)
+
+    def forward_backward(self, raw: bytes) -> Pending:
+        request = read_forward_backward(raw)
+
+        def work(run: ModelRun) -> bytes:
+            try:
+                state, logprobs, metrics = run.base.trainer.forward_backward(run.state, request)
+            except Exception as error:
+                if not request.forward_only:
+                    run.failed = getattr(error, "message", None) or repr(error)
+                raise
+            run.state = state
+            return write_output(logprobs, metrics)
+
+        return self._call(request.model_id, request.seq_id, raw, work)
+
+    def optim_step(self, body: dict[str, Any], raw: bytes) -> Pending:
+        given = field_of(body, "adam_params", dict, {})
+
+        def work(run: ModelRun) -> dict[str, Any]:
+            if run.failed:
+                text, run.failed = run.failed, ""
+                run.state = replace(run.state, gradient=None)
+                raise RequestRefused(f"optim_step after a forward_backward that failed: {text}; gradients were dropped")
+            known = {name: float(value) for name, value in given.items() if name in vars(Adam())}
+            run.state, metrics = run.base.trainer.optimizer_step(run.state, Adam(**known))
+            return {"metrics": metrics}
+
+        return self._call(*_numbered(body), raw, work)
+
+    # ---- checkpoints
+
+    def _about(self, run: ModelRun, body: dict[str, Any]) -> About:
+        ttl, now, lora = field_of(body, "ttl_seconds", (int, float)), time.time(), run.lora
+        expires = now + ttl if ttl else 0.0
+        return About(run.base.name, lora.rank, lora.alpha, lora.targets, run.state.steps, run.seed, now, expires)
+
+    def _export(self, run: ModelRun) -> Callable[[Path], Any] | None:
+        base = run.base
+        if base.family is None:
+            return None
+        return lambda folder: save_adapter(
+            run.state.params, run.lora, base.trainer.model, base.family, folder, base.folder
+        )
+
+    def save_weights(self, body: dict[str, Any], raw: bytes) -> Pending:
+        model_id, seq = _numbered(body)
+        place = Place(model_id, "weights", check_name(field_of(body, "path", str, "") or f"seq_{seq}"))
+
+        def work(run: ModelRun) -> dict[str, Any]:
+            leaves = {"params": run.state.params, "moments": run.state.moments}
+            again = field_of(body, "overwrite", bool, False)
+            self.store.save(place, self._about(run, body), leaves, self._export(run), overwrite=again)
+            return {"path": str(place), "type": "save_weights"}
+
+        return self._call(model_id, seq, raw, work)
+
+    def load_weights(self, body: dict[str, Any], raw: bytes) -> Pending:
+        place = Place.read(field_of(body, "path", str, ""))
+        about = self.store.about(place)
+        optimizer = field_of(body, "optimizer", bool, False)
+        if optimizer and place.kind != "weights":
+            raise RequestRefused(f"{place} holds no optimizer state; name a path of save_state, or load without it")
+        base = self._base(field_of(body, "base_model", str) or about.base_model)
+
+        def load(run: ModelRun) -> dict[str, Any]:
+            if run.lora != about.lora:
+                raise RequestRefused(
+                    f"{place} has rank {about.rank}, the model {run.lora.rank}; load it as a new model"
+                )
+            fresh = base.trainer.start(about.lora, about.seed)
+            like = {"params": fresh.params} | ({"moments": fresh.moments} if optimizer else {})
+            loaded = self.store.load(place, like)
+            steps = about.steps if optimizer else 0
+            run.state = AdapterState(about.lora, loaded["params"], loaded.get("moments", fresh.moments), None, steps)
+            return {"path": str(place), "model_id": run.model_id, "type": "load_weights"}
+
+        if field_of(body, "model_id", str):
+            return self._call(*_numbered(body), raw, load)
+        model_id = self._new_model(body)
+        pending, new = self.futures.make(("create_model", model_id), raw)
+        if new:
+            run = self.models[model_id] = self._model_run(model_id, base, about.seed, about.lora)
+            self._work(base, pending, partial(load, run))
+        return pending
+
+    def save_weights_for_sampler(self, body: dict[str, Any], raw: bytes) -> Pending:
+        model_id, seq = _numbered(body)
+        name, number = field_of(body, "path", str), field_of(body, "sampling_session_seq_id", int)
+        place = Place(model_id, "sampler_weights", check_name(name)) if name else None
+
+        def work(run: ModelRun) -> dict[str, Any]:
+            snapshot = Snapshot(run.base.trainer.base, run.lora, run.state.params)
+            if place is None:
+                sampler_id = f"{model_id.partition(':')[0]}:sample:{number}"
+                self._deliver(partial(self._keep, sampler_id, Sampler(run.base, snapshot)))
+                return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
+            about, leaves = self._about(run, body), {"params": run.state.params}
+            self.store.save(place, about, leaves, self._export(run), overwrite=True)
+            return {"path": str(place), "type": "save_weights_for_sampler"}
+
+        return self._call(model_id, seq, raw, work)
+
+    def weights_info(self, body: dict[str, Any]) -> dict[str, Any]:
+        about = self.store.about(Place.read(field_of(body, "tinker_path", str, "")))
+        return {
+            "base_model": about.base_model,
+            "is_lora": True,
+            "lora_rank": about.rank,
+            "train_unembed": False,
+            "train_mlp": bool({*MLP} & {*about.targets}),
+            "train_attn": bool({*ATTENTION} & {*about.targets}),
+        }
+
+    def checkpoints(self, model: str | None = None) -> dict[str, Any]:
+        return {"checkpoints": [_listed(self.store, *found) for found in self.store.places(model)]}
+
+    def training_runs(self) -> list[dict[str, Any]]:
+        """Those in memory and those with checkpoints, the last used first."""
+        found: dict[str, dict[str, Any]] = {}
+        for place, about in self.store.places():
+            found[place.model] = _run(place.model, about.base_model, about.rank, about.time)
+        for name, run in self.models.items():
+            found[name] = _run(name, run.base.name, run.lora.rank, run.used)
+        return sorted(found.values(), key=lambda run: run["last_request_time"], reverse=True)
+
+    def training_run(self, name: str) -> dict[str, Any]:
+        run = next((run for run in self.training_runs() if run["training_run_id"] == name), None)
+        if run is None:
+            raise RequestRefused(f"no training run {name!r:.120}; list those that there are", status=404)
+        return run
+
+    def delete_checkpoint(self, model: str, kind: str, name: str) -> dict[str, Any]:
+        self.store.delete(Place(check_name(model), kind, check_name(name)))
+        return {}
+
+    def urls(self, base_url: str, model: str, kind: str, name: str) -> dict[str, Any]:
+        """Where the files of a checkpoint can be had."""
+        place = Place(check_name(model), kind, check_name(name))
+        self.store.about(place)
+        files = {}
+        for path in sorted(self.store.folder(place).iterdir()):
+            route = f"/api/v1/files/{model}/{kind}/{name}/{path.name}"
+            files[path.name] = f"{base_url}{route}" + (f"?key={self.signature(route)}" if self.token else "")
+        return {"urls": files, "expires": _time(time.time() + 3600)}
+
+    def signature(self, route: str) -> str:
+        """What lets a client without the token read one file."""
+        return hmac.new(self.token.encode(), route.encode(), "sha256").hexdigest()
+
+    # ---- sampling
+
+    def create_sampling_session(self, body: dict[str, Any]) -> dict[str, Any]:
+        name = f"{self._session(body)}:sample:{field_of(body, 'sampling_session_seq_id', int, 0)}"
+        if name not in self.samplers and name not in self._saved:
+            path = field_of(body, "model_path", str)
+            if path is None:
+                base = self._base(field_of(body, "base_model", str, ""))
+                alone = self._alone.setdefault(base.name, Snapshot(base.trainer.base))
+                self._keep(name, Sampler(base, alone))
+            else:
+                place = Place.read(path)
+                self._keep(name, self._load_sampler(place))
+                self._saved[name] = place
+        return {"sampling_session_id": name, "type": "create_sampling_session"}
+
+    def sampler_info(self, name: str) -> dict[str, Any]:
+        sampler = self._sampler(name)
+        return {"sampler_id": name, "base_model": sampler.base.name, "model_path": None}
+
+    def _load_sampler(self, place: Place) -> Sampler:
+        about = self.store.about(place)
+        base = self._base(about.base_model)
+        loaded = self.store.load(place, {"params": base.trainer.like(about.lora)})["params"]
+        return Sampler(base, Snapshot(base.trainer.base, about.lora, loaded))
+
+    def _keep(self, name: str, sampler: Sampler) -> None:
+        self.samplers[name] = sampler
+        while len(self.samplers) > SAMPLERS:
+            self.samplers.popitem(last=False)
+
+    def _sampler(self, name: str) -> Sampler:
+        if name not in self.samplers and name in self._saved:
+            self._keep(name, self._load_sampler(self._saved[name]))
+        if (found := self.samplers.get(name)) is None:
+            raise RequestRefused(
+                f"no sampling session {name!r:.120}; the server started again, or {SAMPLERS} others were used since: "
+                "make the client anew from a saved path",
+                status=404,
+            )
+        self.samplers.move_to_end(name)
+        return found
+
+    def finish(self, session: str) -> None:
+        """A client has ended: what it trained and did not save is freed."""
+        self.sessions.discard(session)
+        for held in (self.models, self.samplers, self._saved):
+            for name in [name for name in held if name.startswith(f"{session}:")]:
+                del held[name]
+
+    def asample(self, body: dict[str, Any], raw: bytes) -> Pending:
+        session = field_of(body, "sampling_session_id", str, "")
+        sampler = self._sampler(session)
+        if self.futures.open >= self.limits.waiting:
+            raise RequestRefused("the server is busy; ask again later", status=429)
+        asked = _asked(body, sampler.base)
+        pending, new = self.futures.make((session, field_of(body, "seq_id", int, 0)), raw)
+        if not new:
+            return pending
+        pending.extra["sample_sequence_ids"] = [f"{pending.request_id}:{i}" for i in range(asked.count)]
+        gathered = _Gathered(pending, asked.count)
+        base, snapshot = sampler.base, sampler.snapshot
+        if asked.scored:
+
+            def score() -> tuple:
+                trainer, head = base.trainer, (snapshot.lora, snapshot.params, asked.prompt[:-1])
+                logprobs = np.full(len(asked.prompt), np.nan, np.float32)
+                if len(asked.prompt) > 1 and asked.prompt_logprobs:
+                    logprobs[1:] = trainer.score(*head, asked.prompt[1:, None].astype(np.int32))[:, 0]
+                    if asked.last_n:
+                        logprobs[: -asked.last_n] = np.nan
+                top = None
+                if asked.topk:
+                    ids = np.zeros((len(asked.prompt), asked.topk), np.int32)
+                    values = np.full(ids.shape, -99999.0, np.float32)
+                    if len(asked.prompt) > 1:
+                        ids[1:], values[1:] = trainer.top(*head, asked.topk)
+                    top = ids, values
+                return logprobs if asked.prompt_logprobs else None, top
+
+            gathered.parts += 1
+
+            def compute() -> None:
+                try:
+                    found = score()
+                except Exception as error:
+                    self._deliver(partial(pending.fail, error))
+                else:
+                    self._deliver(partial(gathered.scored, found))
+
+            base.worker.submit(compute)
+        self._sampled += 1
+        seed = asked.seed if asked.seed is not None else self._sampled
+        job = SampleJob(
+            asked.prompt, asked.max_tokens, gathered.report, asked.count, asked.temperature, seed % PLACES, 0,
+            asked.stop_ids, stop_finder(base.tokenizer, asked.stops),
+        )  # fmt: skip
+        base.snapshots.submit(snapshot, job)
+        return pending
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """A sampling request that was checked."""
+
+    prompt: np.ndarray
+    count: int
+    max_tokens: int
+    temperature: float
+    seed: int | None
+    stop_ids: frozenset[int]
+    stops: tuple[str, ...]
+    prompt_logprobs: bool
+    topk: int
+    last_n: int
+
+    @property
+    def scored(self) -> bool:
+        return self.prompt_logprobs or self.topk > 0
+
+
+def _asked(body: dict[str, Any], base: Base) -> _Asked:
+    params = field_of(body, "sampling_params", dict, {})
+    chunks = field_of(field_of(body, "prompt", dict, {}), "chunks", list, [])
+    ids: list[int] = []
+    for chunk in chunks:
+        if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
+            raise RequestRefused("the prompt holds an image or audio; only chunks of text tokens are sampled from")
+        ids += field_of(chunk, "tokens", list, [])
+    if not all(type(i) is int and 0 <= i < base.trainer.model.vocab_size for i in ids) or not ids:
+        raise RequestRefused("the prompt must hold at least one id, all in the vocabulary; use get_tokenizer()")
+    top_k, top_p = field_of(params, "top_k", int, -1), float(field_of(params, "top_p", (int, float), 1.0))
+    if top_k > 0 or top_p != 1:
+        raise RequestRefused(f"top_k = {top_k}, top_p = {top_p}; this server samples from all tokens: leave them out")
+    for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
+        if field_of(body, name, int, 0):
+            raise RequestRefused(f"{name} is not served; ask for topk_prompt_logprobs of the finished text")
+    if field_of(body, "target_prompt_logprobs", dict) is not None:
+        raise RequestRefused("target_prompt_logprobs is not served; score targets with a forward of cross_entropy")
+    if field_of(body, "record_stability_info", bool, False):
+        raise RequestRefused("record_stability_info is for stable_reinforce, which is not served; leave it out")
+    count, temperature = field_of(body, "num_samples", int, 1), field_of(params, "temperature", (int, float), 1.0)
+    if not 1 <= count <= 1024 or not 0 <= temperature < float("inf"):
+        raise RequestRefused(f"num_samples {count}, temperature {temperature}; must be 1 to 1024, and 0 or more")
+    prompt = np.array(ids, np.int32)
+    room = base.context - max(base.context // 2, len(ids))
+    if room < 1:
+        raise RequestRefused(
+            f"a prompt of {len(ids)} tokens leaves no room in a context of {base.context}; raise --context"
+        )
+    most = field_of(params, "max_tokens", int)
+    stop = params.get("stop")
+    stop_ids, stops = base.stop_ids, ()
+    if stop is not None:
+        listed = [stop] if isinstance(stop, str) else stop
+        if not isinstance(listed, list) or not all(isinstance(item, str | int) for item in listed):
+            raise RequestRefused(f"stop {stop!r:.80}; must be a text, texts or token ids", "stop")
+        stop_ids = frozenset(item for item in listed if isinstance(item, int))
+        stops = tuple(item for item in listed if isinstance(item, str))
+    return _Asked(
+        prompt, count, room if most is None else max(1, min(most, room)), float(temperature),
+        field_of(params, "seed", int), stop_ids, stops, bool(body.get("prompt_logprobs")),
+        field_of(body, "topk_prompt_logprobs", int, 0), field_of(body, "prompt_logprobs_last_n", int, 0),
+    )  # fmt: skip
+
+
+class _Gathered:
+    """The parts of a sampling result as they come."""
+
+    def __init__(self, pending: Pending, count: int):
+        self.pending, self.answers, self.parts = pending, [None] * count, count
+        self.found: tuple = (None, None)
+
+    def report(self, event: str, sample: int, value: Any) -> None:
+        if event == "failed":
+            self.pending.fail(value)
+        elif event == "ended" and value.stop in UNFINISHED:
+            self.pending.fail(RuntimeError(f"sampling ended early: {value.stop}"))
+        elif event == "ended":
+            span = sampled(value)
+            self.answers[sample] = Answer(value.tokens[span], value.logprobs[span], value.stop == "eos")
+            self._part()
+
+    def scored(self, found: tuple) -> None:
+        self.found = found
+        self._part()
+
+    def _part(self) -> None:
+        self.parts -= 1
+        if not self.parts:
+            self.pending.finish(write_samples(self.answers, *self.found))
+
+
+def _numbered(body: dict[str, Any]) -> tuple[str, int]:
+    return field_of(body, "model_id", str, ""), field_of(body, "seq_id", int, 0)
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _listed(store: Store, place: Place, about: About) -> dict[str, Any]:
+    size = sum(path.stat().st_size for path in store.folder(place).iterdir())
+    return {
+        "checkpoint_id": f"{place.kind}/{place.name}",
+        "checkpoint_type": KINDS[place.kind],
+        "time": _time(about.time),
+        "tinker_path": str(place),
+        "size_bytes": size,
+        "expires_at": _time(about.expires) if about.expires else None,
+    }
+
+
+def _run(name: str, base: str, rank: int, used: float) -> dict[str, Any]:
+    return {
+        "training_run_id": name,
+        "base_model": base,
+        "model_owner": "local",
+        "is_lora": True,
+        "lora_rank": rank,
+        "last_request_time": _time(used),
+    }
+
+
+JSON_CALLS: Mapping[str, str] = {
+    "client/config": "client_config",
+    "client/dynamic_config": "client_config",
+    "create_session": "create_session",
+    "session_heartbeat": "session_heartbeat",
+    "get_info": "get_info",
+    "weights_info": "weights_info",
+    "create_sampling_session": "create_sampling_session",
+}
+"""Path -> method that answers at once."""
+FUTURES = frozenset(
+    "create_model optim_step save_weights load_weights save_weights_for_sampler asample".split()  # noqa: SIM905
+)
+"""Paths whose results come later, each a method of the same name."""
+CHECKPOINT = re.compile(r"training_runs/([^/]+)/checkpoints/([^/]+)/([^/]+)(/ttl|/external_weights_urls)?")
+
+
+class TinkerHandler(EndpointHandler):
+    """All paths of the API; errors are `{"detail": text}`."""
+
+    async def prepare(self) -> None:
+        headers = self.request.headers
+        path = self.request.path
+        if self.endpoint.token and path.startswith("/api/v1/files/") and self.request.method == "GET":
+            given = self.get_query_argument("key", "")
+            if hmac.compare_digest(given.encode(), self.endpoint.signature(path).encode()):
+                headers["Authorization"] = f"Bearer {self.endpoint.token}"
+        await super().prepare()
+
+    def describe(self, error: RequestRefused) -> dict[str, Any]:
+        return {"detail": error.message}
+
+    async def post(self, path: str = "") -> None:
+        endpoint, raw = self.endpoint, bytes(self.body)
+        if path == "forward_backward":
+            if self.request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != PROTOBUF:
+                raise RequestRefused(f"forward_backward takes {PROTOBUF}; use tinker 0.25 or later", status=422)
+            try:
+                self._submitted(endpoint.forward_backward(raw))
+            except RequestRefused as error:
+                endpoint.skip(*numbered_forward_backward(raw), error.message)
+                raise
+            return
+        body = self._json(raw)
+        if path in JSON_CALLS:
+            self.finish(getattr(endpoint, JSON_CALLS[path])(body))
+        elif path in FUTURES:
+            try:
+                self._submitted(getattr(endpoint, path)(body, raw))
+            except RequestRefused:
+                if isinstance(body.get("model_id"), str) and type(body.get("seq_id")) is int:
+                    endpoint.skip(body["model_id"], body["seq_id"])
+                raise
+        elif path == "retrieve_future":
+            await self._retrieve(field_of(body, "request_id", str, ""))
+        elif path == "telemetry":
+            self.finish({"status": "accepted"})
+        elif found := re.fullmatch(r"sessions/([^/]+)/finish", path):
+            endpoint.finish(found[1])
+            self.finish({})
+        elif path == "cancel_future":
+            self.finish({})
+        else:
+            self._absent()
+
+    def get(self, path: str = "") -> None:
+        endpoint = self.endpoint
+        if path == "healthz":
+            self.finish({"status": "ok"})
+        elif path == "get_server_capabilities":
+            self.finish(endpoint.capabilities())
+        elif path == "client/dynamic_config":
+            self.finish({})
+        elif path == "checkpoints":
+            self.finish(endpoint.checkpoints())
+        elif path == "training_runs":
+            first, most = self._number("offset", 0), self._number("limit", 20)
+            runs = endpoint.training_runs()
+            cursor = {"offset": first, "limit": most, "total_count": len(runs)}
+            self.finish({"training_runs": runs[first : first + most], "cursor": cursor})
+        elif found := re.fullmatch(r"samplers/(.+)", path):
+            self.finish(endpoint.sampler_info(found[1]))
+        elif found := re.fullmatch(r"training_runs/([^/]+)", path):
+            self.finish(endpoint.training_run(found[1]))
+        elif found := re.fullmatch(r"training_runs/([^/]+)/checkpoints", path):
+            self.finish(endpoint.checkpoints(found[1]))
+        elif (found := CHECKPOINT.fullmatch(path)) and found[4] == "/external_weights_urls":
+            at = f"{self.request.protocol}://{self.request.host}"
+            self.finish(endpoint.urls(at, *found.group(1, 2, 3)))
+        elif found := re.fullmatch(r"files/([^/]+)/([^/]+)/([^/]+)/([\w.]+)", path):
+            self._file(*found.groups())
+        else:
+            self._absent()
+
+    def delete(self, path: str = "") -> None:
+        if (found := CHECKPOINT.fullmatch(path)) and found[4] is None and found[2] in KINDS:
+            self.finish(self.endpoint.delete_checkpoint(*found.group(1, 2, 3)))
+        else:
+            self._absent()
+
+    def put(self, path: str = "") -> None:
+        if (found := CHECKPOINT.fullmatch(path)) and found[4] == "/ttl" and found[2] in KINDS:
+            ttl = field_of(self._json(bytes(self.body)), "ttl_seconds", (int, float))
+            place = Place(check_name(found[1]), found[2], check_name(found[3]))
+            self.endpoint.store.expire(place, time.time() + ttl if ttl else 0.0)
+            self.finish({})
+        else:
+            self._absent()
+
+    def _number(self, name: str, default: int) -> int:
+        text = self.get_query_argument(name, str(default))
+        if not text.isdigit() or len(text) > 9:
+            raise RequestRefused(f"{name} = {text!r:.80}; must be a number from 0", name)
+        return int(text)
+
+    def _json(self, raw: bytes) -> dict[str, Any]:
+        try:
+            body = json.loads(raw or b"{}")
+        except (ValueError, RecursionError) as error:
+            raise RequestRefused(f"the body is no JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise RequestRefused(f"the body is {type(body).__name__}; must be an object")
+        return body
+
+    def _file(self, model: str, kind: str, name: str, file: str) -> None:
+        place = Place.read(f"tinker://{model}/{kind}/{name}")
+        self.endpoint.store.about(place)
+        path = self.endpoint.store.folder(place) / file
+        if not path.is_file():
+            self._absent()
+        self.set_header("Content-Type", "application/octet-stream")
+        self.finish(path.read_bytes())
+
+    def _absent(self) -> None:
+        raise RequestRefused(f"{self.request.method} {self.request.path:.200} is not served here", status=404)
+
+    def _submitted(self, pending: Pending) -> None:
+        self.finish({"request_id": pending.request_id} | pending.extra)
+
+    async def _retrieve(self, request_id: str) -> None:
+        pending = self.endpoint.futures.find(request_id)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(pending.done.wait(), HOLD_S)
+        if not pending.done.is_set():
+            self.set_status(408)
+            self.finish({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+        elif isinstance(pending.result, bytes):
+            self.set_header("Content-Type", PROTOBUF)
+            self.finish(pending.result)
+        else:
+            self.finish(pending.result)
+
+    def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
+        if not isinstance(value, HTTPError):
+            super().log_exception(typ, value, tb)

@@ -1,0 +1,210 @@
+"""Checkpoints of models on disk: written whole or not at all, and found by their `tinker://` path after a restart.
+
+A checkpoint is a directory `ROOT/MODEL/KIND/NAME` with `about.json`, the adapter in PEFT's form where the family has
+one, and `state.safetensors`: the parameters and, for `weights`, the moments. A directory of that name is complete.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from grpo_roc_jax.model.lora import LowRank
+from grpo_roc_jax.serving.refusal import RequestRefused
+
+SCHEME = "tinker://"
+KINDS = {"weights": "training", "sampler_weights": "sampler"}
+NAME = re.compile(r"[\w][\w.:=+-]{0,199}")
+ABOUT, STATE = "about.json", "state.safetensors"
+
+
+@dataclass(frozen=True)
+class About:
+    """What a checkpoint is of."""
+
+    base_model: str
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    steps: int
+    seed: int
+    time: float
+    expires: float = 0.0
+    """Seconds since 1970; 0 for never."""
+
+    @property
+    def lora(self) -> LowRank:
+        return LowRank(rank=self.rank, alpha=self.alpha, targets=self.targets)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The three parts of a path."""
+
+    model: str
+    kind: str
+    name: str
+
+    @classmethod
+    def read(cls, path: str) -> "Place":
+        """
+        Raises:
+            RequestRefused: It is no path of this server's.
+        """
+        parts = path.removeprefix(SCHEME).split("/")
+        if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
+            raise RequestRefused(f"path {path!r:.200}; must be tinker://MODEL/weights/NAME (or sampler_weights)")
+        for part in (parts[0], parts[2]):
+            check_name(part)
+        return cls(*parts)
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
+
+
+def check_name(name: str) -> str:
+    """
+    Raises:
+        RequestRefused: It is no name that a folder can have.
+    """
+    if not NAME.fullmatch(name):
+        raise RequestRefused(f"the name {name!r:.200} must be letters, digits and . _ : = + - only, at most 200")
+    return name
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder of checkpoints."""
+
+    root: Path
+
+    def folder(self, place: Place) -> Path:
+        return self.root / place.model / place.kind / place.name
+
+    def save(
+        self, place: Place, about: About, leaves: Any, export: Callable[[Path], Any] | None = None, *, overwrite: bool
+    ) -> None:
+        """Returns once the checkpoint is on disk.
+
+        Args:
+            place: Of the checkpoint.
+            about: Of the model.
+            leaves: A tree of arrays.
+            export: Writes further files into the folder.
+            overwrite: Replaces one of that name.
+
+        Raises:
+            RequestRefused: There is one of that name.
+        """
+        target = self.folder(place)
+        if target.exists() and not overwrite:
+            raise RequestRefused(f"{place} exists; take another name, or pass overwrite")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".new-", dir=self.root))
+        try:
+            if export is not None:
+                export(staging)
+            arrays = {name: np.asarray(jax.device_get(leaf)) for name, leaf in _named(leaves)}
+            save_file(arrays, staging / STATE)
+            (staging / ABOUT).write_text(json.dumps(asdict(about), indent=2), encoding="utf-8")
+            for path in staging.iterdir():
+                _sync(path)
+            _sync(staging)
+            old = Path(tempfile.mkdtemp(prefix=".old-", dir=self.root)) if target.exists() else None
+            if old is not None:
+                os.rename(target, old / "checkpoint")
+            os.rename(staging, target)
+            for folder in (target.parent, target.parent.parent, self.root):
+                _sync(folder)
+            if old is not None:
+                shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def about(self, place: Place) -> About:
+        """
+        Raises:
+            RequestRefused: There is no such checkpoint.
+        """
+        try:
+            values = json.loads((self.folder(place) / ABOUT).read_text(encoding="utf-8"))
+            found = About(**values | {"targets": tuple(values["targets"])})
+        except (OSError, ValueError, TypeError, KeyError):
+            found = None
+        if found is None or (found.expires and found.expires < time.time()):
+            raise RequestRefused(f"no checkpoint {place}; list those that there are (list_checkpoints)", status=404)
+        return found
+
+    def load(self, place: Place, like: Any) -> Any:
+        """The arrays of a checkpoint in the form, dtypes and places of `like`.
+
+        Raises:
+            RequestRefused: It lacks some of them.
+        """
+        tensors, (leaves, form) = load_file(self.folder(place) / STATE), jax.tree.flatten(like)
+        loaded = []
+        for (name, _), leaf in zip(_named(like), leaves, strict=True):
+            if name not in tensors or tensors[name].shape != leaf.shape:
+                raise RequestRefused(f"{place} holds no {name} {list(leaf.shape)}; it is a checkpoint of another kind")
+            loaded.append(jax.device_put(tensors[name].astype(leaf.dtype), leaf.sharding))
+        return jax.tree.unflatten(form, loaded)
+
+    def models(self) -> list[str]:
+        """Names of the models that have checkpoints."""
+        return sorted(path.name for path in self.root.iterdir() if path.is_dir() and NAME.fullmatch(path.name))
+
+    def places(self, model: str | None = None) -> Iterator[tuple[Place, About]]:
+        """The checkpoints of a model, or of all, that have not expired."""
+        for name in [model] if model is not None else self.models():
+            for kind in KINDS:
+                folder = self.root / check_name(name) / kind
+                for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+                    with suppress(RequestRefused):
+                        place = Place(name, kind, path.name)
+                        yield place, self.about(place)
+
+    def expire(self, place: Place, when: float) -> None:
+        """Sets when a checkpoint is no longer there, in seconds since 1970; 0 for never.
+
+        Raises:
+            RequestRefused: There is no such checkpoint.
+        """
+        about = replace(self.about(place), expires=when)
+        file = self.folder(place) / ABOUT
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps(asdict(about), indent=2), encoding="utf-8")
+        _sync(new)
+        os.replace(new, file)
+
+    def delete(self, place: Place) -> None:
+        """
+        Raises:
+            RequestRefused: There is no such checkpoint.
+        """
+        self.about(place)
+        doomed = Path(tempfile.mkdtemp(prefix=".old-", dir=self.root))
+        os.rename(self.folder(place), doomed / "checkpoint")
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,223 @@
+"""Bodies of `forward_backward` and results of it and of sampling, as protocol buffers (proto3) <-> NumPy.
+
+The messages are built from the table below instead of generated code; names of fields stay on this side, so only
+numbers and types must agree with the client's.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
+
+from grpo_roc_jax.serving.refusal import RequestRefused
+
+PACKAGE = "grpo_roc_jax_tinker"
+MESSAGES: dict[str, dict[int, str]] = {
+    "Request": {
+        1: "string model_id",
+        2: "int32 seq_id",
+        3: "Datum* data",
+        4: "string loss_fn",
+        5: "map:double loss_fn_config",
+        6: "bool forward_only",
+        7: "map:Setting loss_fn_config_v2",
+    },
+    "Setting": {1: "double? number", 2: "string? text"},
+    "Datum": {1: "Chunk* model_input", 2: "map:Tensor loss_fn_inputs"},
+    "Chunk": {1: "Tokens? text", 2: "bytes? image", 3: "bytes? dmel"},
+    "Tokens": {1: "bytes tokens"},
+    "Tensor": {1: "bytes? dense", 2: "Sparse? sparse", 3: "int32 dtype", 4: "int64* shape"},
+    "Sparse": {1: "bytes values", 2: "bytes crow", 3: "bytes col"},
+    "Output": {1: "string loss_fn_output_type", 2: "ArrayRecord* outputs", 3: "map:double metrics"},
+    "ArrayRecord": {1: "string type_tag", 2: "map:BatchedTensor fields", 3: "int64 num_datums"},
+    "BatchedTensor": {1: "bytes data", 2: "bytes offsets", 3: "int32 dtype", 4: "int64* trailing_shape"},
+    "SampleResponse": {
+        1: "SampledSequence* sequences",
+        2: "bytes? prompt_logprobs",
+        3: "TopK? topk_prompt_logprobs",
+        5: "Tensor? target_prompt_logprobs",
+    },
+    "SampledSequence": {1: "int32? stop_reason", 2: "bytes tokens", 3: "bytes? logprobs", 4: "TopK? topk"},
+    "TopK": {1: "bytes ids", 2: "bytes logprobs", 3: "int32 k", 4: "int32 length"},
+}
+"""Message -> number: type and name of a field. `*` repeated, `?` present or absent, `map:` from strings."""
+DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+BFLOAT16 = 4
+STOP, LENGTH = 0, 1
+"""Reasons why an answer ended."""
+
+
+@cache
+def classes() -> dict[str, Any]:
+    """The class of each message."""
+    kinds = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name=f"{PACKAGE}.proto", package=PACKAGE, syntax="proto3")
+    for name, fields in MESSAGES.items():
+        made = file.message_type.add(name=name)
+        for number, text in fields.items():
+            kind, label = text.split()
+            plain = kind.rstrip("*?").removeprefix("map:")
+            entry = made.field.add(name=label, number=number, label=kinds.LABEL_OPTIONAL)
+            if kind.startswith("map:"):
+                pair = made.nested_type.add(name=label.title().replace("_", "") + "Entry")
+                pair.options.map_entry = True
+                pair.field.add(name="key", number=1, type=kinds.TYPE_STRING, label=kinds.LABEL_OPTIONAL)
+                _typed(pair.field.add(name="value", number=2, label=kinds.LABEL_OPTIONAL), plain)
+                entry.type, entry.type_name = kinds.TYPE_MESSAGE, f".{PACKAGE}.{name}.{pair.name}"
+            else:
+                _typed(entry, plain)
+            if kind.endswith("?") and plain not in MESSAGES:
+                entry.proto3_optional, entry.oneof_index = True, len(made.oneof_decl)
+                made.oneof_decl.add(name=f"_{label}")
+            if kind.endswith("*") or kind.startswith("map:"):
+                entry.label = kinds.LABEL_REPEATED
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}")) for name in MESSAGES}
+
+
+def _typed(entry: Any, kind: str) -> None:
+    if kind in MESSAGES:
+        entry.type, entry.type_name = entry.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
+    else:
+        entry.type = getattr(entry, f"TYPE_{kind.upper()}")
+
+
+@dataclass(frozen=True, eq=False)
+class Datum:
+    """One row of a batch: N input ids, and arrays [N] or [N,K] by the names that the loss has for them."""
+
+    tokens: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardBackward:
+    """A batch with its loss."""
+
+    model_id: str
+    seq_id: int
+    data: tuple[Datum, ...]
+    loss_fn: str
+    config: Mapping[str, float | str] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+def read_forward_backward(body: bytes) -> ForwardBackward:
+    """The request of a body.
+
+    Raises:
+        RequestRefused: It is no such message.
+    """
+    request = classes()["Request"]()
+    try:
+        request.ParseFromString(body)
+    except message.DecodeError as error:
+        raise RequestRefused(f"the body is no forward_backward message ({error}); send it as protobuf") from None
+    config: dict[str, float | str] = dict(request.loss_fn_config)
+    for name, value in request.loss_fn_config_v2.items():
+        config[name] = value.number if value.HasField("number") else value.text
+    data = tuple(_datum(i, datum) for i, datum in enumerate(request.data))
+    return ForwardBackward(
+        request.model_id, request.seq_id, data, request.loss_fn, config, forward_only=request.forward_only
+    )
+
+
+def numbered_forward_backward(body: bytes) -> tuple[str, int]:
+    """(model, number of the call) of a body whose data may be wrong."""
+    request = classes()["Request"]()
+    with suppress(message.DecodeError):
+        request.ParseFromString(body)
+    return request.model_id, request.seq_id
+
+
+def _datum(index: int, datum: Any) -> Datum:
+    parts = []
+    for chunk in datum.model_input:
+        if not chunk.HasField("text"):
+            raise RequestRefused(f"datum {index} holds an image or audio; only chunks of text tokens are trained on")
+        parts.append(np.frombuffer(chunk.text.tokens, "<i4"))
+    tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    inputs = {name: _tensor(f"datum {index}, {name}", tensor) for name, tensor in datum.loss_fn_inputs.items()}
+    return Datum(tokens, inputs)
+
+
+def _tensor(name: str, tensor: Any) -> np.ndarray:
+    """The array of a message; what a sparse one lacks is 0."""
+    if tensor.dtype not in (*DTYPES, BFLOAT16):
+        raise RequestRefused(f"{name} has dtype {tensor.dtype}; must be 1 (float32), 2 (int64), 3 (int32) or 4")
+
+    def values(data: bytes) -> np.ndarray:
+        if tensor.dtype == BFLOAT16:
+            return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+        return np.frombuffer(data, DTYPES[tensor.dtype])
+
+    try:
+        shape = tuple(tensor.shape)
+        if not tensor.HasField("sparse"):
+            dense = values(tensor.dense)
+            return dense.reshape(shape or dense.shape)
+        filled = np.zeros(shape, np.float32 if tensor.dtype == BFLOAT16 else DTYPES[tensor.dtype])
+        starts, columns = (np.frombuffer(part, "<i8") for part in (tensor.sparse.crow, tensor.sparse.col))
+        filled[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values(tensor.sparse.values)
+        return filled
+    except (ValueError, IndexError) as error:
+        raise RequestRefused(f"{name}: its bytes do not fit its shape {list(tensor.shape)} ({error})") from None
+
+
+def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
+    """The result of `forward_backward`: log-probabilities [N] or [N,K] of each datum."""
+    output = classes()["Output"](loss_fn_output_type="ArrayRecord")
+    record = output.outputs.add(num_datums=len(logprobs))
+    tensor = record.fields["logprobs"]
+    arrays = [np.ascontiguousarray(array, "<f4") for array in logprobs]
+    tensor.data = b"".join(array.tobytes() for array in arrays)
+    tensor.offsets = np.cumsum([0, *(array.nbytes for array in arrays)]).astype("<i8").tobytes()
+    tensor.dtype = 1
+    tensor.trailing_shape.extend(arrays[0].shape[1:] if arrays else ())
+    for name, value in metrics.items():
+        output.metrics[name] = value
+    return output.SerializeToString(deterministic=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """One sampled sequence."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    stopped: bool
+    """Whether it ended with a stop, else by its length."""
+
+
+def write_samples(
+    answers: Sequence[Answer],
+    prompt_logprobs: np.ndarray | None = None,
+    topk: tuple[np.ndarray, np.ndarray] | None = None,
+) -> bytes:
+    """The result of sampling.
+
+    Args:
+        answers: In the order of the samples.
+        prompt_logprobs: float32[P]; entry 0 is NaN.
+        topk: (ids, log-probabilities) [P,K]; empty cells are 0 and -99999.
+    """
+    response = classes()["SampleResponse"]()
+    for answer in answers:
+        sequence = response.sequences.add()
+        sequence.tokens = answer.tokens.astype("<i4").tobytes()
+        sequence.logprobs = answer.logprobs.astype("<f4").tobytes()
+        if not answer.stopped:
+            sequence.stop_reason = LENGTH
+    if prompt_logprobs is not None:
+        response.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
+    if topk is not None:
+        ids, values = topk
+        found = response.topk_prompt_logprobs
+        found.ids, found.logprobs = ids.astype("<i4").tobytes(), values.astype("<f4").tobytes()
+        found.length, found.k = ids.shape
+    return response.SerializeToString(deterministic=True)

@@ -1,0 +1,260 @@
+"""The Tinker API by plain HTTP: order, retries, snapshots that do not mix, checkpoints, refusals."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tinker_server import batch, fill, served
+
+from grpo_roc_jax.serving.tinker.store import About, Place, Store
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("store")) as found:
+        yield found
+
+
+def datum(*ids):
+    """Text of these ids: each is predicted from those before it."""
+    return (ids[:-1], {"target_tokens": np.array(ids[1:]), "weights": np.ones(len(ids) - 1, np.float32)})
+
+
+ROW = datum(3, 1, 4, 1, 5, 9, 2, 6)
+
+
+def test_calls_run_by_their_numbers_and_once(client):
+    """The same calls in order, and as 3, 2, 1 with each body posted twice."""
+    session = client.session()
+    first, second = client.model(session, 0), client.model(session, 1)
+    other = datum(2, 7, 1, 8, 2, 8)
+    client.send(batch(first, 1, [ROW]))
+    client.send(batch(first, 2, [other]))
+    wanted = client.result(client.step(first, 3))["metrics"]["grad_norm:mean"]
+    ids = []
+    for _ in range(2):
+        ids.append(client.step(second, 3)["request_id"])
+        ids += [client.send(batch(second, 2, [other])), client.send(batch(second, 1, [ROW]))]
+    assert ids[:3] == ids[3:]
+    assert client.result(ids[0])["metrics"]["grad_norm:mean"] == wanted
+    status, answer = client.ask("forward_backward", batch(second, 1, [other]), kind="application/x-protobuf")
+    assert status == 400 and "another body" in answer["detail"]
+    weights = [client.output(client.send(batch(name, 4, [ROW], forward_only=True)))[0] for name in (first, second)]
+    np.testing.assert_array_equal(*weights)
+
+
+def test_forward_adds_no_gradient_and_a_step_without_one_is_refused(client):
+    name = client.model(client.session())
+    logprobs, metrics = client.output(client.send(batch(name, 1, [ROW], forward_only=True)))
+    np.testing.assert_allclose(metrics["loss:sum"], -np.sum(logprobs[0]), rtol=1e-6)
+    answer = client.result(client.step(name, 2))
+    assert answer["category"] == "user" and "forward_backward" in answer["error"]
+
+
+def test_a_step_after_a_call_that_failed_is_refused_and_the_next_begins_anew(client):
+    name = client.model(client.session())
+    client.send(batch(name, 1, [ROW]))
+    failed = client.result(client.send(batch(name, 2, [datum(1, 511, 600)])))
+    assert failed["category"] == "user" and "600" in failed["error"]
+    assert "600" in client.result(client.step(name, 3))["error"]
+    client.send(batch(name, 4, [ROW]))
+    once = client.result(client.step(name, 5))["metrics"]["grad_norm:mean"]
+    alone = client.model(client.session())
+    client.send(batch(alone, 1, [ROW]))
+    assert client.result(client.step(alone, 2))["metrics"]["grad_norm:mean"] == once
+
+
+def sampler_of(client, name, seq, number):
+    answer = client.post("save_weights_for_sampler", model_id=name, seq_id=seq, sampling_session_seq_id=number)
+    return client.result(answer)["sampling_session_id"]
+
+
+def tokens_of(response):
+    return [np.frombuffer(one.tokens, "<i4").tolist() for one in response.sequences]
+
+
+def test_models_of_two_ranks_train_interleaved_as_alone_and_snapshots_keep_their_weights(client):
+    def train(names):
+        found = {}
+        for seq in (1, 3):
+            for name in names:
+                client.send(batch(name, seq, [ROW]))
+            for name in names:
+                client.step(name, seq + 1, learning_rate=0.05)
+        for name in names:
+            found[name] = client.output(client.send(batch(name, 5, [ROW], forward_only=True)))[0][0]
+        return list(found.values())
+
+    sessions = [client.session() for _ in range(3)]
+    together = train([client.model(sessions[0], number, rank) for number, rank in ((0, 4), (1, 8))])
+    alone = [train([client.model(one, 0, rank)])[0] for one, rank in zip(sessions[1:], (4, 8), strict=True)]
+    np.testing.assert_array_equal(together, alone)
+    name = f"{sessions[1]}:train:0"
+    before = sampler_of(client, name, 6, 0)
+    drawn = client.sample(before, 0, [3, 1, 4])
+    client.send(batch(name, 7, [ROW]))
+    client.result(client.step(name, 8, learning_rate=0.5))
+    after = sampler_of(client, name, 9, 1)
+    with ThreadPoolExecutor(4) as pool:  # both in flight at a time
+        asks = [pool.submit(client.sample, session, 9, [3, 1, 4]) for session in (before, after)]
+        old, new = (ask.result() for ask in asks)
+    assert tokens_of(old) == tokens_of(drawn)
+    assert old.sequences[0].logprobs == drawn.sequences[0].logprobs
+    assert old.sequences[0].logprobs != new.sequences[0].logprobs
+
+
+def test_sampled_log_probabilities_are_those_of_training(client):
+    name = client.model(client.session())
+    client.send(batch(name, 1, [ROW]))
+    client.step(name, 2, learning_rate=0.05)
+    session, prompt = sampler_of(client, name, 3, 0), [3, 1, 4, 1]
+    response = client.sample(session, 0, prompt, prompt_logprobs=True, topk_prompt_logprobs=2)
+    text = [*prompt, *tokens_of(response)[0]]
+    scored, _ = client.output(client.send(batch(name, 4, [datum(*text)], forward_only=True)))
+    drawn = np.frombuffer(response.sequences[0].logprobs, "<f4")
+    np.testing.assert_allclose(drawn, scored[0][len(prompt) - 1 :], atol=1e-4)
+    known = np.frombuffer(response.prompt_logprobs, "<f4")
+    assert np.isnan(known[0])
+    np.testing.assert_allclose(known[1:], scored[0][: len(prompt) - 1], atol=1e-5)
+    top = np.frombuffer(response.topk_prompt_logprobs.logprobs, "<f4").reshape(4, 2)
+    assert (top[0] == -99999).all() and (top[1:, 0] >= known[1:] - 1e-5).all() and (top[1:, 0] >= top[1:, 1]).all()
+    assert [one.stop_reason for one in response.sequences] == [1, 1]
+
+
+def test_a_stop_token_ends_the_answer_and_belongs_to_it(client):
+    session = sampler_of(client, client.model(client.session()), 1, 0)
+    drawn = tokens_of(client.sample(session, 0, [3, 1], count=1))[0]
+    response = client.sample(session, 1, [3, 1], count=1, params={"stop": [drawn[2]]})
+    assert tokens_of(response)[0] == drawn[: drawn.index(drawn[2]) + 1]
+    assert response.sequences[0].stop_reason == 0
+
+
+def test_a_server_that_starts_again_goes_on_from_what_was_saved(tmp_path):
+    def go_on(client, name, seq):
+        client.send(batch(name, seq, [ROW]))
+        norm = client.result(client.step(name, seq + 1, weight_decay=0.1))["metrics"]["grad_norm:mean"]
+        return norm, client.output(client.send(batch(name, seq + 2, [ROW], forward_only=True)))[0][0]
+
+    with served(tmp_path) as client:
+        name = client.model(client.session())
+        client.send(batch(name, 1, [ROW]))
+        client.step(name, 2)
+        path = client.result(client.post("save_weights", model_id=name, seq_id=3, path="last"))["path"]
+        assert path == f"tinker://{name}/weights/last"
+        sampled = client.post("save_weights_for_sampler", model_id=name, seq_id=4, path="last")
+        sampled = client.result(sampled)["path"]
+        wanted = go_on(client, name, 5)
+    (tmp_path / ".new-left").mkdir()  # what a killed server leaves
+    with served(tmp_path) as client:
+        assert client.ask("get_info", {"model_id": name})[0] == 404
+        session = client.session()
+        loaded = client.post("load_weights", session_id=session, model_seq_id=0, path=path, optimizer=True)
+        again = client.result(loaded)["model_id"]
+        assert again == f"{session}:train:0"
+        assert client.post("get_info", model_id=again)["lora_rank"] == 4
+        norm, logprobs = go_on(client, again, 1)
+        assert norm == wanted[0]
+        np.testing.assert_array_equal(logprobs, wanted[1])
+        body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": sampled}
+        assert tokens_of(client.sample(client.post("create_sampling_session", **body)["sampling_session_id"], 0, [3]))
+        listed = client.ask(f"training_runs/{name}/checkpoints", method="GET")[1]["checkpoints"]
+        assert [one["checkpoint_id"] for one in listed] == ["weights/last", "sampler_weights/last"]
+        route = f"training_runs/{name}/checkpoints/weights/last"
+        urls = client.ask(f"{route}/external_weights_urls", method="GET")[1]["urls"]
+        status, content = client.ask(urls["state.safetensors"].partition("/api/v1/")[2], method="GET")
+        assert status == 200
+        assert content == (tmp_path / name / "weights" / "last" / "state.safetensors").read_bytes()
+        assert client.ask(route, method="DELETE")[0] == 200
+        status, answer = client.ask("weights_info", {"tinker_path": path})
+        assert status == 404 and "no checkpoint" in answer["detail"]
+
+
+def test_a_checkpoint_whose_writing_was_cut_is_not_there(tmp_path, monkeypatch):
+    store, place = Store(tmp_path), Place("m", "weights", "one")
+    about = About("small", 4, 32.0, ("q_proj",), 0, 0, time.time())
+    store.save(place, about, {"a": np.ones(2, np.float32)}, overwrite=False)
+
+    def cut(*_):
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", cut)
+        for name in ("one", "two"):
+            with pytest.raises(OSError, match="no space"):
+                store.save(Place("m", "weights", name), about, {"a": np.zeros(2, np.float32)}, overwrite=True)
+    assert [str(found) for found, _ in store.places()] == ["tinker://m/weights/one"]
+    np.testing.assert_array_equal(store.load(place, {"a": _leaf()})["a"], [1, 1])
+    assert [path.name for path in Path(tmp_path).iterdir() if path.name.startswith(".new")] == []
+
+
+def _leaf():
+    import jax
+
+    return jax.device_put(np.zeros(2, np.float32), jax.devices()[0])
+
+
+REFUSED = [
+    ("create_model", {"base_model": "other"}, "served here: small"),
+    ("create_model", {"base_model": "small", "optimizer_config": {"type": "dimuon"}}, "must be adamw"),
+    ("create_model", {"base_model": "small", "lora_config": {"rank": 0}}, "must be 1 to"),
+    ("load_weights", {"path": "tinker://../weights/x", "optimizer": False}, "must be letters"),
+    ("load_weights", {"path": "nothing", "optimizer": False}, "must be tinker://"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "remedy"), REFUSED)
+def test_what_cannot_be_is_refused_at_once_with_what_to_change(client, path, body, remedy):
+    begun = time.perf_counter()
+    status, answer = client.ask(path, {"session_id": client.session(), "model_seq_id": 0} | body)
+    assert 400 <= status < 500 and status not in (408, 409, 429) and remedy in answer["detail"]
+    assert time.perf_counter() - begun < 1
+
+
+def test_data_that_do_not_fit_fail_with_what_to_change(client):
+    name = client.model(client.session())
+    cases = [
+        (batch(name, 1, [ROW], "stable_reinforce"), "importance_sampling"),
+        (batch(name, 2, [datum(*[1] * 200)]), "--context"),
+        (batch(name, 3, [ROW], "ppo"), "needs target_tokens, advantages, logprobs"),
+        (batch(name, 4, [(ROW[0], {"target_tokens": np.array([1]), "weights": np.ones(1)})]), "must fit"),
+    ]
+    for body, remedy in cases:
+        assert remedy in client.result(client.send(body))["error"]
+
+
+def test_a_call_that_was_refused_holds_up_no_other(client):
+    name = client.model(client.session())
+    image = fill("Request", model_id=name, seq_id=1, loss_fn="cross_entropy")
+    image.data.add().model_input.add().image = b"png"
+    status, answer = client.ask("forward_backward", image.SerializeToString(), kind="application/x-protobuf")
+    assert status == 400 and "image" in answer["detail"]
+    assert "image" in client.result(client.step(name, 2))["error"]
+    assert client.ask("save_weights", {"model_id": name, "seq_id": 3, "path": "../up"})[0] == 400
+    client.send(batch(name, 4, [ROW]))
+    assert client.result(client.step(name, 5))["metrics"]["update_skipped:sum"] == 0
+
+
+def test_a_session_that_ended_is_forgotten(client):
+    session = client.session()
+    name = client.model(session)
+    client.post(f"sessions/{session}/finish", reason={"type": "success"}, detail=None)
+    assert client.ask("get_info", {"model_id": name})[0] == 404
+    assert client.ask("session_heartbeat", {"session_id": session})[0] == 410
+
+
+def test_a_future_that_is_not_known_and_json_for_tensors_are_refused(client):
+    assert client.ask("retrieve_future", {"request_id": "none"})[0] == 404
+    status, answer = client.ask("forward_backward", {"model_id": "m"})
+    assert status == 422 and "protobuf" in answer["detail"]
+
+
+def test_with_a_token_only_its_holder_is_answered(tmp_path):
+    with served(tmp_path, token="tml-secret") as client:
+        for headers in ({}, {"X_Api_Key": "tml-other"}, {"Authorization": "Bearer tml"}):
+            status, answer = client.ask("create_session", {}, **headers)
+            assert status == 401 and "TINKER_API_KEY" in answer["detail"]
+        assert client.ask("create_session", {}, X_Api_Key="tml-secret")[0] == 200
+        assert client.ask("files/m/weights/n/state.safetensors?key=0", method="GET")[0] == 401

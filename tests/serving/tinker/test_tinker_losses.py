@@ -1,0 +1,197 @@
+"""Bodies and losses of the Tinker API against the recorded vectors, and gradients against the update of training."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tinker_server import MODEL, small_trainer
+
+from grpo_roc_jax.learner.pack import BatchConfig, pack
+from grpo_roc_jax.learner.update import OptimConfig, make_update_step, start_train_state
+from grpo_roc_jax.method.surrogate import Cispo, Clip, LogProbability, Ratio
+from grpo_roc_jax.model.lora import LowRank
+from grpo_roc_jax.model.sharding import shard_batch
+from grpo_roc_jax.serving.refusal import RequestRefused
+from grpo_roc_jax.serving.tinker.losses import settings_of, token_losses
+from grpo_roc_jax.serving.tinker.trainer import Adam, _optimizer, _step
+from grpo_roc_jax.serving.tinker.wire import (
+    Answer,
+    Datum,
+    ForwardBackward,
+    classes,
+    read_forward_backward,
+    write_output,
+    write_samples,
+)
+from grpo_roc_jax.types import TrainRow
+
+REQUEST = bytes.fromhex(
+    "0a016d10011a2a0a0c0a0a0a080500000006000000121a0a0777656967687473120f0a08000000000000803f180122010222"
+    "0d63726f73735f656e74726f7079"
+)
+OUTPUT = bytes.fromhex(
+    "0a0b41727261795265636f7264122e122a0a086c6f6770726f6273121e0a08000000bf000000c012100000000000000000"
+    "0800000000000000180118011a130a086c6f73733a73756d110000000000000440"
+)
+
+
+def test_recorded_bytes_are_read_and_written():
+    request = read_forward_backward(REQUEST)
+    assert (request.model_id, request.seq_id, request.loss_fn, request.forward_only) == ("m", 1, "cross_entropy", False)
+    assert request.data[0].tokens.tolist() == [5, 6]
+    assert request.data[0].inputs["weights"].tolist() == [0, 1]
+    assert write_output([np.array([-0.5, -2.0])], {"loss:sum": 2.5}) == OUTPUT
+    sampled = write_samples([Answer(np.array([7, 2]), np.array([-0.5, -1.0]), stopped=True)])
+    assert sampled.hex() == "0a14120807000000020000001a08000000bf000080bf"
+
+
+def test_sparse_tensors_and_chunks_are_joined():
+    request = classes()["Request"](model_id="m", seq_id=1, loss_fn="cross_entropy")
+    datum = request.data.add()
+    for ids in ([1, 2], [3]):
+        datum.model_input.add().text.tokens = np.array(ids, "<i4").tobytes()
+    tensor = datum.loss_fn_inputs["weights"]
+    tensor.sparse.values = np.array([0.5, 2.0], "<f4").tobytes()
+    tensor.sparse.crow = np.array([0, 1, 1, 2], "<i8").tobytes()
+    tensor.sparse.col = np.array([1, 0], "<i8").tobytes()
+    tensor.dtype = 1
+    tensor.shape.extend([3, 2])
+    found = read_forward_backward(request.SerializeToString()).data[0]
+    assert found.tokens.tolist() == [1, 2, 3]
+    assert found.inputs["weights"].tolist() == [[0, 0.5], [0, 0], [2, 0]]
+
+
+L, Q, A, W = ([-0.5, -2, -1, -0.1], [-1, -1.5, -1, -2], [1, 1, -0.5, -2], [0, 1, 0.5, 2])
+CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+VECTORS = [
+    ("cross_entropy", {}, 2.7, [0, -1, -0.5, -2]),
+    ("importance_sampling", {}, 11.616537, [-1.648721, -0.606531, 0.5, 13.371789]),
+    ("ppo", {}, 12.065258, [0, -0.606531, 0.5, 13.371789]),
+    ("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, 12.165258, [0, -0.606531, 0.5, 13.371789]),
+    ("cispo", {}, 0.737422, [-1.648721, -0.606531, 0.5, 8]),
+    ("cispo", CLIPS, 1.46, [-1.2, -0.8, 0.5, 2.4]),
+    ("dro", {"beta": 0.05}, 1.90275, [-0.975, -1.025, 0.5, 2.095]),
+    ("gspo", CLIPS, 1.586674, [0, 0, 0.797335, 3.189340]),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "value", "gradient"), VECTORS)
+def test_losses_equal_the_recorded_vectors(name, config, value, gradient):
+    row = partial(jnp.asarray, dtype=jnp.float32)
+    given = {key: jnp.float32(number) for key, number in settings_of(name, config).items()}
+    weights = row([W if name == "cross_entropy" else A])
+    mask, segments = jnp.array([[False, True, True, True]]), jnp.zeros((1, 4), jnp.int32)
+
+    def total(logprobs):
+        return jnp.sum(token_losses(name, logprobs, row([Q]), weights, given, mask, segments))
+
+    found = jax.value_and_grad(total)(row([L]))
+    np.testing.assert_allclose(found[0], value, rtol=2e-6)
+    np.testing.assert_allclose(found[1][0], gradient, rtol=2e-6, atol=1e-6)
+
+
+def test_adam_equals_the_recorded_vectors():
+    params = {"w": jnp.array([1.0, -1.0])}
+    moments = _optimizer(Adam()).init(params)
+
+    def step(params, moments, gradient, **settings):
+        given = {name: jnp.float32(value) for name, value in sorted(vars(Adam(**settings)).items())}
+        return _step(params, moments, {"w": jnp.asarray(gradient)}, given)
+
+    summed = jnp.array([0.3, -0.4]) + jnp.array([0.1, 0.2])
+    params, moments, _, _ = step(params, moments, summed, learning_rate=0.01, weight_decay=0.1)
+    np.testing.assert_allclose(params["w"], [0.989, -0.989], rtol=1e-6)
+    params, moments, _, applied = step(params, moments, [0.3, -0.4], learning_rate=0.02, grad_clip_norm=0.25)
+    np.testing.assert_allclose(params["w"], [0.97105406, -0.969], rtol=1e-6)
+    assert applied
+    after, moved, _, applied = step(params, moments, [jnp.nan, 0.0], learning_rate=0.02)
+    assert not applied
+    jax.tree.map(np.testing.assert_array_equal, (after, moved), (params, moments))
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("stable_reinforce", {}), ("no_such", {}), ("ppo", {"beta": 1.0}), ("ppo", {"clip_low_threshold": 2.0})],
+)
+def test_unknown_losses_and_settings_are_refused_with_what_to_change(name, config):
+    with pytest.raises(RequestRefused, match=r"must be|has these|pass loss_fn"):
+        settings_of(name, config)
+
+
+def make_rows(rng, lengths):
+    """(datum for importance losses, the same as a row of training) of tokens that follow each other."""
+    for n in lengths:
+        tokens = rng.integers(0, 500, n + 1).astype(np.int32)
+        old, advantages = (rng.normal(size=n).astype(np.float32) for _ in range(2))
+        old -= 6
+        inputs = {"target_tokens": tokens[1:].astype(np.int64), "logprobs": old, "advantages": advantages}
+        lead = partial(np.pad, pad_width=(1, 0))
+        row = TrainRow(
+            tokens,
+            lead(np.ones(n, bool)),
+            lead(old),
+            lead(advantages),
+            lead(np.ones(n, np.float32)),
+            np.arange(n + 1, dtype=np.int32),
+            np.zeros(n + 1, np.float32),
+        )
+        yield Datum(tokens[:-1], inputs), row
+
+
+CASES = [
+    ("importance_sampling", {}, Ratio()),
+    ("ppo", {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4}, Clip(clip_low=0.3, clip_high=0.4)),
+    ("cispo", {"clip_low_threshold": 0.1, "clip_high_threshold": 3.0}, Cispo(low=0.1, high=3.0)),
+    ("cross_entropy", {}, LogProbability()),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "surrogate"), CASES)
+def test_calls_in_any_cut_and_a_step_equal_the_update_of_training(name, config, surrogate):
+    """Three ways to the same weights: one call, several calls, and `make_update_step` on the same rows."""
+    trainer, lora = small_trainer(), LowRank(rank=4)
+    data, rows = zip(*make_rows(np.random.default_rng(0), [20, 5, 33, 64, 11]), strict=True)
+    if name == "cross_entropy":
+        data = tuple(
+            Datum(datum.tokens, {"target_tokens": datum.inputs["target_tokens"], "weights": datum.inputs["advantages"]})
+            for datum in data
+        )
+    state = trainer.start(lora, 0)
+    # B starts at zero, which would leave A without a gradient.
+    params = jax.tree.map(lambda leaf: leaf + 0.02 * jax.random.normal(jax.random.key(5), leaf.shape), state.params)
+    # eps is far above the rounding of gradients: AdamW divides those near 0 by themselves.
+    adam = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.1}
+
+    def trained(parts):
+        now = type(state)(lora, params, state.moments)
+        for part in parts:
+            now, *_ = trainer.forward_backward(now, ForwardBackward("m", 1, part, name, config))
+        return trainer.optimizer_step(now, Adam(learning_rate=1e-3, grad_clip_norm=1.0, **adam))[0].params
+
+    optim = OptimConfig(lr=1e-3, warmup_steps=0, max_grad_norm=1.0, **adam)
+    step = make_update_step(MODEL, surrogate, optim, trainer.update, trainer.mesh, lora=lora)
+    packed, _ = pack(rows, BatchConfig(row_length=128, rows=2), 4)
+    before = start_train_state(params, MODEL, optim, trainer.mesh, lora)
+    after, _ = step(before, shard_batch(packed, trainer.mesh), trainer.base)
+    for parts in ([data], [data[:2], data[2:4], data[4:]]):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=1e-6), trained(parts), after.params)
+
+
+def test_targets_need_not_follow_and_may_be_several():
+    trainer = small_trainer()
+    tokens, targets = np.arange(10, 19, dtype=np.int32), np.random.default_rng(1).integers(0, 500, (9, 3))
+    weights = np.random.default_rng(2).normal(size=(9, 3)).astype(np.float32)
+    state = trainer.start(LowRank(rank=4), 0)
+
+    def run(ids, w):
+        request = ForwardBackward("m", 1, (Datum(tokens, {"target_tokens": ids, "weights": w}),), "cross_entropy")
+        return trainer.forward_backward(state, request)
+
+    together, (logprobs,), metrics = run(targets, weights)
+    alone = [run(targets[:, k], weights[:, k]) for k in range(3)]
+    np.testing.assert_allclose(logprobs, np.stack([one[1][0] for one in alone], axis=1), atol=1e-6)
+    np.testing.assert_allclose(metrics["loss:sum"], -np.sum(weights * logprobs), rtol=1e-5)
+    summed = jax.tree.map(lambda *leaves: sum(leaves), *(one[0].gradient for one in alone))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), together.gradient, summed)

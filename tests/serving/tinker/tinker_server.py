@@ -1,0 +1,162 @@
+"""A small server of the Tinker API on a thread, and plain HTTP requests in the recorded shapes."""
+
+import http.client
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from itertools import pairwise
+
+import jax
+import numpy as np
+
+from grpo_roc_jax.learner.loss import UpdateConfig
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.rollout.publish import unstack
+from grpo_roc_jax.serving.server import ServerLimits, ServerThread
+from grpo_roc_jax.serving.tinker.endpoint import Base, TinkerEndpoint
+from grpo_roc_jax.serving.tinker.snapshots import Snapshots
+from grpo_roc_jax.serving.tinker.store import Store
+from grpo_roc_jax.serving.tinker.trainer import Trainer
+from grpo_roc_jax.serving.tinker.wire import classes
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+
+ROLLOUT = RolloutConfig(
+    slots=4, chunk=4, block=16, max_prompt_tokens=64, max_response_tokens=64, append_lengths=(32,), narrow=()
+)
+MODEL = ModelConfig(d_model=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=32, vocab_size=512)
+
+
+@cache
+def small_trainer():
+    """Programs for adapters of random weights."""
+    mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
+    base = jax.jit(lambda key: unstack(init_params(key, MODEL), MODEL))(jax.random.key(0))
+    return Trainer(base, MODEL, UpdateConfig(), mesh, ROLLOUT.max_row_tokens)
+
+
+@cache
+def small_engine():
+    return make_engine(MODEL, ROLLOUT, SamplingConfig(), (), small_trainer().mesh, seed=3, vocab_size=500)
+
+
+@contextmanager
+def served(folder, *, token="", limits=None):
+    """A running server whose checkpoints are in a folder."""
+
+    def make(deliver):
+        snapshots = Snapshots(small_engine().sibling, deliver)
+        tokenizer = load_tokenizer(TextConfig())
+        base = Base("small", "DIR", tokenizer, frozenset([7]), None, small_trainer(), snapshots, ThreadPoolExecutor(1))
+        return TinkerEndpoint([base], Store(folder), deliver, token=token, limits=limits or ServerLimits())
+
+    server = ServerThread(make)
+    base = server.endpoint.bases["small"]
+    base.snapshots.start()
+    try:
+        yield Client(server.port)
+    finally:
+        server.close()
+        base.snapshots.close()
+        base.worker.shutdown()
+
+
+def fill(message, **fields):
+    """The message of a dict of fields, as bytes of arrays come."""
+    made = classes()[message]()
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def batch(model_id, seq, data, loss_fn="cross_entropy", forward_only=False, **config):
+    """A forward_backward body; each datum is (input ids, arrays by name)."""
+    request = fill("Request", model_id=model_id, seq_id=seq, loss_fn=loss_fn, forward_only=forward_only)
+    for ids, inputs in data:
+        datum = request.data.add()
+        datum.model_input.add().text.tokens = np.asarray(ids, "<i4").tobytes()
+        for name, value in inputs.items():
+            whole = np.asarray(value).dtype.kind == "i"
+            array = np.asarray(value, "<i8" if whole else "<f4")
+            tensor = datum.loss_fn_inputs[name]
+            tensor.dense, tensor.dtype = array.tobytes(), 2 if whole else 1
+            tensor.shape.extend(array.shape)
+    for name, value in config.items():
+        request.loss_fn_config_v2[name].number = value
+    return request.SerializeToString()
+
+
+class Client:
+    """What the client of the API sends."""
+
+    def __init__(self, port):
+        self.port = port
+
+    def ask(self, path, body=None, *, method="POST", kind="application/json", **headers):
+        """(status, answer): JSON as such, anything else as bytes."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {name.replace("_", "-"): value for name, value in headers.items()} | {"Content-Type": kind}
+        connection.request(method, f"/api/v1/{path}", data, headers)
+        answer = connection.getresponse()
+        content = answer.read()
+        connection.close()
+        return answer.status, json.loads(content) if "json" in answer.headers["Content-Type"] else content
+
+    def post(self, path, /, **body):
+        status, answer = self.ask(path, body)
+        assert status == 200, answer
+        return answer
+
+    def send(self, body):
+        """The id of a forward_backward call."""
+        status, answer = self.ask("forward_backward", body, kind="application/x-protobuf")
+        assert status == 200, answer
+        return answer["request_id"]
+
+    def result(self, request):
+        """The result behind an id, or behind an answer that has one; messages of samples and outputs are read."""
+        name = request if isinstance(request, str) else request["request_id"]
+        status = 408
+        while status == 408:  # as the client asks again
+            status, answer = self.ask("retrieve_future", {"request_id": name})
+        assert status == 200, answer
+        return answer
+
+    def session(self):
+        return self.post("create_session", tags=[], user_metadata={}, sdk_version="0.38.0")["session_id"]
+
+    def model(self, session, number=0, rank=4, seed=1):
+        lora = {"rank": rank, "seed": seed, "train_unembed": True, "train_mlp": True, "train_attn": True}
+        body = {"session_id": session, "model_seq_id": number, "base_model": "small", "lora_config": lora}
+        return self.result(self.post("create_model", **body))["model_id"]
+
+    def step(self, model_id, seq, **adam):
+        return self.post("optim_step", model_id=model_id, seq_id=seq, adam_params={"learning_rate": 0.01} | adam)
+
+    def output(self, request):
+        """(log-probabilities of each datum, metrics)."""
+        answer = self.result(request)
+        assert isinstance(answer, bytes), answer
+        output = classes()["Output"].FromString(answer)
+        tensor = output.outputs[0].fields["logprobs"]
+        ends = np.frombuffer(tensor.offsets, "<i8") // 4
+        flat = np.frombuffer(tensor.data, "<f4")
+        shape = (-1, *tensor.trailing_shape)
+        parts = [flat[a:b].reshape(shape) for a, b in pairwise(ends)]
+        return parts, dict(output.metrics)
+
+    def sample(self, session, seq, prompt, *, count=2, seed=5, **fields):
+        params = {"max_tokens": 6, "seed": seed, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "stop": []}
+        body = {"num_samples": count, "sampling_params": params | fields.pop("params", {}), "seq_id": seq}
+        body |= {"prompt": {"chunks": [{"tokens": list(prompt), "type": "encoded_text"}]}, "type": "sample"}
+        answer = self.post("asample", sampling_session_id=session, **body, **fields)
+        assert len(answer["sample_sequence_ids"]) == count
+        found = self.result(answer)
+        assert isinstance(found, bytes), found
+        return classes()["SampleResponse"].FromString(found)
