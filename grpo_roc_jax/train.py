@@ -50,6 +50,7 @@ from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
 from grpo_roc_jax.run.stages import enter_stage, first_stage, next_claim, observe, stage_over
 from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run
+from grpo_roc_jax.run.statistics import why_nothing_kept
 from grpo_roc_jax.run.step import sample_step
 from grpo_roc_jax.run.summary import one_of, read_summary, summary_lines, write_summary
 from grpo_roc_jax.run.teacher import find_teacher
@@ -59,6 +60,7 @@ from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, loa
 from grpo_roc_jax.settings.leaving import end_with
 from grpo_roc_jax.settings.options import fields_of
 from grpo_roc_jax.settings.points import injected, reach
+from grpo_roc_jax.settings.progress import Phase, phase
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics
@@ -156,6 +158,12 @@ def with_environment(
 
 def train_steps(session: TrainingSession, run: RunState) -> int:
     """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step."""
+    with phase("training", steps=session.config.steps - run.step) as under_way:
+        return take_steps(session, run, under_way)
+
+
+def take_steps(session: TrainingSession, run: RunState, under_way: Phase) -> int:
+    """`train_steps`, which is `under_way`."""
     config, components, checkpointer = session.config, session.components, session.checkpointer
     reach("compile")
     components.engine.warmup(components.engine.publish(components.full(run.train.params), run.step))
@@ -166,7 +174,8 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
         learner = replace(learner, meanwhile=stream.meanwhile)
     session.writer.say(describe_programs(session.compilations))
     checkpointer.held = run.bundle()
-    watch, compiled = Watch(config.limits), None
+    watch, compiled, first = Watch(config.limits), None, run.step
+    under_way.restart()
     gap = GapCheck(session.events, exact=exact_sampling(config, components))
     longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
     for one in filter(None, (watch, session.alarms)):
@@ -202,6 +211,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             if checkpointer.due(run.step):
                 checkpointer.save(run.step, checkpointer.held)
         compiled = session.compilations.count if compiled is None else compiled
+        under_way.step(run.step - first)
         gap.look(run.step, metrics)
         for text in watch.new_failures(samples.failures):
             session.events.note(run.step, "environment", text)
@@ -297,7 +307,7 @@ def begin(session: TrainingSession) -> RunState:
     """
     claim = session.claim
     config = claim.whole.staged()[claim.stage] if claim.stages else session.config
-    announce(config, session.components, session.run_dir, session.writer)
+    announce(session, config)
     try:
         run = restored_or_fresh(session)
     except RewardError as error:
@@ -378,6 +388,8 @@ def record(
             rows=rows,
             outside=samples.outside,
         )
+    if why := why_nothing_kept(metrics):
+        writer.say(f"step {run.step} {why}")
     traces.write(run.step, records)
     shown = one_of(records, run.step, session.components.tokenizer.decode) if shows else None
     if shown is not None:
@@ -392,9 +404,10 @@ def evaluate(session: TrainingSession, run: RunState) -> tuple[float | None, Met
         return None, {}
     reach("evaluate")
     sampler = components.engine.publish(components.full(run.train.params), run.step)
-    accuracy, metrics, sampled = evaluate_policy(
-        components, sampler, session.held_out, config.eval.samples, step=run.step, temperature=config.eval.temperature
-    )
+    extras = {"step": run.step, "temperature": config.eval.temperature}
+    with phase(f"evaluation on {len(session.held_out)} problems"):
+        found = evaluate_policy(components, sampler, session.held_out, config.eval.samples, **extras)
+    accuracy, metrics, sampled = found
     session.traces.write(run.step, eval_records(run.step, sampled.groups), kind="eval")
     return accuracy, metrics
 

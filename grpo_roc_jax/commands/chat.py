@@ -19,6 +19,7 @@ from rich.console import Console
 from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.reward.answer import find_answer
 from grpo_roc_jax.rollout.collect import ToolEnvironment
+from grpo_roc_jax.rollout.progress import RolloutLines
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import Finish, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.run.components import Components
@@ -92,7 +93,8 @@ class Dialogue:
                 )
             self.exchanges.pop(0)
         problem = Problem(uid=f"chat-{self.asked}", prompt=text, answer="", source="chat")
-        options = RunOptions(self.seed, "chat")
+        lines = RolloutLines("answer")
+        options = RunOptions(self.seed, "chat", lines)
         request = RolloutRequest(problem, self.asked, temperature=self.temperature, prompt=np.asarray(prompt, np.int32))
         environment = WatchedEnvironment(
             self.components.chat,
@@ -103,7 +105,10 @@ class Dialogue:
             max_turns=config.rollout.max_turns,
             watch=self.watch,
         )
-        (trajectory,), _ = self.components.engine.run(self.sampler, [request], environment, options)
+        try:
+            (trajectory,), _ = self.components.engine.run(self.sampler, [request], environment, options)
+        finally:
+            lines.close()
         self.exchanges.append((text, trajectory.tokens[len(prompt) :].tolist()))
         self.asked += 1
         return trajectory

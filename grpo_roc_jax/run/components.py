@@ -43,7 +43,7 @@ from grpo_roc_jax.pod.team import Team
 from grpo_roc_jax.record.run_dir import saved_settings
 from grpo_roc_jax.reward.score import RewardError, Scorer, make_scorer
 from grpo_roc_jax.rollout.engine import Engine, make_engine
-from grpo_roc_jax.rollout.progress import RolloutProgress
+from grpo_roc_jax.rollout.progress import RolloutLines, RolloutProgress
 from grpo_roc_jax.run.policy import frozen_weights, full_params
 from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.settings.callables import resolve
@@ -82,7 +82,7 @@ class Components:
     """Environments of the user's; None where tools alone answer the policy."""
     agents: Any = None
     """`serving.agent_runs.AgentRuns` of `environment agent`; None without."""
-    progress: RolloutProgress | None = None
+    progress: RolloutProgress | RolloutLines | None = None
     """Display of rollouts; None draws nothing."""
 
     def full(self, trained: Params) -> Params:

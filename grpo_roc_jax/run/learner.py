@@ -53,6 +53,7 @@ from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.teacher import SecondPolicy, load_teacher, rows_shown_more
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.points import spoiled
+from grpo_roc_jax.settings.progress import Phase, phase
 from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,8 @@ class Learner:
         for part in split_rows(scoring_rows(groups), groups, self.config.batch.updates.parts):
             batch = self.on_mesh(part, temperature)
             shape = batch.packed.tokens.shape
-            scored = self._get(self.halvings.run("score", partial(score_batch, policy), batch.packed))
+            with phase("log-probabilities of the rollouts", routine=True):
+                scored = self._get(self.halvings.run("score", partial(score_batch, policy), batch.packed))
             for found, values in zip((logprobs, entropies), scored, strict=True):
                 found += unpack(values.reshape(shape), batch.placement)
         return Scores(logprobs, entropies)
@@ -234,6 +236,13 @@ class Learner:
         Metrics are means over the steps; the log-probability gap is that of the first, since later steps differ from
         the sampler by design. The buffers of `run.train` are donated.
         """
+        with phase("update", steps=len(batches), routine=True, unit="optimizer step") as under_way:
+            return self._update(run, batches, under_way)
+
+    def _update(
+        self, run: RunState, batches: Sequence[UpdateBatch], under_way: Phase
+    ) -> tuple[TrainState, list[UpdateBatch], Metrics]:
+        """`update`, which is `under_way`."""
         started = time.perf_counter()
         if not batches:
             return run.train, [], {"update/skipped": 1.0, "time/update_s": 0.0}
@@ -242,7 +251,8 @@ class Learner:
             train, moved = move_moments(train, to_device, "to_device")
         taken: list[UpdateBatch] = []
         collected: list[Metrics] = []
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            under_way.at(number)
             if batch.groups:  # its rows depend on what the steps before it have changed
                 rows, measured = self.rows(batch.groups, replace(run, train=train), batch.rows)
                 rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
@@ -272,7 +282,8 @@ class Learner:
 
     def warmup(self, run: RunState) -> None:
         """Compiles the programs of training by running them in a way that changes nothing."""
-        run.train, _, _ = self.update(run, [self.on_mesh([], temperature_of(self.config, run))])
+        with phase("compiling the update"):
+            run.train, _, _ = self._update(run, [self.on_mesh([], temperature_of(self.config, run))], Phase("update"))
         if reference_sync(self.config)[0]:
             run.reference = self.mixed(run.train.params, run.reference, np.float32(0.0))
 

@@ -17,6 +17,7 @@ from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_requests
 from grpo_roc_jax.run.solved import part_size
 from grpo_roc_jax.settings.cli import ConfigError
+from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.types import Group, Problem, RolloutRequest, Trajectory, Verdict
 
 PARTS = "parts"
@@ -87,13 +88,15 @@ def sample_parts(
 ) -> ScoredRollouts:
     """`sample_groups`, part after part; those that `parts` holds are read."""
     size, each = part_size(components, samples), []
-    for number, first in enumerate(range(0, len(problems), size)):
-        some = problems[first : first + size]
-        found = parts.read(number, some, samples)
-        if found is None:
-            requests = [RolloutRequest(problem, first + i, samples, **extras) for i, problem in enumerate(some)]
-            found = sample_requests(components, sampler, requests, options)
-            parts.write(number, found)
-        each.append(found)
+    with phase("evaluation", steps=len(problems), unit="problem") as evaluation:
+        for number, first in enumerate(range(0, len(problems), size)):
+            some = problems[first : first + size]
+            found = parts.read(number, some, samples)
+            if found is None:
+                requests = [RolloutRequest(problem, first + i, samples, **extras) for i, problem in enumerate(some)]
+                found = sample_requests(components, sampler, requests, options)
+                parts.write(number, found)
+            each.append(found)
+            evaluation.step(first + len(some))
     groups, removed = (tuple(chain(*(getattr(found, name) for found in each))) for name in ("groups", "removed"))
     return ScoredRollouts(groups, removed)

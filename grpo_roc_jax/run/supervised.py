@@ -16,6 +16,8 @@ from grpo_roc_jax.learner.update import (
     ConstantRate,
     CosineDecay,
     OptimConfig,
+    TrainState,
+    UpdateStep,
     bind_base,
     make_update_step,
     start_train_state,
@@ -28,9 +30,9 @@ from grpo_roc_jax.reward.answer import find_answer
 from grpo_roc_jax.reward.notation import decide
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.memory import Halvings
-from grpo_roc_jax.run.progress import Progress
 from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.settings.points import reach
+from grpo_roc_jax.settings.progress import Phase, narrated, phase
 from grpo_roc_jax.text.chat_format import ChatFormat, Trace
 from grpo_roc_jax.types import TrainRow
 
@@ -128,14 +130,27 @@ def supervise(config: Config, components: Components, params: Any, writer: Write
     stream = trace_stream(config, components.chat)
     for note in stream.notes:
         writer.say(note)
-    shards = row_shards(components.mesh)
-    bound = worst_case_micro_batches(config.sft.traces, stream.longest, config.batch, shards)
-    memory = Halvings(components.mesh)
-    started = time.perf_counter()
-    progress = Progress("supervised stage", config.sft.steps, started)
+    bound = worst_case_micro_batches(config.sft.traces, stream.longest, config.batch, row_shards(components.mesh))
     writer.say(
         f"supervised stage: {config.sft.steps} steps of {config.sft.traces} demonstrations; the first one compiles"
     )
+    with narrated(writer.say), phase("supervised stage", steps=config.sft.steps) as stage:
+        state = supervised_steps(config, components, writer, stage, stream, step_fn, state, bound)
+    return state.params
+
+
+def supervised_steps(
+    config: Config,
+    components: Components,
+    writer: Writer,
+    stage: Phase,
+    stream: Stream[Trace],
+    step_fn: UpdateStep,
+    state: TrainState,
+    bound: int,
+) -> TrainState:
+    """The training state after all steps; `bound` are the micro-batches of a step at most."""
+    started, memory, shards = time.perf_counter(), Halvings(components.mesh), row_shards(components.mesh)
     under_way: Any = None
     for step in range(1, config.sft.steps + 1):
         reach("sft")
@@ -152,6 +167,5 @@ def supervise(config: Config, components: Components, params: Any, writer: Write
             elapsed = time.perf_counter() - started
             counts = {"sft/fill": placement.fill, "data/left_out": stream.left_out}
             writer.write_sft(step, numbers | counts | {"time/sft_s": elapsed})
-        if line := progress.line(step, time.perf_counter()):
-            writer.say(line)
-    return state.params
+        stage.step(step)
+    return state
