@@ -101,10 +101,11 @@ class Narrator:
     Args:
         say: Takes each line; may be replaced while phases are open.
         clock: Seconds.
+        poll_s: Time between two looks at the phases.
     """
 
-    def __init__(self, say: Callable[[str], None], clock: Clock = time.monotonic):
-        self.say, self.clock = say, clock
+    def __init__(self, say: Callable[[str], None], clock: Clock = time.monotonic, poll_s: float = POLL_S):
+        self.say, self.clock, self._poll_s = say, clock, poll_s
         self._open: list[Phase] = []
         self._lock = threading.Lock()
         self._spoke = clock()
@@ -143,7 +144,7 @@ class Narrator:
             self.tell(phase.going_on())
 
     def _watch(self) -> None:
-        while not self._ended.wait(POLL_S):
+        while not self._ended.wait(self._poll_s):
             with suppress(Exception):  # a closed output must not end the run
                 self.look()
 
@@ -161,14 +162,14 @@ _narrator: Narrator | None = None
 
 
 @contextmanager
-def narrated(say: Callable[[str], None]) -> Iterator[Narrator]:
+def narrated(say: Callable[[str], None], clock: Clock = time.monotonic, poll_s: float = POLL_S) -> Iterator[Narrator]:
     """Phases within the block are told to `say`, which threads may call; to the narrator that listens already, if there
-    is one."""
+    is one. For the arguments see `Narrator`."""
     global _narrator
     if _narrator is not None:
         yield _narrator
         return
-    with Narrator(say).listening() as _narrator:
+    with Narrator(say, clock, poll_s).listening() as _narrator:
         try:
             yield _narrator
         finally:
