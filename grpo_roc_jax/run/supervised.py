@@ -152,6 +152,7 @@ def supervised_steps(
     """The training state after all steps; `bound` are the micro-batches of a step at most."""
     started, memory, shards = time.perf_counter(), Halvings(components.mesh), row_shards(components.mesh)
     under_way: Any = None
+    stage.at(0, "compiling the update")
     for step in range(1, config.sft.steps + 1):
         reach("sft")
         with config_errors():

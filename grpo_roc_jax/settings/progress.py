@@ -65,7 +65,8 @@ class Phase:
     def step(self, done: int) -> None:
         """Notes that a step has ended, from 1; the first steps have a line, then there is one in `STEPS_S`. Several
         steps at once always have one."""
-        now, several, self.done = self.clock(), done - self.done > 1, done
+        now, several = self.clock(), done - self.done > 1
+        self.done, self.status = done, ""
         if done == 1:
             self._first_s = now - self.started
         if several or done in FIRST_STEPS or done == self.steps or now - self._stepped >= STEPS_S:

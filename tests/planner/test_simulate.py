@@ -36,10 +36,10 @@ def test_a_prompt_is_written_once_and_its_rows_decode_together():
 
 
 def test_packed_appends_hold_the_tokens_of_several_rows():
-    """Six prompts of 8 tokens are calls of 32 and 16 in place of six."""
+    """Six prompts of 8 tokens are three calls in place of six: a call of up to 32 tokens has two tiles, so two rows."""
     packed = dataclasses.replace(MACHINE, slots=6, blocks=256, append_lengths=(16, 32), append_rows=0)
     costs = dataclasses.replace(COSTS, token=0.5)
-    assert seconds([plain(4)] * 6, packed, costs) == ((10 + 0.5 * 32) + (10 + 0.5 * 16) + 4 + 5,)
+    assert seconds([plain(4)] * 6, packed, costs) == (2 * (10 + 0.5 * 32) + (10 + 0.5 * 16) + 4 + 5,)
     one_row = dataclasses.replace(packed, append_lengths=(8,), append_rows=1)
     assert seconds([plain(4)] * 6, one_row, costs) == (6 * (10 + 0.5 * 8) + 4 + 5,)
 
