@@ -9,6 +9,7 @@ from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.sample import sample_requests
+from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 FILLS = 4
@@ -44,14 +45,16 @@ def count_solved(
     policy, file = sampler(), JsonlWriter(path)
     once(lambda: file.cut(left[0][0] - 1))
     size = part_size(components, samples)
-    for first in range(0, len(left), size):
-        part = left[first : first + size]
-        requests = [RolloutRequest(problem, place, samples) for place, problem in part]
-        groups = sample_requests(components, policy, requests, RunOptions(step, "evaluate")).groups
-        rows = [{"uid": g.problem.uid, "solved": int(g.correct.sum()), "judged": g.size} for g in groups]
-        counts |= {row["uid"]: (row["solved"], row["judged"]) for row in rows}
-        places = [place for place, _ in part]
-        once(lambda places=places, rows=rows: list(map(file.write, places, rows)))
+    with phase("problems", steps=len(left), unit="problem") as counting:
+        for first in range(0, len(left), size):
+            part = left[first : first + size]
+            requests = [RolloutRequest(problem, place, samples) for place, problem in part]
+            groups = sample_requests(components, policy, requests, RunOptions(step, "evaluate")).groups
+            rows = [{"uid": g.problem.uid, "solved": int(g.correct.sum()), "judged": g.size} for g in groups]
+            counts |= {row["uid"]: (row["solved"], row["judged"]) for row in rows}
+            places = [place for place, _ in part]
+            once(lambda places=places, rows=rows: list(map(file.write, places, rows)))
+            counting.step(first + len(part))
     return counts
 
 
