@@ -175,7 +175,6 @@ def take_steps(session: TrainingSession, run: RunState, under_way: Phase) -> int
     session.writer.say(describe_programs(session.compilations))
     checkpointer.held = run.bundle()
     watch, compiled, first = Watch(config.limits), None, run.step
-    under_way.restart()
     gap = GapCheck(session.events, exact=exact_sampling(config, components))
     longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
     for one in filter(None, (watch, session.alarms)):

@@ -124,6 +124,16 @@ def test_rollouts_say_rate_and_time_left_and_end_with_the_last_row():
     assert len(told) == 3 and "3 of 4 done after 24 s, 1 live, 1 on tools" in told[2]
 
 
+def test_where_a_display_is_drawn_a_phase_that_goes_on_has_no_further_lines():
+    told, clock = [], Hand()
+    with narrated(told.append, clock, poll_s=1e6) as narrator, phase("compiling"):
+        narrator.drawn = lambda: True
+        for _ in range(100):
+            clock.now += 1.0
+            narrator.look()
+    assert told == ["compiling ...", "compiling: 100.0 s"]
+
+
 def test_a_phase_that_fails_does_not_say_that_it_is_done():
     told = []
     with narrated(told.append) as narrator, pytest.raises(KeyError), phase("loading") as loading:

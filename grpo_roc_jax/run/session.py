@@ -132,11 +132,11 @@ class TrainingSession:
 def telling(say: Callable[[str], None]) -> Iterator[Narrator]:
     """The narrator of a session, which speaks through `say` at first and to whom it spoke before in the end."""
     with narrated(say) as narrator:
-        before, narrator.say = narrator.say, say
+        before, narrator.say = (narrator.say, narrator.drawn), say
         try:
             yield narrator
         finally:
-            narrator.say = before
+            narrator.say, narrator.drawn = before
 
 
 def early_lines(config: Config, processes: Processes) -> Callable[[str], None]:
@@ -168,6 +168,7 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
         for note in notes:
             writer.say(note)
         shown = RolloutLines() if writer.bars is None else RolloutProgress(writer.bars)
+        narrator.drawn = lambda: writer.bars is not None and writer.bars.live.is_started
         components = replace(components, progress=shown)
         every = config.log.traces if processes.first else 0
         traces = TraceWriter(run_dir, every, components.tokenizer.decode)

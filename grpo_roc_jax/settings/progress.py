@@ -54,10 +54,6 @@ class Phase:
     def __post_init__(self) -> None:
         self.started = self._stepped = self.clock()
 
-    def restart(self) -> None:
-        """Begins now: what came before was preparation."""
-        self.started = self._stepped = self.clock()
-
     def at(self, done: int, status: str = "") -> None:
         """Notes how many steps are done; a line of the narrator says so if one is due."""
         self.done, self.status = done, status
@@ -107,6 +103,8 @@ class Narrator:
 
     def __init__(self, say: Callable[[str], None], clock: Clock = time.monotonic, poll_s: float = POLL_S):
         self.say, self.clock, self._poll_s = say, clock, poll_s
+        self.drawn: Callable[[], bool] = lambda: False
+        """Whether a display is drawn again and again, so that a phase that goes on needs no further lines."""
         self._open: list[Phase] = []
         self._lock = threading.Lock()
         self._spoke = clock()
@@ -141,7 +139,7 @@ class Narrator:
             phase.announced |= begins
         if begins:
             self.tell(f"{phase.name} ...")
-        elif now - self._spoke >= QUIET_S:
+        elif now - self._spoke >= QUIET_S and not self.drawn():
             self.tell(phase.going_on())
 
     def _watch(self) -> None:
