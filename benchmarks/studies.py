@@ -69,6 +69,9 @@ class Study:
     measures: tuple[Measure, ...] = COMMON
     cold: bool = True
     """Whether runs start from a supervised stage that arms share."""
+    one_cold_start: bool = False
+    """Whether seeds share it too, that of seed 0: where it costs as much as the training. What is shown then holds for
+    this start."""
     outcome: Outcome | None = None
     """What decides the question besides the measures, run by run."""
     claims: tuple[Claim, ...] = ()
@@ -164,6 +167,34 @@ STUDIES: Mapping[str, Study] = {
         claims=(
             Claim("fewer failing calls than GRPO", "roc", "grpo", "failing calls in correct"),
             Claim("fewer than GRPO at equal tokens", "roc", "grpo", "at equal tokens"),
+            Claim("accuracy at most 0.02 below GRPO's", "roc", "grpo", "accuracy", below=False, margin=-0.02),
+        ),
+    ),
+    "real": Study(
+        "Does resampling on correct lower failing calls of a pretrained model, and what does it cost?",
+        {
+            "roc": ("--resample=roc",),
+            "grpo": GRPO,
+            "grpo_2g": (*GRPO, "--group.size=16"),
+            "uniform": ("--resample=uniform",),
+            "penalty": (*GRPO, "--resample.drop=none", "--shaping=[tool_errors]"),
+        },
+        {"smollm2": ("configs/smollm2_words.yaml",)},
+        words=("--steps=16", "--group.problems=4", "--data.eval_problems=300"),
+        measures=(
+            FIRST_ERRORS,
+            *(measure for measure in COMMON if "pass" not in measure[0]),
+            ("truncated", "rollout/truncated", "step"),
+            *((title, f"eval/{source}/avg@1", "step")
+              for title, source in (("held out", "heldout"), ("SVAMP", "svamp"), ("GSM8K", "gsm8k"))),
+        ),
+        one_cold_start=True,
+        claims=(
+            Claim("fewer failing calls than GRPO", "roc", "grpo", "failing calls in correct"),
+            Claim("fewer than GRPO on 2G", "roc", "grpo_2g", "failing calls in correct"),
+            Claim("fewer than a uniform half of 2G", "roc", "uniform", "failing calls in correct"),
+            Claim("fewer than GRPO at equal tokens", "roc", "grpo", "at equal tokens"),
+            Claim("fewer than a penalty in the reward", "roc", "penalty", "failing calls in correct"),
             Claim("accuracy at most 0.02 below GRPO's", "roc", "grpo", "accuracy", below=False, margin=-0.02),
         ),
     ),

@@ -86,7 +86,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Sorts the tests, and marks those that docs/faults.md names; TESTS_PART=0/4 marks those of a quarter of it."""
+    """Sorts the tests, and marks those that docs/faults.md names; TESTS_PART=0/8 marks those of an eighth of it."""
     items.sort(key=lambda item: (PLACES.get(item.path, len(PLACES)), item.path))
     named = {pair for row in part_of(fault_rows()) for pair in NAMED_TEST.findall(row)}
     for item in items:

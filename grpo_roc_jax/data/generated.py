@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.text.chat_format import Trace
+from grpo_roc_jax.text.forms import PYTHON_TOOL
 from grpo_roc_jax.types import Problem
 
 TRACE_START = 1 << 39
 """First training index that is demonstrated; lower ones are rolled out, so the two stages share no problem."""
 HELD_OUT_START = 1 << 40
 """First index that is held out from training."""
-TOOL_NAME = "python_code_with_standard_io"
+TOOL_NAME = PYTHON_TOOL
 """The tool that demonstrations call (the name of the published run)."""
 
 

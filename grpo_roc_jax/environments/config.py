@@ -226,9 +226,10 @@ class EnvironmentVerifiers(Hosted):
 class AgentCommand(EnvironmentKind):
     """A program for each rollout that asks the policy over HTTP, as it would ask OpenAI's API; needs the extra `serve`.
 
-    It finds the policy in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, the columns of the problem as JSON on its standard
-    input. Its reward is what it writes to the file descriptor that `GRPO_REWARD_FD` names: a number, or an object with
-    `reward`. What it prints is not read, since the policy may have written it.
+    It finds the policy in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, or `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`, and
+    the columns of the problem as JSON on its standard input. Its reward is what it writes to the file descriptor that
+    `GRPO_REWARD_FD` names: a number, or an object with `reward`. What it prints is not read, since the policy may have
+    written it.
     """
 
     command: str = field()

@@ -278,6 +278,7 @@ class AgentRuns:
         words = [word.replace("{prompt}", problem.prompt) for word in self._words]
         address = f"http://127.0.0.1:{self._server.port}/s/{name}/v1"
         found = os.environ | {"OPENAI_BASE_URL": address, "OPENAI_API_KEY": self._token}
+        found |= {"ANTHROPIC_BASE_URL": address.removesuffix("/v1"), "ANTHROPIC_API_KEY": self._token}
         found |= {name: "127.0.0.1,localhost" for name in ("NO_PROXY", "no_proxy")}
         row = json.dumps(row_of(problem) | {"uid": problem.uid}, default=str).encode()
         started = time.perf_counter()

@@ -79,6 +79,8 @@ class ReplyForm:
     """What the forms share. `prompts` are sampled `asked.count` times each; choices are numbered in that order."""
 
     path = name = chunk_name = prefix = ""
+    closing = "data: [DONE]\n\n"
+    """Ends a stream."""
     goes_on: Callable[[np.ndarray], bool] | None = None
     """See `SampleJob`."""
 
@@ -121,6 +123,19 @@ class ReplyForm:
     def whole(self) -> JSON:
         """The answer without a stream."""
         raise NotImplementedError
+
+    def last_pieces(self) -> Iterator[JSON]:
+        """The pieces of a stream after those of the choices."""
+        if self.asked.usage_in_stream:
+            yield self.around([], usage=self.usage)
+
+    def framed(self, piece: JSON) -> str:
+        """A piece as it is sent."""
+        return f"data: {json.dumps(piece)}\n\n"
+
+    def fault(self, error: RequestRefused) -> JSON:
+        """The piece that tells of an error in the middle of a stream."""
+        return error.body
 
     @property
     def complete(self) -> bool:
@@ -243,8 +258,9 @@ class ChatReply(ReplyForm):
         answer = self.answer(choice)
         if delta := self._growth(choice, answer.reasoning, answer.content):
             yield self.piece(choice, {"delta": delta})
-        if calls := _tool_calls(answer):
-            yield self.piece(choice, {"delta": {"tool_calls": [{"index": i} | call for i, call in enumerate(calls)]}})
+        calls = _tool_calls(answer)
+        for i, call in enumerate(calls):  # one a piece: some clients read only the first of a piece
+            yield self.piece(choice, {"delta": {"tool_calls": [{"index": i} | call]}})
         versions = {"weight_versions": choice.weight_versions} if self._shows_versions else {}
         reason = "tool_calls" if calls else choice.finish_reason
         yield self.piece(choice, {"delta": {}}, finish_reason=reason, **versions)

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from http.client import responses
@@ -26,8 +26,10 @@ from tornado.web import Application, HTTPError, RequestHandler, stream_request_b
 from grpo_roc_jax.sandbox.http_guard import IDLE_S, LINGER_BYTES, LINGER_S, REQUEST_S, Connections, RequestHead, refusal
 from grpo_roc_jax.serving.asked import stop_finder
 from grpo_roc_jax.serving.dialogues import Dialogues
+from grpo_roc_jax.serving.messages import COUNT_TOKENS, MessagesReply, error_body
 from grpo_roc_jax.serving.refusal import RequestRefused
 from grpo_roc_jax.serving.replies import ChatReply, ReplyForm, SampledChoice, TextReply, TokenReply
+from grpo_roc_jax.serving.responses import RememberedResponses, ResponsesReply
 from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob, SamplingLoop, sampled
 from grpo_roc_jax.text.chat_format import ChatFormat
 
@@ -46,6 +48,8 @@ SAMPLING_FIELDS = frozenset(
     ["temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty"]
 )
 """What a session's own sampling replaces."""
+FORMS: tuple[type[ReplyForm], ...] = (ChatReply, ResponsesReply, MessagesReply, TextReply, TokenReply)
+"""Each has a path of its own."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class Endpoint:
         """Conversations that may ask; None for any."""
         self.connections: Connections[Any] | None = None
         """Of the server that `server` made."""
+        self._remembered = RememberedResponses()
         self._number = 0
         self._allowance: dict[str, tuple[float, float]] = {}
 
@@ -161,8 +166,13 @@ class Endpoint:
                 for name in SAMPLING_FIELDS & (fields or {}).keys() if isinstance(fields, dict | None) else ():
                     del fields[name]
         settings = (body, self.chat.tokenizer, self.loop.engine.programs.settings.sampling)
+        talk = {"dialogues": self.dialogues, "session": session}
         if path == ChatReply.path:
-            return ChatReply(*settings, dialogues=self.dialogues, session=session)
+            return ChatReply(*settings, **talk)
+        if path == ResponsesReply.path:
+            return ResponsesReply(*settings, **talk, remembered=self._remembered)
+        if path in (MessagesReply.path, COUNT_TOKENS):
+            return MessagesReply(*settings, **talk)
         return TextReply(*settings, chat=self.chat) if path == TextReply.path else TokenReply(*settings)
 
     def session(self, name: str) -> CallSession | None:
@@ -283,7 +293,7 @@ class Endpoint:
     def server(self) -> HTTPServer:
         """A server of the routes, not listening yet."""
         session = r"(?:/s/(?P<session>[\w.~-]{1,200}))?"
-        forms = "|".join(form.path for form in (ChatReply, TextReply, TokenReply))
+        forms = "|".join([COUNT_TOKENS, *(form.path for form in FORMS)])
         state = {"endpoint": self}
         routes = [
             (rf"{session}(?P<path>{forms})", SamplingHandler, {"endpoint": self}),
@@ -337,6 +347,8 @@ class EndpointHandler(RequestHandler):
 
     async def prepare(self) -> None:
         headers, self._stream = self.request.headers, self.request.connection.stream
+        if "X-Api-Key" in headers and "Authorization" not in headers:  # the clients of Anthropic's form
+            headers["Authorization"] = f"Bearer {headers['X-Api-Key']}"
         length = headers.get("Content-Length", "0")
         size = int(length) if length.isdigit() and len(length) < 13 else 0
         try:
@@ -365,7 +377,7 @@ class EndpointHandler(RequestHandler):
         """Answers before the body was read, then throws away what still comes: a connection that is closed with unread
         bytes is reset, and the client would not see the answer."""
         self._describe(error)
-        content = json.dumps(error.body).encode()
+        content = json.dumps(error_body(self.request.path, error)).encode()
         self.set_header("Content-Type", "application/json; charset=UTF-8")
         self.set_header("Content-Length", len(content))
         self.set_header("Connection", "close")
@@ -393,7 +405,7 @@ class EndpointHandler(RequestHandler):
         self._describe(error)
         if error.status in (401, 403, 413, 415):
             self.set_header("Connection", "close")
-        self.finish(error.body)
+        self.finish(error_body(self.request.path, error))
 
     def _describe(self, error: RequestRefused) -> None:
         self.set_status(error.status)
@@ -410,12 +422,7 @@ class AbsentHandler(EndpointHandler):
 
     def begin(self) -> None:
         super().begin()
-        hint = (
-            "; use /v1/chat/completions (openai-agents: set_default_openai_api('chat_completions'))"
-            if self.request.path.endswith("/responses")
-            else ""
-        )
-        raise RequestRefused(f"no such path: {self.request.path:.200}{hint}", status=404)
+        raise RequestRefused(f"no such path: {self.request.path:.200}", status=404)
 
 
 class StateHandler(EndpointHandler):
@@ -453,6 +460,9 @@ class SamplingHandler(EndpointHandler):
         known = self.endpoint.session(name)
         try:
             form = self.endpoint.form(path, body, name)
+            if path == COUNT_TOKENS:
+                self.finish({"input_tokens": sum(map(len, form.prompts))})
+                return
             self._work = asyncio.ensure_future(self._answer(form, known))
             await self._work
         except RequestRefused as error:
@@ -475,7 +485,7 @@ class SamplingHandler(EndpointHandler):
         try:
             async with aclosing(self.endpoint.pieces(form, session)) as found:
                 async for pieces in found:
-                    self._write(pieces)
+                    self._write(form, pieces)
                     if pieces and not form.complete:
                         await self._sent()
         except RequestRefused as error:
@@ -483,15 +493,15 @@ class SamplingHandler(EndpointHandler):
                 raise
             if session is not None:
                 session.refused(error)
-            self._write([error.body])
-        if form.asked.usage_in_stream:
-            self._write([form.around([], usage=form.usage)])
-        self.write("data: [DONE]\n\n")
+            self._write(form, [form.fault(error)])
+        if form.complete:
+            self._write(form, form.last_pieces())
+        self.write(form.closing)
         self.finish()
 
-    def _write(self, pieces: list[Any]) -> None:
+    def _write(self, form: ReplyForm, pieces: Iterable[Any]) -> None:
         for piece in pieces:
-            self.write(f"data: {json.dumps(piece)}\n\n")
+            self.write(form.framed(piece))
 
     async def _sent(self) -> None:
         """Sends what was written, and waits until the client has room for more."""

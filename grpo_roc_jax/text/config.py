@@ -184,10 +184,12 @@ class TextConfig:
         "deepseek_v31",
         "kimi",
         "harmony",
+        "code",
     ] = "auto"
     """How tool calls are written, by family; `docs/models.md` shows each form. `auto` renders a call with a published
     template and takes the form that reads it; a run with tools whose template writes calls that none reads, or says
-    nothing of calls, is refused. The built-in templates have Hermes tags."""
+    nothing of calls, is refused. The built-in templates have Hermes tags. `code` is the shortest form, for a model that
+    learns to call here."""
     system: str = ""
     """System text; `default` stands for the library's own. Empty with `tools_section` off: no system message, which
     suits the small models trained from scratch."""

@@ -35,6 +35,10 @@ class HermesCalls(CallForm):
 
     stop_text = CALL_CLOSE
     openings = (CALL_OPEN,)
+    how_to = (
+        "To call one, write a JSON object with its name and arguments:\n"
+        '<tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>'
+    )
 
     def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
         close = text.find(CALL_CLOSE, at)
@@ -62,6 +66,7 @@ class XmlCalls(HermesCalls):
     Source: the chat templates of Qwen3-Coder, Qwen3.5 and Nemotron 3.
     """
 
+    how_to = ""
     _function = re.compile(r"\s*<function=([^<>\n]*)>")
     _parameter = re.compile(r"\s*<parameter=([^<>\n]*)>")
     _cuts = {  # noqa: RUF012

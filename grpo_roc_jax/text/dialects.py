@@ -1,5 +1,6 @@
 """Further forms of tool calls: GLM, DeepSeek, Kimi K2, Granite, Phi-4-mini, Llama 3.2 and OLMo 3 (as Python),
-FunctionGemma, Gemma 4, gpt-oss (harmony). Each names the public text that it follows."""
+FunctionGemma, Gemma 4, gpt-oss (harmony). Each names the public text that it follows. `CodeCalls` is of no family: the
+shortest form, for models that learn to call here."""
 
 import json
 import re
@@ -22,7 +23,7 @@ from grpo_roc_jax.text.calls import (
     malformed,
     parse_call,
 )
-from grpo_roc_jax.text.forms import CallForm, as_json, or_json, plain_name, properties_of, typed
+from grpo_roc_jax.text.forms import PYTHON_TOOL, CallForm, as_json, or_json, plain_name, properties_of, typed
 from grpo_roc_jax.text.literals import Broken, Ended, GemmaValues, bracket_end, python_value
 from grpo_roc_jax.types import ToolCall
 
@@ -544,6 +545,62 @@ class HarmonyCalls(CallForm):
         return "\n".join(thoughts), "\n".join(rest)
 
 
+class CodeCalls(CallForm):
+    """`<python>print(6*7)</python>`: code as it is, for the library's Python tool, or, where that is not listed, the
+    first tool that takes `code`.
+
+    The first closing mark ends the call, wherever it stands: code that is cut inside a string is no Python, so it fails
+    and does nothing. A call of another tool, or with code that holds a mark, is JSON between the marks, with
+    `<\\/python>` for the closing one inside a string. A call costs some 6 tokens besides its code, as JSON about 30.
+    """
+
+    stop_text = "</python>"
+    openings = ("<python>",)
+    marks = ("<python>", "</python>")
+    how_to = (
+        "To run code, write it between <python> and </python>. To call another function, write a JSON object with its "
+        'name and arguments there: <python>{"name": NAME, "arguments": ARGUMENTS}</python>.'
+    )
+    _open, _close = "<python>", "</python>"
+    _json = re.compile(r'\s*\{\s*"(?:name|arguments)"\s*:')
+
+    def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
+        close = text.find(self._close, at)
+        opened = text.find(self._open, at, len(text) if close < 0 else close)
+        after = close + len(self._close)
+        if opened < 0:
+            stray = malformed("", f"{self._close} without {self._open}")
+            return CallSpan(close, after, (stray,), "broken") if close >= 0 else None
+        begin = opened + len(self._open)
+        if close < 0:
+            return CallSpan(opened, len(text), (malformed(text[begin:], CUT_OFF),), "open", ended=False)
+        return CallSpan(opened, after, (self._call(text[begin:close], tools),), "closed")
+
+    def _call(self, body: str, tools: Tools) -> ToolCall:
+        if not body.strip():
+            return malformed(body, "the call is empty")
+        if self._json.match(body):
+            return parse_call(body, tools)
+        takers = [name for name in functions_of(tools) if "code" in properties_of(name, tools)]
+        if not takers:
+            return malformed(
+                body, "no tool takes code; must be a JSON object with the name of a tool and its arguments"
+            )
+        name = PYTHON_TOOL if PYTHON_TOOL in takers else takers[0]
+        return call_of({"name": name, "arguments": {"code": body}}, body)
+
+    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+        texts = (call.raw if call.fault else self._written(call) for call in calls)
+        return "\n".join([said, *(f"{self._open}{text}{self._close}" for text in texts)])
+
+    def _written(self, call: ToolCall) -> str:
+        code = call.arguments.get("code")
+        bare = call.name == PYTHON_TOOL and set(call.arguments) == {"code"} and isinstance(code, str) and code.strip()
+        if bare and not self._json.match(code) and self._open not in code and self._close not in code:
+            return code
+        return as_json(call, "arguments").replace(self._close, "<\\/python>")
+
+
 _GRANITE = GraniteCalls(
     ("<|tool_call|>", CALL_OPEN),
     "",
@@ -572,4 +629,5 @@ DIALECTS: dict[str, CallForm] = {
         "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>", "<turn|>", ("<|channel>thought\n", "\n<channel|>")
     ),
     "harmony": HarmonyCalls(),
+    "code": CodeCalls(),
 }

@@ -10,6 +10,8 @@ from grpo_roc_jax.types import ToolCall
 
 CALL_ID = "{:09d}"
 """Id of the n-th call of a turn that has none of its own: nine letters and digits, as Mistral's templates require."""
+PYTHON_TOOL = "python_code_with_standard_io"
+"""Name of the tool that runs a program: the library's own, and that of rStar2-Agent."""
 _UNFIT = re.compile(r"[^A-Za-z0-9_.:-]")
 
 
@@ -34,6 +36,8 @@ class CallForm:
     """Marks with which calls begin."""
     marks: tuple[str, ...] = ()
     """Further marks that no text from outside may spell."""
+    how_to: str = ""
+    """What the list of tools of a built-in template says of writing a call; empty for an example of one."""
 
     def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
         """The first call, or block of calls, that begins at `at` or later; never raises.

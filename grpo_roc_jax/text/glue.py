@@ -19,6 +19,7 @@ from grpo_roc_jax.text.templates import (
     reads_back,
 )
 from grpo_roc_jax.text.tokenizer import KNOWN_EOS, Tokenizer, published_ends, published_folder
+from grpo_roc_jax.types import ToolCall
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +53,19 @@ def choose_glue(
         return _published_glue(config, tokenizer, tools)
     convention = CONVENTIONS["hermes" if config.calls == "auto" else config.calls]
     listed = plain_tools(tools if config.tools_section else (), tokenizer, ())
-    return _built_in_glue(config, _choose_template(config, tokenizer), listed), convention
+    return _built_in_glue(config, _choose_template(config, tokenizer), listed, convention), convention
 
 
 def _system_text(config: TextConfig) -> str:
     return DEFAULT_SYSTEM if config.system == "default" else config.system
 
 
-def _built_in_glue(config: TextConfig, template: _Template, tools: Sequence[Mapping[str, Any]]) -> Glue:
-    system = "\n\n".join(text for text in (_system_text(config), _tools_text(tools) if tools else "") if text)
+def _built_in_glue(
+    config: TextConfig, template: _Template, tools: Sequence[Mapping[str, Any]], convention: CallConvention
+) -> Glue:
+    system = "\n\n".join(
+        text for text in (_system_text(config), _tools_text(tools, convention) if tools else "") if text
+    )
     close = template.end + template.after_end
     generate = f"{close}{template.open('assistant')}<reason>"
     return Glue(
@@ -145,12 +150,12 @@ def _choose_template(config: TextConfig, tokenizer: Tokenizer) -> _Template:
     return _CHATML
 
 
-def _tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
+def _tools_text(tools: Sequence[Mapping[str, Any]], convention: CallConvention) -> str:
     schemas = "\n".join(json.dumps(tool) for tool in tools)
+    example = ToolCall("NAME", {"ARGUMENT": "VALUE"}, "")
+    how_to = convention.how_to or f"To call one, write\n{convention.write_calls('', [example]).strip()}"
     return (
         "# Tools\n\nYou may call these functions. Their signatures:\n"
-        f"<tools>\n{schemas}\n</tools>\n\n"
-        "To call one, write a JSON object with its name and arguments:\n"
-        '<tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>\n'
+        f"<tools>\n{schemas}\n</tools>\n\n{how_to}\n"
         "Its output comes back inside <tool_response> </tool_response>."
     )

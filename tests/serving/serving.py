@@ -104,9 +104,9 @@ class Served:
 
 
 @contextmanager
-def scripted(*texts, **settings):
+def scripted(*texts, config=None, **settings):
     """A server that answers requests with these texts, one after another."""
-    chat = small_policy()[0]
+    chat = small_policy()[0] if config is None else make_chat(config, load_tokenizer(config))
     server = ServerThread(lambda deliver: Endpoint(chat, ScriptedLoop(chat, texts, deliver), **settings))
     try:
         yield Served(server.endpoint, server.port)

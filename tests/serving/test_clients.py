@@ -53,12 +53,13 @@ def test_errors_are_those_that_the_client_knows(client):
         client.chat.completions.create(model="policy", messages=ASK, tools=[WEATHER])
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
-    with pytest.raises(openai.NotFoundError, match="use /v1/chat/completions"):
-        client.responses.create(model="policy", input="x")
+    with pytest.raises(openai.NotFoundError, match="no response 'resp_1' is remembered"):
+        client.responses.create(model="policy", input="x", previous_response_id="resp_1")
 
 
-def test_openai_agents_as_it_is():
-    """A call, its result, an answer, then a further question: one conversation, streamed or not."""
+@pytest.mark.parametrize("form", ["chat", "responses"])
+def test_openai_agents_as_it_is(form):
+    """A call, its result, an answer, then a further question: one conversation, streamed or not, in either form."""
     agents = pytest.importorskip("agents", reason="needs openai-agents: pip install openai-agents")
     agents.set_tracing_disabled(True)
     asked = []
@@ -78,7 +79,8 @@ def test_openai_agents_as_it_is():
         return result
 
     async def converse(url, streams):
-        model = agents.OpenAIChatCompletionsModel("policy", openai.AsyncOpenAI(base_url=url, api_key="none"))
+        make = agents.OpenAIChatCompletionsModel if form == "chat" else agents.OpenAIResponsesModel
+        model = make("policy", openai.AsyncOpenAI(base_url=url, api_key="none"))
         agent = agents.Agent(name="forecaster", instructions="Use the tool.", tools=[weather], model=model)
         first = await answer(agent, "What is the weather in Rome?", streams)
         more = [*first.to_input_list(), {"role": "user", "content": "Sure?"}]

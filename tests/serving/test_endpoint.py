@@ -199,7 +199,7 @@ def test_other_refusals(server):
         ("/v1/completions", {"prompt": [10**9]}, 400),
         ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, 400),
         ("/inference/v1/generate", {"token_ids": [1 << 20], "sampling_params": {}}, 400),
-        ("/v1/responses", {"input": "x"}, 404),
+        ("/v1/responses/resp_1", {"input": "x"}, 404),
         ("/v1/embeddings", {"input": "x"}, 404),
     ]:
         found, answer = server.ask(path, body)

@@ -17,6 +17,7 @@ from grpo_roc_jax.text.calls import call_blocks
 from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS
+from grpo_roc_jax.text.forms import PYTHON_TOOL
 from grpo_roc_jax.text.templates import ChatTemplate, TemplateError
 from grpo_roc_jax.text.tokenizer import ByteTokenizer, load_tokenizer
 from grpo_roc_jax.text.turns import MOST_MENTIONS, read_turn
@@ -366,6 +367,58 @@ def test_calls_of_models(name, text, found):
     read = CONVENTIONS[name].find_calls(text, over=True, tools=tools)
     assert [None if call.fault else (call.name, call.arguments) for call in read] == found
     assert all(bool(call.fault) == bool(call.message) for call in read)
+
+
+PYTHON = {
+    "type": "function",
+    "function": {"name": PYTHON_TOOL, "parameters": {"properties": {"code": {"type": "string"}}}},
+}
+
+
+@given(hostile)
+@settings(max_examples=200, deadline=None)
+@example("print(6*7)")
+@example("\nx = 1\nprint(x)\n")
+@example("print('</python>')")
+@example('{"name": "run"}')
+@example("")
+def test_any_code_comes_back_from_the_form_of_bare_code(code):
+    form, written = CONVENTIONS["code"], [ToolCall(PYTHON_TOOL, {"code": code}, "")] * 2
+    text = form.write_calls("so", written)
+    assert plain(form.find_calls(text, over=False, tools=[*TOOLS, PYTHON])) == [(PYTHON_TOOL, {"code": code}, None)] * 2
+    if code == "print(6*7)":
+        assert text == "so\n<python>print(6*7)</python>\n<python>print(6*7)</python>"
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "found"),
+    [
+        ("<python>print(1)</python>", TOOLS, [("run", {"code": "print(1)"})]),
+        ("<python>print(1)</python>", [*TOOLS, PYTHON], [(PYTHON_TOOL, {"code": "print(1)"})]),
+        ("<python>print('1)</python>", [PYTHON], [(PYTHON_TOOL, {"code": "print('1)"})]),
+        ('<python>{"name": "look_up", "arguments": {}}</python>', TOOLS, [("look_up", {})]),
+        ('<python>{"name": "look_up", "arguments"</python>', TOOLS, [None]),
+        ("<python>print(1)</python>", [], [None]),
+        ("<python> \n</python>", TOOLS, [None]),
+        ("print(1)</python>", TOOLS, [None]),
+        ("<python>print(1)", TOOLS, [None]),
+        ("I would write Python.", TOOLS, []),
+    ],
+)
+def test_calls_of_bare_code(text, tools, found):
+    read = CONVENTIONS["code"].find_calls(text, over=True, tools=tools)
+    assert [None if call.fault else (call.name, call.arguments) for call in read] == found
+    assert all(bool(call.fault) == bool(call.message) for call in read)
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_the_list_of_tools_shows_the_form_that_is_read(name):
+    """The built-in templates tell every model how to write a call: in the form that the run reads."""
+    prompt = make_chat(TextConfig(calls=name, tools_section=True), BareBytes(), TOOLS).glue.prompt_open
+    how_to = prompt.partition("</tools>")[2].partition("Its output")[0]
+    form = CONVENTIONS[name]
+    shown = [call.name for call in form.find_calls(how_to.split("write\n")[-1].strip(), over=True, tools=TOOLS)]
+    assert shown == ["NAME"] or all(mark in how_to for mark in (form.openings[0], form.stop_text))
 
 
 def test_a_closing_tag_in_a_string_does_not_close_a_block():

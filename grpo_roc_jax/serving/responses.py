@@ -1,0 +1,346 @@
+"""`/v1/responses`: OpenAI's newer form, in which a conversation is a list of items, over the same dialogues.
+
+A request is read as one of chat completions; an answer is that turn as items: a thought, a message, calls. Form:
+platform.openai.com/docs/api-reference/responses. `previous_response_id` goes on from an answer that is remembered here.
+"""
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from grpo_roc_jax.rollout.config import SamplingConfig
+from grpo_roc_jax.serving.dialogues import Dialogues, TurnAnswer
+from grpo_roc_jax.serving.refusal import RequestRefused, field_of
+from grpo_roc_jax.serving.replies import JSON, ChatReply, SampledChoice
+from grpo_roc_jax.text.tokenizer import Tokenizer
+
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+"""Types of parts of a content that hold text."""
+SAME_FIELDS = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "stop", "stop_token_ids",
+               "return_token_ids", "return_weight_versions")  # fmt: skip
+"""Fields that chat completions have too; the last five are none of OpenAI's form."""
+UNSUPPORTED = ("background", "conversation", "prompt")
+"""Fields that ask for what is not served."""
+
+
+class ResponsesReply(ChatReply):
+    """One answer, whole or as a stream of events."""
+
+    path, name, chunk_name, prefix = "/v1/responses", "response", "response", "resp_"
+    closing = ""
+
+    def __init__(
+        self,
+        body: Mapping[str, Any],
+        tokenizer: Tokenizer,
+        sampling: SamplingConfig,
+        *,
+        dialogues: Dialogues,
+        session: str,
+        remembered: "RememberedResponses",
+    ):
+        before = field_of(body, "previous_response_id", str, "")
+        messages = [*(remembered.get(session, before) if before else ()), *messages_of(body.get("input"))]
+        instructions = field_of(body, "instructions", str, "")
+        said = [{"role": "system", "content": instructions}, *messages] if instructions else messages
+        super().__init__(_chat_body(body, said), tokenizer, sampling, dialogues=dialogues, session=session)
+        self._request, self._session, self._messages, self._remembered = body, session, messages, remembered
+        self._events = 0
+        self._output: list[JSON] = []
+        """Items that are finished."""
+        self._open: JSON | None = None
+        """The item that the stream is in, with its text so far."""
+
+    # ---- the stream
+
+    def framed(self, piece: JSON) -> str:
+        return f"event: {piece['type']}\ndata: {json.dumps(piece)}\n\n"
+
+    def fault(self, error: RequestRefused) -> JSON:
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    def last_pieces(self) -> Iterator[JSON]:
+        return iter(())
+
+    def _event(self, kind: str, **fields: Any) -> JSON:
+        self._events += 1
+        return {"type": kind, "sequence_number": self._events - 1} | fields
+
+    def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
+        if first:
+            yield self._event("response.created", response=self._response("in_progress", []))
+            yield self._event("response.in_progress", response=self._response("in_progress", []))
+        for piece in super()._pieces(choice, ids, logprobs, False):
+            yield from self._grown(piece["choices"][0])
+
+    def ended(self, choice: SampledChoice) -> Iterator[JSON]:
+        if not self.asked.stream:
+            return
+        answer = self.answer(choice)
+        yield from self._grown({"delta": self._growth(choice, answer.reasoning, answer.content)})
+        if self._open is not None:
+            yield from self._closed(self._open)
+        for item in self._calls(answer):
+            at = len(self._output)
+            yield self._event("response.output_item.added", output_index=at, item=item | {"arguments": ""})
+            where = {"item_id": item["id"], "output_index": at}
+            yield self._event("response.function_call_arguments.delta", **where, delta=item["arguments"])
+            yield self._event("response.function_call_arguments.done", **where, arguments=item["arguments"])
+            yield self._event("response.output_item.done", output_index=at, item=item)
+            self._output.append(item)
+        response = self._ended_response(choice, self._output, answer)
+        kind = "response.completed" if response["status"] == "completed" else "response.incomplete"
+        yield self._event(kind, response=response)
+
+    def _grown(self, piece: Mapping[str, Any]) -> Iterator[JSON]:
+        """The events of new text of the thought and of the message."""
+        for name, kind in (("reasoning_content", "reasoning"), ("content", "message")):
+            new = piece["delta"].get(name)
+            if not new:
+                continue
+            if self._open is not None and self._open["type"] != kind:
+                yield from self._closed(self._open)
+            if self._open is None:
+                self._open = {"id": _new_id(kind), "type": kind, "text": "", "logprobs": []}
+                item = _item(self._open, "in_progress") | {"content": []}
+                yield self._event("response.output_item.added", output_index=len(self._output), item=item)
+                part = _part(self._open) | {"text": ""}
+                yield self._event("response.content_part.added", **self._place(), part=part)
+            self._open["text"] += new
+            found = [token | {"top_logprobs": []} for token in (piece.get("logprobs") or {}).get("content", ())]
+            self._open["logprobs"] += found
+            logprobs = {"logprobs": found} if kind == "message" else {}
+            yield self._event(f"response.{_TEXT[kind]}.delta", **self._place(), delta=new, **logprobs)
+
+    def _closed(self, opened: JSON) -> Iterator[JSON]:
+        """The events that end an item of text."""
+        logprobs = {"logprobs": opened["logprobs"]} if opened["type"] == "message" else {}
+        yield self._event(f"response.{_TEXT[opened['type']]}.done", **self._place(), text=opened["text"], **logprobs)
+        yield self._event("response.content_part.done", **self._place(), part=_part(opened))
+        item = _item(opened, "completed")
+        yield self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        self._open = None
+
+    def _place(self) -> JSON:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self._output), "content_index": 0}
+
+    # ---- the answer
+
+    def whole(self) -> JSON:
+        (choice,) = self.choices
+        answer, items = self.answer(choice), []
+        found = (self._logprobs(choice.ids, choice.logprobs) or {}).get("content", [])
+        for kind, text in (("reasoning", answer.reasoning), ("message", answer.content)):
+            if text or (kind == "message" and not answer.calls):
+                opened = {"id": _new_id(kind), "type": kind, "text": text, "logprobs": found}
+                items.append(_item(opened, "completed"))
+        return self._ended_response(choice, [*items, *self._calls(answer)], answer)
+
+    @staticmethod
+    def _calls(answer: TurnAnswer) -> list[JSON]:
+        return [
+            {
+                "id": _new_id("function_call"),
+                "type": "function_call",
+                "call_id": f"call_{uuid.uuid4().hex[:24]}",
+                "name": call.name,
+                "arguments": json.dumps(call.arguments),
+                "status": "completed",
+            }
+            for call in answer.calls
+        ]
+
+    def _ended_response(self, choice: SampledChoice, output: list[JSON], answer: TurnAnswer) -> JSON:
+        cut = choice.finish_reason == "length" and not answer.calls
+        if self._request.get("store") is not False:
+            self._remembered.add(self._session, self.id, [*self._messages, *messages_of(output)])
+        return self._response("incomplete" if cut else "completed", output, self._usage()) | self._token_fields(choice)
+
+    def _usage(self) -> JSON:
+        usage = self.usage
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _response(self, status: str, output: list[JSON], usage: JSON | None = None) -> JSON:
+        body = self._request
+        repeated = {
+            name: body.get(name)
+            for name in ("instructions", "max_output_tokens", "metadata", "previous_response_id", "reasoning", "user")
+        }
+        defaults = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "temperature": 1.0, "top_p": 1.0}
+        defaults |= {"truncation": "disabled", "text": {"format": {"type": "text"}}, "store": True}
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.model,
+            "output": list(output),
+            "usage": usage,
+            "policy_version": self.version,
+            **repeated,
+            **{name: value if body.get(name) is None else body[name] for name, value in defaults.items()},
+        }
+
+
+_TEXT = {"reasoning": "reasoning_text", "message": "output_text"}
+"""Kind of item -> the name of its text in events."""
+_PREFIXES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
+
+
+def _new_id(kind: str) -> str:
+    return f"{_PREFIXES[kind]}{uuid.uuid4().hex}"
+
+
+def _part(opened: JSON) -> JSON:
+    if opened["type"] == "reasoning":
+        return {"type": "reasoning_text", "text": opened["text"]}
+    return {"type": "output_text", "text": opened["text"], "annotations": [], "logprobs": opened["logprobs"]}
+
+
+def _item(opened: JSON, status: str) -> JSON:
+    """A thought or a message as an item."""
+    item = {"id": opened["id"], "type": opened["type"], "status": status, "content": [_part(opened)]}
+    return item | ({"summary": []} if opened["type"] == "reasoning" else {"role": "assistant"})
+
+
+# ---- requests ------------------------------------------------------------------------------------------------------
+
+
+def _chat_body(body: Mapping[str, Any], messages: list[JSON]) -> JSON:
+    """The request as one of chat completions.
+
+    Raises:
+        RequestRefused: It asks for what is not served.
+    """
+    for name in UNSUPPORTED:
+        if body.get(name):
+            raise RequestRefused(f"{name} is not supported; leave it out", name, "unsupported")
+    found = {name: body[name] for name in SAME_FIELDS if name in body}
+    include = field_of(body, "include", list, [])
+    logprobs = "message.output_text.logprobs" in include or bool(field_of(body, "top_logprobs", int, 0))
+    form = field_of(field_of(body, "text", dict, {}), "format", dict, {"type": "text"})
+    return found | {
+        "messages": messages,
+        "tools": [_tool(tool) for tool in field_of(body, "tools", list, [])],
+        "tool_choice": _tool_choice(body.get("tool_choice")),
+        "max_tokens": field_of(body, "max_output_tokens", int),
+        "top_logprobs": body.get("top_logprobs"),
+        "response_format": form,
+        **({"logprobs": True} if logprobs else {}),
+    }
+
+
+def _tool(tool: Any) -> JSON:
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
+        raise RequestRefused(f"a tool of type {kind!r:.80}; must be function, with a name", "tools")
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
+
+
+def _tool_choice(choice: Any) -> Any:
+    named = isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str)
+    return {"type": "function", "function": {"name": choice["name"]}} if named else choice
+
+
+def messages_of(items: Any) -> list[JSON]:
+    """Items of a request or of an answer as messages of chat completions.
+
+    A thought belongs to the message or call after it, a call to the message before it.
+
+    Raises:
+        RequestRefused: An item is malformed, or of a kind that is not served.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise RequestRefused("input must be text or a list of at least one item", "input")
+    messages: list[JSON] = []
+    thought = ""
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
+        if not isinstance(item, dict):
+            raise RequestRefused(f"{where} is {type(item).__name__}; must be an object", "input")
+        kind = item.get("type") or "message"
+        if kind == "reasoning":
+            thought = _text(item.get("content") or item.get("summary") or [], where)
+        elif kind == "message":
+            message = {"role": item.get("role"), "content": _text(item.get("content"), where)}
+            messages.append(message | ({"reasoning_content": thought} if thought else {}))
+            thought = ""
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            if thought or not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+                messages[-1] |= {"reasoning_content": thought} if thought else {}
+                thought = ""
+            calls = messages[-1].setdefault("tool_calls", [])
+            calls.append({"id": item.get("call_id"), "type": "function", "function": function})
+        elif kind == "function_call_output":
+            text = _text(item.get("output"), where)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+        else:
+            raise RequestRefused(
+                f"{where} is of type {kind!r:.80}; must be message, reasoning, function_call or function_call_output",
+                "input",
+            )
+    return messages
+
+
+def _text(content: Any, where: str) -> str:
+    """The text of a content: text, or a list of parts."""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, dict) and part.get("type") == "refusal":
+            part = part.get("refusal")
+        elif isinstance(part, dict) and part.get("type") in TEXT_PARTS:
+            part = part.get("text")
+        if part is not None and not isinstance(part, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise RequestRefused(f"{where} holds {kind!r:.80}; must be text or parts of text", "input")
+        texts.append(part or "")
+    return "".join(texts)
+
+
+class RememberedResponses:
+    """The conversations that answers ended, by id; the longest unused leave first."""
+
+    def __init__(self, most_characters: int = 1 << 26):
+        self._most, self._held = most_characters, 0
+        self._known: dict[tuple[str, str], tuple[int, Sequence[JSON]]] = {}
+
+    def get(self, session: str, name: str) -> Sequence[JSON]:
+        """The messages up to and with an answer.
+
+        Raises:
+            RequestRefused: It is not known, in this session.
+        """
+        found = self._known.pop((session, name), None)
+        if found is None:
+            raise RequestRefused(
+                f"no response {name!r:.80} is remembered; send the whole conversation as input",
+                "previous_response_id",
+                "previous_response_not_found",
+                404,
+            )
+        self._known[session, name] = found
+        return found[1]
+
+    def add(self, session: str, name: str, messages: Sequence[JSON]) -> None:
+        """Notes the conversation that an answer ends."""
+        size = sum(len(json.dumps(message)) for message in messages)
+        self._known[session, name] = (size, messages)
+        self._held += size
+        while self._held > self._most:
+            oldest = next(iter(self._known))
+            self._held -= self._known.pop(oldest)[0]
