@@ -121,14 +121,17 @@ def train_stage(
     """
     with open_session(claim, tools) as session:
         with state_kept(session):
-            run = begin(session)
+            with phase("start of the run", routine=True):
+                run = begin(session)
             compiled += train_steps(session, run)
             following, summary = next_claim(claim, run), {}
-            if following is None:
-                summary = finish(session, run, started, compiled)
-            elif run.progress.index == claim.stage:
-                evaluate_once(session, run)
-        kept, words = session.checkpointer.save_held()
+            with phase("end of the run", routine=True):
+                if following is None:
+                    summary = finish(session, run, started, compiled)
+                elif run.progress.index == claim.stage:
+                    evaluate_once(session, run)
+        with phase("saving the run", routine=True):
+            kept, words = session.checkpointer.save_held()
         if not kept:
             what = "run" if following is None else "stage"
             raise Stopped(INFRASTRUCTURE_STATUS, f"the {what} has ended, but {words}")
