@@ -114,7 +114,8 @@ class AgentSession:
 
     def record(self, choice: SampledChoice) -> None:
         ids = np.asarray(choice.ids, np.int32)
-        self.calls.append(RecordedCall(choice.prompt, ids, np.asarray(choice.logprobs, np.float32), choice.versions))
+        logprobs = np.asarray(choice.logprobs, np.float32)
+        self.calls.append(RecordedCall(choice.prompt, ids, logprobs, choice.versions, choice.begun))
         self.cut, self.broken = choice.finish_reason == "length", False
 
     def refused(self, error: RequestRefused) -> None:

@@ -135,6 +135,27 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [] if body.get("tool_choice") == "none" else tools
 
 
+def read_forced(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """The tool that `tool_choice` forces: its name, empty for any of them; None if none is forced.
+
+    Raises:
+        RequestRefused: It is not offered.
+    """
+    choice = body.get("tool_choice")
+    if choice in (None, "auto", "none"):
+        return None
+    names = [tool["function"]["name"] for tool in tools]
+    if not names:
+        raise RequestRefused(f"tool_choice = {choice!r:.80} without tools; offer some, or leave it out", "tool_choice")
+    if choice == "required":
+        return names[0] if len(names) == 1 else ""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if name not in names:
+        raise RequestRefused(f"tool_choice names {name!r:.80}; the tools are {', '.join(names)[:200]}", "tool_choice")
+    return str(name)
+
+
 def stop_finder(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[np.ndarray, np.ndarray], int | None] | None:
     """See `SampleJob.find_stop`; None without a stop text."""
     if not stops:

@@ -105,13 +105,17 @@ class Dialogues:
         """Of the last turn of what is known; their own ids and names may stand around their results."""
         self._held = 0
 
-    def context(self, session: str, messages: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Context:
+    def context(
+        self, session: str, messages: Any, tools: Sequence[Mapping[str, Any]] = (), forced: str | None = None
+    ) -> Context:
         """The ids of a request's messages, the next turn of the policy opened.
 
         Args:
             session: Conversations of different sessions do not know of each other.
             messages: As OpenAI's chat completions take them.
             tools: The same.
+            forced: Name of the tool that the turn must call, empty for any of them. The turn begins with the opening of
+                the call, after a thought of no length; the policy goes on.
 
         Raises:
             RequestRefused: Messages that are malformed or cannot be written in this template.
@@ -145,6 +149,13 @@ class Dialogues:
             ids += begun_ids
         elif not opened:
             raise RequestRefused("there is no message to answer", "messages")
+        if forced is not None:
+            if begun is not None:
+                raise RequestRefused(
+                    "tool_choice forces a call, but the last message has begun the turn", "tool_choice"
+                )
+            begun_ids = chat.raw_ids(chat.call_opening(forced))
+            ids += begun_ids
         return Context(np.asarray(ids, np.int32), key, chat, bool(tools), known, begun, tuple(begun_ids))
 
     def remember(self, context: Context, answer: TurnAnswer, ids: np.ndarray) -> None:

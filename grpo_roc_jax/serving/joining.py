@@ -24,6 +24,8 @@ class RecordedCall:
     """int32."""
     logprobs: np.ndarray
     versions: np.ndarray
+    begun: int = 0
+    """Last ids of the prompt that the turn begins with: the request wrote them, the policy went on."""
 
 
 class Conversation:
@@ -33,6 +35,7 @@ class Conversation:
         self.tokens, self.mask = np.zeros(0, np.int32), np.zeros(0, bool)
         self.logprobs, self.versions = np.zeros(0, np.float32), np.zeros(0, np.int32)
         self.spans: list[tuple[int, int]] = []
+        self.begun: list[int] = []
 
     def continued_by(self, call: RecordedCall) -> bool:
         """Whether the prompt of a call begins with all of this row."""
@@ -47,6 +50,7 @@ class Conversation:
         self.logprobs = np.concatenate([self.logprobs, np.zeros(gap, np.float32), call.logprobs]).astype(np.float32)
         self.versions = np.concatenate([self.versions, np.full(gap, -1), call.versions]).astype(np.int32)
         self.spans.append((len(self.tokens) - n, len(self.tokens)))
+        self.begun.append(call.begun)
 
 
 def join(calls: Sequence[RecordedCall]) -> list[Conversation]:
@@ -72,8 +76,10 @@ def joined(
     starts = np.cumsum([0, *(len(row.tokens) for row in kept)]).tolist()
     turns = []
     for row, start in zip(kept, starts, strict=False):
-        for low, high in (span for span in row.spans if span[0] < span[1]):
-            parsed = chat.parse_turn(row.tokens[low:high])
+        for (low, high), begun in zip(row.spans, row.begun, strict=True):
+            if low == high:
+                continue
+            parsed = chat.parse_turn(row.tokens[low - begun : high])
             turns.append(Turn(start + low, start + high, parsed.text, parsed.calls))
 
     def whole(name: str) -> np.ndarray:

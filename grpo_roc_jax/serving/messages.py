@@ -173,8 +173,8 @@ def _tool(tool: Any) -> JSON:
     kind = tool.get("type", "custom") if isinstance(tool, dict) else type(tool).__name__
     if kind != "custom" or not isinstance(tool.get("name"), str):
         raise RequestRefused(f"a tool of type {kind!r:.80}; must be of one's own, with name and input_schema", "tools")
-    function = {"name": tool["name"], "parameters": tool.get("input_schema") or {}}
-    return {"type": "function", "function": function | {"description": tool.get("description") or ""}}
+    function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value}}
 
 
 def _tool_choice(choice: Mapping[str, Any]) -> Any:

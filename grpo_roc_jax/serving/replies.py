@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.rollout.config import SamplingConfig
-from grpo_roc_jax.serving.asked import MAX_CHOICES, Asked, read_asked, read_ids, read_tools
+from grpo_roc_jax.serving.asked import MAX_CHOICES, Asked, read_asked, read_forced, read_ids, read_tools
 from grpo_roc_jax.serving.dialogues import (
     HELD_BACK,
     Context,
@@ -37,6 +37,8 @@ class SampledChoice:
 
     index: int
     prompt: np.ndarray
+    begun: int = 0
+    """Last ids of the prompt that the turn begins with."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -91,6 +93,8 @@ class ReplyForm:
         self.prompts: list[np.ndarray] = []
         self.choices: list[SampledChoice] = []
         self.id, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
+        self.begun = 0
+        """Last ids of each prompt that the turn begins with."""
         self.known = 0
         """Tokens of earlier turns among those of the prompts."""
 
@@ -102,7 +106,7 @@ class ReplyForm:
         prompts = [prompt for prompt in self.prompts for _ in range(self.asked.count)]
         if len(prompts) > MAX_CHOICES:
             raise RequestRefused(f"{len(prompts)} choices; must be at most {MAX_CHOICES}", "n")
-        self.choices = [SampledChoice(i, prompt) for i, prompt in enumerate(prompts)]
+        self.choices = [SampledChoice(i, prompt, self.begun) for i, prompt in enumerate(prompts)]
 
     def drawn(self, choice: SampledChoice, ids: list[int], logprobs: list[float]) -> Iterator[JSON]:
         """Adds to a choice; the pieces of a stream that follow from it."""
@@ -210,8 +214,10 @@ class ChatReply(ReplyForm):
     ):
         super().__init__(body, tokenizer, sampling)
         self.dialogues = dialogues
-        self.context: Context = dialogues.context(session, body.get("messages"), read_tools(body))
+        tools = read_tools(body)
+        self.context: Context = dialogues.context(session, body.get("messages"), tools, read_forced(body, tools))
         self.prompts, self.known = [self.context.ids], self.context.known
+        self.begun = len(self.context.begun_ids)
         self.goes_on = self.context.goes_on
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> JSON | None:

@@ -342,7 +342,9 @@ class ChatFormat:
         before, rest = (thought + mark, rest) if mark else ("", text)
         if not self.glue.prompt_close.endswith("<reason>"):
             thought, rest = (thought.strip(), rest.lstrip("\n")) if mark else ("", text)
-            before = f"{self.glue.thought_open}{thought}{self.glue.thought_close}" if thought else ""
+            before = (
+                f"{self.glue.thought_open}{thought}{self.glue.thought_close}" if thought or self.opens_thought else ""
+            )
         hermes = CONVENTIONS["hermes"]
         if self._convention is hermes:
             return before + rest
@@ -351,6 +353,17 @@ class ChatFormat:
         if self._convention.thought is not None:  # thoughts and calls are messages of their own
             return before + (self._convention.write_calls(said, calls) if calls else self._convention.write_text(rest))
         return self._convention.write_calls((before + said).rstrip("\n"), calls) if calls else before + rest
+
+    def call_opening(self, name: str = "") -> str:
+        """The text with which a turn begins that calls a tool at once, up to where the policy must choose.
+
+        Args:
+            name: Of the tool; empty leaves it to the policy.
+        """
+        calls = [(name, {}), (name, {"a": 1})] if name else [("b", {}), ("c", {})]
+        turns = [CONVENTIONS["hermes"].write_calls("</reason>", [ToolCall(*call, "")]) for call in calls]
+        first, second = map(self.written, turns)
+        return first[: next(i for i, pair in enumerate(zip(first, second, strict=False)) if len(set(pair)) > 1)]
 
     def trace_row(self, trace: Trace, suffix: str = "") -> tuple[np.ndarray, np.ndarray]:
         """(tokens int32[T], policy_mask bool[T]) of a demonstration, with the ids that a rollout would have.

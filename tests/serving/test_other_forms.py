@@ -7,7 +7,7 @@ import pytest
 from serving import WEATHER, scripted, served
 
 from grpo_roc_jax.serving.agent_runs import AgentSession
-from grpo_roc_jax.serving.joining import join
+from grpo_roc_jax.serving.joining import join, joined
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.types import Problem, RolloutRequest
 
@@ -161,6 +161,59 @@ def test_several_calls_come_each_in_a_piece_of_its_own():
     calls = [call for part in parts for call in part]
     assert max(map(len, parts)) == 1 and [call["index"] for call in calls] == [0, 1]
     assert [json.loads(call["function"]["arguments"])["city"] for call in calls] == ["Rome", "Oslo"]
+
+
+@pytest.mark.parametrize(
+    ("path", "choice"),
+    [
+        ("/v1/chat/completions", {"type": "function", "function": {"name": "weather"}}),
+        ("/v1/chat/completions", "required"),
+        ("/v1/responses", {"type": "function", "name": "weather"}),
+        ("/v1/messages", {"type": "tool", "name": "weather"}),
+        ("/v1/messages", {"type": "any"}),
+    ],
+)
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_forced_call_is_begun_for_the_policy(path, choice, streams):
+    """The opening of the call is context, which is not trained; the call counts as one, and the dialogue goes on."""
+    rest = '"city": "Rome"}}\n</tool_call>'
+    with scripted(rest, "Rain.</reason>It rains.") as server:
+        session = session_of(server)
+        tools = {"/v1/responses": FLAT, "/v1/messages": OWN}.get(path, WEATHER)
+        body = {"tools": [tools], "tool_choice": choice, "max_tokens": 99, "stream": streams}
+        body |= {"input": ASK} if path == "/v1/responses" else {"messages": [{"role": "user", "content": ASK}]}
+        assert '"weather"' in str(server.ask(f"/s/a{path}", body)[1]).replace("'", '"').replace('\\"', '"')
+        (call,) = session.calls
+        prompt = server.endpoint.chat.tokenizer.decode(call.prompt.tolist())
+        assert prompt.endswith('</reason>\n<tool_call>\n{"name": "weather", "arguments": {')
+        trajectory, _ = joined(join(session.calls), server.endpoint.chat, session.request, "eos", 4096)
+        (turn,) = trajectory.turns
+        assert [(one.name, one.arguments, one.fault) for one in turn.calls] == [("weather", {"city": "Rome"}, None)]
+        assert trajectory.policy_mask.sum() == len(call.ids)
+        given = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+        messages = [{"role": "user", "content": ASK}, {"role": "assistant", "content": None, "tool_calls": [given]}]
+        messages.append({"role": "tool", "tool_call_id": "c", "content": "rain"})
+        server.ask("/s/a/v1/chat/completions", {"messages": messages, "tools": [WEATHER]})
+        (row,) = join(session.calls)
+        assert sum(row.mask) == sum(len(one.ids) for one in session.calls)
+
+
+def test_a_forced_call_must_be_one_that_is_offered(server):
+    messages = [{"role": "user", "content": ASK}]
+    for body, message in (
+        ({"tool_choice": "required"}, "without tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [WEATHER]}, "the tools are weather"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [WEATHER],
+                "messages": [*messages, {"role": "assistant", "content": "I"}],
+            },
+            "has begun the turn",
+        ),
+    ):
+        status, answer = server.ask("/v1/chat/completions", {"messages": messages} | body)
+        assert status == 400 and message in answer["error"]["message"], answer
 
 
 def test_tokens_are_counted_without_sampling(server):

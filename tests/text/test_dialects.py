@@ -177,6 +177,30 @@ def test_the_engine_stops_at_the_end_of_a_call_and_nowhere_before(name, tokenize
     assert (parsed.ended_by, plain(parsed.calls)) == ("tool_call", [(call.name, call.arguments, None)])
 
 
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_the_opening_of_a_call_is_how_every_call_of_the_tool_begins(name):
+    """A forced call is written up to where the policy must choose, so that what it adds is a call of the tool."""
+    chat = chat_with(name)
+    for arguments in ({"code": "print(1)"}, {"note": "x", "count": 2}):
+        turn = CONVENTIONS["hermes"].write_calls("</reason>", [ToolCall("run", arguments, "")])
+        written, opening = chat.written(turn), chat.call_opening("run")
+        assert written.startswith(opening)
+        assert plain(chat.parse_turn(chat.turn_ids(written)).calls) == [("run", arguments, None)]
+    assert chat.call_opening("run").startswith(chat.call_opening())
+    assert opening.strip().removeprefix("</reason>").strip(), "it says something"
+
+
+@pytest.mark.parametrize("template", ["qwen3_5", "qwen3_coder"])
+def test_the_opening_of_a_call_closes_the_thought_that_the_template_opens(tmp_path, template):
+    make_directory(tmp_path, "qwen3_coder")
+    (tmp_path / "chat_template.jinja").write_text((FOLDER / f"{template}.jinja").read_text())
+    config = TextConfig(tokenizer=str(tmp_path), template=PublishedTemplate())
+    chat = make_chat(config, load_tokenizer(config), TOOLS)
+    written = chat.written(CONVENTIONS["hermes"].write_calls("</reason>", [ToolCall("run", {"code": "1"}, "")]))
+    assert written.startswith(chat.call_opening("run")) and "<tool_call>" in chat.call_opening("run")
+    assert plain(chat.parse_turn(chat.turn_ids(written)).calls) == [("run", {"code": "1"}, None)]
+
+
 CALL = '<tool_call>\n{"name": "run", "arguments": {"code": "1"}}\n</tool_call>'
 XML = "<tool_call>\n<function=run>\n<parameter=code>\n1\n</parameter>\n</function>\n</tool_call>"
 MENTIONS = {

@@ -467,7 +467,7 @@ def test_a_thought_that_the_template_has_opened_is_not_opened_again(tmp_path):
     file.write_text(REWRITING.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"))
     chat = chat_of(tmp_path)
     assert chat.written("x</reason>y") == "x\n</think>\n\ny"
-    assert chat.written("</reason>y") == "y"
+    assert chat.written("</reason>y") == "\n</think>\n\ny"  # else the answer would stand in the open thought
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
