@@ -175,7 +175,8 @@ def test_durations_in_words():
 
 
 def timed_lines(words, folder):
-    """(seconds since the start, line) of a command whose output is a pipe, both of its streams."""
+    """(seconds since the start, line) of a command whose output is a pipe, both of its streams; up to its last line,
+    after which the interpreter ends."""
     began, found = time.monotonic(), []
     process = subprocess.Popen(
         [sys.executable, "-m", "grpo_roc_jax", *words],
@@ -188,7 +189,7 @@ def timed_lines(words, folder):
     for line in process.stdout:
         found.append((time.monotonic() - began, line.rstrip("\n")))
     assert process.wait() == 0, found
-    return [*found, (time.monotonic() - began, "")]
+    return found
 
 
 def longest_silence(found):

@@ -31,7 +31,7 @@ from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Stopped
 from grpo_roc_jax.run.watchdog import Watchdog
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
-from grpo_roc_jax.settings.progress import Narrator, narrated
+from grpo_roc_jax.settings.progress import Narrator, narrated, phase
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.memory_bound import describe_memory
 from grpo_roc_jax.tools.registry import Registry
@@ -153,6 +153,7 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
     few_arenas()
     with ExitStack() as held:
         narrator = held.enter_context(telling(early_lines(config, processes)))
+        held.enter_context(phase("run", routine=True))  # for what no other phase covers, closing included
         preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())
         processes.preemption = preemption
         compilations = held.enter_context(CompilationCounter())
