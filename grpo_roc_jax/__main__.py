@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from grpo_roc_jax.settings.progress import narrated, phase, to_stderr
+
 COMMANDS = {
     "new": "write a small project with data, a tool, a reward and a test",
     "doctor": "say what this machine can do, and what to install",
@@ -66,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UNKNOWN_COMMAND
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, so that `mine:reward` is found in the working directory
-    return importlib.import_module(f"grpo_roc_jax.{module_of(name)}").main(arguments)
+    with narrated(to_stderr):
+        with phase("importing JAX and the library", routine=True):
+            module = importlib.import_module(f"grpo_roc_jax.{module_of(name)}")
+        return module.main(arguments)
 
 
 def module_of(command: str) -> str:

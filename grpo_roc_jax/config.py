@@ -469,7 +469,7 @@ def derived(config: Config) -> list[str]:
             f"rollouts run on: at most {(limit.lag + 1) * group.problems * sampled} at a time, their tokens at most "
             f"{limit.lag} version{'s' if limit.lag > 1 else ''} older than the policy"
         )
-    if ratio_is_one(config):
+    if ratio_is_one(config) and config.surrogate != Config().surrogate:  # what nobody chose needs no remark
         lines.append(
             f"surrogate {config.surrogate.kind}: with one update per rollout batch every importance ratio is 1 up to "
             "rounding, so nothing is clipped and the gradient is the plain policy gradient; raise batch.updates for "

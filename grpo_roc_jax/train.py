@@ -49,6 +49,7 @@ from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
 from grpo_roc_jax.run.stages import enter_stage, first_stage, next_claim, observe, stage_over
 from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run
+from grpo_roc_jax.run.statistics import why_nothing_kept
 from grpo_roc_jax.run.summary import one_of, read_summary, summary_lines, write_summary
 from grpo_roc_jax.run.watch import CONFIG_STATUS, INFRASTRUCTURE_STATUS, GapCheck, Stopped, Watch
 from grpo_roc_jax.settings.callables import given
@@ -56,6 +57,7 @@ from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, loa
 from grpo_roc_jax.settings.leaving import end_with
 from grpo_roc_jax.settings.options import fields_of
 from grpo_roc_jax.settings.points import injected, reach, spoiled
+from grpo_roc_jax.settings.progress import Phase, phase
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics
@@ -117,14 +119,17 @@ def train_stage(
     """
     with open_session(claim, tools) as session:
         with state_kept(session):
-            run = begin(session)
+            with phase("start of the run", routine=True):
+                run = begin(session)
             compiled += train_steps(session, run)
             following, summary = next_claim(claim, run), {}
-            if following is None:
-                summary = finish(session, run, started, compiled)
-            elif run.progress.index == claim.stage:
-                evaluate_once(session, run)
-        kept, words = session.checkpointer.save_held()
+            with phase("end of the run", routine=True):
+                if following is None:
+                    summary = finish(session, run, started, compiled)
+                elif run.progress.index == claim.stage:
+                    evaluate_once(session, run)
+        with phase("saving the run", routine=True):
+            kept, words = session.checkpointer.save_held()
         if not kept:
             what = "run" if following is None else "stage"
             raise Stopped(INFRASTRUCTURE_STATUS, f"the {what} has ended, but {words}")
@@ -154,6 +159,12 @@ def with_environment(
 
 def train_steps(session: TrainingSession, run: RunState) -> int:
     """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step."""
+    with phase("training", steps=session.config.steps - run.step) as under_way:
+        return take_steps(session, run, under_way)
+
+
+def take_steps(session: TrainingSession, run: RunState, under_way: Phase) -> int:
+    """`train_steps`, which is `under_way`."""
     config, checkpointer = session.config, session.checkpointer
     policy, sampling, sampler = session.policy, session.sampling, session.sampling.sampler
     reach("compile")
@@ -165,7 +176,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
         learner.learner.meanwhile = stream.meanwhile
     session.writer.say(describe_programs(session.compilations))
     checkpointer.held = run.bundle()
-    watch, compiled = Watch(config.limits), None
+    watch, compiled, first = Watch(config.limits), None, run.step
     gap = GapCheck(session.events, exact=exact_sampling(config, policy))
     longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
     for one in filter(None, (watch, session.alarms)):
@@ -201,6 +212,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             if checkpointer.due(run.step):
                 checkpointer.save(run.step, checkpointer.held)
         compiled = session.compilations.count if compiled is None else compiled
+        under_way.step(run.step - first)
         gap.look(run.step, metrics)
         for text in watch.new_failures(samples.failures):
             session.events.note(run.step, "environment", text)
@@ -326,7 +338,7 @@ def begin(session: TrainingSession) -> RunState:
     """
     claim = session.claim
     config = claim.whole.staged()[claim.stage] if claim.stages else session.config
-    announce(config, session.policy, session.sampling.sampler, session.run_dir, session.writer)
+    announce(session, config)
     try:
         run = restored_or_fresh(session)
     except RewardError as error:
@@ -411,6 +423,8 @@ def record(
             rows=rows,
             outside=samples.outside,
         )
+    if why := why_nothing_kept(metrics):
+        writer.say(f"step {run.step} {why}")
     traces.write(run.step, records)
     shown = one_of(records, run.step, session.sampling.sampler.chat.tokenizer.decode) if shows else None
     if shown is not None:
@@ -425,15 +439,10 @@ def evaluate(session: TrainingSession, run: RunState) -> tuple[float | None, Met
         return None, {}
     reach("evaluate")
     weights = sampling.sampler.engine.publish(session.policy.full(run.train.params), run.step)
-    accuracy, metrics, sampled = evaluate_policy(
-        config,
-        sampling,
-        session.held_out,
-        config.eval.samples,
-        step=run.step,
-        temperature=config.eval.temperature,
-        weights=weights,
-    )
+    extras = {"step": run.step, "temperature": config.eval.temperature, "weights": weights}
+    with phase(f"evaluation on {len(session.held_out)} problems"):
+        found = evaluate_policy(config, sampling, session.held_out, config.eval.samples, **extras)
+    accuracy, metrics, sampled = found
     session.traces.write(run.step, eval_records(run.step, sampled.groups), kind="eval")
     return accuracy, metrics
 

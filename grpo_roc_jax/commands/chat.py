@@ -19,6 +19,7 @@ from rich.console import Console
 from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.reward.answer import find_answer
 from grpo_roc_jax.rollout.collect import ToolEnvironment
+from grpo_roc_jax.rollout.progress import RolloutLines
 from grpo_roc_jax.rollout.records import Finish, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run.load import open_policy
@@ -90,7 +91,8 @@ class Dialogue:
                 )
             self.exchanges.pop(0)
         problem = Problem(uid=f"chat-{self.asked}", prompt=text, answer="", source="chat")
-        options = RunOptions(self.seed, "chat")
+        lines = RolloutLines("answer")
+        options = RunOptions(self.seed, "chat", lines)
         request = RolloutRequest(problem, self.asked, temperature=self.temperature, prompt=np.asarray(prompt, np.int32))
         environment = WatchedEnvironment(
             self.sampler.chat,
@@ -101,7 +103,10 @@ class Dialogue:
             max_turns=engine.config.max_turns,
             watch=self.watch,
         )
-        (trajectory,), _ = engine.run(self.sampler.weights, [request], environment, options)
+        try:
+            (trajectory,), _ = engine.run(self.sampler.weights, [request], environment, options)
+        finally:
+            lines.close()
         self.exchanges.append((text, trajectory.tokens[len(prompt) :].tolist()))
         self.asked += 1
         return trajectory

@@ -34,6 +34,7 @@ from grpo_roc_jax.run.load import is_run, load_policy, settings_for
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml
+from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.types import Metrics, Problem
 
 PROG = "grpo-roc evaluate"
@@ -221,11 +222,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         asked, overrides = tyro.cli(EvaluateConfig, args=argv, prog=PROG, return_unknown_args=True)
-        first = sample_policy(asked, overrides, prog=PROG, folder=folder_of(asked))
         second = None
-        if asked.against:
-            other = replace(asked, policy=asked.against)
-            second = sample_policy(other, overrides, prog=PROG, problems=first.problems, folder=folder_of(other))
+        with phase("evaluate", routine=True):
+            first = sample_policy(asked, overrides, prog=PROG, folder=folder_of(asked))
+            if asked.against:
+                other = replace(asked, policy=asked.against)
+                second = sample_policy(other, overrides, prog=PROG, problems=first.problems, folder=folder_of(other))
     except ValueError as error:  # ConfigError is one
         print(f"configuration: {error}", file=sys.stderr)
         return 2

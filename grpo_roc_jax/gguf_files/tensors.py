@@ -16,8 +16,9 @@ import numpy as np
 
 from grpo_roc_jax.gguf_files.header import GgufError, Header, TensorInfo
 
-_CHUNK_NUMBERS = 1 << 22
-"""Numbers unpacked at a time; the library takes about three times their float32 size while it does."""
+_CHUNK_NUMBERS = 1 << 18
+"""Numbers unpacked at a time. The library takes about three times their float32 size while it does, which then stays in
+the cache of a core, and in memory that the process has already."""
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -83,7 +84,7 @@ class GgufTensor:
         return np.dtype(np.float32)
 
     def read(self, index: Sequence[slice], out: np.ndarray) -> None:
-        """Fills `out` with the slice, cast to its dtype; unpacks about 16 MiB of numbers at a time.
+        """Fills `out` with the slice, cast to its dtype; unpacks about 1 MiB of numbers at a time.
 
         Args:
             index: One slice for each dimension of the tensor.

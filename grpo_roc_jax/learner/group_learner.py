@@ -41,6 +41,7 @@ from grpo_roc_jax.method.edit import with_plain_prompts, with_prompt
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.settings.callables import resolve
+from grpo_roc_jax.settings.progress import Phase, phase
 from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow, Trajectory, traits_of
 
 
@@ -116,7 +117,8 @@ class GroupLearner:
     def _passes(self, policy: Any, score_batch: Any, groups: Sequence[Group], temperature: float) -> Scores:
         scores = Scores([], [])
         for part in split_rows(scoring_rows(groups), groups, self.config.batch.updates.parts):
-            logprobs, entropies = self.learner.score_rows(policy, part, temperature, score_batch)
+            with phase("log-probabilities of the rollouts", routine=True):
+                logprobs, entropies = self.learner.score_rows(policy, part, temperature, score_batch)
             scores = Scores([*scores.logprobs, *logprobs], [*scores.entropies, *entropies])
         return scores
 
@@ -208,6 +210,13 @@ class GroupLearner:
         Metrics are means over the steps; the log-probability gap is that of the first, since later steps differ from
         the sampler by design. The buffers of `run.train` are donated.
         """
+        with phase("update", steps=len(batches), routine=True, unit="optimizer step") as under_way:
+            return self._update(run, batches, under_way)
+
+    def _update(
+        self, run: LearningRun, batches: Sequence[UpdateBatch], under_way: Phase
+    ) -> tuple[TrainState, list[UpdateBatch], Metrics]:
+        """`update`, which is `under_way`."""
         started = time.perf_counter()
         if not batches:
             return run.train, [], {"update/skipped": 1.0, "time/update_s": 0.0}
@@ -216,7 +225,8 @@ class GroupLearner:
             train, moved = move_moments(train, to_device, "to_device")
         taken: list[UpdateBatch] = []
         collected: list[Metrics] = []
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            under_way.at(number)
             if batch.groups:  # its rows depend on what the steps before it have changed
                 rows, measured = self.rows(batch.groups, replace(run, train=train), batch.rows)
                 rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
@@ -238,7 +248,8 @@ class GroupLearner:
 
     def warmup(self, run: LearningRun) -> None:
         """Compiles the programs of training by running them in a way that changes nothing."""
-        run.train, _, _ = self.update(run, [self.on_mesh([], temperature_of(self.config, run))])
+        with phase("compiling the update"):
+            run.train, _, _ = self._update(run, [self.on_mesh([], temperature_of(self.config, run))], Phase("update"))
         if reference_sync(self.config)[0]:
             run.reference = self.mixed(run.train.params, run.reference, np.float32(0.0))
 

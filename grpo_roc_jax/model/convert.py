@@ -33,6 +33,7 @@ from grpo_roc_jax.model.safetensors_io import (
 from grpo_roc_jax.model.transformer import Params, layers_with, take_layer
 from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.settings.options import as_text
+from grpo_roc_jax.settings.progress import Phase, phase
 from grpo_roc_jax.shapes import Array
 
 AnyTensor = Tensor | GgufTensor
@@ -61,14 +62,16 @@ def find_model(path: str) -> Path:
         organisation, *names = path.split("/", 2)
         if local or path.startswith(PACKAGE) or len(names) < 2 or Path(organisation).is_dir():
             return open_gguf(path)
-        return open_gguf(_hub(path).hf_hub_download(f"{organisation}/{names[0]}", names[1]))
+        with phase(f"fetching {path}"):
+            return open_gguf(_hub(path).hf_hub_download(f"{organisation}/{names[0]}", names[1]))
     if local or path.count("/") != 1:
         raise ValueError(
             f"model.path = {path!r} is no directory; must be one with config.json, or a hub id ORG/NAME, or a GGUF "
             "file (FILE.gguf, package:NAME)"
         )
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-    return Path(_hub(path).snapshot_download(path, allow_patterns=patterns))
+    with phase(f"fetching {path}"):
+        return Path(_hub(path).snapshot_download(path, allow_patterns=patterns))
 
 
 def is_here(path: str) -> bool:
@@ -159,9 +162,23 @@ def load_params(
     tensors = read_text_tensors(folder)
     table = rules(find_family(read_published(folder)), config)
     check_tensors(tensors, table, config, folder)
-    place = partial(_sharding_of, shardings)
+    with phase(f"loading {folder.name}") as loading:
+        return _load(tensors, table, config, partial(_sharding_of, shardings), dtype, stacked, loading)
+
+
+def _load(
+    tensors: Mapping[str, AnyTensor],
+    table: Sequence[TensorRule],
+    config: ModelConfig,
+    place: Callable[..., Sharding],
+    dtype: jnp.dtype,
+    stacked: bool,
+    loading: Phase,
+) -> Params:
+    """`load_params` of checked tensors; `place` gives the sharding of a leaf."""
     params: Params = {"layers": {}}
-    for rule in table:
+    for number, rule in enumerate(table):
+        loading.at(number, f"{number} of {len(table)} kinds of tensors")
         read = partial(_read_leaf, tensors, rule, config, np.dtype(dtype))
         if "{layer}" not in rule.name:
             shape = Layout(rule, config).shape

@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from grpo_roc_jax.model.pool import tile_count, tile_width
 from grpo_roc_jax.rollout.admission import Lengths
+from grpo_roc_jax.rollout.programs import first_calls
 from grpo_roc_jax.run.rollout_stream import may_take, oldest_whole
 
 NEVER = float("inf")
@@ -118,7 +120,9 @@ class Machine:
     widths: tuple[int, ...] = ()
     """Numbers of rows that a decode program computes; the smallest one that holds the live rows runs."""
     append_lengths: tuple[int, ...] = (16, 32, 64, 128)
+    """Padded tokens of a row in an append, or where rows are packed those of the whole call."""
     append_rows: int = 8
+    """Rows of an append; 0 where the tokens of any number of rows are packed (`rollout.append_rows`)."""
     copies: int = 8
     """Blocks that a call copies."""
     shares: bool = True
@@ -126,6 +130,25 @@ class Machine:
     arenas: tuple[int, ...] = ()
     """Blocks of each part of the cache that a decode step reads whole if a live row has a block there, as on a CPU
     (`model.pool`); empty where it reads the columns of the live rows only."""
+
+
+def packs(written: Sequence[int], lengths: tuple[int, ...]) -> list[int]:
+    """Tokens, padding included, of each call that packs texts of so many tokens; see `rollout.device_rows`.
+
+    Args:
+        written: Tokens of each text.
+        lengths: Rising lengths of the calls.
+    """
+    calls, queue = [], [count for count in written if count]
+    while queue:
+        calls.append(size := first_calls(lengths)[min(sum(queue), 2 * lengths[-1])])
+        tokens, tiles, width, left = size, tile_count(size), tile_width(size), []
+        for count in queue:
+            taken = min(count, tokens, tiles * width)
+            tokens, tiles = tokens - taken, tiles - -(-taken // width)
+            left += [count - taken] if taken < count else []
+        queue = left
+    return calls
 
 
 @dataclass(frozen=True)
@@ -316,8 +339,12 @@ class _Engine:
 
     def round(self) -> None:
         """Appends, admission, a chunk; or the wait for the next answer of a tool."""
-        written = self._observe() + self._seat_again() + self._admit()
-        self._write(written)
+        observed, prompts = self._observe(), self._seat_again() + self._admit()
+        if self.machine.append_rows:
+            self._write(observed + prompts)
+        else:
+            self._write(prompts)
+            self._write(observed)
         self._grow()
         live = self._live()
         if live.any():
@@ -427,6 +454,10 @@ class _Engine:
         self._spend(self.costs.copy * -(-self.copied // self.machine.copies))
         self.copied = 0
         machine, longest = self.machine, self.machine.append_lengths[-1]
+        if not machine.append_rows:
+            for tokens in packs(written, machine.append_lengths):
+                self._spend(self.costs.append + self.costs.token * tokens)
+            return
         pieces = [min(longest, count - start) for count in written for start in range(0, count, longest)]
         padded = sorted(next(size for size in machine.append_lengths if size >= piece) for piece in pieces)
         for start in range(0, len(padded), machine.append_rows):

@@ -22,6 +22,7 @@ from grpo_roc_jax.rollout.publish import Publisher, SamplerParams, sampler_confi
 from grpo_roc_jax.rollout.records import RolloutStats, RowEnvironment, RunOptions
 from grpo_roc_jax.rollout.scheduler import Scheduler
 from grpo_roc_jax.rollout.shared_programs import SharedPrograms
+from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.types import RolloutRequest, Trajectory
 
 
@@ -125,7 +126,8 @@ class Engine:
 
     def warmup(self, sampler: SamplerParams) -> list[ProgramCost]:
         """Compiles every program a run can need; a table of names, seconds and scratch bytes."""
-        return self.programs.warmup(sampler.params)
+        with phase("compiling the programs of the sampler"):
+            return self.programs.warmup(sampler.params)
 
     def describe_attention(self) -> str:
         """The path of attention to the cache, with the times that were measured if there was a choice."""

@@ -56,6 +56,7 @@ from grpo_roc_jax.rollout.decode import (
     spans_of,
     tiles_of,
 )
+from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.shapes import Array
 
 COPIES = 8
@@ -485,7 +486,9 @@ class SamplerPrograms:
         key = call.key, None if call.key == ("slots",) else self.size.blocks
         executable = self._compiled.get(key)
         if executable is None:
-            executable = self._compiled[key] = self._compile(call)
+            name = "/".join(map(str, call.key))
+            with phase(f"compiling {name}"):
+                executable = self._compiled[key] = self._compile(call, name)
         return executable(*call.arguments)
 
     def lower(self, call: ProgramCall) -> jax.stages.Lowered:
@@ -493,8 +496,8 @@ class SamplerPrograms:
         jitted = jax.jit(self._on_mesh(call.function, call.arguments, call.specs, call.out), donate_argnums=call.donate)
         return jitted.lower(*call.arguments)
 
-    def _compile(self, call: ProgramCall) -> Any:
-        start, name = time.perf_counter(), "/".join(map(str, call.key))
+    def _compile(self, call: ProgramCall, name: str) -> Any:
+        start = time.perf_counter()
         cache_bytes = sum(argument.nbytes for argument in call.arguments if isinstance(argument, BlockPool))
         if call.by_layer is not None and self.shares_layers:
             parts = Parts(self._parts, preparing=True)

@@ -1,17 +1,49 @@
-"""A progress line for the rollouts of a step: rows live, waiting for tools, done; tokens per second.
+"""How far the rollouts of a step are: rows live, waiting for tools, done; tokens per second.
 
-It is drawn on terminals only, so that log files hold no control codes or partial lines.
+On terminals a bar is drawn; elsewhere, so that log files hold no control codes or partial lines, there are whole lines
+(`settings.progress`).
 """
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from grpo_roc_jax.settings.progress import Phase, phase
+
 REFRESH_S = 0.2
 """Time between redraws; an update in between only reads the clock."""
+
+
+class RolloutLines:
+    """Lines for `RunOptions.progress`, where no bar is drawn: a phase from the first update until the last row is done.
+
+    Args:
+        name: Of the phase.
+    """
+
+    def __init__(self, name: str = "rollouts"):
+        self._name, self._phase, self._open = name, Phase(name), ExitStack()
+        self._first = 0
+
+    def update(self, *, live: int, waiting: int, done: int, total: int, tokens: int) -> None:
+        """The engine's counts after a round."""
+        if total != self._phase.steps or done < self._phase.done:
+            self._open.close()  # an exception ended the previous run
+            begun = phase(self._name, steps=total, routine=True, unit="rollout")
+            self._phase, self._first = self._open.enter_context(begun), tokens
+        rate = (tokens - self._first) / max(self._phase.clock() - self._phase.started, REFRESH_S)
+        on_tools = f", {waiting} on tools" if waiting else ""
+        self._phase.at(done, f"{live} live{on_tools}, {rate:,.0f} tokens/s")
+        if done >= total:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the phase, if rollouts were given up."""
+        self._open.close()
+        self._phase = Phase(self._name)
 
 
 class RolloutProgress:
@@ -51,8 +83,8 @@ class RolloutProgress:
 
 
 @contextmanager
-def rollout_display(mode: str, console: Console | None = None) -> Iterator[RolloutProgress | None]:
-    """A display on standard error for commands without a training bar; None if nothing is to be drawn.
+def rollout_display(mode: str, console: Console | None = None) -> Iterator[RolloutProgress | RolloutLines]:
+    """A display on standard error for commands without a training bar; lines of the narrator where no bar is drawn.
 
     Args:
         mode: `log.console`: `auto` and `live` draw on a terminal, `plain` and `off` never draw.
@@ -60,7 +92,7 @@ def rollout_display(mode: str, console: Console | None = None) -> Iterator[Rollo
     """
     console = console or Console(stderr=True, force_jupyter=False)
     if mode not in ("auto", "live") or not console.is_terminal:
-        yield None
+        yield RolloutLines()
         return
     bars = Progress(
         TextColumn("{task.description}"),

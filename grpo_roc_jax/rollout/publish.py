@@ -34,6 +34,7 @@ from grpo_roc_jax.model.transformer import (
 )
 from grpo_roc_jax.rollout.by_layer import layer_kinds, run_layer, split_ends, start_layers
 from grpo_roc_jax.rollout.decode import SamplerModel
+from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.shapes import Array
 
 PROBE_TOKENS = 32
@@ -283,11 +284,8 @@ class Publisher:
             NonFiniteWeightsError: the trainer's are not finite.
             StaleWeightsError: they differ by more than `rollout.weight_check_tolerance`.
         """
-        published = self.convert(params)
-        tokens = probe_tokens(self._config)
-        with jax.default_matmul_precision("highest"):
-            trainer = self._read(self._training, params, tokens)
-            sampler = self._read(self._probe, published, tokens)
+        with phase("handing the weights to the sampler", routine=version > 0):
+            published, trainer, sampler = self._probed(params)
         if not np.isfinite(trainer).all():
             raise NonFiniteWeightsError(
                 f"the parameters after step {version} hold NaN or infinity, or overflow: the trainer's own "
@@ -301,6 +299,13 @@ class Publisher:
                 "published parameters are stale, mixed up or wrongly cast"
             )
         return SamplerParams(published, version, difference)
+
+    def _probed(self, params: Params) -> tuple[Params, np.ndarray, np.ndarray]:
+        """(published parameters, log-probabilities of the probe by the trainer's and by the sampler's programs)."""
+        published, tokens = self.convert(params), probe_tokens(self._config)
+        with jax.default_matmul_precision("highest"):
+            trainer = self._read(self._training, params, tokens)
+            return published, trainer, self._read(self._probe, published, tokens)
 
     def convert(self, params: Params) -> Params:
         """The parameters in the sampler's layout, dtype and sharding; copies, unless the layers are a tuple already.

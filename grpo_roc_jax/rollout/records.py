@@ -6,7 +6,7 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-from grpo_roc_jax.rollout.progress import RolloutProgress
+from grpo_roc_jax.rollout.progress import RolloutLines, RolloutProgress
 from grpo_roc_jax.types import Metrics, StopReason, Trajectory
 
 Purpose = Literal["train", "evaluate", "chat"]
@@ -27,7 +27,7 @@ class RunOptions:
     step: int = 0
     """Training step; the seed of the dialogue for `chat`."""
     purpose: Purpose = "train"
-    progress: RolloutProgress | None = None
+    progress: RolloutProgress | RolloutLines | None = None
     """Display; None draws nothing."""
     cancel_policy: CancelPolicy | None = None
     """Consulted under `rollout.early_exit`."""

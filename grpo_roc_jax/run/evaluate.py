@@ -26,6 +26,7 @@ from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.run.policy import PolicyModel
 from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts, sample_groups, sample_requests
 from grpo_roc_jax.settings.cli import ConfigError
+from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.types import PLAIN, Condition, Group, Metrics, Problem, RolloutRequest, Trajectory, Verdict
 
 
@@ -138,14 +139,16 @@ def count_solved(
     weights, file = publish(), JsonlWriter(path)
     once(lambda: file.cut(left[0][0] - 1))
     size = part_size(sampling, samples)
-    for first in range(0, len(left), size):
-        part = left[first : first + size]
-        requests = [RolloutRequest(problem, place, samples) for place, problem in part]
-        groups = sample_requests(sampling, weights, requests, RunOptions(step, "evaluate")).groups
-        rows = [{"uid": g.problem.uid, "solved": int(g.correct.sum()), "judged": g.size} for g in groups]
-        counts |= {row["uid"]: (row["solved"], row["judged"]) for row in rows}
-        places = [place for place, _ in part]
-        once(lambda places=places, rows=rows: list(map(file.write, places, rows)))
+    with phase("problems", steps=len(left), unit="problem") as counting:
+        for first in range(0, len(left), size):
+            part = left[first : first + size]
+            requests = [RolloutRequest(problem, place, samples) for place, problem in part]
+            groups = sample_requests(sampling, weights, requests, RunOptions(step, "evaluate")).groups
+            rows = [{"uid": g.problem.uid, "solved": int(g.correct.sum()), "judged": g.size} for g in groups]
+            counts |= {row["uid"]: (row["solved"], row["judged"]) for row in rows}
+            places = [place for place, _ in part]
+            once(lambda places=places, rows=rows: list(map(file.write, places, rows)))
+            counting.step(first + len(part))
     return counts
 
 
@@ -228,13 +231,15 @@ def sample_parts(
 ) -> ScoredRollouts:
     """`sample_groups`, part after part; those that `parts` holds are read."""
     size, each = part_size(sampling, samples), []
-    for number, first in enumerate(range(0, len(problems), size)):
-        some = problems[first : first + size]
-        found = parts.read(number, some, samples)
-        if found is None:
-            requests = [RolloutRequest(problem, first + i, samples, **extras) for i, problem in enumerate(some)]
-            found = sample_requests(sampling, weights, requests, options)
-            parts.write(number, found)
-        each.append(found)
+    with phase("evaluation", steps=len(problems), unit="problem") as evaluation:
+        for number, first in enumerate(range(0, len(problems), size)):
+            some = problems[first : first + size]
+            found = parts.read(number, some, samples)
+            if found is None:
+                requests = [RolloutRequest(problem, first + i, samples, **extras) for i, problem in enumerate(some)]
+                found = sample_requests(sampling, weights, requests, options)
+                parts.write(number, found)
+            each.append(found)
+            evaluation.step(first + len(some))
     groups, removed = (tuple(chain(*(getattr(found, name) for found in each))) for name in ("groups", "removed"))
     return ScoredRollouts(groups, removed)

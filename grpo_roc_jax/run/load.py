@@ -34,6 +34,8 @@ PUBLISHED = """
 """Settings for a published model, before those of the command line."""
 LONGEST = 8192
 """Most tokens of a whole dialogue with a published model that was made for longer texts."""
+DIALOGUE = 512
+"""Tokens that the cache of a dialogue has room for at first."""
 
 
 def load_policy(policy: PolicyModel, source: str) -> tuple[int, Params]:
@@ -79,8 +81,19 @@ def settings_for(source: str, overrides: Sequence[str], prog: str, *, dialogue: 
     if is_run(source):
         run, step = split_checkpoint(source)
         config = load_config(Config, [str(run / "config.yaml"), *words, *overrides], prog=prog)
-        return config.staged()[stage_of(run, step)] if config.stages else config
-    return load_config(Config, [*words, *published_words(source, overrides, dialogue=dialogue), *overrides], prog=prog)
+        config = config.staged()[stage_of(run, step)] if config.stages else config
+    else:
+        words += published_words(source, overrides, dialogue=dialogue)
+        config = load_config(Config, [*words, *overrides], prog=prog)
+    named = "kv_start" in (read_words(overrides).values.get("rollout") or {})
+    return growing(config) if dialogue and not named else config
+
+
+def growing(config: Config) -> Config:
+    """The configuration with a cache that begins with `DIALOGUE` tokens a row and grows with what is said."""
+    rollout = config.rollout
+    start, most = rollout.slots * DIALOGUE, rollout.kv_tokens or rollout.slots * rollout.max_row_tokens
+    return config if start >= most else replace(config, rollout=replace(rollout, kv_start=start))
 
 
 SERVED = frozenset("name seed text model lora sharding distributed rollout sampling tools".split())  # noqa: SIM905

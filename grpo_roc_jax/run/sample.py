@@ -13,7 +13,7 @@ from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.reward.score import Scorer
 from grpo_roc_jax.rollout.collect import collect_while_free
 from grpo_roc_jax.rollout.config import RolloutConfig
-from grpo_roc_jax.rollout.progress import RolloutProgress
+from grpo_roc_jax.rollout.progress import RolloutLines, RolloutProgress
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import FailureCount, RolloutStats, RunOptions
 from grpo_roc_jax.rollout.sampler import Sampler, split
@@ -32,7 +32,7 @@ class GroupSampler:
     """The selection of the run: under `rollout.early_exit` the rest of a group ends once its quota is decided."""
     size: int
     """Trajectories of a group that selection keeps."""
-    progress: RolloutProgress | None = None
+    progress: RolloutProgress | RolloutLines | None = None
     """Display of rollouts; None draws nothing."""
 
     @property

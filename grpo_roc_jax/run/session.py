@@ -1,7 +1,7 @@
 """What a run holds open: its locked directory, its policy, sampler and writers; and what is saved when a step fails."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,13 +21,13 @@ from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes, joined
 from grpo_roc_jax.record.checkpoint import Checkpointer, describe_leaves
 from grpo_roc_jax.record.events import Events
+from grpo_roc_jax.record.loggers import ConsoleWriter
 from grpo_roc_jax.record.metrics import CompilationCounter, Writer, make_writer
 from grpo_roc_jax.record.run_dir import PACKAGES, Start, choose_run_dir, decide, locked, versions
 from grpo_roc_jax.record.storage import copied, is_address
 from grpo_roc_jax.record.trace import TraceWriter
-from grpo_roc_jax.rollout.progress import RolloutProgress
+from grpo_roc_jax.rollout.progress import RolloutLines, RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
-from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run.choices import about, choose, free_bytes, left_open, record, recorded, with_choices
 from grpo_roc_jax.run.components import describe_device, make_parts, resolve_model, run_date, with_date
 from grpo_roc_jax.run.learning import find_teacher, most_rows
@@ -37,6 +37,7 @@ from grpo_roc_jax.run.start import held_out
 from grpo_roc_jax.run.summary import next_lines
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Alarms, Stopped, Watchdog
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
+from grpo_roc_jax.settings.progress import Narrator, narrated, phase
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools.memory_bound import describe_memory
@@ -155,11 +156,31 @@ class TrainingSession:
 
 
 @contextmanager
+def telling(say: Callable[[str], None]) -> Iterator[Narrator]:
+    """The narrator of a session, which speaks through `say` at first and to whom it spoke before in the end."""
+    with narrated(say) as narrator:
+        before, narrator.say = (narrator.say, narrator.drawn), say
+        try:
+            yield narrator
+        finally:
+            narrator.say, narrator.drawn = before
+
+
+def early_lines(config: Config, processes: Processes) -> Callable[[str], None]:
+    """Where lines go before the displays of a run are made."""
+    if not processes.first or config.log.console == "off":
+        return lambda line: None
+    return ConsoleWriter(config.steps, "plain").say
+
+
+@contextmanager
 def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSession]:
     """Builds the parts of a run in a claimed directory; all are closed in turn at the end."""
     config, run_dir, processes = claim.config, claim.run_dir, claim.processes
     few_arenas()
     with ExitStack() as held:
+        narrator = held.enter_context(telling(early_lines(config, processes)))
+        held.enter_context(phase("run", routine=True))  # for what no other phase covers, closing included
         preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())
         processes.preemption = preemption
         compilations = held.enter_context(CompilationCounter())
@@ -173,10 +194,12 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
         )
         with config_errors(ModuleNotFoundError):
             writer = held.enter_context(make_writer(run_dir, config) if processes.first else Writer([]))
+        narrator.say = writer.say
         for note in [*chosen, *notes]:
             writer.say(note)
-        if writer.bars is not None:
-            sampling = replace(sampling, progress=RolloutProgress(writer.bars))
+        shown = RolloutLines() if writer.bars is None else RolloutProgress(writer.bars)
+        narrator.drawn = lambda: writer.bars is not None and writer.bars.live.is_started
+        sampling = replace(sampling, progress=shown)
         every = config.log.traces if processes.first else 0
         traces = TraceWriter(run_dir, every, chat.tokenizer.decode)
         watch = config.watch or WatchConfig()
@@ -257,13 +280,19 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
         raise
 
 
-def announce(config: Config, policy: PolicyModel, sampler: Sampler, run_dir: Path, writer: Writer) -> None:
-    """The first lines of a run: derived settings, devices, isolation of tools."""
+def announce(session: TrainingSession, config: Config) -> None:
+    """The first lines of a run: what it will do, derived settings, devices, isolation of tools.
+
+    Args:
+        session: Of the run.
+        config: Of its stage.
+    """
+    policy, sampler, writer = session.policy, session.sampling.sampler, session.writer
     reached = sampler.executor.capabilities
     missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
-    writer.say(
-        f"run directory: {run_dir}" + (f", copied to {hidden(config.run_dir)}" if is_address(config.run_dir) else "")
-    )
+    writer.say(plan_line(config, session.start, len(session.held_out), session.run_dir))
+    if is_address(config.run_dir):
+        writer.say(f"run directory: {session.run_dir}, copied to {hidden(config.run_dir)}")
     writer.say(f"tools: isolation {reached.level}{missing}")
     if memory := describe_memory(config.tools):
         writer.say(f"tools: {memory}")
@@ -272,3 +301,24 @@ def announce(config: Config, policy: PolicyModel, sampler: Sampler, run_dir: Pat
     writer.say(describe_attention(config, policy))
     for line in derived(config):
         writer.say(line)
+
+
+def plan_line(config: Config, start: Start, held_out: int, run_dir: Path) -> str:
+    """What a run is about to do: "plan: supervised stage, 400 steps; then 30 steps ...; written to runs/toy".
+
+    Args:
+        config: Of its stage.
+        start: Fresh, or at a step.
+        held_out: Problems of an evaluation.
+        run_dir: Of the run.
+    """
+    parts = [f"supervised stage, {config.sft.steps} steps"] if config.sft.steps and start.kind == "fresh" else []
+    if held_out and start.kind == "fresh":
+        parts.append(f"evaluation on {held_out} problems")
+    if left := config.steps - start.step:
+        sampled = config.group.problems * config.resample.sampled(config.group.size)
+        parts.append(f"{left} step{'s' * (left > 1)} of {sampled} rollouts")
+        if held_out:
+            every = f" every {config.eval.every} steps and" if 0 < config.eval.every < left else ""
+            parts.append(f"evaluation{every} at the end")
+    return f"plan: {'; then '.join(parts) or 'nothing is left to do'}; written to {run_dir}"

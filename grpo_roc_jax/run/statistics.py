@@ -69,6 +69,24 @@ def describe_unscored(counts: Mapping[str, int], unscored: Mapping[str, int], fa
     return f"no trajectory has a score; {lost['not_scored']} not scored by {names}{why}{others}"
 
 
+def why_nothing_kept(metrics: Metrics) -> str:
+    """Why selection kept no trajectory of a step, from its metrics; empty if it kept some."""
+    if metrics.get("roc/kept", 1.0):
+        return ""
+    groups = int(metrics["roc/groups"])
+    right, wrong = (int(metrics.get(f"roc/all_{status}", 0.0)) for status in ("correct", "wrong"))
+    if not groups:
+        return "kept nothing: no group was sampled to its end"
+    counts = {"all correct": right, "all wrong": wrong, "dropped for other reasons": groups - right - wrong}
+    parts = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    advice = ""
+    if wrong > right:
+        advice = "; the policy solves none of these problems: a longer supervised stage or easier problems help"
+    elif right:
+        advice = "; the policy solves all of these problems: harder ones help"
+    return f"kept nothing: of {groups} group{'s' * (groups > 1)} {parts}{advice}"
+
+
 def _repeats_a_call(trajectory: Trajectory) -> bool:
     """Whether a call is made twice word for word: the early sign of tool-use collapse (rStar issue 52)."""
     calls = [call.raw for turn in trajectory.turns for call in turn.calls]

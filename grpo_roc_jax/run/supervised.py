@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import Stream, make_trace_stream
@@ -17,6 +18,8 @@ from grpo_roc_jax.learner.update import (
     ConstantRate,
     CosineDecay,
     OptimConfig,
+    TrainState,
+    UpdateStep,
     bind_base,
     make_update_step,
     start_train_state,
@@ -30,6 +33,7 @@ from grpo_roc_jax.reward.notation import decide
 from grpo_roc_jax.run.policy import PolicyModel, update_settings
 from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.settings.points import reach
+from grpo_roc_jax.settings.progress import Phase, narrated, phase
 from grpo_roc_jax.text.chat_format import ChatFormat, Trace
 from grpo_roc_jax.types import TrainRow
 
@@ -126,15 +130,30 @@ def supervise(config: Config, policy: PolicyModel, chat: ChatFormat, params: Any
     stream = trace_stream(config, chat)
     for note in stream.notes:
         writer.say(note)
-    shards = row_shards(mesh)
-    bound = worst_case_micro_batches(config.sft.traces, stream.longest, config.batch, shards)
-    memory = Halvings(mesh)
-    started = time.perf_counter()
-    progress = Progress("supervised stage", config.sft.steps, started)
+    bound = worst_case_micro_batches(config.sft.traces, stream.longest, config.batch, row_shards(mesh))
     writer.say(
         f"supervised stage: {config.sft.steps} steps of {config.sft.traces} demonstrations; the first one compiles"
     )
+    with narrated(writer.say), phase("supervised stage", steps=config.sft.steps) as stage:
+        state = supervised_steps(config, chat, mesh, writer, stage, stream, step_fn, state, bound)
+    return state.params
+
+
+def supervised_steps(
+    config: Config,
+    chat: ChatFormat,
+    mesh: Mesh,
+    writer: Writer,
+    stage: Phase,
+    stream: Stream[Trace],
+    step_fn: UpdateStep,
+    state: TrainState,
+    bound: int,
+) -> TrainState:
+    """The training state after all steps; `bound` are the micro-batches of a step at most."""
+    started, memory, shards = time.perf_counter(), Halvings(mesh), row_shards(mesh)
     under_way: Any = None
+    stage.at(0, "compiling the update")
     for step in range(1, config.sft.steps + 1):
         reach("sft")
         with config_errors():
@@ -149,44 +168,5 @@ def supervise(config: Config, policy: PolicyModel, chat: ChatFormat, params: Any
             elapsed = time.perf_counter() - started
             counts = {"sft/fill": placement.fill, "data/left_out": stream.left_out}
             writer.write_sft(step, numbers | counts | {"time/sft_s": elapsed})
-        if line := progress.line(step, time.perf_counter()):
-            writer.say(line)
-    return state.params
-
-
-FIRST_STEPS = (1, 2, 5, 10)
-QUIET_S = 30.0
-"""Longest time without a line, if a step takes less."""
-
-
-@dataclass
-class Progress:
-    """Which steps of a phase say something, and what: rate and time left."""
-
-    name: str
-    steps: int
-    started: float
-    """On the clock of `line`."""
-    _first: float = 0.0
-    """Seconds of the first step, which compiles."""
-    _said: float = field(default=0.0)
-
-    def line(self, step: int, now: float) -> str:
-        """What to print after a step, from 1; empty for nothing."""
-        if step == 1:
-            self._first = now - self.started
-        if step not in FIRST_STEPS and step != self.steps and now - self._said < QUIET_S:
-            return ""
-        self._said = now
-        if step == 1:
-            return f"{self.name}: step 1 of {self.steps} after {self._first:.1f} s, compilation included"
-        each = (now - self.started - self._first) / (step - 1)
-        left = f", {describe_seconds(each * (self.steps - step))} left" if step < self.steps else ""
-        return f"{self.name}: step {step} of {self.steps}, {each:.2f} s a step{left}"
-
-
-def describe_seconds(seconds: float) -> str:
-    """A duration in words: `40 s`, `12 min`, `3.5 h`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+        stage.step(step)
+    return state

@@ -42,4 +42,4 @@ def describe_memory(config: ToolsConfig) -> str:
     )
     if (calls + sessions) * GIB <= host_bytes():
         return text
-    return f"{text}, and no limit on the sum: set tools.executor cgroup, or lower tools.memory_mb, workers or sessions"
+    return f"{text}; tools.executor cgroup would limit the sum"

