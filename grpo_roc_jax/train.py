@@ -80,7 +80,8 @@ def train(
         functions: Functions of yours, by the name that the configuration gives them wherever it takes
             `package.module:function`: rewards, advantages, shaping, edits of groups and rows, judges.
         tools: Tools of yours instead of the built-in ones.
-        force: Continues a run with settings that change what is trained.
+        force: Continues a run with settings that change what is trained: moments are cast to another
+            `optim.moment_dtype`, other data begin at their start.
         environment: A class of yours that answers the policy's turns, one object for each rollout, in place of the one
             that `config.environment` names. Of several, in a mapping, a problem chooses one by its column
             `environment`.
@@ -345,11 +346,15 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
     for note in run.stream.notes:
         writer.say(note)
     if session.start.kind == "resume":
-        saved = session.checkpointer.restore_latest(run.bundle())
+        forced = session.start.forced
+        saved = session.checkpointer.restore_latest(run.bundle(), cast=forced)
         if saved is None:
             raise ConfigError(f"the checkpoints of {session.run_dir} vanished while the run started")
+        other_data = forced and not session.claim.stages and not run.stream.owns(saved.host["data"])
+        if other_data:
+            writer.say("the data are other ones than those of the checkpoint: they begin at their start")
         with config_errors():
-            run.load(saved, position=not session.claim.stages)
+            run.load(saved, position=not session.claim.stages and not other_data)
         session.checkpointer.held = run.bundle()
     processes.once(lambda: describe_run(session.run_dir, session.claim.whole))
     if session.start.kind == "resume":

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rollout_fakes import MODEL, sharp_params
@@ -18,17 +19,20 @@ from test_train import on_one_device as on_one_device  # fixtures
 from test_train import shared_programs as shared_programs
 
 from grpo_roc_jax import train as train_module
-from grpo_roc_jax.config import LimitsConfig
+from grpo_roc_jax.config import Config, LimitsConfig
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes
-from grpo_roc_jax.record.checkpoint_files import MANIFEST, newest_whole
+from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
+from grpo_roc_jax.record.checkpoint_files import MANIFEST, newest_whole, read_manifest
 from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.record.run_dir import decide
 from grpo_roc_jax.reward.score import RewardError
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError, Publisher
-from grpo_roc_jax.run.session import state_kept
+from grpo_roc_jax.run.session import state_kept, state_leaves
 from grpo_roc_jax.run.watch import Stopped, Watch
-from grpo_roc_jax.settings.cli import ConfigError
+from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.train import main
+from tests.test_knob_effects import CASES
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
 
@@ -122,6 +126,87 @@ def test_other_settings_are_shown_and_refused(copy, capsys):
     said = capsys.readouterr().out
     assert "changed since the run began: optim.lr: 0.01 -> 0.5" in said and "resumed after step 4" in said
     assert "lr: 0.5" in (copy / "config.yaml").read_text()
+
+
+def moments(run_dir):
+    """Name -> [shape, dtype] of the first moments in the newest checkpoint."""
+    leaves = read_manifest(newest_whole(run_dir / "checkpoints")).leaves
+    return {name: leaf for name, leaf in leaves.items() if "/mu/" in name}
+
+
+def test_force_casts_the_moments(copy, capsys):
+    """And goes on without clipping, whose state has the same names."""
+    words = ("--steps=5", "--optim.moment_dtype=bfloat16", "--optim.max_grad_norm=0.0")
+    saved = moments(copy)
+    assert again(copy, *words) == 2
+    assert "optim.moment_dtype: float32 -> bfloat16" in (said := capsys.readouterr().err) and "--force" in said
+    assert again(copy, *words, "--force", "--log.console=plain") == 0
+    assert "changed since the run began: optim.moment_dtype: float32 -> bfloat16" in capsys.readouterr().out
+    assert moments(copy) == {name: [shape, "bfloat16"] for name, (shape, _) in saved.items()}
+
+
+def test_a_cast_moment_is_the_saved_one_rounded(tmp_path):
+    values = jnp.linspace(-3.0, 3.0, 64, dtype=jnp.float32)
+    with Checkpointer(tmp_path, CheckpointConfig()) as saving:
+        saving.save(1, Bundle({"mu": values, "count": jnp.int32(7)}))
+    like = {"mu": jnp.zeros(64, jnp.bfloat16), "count": jnp.int32(0)}
+    with Checkpointer(tmp_path, CheckpointConfig()) as reading:
+        with pytest.raises(ConfigError, match="belongs to another model or optimizer"):
+            reading.restore_latest(like)
+        found = reading.restore_latest(like, cast=True).train
+        with pytest.raises(ConfigError, match="count: saved int32"):
+            reading.restore_latest(like | {"count": jnp.float32(0)}, cast=True)
+    assert found["mu"].dtype == jnp.bfloat16 and int(found["count"]) == 7
+    assert (found["mu"] == values.astype(jnp.bfloat16)).all()
+
+
+@pytest.mark.parametrize("words", ["--data.world_problems=32", "--group.problems=3", "--seed=7"])
+def test_force_takes_other_data_from_their_start(copy, capsys, words):
+    assert again(copy, "--steps=5", words) == 2
+    assert "--force" in capsys.readouterr().err
+    assert again(copy, "--steps=5", words, "--force", "--log.console=plain") == 0
+    assert "they begin at their start" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["--model.layers=2", "--lora=low_rank", "--surrogate.kl=k3", "--model.qk_norm=true"])
+def test_force_is_not_offered_where_it_could_not_work(copy, capsys, words):
+    before = state(copy)
+    for more in ((), ("--force",)):
+        assert again(copy, "--steps=5", words, *more) == 2
+        said = capsys.readouterr().err
+        assert "was begun with other settings" in said and "the training state has other arrays" in said
+        assert "--force" not in said and "another --run_dir" in said
+    assert state(copy) == before
+
+
+def test_every_setting_that_force_is_offered_for_can_be_forced(whole):
+    """All settings with another value: either `--force` is not offered, or the saved arrays are those of the state but
+    for the dtype of moments, which are cast. (Other data begin at their start.)"""
+    saved = read_manifest(newest_whole(whole / "checkpoints")).leaves
+    offered, refused = [], []
+    for key, case in CASES.items():
+        try:
+            config = load_config(Config, [*WORDS, f"--run_dir={whole}", f"--{key}={word(case.value)}"], prog="test")
+            leaves = state_leaves(config)
+        except ConfigError:
+            continue  # not without other settings
+        try:
+            decide(whole, config, leaves=lambda leaves=leaves: leaves)
+        except ConfigError as error:
+            if "--force" not in str(error):
+                refused.append(key)
+                continue
+            offered.append(key)
+            changed = {name for name in saved.keys() | leaves.keys() if saved.get(name) != leaves.get(name)}
+            assert all("/mu/" in name and saved[name][0] == leaves[name][0] for name in changed), key
+    assert len(offered) > 100 and {"optim.moment_dtype", "seed", "optim.max_grad_norm"} <= set(offered)
+    assert {"model.layers", "model.d_model", "lora"} <= set(refused)
+    assert not {"optim.lr", "reward.extraction"} & set(refused)
+
+
+def word(value):
+    """A value as a word of the command line."""
+    return str(value) if isinstance(value, str) else json.dumps(value)
 
 
 def test_a_run_without_readable_settings_is_refused(copy, capsys):

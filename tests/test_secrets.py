@@ -1,6 +1,8 @@
 """Secrets that were typed reach no file, log or service of a run; other settings stay as they were typed."""
 
+import io
 import json
+import logging
 import os
 import shlex
 import sys
@@ -14,6 +16,8 @@ from test_readme import TINY
 import grpo_roc_jax as g
 from grpo_roc_jax import train
 from grpo_roc_jax.record import loggers
+from grpo_roc_jax.record.events import Events
+from grpo_roc_jax.record.metrics import MetricsWriter, Writer
 from grpo_roc_jax.record.run_dir import decide, describe_run
 from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS, dump_yaml, load_config
@@ -77,6 +81,48 @@ def test_words_of_a_command_that_come_apart():
     assert found[:6] == ["a.py", "--api-key", HIDDEN, "--token", "--n", "3"] and SECRET not in str(found)
     assert without_secrets((f"env A_KEY={SECRET}", 3, None)) == (f"env A_KEY={HIDDEN}", 3, None)
     assert without_secrets({"a": {"b": [f"http://{SECRET}@h"]}}) == {"a": {"b": [f"http://{HIDDEN}@h"]}}
+
+
+def test_no_module_logs_them(caplog):
+    """Whatever a module of the package logs: message, arguments, exception; other packages log as they do."""
+    address = f"http://user:{SECRET}@host/x"
+    log = logging.getLogger("grpo_roc_jax.a_module.of_the_package")
+    shown = io.StringIO()
+    handler = logging.StreamHandler(shown)
+    log.addHandler(handler)
+    try:
+        log.warning("no answer from %s after %d s", address, 3)
+        log.warning(f"no answer from {address}, 100%")
+        try:
+            raise OSError(f"refused by {address}")
+        except OSError as error:
+            log.exception("failed: %s", error)
+    finally:
+        log.removeHandler(handler)
+    logging.getLogger("other.grpo_roc_jax").warning("mine: %s", address)
+    ours = shown.getvalue() + "".join(r.getMessage() for r in caplog.records[:2])
+    assert SECRET not in ours and ours.count(HIDDEN) >= 4
+    assert "after 3 s" in ours and "100%" in ours and "Traceback" in ours and "OSError: refused by" in ours
+    assert SECRET in caplog.records[-1].getMessage()
+
+
+def test_no_writer_of_a_run_writes_them(tmp_path):
+    address = f"http://user:{SECRET}@host/x"
+    shown = []
+    Events(tmp_path, Writer([Shown(shown)]).say).note(1, "infrastructure", f"no answer from {address}")
+    written = (tmp_path / "events.jsonl").read_text()
+    assert HIDDEN in written and SECRET not in written and "no answer from http://" in written
+    assert len(shown) == 1 and SECRET not in shown[0] and HIDDEN in shown[0]
+
+
+class Shown(MetricsWriter):
+    """A display that collects its lines."""
+
+    def __init__(self, lines):
+        self.lines = lines
+
+    def say(self, text, event=False):
+        self.lines.append(text)
 
 
 def test_no_recipe_is_changed_by_it():

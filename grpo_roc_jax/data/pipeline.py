@@ -6,7 +6,7 @@ resumed on another number of them. The state is one index and a fingerprint.
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -65,13 +65,17 @@ class Stream(Generic[T]):
         """Position in the stream, and the fingerprint of the stream."""
         return {**self._iterator.get_state(), "fingerprint": self._fingerprint}
 
+    def owns(self, state: Mapping[str, Any]) -> bool:
+        """Whether a position is one of this stream."""
+        return state.get("fingerprint") == self._fingerprint
+
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a position; the next batch is the one that followed `get_state`.
 
         Raises:
             ValueError: The state belongs to a stream with other data, another seed or another batch size.
         """
-        if state.get("fingerprint") != self._fingerprint:
+        if not self.owns(state):
             raise ValueError(
                 f"the saved position belongs to other data ({state.get('fingerprint')}, here {self._fingerprint}): "
                 "sources, their contents, weights, seed and batch size must equal those of the saved run"

@@ -144,7 +144,8 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs
         optax.add_decayed_weights(config.weight_decay, _is_decayed),
         optax.scale_by_learning_rate(make_schedule(config)),
     )
-    return optax.chain(_clip(config.max_grad_norm), adamw) if config.max_grad_norm else adamw
+    # Without clipping the state has the same names, so that a run may go on with another `max_grad_norm`.
+    return optax.chain(_clip(config.max_grad_norm) if config.max_grad_norm else optax.identity(), adamw)
 
 
 def _clip(largest: float) -> optax.GradientTransformation:

@@ -176,7 +176,7 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def restore_latest(self, like: Bundle | Any) -> Bundle | None:
+    def restore_latest(self, like: Bundle | Any, *, cast: bool = False) -> Bundle | None:
         """The newest valid checkpoint in the shapes and shardings of `like`; None if none was ever completed.
 
         Incomplete and corrupt checkpoints are logged and skipped; reads that fail are tried again. Changes nothing on
@@ -186,6 +186,7 @@ class Checkpointer:
             like: A `Bundle` (whose `train` is used), or the training state itself. Leaves are arrays or
                 `jax.ShapeDtypeStruct` with shardings. The mesh and the number of processes may differ from those that
                 saved.
+            cast: Takes arrays that were saved in another dtype of numbers, and casts them.
 
         Raises:
             CheckpointMismatch: The newest valid checkpoint belongs to another model or optimizer.
@@ -197,7 +198,7 @@ class Checkpointer:
         for entry in files.entries(self.directory):
             try:
                 manifest = files.verify(entry)
-                _refuse_difference(entry, manifest.leaves, describe_leaves(train))
+                _refuse_difference(entry, manifest.leaves, describe_leaves(train), cast=cast)
                 restored = self._load(entry, manifest, train)
             except InvalidCheckpoint as error:
                 log.warning("checkpoint %s skipped: %s", entry.path.name, error)
@@ -348,14 +349,21 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _refuse_difference(entry: Entry, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def _refuse_difference(
+    entry: Entry, saved: Mapping[str, Any], expected: Mapping[str, Any], *, cast: bool = False
+) -> None:
+    def differ(old: list[Any] | None, new: list[Any] | None) -> bool:
+        if cast and old and new and all(jnp.issubdtype(leaf[1], jnp.floating) for leaf in (old, new)):
+            return old[0] != new[0]
+        return old != new
+
     def show(leaf: list[Any] | None) -> str:
         return f"{leaf[1]}{leaf[0]}" if leaf else "nothing"
 
     lines = [
         f"  {name}: saved {show(saved.get(name))}, expected {show(expected.get(name))}"
         for name in sorted({*saved, *expected})
-        if saved.get(name) != expected.get(name)
+        if differ(saved.get(name), expected.get(name))
     ]
     if lines:
         more = [f"  and {len(lines) - 12} more"] if len(lines) > 12 else []

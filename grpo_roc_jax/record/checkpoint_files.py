@@ -116,7 +116,7 @@ def newest_whole(directory: Path) -> Entry | None:
     faults: dict[Entry, str] = {}
     for entry in found:
         try:
-            patiently(lambda entry=entry: _check_sizes(entry, _read_manifest(entry)))
+            patiently(lambda entry=entry: _check_sizes(entry, read_manifest(entry)))
         except (InvalidCheckpoint, OSError) as error:
             faults[entry] = str(error)
         else:
@@ -242,7 +242,7 @@ def verify(entry: Entry) -> Manifest:
 
 def _verify(entry: Entry) -> Manifest:
     reach("checkpoint.read")
-    manifest = _read_manifest(entry)
+    manifest = read_manifest(entry)
     _check_sizes(entry, manifest)
     names = list(manifest.files)
     with ThreadPoolExecutor(4) as pool:
@@ -298,7 +298,7 @@ def discard(path: Path) -> None:
 def _is_whole(entry: Entry) -> bool | None:
     """Whether the manifest and all files exist with their sizes, the cheap part of `verify`; None if the disk fails."""
     try:
-        _check_sizes(entry, _read_manifest(entry))
+        _check_sizes(entry, read_manifest(entry))
     except InvalidCheckpoint:
         return False
     except OSError as error:
@@ -307,7 +307,7 @@ def _is_whole(entry: Entry) -> bool | None:
     return True
 
 
-def _read_manifest(entry: Entry) -> Manifest:
+def read_manifest(entry: Entry) -> Manifest:
     try:
         content = read_json(entry.path / MANIFEST)
     except FileNotFoundError:

@@ -23,6 +23,7 @@ from grpo_roc_jax.record import loggers
 from grpo_roc_jax.record.loggers import MetricsWriter
 from grpo_roc_jax.settings.options import Axis, Count, kind, settings
 from grpo_roc_jax.settings.points import reach
+from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ class Writer:
 
     def say(self, text: str, event: bool = False) -> None:
         """Shows a line of text on all displays."""
-        self._each("say", text, event)
+        self._each("say", hidden(text), event)
 
     def sample(self, step: int, record: Any, records: Sequence[Any]) -> None:
         """Shows a trajectory of a step, and gives services all records of the step, before its metrics."""
@@ -350,7 +351,7 @@ class CompilationCounter:
 
 
 def _finite(value: Any) -> Any:
-    return value if isinstance(value, str) or math.isfinite(value) else None
+    return hidden(value) if isinstance(value, str) else value if math.isfinite(value) else None
 
 
 def parsed_row(line: bytes) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import yaml
 
-from grpo_roc_jax.record.checkpoint_files import newest_whole, saved_stage
+from grpo_roc_jax.record.checkpoint_files import newest_whole, read_manifest, saved_stage
 from grpo_roc_jax.record.storage import is_address, local_dir
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, flatten
 from grpo_roc_jax.settings.files import read_json_object, read_yaml_mapping
@@ -54,15 +54,21 @@ class Start:
     """Settings that differ from those that the run has had so far."""
     stage: int = 0
     """Index of the stage of the next step."""
+    forced: bool = False
+    """Whether what was saved is converted to the settings of this start."""
 
 
-def decide(path: Path, config: Any, *, force: bool = False) -> Start:
+def decide(
+    path: Path, config: Any, *, force: bool = False, leaves: Callable[[], Mapping[str, list[Any]]] | None = None
+) -> Start:
     """What a start with `resume: auto` does with a directory; reads only.
 
     Args:
         path: Of the run; may not exist.
         config: Of this start.
         force: Continues with settings that the run would otherwise be refused for.
+        leaves: Name -> [shape, dtype] of the arrays of the training state under `config`. `force` is neither offered
+            nor taken where their names or shapes are other ones than those saved; None does not look.
 
     Raises:
         ConfigError: Checkpoints exist and none of them is whole, or the run was begun with other settings.
@@ -71,13 +77,15 @@ def decide(path: Path, config: Any, *, force: bool = False) -> Start:
     if newest is None:
         return Start("fresh")
     before = saved_settings(path)
+    changed = changed_settings(before or {}, config)
+    lines = [f"  {name}: {old} -> {new}" for name, (old, new) in changed.items() if not _may_change(name)]
+    if leaves is not None and (before is None or lines):
+        _refuse_other_arrays(path, read_manifest(newest).leaves, leaves(), lines)
     if before is None and not force:
         raise ConfigError(
             f"{path / CONFIG_FILE} cannot be read, so the settings of the run are unknown; restore the file, or add "
             "--force to continue with those of this command"
         )
-    changed = changed_settings(before or {}, config)
-    lines = [f"  {name}: {old} -> {new}" for name, (old, new) in changed.items() if not _may_change(name)]
     if lines and not force:
         raise ConfigError(
             "\n".join([f"{path} was begun with other settings:", *lines])
@@ -89,7 +97,24 @@ def decide(path: Path, config: Any, *, force: bool = False) -> Start:
         stage = config.stage_after(saved_stage(newest.path), newest.step) if stages else 0
     complete = newest.step >= config.steps or (bool(stages) and stage >= len(stages))
     ended = complete and _summarized_steps(path) == newest.step
-    return Start("finished" if ended else "resume", newest.step, notes, stage)
+    return Start("finished" if ended else "resume", newest.step, notes, stage, force)
+
+
+def _refuse_other_arrays(
+    path: Path, saved: Mapping[str, list[Any]], expected: Mapping[str, list[Any]], lines: Sequence[str]
+) -> None:
+    """Refuses settings whose training state cannot be made from the saved one by casting."""
+    shapes, now = ({name: leaf[0] for name, leaf in side.items()} for side in (saved, expected))
+    if shapes == now:
+        return
+    names = sorted(name for name in shapes.keys() | now.keys() if shapes.get(name) != now.get(name))
+    name = min(names, key=lambda name: ("/params/" not in name, name))
+    said = [f"{path} was begun with other settings:", *lines] if lines else [f"{path} holds another training state:"]
+    raise ConfigError(
+        "\n".join(said)
+        + f"\nunder these the training state has other arrays ({name}: saved {shapes.get(name, 'nothing')}, expected "
+        f"{now.get(name, 'nothing')}), so the run cannot go on; use its settings, or another --run_dir"
+    )
 
 
 def saved_settings(path: Path) -> dict[str, Any] | None:

@@ -107,8 +107,10 @@ class RewardConfig:
     channel of its name, for methods that combine channels themselves. A text that is no kind names a function:
     `answer mine:brevity`."""
     extraction: Literal["strict", "lenient"] = "strict"
-    r"""`strict`: the last `\boxed{}` in the last complete answer block of the last turn. `lenient` also takes an
-    unboxed block, a box outside a block, or what follows the last "answer is"."""
+    r"""`strict`: the last `\boxed{}` in the last complete answer block of the last turn. `lenient` also takes, in this
+    order and without what stands in thoughts: a block without a box, a box outside a block, the last sentence that says
+    what the answer is (`The answer is 42.`, `**Final Answer:** 42`, `#### 42`, also on the next line), or a reply that
+    is nothing but an answer."""
     answer_tag: str = "answer"
     """Name of the tag around the final answer."""
     truncated: TruncatedReward = field(default_factory=TruncatedFails)

@@ -181,9 +181,15 @@ _ARGUMENTS |= {
 ENVIRONMENT = re.compile(r"\\(?:begin|end)\{([A-Za-z]+)\}")
 
 
+_DOLLAR = re.compile(r"(?<!\\)\$")
+_PRICE = re.compile(r"(?<!\\)\$(?=\s*[0-9.])")
+
+
 def tokenize(text: str) -> list[Token]:
     """The tokens of a text, without spacing, markup and delimiters of formulas."""
     text = _SCRIPTS.sub(_script, text).translate(_CHARACTERS)
+    if len(_DOLLAR.findall(text)) == 1:  # delimiters of a formula come in pairs
+        text = _PRICE.sub(r"\\$", text)
     text = _from_python(_CLOCK_HALF.sub(r"\1\2", _TAGS.sub("", text)))
     text = _EXPONENT.sub(r"\1\\times10^{\2}", _ROOT.sub(r"\\sqrt{\1}", _PI.sub(r"\\pi ", text)))
     return _braced(_Cleaner(text).tokens)

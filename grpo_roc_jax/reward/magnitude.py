@@ -15,7 +15,7 @@ from grpo_roc_jax.reward.latex import Token
 MAX_DIGITS = 4000
 """Digits of the largest number that an expression may contain or amount to; `2^{10000}` has 3,011."""
 MAX_TERMS = 10_000
-"""Terms of a sum or product, and the largest power of an expression in variables."""
+"""Terms of a sum or product or of a power of a sum, and the largest power of an expression in variables."""
 MAX_DEPTH = 40
 """Brackets, fractions, roots and powers inside one another."""
 
@@ -117,7 +117,9 @@ class _Reader:
 
     def power(self) -> _Size:
         """A number, variable, bracket or function with its powers, factorials and subscripts."""
+        first = self.at
         base, largest = self.atom()
+        terms = _terms(self.texts[first : self.at]) if base is None else 1
         while (text := self.peek()) in ("^", "_", "!", "°", "%", "'"):
             self.at += 1
             if text == "!":
@@ -130,6 +132,7 @@ class _Reader:
                 exponent, size = exponents.pop()
                 while exponents:
                     exponent, size = _power(*exponents.pop(), exponent, size)
+                _refuse_expansion(terms, exponent)
                 base, largest = _power(base, largest, exponent, size)
             elif text == "_":
                 base = None
@@ -232,6 +235,21 @@ class _Reader:
             raise TooLarge(f"a sum or product of more than {MAX_TERMS} terms")
         _, size = self.product()
         return None, max(largest, size)
+
+
+def _terms(texts: Sequence[str]) -> int:
+    """Terms that multiply out when a bracket is raised to a power: those of the sum in it, but one more than its
+    variables at most, since `1 + x + x^2` gives powers of x alone."""
+    variables = {text for text in texts if len(text) == 1 and text.isalpha()}
+    return min(1 + sum(text in ("+", "-") for text in texts), 1 + len(variables))
+
+
+def _refuse_expansion(terms: int, exponent: Decimal | None) -> None:
+    """Raises TooLarge for a power whose expansion has more than `MAX_TERMS` terms: n + k - 1 over k - 1 of k terms."""
+    if terms > 2 and exponent is not None and 2 <= exponent <= MAX_TERMS and exponent == int(exponent):
+        count = math.comb(int(exponent) + terms - 1, terms - 1)
+        if count > MAX_TERMS:
+            raise TooLarge(f"a power of a sum with {count} terms; at most {MAX_TERMS} are expanded")
 
 
 def _bounded(number: Decimal) -> Decimal:

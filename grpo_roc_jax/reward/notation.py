@@ -122,7 +122,7 @@ def compare(answer: str, gold: str, *, strict: bool = False) -> Goal:
 
     Args:
         strict: Units and words count, and a percent sign divides by 100. Otherwise units and harmless words are
-            ignored where one side has none, and 50% is 50 and 0.5.
+            ignored where one side has none, and 50% is 50 and 0.5. Two units may be converted either way.
     """
     if len(answer) > MAX_FORM_CHARS or len(gold) > MAX_FORM_CHARS:
         return _long(answer, gold)
@@ -513,6 +513,10 @@ class _Rules:
                 same = form.words == gold.words and form.unit == gold.unit and not _heavy(form) and not _heavy(gold)
                 return self._values(form, gold) if same else False
             missing = (not form.unit and gold.sign) or (not gold.unit and form.sign)
+            if (sizes := _sizes(form, gold)) is not None:
+                return self._converted(form, gold, sizes)
+            if _radians(form, gold):
+                return self._turned(form, gold)
             if form.unit != gold.unit and not missing and {form.unit, gold.unit} != {"%", ""}:
                 return False
             return self._values(form, gold)
@@ -524,7 +528,32 @@ class _Rules:
         mine, reference = vocabulary.stems(form.words), vocabulary.stems(gold.words)
         if mine and reference and not (mine <= reference or reference <= mine):
             return False
-        return self._values(form, gold)
+        sizes, goals = _sizes(form, gold), [self._values(form, gold)]
+        if sizes is not None:
+            goals.append(self._converted(form, gold, sizes))
+        if _radians(form, gold):
+            goals.append(self._turned(form, gold))
+        return _some(goals)
+
+    def _turned(self, form: Quantity, gold: Quantity) -> Goal:
+        """An angle in degrees and one in radians."""
+        texts = [for_library(side.expression, strict=self.strict) for side in (form, gold)]
+        units = form.unit, gold.unit
+        return self._same(
+            *(rf"\frac{{\pi}}{{180}}({text})" if unit == "°" else text for text, unit in zip(texts, units, strict=True))
+        )
+
+    def _converted(self, form: Quantity, gold: Quantity, sizes: tuple[Fraction, Fraction]) -> Goal:
+        """Quantities in different units, by what these are in common ones; sizes of 0 have nothing in common."""
+        if 0 in sizes:
+            return False
+        if isinstance(form.value, Fraction) and isinstance(gold.value, Fraction):
+            return form.value * sizes[0] == gold.value * sizes[1]
+        if not form.expression or not gold.expression:
+            return False
+        ratio = sizes[0] / sizes[1]
+        texts = [for_library(side.expression, strict=self.strict) for side in (form, gold)]
+        return self._same(rf"\frac{{{ratio.numerator}}}{{{ratio.denominator}}}({texts[0]})", texts[1])
 
     def _values(self, form: Quantity, gold: Quantity) -> Goal:
         numbers = form.value, gold.value
@@ -584,6 +613,26 @@ class _Rules:
 
 
 # ---- helpers -------------------------------------------------------------------------------------------------------
+
+
+def _sizes(form: Quantity, gold: Quantity) -> tuple[Fraction, Fraction] | None:
+    """The sizes of two different units of one dimension, or zeros where the dimensions differ; None where a unit is
+    missing, unknown or the same."""
+    if not form.unit or not gold.unit or form.unit == gold.unit:
+        return None
+    mine, reference = vocabulary.measure(form.unit), vocabulary.measure(gold.unit)
+    if mine is None or reference is None:
+        return None
+    return (mine[0], reference[0]) if mine[1] == reference[1] else (Fraction(0), Fraction(0))
+
+
+def _radians(form: Quantity, gold: Quantity) -> bool:
+    r"""Whether one is an angle in degrees and the other one in radians, which says so or contains \pi."""
+    degrees, other = (form, gold) if form.unit == "°" else (gold, form)
+    if degrees.unit != "°" or not degrees.expression or not other.expression or other.unit not in ("", "rad"):
+        return False
+    multiple = any(token.text == r"\pi" for token in other.expression)
+    return (other.unit == "rad" or multiple) and not any(token.text == r"\pi" for token in degrees.expression)
 
 
 def _letters(form: Form) -> set[str] | None:

@@ -74,6 +74,44 @@ def unit_text(powers: Iterable[tuple[str, int]]) -> str:
     return "·".join(name + (f"^{power}" if power != 1 else "") for name, power in sorted(total.items()) if power)
 
 
+_STEPS = {"k": 3, "M": 6, "G": 9, "T": 12, "c": -2, "d": -1, "m": -3, "μ": -6, "n": -9, "p": -12}
+_BASES = {
+    "m": ("1", "m"), "g": ("1/1000", "kg"), "s": ("1", "s"), "min": ("60", "s"), "h": ("3600", "s"),
+    "day": ("86400", "s"), "week": ("604800", "s"), "month": ("1", "month"), "yr": ("12", "month"),
+    "in": ("0.0254", "m"), "ft": ("0.3048", "m"), "yd": ("0.9144", "m"), "mi": ("1609.344", "m"),
+    "lb": ("0.45359237", "kg"), "oz": ("0.028349523125", "kg"), "L": ("1/1000", "m^3"), "t": ("1000", "kg"),
+    "ha": ("10000", "m^2"), "Hz": ("1", "s^-1"), "N": ("1", "kg m s^-2"), "J": ("1", "kg m^2 s^-2"),
+    "W": ("1", "kg m^2 s^-3"), "Pa": ("1", "kg m^-1 s^-2"), "cal": ("4.184", "kg m^2 s^-2"), "V": ("1", "V"),
+    "A": ("1", "A"), "Ω": ("1", "V A^-1"), "mol": ("1", "mol"), "bit": ("1", "bit"), "byte": ("8", "bit"),
+    "dollar": ("1", "dollar"), "cent": ("1/100", "dollar"), "decade": ("120", "month"), "century": ("1200", "month"),
+    "EUR": ("1", "EUR"), "GBP": ("1", "GBP"), "INR": ("1", "INR"), "CNY": ("1", "CNY"), "JPY": ("1", "JPY"),
+    "°C": ("1", "°C"), "°F": ("1", "°F"), "K": ("1", "K"),
+}  # fmt: skip
+"""Unit -> (its size, in which others). Temperatures are not converted, since their zeros differ."""
+_PREFIXED = names("m g s L Hz N J W Pa cal V A Ω mol")
+
+
+def measure(unit: str) -> tuple[Fraction, tuple[tuple[str, int], ...]] | None:
+    """(size, dimension) of a unit from `unit_text`: equal dimensions can be converted; None for an unknown unit.
+
+    measure("km")  # (1000, (("m", 1),))
+    """
+    size, powers = Fraction(1), dict[str, int]()
+    for part in unit.split("·"):
+        name, _, exponent = part.partition("^")
+        power, step = int(exponent or 1), 0
+        if name not in _BASES and name[1:] in _PREFIXED and name[0] in _STEPS:
+            name, step = name[1:], _STEPS[name[0]]
+        if name not in _BASES or abs(power) > 9:
+            return None
+        factor, bases = _BASES[name]
+        size *= (Fraction(factor) * Fraction(10) ** step) ** power
+        for base in bases.split():
+            base, _, exponent = base.partition("^")
+            powers[base] = powers.get(base, 0) + power * int(exponent or 1)
+    return size, tuple(sorted((base, power) for base, power in powers.items() if power))
+
+
 # ---- numbers in words ----------------------------------------------------------------------------------------------
 
 _SMALL = {

@@ -17,6 +17,7 @@ from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import Finish, Observe, RolloutStats, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.rollout.resume import awaits_observation
+from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.text.chat_format import ChatFormat, ParsedTurn
 from grpo_roc_jax.tools.interface import CodeCall, ToolExecutor, malformed_result
 from grpo_roc_jax.types import RolloutRequest, StopReason, ToolCall, ToolResult, Trajectory, Turn
@@ -264,7 +265,7 @@ class ToolEnvironment:
         return Observe(np.asarray(ids, np.int32))
 
     def _record_results(self, row: _Row) -> tuple[ToolResult, ...]:
-        results = tuple(result for result in row.results if result is not None)
+        results = tuple(_without_secrets(result) for result in row.results if result is not None)
         if results and not row.turns[-1].results:
             row.turns[-1] = replace(row.turns[-1], results=results)
         row.results = []
@@ -285,3 +286,8 @@ def stable_seed(*parts: object) -> int:
     """A 63-bit seed from the text of the parts: the same in every process and version."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _without_secrets(result: ToolResult) -> ToolResult:
+    """A failure of the infrastructure may name the address or the command of a service, as it was typed."""
+    return replace(result, error_message=hidden(result.error_message)) if result.infra else result

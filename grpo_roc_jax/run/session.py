@@ -8,13 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from grpo_roc_jax import __version__
 from grpo_roc_jax.config import Config, WatchConfig, derived
+from grpo_roc_jax.learner.update import TrainState, init_trained, make_optimizer
+from grpo_roc_jax.method.compose import needs_reference
 from grpo_roc_jax.method.switching import Stage, StageProgress
 from grpo_roc_jax.pod.notice import noticed
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes, joined
-from grpo_roc_jax.record.checkpoint import Checkpointer
+from grpo_roc_jax.record.checkpoint import Checkpointer, describe_leaves
 from grpo_roc_jax.record.events import Events
 from grpo_roc_jax.record.metrics import CompilationCounter, Writer, make_writer
 from grpo_roc_jax.record.run_dir import PACKAGES, Start, choose_run_dir, decide, locked, versions
@@ -24,7 +29,7 @@ from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run.choices import about, choose, free_bytes, left_open, record, recorded, with_choices
-from grpo_roc_jax.run.components import describe_device, make_parts, run_date, with_date
+from grpo_roc_jax.run.components import describe_device, make_parts, resolve_model, run_date, with_date
 from grpo_roc_jax.run.learning import find_teacher, most_rows
 from grpo_roc_jax.run.policy import PolicyModel, attention_of, describe_attention, few_arenas
 from grpo_roc_jax.run.sample import GroupSampler
@@ -33,6 +38,7 @@ from grpo_roc_jax.run.summary import next_lines
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Alarms, Stopped, Watchdog
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
 from grpo_roc_jax.settings.secrets import hidden
+from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools.memory_bound import describe_memory
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Problem
@@ -72,8 +78,27 @@ def claimed(config: Config, force: bool = False) -> Iterator[Claim]:
         check_alike(processes, config, run_dir)
         config = with_date(config, processes.once(lambda: run_date(config, run_dir)))
         fresh = config.resume == "never"
-        start = Start("fresh") if fresh else processes.once(lambda: decide(run_dir, config, force=force))
+        leaves = partial(state_leaves, config)
+        start = Start("fresh") if fresh else processes.once(lambda: decide(run_dir, config, force=force, leaves=leaves))
         yield Claim(config, run_dir, start, processes, config)
+
+
+def state_leaves(config: Config) -> dict[str, list]:
+    """Name -> [shape, dtype] of the arrays of a run's training state, without making them.
+
+    Raises:
+        ConfigError: A tokenizer or model that cannot be read.
+    """
+    with config_errors():
+        model = resolve_model(config.model, load_tokenizer(config.text))
+
+    def make() -> dict[str, Any]:
+        params = init_trained(jax.random.key(0), model, config.lora)
+        opt_state = make_optimizer(config.optim).init(params)
+        state = TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
+        return {"state": state, "reference": params if needs_reference(config) else ()}
+
+    return describe_leaves(jax.eval_shape(make))
 
 
 def check_alike(processes: Processes, config: Config, run_dir: Path) -> None:

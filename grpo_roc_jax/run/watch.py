@@ -19,6 +19,7 @@ from grpo_roc_jax.config import LimitsConfig, WatchConfig
 from grpo_roc_jax.record.events import Events
 from grpo_roc_jax.rollout.records import FailureCount
 from grpo_roc_jax.settings.points import listening
+from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.types import Metrics
 
 CONFIG_STATUS, NO_SIGNAL_STATUS, DIVERGED_STATUS, INFRASTRUCTURE_STATUS = 2, 3, 4, 5
@@ -285,7 +286,7 @@ class Watchdog:
             points = [f"  {name}, {now - when:.1f} s ago" for name, when in self._last]
             print(text, "last points:", *points, "in flight:", sep="\n", file=file)
             with suppress(Exception):  # of a run in any state
-                print(*(f"  {line}" for line in self._in_flight()), sep="\n", file=file)
+                print(*(f"  {hidden(line)}" for line in self._in_flight()), sep="\n", file=file)
             print("stacks:", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
         return path

@@ -21,6 +21,11 @@ MOST_VALUES = 100_000
 """Of a file of YAML, aliases counted as often as they stand for something."""
 DEEPEST = 100
 """Levels of lists and mappings."""
+LONGEST_NUMBER = 100
+"""Characters of a number in YAML, which may be written in any base, also by parts of 60 (`1:30:00`)."""
+
+
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
@@ -123,6 +128,11 @@ def yaml_root(loader: yaml.SafeLoader, name: str) -> yaml.Node | None:
             raise ValueError(f"{name}: nested too deeply; must have at most {DEEPEST} levels")
         if values > MOST_VALUES:
             raise ValueError(f"{name}: stands for more than {MOST_VALUES} values; write fewer aliases")
+        if node.tag in _NUMBERS and len(node.value) > LONGEST_NUMBER:
+            raise ValueError(
+                f"{name}, line {node.start_mark.line + 1}: a number of {len(node.value)} characters; must have at most "
+                f"{LONGEST_NUMBER}"
+            )
         inner = node.value if isinstance(node, yaml.SequenceNode) else ()
         if isinstance(node, yaml.MappingNode):
             inner = [item for pair in node.value for item in pair]

@@ -2,10 +2,13 @@
 
 A secret is told by its place: the user information of an address, a part of its query, the value of an option or of a
 variable whose name says so, a header, or a token that begins as those of a known service do. The other settings stay as
-they are. `token_variable` and its like keep secrets out of settings altogether.
+they are. `token_variable` and its like keep secrets out of settings altogether. Everything that modules of this package
+log passes here, whatever shows it.
 """
 
+import logging
 import re
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,3 +71,22 @@ def hides_something(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(hides_something, value.values()))
     return isinstance(value, list | tuple) and any(map(hides_something, value))
+
+
+_make_record = logging.getLogRecordFactory()
+
+
+def _record(*arguments: Any, **more: Any) -> logging.LogRecord:
+    """A record of the log; those of this package hide secrets in their message and in the text of their exception."""
+    record = _make_record(*arguments, **more)
+    if record.name.partition(".")[0] == __package__.partition(".")[0]:
+        try:
+            record.msg, record.args = hidden(record.getMessage()), None
+        except Exception:  # a message that does not fit its arguments is reported where it is shown
+            return record
+        if record.exc_info and record.exc_info[0] is not None:
+            record.exc_text = hidden("".join(traceback.format_exception(*record.exc_info)).rstrip("\n"))
+    return record
+
+
+logging.setLogRecordFactory(_record)

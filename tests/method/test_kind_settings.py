@@ -54,6 +54,10 @@ ELSEWHERE = {
     ("plan.problems", "pairs", "pool"): "run.rounds draws the pool: tests/run/test_rounds.py",
     ("plan.problems", "uncertainty", "pool"): "run.rounds draws the pool: tests/run/test_rounds.py",
     ("plan.problems", "no_positive_resampling", "pool"): "run.rounds draws the pool: tests/run/test_rounds.py",
+    **{
+        ("plan.budget", "predicted", name): "the fixed groups have one wording: tests/method/test_budgets.py"
+        for name in ("half_life", "sharpness", "prior")
+    },
     ("plan.condition", "reward_tokens", "separation"): "evaluate.check_reward_tokens: tests/test_reward_tokens.py",
     ("plan.condition", "reward_tokens", "evaluate"): "evaluate.prompt_end: tests/test_reward_tokens.py",
 }
@@ -110,6 +114,8 @@ VALUES = {
     ("plan.second", "examples", "remembered"): 0,
     ("plan.temperature", "temperatures"): [0.7, 1.3],
     ("plan.budget", "most"): 9,
+    ("plan.budget", "predictor"): "rising",
+    ("plan.budget", "remembered"): 1,
     ("weights.masks", "threshold"): 0.25,
     ("weights.factors", "bound"): 1e-9,
     ("weights.factors", "limit"): 0.7,
@@ -149,6 +155,7 @@ CONTEXT = {
     ("resample", "rc_roc"): {"drop": "none", "positive_select": "inverse"},
     ("shaping", "stability"): {"entropy": "size"},
     ("plan.budget", "knapsack"): {"least": 1, "most": 16},
+    ("plan.budget", "predicted"): {"least": 1, "most": 16},
     ("plan.budget", "half_width"): {"pilot": 2, "bonus": 0.1, "most": 12},
     ("surrogate", "vespo"): {"level": "turn"},
     ("surrogate", "geometric"): {"level": "turn"},
@@ -180,6 +187,10 @@ def ranked(problem, skills):
 
 def says(problem, given):
     return [-9.0 * bool(i) for i in range(len(given))] if isinstance(given, list) else f"look: {len(given)}"
+
+
+def rising(problems, record):
+    return np.linspace(0.1, 0.9, len(problems))
 
 
 def expert(problem, turn):
@@ -266,7 +277,7 @@ def observed(config):
     columns = {"successes": [1, 7, 4, 2], "visits": [8] * 4, "level": [1, 2, 3, 0]}
     table = state.table.put(uids, {name: np.array(column, np.float64) for name, column in columns.items()})
     state = dataclasses.replace(state, table=table)
-    own = (halved, doubled, earlier, alike, ranked, says, expert)
+    own = (halved, doubled, earlier, alike, ranked, says, expert, rising)
     with given({function.__name__: function for function in own} | {"size": len}):
         for _ in range(2):
             seen += one_step(config, state, rng, [some_group(i) for i in range(4)])

@@ -40,7 +40,7 @@ PAID = np.array([0.0, 0.6, 1.4, 0.25, 1e-5, 0.9, 1e-5, 0.35])
 
 BY_VERDICT = {
     "plan.problems": {"pairs", "uncertainty", "no_positive_resampling"},
-    "plan.budget": {"knapsack"},
+    "plan.budget": {"knapsack", "predicted"},
     "plan.condition": {"hint_level"},
     "plan.second": {"retry", "scaffold", "guide", "explain", "draft", "examples", "feedback", "value", "refine"}
     | {"write", "rival_hints", "predict"},

@@ -1,12 +1,15 @@
 """Normal forms, exact numbers, units, and the comparisons that need no algebra."""
 
 import time
+from contextlib import closing
 from fractions import Fraction
 
 import pytest
 
 from grpo_roc_jax.reward.answer import find_answer
 from grpo_roc_jax.reward.notation import decide, for_algebra, normalize, read_number, split_unit
+from grpo_roc_jax.reward.verify import Verifier
+from grpo_roc_jax.reward.words import measure
 
 
 @pytest.mark.parametrize(
@@ -215,3 +218,51 @@ def test_forms_are_read_in_linear_time(text):
         return time.process_time() - start
 
     assert any(seconds(2800) < 24 * seconds(350) + 0.05 for _ in range(3))
+
+
+CONVERTED = [
+    (r"5\ \text{km}", r"5000\ \text{m}", True),
+    (r"5\ \text{km}", r"5\ \text{m}", False),
+    (r"2\text{ kg}", r"2000\text{ g}", True),
+    (r"2\text{ kg}", r"2\text{ g}", False),
+    ("1.5 hours", "90 minutes", True),
+    (r"\frac{1}{2}\text{ hour}", "30 min", True),
+    ("2 weeks", "14 days", True),
+    ("3 L", "3000 mL", True),
+    ("1 L", r"1000\text{ cm}^3", True),
+    ("3 L", "3 mL", False),
+    ("1 ft", "12 in", True),
+    (r"72\text{ km/h}", r"20\text{ m/s}", True),
+    ("60 mph", "60 km/h", False),
+    ("2 m^2", r"20000\text{ cm}^2", True),
+    ("2 m^2", r"200\text{ cm}^2", False),
+    ("5 kg", "5 km", False),
+    (r"5\text{ N}", r"5\ \mathrm{kg\,m/s^2}", True),
+    (r"\$0.25", "25 cents", True),
+    ("$0.25", "25 cents", True),
+    (r"\$25", "25 cents", False),
+    ("$42", "€42", False),
+    ("42 dollars", "42 euros", False),
+    (r"100^\circ C", r"100^\circ F", False),
+    (r"30^\circ", r"\frac{\pi}{6}", True),
+    (r"\frac{\pi}{6}\text{ rad}", r"30^\circ", True),
+    (r"30^\circ", r"\frac{\pi}{3}", False),
+    (r"2\sqrt{2}\text{ km}", r"2000\sqrt{2}\text{ m}", True),
+]
+
+
+def test_two_units_are_converted_or_have_nothing_in_common():
+    """By definition of the units. By default the same quantity is accepted too; `strict` takes no other one."""
+    pairs = [pair for a, b, _ in CONVERTED for pair in ((a, b), (b, a))]
+    expected = [equal for *_, equal in CONVERTED for _ in range(2)]
+    with closing(Verifier(workers=1, strict=True)) as pool:
+        assert [verdict == "correct" for verdict in pool.compare(pairs)] == expected
+    with closing(Verifier(workers=1)) as pool:
+        assert set(pool.compare([pair for pair, equal in zip(pairs, expected, strict=True) if equal])) == {"correct"}
+
+
+def test_sizes_and_dimensions_by_hand():
+    assert measure("km") == (1000, (("m", 1),))
+    assert measure("h^-1·km") == (Fraction(5, 18), (("m", 1), ("s", -1)))
+    assert measure("cm^3") == (Fraction(1, 10**6), (("m", 3),)) and measure("mL") == measure("cm^3")
+    assert measure("kJ") == (1000, (("kg", 1), ("m", 2), ("s", -2))) and measure("apple") is None

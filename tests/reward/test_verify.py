@@ -19,7 +19,8 @@ LARGE = (
     r"\binom{10^9}{5\cdot 10^8}", r"\binom{n}{10^9}", r"\sum_{i=1}^{100000000} \sin(i)", r"\sum_{i=1}^{10^9} i",
     r"\prod_{i=1}^{10^9} i", "(" * 90 + "x" + ")" * 90, r"\sqrt{" * 60 + "x" + "}" * 60,
     r"\left(1+\frac{1}{10^9}\right)^{10^9}", r"9^{\lfloor 10^9 \rfloor}", r"9^{\sqrt{10^{18}}}", r"\{1, 9^{9^8}\}",
-    r"(9^{9^8}, 2)", r"x = 9^{9^8}", r"9^{9^8} \text{ cm}", r"9^{9^{8}x}",
+    r"(9^{9^8}, 2)", r"x = 9^{9^8}", r"9^{9^8} \text{ cm}", r"9^{9^{8}x}", "(x+y+z)^{400}", "(a+b+c+d)^{60}",
+    r"\left(x-y+z\right)^{999}", "a*(b+c+d+e+f)^{25}",
 )  # fmt: skip
 """Too large to compute, in every form."""
 
@@ -121,7 +122,18 @@ def test_what_is_too_large_is_refused_by_its_form(answer):
 
 
 @pytest.mark.parametrize(
-    "answer", ["2^{1000}", "7^{2023}", r"\binom{100}{50}", "100!", "x^{2024}", r"3^{2^{10}}", "5!!"]
+    "answer",
+    [
+        "2^{1000}",
+        "7^{2023}",
+        r"\binom{100}{50}",
+        "100!",
+        "x^{2024}",
+        r"3^{2^{10}}",
+        "5!!",
+        "(1+x+x^2)^{20}",
+        "(a+b+c)^{9}",
+    ],
 )
 def test_what_is_large_and_honest_is_compared(verifier, answer):
     assert verifier.compare([(rf"{answer}+x", rf"x+{answer}")]) == ["correct"]

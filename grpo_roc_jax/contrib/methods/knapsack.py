@@ -17,14 +17,17 @@ class Knapsack(Budget):
 
     def __post_init__(self) -> None:
         if self.least > self.most:
-            raise ValueError(f"plan.budget knapsack: least = {self.least} is above most = {self.most}; lower it")
+            raise ValueError(f"plan.budget {self.kind}: least = {self.least} is above most = {self.most}; lower it")
 
-    def first(self, wave: Wave) -> np.ndarray:
+    def rates(self, wave: Wave) -> np.ndarray:
+        """float64[P]: the expected success of each problem, from its own visits."""
         rows = problem_rates(wave)
         # Never 0 or 1, and 1/2 for a problem that was not seen.
-        rates = (rows["successes"] + 0.5) / (rows["visits"] + 1)
+        return (rows["successes"] + 0.5) / (rows["visits"] + 1)
+
+    def first(self, wave: Wave) -> np.ndarray:
         low, high = min(self.least, wave.count), max(self.most, wave.count)
-        return knapsack_counts(rates, wave.count * len(wave.problems), low, high)
+        return knapsack_counts(self.rates(wave), wave.count * len(wave.problems), low, high)
 
     def largest(self, count: int, problems: int) -> int:
         return min(max(self.most, count), count * problems - min(self.least, count) * (problems - 1))

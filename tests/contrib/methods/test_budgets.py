@@ -1,15 +1,22 @@
 """Samplers, budgets, reward tokens and schedules of the plan: their formulas against vectors and brute force."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from method_groups import make_group, method
 
 from grpo_roc_jax.contrib.methods.knapsack import knapsack_counts, knapsack_value
 from grpo_roc_jax.contrib.methods.microcoder import AVERAGE, STAGE, Rising, diversity
+from grpo_roc_jax.contrib.methods.v_0 import Outcome, predicted, recalled_record, remembered_record, similarities
 from grpo_roc_jax.contrib.methods.xrpo import half_width, half_width_counts
+from grpo_roc_jax.method.compose import next_state
+from grpo_roc_jax.method.planning import Wave
 from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.types import Problem
 
 
 def close(actual, expected, atol=1e-5):
@@ -83,3 +90,58 @@ def test_the_diversity_of_a_step_is_a_tenth_of_the_average():
     assert after(**{AVERAGE: 0.6, STAGE: 1.0}) == (pytest.approx(0.54 + 0.1 / 3), 1.0)
     assert after(**{AVERAGE: 0.5, STAGE: 1.0}) == (-1.0, 2.0)
     assert after(**{AVERAGE: 0.5, STAGE: 2.0}) == (pytest.approx(0.45 + 0.1 / 3), 2.0)
+
+
+def test_success_is_predicted_from_similar_problems():
+    """By hand: cosines of 1 and 2/7 to the two entries, (2/7)^4 = 0.006664."""
+    record = [Outcome("gcd of 12 and 18", 1.0, 0.0), Outcome("product of 3 and 4", 0.0, 0.0)]
+    close(similarities(["GCD of 45 and 10"], [o.prompt for o in record]), [[1.0, 2 / 7]])
+    close(predicted(["gcd of 45 and 10"], record, 20.0, 4.0, 1.0), [1.5 / 2.006664])
+    old = [Outcome(record[0].prompt, 1.0, 20.0), record[1]]  # of a policy 20 steps ago: counts half
+    close(predicted(["gcd of 45 and 10"], old, 20.0, 4.0, 1.0), [0.9 / 1.506664])
+    close(predicted(["nothing alike"], record, 20.0, 4.0, 1.0), [0.5])
+    close(predicted(["anything"], [], 20.0, 4.0, 1.0), [0.5])
+
+
+def test_predicted_success_decides_about_problems_that_were_never_seen():
+    """The record moves with the policy, outlives a checkpoint, and decides about new problems."""
+    config = method(8, plan={"budget": {"kind": "predicted", "remembered": 2, "sharpness": 50.0}}, resample="none")
+    budget = config.plan.budget
+    groups = [
+        dataclasses.replace(make_group([won] * 4, uid=text), problem=Problem(text, text, "1", "t"))
+        for text, won in (("lost entry", 0.0), ("gcd of 12 and 18", 1.0), ("product of 3 and 4", 0.0))
+    ]
+    state = next_state([groups[0]], [], config, AlgoState())
+    state = AlgoState.from_tree(next_state(groups[1:], [], config, state).to_tree())
+    assert [(o.prompt, o.success) for o in recalled_record(state)] == [
+        ("gcd of 12 and 18", 1),
+        ("product of 3 and 4", 0),
+    ]
+    new = [Problem(text, text, "1", "t") for text in ("gcd of 99 and 11", "product of 7 and 9", "sum of 1 and 1000")]
+    wave = Wave(new, 8, state, np.random.default_rng(0))
+    rates = budget.rates(wave)
+    assert rates[2] == pytest.approx(0.5, abs=1e-6) and rates[1] < 0.45 and rates[0] > 0.55
+    assert budget.first(wave).tolist() == knapsack_counts(rates, 24, 2, 128).tolist() and budget.first(wave).sum() == 24
+
+
+@pytest.mark.parametrize("setting", ["half_life", "sharpness", "prior"])
+def test_each_setting_of_the_prediction_moves_it(setting):
+    record = [Outcome("gcd of 12 and 18", 1.0, 3.0), Outcome("product of 3 and 4", 0.25, 9.0)]
+    wave = Wave([Problem("a", "gcd of 4 and 10", "1", "t")], 8, AlgoState(memory=remembered_record(record, 0)), None)
+
+    def rate(**more):
+        return method(plan={"budget": {"kind": "predicted", **more}}, resample="none").plan.budget.rates(wave)[0]
+
+    values = {"half_life": 20.0, "sharpness": 4.0, "prior": 1.0}
+    assert rate() == pytest.approx(predicted(["gcd of 4 and 10"], record, **values)[0], abs=1e-12)
+    assert abs(rate() - rate(**{setting: values[setting] / 4})) > 1e-3
+
+
+def test_a_predictor_of_the_users_is_asked():
+    budget = method(8, plan={"budget": {"kind": "predicted", "predictor": "asked"}}, resample="none").plan.budget
+    problems = [Problem(text, text, "1", "t") for text in "abc"]
+    wave = Wave(problems, 8, AlgoState(), np.random.default_rng(0))
+    with given({"asked": lambda problems, record: [0.5, 0.1, 0.9]}):
+        assert budget.first(wave).tolist() == [7, 15, 2]
+    with given({"asked": lambda problems, record: [0.5, 2.0, 0.9]}), pytest.raises(ValueError, match="3 probabilities"):
+        budget.first(wave)
