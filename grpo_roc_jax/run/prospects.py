@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import first_demonstrations, first_problems
 from grpo_roc_jax.data.problems import describe_lengths
-from grpo_roc_jax.method.family.channels import Channels
 from grpo_roc_jax.reward.score import Scorer
 from grpo_roc_jax.reward.trial import made_up
 from grpo_roc_jax.run.components import prompt_length
@@ -41,7 +40,7 @@ def settings_against_learning(config: Config) -> list[str]:
     """What the settings alone say."""
     lines: list[str] = []
     parts = config.reward.functions
-    if parts and not isinstance(config.advantage, Channels) and not any(part.weight for part in parts):
+    if parts and not hasattr(config.advantage, "weights") and not any(part.weight for part in parts):
         lines.append(
             f"every reward function has weight 0 ({', '.join(config.reward.names)}): all rewards are 0 and nothing is "
             "learned; set reward.functions.NAME.weight"
