@@ -240,7 +240,7 @@ def main() -> None:
     found: dict[int, list[dict]] = {lag: [] for lag in asked.lags}
     known = asked.rows.read_text(encoding="utf-8").splitlines() if asked.rows and asked.rows.exists() else []
     known = {json.dumps(row.pop("run")): row for row in map(json.loads, known)}
-    with mock.patch.object(rollout_stream, "with_tools", scripted):
+    with mock.patch.object(sampler_module, "with_tools", scripted):
         for repeat, seed in enumerate(asked.seeds or [0] * asked.repeats):
             for lag in asked.lags:
                 named = [repeat if asked.seeds is None else seed, lag, asked.steps, not asked.still, *more]

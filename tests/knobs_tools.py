@@ -529,6 +529,11 @@ def agents_of(config: Config) -> Any:
 AGENT = {"environment": {"kind": "agent", "command": "a b"}, "reward.functions": ("environment",)}
 EPISODES = (
     cases(agents_of, {"environment.command": "c", "environment.timeout_s": 9.0, "environment.at_once": 3}, AGENT)
+    | cases(
+        agents_of,
+        {"environment.function": "tests.serving.agent_functions:quiet"},
+        AGENT | {"environment": {"kind": "agent", "function": "tests.serving.agent_functions:late"}},
+    )
     | cases(environments_of, {"environment": "tests.knobs_tools:Trial"})
     | cases(
         blamed_of,

@@ -62,7 +62,7 @@ def write_data(folder):
 def test_recipes_pass_the_dry_run(name, tmp_path, capsys, monkeypatch):
     write_data(tmp_path)
     monkeypatch.chdir(tmp_path)
-    words = [name, "--dry-run", f"--run_dir={tmp_path / 'run'}"]
+    words = [name, "--dry-run", "full", f"--run_dir={tmp_path / 'run'}"]
     if name == "cobalt":
         words.append("--model.path=")  # it starts from the policy of the run that is cut
     if name == "words":
@@ -88,7 +88,7 @@ def test_recipes_pass_the_dry_run(name, tmp_path, capsys, monkeypatch):
 def test_recipes_of_games_pass_the_dry_run(name, tmp_path, capsys):
     if name == "corridor":
         pytest.importorskip("gymnasium")
-    assert main([f"environments/{name}.yaml", "--dry-run", f"--run_dir={tmp_path / 'run'}"]) == 0
+    assert main([f"environments/{name}.yaml", "--dry-run", "full", f"--run_dir={tmp_path / 'run'}"]) == 0
     assert "environment:" in capsys.readouterr().out
 
 

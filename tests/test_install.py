@@ -117,7 +117,12 @@ def test_the_source_archive_holds_what_a_wheel_is_built_from(built):
 
 
 def test_every_import_of_another_library_is_declared():
-    named = {"orbax": "orbax_checkpoint", "yaml": "pyyaml", "libtpu": "jax"}  # the extra `tpu` of jax brings libtpu
+    named = {
+        "orbax": "orbax_checkpoint",
+        "yaml": "pyyaml",
+        "libtpu": "jax",
+        "google": "protobuf",
+    }  # the extra `tpu` of jax brings libtpu
     used = {named.get(name, name) for name in imported_libraries()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]

@@ -120,7 +120,7 @@ def test_dry_run(name, capsys, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         Path("runs/toy").mkdir(parents=True)
         shutil.copy(METHODS[name].path.parent.parent / "toy.yaml", "runs/toy/config.yaml")
-    assert main([str(METHODS[name].path), "--dry-run", "--data.eval_problems=4"]) == 0
+    assert main([str(METHODS[name].path), "--dry-run", "full", "--data.eval_problems=4"]) == 0
     assert f"name: {name}" in capsys.readouterr().out
 
 

@@ -24,8 +24,10 @@ from grpo_roc_jax.commands.evaluate import EvaluateConfig
 from grpo_roc_jax.commands.export import ExportConfig
 from grpo_roc_jax.commands.plot import PlotConfig
 from grpo_roc_jax.commands.serve import ServeConfig
+from grpo_roc_jax.commands.serve_tinker import ServeTinkerConfig
 from grpo_roc_jax.commands.view import ViewConfig
 from grpo_roc_jax.data.gsm8k_traces import TracesConfig
+from grpo_roc_jax.settings.cli import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "configs").rglob("*.yaml"))]
@@ -115,7 +117,13 @@ def parse_plan(words: list[str]) -> None:
 
 
 def parse_train(words: list[str]) -> None:
-    g.read_config(*(word for word in words if word not in ("--dry-run", "--preflight")))
+    words = [word for i, word in enumerate(words) if not (word == "full" and words[i - 1] == "--dry-run")]
+    words = [word for word in words if word not in ("--dry-run", "--preflight")]
+    if "--optim.learning_rate" in words:  # `docs/coming_from.md` shows what is said of it
+        with pytest.raises(ConfigError, match=r"did you mean 'optim\.lr'"):
+            g.read_config(*words)
+    else:
+        g.read_config(*words)
 
 
 PARSERS = {
@@ -125,6 +133,7 @@ PARSERS = {
     "difficulty": by_tyro(DifficultyConfig, overrides=True),
     "chat": by_tyro(ChatConfig, overrides=True),
     "serve": by_tyro(ServeConfig, overrides=True),
+    "serve --tinker": by_tyro(ServeTinkerConfig, overrides=True),
     "export": by_tyro(ExportConfig),
     "view": by_tyro(ViewConfig),
     "plot": by_tyro(PlotConfig),
@@ -183,6 +192,8 @@ def test_a_command_of_the_pages_parses(path, line, tmp_path, monkeypatch):
         module = command = words[2].removeprefix("grpo_roc_jax.")
         rest = words[3:]
     assert importlib.util.find_spec(f"grpo_roc_jax.{module}")
+    if "--tinker" in rest:
+        command, rest = "serve --tinker", [word for word in rest if word != "--tinker"]
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             PARSERS[command](rest)

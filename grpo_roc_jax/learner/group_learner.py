@@ -49,12 +49,15 @@ class LearningConfig(Method, Protocol):
     """The sections of a configuration that the learner reads besides those of the method."""
 
     batch: BatchConfig
+    """How rows are laid out."""
     optim: OptimConfig
+    """The optimizer."""
     sampling: Any
     """Its `temperature` is that of rollouts, unless the plan has another."""
     rollout: Any
     """Its `max_prompt_tokens` bounds the prompts of a teacher."""
     seed: int
+    """Of what is drawn at random."""
 
 
 class LearningRun(Protocol):

@@ -205,8 +205,8 @@ def test_the_cache_of_a_dialogue_grows_with_it_and_changes_no_answer(published):
     """It begins with 512 tokens, unless the setting is given, and answers as with the whole cache."""
     said, blocks = [], []
     for words in ([], ["--rollout.kv_start=0"]):
-        with open_policy(str(published), [*SHORT, "--rollout.slots=1", *words], prog="test") as (components, sampler):
-            programs, dialogue = components.engine.programs, Dialogue(components, sampler)
+        with open_policy(str(published), [*SHORT, "--rollout.slots=1", *words], prog="test") as (_, sampling):
+            programs, dialogue = sampling.sampler.engine.programs, Dialogue(sampling.sampler)
             before = programs.size.blocks
             said.append([dialogue.ask("How many are 6 * 7 ? " * 4).tokens.tolist() for _ in range(12)])
             blocks.append((before, programs.size.blocks, programs.largest_size.blocks))

@@ -75,7 +75,7 @@ def test_tight_worst_case():
 
 def test_a_micro_batch_has_4096_tokens_by_default():
     config = BatchConfig()
-    assert (config.row_length, config.rows) == (512, 8)
+    assert (config.row_length, rows_per_micro_batch(config, 1)) == (512, 8)
 
 
 def test_worst_case_by_hand():
@@ -167,8 +167,8 @@ def test_refusals_name_the_numbers():
         pack(reference.random_rows([16] * 3, 50), CONFIG, 1)
     with pytest.raises(ValueError, match=r"may have 20 tokens but batch.row_length = 16"):
         worst_case_micro_batches(4, 20, CONFIG)
-    with pytest.raises(ValueError, match=r"rows\n.*greater than or equal to 1"):
-        BatchConfig(rows=0)
+    with pytest.raises(ValueError, match=r"rows\n.*greater than or equal to 0"):
+        BatchConfig(rows=-1)
     row = reference.random_rows([4], 50)[0]
     with pytest.raises(ValueError, match="arrays of one length"):
         dataclasses.replace(row, weights=row.weights[:3])

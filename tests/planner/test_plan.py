@@ -449,8 +449,8 @@ def test_where_the_compiler_is_missing_gpus_are_planned_by_arithmetic_and_tpus_r
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert has_compiler(parse_topology("v5e:2x2")) and not has_compiler(parse_topology("h200:8"))
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
-    for name, extra in (("h200:8", "gpu"), ("v5e:2x2", "tpu")):
-        with pytest.raises(TopologyError, match=rf"unknown platform .*grpo-roc-jax\[{extra}\].*--arithmetic"):
+    for name, extra in (("h200:8", r"jax\[cuda"), ("v5e:2x2", r"jax\[tpu")):
+        with pytest.raises(TopologyError, match=rf"unknown platform .*pip install '{extra}.*--arithmetic"):
             topology_devices(parse_topology(name))
 
 

@@ -194,7 +194,7 @@ def test_corruption_is_named_and_the_previous_checkpoint_wins(tmp_path, caplog, 
 def failing_reads(monkeypatch, times):
     """The next so many reads of a manifest fail as those of a network file system do."""
     monkeypatch.setattr(files, "PAUSES_S", (0.001,) * 3)
-    read, left = files._read_manifest, [times]
+    read, left = files.read_manifest, [times]
 
     def fail(entry):
         left[0] -= 1
@@ -202,7 +202,7 @@ def failing_reads(monkeypatch, times):
             raise OSError(errno.EIO, "Input/output error")
         return read(entry)
 
-    monkeypatch.setattr(files, "_read_manifest", fail)
+    monkeypatch.setattr(files, "read_manifest", fail)
 
 
 def test_a_read_that_fails_for_a_while_is_tried_again(tmp_path, monkeypatch):

@@ -156,7 +156,7 @@ def test_split_unit(text, split):
         ("50%", "0.5", True),
         ("50%", "50 percent", True),
         ("90^\\circ", "90", False),
-        (r"\pi \text{ cm}", r"\pi \text{ m}", False),
+        (r"\pi \text{ cm}", r"\pi \text{ m}", None),  # converted, then compared by algebra
     ],
 )
 def test_decide_strict(answer, gold, agree):

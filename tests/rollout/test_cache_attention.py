@@ -193,7 +193,7 @@ def test_the_cost_of_a_program_has_the_cache_of_one_shard(monkeypatch):
     )
     programs.shards, programs.costs = 2, []
     programs.lower = lambda call: SimpleNamespace(compile=lambda: None)
-    programs._compile(SimpleNamespace(key=("decode", 2), arguments=({}, pool), by_layer=None))
+    programs._compile(SimpleNamespace(key=("decode", 2), arguments=({}, pool), by_layer=None), "decode/2")
     assert found == [4 * 16 * 2 * 128 * 4 // 2]
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_roc_jax.config import Config, read_config
+from grpo_roc_jax.config import read_config
 from grpo_roc_jax.pod import processes as processes_module
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes
@@ -194,9 +194,10 @@ def test_what_a_process_posts_is_read_until_the_next_gather(monkeypatch):
 def test_an_evaluation_beside_the_stream_is_divided_beforehand():
     """A queue that all processes share frees the engine at its end, with the rows that run on."""
     rollout = RolloutConfig(slots=1, step_limit=StreamedRows())
-    shared = SimpleNamespace(agents=None, episodes=None, processes=SimpleNamespace(samplers=2))
-    shared.config = replace(Config(), rollout=replace(rollout, step_limit=RolloutConfig().step_limit))
+    sampler = SimpleNamespace(agents=None, episodes=None)
+    shared = SimpleNamespace(sampler=sampler, processes=SimpleNamespace(samplers=2))
+    shared.rollout = replace(rollout, step_limit=RolloutConfig().step_limit)
     requests = [SimpleNamespace(count=2)] * 4
     assert sample.divided_before(shared, requests) < 4
-    shared.config = SimpleNamespace(rollout=rollout)
+    shared.rollout = rollout
     assert sample.divided_before(shared, requests) == 4
