@@ -25,6 +25,7 @@ from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.transformer import forward
 from grpo_roc_jax.run.components import fit_length
 
+pytestmark = pytest.mark.slow  # 40 s of processor time, half of it imports
 PROMPT, LONGEST, GROUPS, SIZE = 4, 12, 3, 4
 LOSSES = {
     "grpo": ("methods/grpo.yaml", {"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": False}),
