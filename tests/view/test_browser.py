@@ -445,7 +445,7 @@ def test_a_list_says_what_its_marks_mean_and_sorts(tab, serve, demo):
     found = [row.get_attribute("href").split(".")[-2:] for row in page.locator(".item").all()[:8]]
     share = dict(zip(groups, failing, strict=True))
     assert [share[int(step), int(place)] for step, place in found] == sorted(failing, reverse=True)[:8]
-    said = page.inner_text("main > .key")
+    said = page.inner_text("main .key")
     assert "correct" in said and "dropped" in said and "call: exception" in said
     page = tab(f"{base}#/rollouts?sort=spread")
     page.wait_for_selector(".item")
