@@ -122,24 +122,24 @@ def next_lines(run_dir: Path, summary: dict[str, Any] | None, status: int | None
     run = shlex.quote(str(run_dir))
     alarms = [event for event in read_events(run_dir) if event.get("action") or event["event"] == "stalled"]
     last = f"; the last of {len(alarms)} alarms is {alarms[-1]['event']} at step {alarms[-1]['step']}" if alarms else ""
-    view = (f"{PROG}.view {run}", f"curves, groups and rollouts in the browser{last}")
+    view = (f"{PROG} view {run}", f"curves, groups and rollouts in the browser{last}")
     if summary is None:
         batches = sorted((run_dir / "batches").glob("*.npz"))
         third = {
-            NO_SIGNAL_STATUS: (f"{PROG}.view {run} --text", "rollouts of the newest step as text"),
+            NO_SIGNAL_STATUS: (f"{PROG} view {run} --text", "rollouts of the newest step as text"),
             DIVERGED_STATUS: (f"{PROG} replay {shlex.quote(str(batches[-1]))}", "the rows of its last update")
             if batches
-            else (f"{PROG}.plot {run}", "its curves as a picture"),
+            else (f"{PROG} plot {run}", "its curves as a picture"),
             INFRASTRUCTURE_STATUS: (f"{PROG} doctor", "what this machine can do"),
-        }.get(status, (f"{PROG}.chat {run}", "ask the policy that is saved"))
+        }.get(status, (f"{PROG} chat {run}", "ask the policy that is saved"))
         found = [(f"the same command with --run_dir {run} --resume auto", "goes on from here"), view, third]
     elif not summary["steps"]:
         found = [(f"the same command of train with --run_dir {run} --resume auto", "reinforcement learning"), view]
-        found.append((f"{PROG}.chat {run}", "ask the policy"))
+        found.append((f"{PROG} chat {run}", "ask the policy"))
     else:
-        measured = (f"{PROG}.evaluate {run} --samples 16", "its accuracy, from more samples")
-        curves = (f"{PROG}.plot {run}", "its curves as a picture")
-        found = [view, (f"{PROG}.chat {run}", "ask it"), curves if summary["accuracy_after"] is None else measured]
+        measured = (f"{PROG} evaluate {run} --samples 16", "its accuracy, from more samples")
+        curves = (f"{PROG} plot {run}", "its curves as a picture")
+        found = [view, (f"{PROG} chat {run}", "ask it"), curves if summary["accuracy_after"] is None else measured]
     width = max(len(command) for command, _ in found)
     return ["next:", *(f"  {command:<{width}}  # {words}" for command, words in found)]
 

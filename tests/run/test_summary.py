@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from grpo_roc_jax.__main__ import COMMANDS
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.run import summary
 from grpo_roc_jax.run.summary import next_lines, summarize_rows, summary_lines, write_summary
@@ -58,14 +59,16 @@ def test_the_end_of_a_run_names_three_things_to_do_next(tmp_path):
         head, *lines = next_lines(run, *arguments)
         assert head == "next:" and len(lines) == 3
         assert all("/a run'" in line or "/a run/" in line or " doctor " in line for line in lines)  # quoted
-        return [line.split("# ")[0].split()[2].removeprefix("grpo_roc_jax").strip(".") for line in lines]
+        commands = [line.split()[:4] for line in lines if not line.strip().startswith("the same command")]
+        assert all(words[:3] == ["python", "-m", "grpo_roc_jax"] and words[3] in COMMANDS for words in commands)
+        return [words[3] for words in commands]
 
     whole = {"steps": 3, "accuracy_after": 0.5}
     assert said(whole) == ["view", "chat", "evaluate"]
     assert said(whole | {"accuracy_after": None}) == ["view", "chat", "plot"]
     assert "train" in next_lines(run, whole | {"steps": 0})[1]
-    assert "--resume auto" in next_lines(run, None)[1] and said(None)[1:] == ["view", "chat"]
-    assert said(None, 3)[1:] == ["view", "view"] and said(None, 5)[1] == "view" and said(None, 4)[2] == "plot"
+    assert "--resume auto" in next_lines(run, None)[1] and said(None) == ["view", "chat"]
+    assert said(None, 3) == ["view", "view"] and said(None, 5)[0] == "view" and said(None, 4)[1] == "plot"
     (run / "batches" / "step_00000004.npz").touch()
     assert "replay" in next_lines(run, None, 4)[3] and "step_00000004.npz" in next_lines(run, None, 4)[3]
     note = {"event": "entropy_low", "action": "note", "text": "low"}
