@@ -122,6 +122,9 @@ def _messages(row: Any) -> list[Mapping[str, Any]]:
     texts = [message_text(m.get("content") or "") if isinstance(m, Mapping) else None for m in messages]
     if None in texts:
         raise UnusableRow("column 'messages' holds something other than messages with text")
+    other = next((m["role"] for m in messages if not isinstance(m.get("role", ""), str)), None)
+    if other is not None:
+        raise UnusableRow(f"a message has the role {other!r:.80}; must be text")
     roles = ["system" if message.get("role") in SYSTEM_ROLES else message.get("role") for message in messages]
     return [{**m, "role": role, "content": text} for m, role, text in zip(messages, roles, texts, strict=True)]
 
