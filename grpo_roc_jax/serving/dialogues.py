@@ -252,7 +252,7 @@ def read_messages(messages: Any) -> tuple[str, list[Said]]:
             continue
         for i, message in run:
             where, role = f"messages[{i}]", message["role"]
-            text = text_of(message.get("content"), where)
+            text = text_of(message.get("content"), f"{where}.content")
             if role in ("system", "developer") and not said:
                 systems.append(text)
             elif role == "assistant":
@@ -291,7 +291,7 @@ def _results(run: list[tuple[int, Any]], messages: list[Any]) -> Iterator[Said]:
     except UnmatchedReply as error:
         place = "messages" if error.reply is None else f"messages[{begin + error.reply}]"
         raise RequestRefused(f"{place}: {error}", "messages") from error
-    texts = [text_of(message.get("content"), f"messages[{i}]") for i, message in run]
+    texts = [text_of(message.get("content"), f"messages[{i}].content") for i, message in run]
     yield from (Said("tool", texts[i]) for i in order)
 
 
@@ -310,7 +310,7 @@ def text_of(content: Any, where: str) -> str:
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts]
     texts = ["" if text is None else text for text in texts]
     if not all(isinstance(text, str) for text in texts):
-        raise RequestRefused(f"{where}.content must be text or a list of text parts; images are not supported")
+        raise RequestRefused(f"{where} must be text or a list of text parts; images are not supported")
     return "".join(texts).encode(errors="replace").decode()  # JSON may hold unpaired surrogates
 
 

@@ -9,11 +9,9 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_roc_jax.rollout.config import SamplingConfig
-from grpo_roc_jax.serving.dialogues import Dialogues, TurnAnswer
+from grpo_roc_jax.serving.dialogues import TurnAnswer, text_of
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
-from grpo_roc_jax.serving.replies import JSON, ChatReply, SampledChoice
-from grpo_roc_jax.text.tokenizer import Tokenizer
+from grpo_roc_jax.serving.replies import JSON, EventReply, SampledChoice
 
 COUNT_TOKENS = "/v1/messages/count_tokens"
 """Says how long a request is; samples nothing."""
@@ -30,37 +28,22 @@ def error_body(path: str, error: RequestRefused) -> JSON:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-class MessagesReply(ChatReply):
+class MessagesReply(EventReply):
     """One answer, whole or as a stream of events."""
 
     path, name, chunk_name, prefix = "/v1/messages", "message", "message", "msg_"
-    closing = ""
+    _open = ""
+    """Type of the block that the stream is in."""
+    _blocks = 0
+    """Blocks that are finished."""
 
-    def __init__(
-        self,
-        body: Mapping[str, Any],
-        tokenizer: Tokenizer,
-        sampling: SamplingConfig,
-        *,
-        dialogues: Dialogues,
-        session: str,
-    ):
-        super().__init__(_chat_body(body), tokenizer, sampling, dialogues=dialogues, session=session)
-        self._open = ""
-        """Type of the block that the stream is in."""
-        self._blocks = 0
-        """Blocks that are finished."""
+    def as_chat(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        return _chat_body(body)
 
     # ---- the stream
 
-    def framed(self, piece: JSON) -> str:
-        return f"event: {piece['type']}\ndata: {json.dumps(piece)}\n\n"
-
     def fault(self, error: RequestRefused) -> JSON:
         return error_body(self.path, error)
-
-    def last_pieces(self) -> Iterator[JSON]:
-        return iter(())
 
     def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
         if first:
@@ -151,12 +134,7 @@ def _tool_uses(answer: TurnAnswer) -> list[JSON]:
 
 
 def _chat_body(body: Mapping[str, Any]) -> JSON:
-    """The request as one of chat completions.
-
-    Raises:
-        RequestRefused: It is malformed, or asks for what is not served.
-    """
-    system = _text(body.get("system"), "system")
+    system = text_of(body.get("system"), "system")
     turns = field_of(body, "messages", list, [])
     messages = [message for i, turn in enumerate(turns) for message in _messages(turn, f"messages[{i}]")]
     same = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed")
@@ -197,14 +175,14 @@ def _messages(turn: Any, where: str) -> Iterator[JSON]:
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else type(block).__name__
         if kind == "text":
-            texts.append(_text(block.get("text"), where))
+            texts.append(text_of(block.get("text"), where))
         elif kind == "thinking":
-            thoughts.append(_text(block.get("thinking"), where))
+            thoughts.append(text_of(block.get("thinking"), where))
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            text = _text(block.get("content"), where)
+            text = text_of(block.get("content"), where)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind != "redacted_thinking":
             raise RequestRefused(
@@ -216,12 +194,3 @@ def _messages(turn: Any, where: str) -> Iterator[JSON]:
         message: JSON = {"role": turn["role"], "content": "".join(texts)}
         message |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
         yield message | ({"tool_calls": calls} if calls else {})
-
-
-def _text(content: Any, where: str) -> str:
-    """The text of a content: text, null, or a list of text blocks."""
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts]
-    if not all(text is None or isinstance(text, str) for text in texts):
-        raise RequestRefused(f"{where} must be text or blocks of text; images are not supported", "messages")
-    return "".join(text or "" for text in texts)

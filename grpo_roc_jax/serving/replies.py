@@ -212,13 +212,21 @@ class ChatReply(ReplyForm):
         dialogues: Dialogues,
         session: str,
     ):
-        super().__init__(body, tokenizer, sampling)
+        super().__init__(self.as_chat(body), tokenizer, sampling)
         self.dialogues = dialogues
-        tools = read_tools(body)
-        self.context: Context = dialogues.context(session, body.get("messages"), tools, read_forced(body, tools))
+        tools, messages = read_tools(self.body), self.body.get("messages")
+        self.context: Context = dialogues.context(session, messages, tools, read_forced(self.body, tools))
         self.prompts, self.known = [self.context.ids], self.context.known
         self.begun = len(self.context.begun_ids)
         self.goes_on = self.context.goes_on
+
+    def as_chat(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The request in the form of chat completions.
+
+        Raises:
+            RequestRefused: It is malformed, or asks for what is not served.
+        """
+        return body
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> JSON | None:
         if not self.asked.logprobs:
@@ -297,6 +305,18 @@ class ChatReply(ReplyForm):
             )
         extra = {"prompt_token_ids": self.context.ids.tolist()} if self.asked.token_ids else {}
         return self.around(choices, usage=self.usage, policy_version=self.version, **extra)
+
+
+class EventReply(ChatReply):
+    """A chat completion in another form, whose stream is of named events."""
+
+    closing = ""
+
+    def framed(self, piece: JSON) -> str:
+        return f"event: {piece['type']}\n{super().framed(piece)}"
+
+    def last_pieces(self) -> Iterator[JSON]:
+        return iter(())
 
 
 def _tool_calls(answer: TurnAnswer) -> list[JSON]:

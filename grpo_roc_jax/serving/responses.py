@@ -9,11 +9,9 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_roc_jax.rollout.config import SamplingConfig
-from grpo_roc_jax.serving.dialogues import Dialogues, TurnAnswer
+from grpo_roc_jax.serving.dialogues import TurnAnswer
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
-from grpo_roc_jax.serving.replies import JSON, ChatReply, SampledChoice
-from grpo_roc_jax.text.tokenizer import Tokenizer
+from grpo_roc_jax.serving.replies import JSON, EventReply, SampledChoice
 
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 """Types of parts of a content that hold text."""
@@ -24,44 +22,34 @@ UNSUPPORTED = ("background", "conversation", "prompt")
 """Fields that ask for what is not served."""
 
 
-class ResponsesReply(ChatReply):
+class ResponsesReply(EventReply):
     """One answer, whole or as a stream of events."""
 
     path, name, chunk_name, prefix = "/v1/responses", "response", "response", "resp_"
-    closing = ""
 
     def __init__(
-        self,
-        body: Mapping[str, Any],
-        tokenizer: Tokenizer,
-        sampling: SamplingConfig,
-        *,
-        dialogues: Dialogues,
-        session: str,
-        remembered: "RememberedResponses",
+        self, body: Mapping[str, Any], *settings: Any, session: str, remembered: "RememberedResponses", **talk: Any
     ):
-        before = field_of(body, "previous_response_id", str, "")
-        messages = [*(remembered.get(session, before) if before else ()), *messages_of(body.get("input"))]
-        instructions = field_of(body, "instructions", str, "")
-        said = [{"role": "system", "content": instructions}, *messages] if instructions else messages
-        super().__init__(_chat_body(body, said), tokenizer, sampling, dialogues=dialogues, session=session)
-        self._request, self._session, self._messages, self._remembered = body, session, messages, remembered
+        self._request, self._session, self._remembered = body, session, remembered
         self._events = 0
         self._output: list[JSON] = []
         """Items that are finished."""
         self._open: JSON | None = None
         """The item that the stream is in, with its text so far."""
+        super().__init__(body, *settings, session=session, **talk)
+
+    def as_chat(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        before = field_of(body, "previous_response_id", str, "")
+        known = self._remembered.get(self._session, before) if before else ()
+        self._messages = [*known, *messages_of(body.get("input"))]
+        instructions = field_of(body, "instructions", str, "")
+        system = [{"role": "system", "content": instructions}] if instructions else []
+        return _chat_body(body, [*system, *self._messages])
 
     # ---- the stream
 
-    def framed(self, piece: JSON) -> str:
-        return f"event: {piece['type']}\ndata: {json.dumps(piece)}\n\n"
-
     def fault(self, error: RequestRefused) -> JSON:
         return self._event("error", code=error.code, message=error.message, param=error.param)
-
-    def last_pieces(self) -> Iterator[JSON]:
-        return iter(())
 
     def _event(self, kind: str, **fields: Any) -> JSON:
         self._events += 1
