@@ -99,9 +99,9 @@ TOGETHER |= {"sliding_window", "intermediate_size"}
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-tied", "gemma3"])
 def test_keys_without_effect_change_no_logit_of_transformers(name):
+    transformers = need_transformers()
     import torch
 
-    transformers = need_transformers()
     config = make_config(name)
     tokens = torch.arange(20)[None]
 
