@@ -22,6 +22,7 @@ from grpo_roc_jax.learner.learner import UpdateBatch
 from grpo_roc_jax.method.compose import next_state, resample_group, subset
 from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
+from grpo_roc_jax.planner.suggest import device_limit, room_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
 from grpo_roc_jax.pod.processes import ProcessLost
 from grpo_roc_jax.pod.program_cache import keep_programs
@@ -118,6 +119,9 @@ def train_stage(
         Stopped: See `train`.
     """
     with open_session(claim, tools) as session:
+        policy = session.policy
+        for line in room_lines(session.config, policy.model, policy.mesh, device_limit(policy.mesh)):
+            session.writer.say(line)
         with state_kept(session):
             with phase("start of the run", routine=True):
                 run = begin(session)
@@ -528,7 +532,9 @@ def dry(config: Config, full: bool = False) -> None:
             against = hindrances(one, chat, scorer)
         stage = [f"stage {config.stages[index].name}:"] if config.stages else []
         read += [*stage, *found]
-        lines += [*stage, *derived(one), *memory_lines(with_update(one, model, mesh), model, mesh)]
+        chosen = with_update(one, model, mesh)
+        lines += [*stage, *derived(one), *memory_lines(chosen, model, mesh)]
+        lines += room_lines(chosen, model, mesh, device_limit(mesh))
         lines += [f"this cannot work: {line}" for line in against] or ["nothing was found that speaks against this run"]
     if full:
         print(dump_yaml(config))

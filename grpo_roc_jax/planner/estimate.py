@@ -198,6 +198,7 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     # scattered.
     weights = itemsize * parameter_count(model) / tensor
     pairs = itemsize * trained / tensor if config.lora.rank else 0.0
+    passes = 2 if config.update.remat == "none" else 3
     residual = tokens * model.d_model * 4.0
     keys = 2 * itemsize * sum(model.attends) * sequence * tokens * model.kv_heads * model.head_dim / tensor
     return Needs(
@@ -213,9 +214,10 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
         | _collective("reduce-scatter", 2 * (pairs or weights), shared, micro)
         | _collective("all-gather", keys, sequence, 2 * micro, "sequence")
         | _collective("reduce-scatter", keys, sequence, micro, "sequence")
-        # Over `tensor` the residual stream, gathered and scattered twice a layer; over `data` the gradients, added up
-        # by each part of it first (`update.accumulate`).
-        | _collective("all-reduce", 2 * residual * model.layers, tensor, 2 * micro, "tensor")
+        # Over `tensor` the residual stream, gathered and scattered twice a layer and pass; over `data` the gradients,
+        # added up by each part of it first (`update.accumulate`).
+        | _collective("all-gather", 2 * residual * model.layers, tensor, passes * micro, "tensor")
+        | _collective("reduce-scatter", 2 * residual * model.layers, tensor, passes * micro, "tensor")
         | _collective("all-reduce", parts["gradients"], data, 1.0, "data", deployment.topology.slices),
     )
 

@@ -11,11 +11,13 @@ from typing import Any
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.pack import rows_per_micro_batch
 from grpo_roc_jax.method.weights import TruncatedImportance
+from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import LowRank
-from grpo_roc_jax.model.sharding import check_divisible, row_shards, slot_shards
+from grpo_roc_jax.model.sharding import Mesh, check_divisible, process_count, row_shards, slot_shards
+from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.planner.estimate import Deployment, abstract_mesh, estimate, work_of
 from grpo_roc_jax.planner.roofline import GB, Needs, Work, kind_of, step_times
-from grpo_roc_jax.planner.topology import FRACTION, MOST_OF_A_GPU
+from grpo_roc_jax.planner.topology import FRACTION, MOST_OF_A_GPU, Chip, Topology
 from grpo_roc_jax.rollout.config import LowPrecision
 
 Settings = dict[str, Any]
@@ -66,6 +68,31 @@ def slot_lines(config: Config, work: Work) -> list[str]:
         f"rollout.slots {work.slots}: a process has at most {work.rollouts:.0f} rollouts at a time, so "
         f"{work.slots - usable} slots stay empty; set rollout.slots {usable}, or raise group.problems"
     ]
+
+
+def device_limit(mesh: Mesh) -> float:
+    """Bytes that JAX may take on a device of the mesh; 0 where nothing says so, as on a CPU."""
+    return float((mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", 0))
+
+
+def room_lines(config: Config, model: ModelConfig, mesh: Mesh, limit: float) -> list[str]:
+    """`advice` for the devices that are here, by arithmetic; nothing if all programs fit or the limit is unknown.
+
+    Args:
+        config: Of the run.
+        model: With its shape resolved.
+        mesh: Of the trainer.
+        limit: Bytes of a device, see `device_limit`.
+    """
+    if not limit:
+        return []
+    model = replace(model, compute_dtype=compute_dtype(model).name)
+    rates = {"flops": 1.0, "memory_rate": 1.0, "link_rate": 1.0}  # no times are shown
+    chip = Chip("this", limit, **rates, chips_per_process=mesh.size // process_count(mesh), source="the device")
+    topology = Topology(chip, (mesh.size,))
+    deployment = Deployment(config, model, mesh, topology, work_of(config, mesh, topology, 0.0))
+    lines = advice(deployment, estimate(deployment))
+    return lines and ["this device has too little memory for the run, by arithmetic:", *lines]
 
 
 # ---- what makes it fit ---------------------------------------------------------------------------------------------
