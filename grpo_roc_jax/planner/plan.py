@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from grpo_roc_jax.model.sharding import (
     ShardingConfig,
     check_divisible,
     make_mesh,
+    platform_of,
     process_mesh,
     processes_together,
     slice_of,
@@ -53,6 +54,7 @@ from grpo_roc_jax.planner.schedules import schedule_lines, simulate_schedules
 from grpo_roc_jax.planner.suggest import advice, slot_lines, suggest
 from grpo_roc_jax.planner.topology import (
     FRACTION,
+    Chip,
     Topology,
     has_compiler,
     parse_topology,
@@ -117,7 +119,8 @@ def describe_suggestions(deployment: Deployment, say: Callable[[str], Any]) -> d
             real = replace(one.deployment, mesh=mesh, work=work_of(one.deployment.config, mesh, topology, 0.0))
             say(f"compiling {one.settings}")
             found = {needs.name: needs for needs in one.programs}
-            found |= {kind_of(needs.name): needs for needs in compile_programs(real, ("decode", "update"), say)}
+            needed = compile_programs(real, ("decode", "update"), say)
+            found |= {kind_of(needs.name): needs for needs in needed if not needs.name.startswith(COMPARED)}
             compiled.append(replace(one, programs=tuple(found.values())))
         best = sorted((one for one in compiled if one.fits), key=lambda one: one.seconds)
     lines = [f"{config.name} on {topology.name} ({how}): the fastest that fit, at most one for each mesh"]
@@ -244,19 +247,26 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
     cache = deployment.memory_parts()["cache"]
     resident = resident_bytes(config, state, policy, device_bytes(sampled), teacher, cache)
     alone = one_process(mesh, deployment.topology)
-    sampler = engine
-    if alone is not mesh:
-        sampler = make_engine(model, config.rollout, config.sampling, [0], alone, seed=config.seed)
     local = policy if alone is mesh else policy_like(config, *trained_like(config, model, alone))
-    programs = [(name, part) for name, part in engine.lower(policy) if kind_of(name) in SHARED or alone is mesh]
-    if alone is not mesh:
-        programs += [(name, part) for name, part in sampler.lower(local) if kind_of(name) not in SHARED]
-    for name, lowered in programs:
-        kind = kind_of(name)
-        if not only or kind in only:
+
+    def needs_by(path: str) -> Iterator[Needs]:
+        rollout = replace(config.rollout, attention=path)
+        sampler = make_engine(model, rollout, config.sampling, [0], alone, seed=config.seed)
+        programs = [*engine.lower(policy)] if alone is not mesh else []
+        programs = [(name, part) for name, part in programs if kind_of(name) in SHARED]
+        programs += [one for one in sampler.lower(local) if alone is mesh or kind_of(one[0]) not in SHARED]
+        for name, lowered in programs:
+            kind = kind_of(name)
+            if only and kind not in only:
+                continue
+            if path != paths_taken[0] and kind not in BY_PATH:
+                continue
             slices = slices_of(mesh) if kind in SHARED else ()
             needs = read_needs(name, lowered, resident[kind], loops_of(kind, work), say, slices)
             yield replace(needs, **fixed_parts(kind, sampled, config, work))
+
+    paths_taken = cache_paths(config, model, alone)
+    yield from chosen_path({path: [*needs_by(path)] for path in paths_taken}, deployment.topology.chip)
     if only and "update" not in only:
         return
     frozen = () if base is None else (base,)
@@ -268,6 +278,42 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
         )
         lowered = step.lower(state, batch_like(config, mesh, model), *frozen)
         yield read_needs(name, lowered, resident["update"], trip_counts, say, slices_of(mesh))
+
+
+BY_PATH = ("decode", "append")
+"""Kinds of programs that attend to the cache."""
+
+
+def cache_paths(config: Config, model: ModelConfig, mesh: Mesh) -> tuple[str, ...]:
+    """The paths of attention to the cache that a run on these devices chooses from."""
+    if config.rollout.attention != "auto" or config.rollout.cache_dtype != "full":
+        return (config.rollout.attention,)
+    try:
+        check_paged(model, platform_of(mesh), mesh.shape["tensor"])
+    except ValueError:
+        return ("xla",)
+    return "xla", "paged"
+
+
+def chosen_path(by_path: Mapping[str, Sequence[Needs]], chip: Chip) -> Iterator[Needs]:
+    """The programs of sampling with the path of attention whose largest decode chunk has the lowest bound; those of the
+    other one are named as not taken."""
+
+    def seconds(path: str) -> float:
+        decodes = [needs for needs in by_path[path] if kind_of(needs.name) == "decode"]
+        return math.inf if not decodes or decodes[-1].refused else decodes[-1].seconds(chip)
+
+    best = min(by_path, key=seconds)
+    taken = {needs.name: needs for needs in by_path[best]}
+    for needs in next(iter(by_path.values())):  # the first path has the programs that do not attend to the cache too
+        yield taken.get(needs.name, needs)
+    for path, programs in by_path.items():
+        if path != best:
+            yield from (
+                replace(needs, name=f"{COMPARED}{needs.name} by {path}")
+                for needs in programs
+                if kind_of(needs.name) in BY_PATH
+            )
 
 
 def slices_of(mesh: Mesh) -> tuple[int, ...]:
@@ -425,6 +471,21 @@ def open_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     return [f"update.attention auto: {said} (--update.attention {names[-1]} plans that)"] if len(names) > 1 else []
 
 
+def path_lines(programs: Sequence[Needs], chip: Chip) -> list[str]:
+    """Which path of attention to the cache was planned with, where a run chooses it by measurement."""
+    others = [needs for needs in programs if needs.name.startswith(f"{COMPARED}decode")]
+    if not others:
+        return []
+    name, _, other = others[-1].name.removeprefix(COMPARED).partition(" by ")
+    taken = next(needs for needs in programs if needs.name == name)
+    path = "paged" if other == "xla" else "xla"
+    times = f"{1e3 * taken.seconds(chip):.1f} ms a chunk at least, {1e3 * others[-1].seconds(chip):.1f} by {other}"
+    return [
+        f"rollout.attention auto: planned with {path} ({times}); a run times both and takes the faster. By "
+        "xla the blocks of a row are copied side by side before they are multiplied: read, written and read again"
+    ]
+
+
 def expert_lines(model: ModelConfig, topology: Topology) -> list[str]:
     """What a run on this machine would be refused for; see `check_grouped`."""
     try:
@@ -467,6 +528,7 @@ def describe(deployment: Deployment, programs: list[Needs], only: tuple[str, ...
         *program_lines(programs, chip),
         *(step_lines(times, work, topology.chips) if times else []),
         *([] if arithmetic else [gather_line(own, limit), *open_lines(config, model, mesh)]),
+        *path_lines(programs, chip),
         *[f"{name} gathers more than that at once" for name in whole],
         *expert_lines(model, topology),
         ("fits" if fits else "DOES NOT FIT") + (f" ({', '.join(only)} alone)" if only else ""),
