@@ -193,11 +193,13 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     tokens = work.micro_rows // row_shards(mesh) * work.row_length // sequence
     micro = work.micro_batches / work.updates
     runs_on = parts["cache"] + parts.get("sampler", 0.0) if config.rollout.step_limit.lag else 0.0
-    # Weights are gathered before each use (forward, backward) and gradients of what is trained scattered; heads are
-    # summed over `tensor`. Keys and values of whole rows are gathered over `sequence` in both passes, their gradients
+    # Weights are gathered before each use (forward, backward) and gradients of what is trained scattered. The layers of
+    # frozen weights are no loop, so that the backward pass finds what the forward pass gathered. Heads are summed over
+    # `tensor`. Keys and values of whole rows are gathered over `sequence` in both passes, their gradients
     # scattered.
     weights = itemsize * parameter_count(model) / tensor
     pairs = itemsize * trained / tensor if config.lora.rank else 0.0
+    gathered = (weights if shared > 1 else 0.0) if config.lora.rank else weights / model.layers
     passes = 2 if config.update.remat == "none" else 3
     residual = tokens * model.d_model * 4.0
     keys = 2 * itemsize * sum(model.attends) * sequence * tokens * model.kv_heads * model.head_dim / tensor
@@ -207,10 +209,10 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
         arguments=trainer + frozen + device_bytes(batch_like(config, mesh, model)),
         results=trainer,
         aliased=trainer,
-        temporaries=2 * parts["gradients"] + parts["layers kept"] + parts["logits"] + weights / model.layers,
+        temporaries=2 * parts["gradients"] + parts["layers kept"] + parts["logits"] + gathered,
         flops=micro * update_flops(config, model, tokens, work.prompt + work.response) / tensor,
         traffic=micro * (4 * weights + (0.0 if config.lora.rank else 4 * pairs)) + 3 * trainer,
-        collectives=_collective("all-gather", weights + pairs, shared, 2 * micro)
+        collectives=_collective("all-gather", weights + pairs, shared, (1 if config.lora.rank else 2) * micro)
         | _collective("reduce-scatter", 2 * (pairs or weights), shared, micro)
         | _collective("all-gather", keys, sequence, 2 * micro, "sequence")
         | _collective("reduce-scatter", keys, sequence, micro, "sequence")

@@ -133,11 +133,11 @@ def advice(deployment: Deployment, programs: Sequence[Needs]) -> list[str]:
             chosen.append((remedy, left))
             current, excess = tried, left
     for remedy, left in chosen:
-        words = " ".join(f"{name} {_word(value)}" for name, value in remedy.settings.items())
+        words = _options(remedy.settings) or f"{FRACTION}={MOST_OF_A_GPU}"
         room = current.topology.chip.room_bytes if FRACTION in remedy.settings else chip.room_bytes
         short = f"{left / GB:.1f} GB too much" if left > 0 else "fits"
         found.append(f"  {words} ({remedy.why}): {short}" + ("" if room == chip.room_bytes else f" of {room / GB:.1f}"))
-    together = " ".join(f"--{name} {_word(value)}" for name, value in settings.items() if name != FRACTION)
+    together = _options(settings)
     if excess <= 0:
         shown = f"{FRACTION}={settings[FRACTION]} " if FRACTION in settings else ""
         return [*found, f"together, by arithmetic, it fits: {shown}{together}".rstrip()]
@@ -169,12 +169,17 @@ def _excess(deployment: Deployment, more: dict[str, float]) -> float:
     return max(needs.total + more[needs.name] for needs in estimate(deployment)) - room
 
 
-def _word(value: Any) -> str:
-    if isinstance(value, LowRank):
-        return f"low_rank --lora.rank {value.rank}"
-    if isinstance(value, LowPrecision):
-        return f"{{cache: {value.cache}}}"
-    return str(value)
+def _options(settings: Settings) -> str:
+    """Settings as on the command line. What fewer bits need besides is the default there."""
+    words = []
+    for name, value in settings.items():
+        if isinstance(value, LowRank):
+            words.append(f"--lora.kind low_rank --lora.rank {value.rank}")
+        elif isinstance(value, LowPrecision):
+            words.append(f"--{name}.cache {value.cache}")
+        elif name not in (FRACTION, "weights.factors", "surrogate.old_logprobs"):
+            words.append(f"--{name} {value}")
+    return " ".join(words)
 
 
 def _remedies(deployment: Deployment) -> Iterator[Remedy]:
@@ -252,7 +257,7 @@ class Suggestion:
         sections: dict[str, list[str]] = {}
         for name, value in self.settings.items():
             section, _, field = name.partition(".")
-            sections.setdefault(section, []).append(f"{field}: {_word(value)}")
+            sections.setdefault(section, []).append(f"{field}: {value}")
         return [
             f"step of at least {self.seconds:.1f} s (decoding {times.decode:.1f}, update {times.update:.1f}; "
             f"{', '.join(bounds)}); {largest.name} is largest with {largest.total / GB:.1f} of "
