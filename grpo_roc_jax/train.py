@@ -1,5 +1,6 @@
 """Training: `python -m grpo_roc_jax.train [CONFIG.yaml] [--section.field value] [--dry-run [full] | --preflight]`.
-`--dry-run full` prints every setting too; `--force` continues a run with settings that it would refuse.
+`--dry-run full` prints every setting too; `--force` continues a run with settings that it would refuse; `--profile 3:5`
+traces steps 3 to 5.
 
 One step publishes the policy, rolls problems out, scores, selects, buffers, makes rows, updates and records. `train`
 does the same from Python, with custom parts as arguments.
@@ -21,6 +22,7 @@ from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass,
 from grpo_roc_jax.learner.learner import UpdateBatch
 from grpo_roc_jax.method.compose import next_state, resample_group, subset
 from grpo_roc_jax.model.transformer import compute_dtype
+from grpo_roc_jax.planner.measured import device_rates, measured_lines
 from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
 from grpo_roc_jax.planner.suggest import device_limit, room_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
@@ -41,6 +43,7 @@ from grpo_roc_jax.run.components import check_components, describe_device, make_
 from grpo_roc_jax.run.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
+from grpo_roc_jax.run.profiling import Profile, Tracer
 from grpo_roc_jax.run.prospects import hindrances
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
@@ -66,6 +69,9 @@ from grpo_roc_jax.types import Metrics
 log = logging.getLogger(__name__)
 
 FLAGS = ("--dry-run", "--preflight", "--force")
+PROFILE = "--profile"
+"""Followed by the first and the last step of a trace, as in 3:5."""
+NO_PROFILE = Profile()
 
 
 def train(
@@ -75,6 +81,7 @@ def train(
     tools: Registry | None = None,
     force: bool = False,
     environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
+    profile: Profile = NO_PROFILE,
 ) -> dict[str, Any]:
     """Runs a configuration to its end and returns the summary that is also written to `summary.json`. A run that has
     ended already is left as it is.
@@ -89,6 +96,7 @@ def train(
         environment: A class of yours that answers the policy's turns, one object for each rollout, in place of the one
             that `config.environment` names. Of several, in a mapping, a problem chooses one by its column
             `environment`.
+        profile: Steps that are traced into `profile/` of the run directory.
 
     Raises:
         ConfigError: What cannot run, before anything is compiled.
@@ -105,12 +113,12 @@ def train(
             return show_finished(claim)
         stage, compiled, summary = first_stage(claim), 0, {}
         while stage is not None:
-            stage, compiled, summary = train_stage(stage, tools, started, compiled)
+            stage, compiled, summary = train_stage(stage, tools, started, compiled, profile)
         return summary
 
 
 def train_stage(
-    claim: Claim, tools: Registry | None, started: float, compiled: int
+    claim: Claim, tools: Registry | None, started: float, compiled: int, profile: Profile = NO_PROFILE
 ) -> tuple[Claim | None, int, dict[str, Any]]:
     """Trains a stage of a run, or a run without stages: (the next stage or None, programs compiled after the first step
     of a stage so far, the summary if the run has ended).
@@ -125,7 +133,7 @@ def train_stage(
         with state_kept(session):
             with phase("start of the run", routine=True):
                 run = begin(session)
-            compiled += train_steps(session, run)
+            compiled += train_steps(session, run, profile)
             following, summary = next_claim(claim, run), {}
             with phase("end of the run", routine=True):
                 if following is None:
@@ -161,13 +169,16 @@ def with_environment(
     return config, {**functions, **{paths[name]: one for name, one in passed.items()}}
 
 
-def train_steps(session: TrainingSession, run: RunState) -> int:
+def train_steps(session: TrainingSession, run: RunState, profile: Profile = NO_PROFILE) -> int:
     """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step."""
-    with phase("training", steps=session.config.steps - run.step) as under_way:
-        return take_steps(session, run, under_way)
+    with (
+        phase("training", steps=session.config.steps - run.step) as under_way,
+        profile.tracing(session.run_dir) as tracer,
+    ):
+        return take_steps(session, run, under_way, tracer)
 
 
-def take_steps(session: TrainingSession, run: RunState, under_way: Phase) -> int:
+def take_steps(session: TrainingSession, run: RunState, under_way: Phase, tracer: Tracer) -> int:
     """`train_steps`, which is `under_way`."""
     config, checkpointer = session.config, session.checkpointer
     policy, sampling, sampler = session.policy, session.sampling, session.sampling.sampler
@@ -181,11 +192,13 @@ def take_steps(session: TrainingSession, run: RunState, under_way: Phase) -> int
     session.writer.say(describe_programs(session.compilations))
     checkpointer.held = run.bundle()
     watch, compiled, first = Watch(config.limits), None, run.step
+    rates = device_rates(config, policy.model, policy.mesh)
     gap = GapCheck(session.events, exact=exact_sampling(config, policy))
     longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
     for one in filter(None, (watch, session.alarms)):
         one.recall(sampling.processes.once(lambda: recorded(session.run_dir)[-longest:]))
     while run.step < config.steps and not stage_over(session, run):
+        tracer.before(run.step + 1)
         begun = time.perf_counter()
         counts = run.buffer.counts
         samples = sample_step(config, policy, sampling, run, stream)
@@ -211,11 +224,14 @@ def take_steps(session: TrainingSession, run: RunState, under_way: Phase) -> int
             checkpointer.held = run.bundle()
             metrics |= session.compilations.metrics() | {"data/left_out": run.stream.left_out}
             metrics["time/step_s"] = time.perf_counter() - begun
+            metrics |= rates.metrics(metrics) if rates else {}
             reach("record")
             record(session, run, samples, groups, batches, metrics)
             if checkpointer.due(run.step):
                 checkpointer.save(run.step, checkpointer.held)
         compiled = session.compilations.count if compiled is None else compiled
+        if traced := tracer.after(run.step):
+            session.writer.say(traced)
         under_way.step(run.step - first)
         gap.look(run.step, metrics)
         for text in watch.new_failures(samples.failures):
@@ -318,7 +334,7 @@ def finish(session: TrainingSession, run: RunState, started: float, compiled_aft
         "left_out": {"problems": run.stream.left_out, "held_out": session.held_out_left_out},
     }
     summary = processes.once(lambda: write_summary(session.run_dir, session.config, **measured))
-    for line in summary_lines(session.run_dir, summary):
+    for line in [*summary_lines(session.run_dir, summary), *measured_lines(recorded(session.run_dir))]:
         session.writer.say(line)
     return summary
 
@@ -474,6 +490,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words.pop(words.index("--dry-run") + 1)
     dry_run, ahead, force = (flag in words for flag in FLAGS)
     words = [word for word in words if word not in FLAGS]
+    traced, words = split_option(words, PROFILE)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         config = load_config(Config, words, prog="python -m grpo_roc_jax.train", default_file=DEFAULT_CONFIG)
@@ -483,7 +500,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for one in config.staged():
                 print("\n".join([*preflight_lines(preflight(one)), *host_lines(one)]))
         else:
-            train(config, force=force)
+            train(config, force=force, profile=Profile.parse(traced) if traced is not None else NO_PROFILE)
     except ConfigError as error:
         return ended(CONFIG_STATUS, f"configuration: {error}")
     except RewardError as error:
@@ -500,6 +517,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Preempted as error:
         return ended(PREEMPTED_STATUS, "interrupted", error)
     return 0
+
+
+def split_option(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """(value of an option given as `NAME VALUE` or `NAME=VALUE`, or None, the other words)."""
+    for i, word in enumerate(words):
+        if word.startswith(f"{name}="):
+            return word.removeprefix(f"{name}="), [*words[:i], *words[i + 1 :]]
+        if word == name:
+            return "".join(words[i + 1 : i + 2]), [*words[:i], *words[i + 2 :]]
+    return None, list(words)
 
 
 def ended(status: int, words: str, error: BaseException | None = None) -> int:

@@ -199,7 +199,7 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     # scattered.
     weights = itemsize * parameter_count(model) / tensor
     pairs = itemsize * trained / tensor if config.lora.rank else 0.0
-    gathered = (weights if shared > 1 else 0.0) if config.lora.rank else weights / model.layers
+    gathered = weights if config.lora.rank and shared > 1 else weights / model.layers
     passes = 2 if config.update.remat == "none" else 3
     residual = tokens * model.d_model * 4.0
     keys = 2 * itemsize * sum(model.attends) * sequence * tokens * model.kv_heads * model.head_dim / tensor
