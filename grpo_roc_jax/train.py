@@ -43,7 +43,7 @@ from grpo_roc_jax.run.components import check_components, describe_device, make_
 from grpo_roc_jax.run.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
-from grpo_roc_jax.run.profiling import Profile, Tracer
+from grpo_roc_jax.run.profiling import Profile, Tracer, profiled, tracing
 from grpo_roc_jax.run.prospects import hindrances
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
@@ -71,7 +71,6 @@ log = logging.getLogger(__name__)
 FLAGS = ("--dry-run", "--preflight", "--force")
 PROFILE = "--profile"
 """Followed by the first and the last step of a trace, as in 3:5."""
-NO_PROFILE = Profile()
 
 
 def train(
@@ -81,7 +80,6 @@ def train(
     tools: Registry | None = None,
     force: bool = False,
     environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
-    profile: Profile = NO_PROFILE,
 ) -> dict[str, Any]:
     """Runs a configuration to its end and returns the summary that is also written to `summary.json`. A run that has
     ended already is left as it is.
@@ -96,7 +94,6 @@ def train(
         environment: A class of yours that answers the policy's turns, one object for each rollout, in place of the one
             that `config.environment` names. Of several, in a mapping, a problem chooses one by its column
             `environment`.
-        profile: Steps that are traced into `profile/` of the run directory.
 
     Raises:
         ConfigError: What cannot run, before anything is compiled.
@@ -113,12 +110,12 @@ def train(
             return show_finished(claim)
         stage, compiled, summary = first_stage(claim), 0, {}
         while stage is not None:
-            stage, compiled, summary = train_stage(stage, tools, started, compiled, profile)
+            stage, compiled, summary = train_stage(stage, tools, started, compiled)
         return summary
 
 
 def train_stage(
-    claim: Claim, tools: Registry | None, started: float, compiled: int, profile: Profile = NO_PROFILE
+    claim: Claim, tools: Registry | None, started: float, compiled: int
 ) -> tuple[Claim | None, int, dict[str, Any]]:
     """Trains a stage of a run, or a run without stages: (the next stage or None, programs compiled after the first step
     of a stage so far, the summary if the run has ended).
@@ -127,13 +124,10 @@ def train_stage(
         Stopped: See `train`.
     """
     with open_session(claim, tools) as session:
-        policy = session.policy
-        for line in room_lines(session.config, policy.model, policy.mesh, device_limit(policy.mesh)):
-            session.writer.say(line)
         with state_kept(session):
             with phase("start of the run", routine=True):
                 run = begin(session)
-            compiled += train_steps(session, run, profile)
+            compiled += train_steps(session, run)
             following, summary = next_claim(claim, run), {}
             with phase("end of the run", routine=True):
                 if following is None:
@@ -169,11 +163,11 @@ def with_environment(
     return config, {**functions, **{paths[name]: one for name, one in passed.items()}}
 
 
-def train_steps(session: TrainingSession, run: RunState, profile: Profile = NO_PROFILE) -> int:
+def train_steps(session: TrainingSession, run: RunState) -> int:
     """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step."""
     with (
         phase("training", steps=session.config.steps - run.step) as under_way,
-        profile.tracing(session.run_dir) as tracer,
+        tracing(session.run_dir) as tracer,
     ):
         return take_steps(session, run, under_way, tracer)
 
@@ -359,6 +353,9 @@ def begin(session: TrainingSession) -> RunState:
     claim = session.claim
     config = claim.whole.staged()[claim.stage] if claim.stages else session.config
     announce(session, config)
+    policy = session.policy
+    for line in room_lines(session.config, policy.model, policy.mesh, device_limit(policy.mesh)):
+        session.writer.say(line)
     try:
         run = restored_or_fresh(session)
     except RewardError as error:
@@ -500,7 +497,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for one in config.staged():
                 print("\n".join([*preflight_lines(preflight(one)), *host_lines(one)]))
         else:
-            train(config, force=force, profile=Profile.parse(traced) if traced is not None else NO_PROFILE)
+            with profiled(Profile.parse(traced) if traced is not None else Profile()):
+                train(config, force=force)
     except ConfigError as error:
         return ended(CONFIG_STATUS, f"configuration: {error}")
     except RewardError as error:

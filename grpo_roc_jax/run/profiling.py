@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,14 +35,28 @@ class Profile:
             raise ConfigError(f"--profile {words}; must be the first and the last step to trace, from 1, as in 3:5")
         return cls(first, last)
 
-    @contextmanager
-    def tracing(self, run_dir: Path) -> Iterator["Tracer"]:
-        """Traces into the run directory; what is under way at the end is written too."""
-        tracer = Tracer(self, run_dir / FOLDER)
-        try:
-            yield tracer
-        finally:
-            tracer.stop()
+
+_CHOSEN: ContextVar[Profile | None] = ContextVar("profile", default=None)
+
+
+@contextmanager
+def profiled(profile: Profile) -> Iterator[None]:
+    """Runs inside trace these steps."""
+    token = _CHOSEN.set(profile)
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+@contextmanager
+def tracing(run_dir: Path) -> Iterator["Tracer"]:
+    """Traces the steps of `profiled` into the run directory; what is under way at the end is written too."""
+    tracer = Tracer(_CHOSEN.get() or Profile(), run_dir / FOLDER)
+    try:
+        yield tracer
+    finally:
+        tracer.stop()
 
 
 class Tracer:
