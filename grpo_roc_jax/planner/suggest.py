@@ -12,7 +12,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.pack import rows_per_micro_batch
 from grpo_roc_jax.method.weights import TruncatedImportance
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.lora import LowRank
+from grpo_roc_jax.model.lora import LowRank, Target
 from grpo_roc_jax.model.sharding import Mesh, check_divisible, process_count, row_shards, slot_shards
 from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.planner.estimate import Deployment, abstract_mesh, estimate, work_of
@@ -125,13 +125,15 @@ def advice(deployment: Deployment, programs: Sequence[Needs]) -> list[str]:
             break
         try:
             tried = deploy(deployment, settings | remedy.settings)
+            left = _excess(tried, more)
         except ValueError:
             continue
-        left = _excess(tried, more)
         if left < excess - 0.005 * chip.usable_bytes:
             settings |= remedy.settings
             chosen.append((remedy, left))
             current, excess = tried, left
+    if excess <= 0:
+        settings = _needed(deployment, [remedy for remedy, _ in chosen], more)
     for remedy, left in chosen:
         words = _options(remedy.settings) or f"{FRACTION}={MOST_OF_A_GPU}"
         room = current.topology.chip.room_bytes if FRACTION in remedy.settings else chip.room_bytes
@@ -142,6 +144,25 @@ def advice(deployment: Deployment, programs: Sequence[Needs]) -> list[str]:
         shown = f"{FRACTION}={settings[FRACTION]} " if FRACTION in settings else ""
         return [*found, f"together, by arithmetic, it fits: {shown}{together}".rstrip()]
     return [*found, f"with all of these {excess / GB:.1f} GB are still too much: more chips, or chips with more memory"]
+
+
+def _needed(deployment: Deployment, chosen: Sequence[Remedy], more: dict[str, float]) -> Settings:
+    """The settings without those of the remedies that what follows them made needless."""
+    needed = list(chosen)
+    for remedy in chosen[:-1]:
+        without = [one for one in needed if one is not remedy]
+        settings: Settings = {}
+        for one in without:
+            settings |= one.settings
+        try:
+            if _excess(deploy(deployment, settings), more) <= 0:
+                needed = without
+        except ValueError:
+            continue
+    found: Settings = {}
+    for one in needed:
+        found |= one.settings
+    return found
 
 
 def _too_much(needs: Needs, deployment: Deployment) -> str:
@@ -174,7 +195,8 @@ def _options(settings: Settings) -> str:
     words = []
     for name, value in settings.items():
         if isinstance(value, LowRank):
-            words.append(f"--lora.kind low_rank --lora.rank {value.rank}")
+            targets = "" if value.targets == LowRank().targets else f" --lora.targets [{','.join(value.targets)}]"
+            words.append(f"--lora.kind low_rank --lora.rank {value.rank}{targets}")
         elif isinstance(value, LowPrecision):
             words.append(f"--{name}.cache {value.cache}")
         elif name not in (FRACTION, "weights.factors", "surrogate.old_logprobs"):
@@ -200,7 +222,7 @@ def _remedies(deployment: Deployment) -> Iterator[Remedy]:
     width = max(1, slot_shards(mesh) // max(1, deployment.work.samplers))
     slots = config.rollout.slots
     while slots > width:
-        slots = max(width, math.ceil(slots * 0.75 / width) * width if slots > 2 * width else width)
+        slots = max(width, math.floor(slots * 0.75 / width) * width)
         yield Remedy({"rollout.slots": slots}, "fewer rows at a time")
     fsdp, sequence, tensor = (mesh.shape[axis] for axis in ("fsdp", "sequence", "tensor"))
     wider = fsdp
@@ -221,7 +243,9 @@ def _remedies(deployment: Deployment) -> Iterator[Remedy]:
         few = {"rollout.low_precision": LowPrecision(cache="int8"), "weights.factors": (TruncatedImportance(),)}
         yield Remedy(few | {"surrogate.old_logprobs": "scored"}, "the cache in 8 bits, with importance weights")
     if not config.lora.rank:
-        yield Remedy({"lora.": LowRank()}, "an adapter is trained instead of the weights")
+        targets: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+        adapter = LowRank(targets=targets) if deployment.model.experts.count else LowRank()
+        yield Remedy({"lora.": adapter}, "an adapter is trained instead of the weights")
 
 
 # ---- what is fastest -----------------------------------------------------------------------------------------------
