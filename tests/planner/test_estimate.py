@@ -14,6 +14,7 @@ from grpo_roc_jax.planner import plan as planning
 from grpo_roc_jax.planner.arguments import batch_like, device_bytes, trained_like
 from grpo_roc_jax.planner.estimate import Deployment, estimate, work_of
 from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
+from grpo_roc_jax.planner.suggest import with_settings
 from grpo_roc_jax.planner.topology import parse_topology
 from grpo_roc_jax.settings.cli import load_config
 
@@ -24,8 +25,8 @@ TRAINED = {"full": [], "adapter": ["--lora.kind", "low_rank", "--lora.rank", "4"
 
 def small(model: ModelConfig) -> ModelConfig:
     """A model of the same family, of a size that compiles in seconds."""
-    sizes = {"d_model": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab_size": 1024, "layers": 2}
-    model = replace(model, **sizes, d_ff=64 if model.experts.count else 512, compute_dtype="float32")
+    sizes = {"d_model": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab_size": 256, "layers": 3}
+    model = replace(model, **sizes, d_ff=64 if model.experts.count else 256, compute_dtype="float32")
     if model.experts.count:
         model = replace(model, experts=replace(model.experts, count=4, per_token=2))
     if isinstance(model.windows, GatedDelta):
@@ -36,13 +37,12 @@ def small(model: ModelConfig) -> ModelConfig:
 
 def compared(recipe: str, trained: str, axis: str):
     """(deployment on two devices, what its update needs as compiled, and by arithmetic)."""
-    words = [f"configs/{recipe}", *TRAINED[trained], "--batch.row_length", "256", "--batch.rows", "4"]
-    words += ["--update.attention", "blocked", "--update.remat", "full", "--sft", "null"]
+    words = [f"configs/{recipe}", *TRAINED[trained]]
     words += [f"--sharding.{name}={2 if name == axis else 1}" for name in ("data", "fsdp", "sequence", "tensor")]
-    config = load_config(Config, words, prog="test")
-    config = planning.chosen_stages(config, "")[0]
-    rollout = replace(config.rollout, max_prompt_tokens=128, max_response_tokens=128, append_lengths=(32, 64))
-    config = replace(config, rollout=rollout)
+    config = planning.chosen_stages(load_config(Config, words, prog="test"), "")[0]
+    sizes = {"rollout.max_prompt_tokens": 128, "rollout.max_response_tokens": 128, "rollout.append_lengths": (32, 64)}
+    sizes |= {"batch.row_length": 256, "batch.rows": 4, "update.attention": "blocked", "update.remat": "full"}
+    config = with_settings(config, sizes | {"rollout.kv_tokens": 0, "rollout.kv_start": 0})
     model = small(KNOWN_SHAPES.get(config.model.path) or config.model)
     mesh, topology = make_mesh(config.sharding, jax.devices()[:2]), parse_topology("h100:2")
     work = replace(work_of(config, mesh, topology, 0.0), response=192.0)
