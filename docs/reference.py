@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,10 @@ import docstring_parser
 
 import grpo_roc_jax
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.planner.estimate import estimate
+from grpo_roc_jax.planner.plan import deployment_of
+from grpo_roc_jax.planner.topology import FRACTION, MOST_OF_A_GPU, parse_topology
+from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.settings.helping import axis_of, section_of
 from grpo_roc_jax.settings.layers import is_section
 from grpo_roc_jax.settings.options import as_text, default_of, described, fields_of, type_of
@@ -285,7 +289,12 @@ def as_written(parameter: inspect.Parameter) -> str:
 
 def pages() -> dict[str, str]:
     """Name of every generated page -> its content."""
-    return {"configuration.md": configuration(), "api.md": api(), "coming_from.md": coming_from()}
+    return {
+        "configuration.md": configuration(),
+        "api.md": api(),
+        "coming_from.md": coming_from(),
+        "memory.md": memory(),
+    }
 
 
 TABLE = "<!-- generated table -->", "<!-- end of generated table -->"
@@ -302,6 +311,45 @@ def coming_from() -> str:
             ours = {"": "-", METHOD: "a [recipe](methods.md)"}.get(row.ours, f"`{row.ours}`")
             lines.append(f"| `{row.theirs}` | {ours} | {cell(row.note)} |")
     return "\n".join([head + before, *lines, "", after]) + rest.partition(after)[2]
+
+
+TRAINED = {
+    "all weights": (),
+    "all weights, `optim.offload`": ("--optim.offload", "true"),
+    "adapter": ("--lora.kind", "low_rank", "--lora.rank", "16"),
+}
+"""What is trained -> settings."""
+DEVICES = ("t4:1", "l4:1", "4090:1", "a100:1", "h100:8", "v5e:1x1", "v5e:2x4/8", "v6e:1x1", "v5p:2x2x1")
+SIZES = ("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B-Instruct", "HuggingFaceTB/SmolLM3-3B", "Qwen/Qwen3-4B")
+SIZES += ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-14B")
+SMALLEST = "--rollout.max_prompt_tokens 512 --rollout.max_response_tokens 1024 --batch.row_length 1536"
+SMALLEST += " --update.remat full"
+
+
+def memory() -> str:
+    """The page on memory, with its table of what fits made anew."""
+    before, after = TABLE
+    head, _, rest = (DOCS / "memory.md").read_text(encoding="utf-8").partition(before)
+    lines = ["", f"| model | trained | {' | '.join(f'`{name}`' for name in DEVICES)} |"]
+    lines.append("|---|---|" + "---|" * len(DEVICES))
+    for model in SIZES:
+        for trained, words in TRAINED.items():
+            cells = [memory_cell(model, words, device) for device in DEVICES]
+            lines.append(f"| {model.partition('/')[2]} | {trained} | {' | '.join(cells)} |")
+    return "\n".join([head + before, *lines, "", after]) + rest.partition(after)[2]
+
+
+def memory_cell(model: str, words: Sequence[str], device: str) -> str:
+    """GB of the largest program, in bold where it fits, with parameters over as many devices as divide the model."""
+    topology = parse_topology(device, {FRACTION: str(MOST_OF_A_GPU)})
+    given = ["configs/qwen3_0_6b_gsm8k.yaml", "--model.path", model, *SMALLEST.split(), *words]
+    given += ["--sharding.fsdp", str(topology.chips), "--batch.rows", str(topology.chips)]
+    given += ["--rollout.slots", str(8 * topology.chips)]
+    config = load_config(Config, given, prog="reference")
+    deployment = deployment_of(config, topology, "", True, 0.0)
+    largest = max(estimate(deployment), key=lambda needs: needs.total)
+    size = f"{largest.total / 1e9:.1f}"
+    return f"**{size}**" if largest.fits(topology.chip) else size
 
 
 if __name__ == "__main__":
