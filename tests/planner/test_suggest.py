@@ -47,6 +47,13 @@ def test_the_frozen_weights_of_an_adapter_are_counted_in_the_update(words, topol
     assert sent["bytes"] / 1e9 == pytest.approx(0.323 if sent["runs"] else 0.0, abs=0.001)
 
 
+def test_the_recipe_of_a_7b_adapter_fits_the_card_that_it_names():
+    config = load_config(Config, ["configs/qwen2_5_7b_lora.yaml"], prog="test")
+    card = parse_topology("l4:1", {"XLA_CLIENT_MEM_FRACTION": "0.9"})
+    run = planning.deployment_of(config, card, "", True, 0.0)
+    assert all(needs.fits(card.chip) for needs in estimate(run))
+
+
 def test_the_gradients_of_all_weights_are_sent_once():
     words = ["configs/qwen3_0_6b_gsm8k.yaml", "--model.path", "HuggingFaceTB/SmolLM3-3B"]
     sent = estimate(deployment(*words, topology="v5p:2x2x1"))[-1].collectives["all-reduce over data"]
