@@ -13,7 +13,16 @@ from grpo_roc_jax.run.profiling import Profile
 from grpo_roc_jax.settings.cli import ConfigError, load_config
 
 WORDS = ["toy.yaml", "--steps", "3", "--group.problems", "2", "--group.size", "2", "--eval.every", "0"]
-WORDS += ["--data.eval_problems", "2", "--rollout.slots", "8", "--rollout.max_response_tokens", "64"]
+WORDS += [
+    "--sft.steps",
+    "1",
+    "--data.eval_problems",
+    "2",
+    "--rollout.slots",
+    "8",
+    "--rollout.max_response_tokens",
+    "64",
+]
 
 
 def test_steps_of_a_run_are_traced(tmp_path, capsys):
