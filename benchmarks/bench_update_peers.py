@@ -48,7 +48,7 @@ OPTIM, CLIP, LORA = OptimConfig(lr=1e-6, warmup_steps=0), Clip(), LowRank()
 COUNT, LENGTH = 4, 158
 STEPS = 2
 """Steps of a variant that are timed in its turn, after one that is not."""
-UNEQUAL = 8
+UNEQUAL = 16
 """Trajectories of unequal lengths, of the same mean."""
 
 
