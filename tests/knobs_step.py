@@ -22,9 +22,9 @@ from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream
 from grpo_roc_jax.learner import learner as learners
 from grpo_roc_jax.method.compose import initial_state, next_state
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.rollout.admission import Admission, expand
 from grpo_roc_jax.rollout.records import Finish, Observe, RolloutStats, RunOptions, TurnEnd
-from grpo_roc_jax.rollout.resume import starting_point
+from grpo_roc_jax.rollout.scheduler import Admission, expand
+from grpo_roc_jax.rollout.table import starting_point
 from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.run.evaluate import evaluate_policy
 from grpo_roc_jax.run.learning import make_learner

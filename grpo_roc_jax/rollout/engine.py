@@ -17,11 +17,10 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import process_mesh
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.programs import ProgramCost, SamplerPrograms
+from grpo_roc_jax.rollout.programs import ProgramCost, SamplerPrograms, SharedPrograms
 from grpo_roc_jax.rollout.publish import Publisher, SamplerParams, sampler_config
 from grpo_roc_jax.rollout.records import RolloutStats, RowEnvironment, RunOptions
 from grpo_roc_jax.rollout.scheduler import Scheduler
-from grpo_roc_jax.rollout.shared_programs import SharedPrograms
 from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.types import RolloutRequest, Trajectory
 

@@ -17,10 +17,9 @@ from jax.sharding import Mesh
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import Params
-from grpo_roc_jax.rollout.collect import with_tools
+from grpo_roc_jax.rollout.collect import EpisodeSource, collect_episodes, with_tools
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import Engine, make_engine
-from grpo_roc_jax.rollout.episode_rows import EpisodeSource, collect_episodes
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat

@@ -19,7 +19,7 @@ from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout.config import NoStepLimit, PartialRows, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.rollout.resume import awaits_observation
+from grpo_roc_jax.rollout.table import awaits_observation
 
 DELTA = GatedDelta(key_heads=2, value_heads=4, key_dim=6, value_dim=10, every=2)
 MODEL = ModelConfig(

@@ -9,8 +9,7 @@ from test_collect import CALL, Instant, environment, turn
 
 from grpo_roc_jax.rollout import scheduler as scheduling
 from grpo_roc_jax.rollout.decode import ChunkReport
-from grpo_roc_jax.rollout.device_rows import DeviceRows, Flight, Write
-from grpo_roc_jax.rollout.prompts import Prompts
+from grpo_roc_jax.rollout.device_rows import DeviceRows, Flight, Prompts, Write
 from grpo_roc_jax.rollout.records import Finish, RolloutStats
 from grpo_roc_jax.rollout.scheduler import Scheduler
 from grpo_roc_jax.rollout.table import SlotTable
@@ -200,7 +199,7 @@ def test_every_call_of_a_rollout_has_a_seed_of_its_own():
 def test_a_prompt_that_ends_in_a_block_of_another_row_is_not_kept(table, device):
     """Two rows of one prompt drew the same tokens, so that they share the block in which the prompt ends. What is cut
     from it for the next row would be a copy that nobody makes."""
-    prompts = Prompts(device, table, SimpleNamespace(siblings=lambda _: 1), RolloutStats())
+    prompts = Prompts(device, table, lambda _: 1, RolloutStats())
     tokens = np.arange(41, dtype=np.int32)
     prompts.provide(0, 9, tokens[:21], 20, again=False)
     device.grow(0, 40)

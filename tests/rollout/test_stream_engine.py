@@ -11,7 +11,7 @@ from test_stream import assert_same_tokens, drain, engine_of
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.rollout.resume import from_prompt
+from grpo_roc_jax.rollout.table import from_prompt
 from grpo_roc_jax.tools.interface import CodeCall
 
 
