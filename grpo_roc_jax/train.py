@@ -37,7 +37,7 @@ from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import check_components, describe_device, make_registry
-from grpo_roc_jax.run.evaluate import check_reward_tokens, evaluate_policy
+from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
 from grpo_roc_jax.run.prospects import hindrances
@@ -330,11 +330,11 @@ def show_finished(claim: Claim) -> dict[str, Any]:
 
 
 def begin(session: TrainingSession) -> RunState:
-    """Announces the run and finds where it starts: at the newest checkpoint, or fresh, which a policy that trains under
-    reward tokens must be fit for.
+    """Announces the run and finds where it starts: at the newest checkpoint, or fresh, which the
+    condition of the rollouts may refuse (`check_before_training`).
 
     Raises:
-        ConfigError: a fresh policy whose reward tokens change nothing.
+        ConfigError: a fresh policy that `plan.condition` refuses.
     """
     claim = session.claim
     config = claim.whole.staged()[claim.stage] if claim.stages else session.config
@@ -346,7 +346,7 @@ def begin(session: TrainingSession) -> RunState:
     except NonFiniteWeightsError as error:
         raise ConfigError(f"{error}; check the weights at model.path, or lower sft.lr") from error
     if run.step == 0:
-        for line in check_reward_tokens(session.config, session.policy, session.sampling, run.train.params):
+        for line in check_before_training(session.config, session.policy, session.sampling, run.train.params):
             session.writer.say(line)
     return run
 

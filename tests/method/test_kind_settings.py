@@ -58,7 +58,7 @@ ELSEWHERE = {
         ("plan.budget", "predicted", name): "the fixed groups have one wording: tests/method/test_budgets.py"
         for name in ("half_life", "sharpness", "prior")
     },
-    ("plan.condition", "reward_tokens", "separation"): "evaluate.check_reward_tokens: tests/test_reward_tokens.py",
+    ("plan.condition", "reward_tokens", "separation"): "evaluate.check_before_training: tests/test_reward_tokens.py",
     ("plan.condition", "reward_tokens", "evaluate"): "evaluate.prompt_end: tests/test_reward_tokens.py",
 }
 VALUES = {
