@@ -56,30 +56,30 @@ def collect_while_free(
     free, until it gives none.
 
     Args:
-        engine: Without rollouts in flight.
+        engine: It must have no rollouts in flight.
         submit: `Engine.submit` with an environment.
-        requests: To begin with.
+        requests: The rollouts to begin with.
         take: The next one, if any.
     """
     rows: list[list[Any]] = []
-    places: dict[int, tuple[list[Any], int]] = {}
+    row_of_ticket: dict[int, tuple[list[Any], int]] = {}
 
     def begin(some: Sequence[RolloutRequest]) -> None:
         new = [[None] * request.count for request in some]
-        own = [(row, j) for row in new for j in range(len(row))]
-        places.update(zip(submit(some), own, strict=True) if own else ())
+        slots_of_rows = [(row, j) for row in new for j in range(len(row))]
+        row_of_ticket.update(zip(submit(some), slots_of_rows, strict=True) if slots_of_rows else ())
         rows.extend(new)
 
     try:
         begin(requests)
         left = True
-        while places or left:
-            while left and len(places) < engine.config.slots:
+        while row_of_ticket or left:
+            while left and len(row_of_ticket) < engine.config.slots:
                 request = take()
                 left = request is not None
                 begin([request] if left else [])
             for ticket, trajectory in engine.advance():
-                row, j = places.pop(ticket)
+                row, j = row_of_ticket.pop(ticket)
                 row[j] = trajectory
         return rows, engine.take_stats()
     finally:
@@ -125,7 +125,7 @@ class _Row:
     request: RolloutRequest
     sample: int
     step: int
-    """That it began in, as its random keys hold it."""
+    """The step that the rollout began in, as its random keys hold it."""
     turns: list[Turn]
     asked_again: bool
     """Whether it was cut before the observation of its last turn, so that the engine reports that turn once more."""
@@ -157,9 +157,9 @@ class ToolEnvironment:
         Args:
             chat: Parses turns, writes observations.
             executor: Runs the calls.
-            requests: As the engine gets them.
-            step: Of requests that name none; see `RunOptions.key_step`.
-            seed: Of the run; seeds of calls derive from it.
+            requests: The rendered requests, in the order in which the engine gets them.
+            step: The step of requests that name none; see `RunOptions.key_step`.
+            seed: The seed of the run, from which the seeds of calls derive.
             max_turns: Turns allowed; the calls of the last one are not run.
         """
         self._chat, self._executor, self._seed, self._max_turns = chat, executor, seed, max_turns
@@ -370,7 +370,7 @@ class EpisodeEnvironment(ToolEnvironment):
         """Resets an environment for each rollout; the requests, split where the texts to append to prompts differ.
 
         Args:
-            requests: As passed to the constructor.
+            requests: The same as passed to the constructor.
             max_prompt_tokens: A prompt that becomes longer stays as it was, and its rollout is an infrastructure
                 failure.
         """
@@ -385,8 +385,8 @@ class EpisodeEnvironment(ToolEnvironment):
                 longer = replace(request.problem, prompt=request.problem.prompt + (answer.value or ""))
                 fits = not answer.value or len(self._chat.prompt_ids(longer, request.suffix)) <= max_prompt_tokens
                 if answer.failure is None and not fits:
-                    said = f"its text makes the prompt longer than rollout.max_prompt_tokens ({max_prompt_tokens})"
-                    answer = replace(answer, failure=self._episodes.note(plain_failure("reset", said)))
+                    message = f"its text makes the prompt longer than rollout.max_prompt_tokens ({max_prompt_tokens})"
+                    answer = replace(answer, failure=self._episodes.note(plain_failure("reset", message)))
                 if answer.failure is not None:
                     self._broken.add(row.session)
                     self.failures[row.session] = answer.failure
@@ -462,8 +462,8 @@ class EpisodeEnvironment(ToolEnvironment):
         if row.pending or row.session not in self._playing:
             return
         if lost := [result for result in row.results if result is not None and result.infra]:
-            said = f"{lost[0].kind}: {lost[0].error_message}"
-            self.failures[row.session] = self._episodes.note(plain_failure("a call", said))
+            message = f"{lost[0].kind}: {lost[0].error_message}"
+            self.failures[row.session] = self._episodes.note(plain_failure("a call", message))
             self._record_results(row)
             del self._playing[row.session]
             self._answers.append((index, self._finish(row, "infrastructure")))
@@ -472,27 +472,27 @@ class EpisodeEnvironment(ToolEnvironment):
             self._answers.append((index, self._reply(row, answer, self._playing.pop(row.session)[1])))
 
     def _reply(self, row: _Row, answer: Answer, stop: StopReason) -> Observe | Finish:
-        """How a row goes on after what its environment said."""
-        results, said = ((), None) if answer.value is None else answer.value
-        said = said or Observation()
-        row.turns[-1] = replace(row.turns[-1], results=results, reply=said.text, reward=said.reward)
+        """How a row goes on after the answer of its environment."""
+        results, observation = ((), None) if answer.value is None else answer.value
+        observation = observation or Observation()
+        row.turns[-1] = replace(row.turns[-1], results=results, reply=observation.text, reward=observation.reward)
         row.results = []
         if answer.failure is not None:
             self.failures[row.session] = answer.failure
             return self._finish(row, "failed" if answer.failure.by_policy else "infrastructure")
         if answer.late:
             return self._finish(row, "deadline")
-        if said.done:
+        if observation.done:
             return self._finish(row, "answer")
-        if not (said.text or results):
+        if not (observation.text or results):
             return self._finish(row, stop)
         if len(row.turns) >= self._max_turns:
             return self._finish(row, "turns")
-        if not said.text:
+        if not observation.text:
             return self._observation(row, results)
-        if said.role == "raw":
-            return Observe(np.asarray(self._chat.raw_ids(said.text), np.int32))
-        ids = self._chat.question_ids(self._chat.shown(said.text), closed=row.closed)
+        if observation.role == "raw":
+            return Observe(np.asarray(self._chat.raw_ids(observation.text), np.int32))
+        ids = self._chat.question_ids(self._chat.shown(observation.text), closed=row.closed)
         return Observe(np.asarray(ids, np.int32))
 
     def _finish(self, row: _Row, stop: StopReason) -> Finish:

@@ -99,7 +99,7 @@ def sample(
     Args:
         logits: Float32.
         uniform: Two numbers in [0, 1) per row: the block, then the token within it.
-        temperature: Of each row; 0 is greedy, with ties to the lowest id.
+        temperature: The temperature of each row; 0 is greedy, with ties to the lowest id.
         config: Truncation; static.
         vocab_size: Ids from here on pad the embedding and are never drawn; None draws all.
     """
@@ -150,9 +150,9 @@ def _threshold(e: Float[Array, "B X Y"], config: SamplingConfig) -> Float[Array,
         target = jnp.full(B, float(config.top_k))
         threshold = _bisect(lambda t: jnp.sum(e >= t[:, None, None], axis=(1, 2), dtype=jnp.float32), target)
     if config.top_p < 1.0:
-        kept = jnp.where(e >= threshold[:, None, None], e, 0.0)
-        target = config.top_p * jnp.sum(kept, axis=(1, 2))
-        by_mass = _bisect(lambda t: jnp.sum(jnp.where(kept >= t[:, None, None], kept, 0.0), axis=(1, 2)), target)
+        likely = jnp.where(e >= threshold[:, None, None], e, 0.0)
+        target = config.top_p * jnp.sum(likely, axis=(1, 2))
+        by_mass = _bisect(lambda t: jnp.sum(jnp.where(likely >= t[:, None, None], likely, 0.0), axis=(1, 2)), target)
         threshold = jnp.maximum(threshold, by_mass)
     if config.min_p > 0.0:
         threshold = jnp.maximum(threshold, config.min_p * jnp.max(e, axis=(1, 2)))
@@ -428,12 +428,12 @@ def widen(slots: Slots, part: Slots, report: ChunkReport, at: Int[Array, " n"]) 
 
 def empty_report(rows: int, config: ModelConfig, settings: ChunkSettings) -> ChunkReport:
     """The report before the first step."""
-    chunk, kept = settings.chunk, settings.chunk if settings.sampling.truncated else 0
+    chunk, mass_rows = settings.chunk, settings.chunk if settings.sampling.truncated else 0
     experts = config.experts
     return ChunkReport(
         tokens=jnp.zeros((chunk, rows), jnp.int32),
         logprobs=jnp.zeros((chunk, rows), jnp.float32),
-        mass=jnp.zeros((kept, rows), jnp.float32),
+        mass=jnp.zeros((mass_rows, rows), jnp.float32),
         count=jnp.zeros(rows, jnp.int32),
         steps=jnp.zeros(1, jnp.int32),
         routes=jnp.zeros((chunk, config.layers, experts.per_token, rows), jnp.int16) if experts.replay else None,
@@ -456,7 +456,7 @@ def draw_tokens(
 ) -> tuple[Slots, ChunkReport]:
     """(slots, report) after a step whose layers returned `x`, and chose these experts where they are recorded."""
     config = model.config
-    logits = _whole(unembed(params, final_hidden(params, x, config), config)[:, 0], model.mesh)
+    logits = _gathered(unembed(params, final_hidden(params, x, config), config)[:, 0], model.mesh)
     drawn_at = slots.position + 1
     uniform = uniforms(slots.key, drawn_at)
     draw = sample(logits, uniform, slots.temperature, settings.sampling, settings.vocab_size)
@@ -508,7 +508,7 @@ def _draw_chunk(
     return jax.lax.while_loop(lambda state: unfinished(*state[1:], settings), step, (pool, slots, report))
 
 
-def _whole(logits: Array, mesh: Mesh | None) -> Array:
+def _gathered(logits: Array, mesh: Mesh | None) -> Array:
     """The logits on every device of a shard.
 
     Padding and reversing a vocabulary that is split over devices becomes collective permutes. All devices take part in
@@ -525,7 +525,7 @@ def _whole(logits: Array, mesh: Mesh | None) -> Array:
 
 
 def _is_any(token: Int[Array, " B"], ids: tuple[int, ...]) -> Array:
-    found = jnp.zeros(token.shape, bool)
+    matches = jnp.zeros(token.shape, bool)
     for stop in ids:
-        found |= token == stop
-    return found
+        matches |= token == stop
+    return matches

@@ -73,9 +73,9 @@ def first_calls(lengths: tuple[int, ...]) -> tuple[int, ...]:
     many tokens in least time, if a call of n takes as long as n + `CALL_TOKENS`."""
     times, firsts = [0], [0]
     for tokens in range(1, 2 * lengths[-1] + 1):
-        taken = {n: n + CALL_TOKENS + times[max(0, tokens - n)] for n in reversed(lengths)}
-        firsts.append(min(taken, key=taken.__getitem__))
-        times.append(taken[firsts[-1]])
+        time_of = {n: n + CALL_TOKENS + times[max(0, tokens - n)] for n in reversed(lengths)}
+        firsts.append(min(time_of, key=time_of.__getitem__))
+        times.append(time_of[firsts[-1]])
     return tuple(firsts)
 
 
@@ -93,7 +93,7 @@ class ProgramCost:
 
     name: str
     seconds: float
-    """To trace, lower and compile."""
+    """Seconds that tracing, lowering and compiling took."""
     temp_bytes: int
     """Scratch memory of a call per device. If it exceeds the size of the cache, a donation did not take effect."""
     cache_bytes: int = 0
@@ -106,7 +106,7 @@ def program_cost(name: str, started_s: float, executable: jax.stages.Compiled, c
     """The cost of a program just compiled.
 
     Args:
-        name: For tables.
+        name: The name of the program in tables.
         started_s: `time.perf_counter()` before it was lowered or compiled.
         executable: Gives its memory; 0 if the backend does not report it.
         cache_bytes: See `ProgramCost`.
@@ -182,7 +182,7 @@ class SamplerPrograms:
         sharable = -(-per_shard // 4) * ((rollout.max_prompt_tokens - 1) // rollout.block)
         sharable = min(sharable, blocks // 2) if on_cpu and per_shard > 1 else 0
         self.largest_size = PoolSize(blocks, rollout.block, per_shard, sharable)
-        """Of the pool of a shard; see `grow`."""
+        """The sizes that the pool of a shard can have; see `grow`."""
         self._grown = 0
         parts = {-(-per_shard // part) for part in rollout.narrow}
         self.widths = (*sorted(width for width in parts if 4 <= width < per_shard), per_shard)
@@ -242,8 +242,8 @@ class SamplerPrograms:
         dtype, attends = compute_dtype(model), model.attends.index(True)
 
         def make() -> BlockPool:
-            whole = allocate(model, size, dtype, orders, self.shards)
-            return whole.replace(layers=(whole.layers[attends],), recurrent=())
+            pool = allocate(model, size, dtype, orders, self.shards)
+            return pool.replace(layers=(pool.layers[attends],), recurrent=())
 
         pool = self._run(ProgramCall(("timed pool", orders), make, (), (), self._rows(0)))
         q = self.place(np.zeros((slots, 1, model.heads, model.head_dim), dtype), *self._rows(0))
@@ -297,7 +297,7 @@ class SamplerPrograms:
 
     @property
     def size(self) -> PoolSize:
-        """Of the pool of a shard, as it is allocated now."""
+        """The size of the pool of a shard, as it is allocated now."""
         return self._sizes[self._grown] if self.rollout.kv_start else self.largest_size
 
     @cached_property

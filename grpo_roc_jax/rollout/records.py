@@ -26,7 +26,7 @@ class RolloutLines:
     """Lines for `RunOptions.progress`, where no bar is drawn: a phase from the first update until the last row is done.
 
     Args:
-        name: Of the phase.
+        name: The name of the phase.
     """
 
     def __init__(self, name: str = "rollouts"):
@@ -265,14 +265,14 @@ class RolloutStats:
     prefilled_tokens: int = 0
     """Written to the cache by `append`, padding excluded: each prompt once, each observation once."""
     padded_tokens: int = 0
-    """The same with padding."""
+    """Tokens written to the cache by `append`, padding included."""
     appends: int = 0
     forks: int = 0
     """Rows that share the prompt of a live sibling."""
     reused: int = 0
     """Rows that took over the prompt of a sibling that had ended."""
     cached_tokens: int = 0
-    """Of prompts, found in the cache instead of written; those of siblings included."""
+    """Tokens of prompts that were found in the cache and therefore not written; those of siblings included."""
     prompts: int = 0
     """Prompts written; more than there are different prompts only when rows of one were spread over devices."""
     chunks: int = 0
@@ -318,8 +318,8 @@ class RolloutStats:
     def count_failure(self, kind: str, text: str, *, by_policy: bool) -> None:
         """A rollout has ended by a failure outside the engine."""
         known = self.failures.get(kind)
-        one = FailureCount(text, by_policy=by_policy)
-        self.failures[kind] = one if known is None else known + one
+        failure = FailureCount(text, by_policy=by_policy)
+        self.failures[kind] = failure if known is None else known + failure
 
     @property
     def slot_use(self) -> float:
@@ -342,8 +342,8 @@ class RolloutStats:
         shares: Mapping[str, float] = {f"rollout/stop_{name}": count / total for name, count in self.stops.items()}
         faults = {"faults": self.environment_faults, "retries": self.environment_retries}
         faults |= {"branches": self.branches, "dropped_branches": self.dropped_branches}
-        found = {f"environment/{name}": float(count) for name, count in faults.items() if count}
-        return found | {
+        environment = {f"environment/{name}": float(count) for name, count in faults.items() if count}
+        return environment | {
             "rollout/sampled_tokens": float(self.sampled_tokens),
             "rollout/observation_tokens": float(self.observation_tokens),
             "rollout/prefilled_tokens": float(self.prefilled_tokens),

@@ -42,10 +42,10 @@ def expand(
     once and copies it to the others.
 
     Args:
-        requests: Rendered.
-        step: Of those that name none; see `RunOptions.key_step`.
-        budget: Of those that name none.
-        temperature: Of those that name none.
+        requests: Rendered requests.
+        step: The step of requests that name none; see `RunOptions.key_step`.
+        budget: The token budget of requests that name none.
+        temperature: The temperature of requests that name none.
     """
     rows: list[RolloutRequest] = []
     prompts: list[int] = []
@@ -111,7 +111,7 @@ class Admission:
         """Appends rows.
 
         Args:
-            tickets: Of the rows.
+            tickets: The tickets of the rows.
             rows: One rollout each; see `expand`.
             prompts: Numbers of their prompts, which no earlier row has.
             longest_first: Order the new prompts by decreasing remaining length instead of by arrival.
@@ -163,7 +163,7 @@ class Admission:
             del self._siblings[prompt]
 
     def left(self) -> list[int]:
-        """The rows of the queue by ticket."""
+        """Tickets of the rows in the queue, ascending."""
         return sorted(self._prompt_of)
 
 
@@ -189,10 +189,10 @@ class RowSubmission:
     def show(self, table: SlotTable, tokens: int) -> None:
         """Updates the progress display."""
         if self.progress is not None:
-            own = (table.row >= self.tickets.start) & (table.row < self.tickets.stop)
+            mine = (table.row >= self.tickets.start) & (table.row < self.tickets.stop)
             self.progress.update(
-                live=int((own & table.live).sum()),
-                waiting=int((own & table.waiting).sum()),
+                live=int((mine & table.live).sum()),
+                waiting=int((mine & table.waiting).sum()),
                 done=len(self.tickets) - self.left,
                 total=len(self.tickets),
                 tokens=tokens,
@@ -208,7 +208,7 @@ class Row:
     """Number of its prompt."""
     submission: RowSubmission
     index: int
-    """In the submission."""
+    """The number of the row in its submission."""
     slot: int = FREE
 
 
@@ -216,7 +216,7 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 """Longest single wait for tools; deadlines are checked in between."""
 SHARED_POLL_S = 0.01
-"""The same where several environments may answer."""
+"""Longest single wait for tools where several environments may answer."""
 
 
 class Scheduler:
@@ -347,13 +347,13 @@ class Scheduler:
         start = time.perf_counter()
         longest = POLL_S if len(self.submissions) == 1 else SHARED_POLL_S
         timeout = max(0.0, min(longest, self._until_deadline(), until_s - start)) if idle else 0.0
-        found = [(s, index, answer) for s in self.submissions for index, answer in s.environment.poll(timeout)]
+        answers = [(s, index, answer) for s in self.submissions for index, answer in s.environment.poll(timeout)]
         seconds = time.perf_counter() - start
         if idle:
             self.stats.tool_wait_s += seconds
         else:
             self.stats.environment_s += seconds
-        for submission, index, answer in found:
+        for submission, index, answer in answers:
             row = self.rows.get(submission.tickets[index])
             if row is None or row.slot == FREE or not table.waiting[row.slot]:
                 continue
@@ -383,14 +383,14 @@ class Scheduler:
 
     # Ends of turns and rows.
 
-    def _end_turn(self, slot: int, found: bool) -> None:
+    def _end_turn(self, slot: int, at_stop_text: bool) -> None:
         """Hands the turn of a stopped row to its environment."""
         table = self.table
         turn, row = table.end_turn(slot), self.rows[int(table.row[slot])]
         reason: TurnReason = "turn_length"
         if turn.end >= table.total[slot]:
             reason = "length"
-        elif found or self.is_stop[table.tokens[slot, turn.end - 1]]:
+        elif at_stop_text or self.is_stop[table.tokens[slot, turn.end - 1]]:
             reason = "stop"
         span = slice(turn.start, turn.end)
         ended = TurnEnd(
@@ -419,8 +419,8 @@ class Scheduler:
         table, ticket = self.table, int(self.table.row[slot])
         row = self.rows[ticket]
         trajectory = table.trajectory(slot, row.request, stop, time.perf_counter())
-        kept = trajectory.tokens[:-1] if row.submission.keep_cache else None
-        self.prompts.leave(slot, row.prompt, len(row.request.prompt) - 1, kept)
+        written = trajectory.tokens[:-1] if row.submission.keep_cache else None
+        self.prompts.leave(slot, row.prompt, len(row.request.prompt) - 1, written)
         table.free(slot)
         row.slot = FREE
         self.lengths.add(trajectory.length)
@@ -509,11 +509,11 @@ class Scheduler:
             return
         table, self.may_admit = self.table, False
         for shard in sorted(range(self.shards), key=lambda shard: self.device.blocks[shard].used):
-            own = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
-            parked = own[table.parked[own] & ~table.waiting[own]]
+            slots = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
+            parked = slots[table.parked[slots] & ~table.waiting[slots]]
             if not all(map(self._seat_again, parked[np.argsort(table.row[parked])].tolist())):
                 continue
-            for slot in own[table.row[own] == FREE].tolist():
+            for slot in slots[table.row[slots] == FREE].tolist():
                 ticket = self.admission.take(shard, self._fitting(shard))
                 if ticket is None:
                     break
@@ -532,23 +532,23 @@ class Scheduler:
     def _fits(self, shard: int, prompt: int, length: int, total: int) -> bool:
         """Whether there is room for a row with `length` tokens, beside what is expected of the rows of the shard."""
         table, blocks = self.table, self.device.blocks[shard]
-        own = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
-        own = own[table.occupied[own] & ~table.parked[own]]
-        lengths, totals = (np.append(of[own], one) for of, one in ((table.length, length), (table.total, total)))
+        seated = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
+        seated = seated[table.occupied[seated] & ~table.parked[seated]]
+        lengths, totals = (np.append(of[seated], new) for of, new in ((table.length, length), (table.total, total)))
         reserved = np.minimum(np.maximum(self.lengths.reserved(lengths, totals), lengths + self.device.ahead), totals)
         need = -(-reserved // blocks.size)
-        need[:-1] -= self.device.room()[own] // blocks.size
+        need[:-1] -= self.device.room()[seated] // blocks.size
         wanted = int(np.maximum(need, 0).sum())
-        if wanted <= blocks.free + self.prompts.kept(shard, prompt):
+        if wanted <= blocks.free + self.prompts.reserved(shard, prompt):
             return True
-        if not len(own):
+        if not len(seated):
             self.prompts.drop(shard)
             return True
-        while wanted > blocks.free + self.prompts.kept(shard, prompt) and self.device.enlarge():
+        while wanted > blocks.free + self.prompts.reserved(shard, prompt) and self.device.enlarge():
             pass
-        if wanted > blocks.free + self.prompts.kept(shard, prompt):
+        if wanted > blocks.free + self.prompts.reserved(shard, prompt):
             self.prompts.drop(shard)
-        return wanted <= blocks.free + self.prompts.kept(shard, prompt)
+        return wanted <= blocks.free + self.prompts.reserved(shard, prompt)
 
     def _occupy(self, slot: int, ticket: int) -> None:
         """Gives a slot to a row of the queue, and starts it."""
@@ -557,7 +557,7 @@ class Scheduler:
         row.slot = slot
         seated = self._seat(slot, again=False)
         if row.request.resume is not None and awaits_observation(row.request.resume):
-            self._end_turn(slot, found=True)
+            self._end_turn(slot, at_stop_text=True)
         elif seated:
             self.table.go(slot, self.config.max_turn_tokens)
 
@@ -607,7 +607,7 @@ class Scheduler:
     def _ensure(self, slot: int, columns: int) -> bool:
         """Room for that many columns of a row, if need be from younger rows; False if it is parked itself."""
         table, shard = self.table, slot // self.per_shard
-        own = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
+        slots = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
         while True:
             try:
                 self.device.grow(slot, columns)
@@ -615,7 +615,7 @@ class Scheduler:
             except Full:
                 if self.device.enlarge() or self.prompts.drop(shard):
                     continue
-                seated = own[table.occupied[own] & ~table.parked[own]]
+                seated = slots[table.occupied[slots] & ~table.parked[slots]]
                 youngest = int(seated[np.argmax(table.row[seated])])
                 self.stats.evictions += 1
                 self._park(youngest, int(table.length[youngest]) - 1)
@@ -642,22 +642,22 @@ class Scheduler:
         drew = count > 0
         self.shard_tokens += count.reshape(self.shards, -1).sum(axis=1)
         self.stats.sampled_tokens += int(count.sum())
-        found = self._stop_texts(np.flatnonzero(drew), count)
+        at_stop_text = self._stop_texts(np.flatnonzero(drew), count)
         last = table.tokens[np.arange(len(count)), np.maximum(table.length - 1, 0)]
         stopped = drew & ((table.length >= table.limit) | self.is_stop[last])
-        stopped[list(found)] = True
+        stopped[list(at_stop_text)] = True
         for slot in np.flatnonzero(drew).tolist():
             row, span = self.rows[int(table.row[slot])], slice(before[slot], table.length[slot])
             if row.submission.drawn is not None:
                 row.submission.drawn(row.index, table.tokens[slot, span].copy(), table.logprobs[slot, span].copy())
         for slot in np.flatnonzero(stopped & (table.length < table.limit)).tolist():
-            if slot not in found and self._goes_on(slot):
+            if slot not in at_stop_text and self._goes_on(slot):
                 stopped[slot] = False
                 table.go(slot, self.config.max_turn_tokens)
         for slot in np.flatnonzero(stopped).tolist():
             # The end of a row before it in this loop may have cancelled this one.
             if table.live[slot]:
-                self._end_turn(slot, found=slot in found)
+                self._end_turn(slot, at_stop_text=slot in at_stop_text)
 
     def _goes_on(self, slot: int) -> bool:
         """Whether the stop id that a row drew is part of its turn."""
@@ -667,7 +667,7 @@ class Scheduler:
 
     def _stop_texts(self, slots: np.ndarray, count: np.ndarray) -> set[int]:
         """Rows whose stop text ended in this chunk; they are rolled back to its end."""
-        table, found = self.table, set()
+        table, ended = self.table, set()
         for slot in slots.tolist():
             row = self.rows[int(table.row[slot])]
             if row.submission.find_stop is None:
@@ -682,9 +682,9 @@ class Scheduler:
                     f"find_stop kept {keep} of {drawn} new tokens; a stop text ends among the new tokens, so it must "
                     f"return 1 to {drawn}, or None"
                 )
-            found.add(slot)
+            ended.add(slot)
             table.roll_back(slot, drawn - keep)
             self.stats.sampled_tokens -= drawn - keep
             self.shard_tokens[slot // self.per_shard] -= drawn - keep
             self.stats.dropped_tokens += drawn - keep
-        return found
+        return ended

@@ -116,9 +116,9 @@ class BlockLedger:
         Raises:
             Full: there is no room for the copies.
         """
-        whole = min(columns // self.size, len(chain.blocks))
+        full = min(columns // self.size, len(chain.blocks))
         common = 0
-        while common < whole and chain.blocks[common] < self.shared:
+        while common < full and chain.blocks[common] < self.shared:
             common += 1
         rest = chain.blocks[common : self.blocks_for(columns)]
         self._check(len(rest))
@@ -134,15 +134,15 @@ class BlockLedger:
         Raises:
             Full: there is no room for the copy.
         """
-        keep, whole = self.blocks_for(columns), columns // self.size
-        cut = chain.blocks[whole] if whole < keep <= chain.sealed else None
+        keep, full = self.blocks_for(columns), columns // self.size
+        cut = chain.blocks[full] if full < keep <= chain.sealed else None
         only = cut is not None and self._holders[cut] == 1  # then it only loses its key
         if cut is not None and not only and not any(self._holders[block] == 1 for block in chain.blocks[keep:]):
             self._check(1)
         for block in reversed(chain.blocks[keep:]):
             self._release(block)
         del chain.blocks[keep:]
-        chain.sealed = min(chain.sealed, whole)
+        chain.sealed = min(chain.sealed, full)
         if cut is None:
             return []
         if only:
@@ -235,8 +235,8 @@ def starting_point(row: RolloutRequest) -> Trajectory:
 def from_prompt(cut: Trajectory) -> Trajectory:
     """A cut rollout as it was before anything was sampled."""
     per_token = {name: getattr(cut, name) for name in ("tokens", "policy_mask", "logprobs", "versions", "routes")}
-    kept = {name: values[: cut.prompt_length] for name, values in per_token.items() if values is not None}
-    return replace(cut, **kept, turns=(), seconds=0.0)
+    of_prompt = {name: values[: cut.prompt_length] for name, values in per_token.items() if values is not None}
+    return replace(cut, **of_prompt, turns=(), seconds=0.0)
 
 
 def awaits_observation(cut: Trajectory) -> bool:
@@ -265,7 +265,7 @@ class SlotTable:
     has no blocks and could go on. A waiting row may have no blocks either (`parked`)."""
 
     def __init__(self, slots: int, width: int, *, routes: tuple[int, int] | None = None, recurrent: bool = False):
-        """For B `slots` and rows of at most `width` tokens, of a model with recurrent layers or without; `routes`:
+        """Arrays for B `slots` and rows of at most `width` tokens, of a model with recurrent layers or without; `routes`:
         layers, and experts of a token, to record."""
         self.recurrent = recurrent
         self.row = np.full(slots, FREE, np.int64)

@@ -181,7 +181,7 @@ def test_a_chunk_computes_all_rows_unless_told_fewer(monkeypatch):
 def test_logits_are_gathered_on_a_mesh_without_tensor():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     logits = jnp.ones((2, 4))
-    assert decode._whole(logits, mesh).sharding.is_fully_replicated and decode._whole(logits, None) is logits
+    assert decode._gathered(logits, mesh).sharding.is_fully_replicated and decode._gathered(logits, None) is logits
 
 
 def test_the_cost_of_a_program_has_the_cache_of_one_shard(monkeypatch):

@@ -181,7 +181,7 @@ def test_a_stop_id_exactly_at_the_budget_ends_the_row_by_length(table, budget, r
     scheduler.table, scheduler.stats, scheduler.is_stop = table, RolloutStats(), np.arange(16) == STOP
     scheduler.rows = {0: SimpleNamespace(index=0, submission=SimpleNamespace(environment=policy))}
     scheduler._finish = lambda slot, why: ended.append(why)
-    scheduler._end_turn(0, found=False)
+    scheduler._end_turn(0, at_stop_text=False)
     assert (seen, ended) == ([reason], [stop])
 
 
@@ -207,7 +207,7 @@ def test_a_prompt_that_ends_in_a_block_of_another_row_is_not_kept(table, device)
     prompts.park(0, 9, tokens[:32])
     assert [prompts.provide(slot, 9, tokens, 20, again=True) for slot in (1, 0)] == [32, 32]
     prompts.leave(0, 9, 20)
-    assert not prompts.kept(0, 9)
+    assert not prompts.reserved(0, 9)
     device.flush()
     assert prompts.provide(0, 9, tokens[:21], 20, again=False) == 16
     assert [(write.slot, write.start, len(write.ids)) for write in device._prompts] == [(0, 16, 4)]
