@@ -182,7 +182,7 @@ class SamplerPrograms:
         sharable = -(-per_shard // 4) * ((rollout.max_prompt_tokens - 1) // rollout.block)
         sharable = min(sharable, blocks // 2) if on_cpu and per_shard > 1 else 0
         self.largest_size = PoolSize(blocks, rollout.block, per_shard, sharable)
-        """The sizes that the pool of a shard can have; see `grow`."""
+        """The largest size that the pool of a shard can reach; see `grow`."""
         self._grown = 0
         parts = {-(-per_shard // part) for part in rollout.narrow}
         self.widths = (*sorted(width for width in parts if 4 <= width < per_shard), per_shard)

@@ -265,8 +265,14 @@ class SlotTable:
     has no blocks and could go on. A waiting row may have no blocks either (`parked`)."""
 
     def __init__(self, slots: int, width: int, *, routes: tuple[int, int] | None = None, recurrent: bool = False):
-        """Arrays for B `slots` and rows of at most `width` tokens, of a model with recurrent layers or without; `routes`:
-        layers, and experts of a token, to record."""
+        """Arrays for B `slots` and rows of at most `width` tokens.
+
+        Args:
+            slots: B.
+            width: Most tokens of a row.
+            routes: Layers, and experts of a token, to record; None records none.
+            recurrent: Whether the model has recurrent layers.
+        """
         self.recurrent = recurrent
         self.row = np.full(slots, FREE, np.int64)
         """Ticket of the row."""
