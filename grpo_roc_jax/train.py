@@ -57,7 +57,7 @@ from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, loa
 from grpo_roc_jax.settings.leaving import end_with
 from grpo_roc_jax.settings.options import fields_of
 from grpo_roc_jax.settings.points import injected, reach, spoiled
-from grpo_roc_jax.settings.progress import Phase, phase
+from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics
@@ -159,73 +159,81 @@ def with_environment(
 
 def train_steps(session: TrainingSession, run: RunState) -> int:
     """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step."""
-    with phase("training", steps=session.config.steps - run.step) as under_way:
-        return take_steps(session, run, under_way)
-
-
-def take_steps(session: TrainingSession, run: RunState, under_way: Phase) -> int:
-    """`train_steps`, which is `under_way`."""
     config, checkpointer = session.config, session.checkpointer
     policy, sampling, sampler = session.policy, session.sampling, session.sampling.sampler
-    reach("compile")
-    sampler.engine.warmup(sampler.engine.publish(policy.full(run.train.params), run.step))
-    stream = RolloutStream(config, sampling, policy.mesh) if config.rollout.step_limit.streams else None
-    learner = make_learner(config, policy, sampler.chat)
-    learner.warmup(run)
-    if stream is not None:
-        learner.learner.meanwhile = stream.meanwhile
-    session.writer.say(describe_programs(session.compilations))
-    checkpointer.held = run.bundle()
-    watch, compiled, first = Watch(config.limits), None, run.step
-    gap = GapCheck(session.events, exact=exact_sampling(config, policy))
-    longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
-    for one in filter(None, (watch, session.alarms)):
-        one.recall(sampling.processes.once(lambda: recorded(session.run_dir)[-longest:]))
-    while run.step < config.steps and not stage_over(session, run):
-        begun = time.perf_counter()
-        counts = run.buffer.counts
-        samples = sample_step(config, policy, sampling, run, stream)
-        groups = run.buffer.take(config.group.problems)
-        batches = learner.batches(groups, samples.explanations, run)
-        check_accounts(samples, groups, batches, counts, run.buffer.counts)
-        drift = learner.drift(groups, run)
-        with session.preemption.deferred():  # the update donates its input, so the step is completed from here on
-            reach("update")
-            run.train, batches, measured = learner.update(run, batches)
-            metrics = samples.metrics() | measured
-            if stream is not None:
-                aged, alarm = stream.after_update(run, groups, measured)
-                metrics |= aged
-                if alarm:
-                    session.events.note(run.step + 1, "stale_samples", alarm)
-            run.method = next_state(samples.groups, groups, config, run.method, drift)
-            run.step += 1
-            run.reference = learner.next_reference(run)
-            metrics |= observe(session, run, metrics)
-            if samples.unscored:
-                session.events.note(run.step, "not_scored", samples.unscored)
-            checkpointer.held = run.bundle()
-            metrics |= session.compilations.metrics() | {"data/left_out": run.stream.left_out}
-            metrics["time/step_s"] = time.perf_counter() - begun
-            reach("record")
-            record(session, run, samples, groups, batches, metrics)
-            if checkpointer.due(run.step):
-                checkpointer.save(run.step, checkpointer.held)
-        compiled = session.compilations.count if compiled is None else compiled
-        under_way.step(run.step - first)
-        gap.look(run.step, metrics)
-        for text in watch.new_failures(samples.failures):
-            session.events.note(run.step, "environment", text)
-        watch.look_at_failures(samples.failures, samples.sampled)
-        look(session, run, metrics, batches, watch)
-        if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
-            measured = evaluate(session, run)[1]
-            observe(session, run, measured)
-            session.writer.write(run.step, measured)
-    after_first = 0 if compiled is None else session.compilations.count - compiled
-    if not checkpointer.has(run.step):
-        checkpointer.save(run.step, checkpointer.held)
-    return after_first
+    with phase("training", steps=config.steps - run.step) as under_way:
+        reach("compile")
+        sampler.engine.warmup(sampler.engine.publish(policy.full(run.train.params), run.step))
+        stream = RolloutStream(config, sampling, policy.mesh) if config.rollout.step_limit.streams else None
+        learner = make_learner(config, policy, sampler.chat)
+        learner.warmup(run)
+        if stream is not None:
+            learner.learner.meanwhile = stream.meanwhile
+        session.writer.say(describe_programs(session.compilations))
+        checkpointer.held = run.bundle()
+        watch, compiled, first = Watch(config.limits), None, run.step
+        gap = GapCheck(session.events, exact=exact_sampling(config, policy))
+        longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
+        for one in filter(None, (watch, session.alarms)):
+            one.recall(sampling.processes.once(lambda: recorded(session.run_dir)[-longest:]))
+        while run.step < config.steps and not stage_over(session, run):
+            begun = time.perf_counter()
+            counts = run.buffer.counts
+            samples = sample_step(config, policy, sampling, run, stream)
+            groups = run.buffer.take(config.group.problems)
+            batches = learner.batches(groups, samples.explanations, run)
+            check_accounts(samples, groups, batches, counts, run.buffer.counts)
+            drift = learner.drift(groups, run)
+            with session.preemption.deferred():  # the update donates its input, so the step is completed from here on
+                reach("update")
+                run.train, batches, measured = learner.update(run, batches)
+                metrics = samples.metrics() | measured
+                if stream is not None:
+                    aged, alarm = stream.after_update(run, groups, measured)
+                    metrics |= aged
+                    if alarm:
+                        session.events.note(run.step + 1, "stale_samples", alarm)
+                run.method = next_state(samples.groups, groups, config, run.method, drift)
+                run.step += 1
+                run.reference = learner.next_reference(run)
+                metrics |= observe(session, run, metrics)
+                if samples.unscored:
+                    session.events.note(run.step, "not_scored", samples.unscored)
+                checkpointer.held = run.bundle()
+                metrics |= session.compilations.metrics() | {"data/left_out": run.stream.left_out}
+                metrics["time/step_s"] = time.perf_counter() - begun
+                reach("record")
+                record(session, run, samples, groups, batches, metrics)
+                if checkpointer.due(run.step):
+                    checkpointer.save(run.step, checkpointer.held)
+            compiled = session.compilations.count if compiled is None else compiled
+            under_way.step(run.step - first)
+            gap.look(run.step, metrics)
+            after_step(session, run, samples, batches, metrics, watch)
+        after_first = 0 if compiled is None else session.compilations.count - compiled
+        if not checkpointer.has(run.step):
+            checkpointer.save(run.step, checkpointer.held)
+        return after_first
+
+
+def after_step(
+    session: TrainingSession,
+    run: RunState,
+    samples: StepSamples,
+    batches: Sequence[UpdateBatch],
+    metrics: Metrics,
+    watch: Watch,
+) -> None:
+    """Notes failures of a finished step, looks at its metrics, and evaluates where that is due."""
+    config = session.config
+    for text in watch.new_failures(samples.failures):
+        session.events.note(run.step, "environment", text)
+    watch.look_at_failures(samples.failures, samples.sampled)
+    look(session, run, metrics, batches, watch)
+    if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
+        measured = evaluate(session, run)[1]
+        observe(session, run, measured)
+        session.writer.write(run.step, measured)
 
 
 def sample_step(

@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import reading_table
+
+from tests import reading_table
 
 PACKAGE = "grpo_roc_jax"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE

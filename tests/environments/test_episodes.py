@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_collect import CALL, PROBLEM, Instant, turn
 
 from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses
 from grpo_roc_jax.environments.environment import method_tools
@@ -23,6 +22,7 @@ from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools import ToolsConfig
 from grpo_roc_jax.types import RolloutRequest, ToolCall, Trajectory, Turn
+from tests.rollout.test_collect import CALL, PROBLEM, Instant, turn
 
 FILE = str(Path(__file__).parent / "sample_environments.py")
 MADE = import_file(FILE)

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreted import interpreted  # noqa: F401
-from rollout_fakes import one_rollout
 
 from grpo_roc_jax.model.config import ModelConfig, SlidingWindows
 from grpo_roc_jax.model.pool import IN_PLACE, PAGED, PoolSize, allocate
@@ -31,6 +29,8 @@ from grpo_roc_jax.rollout.decode import (
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.publish import unstack
 from grpo_roc_jax.rollout.records import SingleTurn
+from tests.helpers.interpreted import interpreted  # noqa: F401
+from tests.helpers.rollout_fakes import one_rollout
 
 MODEL = ModelConfig(
     d_model=8, layers=1, heads=2, kv_heads=1, head_dim=128, d_ff=8, vocab_size=16, compute_dtype="float32"

@@ -8,19 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import random_params
-from rollout_fakes import (
-    MODEL,
-    ROLLOUT,
-    STOPS,
-    FakeTools,
-    changed,
-    engine_for,
-    make_requests,
-    one_rollout,
-    run,
-    sharp_params,
-)
 
 from grpo_roc_jax.learner.loss import UpdateConfig, policy_logprobs
 from grpo_roc_jax.learner.update import OptimConfig, state_like
@@ -33,6 +20,19 @@ from grpo_roc_jax.rollout import decode, programs
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import SingleTurn
+from tests.helpers.reference import random_params
+from tests.helpers.rollout_fakes import (
+    MODEL,
+    ROLLOUT,
+    STOPS,
+    FakeTools,
+    changed,
+    engine_for,
+    make_requests,
+    one_rollout,
+    run,
+    sharp_params,
+)
 
 WIDTH = 128
 

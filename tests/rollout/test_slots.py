@@ -4,8 +4,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rollout_fakes import ROLLOUT, one_rollout
-from test_collect import CALL, Instant, environment, turn
 
 from grpo_roc_jax.rollout import scheduler as scheduling
 from grpo_roc_jax.rollout.decode import ChunkReport
@@ -16,6 +14,8 @@ from grpo_roc_jax.rollout.table import SlotTable
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
+from tests.helpers.rollout_fakes import ROLLOUT, one_rollout
+from tests.rollout.test_collect import CALL, Instant, environment, turn
 
 STOP = 3
 

@@ -34,9 +34,9 @@ from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.train import sample_step
 from grpo_roc_jax.types import Group, ToolResult, Trajectory
-from tests.knobs import cases, digest
-from tests.run.stream_fakes import faked, opened, play
-from tests.tools.fake_executor import FakeExecutor
+from tests.helpers.fake_executor import FakeExecutor
+from tests.helpers.knobs import cases, digest
+from tests.helpers.stream_fakes import faked, opened, play
 
 SOLVED = (0.0, 0.4, 0.7, 1.0)
 """How often the script solves a problem of each class; a prompt that says more than the problem adds a half."""
@@ -242,7 +242,7 @@ def shortened(group: Group) -> Group:
 
 # ---- cases ---------------------------------------------------------------------------------------------------------
 
-PART = "tests.knobs_step:"
+PART = "tests.helpers.knobs_step:"
 SERIAL = {"plan.second": {"kind": "serial", "cuts": 3}, "resample": "none"}
 
 

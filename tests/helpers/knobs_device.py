@@ -30,8 +30,8 @@ from grpo_roc_jax.rollout.programs import SamplerPrograms
 from grpo_roc_jax.rollout.publish import Published, Publisher, StaleWeightsError, unstack
 from grpo_roc_jax.run.components import fit_length, resolve_model
 from grpo_roc_jax.run.policy import at_rest
-from tests.knobs import cases, digest, files
-from tests.rollout.rollout_fakes import FakeTools, one_rollout
+from tests.helpers.knobs import cases, digest, files
+from tests.helpers.rollout_fakes import FakeTools, one_rollout
 
 ROWS, TOKENS, VOCABULARY = 2, 12, 48
 
