@@ -37,7 +37,7 @@ from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import check_components, describe_device, make_registry
-from grpo_roc_jax.run.evaluate import check_reward_tokens, evaluate_policy
+from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
 from grpo_roc_jax.run.prospects import hindrances
@@ -57,7 +57,7 @@ from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, loa
 from grpo_roc_jax.settings.leaving import end_with
 from grpo_roc_jax.settings.options import fields_of
 from grpo_roc_jax.settings.points import injected, reach, spoiled
-from grpo_roc_jax.settings.progress import Phase, phase
+from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics
@@ -159,73 +159,81 @@ def with_environment(
 
 def train_steps(session: TrainingSession, run: RunState) -> int:
     """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step."""
-    with phase("training", steps=session.config.steps - run.step) as under_way:
-        return take_steps(session, run, under_way)
-
-
-def take_steps(session: TrainingSession, run: RunState, under_way: Phase) -> int:
-    """`train_steps`, which is `under_way`."""
     config, checkpointer = session.config, session.checkpointer
     policy, sampling, sampler = session.policy, session.sampling, session.sampling.sampler
-    reach("compile")
-    sampler.engine.warmup(sampler.engine.publish(policy.full(run.train.params), run.step))
-    stream = RolloutStream(config, sampling, policy.mesh) if config.rollout.step_limit.streams else None
-    learner = make_learner(config, policy, sampler.chat)
-    learner.warmup(run)
-    if stream is not None:
-        learner.learner.meanwhile = stream.meanwhile
-    session.writer.say(describe_programs(session.compilations))
-    checkpointer.held = run.bundle()
-    watch, compiled, first = Watch(config.limits), None, run.step
-    gap = GapCheck(session.events, exact=exact_sampling(config, policy))
-    longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
-    for one in filter(None, (watch, session.alarms)):
-        one.recall(sampling.processes.once(lambda: recorded(session.run_dir)[-longest:]))
-    while run.step < config.steps and not stage_over(session, run):
-        begun = time.perf_counter()
-        counts = run.buffer.counts
-        samples = sample_step(config, policy, sampling, run, stream)
-        groups = run.buffer.take(config.group.problems)
-        batches = learner.batches(groups, samples.explanations, run)
-        check_accounts(samples, groups, batches, counts, run.buffer.counts)
-        drift = learner.drift(groups, run)
-        with session.preemption.deferred():  # the update donates its input, so the step is completed from here on
-            reach("update")
-            run.train, batches, measured = learner.update(run, batches)
-            metrics = samples.metrics() | measured
-            if stream is not None:
-                aged, alarm = stream.after_update(run, groups, measured)
-                metrics |= aged
-                if alarm:
-                    session.events.note(run.step + 1, "stale_samples", alarm)
-            run.method = next_state(samples.groups, groups, config, run.method, drift)
-            run.step += 1
-            run.reference = learner.next_reference(run)
-            metrics |= observe(session, run, metrics)
-            if samples.unscored:
-                session.events.note(run.step, "not_scored", samples.unscored)
-            checkpointer.held = run.bundle()
-            metrics |= session.compilations.metrics() | {"data/left_out": run.stream.left_out}
-            metrics["time/step_s"] = time.perf_counter() - begun
-            reach("record")
-            record(session, run, samples, groups, batches, metrics)
-            if checkpointer.due(run.step):
-                checkpointer.save(run.step, checkpointer.held)
-        compiled = session.compilations.count if compiled is None else compiled
-        under_way.step(run.step - first)
-        gap.look(run.step, metrics)
-        for text in watch.new_failures(samples.failures):
-            session.events.note(run.step, "environment", text)
-        watch.look_at_failures(samples.failures, samples.sampled)
-        look(session, run, metrics, batches, watch)
-        if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
-            measured = evaluate(session, run)[1]
-            observe(session, run, measured)
-            session.writer.write(run.step, measured)
-    after_first = 0 if compiled is None else session.compilations.count - compiled
-    if not checkpointer.has(run.step):
-        checkpointer.save(run.step, checkpointer.held)
-    return after_first
+    with phase("training", steps=config.steps - run.step) as under_way:
+        reach("compile")
+        sampler.engine.warmup(sampler.engine.publish(policy.full(run.train.params), run.step))
+        stream = RolloutStream(config, sampling, policy.mesh) if config.rollout.step_limit.streams else None
+        learner = make_learner(config, policy, sampler.chat)
+        learner.warmup(run)
+        if stream is not None:
+            learner.learner.meanwhile = stream.meanwhile
+        session.writer.say(describe_programs(session.compilations))
+        checkpointer.held = run.bundle()
+        watch, compiled, first = Watch(config.limits), None, run.step
+        gap = GapCheck(session.events, exact=exact_sampling(config, policy))
+        longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
+        for one in filter(None, (watch, session.alarms)):
+            one.recall(sampling.processes.once(lambda: recorded(session.run_dir)[-longest:]))
+        while run.step < config.steps and not stage_over(session, run):
+            begun = time.perf_counter()
+            counts = run.buffer.counts
+            samples = sample_step(config, policy, sampling, run, stream)
+            groups = run.buffer.take(config.group.problems)
+            batches = learner.batches(groups, samples.explanations, run)
+            check_accounts(samples, groups, batches, counts, run.buffer.counts)
+            drift = learner.drift(groups, run)
+            with session.preemption.deferred():  # the update donates its input, so the step is completed from here on
+                reach("update")
+                run.train, batches, measured = learner.update(run, batches)
+                metrics = samples.metrics() | measured
+                if stream is not None:
+                    aged, alarm = stream.after_update(run, groups, measured)
+                    metrics |= aged
+                    if alarm:
+                        session.events.note(run.step + 1, "stale_samples", alarm)
+                run.method = next_state(samples.groups, groups, config, run.method, drift)
+                run.step += 1
+                run.reference = learner.next_reference(run)
+                metrics |= observe(session, run, metrics)
+                if samples.unscored:
+                    session.events.note(run.step, "not_scored", samples.unscored)
+                checkpointer.held = run.bundle()
+                metrics |= session.compilations.metrics() | {"data/left_out": run.stream.left_out}
+                metrics["time/step_s"] = time.perf_counter() - begun
+                reach("record")
+                record(session, run, samples, groups, batches, metrics)
+                if checkpointer.due(run.step):
+                    checkpointer.save(run.step, checkpointer.held)
+            compiled = session.compilations.count if compiled is None else compiled
+            under_way.step(run.step - first)
+            gap.look(run.step, metrics)
+            after_step(session, run, samples, batches, metrics, watch)
+        after_first = 0 if compiled is None else session.compilations.count - compiled
+        if not checkpointer.has(run.step):
+            checkpointer.save(run.step, checkpointer.held)
+        return after_first
+
+
+def after_step(
+    session: TrainingSession,
+    run: RunState,
+    samples: StepSamples,
+    batches: Sequence[UpdateBatch],
+    metrics: Metrics,
+    watch: Watch,
+) -> None:
+    """Notes failures of a finished step, looks at its metrics, and evaluates where that is due."""
+    config = session.config
+    for text in watch.new_failures(samples.failures):
+        session.events.note(run.step, "environment", text)
+    watch.look_at_failures(samples.failures, samples.sampled)
+    look(session, run, metrics, batches, watch)
+    if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
+        measured = evaluate(session, run)[1]
+        observe(session, run, measured)
+        session.writer.write(run.step, measured)
 
 
 def sample_step(
@@ -330,11 +338,11 @@ def show_finished(claim: Claim) -> dict[str, Any]:
 
 
 def begin(session: TrainingSession) -> RunState:
-    """Announces the run and finds where it starts: at the newest checkpoint, or fresh, which a policy that trains under
-    reward tokens must be fit for.
+    """Announces the run and finds where it starts: at the newest checkpoint, or fresh, which the
+    condition of the rollouts may refuse (`check_before_training`).
 
     Raises:
-        ConfigError: a fresh policy whose reward tokens change nothing.
+        ConfigError: a fresh policy that `plan.condition` refuses.
     """
     claim = session.claim
     config = claim.whole.staged()[claim.stage] if claim.stages else session.config
@@ -346,7 +354,7 @@ def begin(session: TrainingSession) -> RunState:
     except NonFiniteWeightsError as error:
         raise ConfigError(f"{error}; check the weights at model.path, or lower sft.lr") from error
     if run.step == 0:
-        for line in check_reward_tokens(session.config, session.policy, session.sampling, run.train.params):
+        for line in check_before_training(session.config, session.policy, session.sampling, run.train.params):
             session.writer.say(line)
     return run
 

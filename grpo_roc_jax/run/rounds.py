@@ -47,7 +47,7 @@ class StepSamples:
     outside: tuple[Group, ...] = ()
     """Scored trajectories that no group holds any more: replaced failures, drafts, written hints, explanations."""
     explanations: tuple[Group, ...] = ()
-    """The successful rollouts among those that saw the answer; they train as supervised rows (ExPO)."""
+    """The successful rollouts among those that saw the answer; they train as supervised rows."""
     partial: tuple[PartialGroup, ...] = ()
     """Groups with rows that the step's deadline cut, for the next round or step; `groups` holds none of them."""
     skipped: int = 0

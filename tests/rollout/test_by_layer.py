@@ -5,10 +5,6 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from reference import random_params
-from rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests
-from test_engine import assert_same
-from test_recurrent import MODEL as RECURRENT
 
 from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
@@ -18,6 +14,10 @@ from grpo_roc_jax.rollout.by_layer import layer_kinds
 from grpo_roc_jax.rollout.config import LowPrecision, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.publish import ProbeByLayer, probe_tokens, sampling_probe, unstack
+from tests.helpers.reference import random_params
+from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests
+from tests.rollout.test_engine import assert_same
+from tests.rollout.test_recurrent import MODEL as RECURRENT
 
 NARROW = replace(ROLLOUT, slots=16, narrow=(4,))
 
