@@ -337,7 +337,7 @@ def begin(session: TrainingSession) -> RunState:
         ConfigError: a fresh policy whose reward tokens change nothing.
     """
     claim = session.claim
-    config = claim.whole.staged()[claim.stage] if claim.stages else session.config
+    config = claim.all_stages.staged()[claim.stage] if claim.stages else session.config
     announce(session, config)
     try:
         run = restored_or_fresh(session)
@@ -369,7 +369,7 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
         with config_errors():
             run.load(saved, position=not session.claim.stages and not other_data)
         session.checkpointer.held = run.bundle()
-    processes.once(lambda: describe_run(session.run_dir, session.claim.whole))
+    processes.once(lambda: describe_run(session.run_dir, session.claim.all_stages))
     if session.start.kind == "resume":
         for note in (*session.start.notes, f"resumed after step {run.step}"):
             writer.say(note)

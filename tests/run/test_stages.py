@@ -180,7 +180,7 @@ def test_what_an_evaluation_decided_is_carried_to_the_next_session(stages):
     """The checkpoint of a step is written before its evaluation, so it does not hold what the conditions read there."""
     over = StageProgress(1, 3, ((0.5, 0.5), (9.0, 9.0)))
     session, run = fakes(stages, 2, StageProgress(1, 3, ((0.5,), (9.0,))), carried=over)
-    session.claim = dataclasses.replace(session.claim, whole=read_config(stages, "--data.world_problems=6"))
+    session.claim = dataclasses.replace(session.claim, all_stages=read_config(stages, "--data.world_problems=6"))
     with mock.patch.object(run_stages, "leave_out_solved"), mock.patch.object(run_stages, "start_train_state") as fresh:
         enter_stage(session, run, 3)
     assert run.progress.index == 2 and fresh.call_count == 1
