@@ -1,7 +1,7 @@
 """The learner of a method: selected groups in, an updated policy out. A run makes one of these.
 
-batches = learner.batches(groups, explained, run)     # score, rows, packed on the mesh
-train, batches, metrics = learner.update(run, batches)
+batches = learner.batches(groups, explained, run)     # score, rows, packed on the mesh train, batches, metrics =
+learner.update(run, batches)
 
 `learner.learner` has the policy with its programs. This module adds what a method needs: scores under other policies,
 advantages and weights, rows rebuilt between optimizer steps, and the reference policy.
@@ -128,8 +128,7 @@ class GroupLearner:
 
     def drift(self, groups: Sequence[Group], run: LearningRun) -> dict[str, float]:
         """Mean absolute change of the log-probability of a token in nats, by uid, over the samples that the method
-        remembers of
-        these problems (SPO); empty for methods that remember none."""
+        remembers of these problems (SPO); empty for methods that remember none."""
         remembered = [part.earlier(groups, run.method) for part in method_parts(self.config)]
         if all(part is None for part in remembered):
             return {}
@@ -147,8 +146,7 @@ class GroupLearner:
         self, groups: Sequence[Group], run: LearningRun, before: Sequence[TrainRow] = ()
     ) -> tuple[list[TrainRow], Metrics]:
         """Returns (the rows of these groups with the scores that the method needs, metrics of them). `before` are the
-        same rows
-        as of the first update."""
+        same rows as of the first update."""
         if not groups:
             return [], {"time/rows_s": 0.0}
         config, temperature = self.config, temperature_of(self.config, run)
@@ -268,9 +266,8 @@ class GroupLearner:
 
     def _rebuilt(self, row: TrainRow, before: TrainRow) -> TrainRow:
         """A row with new scores. Its importance ratio remains relative to the policy of the first optimizer step.
-        Advantages
-        that do not depend on scores and the entropy bonus also stay, since their statistics are over the whole rollout
-        batch."""
+        Advantages that do not depend on scores and the entropy bonus also stay, since their statistics are over the
+        whole rollout batch."""
         scored = self.config.advantage.follows_policy
         advantages = row.advantages if scored else before.advantages
         bonus = before.entropy_coefficient

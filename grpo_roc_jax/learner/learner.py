@@ -94,7 +94,8 @@ class Learner:
         longest: int | None = None,
         in_parts: bool = False,
     ):
-        """Args:
+        """
+        Args:
             model: The shape of the policy, with `vocab_size` set.
             surrogate: The loss of a token, given its log-ratio and advantage; PPO's clipped ratio by default.
             optim: Settings of AdamW.
@@ -190,8 +191,7 @@ class Learner:
     @cached_property
     def parts(self) -> UpdateParts | None:
         """Replaces `update_step` where rollouts continue during the update: each micro-batch is a program of its own,
-        so that
-        chunks of decoding need not wait for the last micro-batch."""
+        so that chunks of decoding need not wait for the last micro-batch."""
         return self._made(make_update_parts) if self.in_parts else None
 
     @cached_property
@@ -201,8 +201,7 @@ class Learner:
 
     def on_mesh(self, rows: Sequence[TrainRow], temperature: float, extra: Sequence[TrainRow] = ()) -> UpdateBatch:
         """The rows, followed by the supervised rows `extra`, packed and on the devices. `temperature` applies to rows
-        without
-        one of their own."""
+        without one of their own."""
         both = [*rows, *extra]
         several = temperature if self.several_temperatures else None
         packed, placement = pack(both, self.batch, self.micro_batches, row_shards(self.mesh), several)
@@ -273,8 +272,7 @@ def move_moments(train: TrainState, move: Callable[[Any], Any], name: str) -> tu
 @dataclass
 class Halvings:
     """Runs device programs over packed rows again in micro-batches of half the rows when memory runs out. The sums stay
-    the
-    same; later calls start with the halved size."""
+    the same; later calls start with the halved size."""
 
     mesh: Mesh
     counts: dict[str, int] = field(default_factory=dict)

@@ -146,8 +146,7 @@ class _Head(Head):
     @property
     def order(self) -> str:
         """Axes of `split`. Where nothing is split they are those of the unembedding; with more axes XLA would write
-        transposed
-        copies of it and of the gradient of the logits."""
+        transposed copies of it and of the gradient of the logits."""
         if self.shards != (1, 1):
             return "sfcd"
         return "cd" if self.vocab_axis == 0 else "dc"
@@ -361,8 +360,7 @@ def head_of(update: UpdateConfig, model: ModelConfig) -> Head:
 
 def splits_on(mesh: Mesh | None, length: int) -> Splits:
     """Sharding constraints of the layers in the update, for rows of `length` tokens. Each constraint is where XLA was
-    seen
-    to choose a worse sharding by itself (docs/compilers.md)."""
+    seen to choose a worse sharding by itself (docs/compilers.md)."""
     on_cpu = platform_of(mesh) == "cpu"
     if mesh is None:
         return Splits(flat=on_cpu)
@@ -392,8 +390,7 @@ def token_axes(mesh: Mesh | None, length: int) -> tuple[str, ...]:
 
 def make_remat(name: str, *, scanned: bool = True) -> Callable[[Callable], Callable] | None:
     """The wrapper of a layer's body under that policy; None saves every intermediate. `auto` means `attention` unless
-    the
-    run has chosen another."""
+    the run has chosen another."""
     if name == "none":
         return None
     policies = jax.checkpoint_policies

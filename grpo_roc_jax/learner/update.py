@@ -150,8 +150,7 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs
 
 def _clip(largest: float) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm` with one factor for all leaves. With a division for each element XLA would keep a
-    scaled
-    copy of the gradient."""
+    scaled copy of the gradient."""
 
     def update(grads: Params, state: optax.EmptyState, params: Params | None = None) -> tuple:
         norm = optax.tree.norm(grads)
@@ -282,8 +281,7 @@ def start_train_state(
     donate: bool = False,
 ) -> TrainState:
     """The state at step 0 with given parameters (a published checkpoint, or SFT before RL). Copies them, unless
-    `donate` is
-    true."""
+    `donate` is true."""
     optimizer = make_optimizer(optim)
     shardings = state_shardings(model, optim, mesh, lora)
 

@@ -77,8 +77,8 @@ def _cgroup_bytes() -> float:
 
 def update_bytes(config: Config, model: ModelConfig, mesh: Mesh) -> float:
     """Estimated bytes of a device during the update: what stays resident, plus the gradients of a micro-batch in
-    addition
-    to their sum. On a CPU, freed memory stays with the process, and so does the memory that compilation took."""
+    addition to their sum. On a CPU, freed memory stays with the process, and so does the memory that compilation
+    took."""
     on_cpu = platform_of(mesh) == "cpu"
     parts = memory_parts(config, dataclasses.replace(model, compute_dtype=compute_dtype(model).name), mesh)
     freed = () if on_cpu or config.rollout.step_limit.lag else FREED
@@ -88,10 +88,8 @@ def update_bytes(config: Config, model: ModelConfig, mesh: Mesh) -> float:
 
 def named_update(config: Config, model: ModelConfig, mesh: Mesh, room: float) -> UpdateConfig:
     """The update settings with a number for `vocab_chunk` and a definite value for `remat`. On a CPU these are the
-    fastest
-    settings that fit into `room` bytes. On accelerators, where nothing was timed, `remat` is `attention` if that fits
-    or
-    if the memory is unknown, else `full`."""
+    fastest settings that fit into `room` bytes. On accelerators, where nothing was timed, `remat` is `attention` if
+    that fits or if the memory is unknown, else `full`."""
     update, on_cpu = config.update, platform_of(mesh) == "cpu"
     remats = (("none",) if on_cpu and room and model.d_model >= NARROW else ()) + (
         ("attention", "full") if room else ("attention",)
@@ -146,8 +144,7 @@ def row_counts(config: Config, model: ModelConfig, mesh: Mesh, room: float, want
 
 def best_rows(seconds: dict[int, float], wanted: int) -> int:
     """The number of rows per call that processes `wanted` rows in the least time. A partly filled call takes as long as
-    a
-    full one."""
+    a full one."""
     seconds_in_all = {rows: math.ceil(wanted / rows) * took for rows, took in seconds.items()}
     least = min(seconds_in_all.values())
     return min(rows for rows, took in seconds_in_all.items() if took <= NEARLY * least)
@@ -157,8 +154,7 @@ def timed_rows(
     counts: tuple[int, ...], config: Config, model: ModelConfig, update: Callable[[int], UpdateConfig], mesh: Mesh
 ) -> dict[int, float]:
     """Seconds of forward and backward passes through a few layers, for each number of rows; infinite where a call
-    fails.
-    All processes must call this together.
+    fails. All processes must call this together.
 
     The layers are those of one period of the model, under a small vocabulary. Their matrix products are most of an
     update, and the remaining layers gain from more rows in the same way.

@@ -1,5 +1,5 @@
-"""Makes, from a configuration, the parts that training, evaluation and chat share, and checks them
-against each other."""
+"""Makes, from a configuration, the parts that training, evaluation and chat share, and checks them against
+each other."""
 
 import datetime
 import os
@@ -79,8 +79,7 @@ def make_parts(
     processes: Processes | None = None,
 ) -> Iterator[tuple[PolicyModel, GroupSampler]]:
     """Makes (the model on its mesh, the group sampler) from a configuration. Starts the executor; closes it and the
-    scorer
-    at the end of the block.
+    scorer at the end of the block.
 
         with make_parts(config) as (policy, sampling):
             sampler, scorer = sampling.sampler, sampling.scorer
@@ -347,8 +346,7 @@ def resolve_model(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
 
 def fit_length(model: ModelConfig, tokens: int) -> ModelConfig:
     """The model configuration for rows of at most `tokens` tokens. LongRoPE takes its long factors if rows may exceed
-    the
-    original context length, as vLLM does for its `max_model_len`.
+    the original context length, as vLLM does for its `max_model_len`.
 
     Raises:
         ValueError: The model was made for shorter rows; the message names both lengths.

@@ -1,6 +1,5 @@
 """Evaluation of a policy on held-out problems, with the engine, executor and verifier of training: in one call, in
-parts
-that are saved once they are scored, and as counts of how often each problem is solved.
+parts that are saved once they are scored, and as counts of how often each problem is solved.
 
 The random numbers of a rollout depend on the index of its problem and not on the part, so the division into parts does
 not change results, and an interrupted evaluation or count continues with the remaining problems.
@@ -79,8 +78,7 @@ def prompt_end(config: Config, step: int) -> tuple[Condition, str]:
 
 def check_reward_tokens(config: Config, policy: PolicyModel, sampling: GroupSampler, trained: Any) -> list[str]:
     """Measures how the reward tokens change held-out success before training. Returns lines for the log; none for
-    methods
-    without reward tokens.
+    methods without reward tokens.
 
     Args:
         config: Configuration of the run.
@@ -125,8 +123,7 @@ def count_solved(
     step: int,
 ) -> Counts:
     """Counts how often each problem is solved. Counts already in the file `path` are reused, and new ones are appended
-    to
-    it.
+    to it.
 
     Args:
         path: JSON lines with `step` (index of a problem in the list), `uid`, `solved` and `judged`.

@@ -57,8 +57,7 @@ def make_learner(config: Config, policy: PolicyModel, chat: ChatFormat) -> Group
 
 def takes_turns(config: Config, mesh: Mesh) -> bool:
     """Whether rollouts continue between the micro-batches of an update. With a mesh axis `data` above 1 the gradients
-    are
-    reduced once, at the end of the update, which is then a single program."""
+    are reduced once, at the end of the update, which is then a single program."""
     limit = config.rollout.step_limit
     return limit.streams and limit.lag > 0 and mesh.shape["data"] == 1
 

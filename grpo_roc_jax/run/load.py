@@ -75,8 +75,7 @@ def settings_for(source: str, overrides: Sequence[str], prog: str, *, dialogue: 
         overrides: `--section.field=value` words.
         prog: Program name in messages.
         dialogue: If true, one row on every device, with most of its tokens for the earlier turns; otherwise the slots
-            of
-            the run, with most tokens for the response.
+            of the run, with most tokens for the response.
     """
     words = _one_row() if dialogue else []
     if is_run(source):
@@ -106,8 +105,7 @@ TRAINED = frozenset(["step_limit", "early_exit"])
 @config_errors()
 def serving_settings(source: str, overrides: Sequence[str], prog: str) -> Config:
     """Like `settings_for`, for a policy that only answers. Settings of the learner, of data, rewards and environments
-    take
-    their defaults, whatever the run has, so that none of them can prevent serving.
+    take their defaults, whatever the run has, so that none of them can prevent serving.
 
     Args:
         source: A run, one of its checkpoints, or a published model or PEFT adapter.

@@ -114,8 +114,7 @@ def frozen_weights(config: Config, model: ModelConfig, mesh: Mesh) -> Params | N
 @config_errors()
 def initial_state(config: Config, model: ModelConfig, mesh: Mesh) -> TrainState:
     """The training state at step 0, as it is stored between updates: the published parameters at `model.path`, random
-    ones,
-    or a fresh adapter.
+    ones, or a fresh adapter.
 
     Raises:
         ConfigError: The published parameters cannot be read.
@@ -133,8 +132,7 @@ def at_rest(config: Config, state: TrainState) -> TrainState:
 
 def split_checkpoint(path: str) -> tuple[Path, int | None]:
     """(directory of a run, step) from a run directory, its `checkpoints` folder, or one checkpoint. The step is None,
-    for
-    the newest checkpoint, unless `path` names one.
+    for the newest checkpoint, unless `path` names one.
 
     Raises:
         ConfigError: There is no run at `path`.
@@ -181,14 +179,11 @@ def frozen_like(model: ModelConfig, mesh: Mesh) -> Params:
 
 def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int = 1) -> dict[str, float]:
     """Largest number of bytes that each part takes on a device, estimated from the settings. A compute dtype `auto`
-    counts
-    as bfloat16, as on accelerators; `memory_lines` uses the compute dtype of this machine instead.
+    counts as bfloat16, as on accelerators; `memory_lines` uses the compute dtype of this machine instead.
 
     Counted are the master parameters, AdamW's moments, the reference policy, gradients, the sampler's weights, the
-    cache
-    at its largest, what the backward pass keeps of each layer, and the logits of one chunk with their gradient. XLA's
-    own
-    scratch memory comes on top.
+    cache at its largest, what the backward pass keeps of each layer, and the logits of one chunk with their gradient.
+    XLA's own scratch memory comes on top.
     """
     compute = 4 if model.compute_dtype == "float32" else 2
     total = parameter_count(model)
@@ -245,8 +240,7 @@ def _activations(config: Config, model: ModelConfig, compute: int) -> int:
 
 def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     """`memory_parts` as text, in the dtype that the devices of the mesh compute in. On a CPU a further line estimates
-    the
-    memory of the process."""
+    the memory of the process."""
     model = replace(model, compute_dtype=compute_dtype(model).name)
     parts = memory_parts(config, model, mesh)
     total = parameter_count(model)
@@ -281,8 +275,7 @@ def process_lines(devices: float, model: ModelConfig, mesh: Mesh) -> list[str]:
     """The memory of a process whose devices are CPUs.
 
     Here most of the memory that the sampler's weights and the cache took stays with the process after they are freed;
-    on
-    accelerators the gradients of a micro-batch reuse it.
+    on accelerators the gradients of a micro-batch reuse it.
 
     Args:
         devices: Bytes of each device, with the gradients of a micro-batch in addition to their sum.
@@ -328,8 +321,8 @@ def few_arenas() -> None:
 
 
 def resident_bytes(key: str = "VmRSS") -> int:
-    """Bytes of memory that this process takes now, or took at most with `VmHWM`; 0 where the system
-    does not report it."""
+    """Bytes of memory that this process takes now, or took at most with `VmHWM`; 0 where the system does
+    not report it."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), 0)

@@ -17,8 +17,8 @@ from grpo_roc_jax.text.chat_format import ChatFormat, Trace
 from grpo_roc_jax.types import Problem
 
 LOOKED_AT = 32
-"""Number of problems and demonstrations of a generated source whose lengths are measured. Files are measured in full.
-"""
+"""Number of problems and demonstrations of a generated source whose lengths are measured. Files are
+measured in full."""
 
 
 @config_errors()
@@ -100,8 +100,7 @@ def too_long_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
 
 def equal_rewards(config: Config, chat: ChatFormat, scorer: Scorer) -> list[str]:
     """Reports if the user's reward functions, where there are no others, give a finished and a truncated trajectory
-    equal
-    rewards."""
+    equal rewards."""
     if not scorer.functions or len(scorer.functions) < len(config.reward.functions):
         return []
     first = first_problems(config.data, config.seed, 1)

@@ -74,10 +74,12 @@ class RolloutStream:
     """Keeps the engine filled and returns complete groups, oldest first. A run has one of these."""
 
     def __init__(self, config: Config, sampling: GroupSampler, mesh: Mesh):
-        """Args:
-        config: Configuration of the run.
-        sampling: Group sampler of the run. Only this stream and evaluations use its engine.
-        mesh: Mesh of the update, during which the rollouts continue."""
+        """
+        Args:
+            config: Configuration of the run.
+            sampling: Group sampler of the run. Only this stream and evaluations use its engine.
+            mesh: Mesh of the update, during which the rollouts continue.
+        """
         self._config, self._sampling, self._engine = config, sampling, sampling.sampler.engine
         self._mesh, self._limit, self._count = mesh, config.rollout.step_limit, config.group.problems
         self._processes, self._begun = sampling.processes, 0
@@ -95,8 +97,7 @@ class RolloutStream:
     @property
     def meanwhile(self) -> Callable[[], None] | None:
         """What the host does while the device computes an update. None on several CPU devices, since programs with
-        collectives
-        would share their threads."""
+        collectives would share their threads."""
         several = jax.default_backend() == "cpu" and self._mesh.size > 1
         return None if several or not self._limit.lag else self._work
 
@@ -124,8 +125,7 @@ class RolloutStream:
 
     def after_update(self, run: RunState, groups: Sequence[Group], metrics: Metrics) -> tuple[Metrics, str]:
         """Returns (metrics of the groups that were trained on, text of an alarm that was not raised before, or "").
-        Leaves the
-        rows that continue in `run.partial`, for a checkpoint."""
+        Leaves the rows that continue in `run.partial`, for a checkpoint."""
         reports = self._processes.gather((self._cut(), self._dropped, self._worked_s), uninterrupted=True)
         cuts, dropped, worked = zip(*reports, strict=True)
         run.partial = self._with_rows(cuts)
@@ -196,8 +196,7 @@ class RolloutStream:
 
     def _restore(self, run: RunState, weights: SamplerParams) -> None:
         """Continues with the rows of a checkpoint. Keys and values of the cache are computed with the current weights.
-        A row
-        whose tool session is lost starts again."""
+        A row whose tool session is lost starts again."""
         cuts, run.partial = run.partial, ()
         if not cuts or self._open:
             return
@@ -248,8 +247,7 @@ class RolloutStream:
 
     def _ask(self) -> None:
         """Exchanges with the other processes which groups are complete. A process decides only on what it has told the
-        others;
-        otherwise it would wait in `gather` while the others wait for its groups."""
+        others; otherwise it would wait in `gather` while the others wait for its groups."""
         if self._processes.count > 1:
             self._mark_complete(self._processes.post(self._complete_numbers()))
 
@@ -302,8 +300,8 @@ class RolloutStream:
         groups[0].scored = replace(scored, groups=tuple(shares[0]))
 
     def _drop_stale(self, run: RunState) -> None:
-        """Drops groups that no update may train on any more: those left in the buffer by dynamic
-        sampling, or restored."""
+        """Drops groups that no update may train on any more: those left in the buffer by dynamic sampling,
+        or restored."""
         lag = self._limit.lag
         if not lag:
             return
@@ -365,8 +363,7 @@ def oldest(group: Group) -> int:
 
 def age_metrics(groups: Sequence[Group], trained: int) -> Metrics:
     """Metrics of how many versions the tokens of these groups lag behind the policy that trains on them, and of the
-    share of
-    trajectories with tokens of several versions."""
+    share of trajectories with tokens of several versions."""
     each = [trained - t.versions[t.policy_mask] for group in groups for t in group.trajectories if t.policy_mask.any()]
     ages = np.concatenate(each) if each else np.zeros(1)
     return {
@@ -410,8 +407,7 @@ def may_take(groups: Sequence[Begun], count: int, trained: int, lag: int, *, dro
         trained: Version of the weights that the step trains.
         lag: Most versions that a group may be older than that.
         drops: Whether groups that become too old are dropped. If not, no more old groups are left over than the steps
-            to
-            come can take in time, unless the step takes only old ones.
+            to come can take in time, unless the step takes only old ones.
     """
     complete = oldest_whole(groups, count)
     if len(complete) < count or late_groups(groups, trained, lag):

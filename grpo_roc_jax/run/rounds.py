@@ -38,8 +38,7 @@ class StepSamples:
 
     groups: tuple[Group, ...] = ()
     """The groups that selection sees: merged, one for each problem, then completed groups of earlier steps, all after
-    the
-    user's edit and with demonstrations."""
+    the user's edit and with demonstrations."""
     selections: tuple[Selection, ...] = ()
     """One for each group, after selection."""
     waves: tuple[ScoredRollouts, ...] = ()
@@ -127,8 +126,7 @@ def draw_problems(
 
 def numbered(requests: Sequence[RolloutRequest], first_place: int, sampled: Counter[int]) -> list[RolloutRequest]:
     """Numbers the requests of a round: their places start at `first_place`, their samples after the `sampled` ones of
-    each
-    problem. `sampled` is updated."""
+    each problem. `sampled` is updated."""
     numbered_requests = []
     for request in requests:
         numbered_requests.append(
@@ -150,12 +148,14 @@ class WaveSampler:
         first_place: int,
         partial: Sequence[PartialGroup],
     ):
-        """Args:
-        sampling: Group sampler of the run.
-        weights: From `engine.publish`.
-        step: Training step.
-        first_place: Number of problems already sampled in this step.
-        partial: Groups to continue with the first wave."""
+        """
+        Args:
+            sampling: Group sampler of the run.
+            weights: From `engine.publish`.
+            step: Training step.
+            first_place: Number of problems already sampled in this step.
+            partial: Groups to continue with the first wave.
+        """
         self._sampling, self._weights = sampling, weights
         self._step, self._first_place, self._partial = step, first_place, partial
         self._sampled: Counter[int] = Counter()
@@ -218,8 +218,7 @@ def edited(
     config: Config, sampling: GroupSampler, groups: Sequence[Group], waves: Sequence[ScoredRollouts]
 ) -> StepSamples:
     """The groups of these waves as selection sees them: after the user's edit, with a demonstration where the plan asks
-    for
-    one."""
+    for one."""
     rolled, edit = groups, resolve("method.edit_groups", config.method.edit_groups)
     if edit is not None:
         groups = [edit(group) for group in groups]

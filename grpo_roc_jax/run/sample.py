@@ -115,8 +115,8 @@ def sample_requests(
     partial: Sequence[PartialGroup] = (),
 ) -> ScoredRollouts:
     """Rolls the requests out and scores them. With several processes each does a share, and all of them get every
-    result.
-    Requests that do not fit into the slots at once go, one by one, to the process that has a free slot first.
+    result. Requests that do not fit into the slots at once go, one by one, to the process that has a free slot
+    first.
 
     Args:
         sampling: Group sampler of the run.
@@ -168,8 +168,7 @@ def sample_requests(
 @contextmanager
 def leading(sampling: GroupSampler, weights: SamplerParams) -> Iterator[bool]:
     """Whether this process rolls requests out within the block. A process that follows another one in a team first
-    repeats
-    the programs of its leader, until the leader has sampled."""
+    repeats the programs of its leader, until the leader has sampled."""
     team = sampling.processes.team
     if team is None:
         yield True
@@ -189,8 +188,8 @@ def leading(sampling: GroupSampler, weights: SamplerParams) -> Iterator[bool]:
 
 def divided_before(sampling: GroupSampler, requests: Sequence[RolloutRequest]) -> int:
     """Number of requests that are divided among the processes in advance: as many as all slots hold. It is all of them
-    if a
-    time limit counts from the beginning, if rollouts of training continue meanwhile, or if an environment answers."""
+    if a time limit counts from the beginning, if rollouts of training continue meanwhile, or if an environment
+    answers."""
     processes, rollout, sampler = sampling.processes, sampling.rollout, sampling.sampler
     limit = rollout.step_limit
     alone = sampler.agents is None and sampler.episodes is None and not (limit.seconds or limit.streams)
@@ -210,8 +209,7 @@ def sample_share(
     """Like `sample_requests`, for the requests of this process; there may be none.
 
     Under `rollout.step_limit: partial` a training group with cut rows is not scored but returned as partial. Groups
-    begun
-    in earlier steps come first, so that each rollout ends after some steps.
+    begun in earlier steps come first, so that each rollout ends after some steps.
     """
     if not requests and not partial:
         return ScoredRollouts()
@@ -246,8 +244,7 @@ def sample_while_free(
     options: RunOptions,
 ) -> ScoredRollouts:
     """The scored rollouts of the requests with the indices `indices`, and of those that `queue` gives whenever a slot
-    is
-    free; the indices of these are appended to `indices`."""
+    is free; the indices of these are appended to `indices`."""
     sampler = sampling.sampler
 
     def submit(some: Sequence[RolloutRequest]) -> range:
@@ -308,16 +305,17 @@ class EarlyExit:
     decided.
 
     Each trajectory is scored alone as it ends, and once more with its group. Groups of another size than the plain
-    wave's
-    (pilots, second waves) run to their end.
+    wave's (pilots, second waves) run to their end.
     """
 
     def __init__(self, scorer: Scorer, resample: Selector, size: int, requests: Sequence[RolloutRequest]):
-        """Args:
-        scorer: Scorer of the run.
-        resample: Selection of the run.
-        size: Number of trajectories of a group that are kept.
-        requests: The requests of the submission, in order."""
+        """
+        Args:
+            scorer: Scorer of the run.
+            resample: Selection of the run.
+            size: Number of trajectories of a group that are kept.
+            requests: The requests of the submission, in order.
+        """
         self._scorer, self._resample, self._keep = scorer, resample, size
         plain = resample.sampled(size)
         self._problems = [request.problem for request in requests]

@@ -230,8 +230,8 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
 
 def choose_open(config: Config, policy: PolicyModel, processes: Processes, run_dir: Path) -> tuple[Config, list[str]]:
     """(the configuration with the values that `run.choices` chooses for open settings, lines for the log). A resumed
-    run
-    takes its recorded choices: each choice changes the order of floating-point sums, and with it the last digits."""
+    run takes its recorded choices: each choice changes the order of floating-point sums, and with it the last
+    digits."""
     names = left_open(config)
     if not names:
         return config, []

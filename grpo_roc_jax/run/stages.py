@@ -50,8 +50,7 @@ def stage_over(session: TrainingSession, run: RunState) -> bool:
 
 def observe(session: TrainingSession, run: RunState, metrics: Metrics) -> Metrics:
     """Shows the metrics of a step or an evaluation to the conditions of the stage. Returns the number of the stage,
-    from 1,
-    as a metric."""
+    from 1, as a metric."""
     claim = session.claim
     if not claim.stages:
         return {}
@@ -115,8 +114,7 @@ def leave_out_solved(session: TrainingSession, run: RunState, begins: bool) -> N
     rollouts.
 
     The counts are written to `difficulty_N.jsonl` of the run directory as they come, so that an interrupted run
-    continues
-    with the remaining problems. When the stage begins they also enter the table of problems.
+    continues with the remaining problems. When the stage begins they also enter the table of problems.
     """
     claim, config, sampler = session.claim, session.config, session.sampling.sampler
     path, chat = session.run_dir / f"difficulty_{claim.stage + 1}.jsonl", sampler.chat

@@ -67,8 +67,7 @@ def data_lines(config: Config, chat: ChatFormat, scorer: Scorer | None = None) -
 
 def try_rewards(scorer: Scorer, chat: ChatFormat, stream: Stream[Problem]) -> list[str]:
     """Calls each reward function once, on two made-up trajectories of the first problem, so that errors in it show up
-    before
-    hours of training. The position of the stream does not change.
+    before hours of training. The position of the stream does not change.
 
     Raises:
         RewardError: A function returns something else than it should.

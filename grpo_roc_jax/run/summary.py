@@ -57,8 +57,7 @@ def summarize_rows(rows: Sequence[Metrics]) -> dict[str, Any]:
 
 def write_summary(run_dir: Path, config: Config, **measured: Any) -> dict[str, Any]:
     """Writes and returns `summary.json`: the measured values, figures from the metrics, and the environment. Numbers
-    that
-    are not finite are written as null. A disk failure is logged and not raised, since the run has ended.
+    that are not finite are written as null. A disk failure is logged and not raised, since the run has ended.
 
     `tool_error_in_correct` is over all sampled rollouts before selection, averaged over the last third of the steps.
     """

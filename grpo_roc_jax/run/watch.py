@@ -69,8 +69,7 @@ class Watch:
 
         Raises:
             Stopped: All rollouts of the step ended by one failure. A failure that the policy caused ends a run only if
-                no
-                rollout has ended without failure so far.
+                no rollout has ended without failure so far.
         """
         before, self._passed = (
             self._passed,
@@ -136,8 +135,7 @@ RULES = (
     ("answers", "rollout/answers", "above"),
 )
 """Alarm (a setting of `watch`), its metric, and on which side of the threshold it is raised. `times` means above so
-many
-times the median of the last steps."""
+many times the median of the last steps."""
 LEAST_HISTORY = 5
 """Number of steps before a jump can be detected."""
 LARGE_GAP = 1.0
@@ -147,8 +145,7 @@ cannot explain."""
 
 class GapCheck:
     """Reports a step whose sampler and trainer disagree about a token by more than rounding can explain; in every run,
-    with
-    or without a section `watch`. The event is not repeated until the gap has become small again."""
+    with or without a section `watch`. The event is not repeated until the gap has become small again."""
 
     def __init__(self, events: Events, *, exact: bool):
         """`exact`: whether sampler and trainer compute the same numbers except for rounding in float32."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_roc_jax.method.edit import joined, taken
+from grpo_roc_jax.method.edit import joined, take_trajectories
 from grpo_roc_jax.method.planning import SecondWave, Wave, own_text
 from grpo_roc_jax.method.weights import Factor
 from grpo_roc_jax.settings.callables import resolve
@@ -62,7 +62,7 @@ class Feedback(SecondWave):
         if not result.size or not plain:
             return group
         spliced = tuple(with_feedback(t, len(request.prefix)) for t in result.trajectories)
-        others = taken(group, [i for i in range(group.size) if i != plain[0]])
+        others = take_trajectories(group, [i for i in range(group.size) if i != plain[0]])
         return joined(others, replace(result, trajectories=spliced))
 
 
