@@ -48,7 +48,7 @@ from grpo_roc_jax.settings.installing import install_command
 from grpo_roc_jax.settings.secrets import HIDDEN, hides_something
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig, TokenizerFile
-from grpo_roc_jax.text.glue import published_template
+from grpo_roc_jax.text.dialogue_text import published_template
 from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.registry import BUILT_IN, Registry, default_registry

@@ -21,9 +21,9 @@ import numpy as np
 from grpo_roc_jax.text.calls import CALL_OPEN, THOUGHTS, Tools
 from grpo_roc_jax.text.config import DEFAULT_INSTRUCTION, REWARD_TOKENS, TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
+from grpo_roc_jax.text.dialogue_text import choose_glue
 from grpo_roc_jax.text.escape import ObservationEncoder, dialogue_tags
 from grpo_roc_jax.text.forms import plain_name
-from grpo_roc_jax.text.glue import choose_glue
 from grpo_roc_jax.text.templates import PROBE_IDS, PROBE_NAMES, Glue
 from grpo_roc_jax.text.tokenizer import Tokenizer, published_ends
 from grpo_roc_jax.text.turns import StopTest, TurnParts, read_turn
