@@ -129,7 +129,7 @@ def train_stage(
                 elif run.progress.index == claim.stage:
                     evaluate_once(session, run)
         with phase("saving the run", routine=True):
-            kept, words = session.checkpointer.save_held()
+            kept, words = session.checkpointer.save_latest()
         if not kept:
             what = "run" if following is None else "stage"
             raise Stopped(INFRASTRUCTURE_STATUS, f"the {what} has ended, but {words}")
@@ -175,7 +175,7 @@ def take_steps(session: TrainingSession, run: RunState, under_way: Phase) -> int
     if stream is not None:
         learner.learner.meanwhile = stream.meanwhile
     session.writer.say(describe_programs(session.compilations))
-    checkpointer.held = run.bundle()
+    checkpointer.latest = run.bundle()
     watch, compiled, first = Watch(config.limits), None, run.step
     gap = GapCheck(session.events, exact=exact_sampling(config, policy))
     longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
@@ -204,13 +204,13 @@ def take_steps(session: TrainingSession, run: RunState, under_way: Phase) -> int
             metrics |= observe(session, run, metrics)
             if samples.unscored:
                 session.events.note(run.step, "not_scored", samples.unscored)
-            checkpointer.held = run.bundle()
+            checkpointer.latest = run.bundle()
             metrics |= session.compilations.metrics() | {"data/left_out": run.stream.left_out}
             metrics["time/step_s"] = time.perf_counter() - begun
             reach("record")
             record(session, run, samples, groups, batches, metrics)
             if checkpointer.due(run.step):
-                checkpointer.save(run.step, checkpointer.held)
+                checkpointer.save(run.step, checkpointer.latest)
         compiled = session.compilations.count if compiled is None else compiled
         under_way.step(run.step - first)
         gap.look(run.step, metrics)
@@ -224,7 +224,7 @@ def take_steps(session: TrainingSession, run: RunState, under_way: Phase) -> int
             session.writer.write(run.step, measured)
     after_first = 0 if compiled is None else session.compilations.count - compiled
     if not checkpointer.has(run.step):
-        checkpointer.save(run.step, checkpointer.held)
+        checkpointer.save(run.step, checkpointer.latest)
     return after_first
 
 
@@ -288,7 +288,7 @@ def look(
         if kept:
             session.events.note(run.step, "batch", f"{why[0]}; grpo-roc replay runs {kept} again")
             if skipped and not session.checkpointer.has(run.step):  # with the parameters that it was computed with
-                session.checkpointer.save(run.step, session.checkpointer.held)
+                session.checkpointer.save(run.step, session.checkpointer.latest)
     watch.look(metrics)
 
 
@@ -368,7 +368,7 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
             writer.say("the data are other ones than those of the checkpoint: they begin at their start")
         with config_errors():
             run.load(saved, position=not session.claim.stages and not other_data)
-        session.checkpointer.held = run.bundle()
+        session.checkpointer.latest = run.bundle()
     processes.once(lambda: describe_run(session.run_dir, session.claim.all_stages))
     if session.start.kind == "resume":
         for note in (*session.start.notes, f"resumed after step {run.step}"):
@@ -388,9 +388,9 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
                 observe(session, run, {f"eval/{ALL}/avg@{config.eval.samples}": accuracy})
         return run
     cold_start(config, session.policy, session.sampling.sampler.chat, run, writer)
-    session.checkpointer.held = run.bundle()
+    session.checkpointer.latest = run.bundle()
     if config.sft.steps:  # which the evaluation must not cost, whatever happens there
-        session.checkpointer.save(0, session.checkpointer.held)
+        session.checkpointer.save(0, session.checkpointer.latest)
     evaluate_first(session, run)
     enter_stage(session, run, None)
     return run
@@ -400,8 +400,8 @@ def evaluate_first(session: TrainingSession, run: RunState) -> None:
     """The evaluation before the first step, and the state with its result."""
     run.accuracy_before, metrics = evaluate(session, run)
     session.writer.write(0, metrics)
-    session.checkpointer.held = run.bundle()
-    session.checkpointer.save(0, session.checkpointer.held)
+    session.checkpointer.latest = run.bundle()
+    session.checkpointer.save(0, session.checkpointer.latest)
 
 
 def record(

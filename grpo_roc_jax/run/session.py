@@ -272,8 +272,8 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
         # Either all processes get here after these two errors or none does; after an error of one process, it must not
         # wait for the others.
         together = isinstance(error, Preempted | Stopped) or processes.count == 1
-        if together and session.checkpointer.held is not None:
-            saved, words = session.checkpointer.save_held()
+        if together and session.checkpointer.latest is not None:
+            saved, words = session.checkpointer.save_latest()
             if isinstance(error, Preempted) and session.watchdog.ending:
                 raise Stopped(INFRASTRUCTURE_STATUS, f"{session.watchdog.ending}; {words}") from error
             if isinstance(error, Preempted) and not saved:

@@ -87,7 +87,7 @@ def enter_stage(session: TrainingSession, run: RunState, data: Mapping[str, Any]
     except ValueError:  # the stage before had other data
         if run.progress.index == claim.stage and not begins:
             raise
-    session.checkpointer.held = run.bundle()
+    session.checkpointer.latest = run.bundle()
 
 
 def begin_stage(session: TrainingSession, run: RunState) -> None:
