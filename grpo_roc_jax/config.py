@@ -33,7 +33,7 @@ from grpo_roc_jax.record.metrics import LogConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.settings.cli import CONTRIB_METHODS, ConfigError, build, load_config
-from grpo_roc_jax.settings.layers import Layer, Place
+from grpo_roc_jax.settings.layers import KeyPath, Layer
 from grpo_roc_jax.settings.options import AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, settings
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.tools.config import ToolsConfig
@@ -241,7 +241,7 @@ class Config:
     """Stages of training, one after the other, each with settings of its own over these; `steps` counts those of all
     stages, and ends the run when it is reached."""
 
-    def staged(self, places: Mapping[Place, str] | None = None) -> "tuple[Config, ...]":
+    def staged(self, places: Mapping[KeyPath, str] | None = None) -> "tuple[Config, ...]":
         """The configuration of each stage; this one alone without stages.
 
         Args:
@@ -342,7 +342,7 @@ OF_ALL_STAGES = frozenset(
 """Settings that a stage cannot change: what a run is, what it starts from, and what is written."""
 
 
-def stage_config(config: Config, index: int, places: Mapping[Place, str]) -> Config:
+def stage_config(config: Config, index: int, places: Mapping[KeyPath, str]) -> Config:
     """The configuration of one stage: its settings over those of the run.
 
     Raises:

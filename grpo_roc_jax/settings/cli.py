@@ -19,8 +19,8 @@ from grpo_roc_jax.settings import helping
 from grpo_roc_jax.settings.callables import import_file
 from grpo_roc_jax.settings.layers import (
     ConfigError,
+    KeyPath,
     Layer,
-    Place,
     config_errors,
     known_keys,
     merge,
@@ -212,7 +212,7 @@ PLAIN = {
 """What a type is called, by the first part of the error's type."""
 
 
-def _said(found: dict[str, Any], places: dict[Place, str]) -> str:
+def _said(found: dict[str, Any], places: dict[KeyPath, str]) -> str:
     """The message of one refused value: the setting, what was got, where it was written, the constraint."""
     reason, context, got = found["type"], found.get("ctx", {}), found["input"]
     place = tuple(map(str, found["loc"]))
@@ -248,7 +248,7 @@ def _said(found: dict[str, Any], places: dict[Place, str]) -> str:
     return f"{'.'.join(place)} = {as_text(got)}{at}: {constraint}"
 
 
-def _where(place: Place, places: dict[Place, str]) -> str:
+def _where(place: KeyPath, places: dict[KeyPath, str]) -> str:
     """Where a setting was written: itself, something below it, or the nearest section above; empty for a default."""
     below = next((where for at, where in places.items() if at[: len(place)] == place), "")
     return (

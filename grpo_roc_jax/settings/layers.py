@@ -17,7 +17,7 @@ from grpo_roc_jax.settings.files import MOST_YAML_BYTES, parse_yaml, read_text, 
 from grpo_roc_jax.settings.options import NO_SWITCH, Axis, as_text, defaults_of, fields_of, takes_switch, type_of
 from grpo_roc_jax.settings.secrets import hidden
 
-Place = tuple[str, ...]
+KeyPath = tuple[str, ...]
 """Names from the root to a value, such as ("advantage", "k")."""
 COMMAND_LINE = "command line"
 
@@ -51,7 +51,7 @@ class Layer:
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
-    places: dict[Place, str] = field(default_factory=dict)
+    places: dict[KeyPath, str] = field(default_factory=dict)
     """Where each value was written, such as `toy.yaml, line 3`."""
 
 
@@ -95,7 +95,7 @@ def read_yaml(path: Path) -> Layer:
     return layer
 
 
-def _plain(loader: yaml.SafeLoader, node: yaml.Node, place: Place, layer: Layer) -> Any:
+def _plain(loader: yaml.SafeLoader, node: yaml.Node, place: KeyPath, layer: Layer) -> Any:
     """The value of a node, with the line of every value under it noted."""
     layer.places[place] = f"{layer.name}, line {node.start_mark.line + 1}"
     if isinstance(node, yaml.SequenceNode):
@@ -150,7 +150,7 @@ def _is_name(word: str) -> bool:
     return word.startswith("--") or bool(re.match(r"[a-z][a-z_0-9]*(\.[a-z_0-9]+)*=", word))
 
 
-def _put(values: dict[str, Any], place: Place, value: Any) -> None:
+def _put(values: dict[str, Any], place: KeyPath, value: Any) -> None:
     """Sets a value; a kind and the settings of that kind may come in either order."""
     *parents, last = place
     for name in parents:
@@ -198,7 +198,7 @@ def item_axis(found: Any) -> type[Axis] | None:
     return parts[0] if parts and is_axis(parts[0]) else None
 
 
-def merge(cls: type, below: dict[str, Any], layer: Layer, above: dict[str, Any], place: Place = ()) -> dict[str, Any]:
+def merge(cls: type, below: dict[str, Any], layer: Layer, above: dict[str, Any], place: KeyPath = ()) -> dict[str, Any]:
     """The values of a section under those of a higher layer.
 
     Another `kind` in the higher layer starts from that kind's defaults; a list replaces a list.
@@ -239,7 +239,7 @@ def merge(cls: type, below: dict[str, Any], layer: Layer, above: dict[str, Any],
     return merged
 
 
-def _check_one_value(value: Any, found: Any, place: Place, where: str) -> None:
+def _check_one_value(value: Any, found: Any, place: KeyPath, where: str) -> None:
     """Refuses a name without a value, unless its setting is a switch, and several values for one."""
     if isinstance(value, bool) and not takes_switch(found):
         said = f"--{'.'.join(place)} has no value; write --{'.'.join(place)} VALUE"
@@ -253,7 +253,7 @@ def _check_one_value(value: Any, found: Any, place: Place, where: str) -> None:
         )
 
 
-def _merge_kind(axis: type[Axis], below: Any, layer: Layer, above: Any, place: Place) -> Any:
+def _merge_kind(axis: type[Axis], below: Any, layer: Layer, above: Any, place: KeyPath) -> Any:
     """A choice of kind under a higher layer's."""
     if not isinstance(above, dict | str):
         return above  # refused where it is read
@@ -272,7 +272,7 @@ def _merge_kind(axis: type[Axis], below: Any, layer: Layer, above: Any, place: P
     return {"kind": str(name), **merge(chosen, same, layer, own, place), **foreign}
 
 
-def _merge_items(axis: type[Axis], below: list, layer: Layer, above: dict[str, Any], place: Place) -> list:
+def _merge_items(axis: type[Axis], below: list, layer: Layer, above: dict[str, Any], place: KeyPath) -> list:
     """A list of kinds of which some are changed by name: `--shaping.overlong.limit 4096`."""
     above = dict(above)
     listed = above.pop("kind", None)

@@ -16,11 +16,11 @@ from typing import Any
 from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.view.answers import Block, Runs
 
-Place = tuple[int, Block, int]
+Location = tuple[int, Block, int]
 """Run, file of its log, line."""
 
 
-def by_file(places: Iterable[Place]) -> Iterator[tuple[int, Block, list[int]]]:
+def by_file(places: Iterable[Location]) -> Iterator[tuple[int, Block, list[int]]]:
     """The lines of each file, for places whose files follow one another, so that a file is opened once."""
     for (run, block), some in groupby(places, key=lambda place: place[:2]):
         yield run, block, [line for *_, line in some]
@@ -58,7 +58,7 @@ def page(data: Any | None) -> str:
     return text
 
 
-def page_of(runs: Runs, blocks: Iterable[tuple[int, Block]], places: Sequence[Place], start: str = "") -> str:
+def page_of(runs: Runs, blocks: Iterable[tuple[int, Block]], places: Sequence[Location], start: str = "") -> str:
     """The page with the answers of these runs in it.
 
     Args:
