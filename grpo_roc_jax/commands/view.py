@@ -141,13 +141,13 @@ def choose(config: ViewConfig) -> Choice:
     blocks = set()
     for number, run in enumerate(config.runs):
         step = config.step if config.filtered else max(steps_of(run, config.kind))
-        for block, index, row in rows_of(run, config.kind, step):
+        for block, line_number, row in rows_of(run, config.kind, step):
             total += 1
             if matches(row, config):
                 matched += 1
                 blocks.add((number, block))
                 if not limit or len(shown) < limit:
-                    shown.append((number, block, index))
+                    shown.append((number, block, line_number))
     return Choice(tuple(shown), matched, total, frozenset(blocks), config)
 
 

@@ -108,7 +108,7 @@ def step_records(
         for (problem, trajectory), row in zip(members, rows, strict=False)
     }
     records, sampled = [], set()
-    for index, (group, selection) in enumerate(zip(groups, selections, strict=True)):
+    for group_index, (group, selection) in enumerate(zip(groups, selections, strict=True)):
         kept_indices = set(selection.indices.tolist())
         for i, (trajectory, verdict) in enumerate(group.pairs):
             parts = (selection.penalties[i], selection.error_penalties[i], selection.format_penalties[i])
@@ -117,7 +117,7 @@ def step_records(
             sampled.add(identity)
             advantages, scored = trained_as.get(identity, (None, None))
             outcome = (i in kept_indices, selection.reasons[i], penalties, advantages)
-            records.append(TraceRecord(step, index, group.problem, trajectory, verdict, *outcome, scored=scored))
+            records.append(TraceRecord(step, group_index, group.problem, trajectory, verdict, *outcome, scored=scored))
     for group in outside:
         for trajectory, verdict in group.pairs:
             records.append(TraceRecord(step, -1, group.problem, trajectory, verdict, False, "left by a wave"))
@@ -160,8 +160,8 @@ def eval_records(
     """Records of an evaluation, where nothing is selected; then those of trajectories that could not be scored."""
     return [
         *(
-            TraceRecord(step, index, group.problem, trajectory, verdict, False, "evaluation")
-            for index, group in enumerate(groups)
+            TraceRecord(step, group_index, group.problem, trajectory, verdict, False, "evaluation")
+            for group_index, group in enumerate(groups)
             for trajectory, verdict in group.pairs
         ),
         *_removed_records(step, removed),
