@@ -188,7 +188,9 @@ def _signature_of(function: Callable[..., Any], bound: bool) -> Signature:
     if not text:
         raise ValueError(f"tool {name!r} has no docstring; the policy reads it to learn what the tool does")
     document = docstring_parser.parse(text)
-    described = {argument_name.arg_name: " ".join((argument_name.description or "").split()) for argument_name in document.params}
+    described = {
+        argument_name.arg_name: " ".join((argument_name.description or "").split()) for argument_name in document.params
+    }
     hints = get_type_hints(function, include_extras=True)
     parameters = list(inspect.signature(function).parameters.values())[bound:]
     fields: dict[str, Any] = {}
