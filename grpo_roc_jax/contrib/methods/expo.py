@@ -33,10 +33,10 @@ class Explain(SecondWave):
     def next(self, wave: Wave) -> list[RolloutRequest]:
         if wave.number > 1 or not self.supervised_weight(wave.state.step):
             return []
-        problems = {place: wave.problems[place] for place in failed_places(wave)}
+        problems = {index: wave.problems[index] for index in failed_places(wave)}
         return [
-            RolloutRequest(problem, place, self.count, 0, Condition(EXPLANATION), f"\n{self.intro}{problem.answer}")
-            for place, problem in problems.items()
+            RolloutRequest(problem, index, self.count, 0, Condition(EXPLANATION), f"\n{self.intro}{problem.answer}")
+            for index, problem in problems.items()
         ]
 
     def supervised_weight(self, step: int) -> float:

@@ -1,6 +1,6 @@
-"""RGR-GRPO: a rubric pays (`reward.functions criteria`) and guides a second attempt. Source: arXiv:2511.12344.
+"""RGR-GRPO: a rubric gives rewards (`reward.functions criteria`) and guides a second attempt. Source: arXiv:2511.12344.
 
-The attempt sees all criteria instead of the failed ones alone. Its ratio is that of the policy without the guidance to
+The attempt sees all criteria instead of only the failed ones. Its ratio is that of the policy without the guidance to
 the policy with it, clipped as usual; the paper's shaping of that ratio was not available.
 """
 

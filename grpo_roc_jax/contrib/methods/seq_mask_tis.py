@@ -55,5 +55,5 @@ class Veto(SamplerGap):
     def values(self, gap: np.ndarray) -> np.ndarray:
         return np.min(ratios(gap, "token"), keepdims=True)
 
-    def outside(self, found: np.ndarray) -> Mapping[str, np.ndarray]:
-        return {"vetoed": found < self.low}
+    def outside(self, values: np.ndarray) -> Mapping[str, np.ndarray]:
+        return {"vetoed": values < self.low}
