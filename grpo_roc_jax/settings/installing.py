@@ -1,4 +1,4 @@
-"""The command that installs what an extra of the package brings."""
+"""The command that installs the packages of an extra."""
 
 import re
 from importlib import metadata
@@ -9,7 +9,7 @@ DISTRIBUTION = "grpo-roc-jax"
 def install_command(extra: str) -> str:
     """`pip install 'jax[cuda12]'` for the extra `gpu`: the packages themselves, as the package's metadata lists them.
 
-    So it works for a checkout, a wheel and a copy without an address to install from. Without metadata it names the
+    This works for a checkout, a wheel and a copy without an address to install from. Without metadata it names the
     extra.
     """
     try:
@@ -17,6 +17,6 @@ def install_command(extra: str) -> str:
     except metadata.PackageNotFoundError:
         required = []
     parts = [line.partition(";") for line in required]
-    asked = re.compile(rf"extra *== *['\"]{re.escape(extra)}['\"]")
-    names = [name.strip() for name, _, marker in parts if asked.search(marker)]
+    marker_pattern = re.compile(rf"extra *== *['\"]{re.escape(extra)}['\"]")
+    names = [name.strip() for name, _, marker in parts if marker_pattern.search(marker)]
     return "pip install " + " ".join(f"'{name}'" for name in names or [f"{DISTRIBUTION}[{extra}]"])
