@@ -1,5 +1,6 @@
 """Training: `python -m grpo_roc_jax.train [CONFIG.yaml] [--section.field value] [--dry-run [full] | --preflight]`.
-`--dry-run full` prints every setting too; `--force` continues a run with settings that it would refuse.
+`--dry-run full` prints every setting too; `--force` continues a run with settings that it would refuse; `--profile 3:5`
+traces steps 3 to 5.
 
 One step publishes the policy, rolls problems out, scores, selects, buffers, makes rows, updates and records. `train`
 does the same from Python, with custom parts as arguments.
@@ -21,7 +22,9 @@ from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass,
 from grpo_roc_jax.learner.learner import UpdateBatch
 from grpo_roc_jax.method.compose import next_state, resample_group, subset
 from grpo_roc_jax.model.transformer import compute_dtype
+from grpo_roc_jax.planner.measured import device_rates, measured_lines
 from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
+from grpo_roc_jax.planner.suggest import device_limit, room_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
 from grpo_roc_jax.pod.processes import ProcessLost
 from grpo_roc_jax.pod.program_cache import keep_programs
@@ -40,6 +43,7 @@ from grpo_roc_jax.run.components import check_components, describe_device, make_
 from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
+from grpo_roc_jax.run.profiling import Profile, Tracer, profiled, tracing
 from grpo_roc_jax.run.prospects import hindrances
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
@@ -65,6 +69,8 @@ from grpo_roc_jax.types import Metrics
 log = logging.getLogger(__name__)
 
 FLAGS = ("--dry-run", "--preflight", "--force")
+PROFILE = "--profile"
+"""Followed by the first and the last step of a trace, as in 3:5."""
 
 
 def train(
@@ -161,7 +167,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step."""
     config, checkpointer = session.config, session.checkpointer
     policy, sampling, sampler = session.policy, session.sampling, session.sampling.sampler
-    with phase("training", steps=config.steps - run.step) as under_way:
+    with phase("training", steps=config.steps - run.step) as under_way, tracing(session.run_dir) as tracer:
         reach("compile")
         sampler.engine.warmup(sampler.engine.publish(policy.full(run.train.params), run.step))
         stream = RolloutStream(config, sampling, policy.mesh) if config.rollout.step_limit.streams else None
@@ -172,11 +178,13 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
         session.writer.say(describe_programs(session.compilations))
         checkpointer.latest = run.bundle()
         watch, compiled, first = Watch(config.limits), None, run.step
+        rates = device_rates(config, policy.model, policy.mesh)
         gap = GapCheck(session.events, exact=exact_sampling(config, policy))
         longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
         for watcher in filter(None, (watch, session.alarms)):
             watcher.recall(sampling.processes.once(lambda: recorded(session.run_dir)[-longest:]))
         while run.step < config.steps and not stage_over(session, run):
+            tracer.before(run.step + 1)
             begun = time.perf_counter()
             counts = run.buffer.counts
             samples = sample_step(config, policy, sampling, run, stream)
@@ -202,11 +210,14 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
                 checkpointer.latest = run.bundle()
                 metrics |= session.compilations.metrics() | {"data/left_out": run.stream.left_out}
                 metrics["time/step_s"] = time.perf_counter() - begun
+                metrics |= rates.metrics(metrics) if rates else {}
                 reach("record")
                 record(session, run, samples, groups, batches, metrics)
                 if checkpointer.due(run.step):
                     checkpointer.save(run.step, checkpointer.latest)
             compiled = session.compilations.count if compiled is None else compiled
+            if traced := tracer.after(run.step):
+                session.writer.say(traced)
             under_way.step(run.step - first)
             gap.look(run.step, metrics)
             after_step(session, run, samples, batches, metrics, watch)
@@ -322,7 +333,7 @@ def finish(session: TrainingSession, run: RunState, started: float, compiled_aft
         "left_out": {"problems": run.stream.left_out, "held_out": session.held_out_left_out},
     }
     summary = processes.once(lambda: write_summary(session.run_dir, session.config, **measured))
-    for line in summary_lines(session.run_dir, summary):
+    for line in [*summary_lines(session.run_dir, summary), *measured_lines(recorded(session.run_dir))]:
         session.writer.say(line)
     return summary
 
@@ -347,6 +358,9 @@ def begin(session: TrainingSession) -> RunState:
     claim = session.claim
     config = claim.all_stages.staged()[claim.stage] if claim.stages else session.config
     announce(session, config)
+    policy = session.policy
+    for line in room_lines(session.config, policy.model, policy.mesh, device_limit(policy.mesh)):
+        session.writer.say(line)
     try:
         run = restored_or_fresh(session)
     except RewardError as error:
@@ -481,6 +495,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words.pop(words.index("--dry-run") + 1)
     dry_run, ahead, force = (flag in words for flag in FLAGS)
     words = [word for word in words if word not in FLAGS]
+    traced, words = split_option(words, PROFILE)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         config = load_config(Config, words, prog="python -m grpo_roc_jax.train", default_file=DEFAULT_CONFIG)
@@ -490,7 +505,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for stage in config.staged():
                 print("\n".join([*preflight_lines(preflight(stage)), *host_lines(stage)]))
         else:
-            train(config, force=force)
+            with profiled(Profile.parse(traced) if traced is not None else Profile()):
+                train(config, force=force)
     except ConfigError as error:
         return ended(CONFIG_STATUS, f"configuration: {error}")
     except RewardError as error:
@@ -507,6 +523,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Preempted as error:
         return ended(PREEMPTED_STATUS, "interrupted", error)
     return 0
+
+
+def split_option(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """(value of an option given as `NAME VALUE` or `NAME=VALUE`, or None, the other words)."""
+    for i, word in enumerate(words):
+        if word.startswith(f"{name}="):
+            return word.removeprefix(f"{name}="), [*words[:i], *words[i + 1 :]]
+        if word == name:
+            return "".join(words[i + 1 : i + 2]), [*words[:i], *words[i + 2 :]]
+    return None, list(words)
 
 
 def ended(status: int, words: str, error: BaseException | None = None) -> int:
@@ -538,8 +564,15 @@ def dry(config: Config, full: bool = False) -> None:
             lines_on_data = data_lines(staged, chat, scorer)
             against = hindrances(staged, chat, scorer)
         stage = [f"stage {config.stages[index].name}:"] if config.stages else []
+<<<<<<< HEAD
         read += [*stage, *lines_on_data]
         lines += [*stage, *derived(staged), *memory_lines(with_update(staged, model, mesh), model, mesh)]
+=======
+        read += [*stage, *found]
+        chosen = with_update(one, model, mesh)
+        lines += [*stage, *derived(one), *memory_lines(chosen, model, mesh)]
+        lines += room_lines(chosen, model, mesh, device_limit(mesh))
+>>>>>>> plan
         lines += [f"this cannot work: {line}" for line in against] or ["nothing was found that speaks against this run"]
     if full:
         print(dump_yaml(config))
