@@ -177,6 +177,8 @@ class Trajectory:
     traces, and without `model.experts.replay`."""
     reward: float | None = None
     """What an environment paid in all, for turns and at the end; None without one, or if it could not say."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers that an environment or an agent gave, by name; `reward.functions` may pay each of them."""
     parts: tuple[int, ...] = ()
     """Lengths of the contexts that `tokens` holds one after another, such as the conversations of an agent and of those
     that it calls; empty for one context."""

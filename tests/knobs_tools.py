@@ -529,6 +529,7 @@ def agents_of(config: Config) -> Any:
 AGENT = {"environment": {"kind": "agent", "command": "a b"}, "reward.functions": ("environment",)}
 EPISODES = (
     cases(agents_of, {"environment.command": "c", "environment.timeout_s": 9.0, "environment.at_once": 3}, AGENT)
+    | cases(agents_of, {"environment.trained": ("planner",)}, AGENT)
     | cases(
         agents_of,
         {"environment.function": "tests.serving.agent_functions:quiet"},

@@ -230,19 +230,22 @@ class AgentCommand(EnvironmentKind):
 
     A program finds the policy in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, or `ANTHROPIC_BASE_URL` and
     `ANTHROPIC_API_KEY`, and the columns of the problem as JSON on its standard input. Its reward is what it writes to
-    the file descriptor that `GRPO_REWARD_FD` names: a number, or an object with `reward`. What it prints is not read,
-    since the policy may have written it.
+    the file descriptor that `GRPO_REWARD_FD` names: a number, or an object with `reward`, `calls` (rewards of single
+    calls) and further numbers by name. What it prints is not read, since the policy may have written it.
     """
 
     command: str = ""
     """Words of the program; `{prompt}` stands for that of the problem."""
     function: str = ""
     """In place of a program: `async def rollout(row, base_url, api_key)` as `package.module:rollout` or
-    `file.py:rollout`, called for each rollout with the columns of the problem. It returns its reward, a number or an
-    object with `reward`. All rollouts share one thread and one import of the file, so a rollout costs what its calls
+    `file.py:rollout`, called for each rollout with the columns of the problem. It returns its reward as a program
+    writes it. All rollouts share one thread and one import of the file, so a rollout costs what its calls
     cost; whatever takes long must be awaited."""
     timeout_s: Positive = 300.0
     """Seconds for a rollout; one that takes longer is ended with stop `deadline`."""
+    trained: tuple[str, ...] = ()
+    """Which of several agents train: names that their requests give as `model`, or in the header `X-Agent`. What the
+    others sampled is context. Empty: all."""
     at_once: AtLeast1 = 64
     """Rollouts that run at a time."""
     on_failure: OnFailure = "zero"

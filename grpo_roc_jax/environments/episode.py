@@ -49,7 +49,8 @@ class Answer:
     """What an operation of an episode came to."""
 
     value: Any = None
-    """The text of a reset, (results, `Observation` or None) of a turn, the reward at the end."""
+    """The text of a reset, (results, `Observation` or None) of a turn, at the end (the reward, further numbers by
+    name)."""
     failure: Failure | None = None
     """That the episode ended by."""
     late: bool = False
@@ -174,10 +175,10 @@ class Episode:
     async def end(self) -> Answer:
         """The reward at the end; the environment is closed."""
 
-        async def paid() -> float | None:
+        async def paid() -> tuple[float | None, Mapping[str, float]]:
             if not hasattr(self._environment, "get_reward"):
-                return 0.0
-            return checked_reward(await self._call(self._environment.get_reward), "get_reward")
+                return 0.0, {}
+            return checked_pay(await self._call(self._environment.get_reward))
 
         async with self._in_use:
             answer = await self._answer(paid, (ToolUnavailable, ConnectionError), "get_reward")
@@ -303,6 +304,15 @@ def checked_observation(said: Any) -> Observation | None:
         raise BadAnswer("Observation.results holds something else than ToolResult")
     reward = checked_reward(said.reward, "Observation.reward")
     return replace(said, text=checked_text(said.text, "Observation.text"), reward=reward or 0.0, done=bool(said.done))
+
+
+def checked_pay(value: Any) -> tuple[float | None, Mapping[str, float]]:
+    """(the reward, further numbers by name) that `get_reward` returned. Raises BadAnswer for anything else."""
+    if not isinstance(value, Mapping):
+        return checked_reward(value, "get_reward"), {}
+    named = {str(name): checked_reward(number, f"get_reward()[{name!r:.80}]") for name, number in value.items()}
+    reward = named.pop("reward", None)
+    return reward, {name: number for name, number in named.items() if number is not None}
 
 
 def checked_reward(value: Any, name: str) -> float | None:
