@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from grpo_roc_jax.environments.config import Factories, Hosted, OwnEnvironments
+from grpo_roc_jax.environments.config import Factories, Hosted
 from grpo_roc_jax.environments.environment import Environment, Observation, accepted, method_tools, row_of
 from grpo_roc_jax.environments.failure import Failure, failure_of, may_blame_policy, plain_failure
 from grpo_roc_jax.environments.threads import IdleThreads, LeasedThread
@@ -89,6 +89,8 @@ class Episode:
     def __init__(self, settings: EpisodeSettings, factories: Factories):
         self._settings, self._factories = settings, factories
         self._environment: Any = None
+        self._name = ""
+        """Of the environment among the factories."""
         self._registry = Registry()
         self._retries = 0
         self._in_use = asyncio.Lock()
@@ -107,7 +109,8 @@ class Episode:
         """Makes the environment and resets it; another one is made if that fails."""
 
         async def begin() -> str:
-            factory = self._factories[self._settings.choice.name_for(problem)]
+            self._name = self._settings.choice.name_for(problem)
+            factory = self._factories[self._name]
             self._environment = environment = await self._call(factory)
             self._registry = method_tools(type(environment))
             if isinstance(environment, Environment):
@@ -233,7 +236,7 @@ class Episode:
         choice = self._settings.choice
         if isinstance(error, TooLate):
             return plain_failure(name, f"took longer than {choice.timeout_s:g} s")
-        zero = isinstance(choice, OwnEnvironments) and choice.on_failure == "zero" and name == "step"
+        zero = name == "step" and choice.scores_failures(self._name)
         blamed = zero and not isinstance(error, BadAnswer) and may_blame_policy(error, self._environment)
         return failure_of(name, error, by_policy=blamed)
 
