@@ -6,10 +6,12 @@ import urllib.request
 
 IMPORTED = []
 IMPORTED.append(len(IMPORTED))
+FORMS = {"chat/completions": "messages", "responses": "input", "messages": "messages"}
+"""The field with what is said, by the path."""
 
 
-def request(base_url, api_key, messages, path="chat/completions", model="policy", agent=None, **fields):
-    body = {"model": model, "messages": messages, "max_tokens": 6} | fields
+def request(base_url, api_key, said, path="chat/completions", model="policy", agent=None):
+    body = {"model": model, FORMS[path]: said, "max_tokens": 6, "max_output_tokens": 6}
     headers = {"Authorization": f"Bearer {api_key}"} | ({"X-Agent": agent} if agent else {})
     asked = urllib.request.Request(f"{base_url}/{path}", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(asked, timeout=60) as answer:
@@ -60,15 +62,13 @@ def plain(row, base_url, api_key):
 
 
 SYSTEM = {"role": "system", "content": "Plan."}
-FORMS = {"chat/completions": "messages", "responses": "input", "messages": "messages"}
 
 
 async def pays_by_id(row, base_url, api_key):
     """Three calls, each in another form of the endpoint: the second is paid by its id."""
     question, ids = [{"role": "user", "content": row["prompt"]}], []
-    for path, name in FORMS.items():
-        fields = {name: question} | ({"max_output_tokens": 6} if path == "responses" else {})
-        answer = await asyncio.to_thread(request, base_url, api_key, question, path, **fields)
+    for path in FORMS:
+        answer = await asyncio.to_thread(request, base_url, api_key, question, path)
         ids.append(answer["id"])
     return {"reward": 1.0, "calls": {ids[1]: 0.25}}
 
