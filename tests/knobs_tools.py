@@ -565,6 +565,7 @@ EPISODES = (
             ("taskset", "b", {"kind": "verifiers", "taskset": "a"}),
             ("harness", "b", {"kind": "verifiers", "taskset": "a"}),
             ("runtime", "docker", {"kind": "verifiers", "taskset": "a"}),
+            ("settings", ("agent.max_turns=3",), {"kind": "verifiers", "taskset": "a"}),
             ("observation", "b", {"kind": "openenv", "url": "http://a", "action": "c"}),
         )
     }

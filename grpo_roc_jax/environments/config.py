@@ -262,11 +262,14 @@ class EnvironmentVerifiers(Hosted):
     """A taskset of verifiers; needs the extra `verifiers`. `data.sources verifiers:TASKSET` has its problems."""
 
     taskset: str = field(kw_only=True)
-    """Id of the taskset: an importable module, or one of those that come with verifiers."""
+    """Id of the taskset: an importable module, or one of those that come with verifiers. `ID?NAME=VALUE&NAME=VALUE` has
+    settings of its own, as in `data.sources`."""
     harness: str = "null"
     """Id of the harness, which plays the episode and asks the policy for turns."""
     runtime: str = "subprocess"
     """Where the harness runs programs: `subprocess` on this host, `docker`, or another one that verifiers has."""
+    settings: tuple[str, ...] = ()
+    """Further settings of its environment, `NAME=VALUE` with dots in NAME, such as `agent.harness.max_turns=4`."""
 
     def factories(self) -> Factories:
         return {"": adapter("contrib.environments.verifiers_tasks", self.kind).verifiers_class(self)}

@@ -1,9 +1,9 @@
 """Calls that were accepted, on disk before they are answered, so that a server that was killed runs them again.
 
 `ROOT/MODEL/journal/` holds `calls`, the accepted calls of a model in the order in which they came, and states after
-some of them: checkpoints that are named by the number of the call to come. A model goes on from the older of the last two
-states; what follows it is computed again, by the same programs from the same numbers. The results of calls that a
-client has not come back for are so there again, under the ids that it knows.
+some of them: checkpoints that are named by the number of the call to come. A model goes on from the older of the last
+two states; what follows it is computed again, by the same programs from the same numbers. So the results of calls that
+a client has not come back for are there again, under the ids that it knows.
 """
 
 import json

@@ -281,7 +281,7 @@ def calls_of_a_run(client, name, first=1):
 
 @pytest.mark.parametrize("cut", [1, 4, 7, 8, 13, 26])
 def test_what_was_accepted_survives_a_kill(tmp_path, cut):
-    """A copy of the folder right after a call was accepted is what a kill leaves. Another server goes on from it with the
+    """A copy of the folder right after a call was accepted is what a kill leaves. Another server goes on with the
     same ids, results and weights as without the kill."""
     wanted = {}
     with served(tmp_path) as client:
