@@ -189,7 +189,9 @@ class TinkerEndpoint:
 
     def session_heartbeat(self, body: dict[str, Any]) -> dict[str, Any]:
         if field_of(body, "session_id", str, "") not in self.sessions:
-            raise RequestRefused("no such session; the server started again: make a client anew", status=410)
+            raise RequestRefused(
+                "no such session; it has ended, or was idle for a week: make a client anew", status=410
+            )
         return {}
 
     def capabilities(self) -> dict[str, Any]:
@@ -225,12 +227,15 @@ class TinkerEndpoint:
     def _session(self, body: dict[str, Any]) -> str:
         session = field_of(body, "session_id", str, "")
         if session not in self.sessions:
-            text = f"no session {session!r:.80}; the server started again: make a client anew"
+            text = f"no session {session!r:.80}; it has ended, or was idle for a week: make a client anew"
             raise RequestRefused(text, status=404)
         return session
 
     def _new_model(self, body: dict[str, Any]) -> str:
-        return f"{self._session(body)}:train:{field_of(body, 'model_seq_id', int, 0)}"
+        name = f"{self._session(body)}:train:{field_of(body, 'model_seq_id', int, 0)}"
+        if self._replayed is None and name not in self.models:
+            self._restore(name)
+        return name
 
     def _model_run(self, model_id: str, base: Base, seed: int, lora: LowRank) -> ModelRun:
         return ModelRun(model_id, base, seed, InOrder(base.worker.submit), lora=lora)
@@ -275,7 +280,7 @@ class TinkerEndpoint:
     def _restore(self, name: str) -> ModelRun | None:
         """A model of before the start: its state is read, and its calls since then are queued again. None if the
         journal has none of that name."""
-        if not name or not NAME.fullmatch(name):
+        if not NAME.fullmatch(name) or name.partition(":")[0] not in self.sessions:
             return None
         calls, found = self.journal.calls(name), self.journal.first_state(name)
         if not calls and found is None:
@@ -292,13 +297,14 @@ class TinkerEndpoint:
             for call in calls:
                 if call.seq == 0:
                     pending, _ = self.futures.make(("create_model", name), call.body, name, call.request_id)
-                    path = {"path": json.loads(call.body)["path"], "type": "load_weights"}
-                    pending.finish({"model_id": name} | (path if call.path == "load_weights" else {}))
+                    loaded = call.path == "load_weights"
+                    path = {"path": json.loads(call.body)["path"], "type": "load_weights"} if loaded else {}
+                    pending.finish({"model_id": name} | path)
 
             def load() -> None:
                 fresh = base.trainer.start(about.lora, about.seed)
-                loaded = self.store.load(place, {"params": fresh.params, "moments": fresh.moments})
-                run.state = AdapterState(about.lora, loaded["params"], loaded["moments"], None, about.steps)
+                leaves = self.store.load(place, {"params": fresh.params, "moments": fresh.moments})
+                run.state = AdapterState(about.lora, leaves["params"], leaves["moments"], None, about.steps)
 
             base.worker.submit(self._compute, Pending("", b""), load)
             made += [call for call in calls if call.seq >= max(first, 1)]
@@ -388,7 +394,7 @@ class TinkerEndpoint:
             seq: Its number.
             failed: Why gradients of the step to come are not complete.
         """
-        run = self.models.get(model_id)
+        run = self.models.get(model_id) or self._restore(model_id)
         if run is None:
             return
 

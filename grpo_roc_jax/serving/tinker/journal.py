@@ -106,10 +106,10 @@ class Journal:
         return states[-STATES:][0]
 
     def trim(self, model: str, first: int) -> None:
-        """Removes the calls before a number, and what was not written to its end."""
+        """Removes the calls before a number, but for what made the model, and what was not written to its end."""
         folder = self._folder(model)
         if folder.is_dir():
-            kept = b"".join(call.packed() for call in self.calls(model) if call.seq >= first or first <= 1)
+            kept = b"".join(call.packed() for call in self.calls(model) if call.seq >= first or not call.seq)
             _write(folder / "calls.new", kept, "wb")
             os.replace(folder / "calls.new", folder / CALLS)
             _sync_folder(folder)
