@@ -191,14 +191,16 @@ class EnvironmentByRow(OwnEnvironments):
         shared = {one: getattr(self, one) for one in fields_of(Hosted)}
         if both := sorted(given.keys() & shared.keys()):
             raise ValueError(f"{where} sets {both[0]}, which is that of by_row; set it there")
+        chosen = EnvironmentKind.kinds.get(str(given.get("kind")), Hosted)
+        if not issubclass(chosen, Hosted) or issubclass(chosen, OwnEnvironments):
+            raise ValueError(
+                f"{where} is kind {chosen.kind}; must be mcp, openenv or verifiers, or the path of a class"
+            )
         try:
-            found = EnvironmentKind.read({**given, **shared})
+            return EnvironmentKind.read({**given, **shared})
         except ValueError as error:
             first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
             raise ValueError(f"{where} = {text}: {first}") from None
-        if not isinstance(found, Hosted) or isinstance(found, OwnEnvironments):
-            raise ValueError(f"{where} is kind {found.kind}; must be mcp, openenv or verifiers, or the path of a class")
-        return found
 
     def factories(self) -> Factories:
         others = {name: choice.factories()[""] for name, choice in self._others.items()}
