@@ -4,8 +4,8 @@ import importlib.util
 import io
 import json
 import os
-import runpy
 import re
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -15,7 +15,7 @@ from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.tools import ToolsConfig
 
 pytest.importorskip("verifiers.v1", reason="needs the extra verifiers; .ci/adapters runs these tests")
-from grpo_roc_jax.contrib.environments.verifiers_tasks import environment_of  # noqa: E402
+from grpo_roc_jax.contrib.environments.verifiers_tasks import environment_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 ADD = call("add", '{"a": 2, "b": 3}')
