@@ -311,6 +311,7 @@ def _plus_minus(tokens: Sequence[Token], again: _Again) -> Form | None:
 _SIMPLE_NAME = re.compile(
     r"(?:\\?[A-Za-z]+|\\text\{[^{}]*\})(?:_\{[^{}]*\}|'|\([^()]*\)|\^\{\(?(?:-1|[a-z]\)?)\})*(?:[+-](?:[0-9]*\\?[A-Za-z]+)(?:_\{[^{}]*\})?)*"
 )
+_NAME_ALONE = re.compile(r"(?:\\?[A-Za-z]+|\\text\{[^{}]*\})(?:_\{[^{}]*\})?")
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne", "=": "="}
 _INFINITIES = {r"\infty": 1, r"+\infty": 1, r"-\infty": -1}
 
@@ -336,6 +337,8 @@ def _relation(tokens: Sequence[Token], again: _Again) -> Form | None:
         values = [decimal_value(part) for part in parts[-2:]]
         if None not in values and abs(values[0] - values[1]) > max(abs(values[0]), 1) * _SLACK:
             return Relation(tuple(tokens))  # 5 = 7
+        if len(parts) == 2 and values[0] is not None and values[1] is None and _NAME_ALONE.fullmatch(render(parts[1])):
+            parts = parts[::-1]  # 5 = x
         name = render(parts[0])
         simple = (
             _SIMPLE_NAME.fullmatch(name) is not None or decimal_value(parts[0]) is not None or _tuple_of_names(name)
