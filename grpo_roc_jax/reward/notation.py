@@ -457,13 +457,14 @@ class _Rules:
 
     def _clocks(self, form: Form, gold: Form) -> Goal:
         if isinstance(form, Clock) and isinstance(gold, Clock):
-            if form.half and gold.half:
-                return form.seconds == gold.seconds
-            if form.half == gold.half:
+            # 15:45 is 3:45 pm; 3:45 may be that too, but not where the other one counts 24 hours
+            named = [any(token.is_name for token in clock.tokens) for clock in (form, gold)]
+            if named[0] == named[1] or (form.half and gold.half):
                 return form.seconds == gold.seconds
             return form.seconds % 43200 == gold.seconds % 43200 and not self.strict
         clock, other = (form, gold) if isinstance(form, Clock) else (gold, form)
-        if isinstance(other, Ratio | Quantity) and not clock.half and any(token.text == ":" for token in clock.tokens):
+        bare = not any(token.is_name for token in clock.tokens)
+        if isinstance(other, Ratio | Quantity) and bare and any(token.text == ":" for token in clock.tokens):
             parts = tuple(quantity([token]) for token in clock.tokens if token.is_number)
             ratio = Ratio(clock.tokens, parts)
             return self._ratios(ratio, gold) if clock is form else self._ratios(form, ratio)

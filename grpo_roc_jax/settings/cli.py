@@ -241,6 +241,8 @@ def _said(found: dict[str, Any], places: dict[Place, str]) -> str:
         constraint = "must have at least one entry"
     elif reason in ("kind", "setting"):
         constraint = found["msg"]
+    elif reason == "finite_number":
+        constraint = "must be a finite number"
     else:
         constraint = f"must be {PLAIN.get(reason.split('_')[0], found['msg'])}"
     if reason == "kind" and isinstance(got, dict):

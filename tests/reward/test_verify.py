@@ -29,7 +29,7 @@ LARGE = (
     r"(1+\sqrt{2}+\sqrt{3})^{200}", r"(2+\sqrt{3}i)^{3000}", r"(\sin x+\cos x)^{300}", r"\sin((x+y)^{60})",
     r"\frac{(x+1)^{90}}{(x-1)^{90}}", r"\left(\frac{x+1}{x-1}\right)^{400}", r"\sum_{i=1}^{n}(x+i)^{60}",
     r"\prod_{i=1}^{100}\prod_{j=1}^{100}(x+i+j)", "(x_1+x_2+x_3+x_4)^{30}", r"\|x-1\|^{900}", "(x+1)^{-999}",
-    "(a+b)(c+d)(e+f)(g+h)(k+l)(m+n)(p+q)(r+s)(t+u)(v+w)", "(x+y+1)" * 30, r"\frac{1}{(x+y)^{600}}",
+    "(a+b)(c+d)(e+f)(g+h)(k+l)(m+n)(p+q)(r+s)(t+u)(v+w)", "(x+y+1)" * 40, r"\frac{1}{(x+y)^{600}}",
 )  # fmt: skip
 """Too large to compute, in every form."""
 
