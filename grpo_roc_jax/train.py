@@ -43,7 +43,7 @@ from grpo_roc_jax.run.components import check_components, describe_device, make_
 from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
-from grpo_roc_jax.run.profiling import Profile, Tracer, profiled, tracing
+from grpo_roc_jax.run.profiling import Profile, profiled, tracing
 from grpo_roc_jax.run.prospects import hindrances
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
