@@ -98,16 +98,13 @@ def opened(page, address):
     return page
 
 
-RECORDED_TOYS = ("roc-0", "roc-1", "grpo-0")
-
-
 @pytest.fixture(scope="module")
 def pictured(demo):
-    """(runs of one problem set with scored steps, a run whose groups are shown): recorded ones, if there are some."""
+    """(runs whose curves are shown, a run whose groups are shown): recorded ones, if there are some."""
     folder = os.environ.get("GRPO_ROC_RUNS")
     if not folder:
         return demo, demo[0]
-    return [f"{folder}/{name}" for name in RECORDED_TOYS], f"{folder}/words"
+    return [f"{folder}/toy"], f"{folder}/words"
 
 
 def steps_of(run):
