@@ -22,23 +22,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--help" in words:
         arguments().print_help()
         return FITS
-    own, rest = arguments().parse_known_args(words)
+    options, rest = arguments().parse_known_args(words)
     jax.config.update("jax_platforms", "cpu")  # nothing runs, so leave the devices of this machine free
     jax.config.update("jax_enable_compilation_cache", False)  # programs for other devices cannot be read back
     try:
         config = load_config(Config, rest, prog="grpo-roc plan", default_file=DEFAULT_CONFIG)
-        reports = [plan(one, own) for one in chosen_stages(config, own.stage)]
+        reports = [plan(stage_report, options) for stage_report in chosen_stages(config, options.stage)]
     except (ConfigError, TopologyError, ValueError) as error:
         print(f"configuration: {error}", file=sys.stderr)
         return BAD_CONFIG
     report = reports[0]
     if len(reports) > 1:
-        lines = [line for one in reports for line in one["lines"]]
-        report = {"plan": config.name, "fits": all(one["fits"] for one in reports), "stages": reports, "lines": lines}
+        lines = [line for stage_report in reports for line in stage_report["lines"]]
+        report = {
+            "plan": config.name,
+            "fits": all(stage_report["fits"] for stage_report in reports),
+            "stages": reports,
+            "lines": lines,
+        }
     text = json.dumps(report)
-    if own.out:
-        Path(own.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(text if own.json else "\n".join(report["lines"]))
+    if options.out:
+        Path(options.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(text if options.json else "\n".join(report["lines"]))
     return FITS if report["fits"] else DOES_NOT_FIT
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from published_configs import CONFIGS
 
 from benchmarks.first_step import groups_of
 from grpo_roc_jax.commands import plan as plan_command
@@ -41,6 +40,7 @@ from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.run.policy import cache_bytes, parameter_count
 from grpo_roc_jax.settings.cli import load_config
+from tests.helpers.published_configs import CONFIGS
 
 LAYERS, WIDTH, ROWS = 5, 64, 16
 
