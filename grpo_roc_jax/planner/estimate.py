@@ -217,8 +217,7 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
         | _collective("all-gather", keys, sequence, 2 * micro, "sequence")
         | _collective("reduce-scatter", keys, sequence, micro, "sequence")
         # Over `tensor` the residual stream, gathered and scattered twice a layer and once at its ends; over `data` the
-        # gradients,
-        # added up by each part of it first (`update.accumulate`).
+        # gradients, added up by each part of it first (`update.accumulate`).
         | _collective("all-gather", (2 * model.layers + 1) * residual, tensor, passes * micro, "tensor")
         | _collective("reduce-scatter", (2 * model.layers + 1) * residual, tensor, passes * micro, "tensor")
         | _collective("all-reduce", parts["gradients"], data, 1.0, "data", deployment.topology.slices),
