@@ -92,8 +92,8 @@ def open_gguf(path: str, environ: Mapping[str, str] = os.environ) -> Path:
 def _open(file: Path, size: int, time_ns: int, home: Path) -> Path:
     header = read_header(file)
     check_types(header)  # each time: the library may be another version today
-    own = b"".join(source.read_bytes() for source in sorted(Path(__file__).parent.glob("*.py")))
-    digest = hashlib.sha256(own + f"{file}\0{size}\0{time_ns}".encode()).hexdigest()[:12]
+    code = b"".join(source.read_bytes() for source in sorted(Path(__file__).parent.glob("*.py")))
+    digest = hashlib.sha256(code + f"{file}\0{size}\0{time_ns}".encode()).hexdigest()[:12]
     folder = home / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', file.stem)}-{digest}"
     if (folder / POINTER).is_file():
         return folder

@@ -210,8 +210,8 @@ class Processes:
     def share(self, items: Sequence[T]) -> list[tuple[int, T]]:
         """(index, item) of this process's share: every `samplers`-th item, so that hard ones are spread. In a team it
         is the share of the first of them."""
-        place, follows = divmod(self.index, self.together)
-        return [] if follows else list(enumerate(items))[place :: self.samplers]
+        team, follows = divmod(self.index, self.together)
+        return [] if follows else list(enumerate(items))[team :: self.samplers]
 
     def numbers(self, first: int, stop: int) -> Iterator[int]:
         """The numbers from `first` to before `stop`, each for the process that asks first. Every process must call
@@ -248,7 +248,7 @@ class Processes:
             if before not in ("", self._posted):
                 client.key_value_delete(before)
             client.key_value_set(self._posted, text, allow_overwrite=True)
-            return [found for _, found in client.key_value_dir_get(folder)]
+            return [posted for _, posted in client.key_value_dir_get(folder)]
         except jax.errors.JaxRuntimeError as error:
             raise ProcessLost(f"process 0, which the others report to, is gone ({_brief(error)})") from error
 

@@ -120,7 +120,7 @@ def test_a_dialogue_in_the_terminal(published):
     with open_policy(str(published), SHORT) as (_, sampling):
         dialogue = Dialogue(sampling.sampler)
         converse(dialogue, console, lambda: next(lines))
-        assert dialogue.asked == 2
+        assert dialogue.questions == 2
         with pytest.raises(
             ValueError, match=r"the question has \d+ tokens, rollout\.max_prompt_tokens = 768; raise it"
         ):
