@@ -17,7 +17,7 @@ from grpo_roc_jax.learner.update import OptimConfig
 from grpo_roc_jax.method.advantage import Advantage, GroupRelative
 from grpo_roc_jax.method.compose import method_parts, needs_reference, reference_sync, teacher_of
 from grpo_roc_jax.method.config import MethodConfig
-from grpo_roc_jax.method.planning import PlanConfig
+from grpo_roc_jax.method.planning import Conditioning, PlainPrompts, PlanConfig, RewardTokens
 from grpo_roc_jax.method.roc import ResampleOnCorrect, Selector
 from grpo_roc_jax.method.shaping import Shaping, check_steps
 from grpo_roc_jax.method.surrogate import Clip, Surrogate, TokenRatioSurrogate
@@ -87,6 +87,11 @@ class SftConfig:
     """Ends every prompt with the reward token of its trace's outcome (`token`, or in words: `text`), so that one policy
     learns good and bad ways and which is which: the first stage of RC-GRPO (arXiv:2602.03025). It needs successes and
     failures in equal parts."""
+
+    @property
+    def condition(self) -> Conditioning:
+        """What the prompts of demonstrations are extended with."""
+        return PlainPrompts() if self.reward_tokens == "none" else RewardTokens(form=self.reward_tokens)
 
 
 @settings

@@ -1,5 +1,6 @@
 """Training: `python -m grpo_roc_jax.train [CONFIG.yaml] [--section.field value] [--dry-run [full] | --preflight]`.
-`--dry-run full` prints every setting too; `--force` continues a run with settings that it would refuse.
+`--dry-run full` prints every setting too; `--force` continues a run with settings that it would refuse; `--profile 3:5`
+traces steps 3 to 5.
 
 One step publishes the policy, rolls problems out, scores, selects, buffers, makes rows, updates and records. `train`
 does the same from Python, with custom parts as arguments.
@@ -21,7 +22,9 @@ from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass,
 from grpo_roc_jax.learner.learner import UpdateBatch
 from grpo_roc_jax.method.compose import next_state, resample_group, subset
 from grpo_roc_jax.model.transformer import compute_dtype
+from grpo_roc_jax.planner.measured import device_rates, measured_lines
 from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
+from grpo_roc_jax.planner.suggest import device_limit, room_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
 from grpo_roc_jax.pod.processes import ProcessLost
 from grpo_roc_jax.pod.program_cache import keep_programs
@@ -37,9 +40,10 @@ from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import check_components, describe_device, make_registry
-from grpo_roc_jax.run.evaluate import check_reward_tokens, evaluate_policy
+from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
+from grpo_roc_jax.run.profiling import Profile, Tracer, profiled, tracing
 from grpo_roc_jax.run.prospects import hindrances
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
@@ -57,7 +61,7 @@ from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, loa
 from grpo_roc_jax.settings.leaving import end_with
 from grpo_roc_jax.settings.options import fields_of
 from grpo_roc_jax.settings.points import injected, reach, spoiled
-from grpo_roc_jax.settings.progress import Phase, phase
+from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics
@@ -65,6 +69,8 @@ from grpo_roc_jax.types import Metrics
 log = logging.getLogger(__name__)
 
 FLAGS = ("--dry-run", "--preflight", "--force")
+PROFILE = "--profile"
+"""Followed by the first and the last step of a trace, as in 3:5."""
 
 
 def train(
@@ -158,75 +164,87 @@ def with_environment(
 
 
 def train_steps(session: TrainingSession, run: RunState) -> int:
-    """Takes all remaining steps, with checkpoints between them. Returns how many programs were compiled after the first
-    step."""
-    with phase("training", steps=session.config.steps - run.step) as under_way:
-        return take_steps(session, run, under_way)
-
-
-def take_steps(session: TrainingSession, run: RunState, under_way: Phase) -> int:
-    """`train_steps` within its phase."""
+    """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step."""
     config, checkpointer = session.config, session.checkpointer
     policy, sampling, sampler = session.policy, session.sampling, session.sampling.sampler
-    reach("compile")
-    sampler.engine.warmup(sampler.engine.publish(policy.full(run.train.params), run.step))
-    stream = RolloutStream(config, sampling, policy.mesh) if config.rollout.step_limit.streams else None
-    learner = make_learner(config, policy, sampler.chat)
-    learner.warmup(run)
-    if stream is not None:
-        learner.learner.meanwhile = stream.meanwhile
-    session.writer.say(describe_programs(session.compilations))
-    checkpointer.latest = run.bundle()
-    watch, compiled, first = Watch(config.limits), None, run.step
-    gap = GapCheck(session.events, exact=exact_sampling(config, policy))
-    longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
-    for watcher in filter(None, (watch, session.alarms)):
-        watcher.recall(sampling.processes.once(lambda: recorded(session.run_dir)[-longest:]))
-    while run.step < config.steps and not stage_over(session, run):
-        begun = time.perf_counter()
-        counts = run.buffer.counts
-        samples = sample_step(config, policy, sampling, run, stream)
-        groups = run.buffer.take(config.group.problems)
-        batches = learner.batches(groups, samples.explanations, run)
-        check_accounts(samples, groups, batches, counts, run.buffer.counts)
-        drift = learner.drift(groups, run)
-        with session.preemption.deferred():  # the update donates its input, so the step must be completed from here on
-            reach("update")
-            run.train, batches, measured = learner.update(run, batches)
-            metrics = samples.metrics() | measured
-            if stream is not None:
-                aged, alarm = stream.after_update(run, groups, measured)
-                metrics |= aged
-                if alarm:
-                    session.events.note(run.step + 1, "stale_samples", alarm)
-            run.method = next_state(samples.groups, groups, config, run.method, drift)
-            run.step += 1
-            run.reference = learner.next_reference(run)
-            metrics |= observe(session, run, metrics)
-            if samples.unscored:
-                session.events.note(run.step, "not_scored", samples.unscored)
-            checkpointer.latest = run.bundle()
-            metrics |= session.compilations.metrics() | {"data/left_out": run.stream.left_out}
-            metrics["time/step_s"] = time.perf_counter() - begun
-            reach("record")
-            record(session, run, samples, groups, batches, metrics)
-            if checkpointer.due(run.step):
-                checkpointer.save(run.step, checkpointer.latest)
-        compiled = session.compilations.count if compiled is None else compiled
-        under_way.step(run.step - first)
-        gap.look(run.step, metrics)
-        for text in watch.new_failures(samples.failures):
-            session.events.note(run.step, "environment", text)
-        watch.look_at_failures(samples.failures, samples.sampled)
-        look(session, run, metrics, batches, watch)
-        if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
-            measured = evaluate(session, run)[1]
-            observe(session, run, measured)
-            session.writer.write(run.step, measured)
-    after_first = 0 if compiled is None else session.compilations.count - compiled
-    if not checkpointer.has(run.step):
-        checkpointer.save(run.step, checkpointer.latest)
-    return after_first
+    with phase("training", steps=config.steps - run.step) as under_way, tracing(session.run_dir) as tracer:
+        reach("compile")
+        sampler.engine.warmup(sampler.engine.publish(policy.full(run.train.params), run.step))
+        stream = RolloutStream(config, sampling, policy.mesh) if config.rollout.step_limit.streams else None
+        learner = make_learner(config, policy, sampler.chat)
+        learner.warmup(run)
+        if stream is not None:
+            learner.learner.meanwhile = stream.meanwhile
+        session.writer.say(describe_programs(session.compilations))
+        checkpointer.latest = run.bundle()
+        watch, compiled, first = Watch(config.limits), None, run.step
+        rates = device_rates(config, policy.model, policy.mesh)
+        gap = GapCheck(session.events, exact=exact_sampling(config, policy))
+        longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
+        for watcher in filter(None, (watch, session.alarms)):
+            watcher.recall(sampling.processes.once(lambda: recorded(session.run_dir)[-longest:]))
+        while run.step < config.steps and not stage_over(session, run):
+            tracer.before(run.step + 1)
+            begun = time.perf_counter()
+            counts = run.buffer.counts
+            samples = sample_step(config, policy, sampling, run, stream)
+            groups = run.buffer.take(config.group.problems)
+            batches = learner.batches(groups, samples.explanations, run)
+            check_accounts(samples, groups, batches, counts, run.buffer.counts)
+            drift = learner.drift(groups, run)
+            with session.preemption.deferred():  # the update donates its input: a step that began must end
+                reach("update")
+                run.train, batches, measured = learner.update(run, batches)
+                metrics = samples.metrics() | measured
+                if stream is not None:
+                    aged, alarm = stream.after_update(run, groups, measured)
+                    metrics |= aged
+                    if alarm:
+                        session.events.note(run.step + 1, "stale_samples", alarm)
+                run.method = next_state(samples.groups, groups, config, run.method, drift)
+                run.step += 1
+                run.reference = learner.next_reference(run)
+                metrics |= observe(session, run, metrics)
+                if samples.unscored:
+                    session.events.note(run.step, "not_scored", samples.unscored)
+                checkpointer.latest = run.bundle()
+                metrics |= session.compilations.metrics() | {"data/left_out": run.stream.left_out}
+                metrics["time/step_s"] = time.perf_counter() - begun
+                metrics |= rates.metrics(metrics) if rates else {}
+                reach("record")
+                record(session, run, samples, groups, batches, metrics)
+                if checkpointer.due(run.step):
+                    checkpointer.save(run.step, checkpointer.latest)
+            compiled = session.compilations.count if compiled is None else compiled
+            if traced := tracer.after(run.step):
+                session.writer.say(traced)
+            under_way.step(run.step - first)
+            gap.look(run.step, metrics)
+            after_step(session, run, samples, batches, metrics, watch)
+        after_first = 0 if compiled is None else session.compilations.count - compiled
+        if not checkpointer.has(run.step):
+            checkpointer.save(run.step, checkpointer.latest)
+        return after_first
+
+
+def after_step(
+    session: TrainingSession,
+    run: RunState,
+    samples: StepSamples,
+    batches: Sequence[UpdateBatch],
+    metrics: Metrics,
+    watch: Watch,
+) -> None:
+    """Notes failures of a finished step, looks at its metrics, and evaluates where that is due."""
+    config = session.config
+    for text in watch.new_failures(samples.failures):
+        session.events.note(run.step, "environment", text)
+    watch.look_at_failures(samples.failures, samples.sampled)
+    look(session, run, metrics, batches, watch)
+    if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
+        measured = evaluate(session, run)[1]
+        observe(session, run, measured)
+        session.writer.write(run.step, measured)
 
 
 def sample_step(
@@ -315,7 +333,7 @@ def finish(session: TrainingSession, run: RunState, started: float, compiled_aft
         "left_out": {"problems": run.stream.left_out, "held_out": session.held_out_left_out},
     }
     summary = processes.once(lambda: write_summary(session.run_dir, session.config, **measured))
-    for line in summary_lines(session.run_dir, summary):
+    for line in [*summary_lines(session.run_dir, summary), *measured_lines(recorded(session.run_dir))]:
         session.writer.say(line)
     return summary
 
@@ -331,15 +349,18 @@ def show_finished(claim: Claim) -> dict[str, Any]:
 
 
 def begin(session: TrainingSession) -> RunState:
-    """Announces the run and finds where it starts: at the newest checkpoint, or fresh. A fresh policy that trains under
-    reward tokens is checked first.
+    """Announces the run and finds where it starts: at the newest checkpoint, or fresh, which the
+    condition of the rollouts may refuse (`check_before_training`).
 
     Raises:
-        ConfigError: Reward tokens do not change the success of a fresh policy.
+        ConfigError: a fresh policy that `plan.condition` refuses.
     """
     claim = session.claim
     config = claim.all_stages.staged()[claim.stage] if claim.stages else session.config
     announce(session, config)
+    policy = session.policy
+    for line in room_lines(session.config, policy.model, policy.mesh, device_limit(policy.mesh)):
+        session.writer.say(line)
     try:
         run = restored_or_fresh(session)
     except RewardError as error:
@@ -347,7 +368,7 @@ def begin(session: TrainingSession) -> RunState:
     except NonFiniteWeightsError as error:
         raise ConfigError(f"{error}; check the weights at model.path, or lower sft.lr") from error
     if run.step == 0:
-        for line in check_reward_tokens(session.config, session.policy, session.sampling, run.train.params):
+        for line in check_before_training(session.config, session.policy, session.sampling, run.train.params):
             session.writer.say(line)
     return run
 
@@ -474,6 +495,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words.pop(words.index("--dry-run") + 1)
     dry_run, ahead, force = (flag in words for flag in FLAGS)
     words = [word for word in words if word not in FLAGS]
+    traced, words = split_option(words, PROFILE)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         config = load_config(Config, words, prog="python -m grpo_roc_jax.train", default_file=DEFAULT_CONFIG)
@@ -483,7 +505,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for stage in config.staged():
                 print("\n".join([*preflight_lines(preflight(stage)), *host_lines(stage)]))
         else:
-            train(config, force=force)
+            with profiled(Profile.parse(traced) if traced is not None else Profile()):
+                train(config, force=force)
     except ConfigError as error:
         return ended(CONFIG_STATUS, f"configuration: {error}")
     except RewardError as error:
@@ -500,6 +523,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Preempted as error:
         return ended(PREEMPTED_STATUS, "interrupted", error)
     return 0
+
+
+def split_option(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """(value of an option given as `NAME VALUE` or `NAME=VALUE`, or None, the other words)."""
+    for i, word in enumerate(words):
+        if word.startswith(f"{name}="):
+            return word.removeprefix(f"{name}="), [*words[:i], *words[i + 1 :]]
+        if word == name:
+            return "".join(words[i + 1 : i + 2]), [*words[:i], *words[i + 2 :]]
+    return None, list(words)
 
 
 def ended(status: int, words: str, error: BaseException | None = None) -> int:
@@ -531,8 +564,15 @@ def dry(config: Config, full: bool = False) -> None:
             lines_on_data = data_lines(staged, chat, scorer)
             against = hindrances(staged, chat, scorer)
         stage = [f"stage {config.stages[index].name}:"] if config.stages else []
+<<<<<<< HEAD
         read += [*stage, *lines_on_data]
         lines += [*stage, *derived(staged), *memory_lines(with_update(staged, model, mesh), model, mesh)]
+=======
+        read += [*stage, *found]
+        chosen = with_update(one, model, mesh)
+        lines += [*stage, *derived(one), *memory_lines(chosen, model, mesh)]
+        lines += room_lines(chosen, model, mesh, device_limit(mesh))
+>>>>>>> plan
         lines += [f"this cannot work: {line}" for line in against] or ["nothing was found that speaks against this run"]
     if full:
         print(dump_yaml(config))

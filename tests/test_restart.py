@@ -13,10 +13,6 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_fakes import MODEL, sharp_params
-from test_train import TINY, launch, numbers, params_hash, wait_for_step
-from test_train import on_one_device as on_one_device  # fixtures
-from test_train import shared_programs as shared_programs
 
 from grpo_roc_jax import train as train_module
 from grpo_roc_jax.config import Config, LimitsConfig
@@ -32,7 +28,11 @@ from grpo_roc_jax.run.session import state_kept, state_leaves
 from grpo_roc_jax.run.watch import Stopped, Watch
 from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.train import main
+from tests.helpers.rollout_fakes import MODEL, sharp_params
 from tests.test_knob_effects import CASES
+from tests.test_train import TINY, launch, numbers, params_hash, wait_for_step
+from tests.test_train import on_one_device as on_one_device  # fixtures
+from tests.test_train import shared_programs as shared_programs
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
 

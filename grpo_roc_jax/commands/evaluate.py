@@ -26,8 +26,7 @@ from grpo_roc_jax.record.accuracy import ALL, Difference, compare, intervals, su
 from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.record.run_dir import opened, unused
 from grpo_roc_jax.record.trace import TraceWriter, eval_records
-from grpo_roc_jax.rollout.progress import rollout_display
-from grpo_roc_jax.rollout.records import RunOptions
+from grpo_roc_jax.rollout.records import RunOptions, rollout_display
 from grpo_roc_jax.run.components import make_parts, prompt_length
 from grpo_roc_jax.run.evaluate import Parts, prompt_end, sample_parts
 from grpo_roc_jax.run.load import is_run, load_policy, settings_for

@@ -56,12 +56,13 @@ def arguments() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("--topology", required=True, help="v5p:4x4x4, v5e:2x2, v6e:8x8, h200:8, t4:1, ...")
+    parser.add_argument("--topology", required=True, help="v5p:4x4x4, v5e:1x1, v5e:2x4/8, v6e:8x8:2, h200:8, ...")
     parser.add_argument("--model_shape", default="", help="hub id of a known model, or the path of a config.json")
     parser.add_argument("--stage", default="", help="name of one stage of the run; default: all, one after the other")
     parser.add_argument("--arithmetic", action="store_true", help="by formulas instead of the compiler")
     parser.add_argument("--mean_response", type=float, default=0.0, help="tokens; default: half of the longest")
     parser.add_argument("--programs", default="", help="kinds to compile, separated by commas; default: all")
+    parser.add_argument("--suggest", action="store_true", help="the fastest mesh, slots, rows and remat that fit")
     parser.add_argument("--simulate", action="store_true", help="steps with rows of unequal length, from these costs")
     parser.add_argument("--traces", default="", help="a run whose rows --simulate takes; default: log-normal lengths")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")

@@ -19,10 +19,12 @@ from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import Count, InnerShare, NotNegative, kind, settings
-from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, Trajectory, condition_kind, traits_of
+from grpo_roc_jax.types import PLAIN, Condition, Group, Problem, RolloutRequest, Trajectory, condition_kind, traits_of
 
 BUDGET = condition_kind("budget", optional=True)
 """Condition of a prompt that states something rewards depend on, such as a token budget."""
+PromptEnd = tuple[Condition, str]
+"""A condition, and the text that prompts end with under it."""
 DEMONSTRATION = condition_kind("demonstration", attempt=False)
 """Condition of a demonstration in a group of rollouts, which no policy sampled."""
 
@@ -90,6 +92,31 @@ class Conditioning(Part, axis="plan.condition"):
     def requests(self, index: int, count: int, wave: Wave) -> list[RolloutRequest]:
         """Requests for `count` rollouts of the problem with index `index`."""
         return [RolloutRequest(wave.problems[index], index, count)]
+
+    def evaluation(self) -> "PromptEnd | None":
+        """What prompts end with in evaluation; None where the condition leaves that to others."""
+        return None
+
+    def demonstrated(self, problem: Problem, succeeded: Callable[[], bool | None]) -> str:
+        """What the prompt of a demonstration ends with in the supervised stage.
+
+        Args:
+            problem: Of the demonstration.
+            succeeded: Whether the demonstration reaches its goal; None where nothing tells.
+        """
+        return ""
+
+    def compared(self) -> "tuple[PromptEnd, ...]":
+        """Ends of prompts under which success on held-out problems is measured before the first step."""
+        return ()
+
+    def check_compared(self, success: Sequence[float]) -> list[str]:
+        """Lines on the success under `compared`, in its order.
+
+        Raises:
+            ValueError: A policy of such success cannot be trained under this condition.
+        """
+        return []
 
     def next_table(self, uids: Sequence[str], state: AlgoState) -> AlgoState:
         """The state after these problems were visited."""
@@ -360,6 +387,29 @@ class RewardTokens(Conditioning):
         return [
             RolloutRequest(wave.problems[index], index, drawn.count(c), 0, c, reward_goal(c, self.form))
             for c in sorted(set(drawn), key=str)
+        ]
+
+    def evaluation(self) -> PromptEnd:
+        condition = {"high": HIGH, "low": LOW, "none": PLAIN}[self.evaluate]
+        return condition, reward_goal(condition, self.form)
+
+    def demonstrated(self, problem: Problem, succeeded: Callable[[], bool | None]) -> str:
+        """The reward token of the outcome (arXiv:2602.03025, app. B)."""
+        outcome = succeeded()
+        if outcome is None:
+            raise ValueError(
+                f"trace {problem.uid!r} has neither an outcome nor a reference answer, so it gets no reward token; "
+                "give its file a column reward, or set sft.reward_tokens none"
+            )
+        return reward_goal(HIGH if outcome else LOW, self.form)
+
+    def compared(self) -> tuple[PromptEnd, ...]:
+        return tuple((c, reward_goal(c, self.form)) for c in (HIGH, LOW)) if self.separation else ()
+
+    def check_compared(self, success: Sequence[float]) -> list[str]:
+        check_separation(*success, self.separation)
+        return [
+            f"held-out success {success[0]:.3f} under the high reward token, {success[1]:.3f} under the low one",
         ]
 
 

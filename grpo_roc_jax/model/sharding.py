@@ -85,10 +85,12 @@ def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = Non
     """A mesh with the axes `AXES` over `devices` (default: all), all axes Auto.
 
     The devices of one process form a block of the mesh (`process_mesh`), and `tensor` stays within a process or takes
-    whole ones. On TPU slices the processes follow the torus (`model.torus`), elsewhere their numbers.
+    whole ones. On TPU slices the processes follow the torus (`model.torus`), elsewhere their numbers. Of several slices
+    each is a block along `data`, so that only the sum of gradients crosses the network between them.
 
     Raises:
-        ValueError: the product of the axes is not the number of devices, or `tensor` takes a part of a process.
+        ValueError: the product of the axes is not the number of devices, `tensor` takes a part of a process, or
+            `data` does not divide over the slices.
     """
     devices = jax.devices() if devices is None else list(devices)
     shape, types = config.shape(len(devices)), (AxisType.Auto,) * len(AXES)
@@ -101,10 +103,33 @@ def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = Non
             f"sharding.tensor = {config.tensor} does not divide the {each} devices of a process and is no multiple of "
             f"them; take a divisor of {each} and raise sharding.fsdp instead"
         )
-    # Processes that sample as one are consecutive by their numbers, so their order stays.
-    ordered = torus_order(devices) if config.tensor <= each else None
-    ordered = ordered or sorted(devices, key=lambda device: (device.process_index, device.id))
+    slices: dict[int, list[jax.Device]] = {}
+    for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
+        slices.setdefault(slice_of(device), []).append(device)
+    check_slices(shape[0], len(slices))
+    ordered: list[jax.Device] = []
+    for _, part in sorted(slices.items()):
+        # Processes that sample as one are consecutive by their numbers, so their order stays.
+        ordered += (torus_order(part) if config.tensor <= each else None) or part
     return Mesh(np.array(ordered).reshape(shape), AXES, axis_types=types)
+
+
+def slice_of(device: jax.Device) -> int:
+    """The number of a TPU's slice; 0 for other devices, whose machines `fsdp` may cross."""
+    return (getattr(device, "slice_index", 0) or 0) if device.platform == "tpu" else 0
+
+
+def check_slices(data: int, slices: int) -> None:
+    """Checks that the slices are blocks along `data`.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if data % slices:
+        raise ValueError(
+            f"sharding.data = {data} over {slices} slices: must be a multiple of them, since only the sums of "
+            "gradients may cross the network between slices; lower sharding.fsdp, sequence or tensor"
+        )
 
 
 def process_count(mesh: Mesh) -> int:

@@ -78,6 +78,9 @@ class Execution:
     """Wraps the body of the layer scan, e.g. `jax.checkpoint` with a policy."""
     splits: Splits = FREE
     """Sharding of the activations over the devices of a mesh."""
+    unroll: bool = False
+    """Whether stacked layers are compiled one after the other, and not as a scan, whose backward pass copies what each
+    layer saved into arrays of all layers and out of them. The program is longer to compile."""
 
 
 SIMPLE = Execution()
@@ -142,6 +145,14 @@ def layers_with(name: str, config: ModelConfig) -> tuple[int, ...]:
     if config.delta and name in delta_shapes(config):
         return tuple(i for i, attention in enumerate(attends) if not attention)
     return tuple(range(config.layers))
+
+
+def layer_weights(config: ModelConfig) -> float:
+    """Weights of a layer that a token is multiplied with, on average."""
+    shapes, experts = layer_shapes(config), config.experts
+    share = experts.per_token / experts.count if experts.count else 1.0
+    weights = {name: math.prod(shape) * (share if "experts" in axes else 1) for name, (shape, axes) in shapes.items()}
+    return sum(len(layers_with(name, config)) * size for name, size in weights.items()) / config.layers
 
 
 def take_layer(stacked: Params, layer: int, config: ModelConfig) -> Params:
@@ -423,7 +434,8 @@ def forward(
     elif config.delta:
         x = _scan_periods(body, splits.residual(x), params["layers"], by_layer, config)
     else:
-        x, _ = jax.lax.scan(body, splits.residual(x), (params["layers"], *by_layer))
+        unroll = config.layers if execution.unroll else 1
+        x, _ = jax.lax.scan(body, splits.residual(x), (params["layers"], *by_layer), unroll=unroll)
     return final_hidden(params, x, config)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems
-from grpo_roc_jax.method.planning import HIGH, LOW, RewardTokens, check_separation, reward_goal
+from grpo_roc_jax.method.planning import PromptEnd
 from grpo_roc_jax.method.shaping import prompt_suffix
 from grpo_roc_jax.record.accuracy import eval_metrics, summarize
 from grpo_roc_jax.record.metrics import JsonlWriter, parsed_row
@@ -27,7 +27,7 @@ from grpo_roc_jax.run.policy import PolicyModel
 from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts, sample_groups, sample_requests
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.progress import phase
-from grpo_roc_jax.types import PLAIN, Condition, Group, Metrics, Problem, RolloutRequest, Trajectory, Verdict
+from grpo_roc_jax.types import PLAIN, Group, Metrics, Problem, RolloutRequest, Trajectory, Verdict
 
 
 def evaluate_policy(
@@ -59,26 +59,15 @@ def evaluate_policy(
     return table["all"][f"avg@{samples}"], eval_metrics(table), sampled
 
 
-def reward_token(config: Config) -> tuple[Condition, str]:
-    """(condition, end of the prompt) of evaluation. Policies trained with reward tokens get the high one."""
-    tokens = config.plan.condition
-    if isinstance(tokens, RewardTokens):
-        condition, form = {"high": HIGH, "low": LOW, "none": PLAIN}[tokens.evaluate], tokens.form
-    else:
-        form = config.sft.reward_tokens
-        condition = PLAIN if form == "none" else HIGH
-    return condition, reward_goal(condition, form)
+def prompt_end(config: Config, step: int) -> PromptEnd:
+    """(condition, end of the prompt) of evaluation after `step` steps: as the condition of the rollouts says,
+    or else that of the demonstrations, with the token budget."""
+    condition, text = config.plan.condition.evaluation() or config.sft.condition.evaluation() or (PLAIN, "")
+    return condition, text + prompt_suffix(config.shaping, step)
 
 
-def prompt_end(config: Config, step: int) -> tuple[Condition, str]:
-    """(condition, end of the prompt) of evaluation after `step` training steps, with reward token and token budget."""
-    condition, goal = reward_token(config)
-    return condition, goal + prompt_suffix(config.shaping, step)
-
-
-def check_reward_tokens(config: Config, policy: PolicyModel, sampling: GroupSampler, trained: Any) -> list[str]:
-    """Measures how the reward tokens change held-out success before training. Returns lines for the log; none for
-    methods without reward tokens.
+def check_before_training(config: Config, policy: PolicyModel, sampling: GroupSampler, trained: Any) -> list[str]:
+    """Lines on held-out success under the prompts that `plan.condition` compares; none where it compares none.
 
     Args:
         config: Configuration of the run.
@@ -87,24 +76,23 @@ def check_reward_tokens(config: Config, policy: PolicyModel, sampling: GroupSamp
         trained: Parameters of the training state after the supervised stage.
 
     Raises:
-        ConfigError: The success rates under the two tokens differ by less than `plan.condition.separation`.
+        ConfigError: The condition refuses a policy of such success.
     """
-    tokens = config.plan.condition
-    if not isinstance(tokens, RewardTokens) or not tokens.separation or not config.steps:
+    prompt_ends = config.plan.condition.compared()
+    if not prompt_ends or not config.steps:
         return []
     weights, problems = sampling.sampler.engine.publish(policy.full(trained), 0), eval_problems(config.data)
     rates = []
-    for condition in (HIGH, LOW):
-        extras = {"condition": condition, "suffix": reward_goal(condition, tokens.form)}
+    for condition, text in prompt_ends:
+        extras = {"condition": condition, "suffix": text}
         options = RunOptions(0, "evaluate")
         sampled = sample_groups(sampling, weights, problems, config.eval.samples, options, **extras)
         correct = [group.correct for group in sampled.groups if group.size]
         rates.append(float(np.mean(np.concatenate(correct))) if correct else 0.0)
     try:
-        check_separation(*rates, tokens.separation)
+        return config.plan.condition.check_compared(rates)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return [f"held-out success {rates[0]:.3f} under the high reward token, {rates[1]:.3f} under the low one"]
 
 
 FILLS = 4

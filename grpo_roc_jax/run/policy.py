@@ -183,7 +183,8 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
 
     Counted are the master parameters, AdamW's moments, the reference policy, gradients, the sampler's weights, the
     cache at its largest, what the backward pass keeps of each layer, and the logits of one chunk with their gradient.
-    XLA's own scratch memory comes on top.
+    XLA's own scratch memory comes on top. The frozen weights of an adapter stay in every program; the sampler reads the
+    same arrays, unless `fsdp` or `sequence` splits them, which makes it gather a copy.
     """
     compute = 4 if model.compute_dtype == "float32" else 2
     total = parameter_count(model)
@@ -203,12 +204,14 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
     elif config.update.remat == "none":
         kept_bytes_per_layer += _activations(config, model, compute)
     columns = min(config.update.vocab_chunk or USUAL_CHUNK, model.vocab_size)
+    copied = not config.lora.rank or spread > tensor
     return {
         "masters": 4 * trained / spread,
         "moments": (8 if config.optim.moment_dtype == "float32" else 6) * trained / spread,
         **({"reference": 4 * trained / spread} if needs_reference(config) else {}),
         "gradients": 4 * trained / spread,
-        "frozen weights" if config.lora.rank else "sampler": (compute * total - spared) / tensor,
+        **({"frozen weights": compute * total / spread} if config.lora.rank else {}),
+        **({"sampler": (compute * total - spared) / tensor} if copied else {}),
         "cache": (per_token * rollout.shard_blocks(shards) * rollout.block + per_row * slots) / tensor,
         "layers kept": tokens * model.layers * kept_bytes_per_layer / tensor,
         "logits": 3 * 4 * tokens * columns / spread,
@@ -295,6 +298,7 @@ def matrix_count(model: ModelConfig) -> int:
     return sum(size * len(layers_with(name, model)) for name, size in sizes)
 
 
+@cache
 def parameter_count(model: ModelConfig, lora: Lora | None = None) -> int:
     """Number of parameters of a model, or of the trained ones if `lora` is given. Allocates nothing."""
 

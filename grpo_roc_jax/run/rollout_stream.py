@@ -25,8 +25,8 @@ from grpo_roc_jax.method.edit import joined
 from grpo_roc_jax.method.planning import Wave
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
-from grpo_roc_jax.rollout.resume import from_prompt
 from grpo_roc_jax.rollout.sampler import split
+from grpo_roc_jax.rollout.table import from_prompt
 from grpo_roc_jax.run.rounds import StepSamples, draw_problems, edited, numbered, opening_requests
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler, PartialGroup, ScoredRollouts, merge_stats, resumable, score

@@ -48,7 +48,7 @@ class StepSamples:
     outside: tuple[Group, ...] = ()
     """Scored trajectories that are in no group any more: replaced failures, drafts, written hints, explanations."""
     explanations: tuple[Group, ...] = ()
-    """Successful rollouts that saw the answer; they are trained on as supervised rows (ExPO)."""
+    """The successful rollouts among those that saw the answer; they train as supervised rows."""
     partial: tuple[PartialGroup, ...] = ()
     """Groups with rows that the step's deadline cut, for the next round or step; `groups` contains none of them."""
     skipped: int = 0

@@ -13,9 +13,8 @@ from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.reward.score import Scorer
 from grpo_roc_jax.rollout.collect import collect_while_free
 from grpo_roc_jax.rollout.config import RolloutConfig
-from grpo_roc_jax.rollout.progress import RolloutLines, RolloutProgress
 from grpo_roc_jax.rollout.publish import SamplerParams
-from grpo_roc_jax.rollout.records import FailureCount, RolloutStats, RunOptions
+from grpo_roc_jax.rollout.records import FailureCount, RolloutLines, RolloutProgress, RolloutStats, RunOptions
 from grpo_roc_jax.rollout.sampler import Sampler, split
 from grpo_roc_jax.types import Group, Problem, RolloutRequest, Trajectory
 

@@ -26,8 +26,8 @@ from grpo_roc_jax.record.metrics import CompilationCounter, Writer, make_writer
 from grpo_roc_jax.record.run_dir import PACKAGES, Start, choose_run_dir, decide, locked, versions
 from grpo_roc_jax.record.storage import copied, is_address
 from grpo_roc_jax.record.trace import TraceWriter
-from grpo_roc_jax.rollout.progress import RolloutLines, RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
+from grpo_roc_jax.rollout.records import RolloutLines, RolloutProgress
 from grpo_roc_jax.run.choices import about, choose, free_bytes, left_open, record, recorded, with_choices
 from grpo_roc_jax.run.components import describe_device, make_parts, resolve_model, run_date, with_date
 from grpo_roc_jax.run.learning import find_teacher, most_rows

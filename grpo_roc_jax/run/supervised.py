@@ -24,7 +24,7 @@ from grpo_roc_jax.learner.update import (
     make_update_step,
     start_train_state,
 )
-from grpo_roc_jax.method.planning import HIGH, LOW, reward_goal
+from grpo_roc_jax.method.planning import Conditioning, PlainPrompts
 from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.record.metrics import Writer
@@ -38,38 +38,32 @@ from grpo_roc_jax.text.chat_format import ChatFormat, Trace
 from grpo_roc_jax.types import TrainRow
 
 
-def trace_rows(traces: Sequence[Trace], chat: ChatFormat, form: str = "none") -> list[TrainRow]:
-    """Rows whose loss is the mean negative log-likelihood of the policy tokens of the batch, in nats.
+def trace_rows(traces: Sequence[Trace], chat: ChatFormat, condition: Conditioning | None = None) -> list[TrainRow]:
+    """Rows whose loss is the mean negative log-likelihood of the batch's policy tokens, in nats.
 
     Args:
         traces: Demonstrations.
-        chat: Renders prompt, turns and observations as ids.
-        form: `sft.reward_tokens`: `token` or `text` for the reward-conditioned stage, in which every prompt ends with
-            the reward token of its trace's outcome (arXiv:2602.03025, app. B).
+        chat: Prompt, turns and observations as ids.
+        condition: Extends the prompt of each demonstration by its outcome; None adds nothing.
     """
-    encoded = [chat.trace_row(trace, _goal(trace, form)) for trace in traces]
+    condition = condition or PlainPrompts()
+    encoded = [encoded_trace(trace, chat, condition) for trace in traces]
     total = max(sum(int(mask.sum()) for _, mask in encoded), 1)
     return [supervised_row(tokens, mask, 1.0 / total) for tokens, mask in encoded]
 
 
-def _goal(trace: Trace, form: str) -> str:
-    """The reward token at the end of the trace's prompt; empty in a stage without reward tokens."""
-    return "" if form == "none" else reward_goal(HIGH if succeeded(trace) else LOW, form)
+def encoded_trace(trace: Trace, chat: ChatFormat, condition: Conditioning) -> tuple[np.ndarray, np.ndarray]:
+    """(token ids, mask of those that the policy writes) of a demonstration under a condition."""
+    return chat.trace_row(trace, condition.demonstrated(trace.problem, lambda: succeeded(trace)))
 
 
-def succeeded(trace: Trace) -> bool:
-    """Whether a demonstration succeeds: according to its source, or else by its final answer.
-
-    Raises:
-        ValueError: The trace has neither an outcome nor a reference answer.
-    """
+def succeeded(trace: Trace) -> bool | None:
+    """Whether a demonstration reaches its goal: as its source says, or else by its final answer. None where neither an
+    outcome nor a reference answer is there."""
     if "success" in trace.problem.extra:
         return bool(trace.problem.extra["success"])
     if not trace.problem.answer:
-        raise ValueError(
-            f"trace {trace.problem.uid!r} has neither an outcome nor a reference answer, so it gets no reward token; "
-            "give its file a column reward, or set sft.reward_tokens none"
-        )
+        return None
     answer = find_answer(trace.turns).answer
     return answer is not None and decide(answer, trace.problem.answer) is True
 
@@ -107,7 +101,7 @@ def trace_stream(config: Config, chat: ChatFormat) -> Stream[Trace]:
         config.data,
         traces=config.sft.traces,
         seed=config.seed,
-        row_length=lambda trace: len(chat.trace_row(trace, _goal(trace, config.sft.reward_tokens))[0]),
+        row_length=lambda trace: len(encoded_trace(trace, chat, config.sft.condition)[0]),
         max_row_tokens=config.batch.row_length,
     )
 
@@ -157,7 +151,7 @@ def supervised_steps(
     for step in range(1, config.sft.steps + 1):
         reach("sft")
         with config_errors():
-            rows = trace_rows(next(stream), chat, config.sft.reward_tokens)
+            rows = trace_rows(next(stream), chat, config.sft.condition)
             batch, placement = pack(rows, config.batch, bound, shards)
         state, metrics = memory.run("sft", partial(step_fn, state), shard_batch(batch, mesh), donated=state)
         # One step ahead keeps the device busy; with more, a signal would have to wait for all of them.

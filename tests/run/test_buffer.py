@@ -1,16 +1,10 @@
 """The one mutable container: order, counts, exact state."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "method"))
-
-from method_groups import make_group
 
 from grpo_roc_jax.run.buffer import RolloutBuffer
 from grpo_roc_jax.types import Group
+from tests.helpers.method_groups import make_group
 
 
 def groups(*uids):

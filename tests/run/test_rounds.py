@@ -29,7 +29,7 @@ from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import main
 from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, Turn
-from tests.samples import make_group
+from tests.helpers.samples import make_group
 
 TOKENIZER = load_tokenizer(TextConfig(tokenizer="bytes"))
 CHAT = make_chat(TextConfig(tokenizer="bytes"), TOKENIZER)

@@ -10,8 +10,6 @@ from unittest import mock
 
 import jax.numpy as jnp
 import pytest
-from test_train import TINY, numbers, params_hash
-from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.learner.update import TrainState
@@ -29,6 +27,8 @@ from grpo_roc_jax.run.stages import at_stage, enter_stage, next_claim, observe, 
 from grpo_roc_jax.run.watch import Stopped
 from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
 from grpo_roc_jax.train import main, train
+from tests.test_train import TINY, numbers, params_hash
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
 STAGES = """
 steps: 9

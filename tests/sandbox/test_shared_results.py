@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from fake_executor import FakeExecutor
 
 from grpo_roc_jax.sandbox import shared_results
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
 from grpo_roc_jax.types import ToolResult
+from tests.helpers.fake_executor import FakeExecutor
 
 TOOL = "python_code_with_standard_io"
 SHARED = ToolsConfig(share_results=True)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from demo import TOKENIZER, records, write_run
 
 from grpo_roc_jax.commands import view
 from grpo_roc_jax.record import index, trace
@@ -22,6 +21,7 @@ from grpo_roc_jax.types import ToolCall, ToolResult
 from grpo_roc_jax.view.answers import Runs
 from grpo_roc_jax.view.curves import curve, load_runs
 from grpo_roc_jax.view.page_server import PageServer
+from tests.helpers.demo import TOKENIZER, records, write_run
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

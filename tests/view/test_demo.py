@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from demo import write_run
 
 from grpo_roc_jax.method.roc import quota
 from grpo_roc_jax.record import trace
 from grpo_roc_jax.record.metrics import read_metrics
+from tests.helpers.demo import write_run
 
 
 @pytest.mark.parametrize("resample", ["roc", "none"])
