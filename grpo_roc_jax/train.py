@@ -43,7 +43,7 @@ from grpo_roc_jax.run.components import check_components, describe_device, make_
 from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
-from grpo_roc_jax.run.profiling import Profile, Tracer, profiled, tracing
+from grpo_roc_jax.run.profiling import Profile, profiled, tracing
 from grpo_roc_jax.run.prospects import hindrances
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
@@ -564,15 +564,10 @@ def dry(config: Config, full: bool = False) -> None:
             lines_on_data = data_lines(staged, chat, scorer)
             against = hindrances(staged, chat, scorer)
         stage = [f"stage {config.stages[index].name}:"] if config.stages else []
-<<<<<<< HEAD
         read += [*stage, *lines_on_data]
-        lines += [*stage, *derived(staged), *memory_lines(with_update(staged, model, mesh), model, mesh)]
-=======
-        read += [*stage, *found]
-        chosen = with_update(one, model, mesh)
-        lines += [*stage, *derived(one), *memory_lines(chosen, model, mesh)]
+        chosen = with_update(staged, model, mesh)
+        lines += [*stage, *derived(staged), *memory_lines(chosen, model, mesh)]
         lines += room_lines(chosen, model, mesh, device_limit(mesh))
->>>>>>> plan
         lines += [f"this cannot work: {line}" for line in against] or ["nothing was found that speaks against this run"]
     if full:
         print(dump_yaml(config))

@@ -181,6 +181,8 @@ class Trajectory:
     reward: float | None = None
     """Total reward of an environment, for turns and at the end; None without an environment, or if it
     could not decide."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers that an environment or an agent gave, by name; `reward.functions` may pay each of them."""
     parts: tuple[int, ...] = ()
     """Lengths of the contexts that `tokens` contains one after another, such as the conversations of an agent and of
     those that it calls; empty for a single context."""

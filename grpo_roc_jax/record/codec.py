@@ -207,6 +207,7 @@ def groups_from_tree(tree: Mapping[str, np.ndarray]) -> tuple[Group, ...]:
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory as JSON, without its per-token arrays."""
     rare: dict[str, Any] = {} if trajectory.reward is None else {"reward": float(trajectory.reward)}
+    rare |= {"rewards": dict(trajectory.rewards)} if trajectory.rewards else {}
     rare |= {"parts": list(trajectory.parts)} if trajectory.parts else {}
     rare |= {"fault": trajectory.fault} if trajectory.fault else {}
     return rare | {
@@ -232,6 +233,7 @@ def trajectory_from_json(fields: Mapping[str, Any], arrays: Mapping[str, np.ndar
         condition=Condition.parse(fields["condition"]),
         temperature=fields.get("temperature"),
         reward=fields.get("reward"),
+        rewards=fields.get("rewards", {}),
         parts=tuple(fields.get("parts", ())),
         fault=fields.get("fault", ""),
     )

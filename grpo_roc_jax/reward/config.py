@@ -52,11 +52,20 @@ class CleanToolsReward(Reward):
 
 @kind("environment")
 class EnvironmentReward(Reward):
-    """The rewards of the environment, for turns and at the end; a rollout that it could not judge leaves its group."""
+    """The rewards of the environment or agent, for turns and at the end; a rollout that it could not judge leaves its
+    group. With `part`, one of the further numbers that it gave."""
+
+    part: str = ""
+    """Name of the number that pays, which is that of the channel; empty: the reward itself. A rollout that was given
+    other numbers, but not this one, is not judged by it."""
 
     success: float = 1.0
     """Smallest reward of the environment at which a rollout counts as correct, unless reward function `answer` decides
     that."""
+
+    @property
+    def name(self) -> str:
+        return self.part or self.kind
 
 
 @kind("function")

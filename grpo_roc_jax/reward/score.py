@@ -214,7 +214,8 @@ class Scorer:
         by_turn = [[weights[name] * x for x in pay] for name, pay in pays.items() if isinstance(pay, tuple)]
         if status != "truncated" and self.config.answer is None and trajectory.stop != "failed":
             goals = [part for part in self.config.functions if isinstance(part, EnvironmentReward)]
-            reached = channels["environment"] >= goals[0].success if goals else reward > 0
+            goal = next(((part, pay) for part in goals if (pay := channels[part.name]) is not None), None)
+            reached = goal[1] >= goal[0].success if goal else reward > 0
             status = "correct" if reached else "wrong"
         calls = [result for result in trajectory.results if not result.infra]
         return Verdict(
@@ -394,9 +395,17 @@ async def _resolve(awaitable: Any) -> Any:
     return await awaitable
 
 
-def environment_pay(trajectory: Trajectory) -> Pay:
+def environment_pay(trajectory: Trajectory, part: str = "") -> Pay:
     """The rewards of an environment: by turn if it gave rewards for turns, with the final reward added to the last
-    turn. If it could not judge a trajectory, the trajectory has no score."""
+    turn. If it could not judge a trajectory, the trajectory has no score.
+
+    Args:
+        trajectory: Of its rollout.
+        part: Name of one of `Trajectory.rewards`, which pays instead; None if the environment gave others only.
+    """
+    if part:
+        judged = trajectory.reward is not None or trajectory.rewards
+        return trajectory.rewards.get(part) if judged else UNSCORED
     by_turn = [turn.reward for turn in trajectory.turns]
     if trajectory.reward is None or not any(by_turn):
         return UNSCORED if trajectory.reward is None else trajectory.reward
@@ -409,8 +418,8 @@ def _builtin(
 ) -> list[Pay]:
     """Rewards in {0, 1} for a correct answer, exactly one well-formed answer, or no failed call; or those of an
     environment."""
-    if part.kind == "environment":
-        return [environment_pay(t) for t in trajectories]
+    if isinstance(part, EnvironmentReward):
+        return [environment_pay(t, part.part) for t in trajectories]
     if part.kind == "answer":
         return [float(s == "correct") for s in status]
     if part.kind == "format":

@@ -36,6 +36,7 @@ from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.pod.program_cache import keep_programs
 from grpo_roc_jax.pod.team import Team
 from grpo_roc_jax.record.run_dir import saved_settings
+from grpo_roc_jax.reward.config import EnvironmentReward
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.rollout.sampler import Sampler
@@ -177,14 +178,15 @@ def tool_schemas(config: Config, registry: Registry) -> list[dict[str, Any]]:
             environment returns rewards although they are asked for.
     """
     classes, names = find_environments(config), config.reward.names
+    paid = any(isinstance(part, EnvironmentReward) for part in config.reward.functions)
     if not classes:
-        if "environment" in names and not isinstance(config.environment, AgentCommand):
+        if paid and not isinstance(config.environment, AgentCommand):
             raise ValueError("reward.functions environment without an environment that pays; name one in environment")
         return registry.schemas
     pay = [
         cls.__name__ for cls in classes if getattr(cls, "get_reward", Environment.get_reward) != Environment.get_reward
     ]
-    if pay and "environment" not in names:
+    if pay and not paid:
         raise ValueError(
             f"environment {pay[0]} has get_reward, but reward.functions = {', '.join(names)}; add environment to them"
         )
@@ -216,7 +218,7 @@ def make_agents(config: Config, chat: ChatFormat, engine: Engine) -> Any:
         from grpo_roc_jax.serving.agent_runs import AgentRuns
     except ImportError as error:
         raise ValueError(f"environment agent needs the extra serve ({error}); {install_command('serve')}") from error
-    pays = any(part.kind == "environment" for part in config.reward.functions)
+    pays = {part.part for part in config.reward.functions if isinstance(part, EnvironmentReward)}
     return AgentRuns(config.environment, chat, engine, config.longest_trajectory, pays)
 
 

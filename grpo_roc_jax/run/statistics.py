@@ -49,6 +49,8 @@ def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metri
         "rollout/truncated": _mean([t.truncated for t, _ in pairs]),
         "rollout/sampled": float(total),
     }
+    for name in sorted({name for trajectory, _ in pairs for name in trajectory.rewards}):
+        metrics[f"environment/{name}"] = _mean([t.rewards[name] for t, _ in pairs if name in t.rewards])
     return metrics | {f"verdict/{status}": count / total for status, count in sorted(counts.items())}
 
 

@@ -244,6 +244,8 @@ def _message(problem: dict[str, Any], places: dict[KeyPath, str]) -> str:
         constraint = "must have at least one entry"
     elif reason in ("kind", "setting"):
         constraint = problem["msg"]
+    elif reason == "finite_number":
+        constraint = "must be a finite number"
     else:
         constraint = f"must be {PLAIN.get(reason.split('_')[0], problem['msg'])}"
     if reason == "kind" and isinstance(got, dict):

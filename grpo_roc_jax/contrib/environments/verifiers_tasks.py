@@ -23,6 +23,7 @@ from verifiers.v1.utils.loaders import resolve_env_config
 from grpo_roc_jax.environments.config import EnvironmentVerifiers
 from grpo_roc_jax.environments.connection import Connection, outcome
 from grpo_roc_jax.environments.environment import Environment, Observation
+from grpo_roc_jax.settings.files import parse_yaml
 from grpo_roc_jax.tools.registry import ToolUnavailable
 from grpo_roc_jax.types import Problem, ToolResult, Turn
 
@@ -33,13 +34,42 @@ MODEL = "policy"
 Message = Mapping[str, Any]
 
 
+def read_taskset(text: str) -> dict[str, Any]:
+    """The settings of a taskset that is written `ID` or `ID?NAME=VALUE&NAME=VALUE`; dots in a name are nested ones."""
+    name, _, words = text.partition("?")
+    return nested({"id": name}, [word for word in words.split("&") if word])
+
+
+def nested(settings: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """The settings with those of `NAME=VALUE` words: values are read as YAML, dots in a name lead into mappings.
+
+    Raises:
+        ValueError: A word has no `=`, or leads into a value that is no mapping.
+    """
+    for word in words:
+        name, equals, value = word.partition("=")
+        *path, last = name.split(".")
+        inner: Any = settings
+        for part in path:
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
+        if not equals or not last or not isinstance(inner, dict):
+            raise ValueError(
+                f"setting {word!r} of verifiers: must be NAME=VALUE, with dots in NAME for nested settings"
+            )
+        inner[last] = parse_yaml(value, f"setting {name} of verifiers")
+    return settings
+
+
 def taskset_problems(taskset: str) -> Iterator[Problem]:
     """A problem for each task of a taskset; its column `task` says which one it is."""
-    loaded = vf.load_taskset(resolve_env_config({"taskset": {"id": taskset}}).taskset)
+    loaded, name = (
+        vf.load_taskset(resolve_env_config({"taskset": read_taskset(taskset)}).taskset),
+        taskset.split("?")[0],
+    )
     for number, task in enumerate(islice(loaded, MOST_TASKS)):
         extra = {"task": number, "key": task.key}
         yield Problem(
-            f"{taskset}:{task.key}", task.data.prompt_text, str(getattr(task.data, "answer", "")), taskset, extra
+            f"{taskset}:{task.key}", task.data.prompt_text, str(getattr(task.data, "answer", "")), name, extra
         )
 
 
@@ -65,7 +95,8 @@ class Desk:
 def environment_of(choice: EnvironmentVerifiers) -> Any:
     """The environment of verifiers that the settings describe."""
     agent = {"harness": {"id": choice.harness}, "runtime": {"type": choice.runtime}}
-    return vf.load_environment(resolve_env_config({"taskset": {"id": choice.taskset}, "agent": agent}))
+    settings = nested({"taskset": read_taskset(choice.taskset), "agent": agent}, choice.settings)
+    return vf.load_environment(resolve_env_config(settings))
 
 
 @asynccontextmanager
@@ -180,13 +211,15 @@ class VerifiersEnvironment(Environment):
             text = "\n\n".join([*outputs.values(), text])
         return Observation(text, results=tuple(ToolResult("ok", echo=outputs[name]) for name in ids))
 
-    async def get_reward(self) -> float:
+    async def get_reward(self) -> float | dict[str, float | None]:
         if not self._episode.done():
             return 0.0  # cut by the budget or the limit of turns
         episode = self._episode.result()
         if not episode.ok:
             raise ToolUnavailable(f"verifiers: {faults_of(episode)}")
-        return float(episode.traces[0].reward)
+        trace = episode.traces[0]
+        scores = {name: None if one is None else one.score for name, one in trace.rewards.items()}
+        return {**trace.metrics, **scores, "reward": float(trace.reward)}
 
     async def close(self) -> None:
         if hasattr(self, "_episode"):
