@@ -235,7 +235,7 @@ def after_step(
     metrics: Metrics,
     watch: Watch,
 ) -> None:
-    """Notes failures of a finished step, looks at its metrics, and evaluates where that is due."""
+    """Records failures of a finished step, checks its metrics, and evaluates if that is due."""
     config = session.config
     for text in watch.new_failures(samples.failures):
         session.events.note(run.step, "environment", text)

@@ -29,7 +29,7 @@ T = TypeVar("T")
 DRAWS_A_PROBLEM = 50
 """Draws from a world for each held-out problem; so many are needed only if the world is nearly exhausted."""
 TASKSET_PREFIX = "verifiers:"
-"""Before the id of a taskset of verifiers."""
+"""Prefix of the id of a taskset of the library verifiers."""
 
 
 class Notes(list[str]):

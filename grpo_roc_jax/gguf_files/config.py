@@ -72,14 +72,14 @@ _UNSCALED = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0
 """Further settings of the rescaling -> the value that changes nothing; None: every value."""
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of every published Llama 3; a GGUF holds the factors that follow from them, not these numbers."""
+"""Parameters of every published Llama 3; a GGUF file contains the factors that follow from them, not these numbers."""
 
 
 def published_config(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """The `config.json` of a file.
 
     Args:
-        header: Of the file.
+        header: Header of the file.
         tensors: From `published_tensors`.
 
     Raises:

@@ -76,11 +76,12 @@ def _package_files(name: str) -> list[Path] | None:
 def open_gguf(path: str, environ: Mapping[str, str] = os.environ) -> Path:
     """The directory of the model in a GGUF file; see `find_gguf` for `path`.
 
-    It lies below `$XDG_CACHE_HOME/grpo_roc_jax/gguf` (or `~/.cache`), or in a temporary folder of this process where
-    that cannot be written. It is made again when the file has another size or time, or this room has changed.
+    It is created below `$XDG_CACHE_HOME/grpo_roc_jax/gguf` (or `~/.cache`), or in a temporary folder of this process if
+    that cannot be written. It is created again if the file has another size or time, or if the code of this package
+    folder has changed.
 
     Raises:
-        GgufError: the file cannot be used; the message names the reason.
+        GgufError: The file cannot be used; the message names the reason.
     """
     file = find_gguf(path)
     home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_roc_jax" / "gguf"

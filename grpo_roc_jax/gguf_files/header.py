@@ -24,15 +24,15 @@ class GgufError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies."""
+    """Location, shape and format of a tensor."""
 
     name: str
     shape: tuple[int, ...]
     """Outermost dimension first, as in other checkpoints; the file lists them the other way round."""
     type_id: int
-    """Of ggml's table of number formats."""
+    """Number of its format in ggml's table."""
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class GgufTensor:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the numbers after unpacking."""
+        """Dtype of the numbers after unpacking."""
         return np.dtype(np.float32)
 
     def read(self, index: Sequence[slice], out: np.ndarray) -> None:
@@ -105,7 +105,7 @@ class GgufTensor:
             out[first:last] = piece.reshape(last - first, *out.shape[1:])
 
     def _file_order(self) -> np.ndarray:
-        """Where each row is in the file."""
+        """Index of each row in the file."""
         rows = np.arange(self.shape[0])
         if not self.heads:
             return rows

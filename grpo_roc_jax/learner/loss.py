@@ -90,7 +90,7 @@ def token_logprobs(
         temperature: The sampling temperature, so that ratios compare the same kind of distribution; that of all rows,
             or of each token's trajectory.
         head: How the logits are computed.
-        mesh: Of the parameters; each device then loops over its own share of the vocabulary.
+        mesh: Mesh of the parameters; each device then loops over its own share of the vocabulary.
         targets: Ids to score in place of the tokens themselves: index t of the result is then about `targets[t]`, given
             the tokens up to and including `tokens[t]`; nothing is shifted.
     """

@@ -94,7 +94,7 @@ class Conditioning(Part, axis="plan.condition"):
         return [RolloutRequest(wave.problems[index], index, count)]
 
     def evaluation(self) -> "PromptEnd | None":
-        """What prompts end with in evaluation; None where the condition leaves that to others."""
+        """Text at the end of prompts in evaluation; None if the condition does not determine it."""
         return None
 
     def demonstrated(self, problem: Problem, succeeded: Callable[[], bool | None]) -> str:
@@ -192,7 +192,7 @@ class StreamOrder(ProblemSampler):
 
 @kind("uniform")
 class EqualBudget(Budget):
-    """The same number for every problem."""
+    """Every problem gets the same number."""
 
 
 @kind("none")

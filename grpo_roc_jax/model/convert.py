@@ -154,7 +154,7 @@ def load_params(
         folder: Holds `config.json` and safetensors files.
         config: From `resolve_config`.
         shardings: In the structure of stacked parameters (`sharding.param_shardings`); None for the first device.
-        dtype: Of the arrays.
+        dtype: Dtype of the arrays.
         stacked: Stack the layers on a leading axis (training); otherwise they are a tuple of dicts.
 
     Raises:
@@ -345,7 +345,7 @@ def save_params(
     Args:
         params: Stacked or as a tuple of layers; no low-rank pairs (`lora.merge` them first).
         folder: Existing and empty.
-        dtype: Of the tensors in the files.
+        dtype: Dtype of the tensors in the files.
         max_shard_bytes: Largest size of a file.
 
     Raises:

@@ -42,8 +42,8 @@ Predictor = Callable[[Sequence[Problem], Sequence[Outcome]], Sequence[float]]
 
 @kind("predicted")
 class Predicted(Knapsack):
-    """By expected gain at equal total, as `knapsack`, of a success that is predicted from the policy's record on other
-    problems (V_0, arXiv:2602.03584)."""
+    """More rollouts where their expected gain is larger, at equal total, as `knapsack`; the success is predicted from
+    the policy's record on other problems (V_0, arXiv:2602.03584)."""
 
     predictor: str = ""
     """Function of (problems, record) -> probabilities of success; the record's entries have `prompt`, `success` and
@@ -55,7 +55,7 @@ class Predicted(Knapsack):
     sharpness: Positive = 4.0
     """Power of the similarity; large values listen to the most similar problems alone. Not of `predictor`."""
     prior: Positive = 1.0
-    """Weight of the policy's mean success beside that of similar problems. Not of `predictor`."""
+    """Weight of the policy's mean success relative to that of similar problems. Not used with `predictor`."""
 
     def rates(self, wave: Wave) -> np.ndarray:
         record = recalled_record(wave.state)
