@@ -72,7 +72,7 @@ class EvaluateConfig:
                 f"--samples {self.samples} --problems {self.problems}; samples must be at least 1, problems at least 0"
             )
         if self.resume and (not self.keep or self.against):
-            raise ValueError("--resume goes on in one directory: name it with --keep, and leave out --against")
+            raise ValueError("--resume continues in one directory: name it with --keep, and leave out --against")
 
 
 @dataclass(frozen=True, eq=False)

@@ -298,7 +298,7 @@ def eval_problems(config: DataConfig, notes: list[str] | None = None) -> list[Pr
             held_out = distinct_problems(generator, source, config.eval_seed, count)
             if len(held_out) < count and notes is not None:
                 notes.append(
-                    f"{source}: {len(held_out)} distinct held-out problems for {count} asked for; no more appeared"
+                    f"{source}: {len(held_out)} distinct held-out problems of {count} requested; no more appeared"
                 )
         else:
             rows = _load(source, config, [] if notes is None else notes)

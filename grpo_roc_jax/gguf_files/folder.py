@@ -41,7 +41,7 @@ def find_gguf(path: str) -> Path:
     if not path.startswith(PACKAGE):
         file = Path(path).expanduser()
         if not file.is_file():
-            raise GgufError(f"{path} is no file; name a GGUF file, or package:NAME of a package that carries one")
+            raise GgufError(f"{path} is not a file; name a GGUF file, or package:NAME of a package that carries one")
         return file.resolve()
     name = path.removeprefix(PACKAGE)
     files = _package_files(name)

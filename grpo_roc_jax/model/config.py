@@ -98,7 +98,7 @@ class GatedDelta(Windows):
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
             raise ValueError(
-                f"model.windows.value_heads = {self.value_heads} is no multiple of model.windows.key_heads = "
+                f"model.windows.value_heads = {self.value_heads} is not a multiple of model.windows.key_heads = "
                 f"{self.key_heads}; each key head serves the same number of value heads"
             )
 
@@ -203,7 +203,7 @@ class ModelConfig:
             )
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"model.heads = {self.heads} is no multiple of model.kv_heads = {self.kv_heads}; "
+                f"model.heads = {self.heads} is not a multiple of model.kv_heads = {self.kv_heads}; "
                 "each key-value head serves the same number of query heads"
             )
         patterns = {"windows.sizes": self.windows.sizes, "extras.rotary_layers": self.extras.rotary_layers}

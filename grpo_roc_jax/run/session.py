@@ -278,7 +278,7 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
                 raise Stopped(INFRASTRUCTURE_STATUS, f"{session.watchdog.ending}; {words}") from error
             if isinstance(error, Preempted) and not saved:
                 raise Stopped(INFRASTRUCTURE_STATUS, f"interrupted, and {words}") from error
-            error.add_note(f"{words}; the same command with --resume auto goes on")
+            error.add_note(f"{words}; run the same command with --resume auto to continue")
             for line in next_lines(session.run_dir, None, getattr(error, "status", None)) if saved else ():
                 session.writer.say(line)
         raise

@@ -350,7 +350,7 @@ def damaged(path: Path) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by a library in Rust
             raise
         problem = f"{type(error).__name__}: {error!s:.300}"
-        raise ValueError(f"{path} is no tokenizer that can be read: {problem}") from error
+        raise ValueError(f"{path} is not a readable tokenizer: {problem}") from error
 
 
 def tokenizer_path(source: TokenizerSource) -> Path:
