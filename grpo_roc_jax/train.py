@@ -40,6 +40,7 @@ from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import check_components, describe_device, make_registry
+from grpo_roc_jax.run.durations import evaluation_phase
 from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
@@ -464,7 +465,7 @@ def evaluate(session: TrainingSession, run: RunState) -> tuple[float | None, Met
     reach("evaluate")
     weights = sampling.sampler.engine.publish(session.policy.full(run.train.params), run.step)
     extras = {"step": run.step, "temperature": config.eval.temperature, "weights": weights}
-    with phase(f"evaluation on {len(session.held_out)} problems"):
+    with phase(evaluation_phase(len(session.held_out))):
         result = evaluate_policy(config, sampling, session.held_out, config.eval.samples, **extras)
     accuracy, metrics, sampled = result
     session.traces.write(run.step, eval_records(run.step, sampled.groups), kind="eval")

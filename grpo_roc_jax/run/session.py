@@ -1,11 +1,12 @@
 """What a run keeps open: its locked directory, its policy, sampler and writers; and what is saved when a step fails."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.rollout.records import RolloutLines, RolloutProgress
 from grpo_roc_jax.run.choices import about, choose, free_bytes, left_open, record, recorded, with_choices
 from grpo_roc_jax.run.components import describe_device, make_parts, resolve_model, run_date, with_date
+from grpo_roc_jax.run.durations import EVALUATION, SUPERVISED, TRAINING, expected, remembered
 from grpo_roc_jax.run.learning import find_teacher, most_rows
 from grpo_roc_jax.run.policy import PolicyModel, attention_of, describe_attention, few_arenas
 from grpo_roc_jax.run.sample import GroupSampler
@@ -37,7 +39,7 @@ from grpo_roc_jax.run.start import held_out
 from grpo_roc_jax.run.summary import next_lines
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Alarms, Stopped, Watchdog
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
-from grpo_roc_jax.settings.progress import Narrator, narrated, phase
+from grpo_roc_jax.settings.progress import Narrator, describe_seconds, narrated, phase
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools.memory_bound import describe_memory
@@ -154,6 +156,7 @@ class TrainingSession:
     claim: Claim
     held_out_left_out: int
     """Number of held-out problems whose prompts are too long."""
+    narrator: Narrator
 
 
 @contextmanager
@@ -181,6 +184,8 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
     few_arenas()
     with ExitStack() as resources:
         narrator = resources.enter_context(telling(early_lines(config, processes)))
+        if processes.first:
+            resources.enter_context(remembered(config, narrator))
         resources.enter_context(phase("run", routine=True))  # for time that no other phase covers, closing included
         preemption = resources.enter_context(Preemption(raises=processes.count == 1).installed())
         processes.preemption = preemption
@@ -225,6 +230,7 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
             Alarms(watch, events) if config.watch else None,
             claim,
             notes.left_out,
+            narrator,
         )
 
 
@@ -294,7 +300,10 @@ def announce(session: TrainingSession, config: Config) -> None:
     policy, sampler, writer = session.policy, session.sampling.sampler, session.writer
     reached = sampler.executor.capabilities
     missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
-    writer.say(plan_line(config, session.start, len(session.held_out), session.run_dir))
+    seconds, source = expected(config, policy.model, len(session.held_out), session.narrator.usual)
+    writer.say(plan_line(config, session.start, len(session.held_out), session.run_dir, seconds))
+    if seconds:
+        writer.say(f"minutes of the plan: {source}; what is left is measured as the phases go on")
     if is_address(config.run_dir):
         writer.say(f"run directory: {session.run_dir}, copied to {hidden(config.run_dir)}")
     writer.say(f"tools: isolation {reached.level}{missing}")
@@ -307,21 +316,32 @@ def announce(session: TrainingSession, config: Config) -> None:
         writer.say(line)
 
 
-def plan_line(config: Config, start: Start, held_out: int, run_dir: Path) -> str:
-    """What a run is about to do: "plan: supervised stage, 400 steps; then 30 steps ...; written to runs/toy".
+def plan_line(
+    config: Config, start: Start, held_out: int, run_dir: Path, seconds: Mapping[str, float] = MappingProxyType({})
+) -> str:
+    """What a run is about to do: "plan: supervised stage, 400 steps, about 2 min; then 30 steps ...; written to
+    runs/toy".
 
     Args:
         config: Configuration of the stage.
         start: Whether the run is fresh or resumes at a step.
         held_out: Number of problems of an evaluation.
         run_dir: Directory of the run.
+        seconds: Of a supervised step, of a step and of an evaluation, by the names of their phases; what is missing is
+            not told.
     """
-    parts = [f"supervised stage, {config.sft.steps} steps"] if config.sft.steps and start.kind == "fresh" else []
-    if held_out and start.kind == "fresh":
-        parts.append(f"evaluation on {held_out} problems")
+
+    def about(phase: str, count: int = 1) -> str:
+        return f", about {describe_seconds(seconds[phase] * count)}" if phase in seconds else ""
+
+    parts, fresh = [], start.kind == "fresh"
+    if config.sft.steps and fresh:
+        parts.append(f"supervised stage, {config.sft.steps} steps{about(SUPERVISED, config.sft.steps)}")
+    if held_out and fresh:
+        parts.append(f"evaluation on {held_out} problems{about(EVALUATION)}")
     if left := config.steps - start.step:
         sampled = config.group.problems * config.resample.sampled(config.group.size)
-        parts.append(f"{left} step{'s' * (left > 1)} of {sampled} rollouts")
+        parts.append(f"{left} step{'s' * (left > 1)} of {sampled} rollouts{about(TRAINING, left)}")
         if held_out:
             every = f" every {config.eval.every} steps and" if 0 < config.eval.every < left else ""
             parts.append(f"evaluation{every} at the end")

@@ -13,7 +13,7 @@ narrator writes lines while a phase is busy; only the innermost phase, which beg
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -44,6 +44,8 @@ class Phase:
     status: str = ""
     """A description of its progress; see `at`."""
     done: int = 0
+    usual: float = 0.0
+    """Seconds of a step in an earlier run, or of all of it if it has none; 0 if unknown."""
     started: float = 0.0
     announced: bool = False
     _first_s: float = 0.0
@@ -72,16 +74,27 @@ class Phase:
     def _after_step(self, now: float) -> str:
         at = f"{self.name}: {self.unit} {self.done} of {self.steps}"
         if self.done == 1:
-            return f"{at} after {self._first_s:.1f} s, compilation included"
-        return f"{at}, {self._each(now):.2f} s a {self.unit}{self._left(now)}"
+            return f"{at} after {self._first_s:.1f} s, compilation included{self.left(now)}"
+        return f"{at}, {self._each(now):.2f} s a {self.unit}{self.left(now)}"
 
     def _each(self, now: float) -> float:
-        """Seconds per step, without the first one."""
+        """Seconds per step, without the first one, which compiles."""
         return (now - self.started - self._first_s) / max(self.done - (self._first_s > 0), 1)
 
-    def _left(self, now: float) -> str:
-        left = self.steps - self.done
-        return f", {describe_seconds(self._each(now) * left)} left" if left > 0 and self.done else ""
+    def left(self, now: float) -> str:
+        """How long it still takes, in words after a comma; empty if nothing says so."""
+        left, each = self.steps - self.done, self._each(now) if self.done > 1 else self.usual
+        if self.steps:
+            return f", {describe_seconds(each * left)} left" if left > 0 and each else ""
+        more = self.usual - (now - self.started)
+        return f", about {describe_seconds(more)} left" if more > 0 else ""
+
+    def seconds(self) -> float:
+        """Of a step, or of all of it if it has none; 0 if it had too few steps to say."""
+        now = self.clock()
+        if self.steps:
+            return self._each(now) if self.done > 1 else 0.0
+        return now - self.started
 
     def going_on(self) -> str:
         """The line for a phase that has had none for long."""
@@ -89,7 +102,7 @@ class Phase:
         line = f"{self.name}: {describe_seconds(now - self.started)} so far"
         if self.steps:
             line = f"{self.name}: {self.done} of {self.steps} done after {describe_seconds(now - self.started)}"
-        return line + (f", {self.status}" if self.status else "") + (self._left(now) if self.done > 1 else "")
+        return line + (f", {self.status}" if self.status else "") + self.left(now)
 
 
 class Narrator:
@@ -105,6 +118,10 @@ class Narrator:
         self.say, self.clock, self._poll_s = say, clock, poll_s
         self.drawn: Callable[[], bool] = lambda: False
         """Whether a display is redrawn continuously, so that a phase in progress needs no further lines."""
+        self.usual: Mapping[str, float] = {}
+        """Seconds of a step of a phase, or of all of it, in an earlier run; see `Phase.seconds`."""
+        self.measured: dict[str, float] = {}
+        """The same of phases that have ended."""
         self._open: list[Phase] = []
         self._lock = threading.Lock()
         self._spoke = clock()
@@ -125,6 +142,8 @@ class Narrator:
     def end(self, phase: Phase, *, failed: bool) -> None:
         with self._lock:
             self._open.remove(phase)
+        if not failed and (seconds := phase.seconds()) > 0:
+            self.measured[phase.name] = seconds
         if phase.announced and not failed:
             self.tell(f"{phase.name}: {self.clock() - phase.started:.1f} s")
 
@@ -138,7 +157,7 @@ class Narrator:
             begins = not (phase.routine or phase.steps or phase.announced) and now - phase.started >= BEGUN_S
             phase.announced |= begins
         if begins:
-            self.tell(f"{phase.name} ...")
+            self.tell(f"{phase.name} ...{phase.left(now)}".replace("..., ", "... "))
         elif now - self._spoke >= QUIET_S and not self.drawn():
             self.tell(phase.going_on())
 
@@ -189,7 +208,7 @@ def phase(name: str, *, steps: int = 0, routine: bool = False, unit: str = "step
     if narrator is None:
         yield Phase(name, steps, routine, unit)
         return
-    opened_phase = Phase(name, steps, routine, unit, narrator.tell, narrator.clock)
+    opened_phase = Phase(name, steps, routine, unit, narrator.tell, narrator.clock, usual=narrator.usual.get(name, 0.0))
     narrator.begin(opened_phase)
     failed = True
     try:
