@@ -101,7 +101,7 @@ class Conditioning(Part, axis="plan.condition"):
         """What the prompt of a demonstration ends with in the supervised stage.
 
         Args:
-            problem: Of the demonstration.
+            problem: Problem of the demonstration.
             succeeded: Whether the demonstration reaches its goal; None where nothing tells.
         """
         return ""

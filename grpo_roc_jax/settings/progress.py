@@ -90,7 +90,7 @@ class Phase:
         return f", about {describe_seconds(more)} left" if more > 0 else ""
 
     def seconds(self) -> float:
-        """Of a step, or of all of it if it has none; 0 if it had too few steps to say."""
+        """Seconds of a step, or of the whole phase if it has no steps; 0 if too few steps were done to estimate it."""
         now = self.clock()
         if self.steps:
             return self._each(now) if self.done > 1 else 0.0
