@@ -327,7 +327,7 @@ def plan_line(
         start: Whether the run is fresh or resumes at a step.
         held_out: Number of problems of an evaluation.
         run_dir: Directory of the run.
-        seconds: Of a supervised step, of a step and of an evaluation, by the names of their phases; what is missing is
+        seconds: Durations of a supervised step, a step and an evaluation, by the names of their phases; what is missing is
             not told.
     """
 

@@ -121,7 +121,7 @@ class Narrator:
         self.usual: Mapping[str, float] = {}
         """Seconds of a step of a phase, or of all of it, in an earlier run; see `Phase.seconds`."""
         self.measured: dict[str, float] = {}
-        """The same of phases that have ended."""
+        """Seconds of the phases that have ended; see `Phase.seconds`."""
         self._open: list[Phase] = []
         self._lock = threading.Lock()
         self._spoke = clock()
