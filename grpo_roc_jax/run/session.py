@@ -327,8 +327,8 @@ def plan_line(
         start: Whether the run is fresh or resumes at a step.
         held_out: Number of problems of an evaluation.
         run_dir: Directory of the run.
-        seconds: Durations of a supervised step, a step and an evaluation, by the names of their phases; what is missing is
-            not told.
+        seconds: Durations of a supervised step, a step and an evaluation, by the names of their phases. Those that
+            are missing are not mentioned.
     """
 
     def about(phase: str, count: int = 1) -> str:
