@@ -243,10 +243,10 @@ def _added(fields: _Fields, spec: Mapping[str, Any]) -> Iterable[dict[str, Any]]
             }
 
 
-def _start_token(named: Mapping[str, str | None], said: _Fields) -> dict[str, Any] | None:
+def _start_token(named: Mapping[str, str | None], fields: _Fields) -> dict[str, Any] | None:
     """What adds the first token to a text, for software that encodes text with it; nothing here does."""
     start = named["bos_token"]
-    if not said.add_bos or start is None:
+    if not fields.add_bos or start is None:
         return None
     token = {"SpecialToken": {"id": start, "type_id": 0}}
     single, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
@@ -254,5 +254,5 @@ def _start_token(named: Mapping[str, str | None], said: _Fields) -> dict[str, An
         "type": "TemplateProcessing",
         "single": [token, single],
         "pair": [token, single, {"SpecialToken": {"id": start, "type_id": 1}}, second],
-        "special_tokens": {start: {"id": start, "ids": [said.get("bos_token_id")], "tokens": [start]}},
+        "special_tokens": {start: {"id": start, "ids": [fields.get("bos_token_id")], "tokens": [start]}},
     }
