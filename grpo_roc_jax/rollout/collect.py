@@ -453,7 +453,8 @@ class EpisodeEnvironment(ToolEnvironment):
                 found.append(replace(trajectory, stop=stop, reward=reward, fault=failure.whole if failure else ""))
                 continue
             turns = sum(turn.reward for turn in trajectory.turns)
-            found.append(replace(trajectory, reward=None if answer.value is None else float(answer.value) + turns))
+            reward, rewards = answer.value
+            found.append(replace(trajectory, reward=None if reward is None else reward + turns, rewards=rewards))
         return found
 
     def _answer_if_complete(self, index: int) -> None:

@@ -44,7 +44,7 @@ from grpo_roc_jax.model.pool import (
     token_places,
 )
 from grpo_roc_jax.model.sharding import SLOTS, place_host, platform_of
-from grpo_roc_jax.model.transformer import Params, compute_dtype, layer_shapes, layers_with
+from grpo_roc_jax.model.transformer import Params, compute_dtype, layer_weights
 from grpo_roc_jax.rollout.by_layer import LayerProgram, LayerPrograms, append_by_layer, copy_by_layer, decode_by_layer
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.decode import (
@@ -77,14 +77,6 @@ def first_calls(lengths: tuple[int, ...]) -> tuple[int, ...]:
         firsts.append(min(time_of, key=time_of.__getitem__))
         times.append(time_of[firsts[-1]])
     return tuple(firsts)
-
-
-def layer_weights(config: ModelConfig) -> float:
-    """Weights of a layer that a token is multiplied with, on average."""
-    shapes, experts = layer_shapes(config), config.experts
-    share = experts.per_token / experts.count if experts.count else 1.0
-    weights = {name: math.prod(shape) * (share if "experts" in axes else 1) for name, (shape, axes) in shapes.items()}
-    return sum(len(layers_with(name, config)) * size for name, size in weights.items()) / config.layers
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The supervised stage: demonstrator traces through the same rows, packing and update as RL, with a likelihood loss."""
+"""The supervised stage: demonstration traces go through the rows, packing and update of RL, with a likelihood loss."""
 
 import time
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def succeeded(trace: Trace) -> bool | None:
 
 
 def supervised_row(tokens: np.ndarray, mask: np.ndarray, weight: float) -> TrainRow:
-    """A row with advantage 1 on the mask: under loss kind `nll` its loss is -weight * log p."""
+    """A row with advantage 1 on the mask. Under loss kind `nll` its loss is -weight * log p."""
     zeros = np.zeros(len(tokens), np.float32)
     return TrainRow(
         tokens=tokens,
@@ -83,7 +83,7 @@ def supervised_row(tokens: np.ndarray, mask: np.ndarray, weight: float) -> Train
 
 
 def supervised_optim(config: Config) -> OptimConfig:
-    """AdamW of the run with the stage's own learning rate: warm-up, then cosine to a tenth at its last step."""
+    """AdamW of the run with the stage's own learning rate: warm-up, then cosine decay to a tenth at its last step."""
     steps = config.sft.steps
     return replace(
         config.optim,
@@ -107,14 +107,14 @@ def trace_stream(config: Config, chat: ChatFormat) -> Stream[Trace]:
 
 
 FIRST_ROWS, ROWS_EVERY = (1, 2, 5, 10), 20
-"""Steps that write a row of metrics, besides the last one."""
+"""Steps that write a row of metrics, and the interval of further ones; the last step writes one too."""
 
 
 def supervise(config: Config, policy: PolicyModel, chat: ChatFormat, params: Any, writer: Writer) -> Any:
-    """The parameters after `sft.steps` steps on traces of `data.trace_sources`.
+    """Trains for `sft.steps` steps on traces of `data.trace_sources` and returns the parameters.
 
     Raises:
-        ConfigError: Traces that cannot be used, or none that fits into a row; nothing is cut.
+        ConfigError: Traces cannot be used, or none fits into a row; traces are never cut.
     """
     optim, model, mesh = supervised_optim(config), policy.model, policy.mesh
     update = update_settings(config, policy)
@@ -144,7 +144,7 @@ def supervised_steps(
     state: TrainState,
     bound: int,
 ) -> TrainState:
-    """The training state after all steps; `bound` are the micro-batches of a step at most."""
+    """The training state after all steps. `bound` is the largest number of micro-batches of a step."""
     started, memory, shards = time.perf_counter(), Halvings(mesh), row_shards(mesh)
     under_way: Any = None
     stage.at(0, "compiling the update")
@@ -154,7 +154,7 @@ def supervised_steps(
             rows = trace_rows(next(stream), chat, config.sft.condition)
             batch, placement = pack(rows, config.batch, bound, shards)
         state, metrics = memory.run("sft", partial(step_fn, state), shard_batch(batch, mesh), donated=state)
-        # One step ahead keeps the device busy; more would keep a signal waiting for all of them.
+        # One step ahead keeps the device busy; with more, a signal would have to wait for all of them.
         jax.block_until_ready(under_way)
         under_way = metrics
         if step in FIRST_ROWS or step % ROWS_EVERY == 0 or step == config.sft.steps:

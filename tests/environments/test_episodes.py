@@ -10,7 +10,7 @@ import pytest
 
 from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses
 from grpo_roc_jax.environments.environment import method_tools
-from grpo_roc_jax.environments.episode import Answer
+from grpo_roc_jax.environments.episode import Answer, BadAnswer, checked_pay
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.reward.config import EnvironmentReward, RewardConfig, TruncatedScored
 from grpo_roc_jax.reward.score import make_scorer
@@ -345,3 +345,14 @@ def test_a_class_that_no_process_can_import_is_refused():
 
     with given({"mine": Local}), pytest.raises(ValueError, match="name it by its path"):
         Episodes(EnvironmentClass(path="mine", host=HostProcesses(1)), ToolsConfig())
+
+
+def test_get_reward_gives_several_numbers(chat, worlds):
+    play = Play(chat, worlds("Several"))
+    assert play.say("so") == "answer"
+    (one,) = play.end()
+    assert (one.reward, one.rewards) == (None, {"speed": 3.0}) and not one.fault
+    assert checked_pay({"reward": 1, "speed": 0.5, "absent": None}) == (1.0, {"speed": 0.5})
+    assert checked_pay(2) == (2.0, {}) and checked_pay(None) == (None, {})
+    with pytest.raises(BadAnswer, match=r"get_reward\(\)\['speed'\] is str; must be a number or None"):
+        checked_pay({"speed": "x"})

@@ -284,7 +284,8 @@ REWARD = (
     | cases(judged, {"reward.functions.criteria.timeout_s": 0.001}, LATE)
     | cases(
         judged,
-        {"reward.functions.environment.weight": 2.0, "reward.functions.environment.success": 0.5},
+        {"reward.functions.environment.weight": 2.0, "reward.functions.environment.success": 0.5}
+        | {"reward.functions.environment.part": "speed"},
         {"reward.functions": ("environment",), "environment": "tests.helpers.knobs_tools:Trial"},
     )
 )

@@ -8,6 +8,7 @@ import pytest
 
 from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.model.transformer import layer_weights
 from grpo_roc_jax.rollout import programs
 from grpo_roc_jax.rollout.by_layer import layer_kinds
 from grpo_roc_jax.rollout.config import LowPrecision, SamplingConfig
@@ -109,7 +110,7 @@ def test_who_shares_layers():
         for model, on in ((small, None), (large, None), (large, mesh))
     ]
     assert shares == [False, True, False]
-    assert programs.layer_weights(large) == pytest.approx(3.54e6, rel=0.01)
+    assert layer_weights(large) == pytest.approx(3.54e6, rel=0.01)
     mixed = replace(large, experts=Mixture(8, 2))
-    attention = programs.layer_weights(large) - 3 * 576 * 1536
-    assert programs.layer_weights(mixed) == pytest.approx(attention + 2 * 3 * 576 * 1536 + 8 * 576, rel=0.01)
+    attention = layer_weights(large) - 3 * 576 * 1536
+    assert layer_weights(mixed) == pytest.approx(attention + 2 * 3 * 576 * 1536 + 8 * 576, rel=0.01)

@@ -134,7 +134,7 @@ def test_groups_that_wait_in_the_buffer_are_dropped_when_they_are_too_old(made):
     run.step, engine.version = 5, 5
     run.buffer.add([rows, make_group(1, 2, step=4)])
     stream.next_round(run, 5)
-    assert len(run.buffer) == 1 and run.buffer.added == run.buffer.taken + 1
+    assert len(run.buffer) == 1 and run.buffer.added == run.buffer.removed + 1
     assert stream.after_update(run, [], {})[0]["rollout/dropped_stale"] == 2.0
 
 

@@ -103,7 +103,7 @@ def test_left_out_is_what_the_groups_do_not_hold():
 
 @pytest.mark.parametrize("text", ["think</reason><tool_call>", "think", "</reason>x", ""])
 def test_thought_length(text):
-    ids = np.asarray(CHAT._ids(CHAT._own(text)), np.int32)
+    ids = np.asarray(CHAT.raw_ids(text), np.int32)
     group: Group = make_group(0, 1)
     tokens = np.concatenate([[1, 2], ids]).astype(np.int32)
     turns = (Turn(2, len(tokens), text),)

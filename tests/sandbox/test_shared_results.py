@@ -76,7 +76,7 @@ def test_the_next_call_runs_when_the_one_that_ran_is_cancelled():
 
 
 def test_the_result_that_was_not_used_for_longest_is_forgotten(monkeypatch):
-    monkeypatch.setattr(shared_results, "KEPT", 2)
+    monkeypatch.setattr(shared_results, "REMEMBERED", 2)
     ran: list[str] = []
     with FakeExecutor(lambda program: ran.append(program.code) or ToolResult("ok"), config=SHARED) as executor:
         for i, code in enumerate(["x", "y", "x", "z", "x", "y"]):
