@@ -1,4 +1,4 @@
-"""The command that installs what an extra of the package brings."""
+"""The command that installs the packages of an extra."""
 
 import re
 from importlib import metadata
@@ -9,7 +9,7 @@ DISTRIBUTION = "grpo-roc-jax"
 def install_command(extra: str) -> str:
     """`pip install 'jax[cuda12]'` for the extra `gpu`: the packages themselves, as the package's metadata lists them.
 
-    So it works for a checkout, a wheel and a copy without an address to install from. For an extra that the metadata
+    This works for a checkout, a wheel and a copy without an address to install from. For an extra that the metadata
     does not list it names the address of the project, and without metadata the checkout.
     """
     try:
@@ -17,11 +17,11 @@ def install_command(extra: str) -> str:
     except metadata.PackageNotFoundError:
         required = []
     parts = [line.partition(";") for line in required]
-    asked = re.compile(rf"extra *== *['\"]{re.escape(extra)}['\"]")
-    names = [name.strip() for name, _, marker in parts if asked.search(marker)]
+    marker_pattern = re.compile(rf"extra *== *['\"]{re.escape(extra)}['\"]")
+    names = [name.strip() for name, _, marker in parts if marker_pattern.search(marker)]
     address = project_address()
-    whole = f"{DISTRIBUTION}[{extra}] @ git+{address}" if address else f".[{extra}]"
-    return "pip install " + " ".join(f"'{name}'" for name in names or [whole])
+    project = f"{DISTRIBUTION}[{extra}] @ git+{address}" if address else f".[{extra}]"
+    return "pip install " + " ".join(f"'{name}'" for name in names or [project])
 
 
 def project_address() -> str:

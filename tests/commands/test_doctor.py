@@ -99,5 +99,7 @@ def test_one_address_stands_for_the_project_where_it_is_named():
     (address,) = project["urls"].values()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert address in readme
-    pages = [path for path in (ROOT / "docs").glob("*.md") if re.search(r"\.invalid\b", path.read_text(encoding="utf-8"))]
+    pages = [
+        path for path in (ROOT / "docs").glob("*.md") if re.search(r"\.invalid\b", path.read_text(encoding="utf-8"))
+    ]
     assert not pages

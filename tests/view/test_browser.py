@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from demo import TOKENIZER, records, write_run
 
 from grpo_roc_jax.commands import view
 from grpo_roc_jax.record import index, trace
@@ -23,6 +22,7 @@ from grpo_roc_jax.types import ToolCall, ToolResult
 from grpo_roc_jax.view.answers import Runs
 from grpo_roc_jax.view.curves import curve, load_runs
 from grpo_roc_jax.view.page_server import PageServer
+from tests.helpers.demo import TOKENIZER, records, write_run
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -119,13 +119,13 @@ def telling_group(run):
         members = {}
         for place, record in enumerate(trace.read_trace(run, step)):
             members.setdefault(record.group, []).append((place, record))
-        for group, records in members.items():
-            right = [(place, r) for place, r in records if r.verdict.status == "correct"]
+        for group, group_records in members.items():
+            right = [(place, r) for place, r in group_records if r.verdict.status == "correct"]
             failed = [place for place, r in right if r.verdict.tool_errors]
             clean = [place for place, r in right if r.verdict.tool_calls and not r.verdict.tool_errors]
             if failed and clean:
-                kinds = {(r.verdict.status, r.why, r.verdict.tool_errors > 0) for _, r in records}
-                ranked = any(r.why == "penalty" for _, r in records)
+                kinds = {(r.verdict.status, r.why, r.verdict.tool_errors > 0) for _, r in group_records}
+                ranked = any(r.why == "penalty" for _, r in group_records)
                 best = max(best, (ranked, len(kinds), step, group, failed[0], clean[0]))
     return best[-4:]
 

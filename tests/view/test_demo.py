@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from demo import method, write_run
-from selection import check_selection
 
 from grpo_roc_jax.config import read_config
+from tests.helpers.demo import method, write_run
+from tests.helpers.selection import check_selection
 
 RECORDED = os.environ.get("GRPO_ROC_RUNS", "")
 """Directory of the runs of which docs/ has pictures; see docs/view.md."""
@@ -23,7 +23,7 @@ def test_every_record_of_the_tests_obeys_the_selection(tmp_path, resample, reaso
 
 @pytest.mark.slow
 def test_every_record_of_a_real_run_obeys_the_selection(tmp_path):
-    words = "toy.yaml --log.traces 1 --sft.steps 80 --steps 2 --data.eval_problems 8 --run_dir run".split()
+    words = ["toy.yaml", "--sft.steps=80", "--steps=2", "--data.eval_problems=8", "--log.traces=1", "--run_dir=run"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-m", "grpo_roc_jax", "train", *words], cwd=tmp_path, check=True, env=environment)
     assert "kept" in check_selection(tmp_path / "run", read_config(str(tmp_path / "run/config.yaml")))

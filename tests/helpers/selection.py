@@ -1,4 +1,4 @@
-"""Whether the records of a run obey its method: selection, reasons, penalties and advantages, from the records alone."""
+"""Whether records of a run obey its method: selection, reasons, penalties and advantages, from the records alone."""
 
 import numpy as np
 
