@@ -11,8 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_episodes import Play
-from test_readme import TINY
 
 import grpo_roc_jax as g
 from grpo_roc_jax.environments.config import AgentCommand, EnvironmentByRow
@@ -26,6 +24,8 @@ from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools import CodeCall, make_executor
 from grpo_roc_jax.train import with_environment
 from grpo_roc_jax.worlds.players import PLAYED
+from tests.environments.test_episodes import Play
+from tests.test_readme import TINY
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "environments"
 EXAMPLES = {path.stem: path for path in FOLDER.glob("*.py")}

@@ -38,7 +38,7 @@ class DemonstrationConfig:
 
 
 def split_name(source: str) -> tuple[str, str]:
-    """(name, source) of `NAME=SOURCE`; an empty name without one."""
+    """(name, source) of `NAME=SOURCE`; the name is empty if there is none."""
     name, equals, path = source.partition("=")
     return (name, path) if equals and re.fullmatch(r"[\w-]+", name) else ("", source)
 

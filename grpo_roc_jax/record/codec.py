@@ -79,7 +79,7 @@ def from_json(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """The value with None in place of NaN and infinities, for JSON."""
+    """The value with NaN and infinities replaced by None, for JSON."""
     if isinstance(value, Mapping):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -111,14 +111,14 @@ def pack(record: Any) -> dict[str, Any]:
     packed = {}
     for name, default in _fields(type(record)).items():
         value = getattr(record, name)
-        # The type is compared too: 1, 1.0 and True are equal but restored as different values.
+        # The type is compared too: 1, 1.0 and True are equal but must be restored as different values.
         if value is not default and (type(value) is not type(default) or value != default):
             packed[name] = value if type(value) in PLAIN else to_json(value)
     return packed
 
 
 def unpack(kind: type[T], packed: Mapping[str, Any]) -> T:
-    """The record; stored fields that this version lacks are dropped."""
+    """Builds the record. Stored fields that this version lacks are dropped."""
     return kind(**{name: from_json(packed[name]) for name in _fields(kind) if name in packed})
 
 
@@ -197,8 +197,8 @@ def groups_from_tree(tree: Mapping[str, np.ndarray]) -> tuple[Group, ...]:
         for entry in group["trajectories"]:
             start, end = next(bounds)
             arrays = {name: tree[name][start:end].copy() for name in TRAJECTORY_ARRAYS}
-            found = trajectory_from_json(entry, arrays)
-            trajectories.append(replace(found, routes=from_json(entry.get("routes"))))
+            trajectory = trajectory_from_json(entry, arrays)
+            trajectories.append(replace(trajectory, routes=from_json(entry.get("routes"))))
         verdicts = tuple(unpack(Verdict, verdict) for verdict in group["verdicts"])
         groups.append(Group(unpack(Problem, group["problem"]), tuple(trajectories), verdicts))
     return tuple(groups)

@@ -139,11 +139,15 @@ _CANDIDATES = 8
 """Sentences about the answer that are looked at, from the last one."""
 
 _MARKUP = r"(?:\*\*|__|\*|`)"
-_ABOUT = r"(?:\s(?:to|for|of|in|as)\s[^.:?!=\n]{1,60}?)?"
-_VERB = r"(?:is|are|was|equals|must\sbe|should\sbe|would\sbe|will\sbe|comes\s(?:out\s)?to)\b\s{0,4}[:=]?"
+_ABOUT = r"(?:\s(?:to|for|of|in|as)\s[^.:?!=\n]{1,60}?|\shere|,?\s(?:then|therefore|thus|hence),?)?"
+_ADVERB = r"(?:therefore|thus|then|hence|simply|just|exactly|indeed|now|clearly|obviously|precisely)"
+_VERB = (
+    r"(?:is|are|was|equals|must\sbe|should\sbe|would\sbe|will\sbe|comes\s(?:out\s)?to)\b"
+    rf"(?:,?\s{{1,4}}{_ADVERB}\b,?(?=\s{{1,4}}[-+−*`$(\\\[{{]{{0,4}}[0-9A-Za-z]))?\s{{0,4}}[:=]?"
+)
 _SENTENCE = re.compile(
     rf"\b(?P<what>answers?|ans\b\.?|result|solution|correct\s(?:option|choice)){_MARKUP}?{_ABOUT}\s{{0,4}}{_MARKUP}?\s{{0,4}}"
-    rf"(?P<says>(?<![A-Za-z]){_VERB}|[:=](?!=)|(?<=\.)\s)\s{{0,4}}{_MARKUP}?[ \t]{{0,8}}",
+    rf"(?P<says>(?<![A-Za-z]){_VERB}|[:=→](?!=)|(?<=\.)\s)\s{{0,4}}{_MARKUP}?[ \t]{{0,8}}",
     re.IGNORECASE,
 )
 _HEADING = re.compile(
@@ -207,6 +211,10 @@ _ALONE = re.compile(
     r"|([-+−]?\\?[$£€]?[0-9][0-9.,/]{0,40}(?:\s?%|\s[a-z]{1,12})?|\(?[A-J]\)?))\.?(?:\*\*|`)?"
 )
 _TAGS = re.compile(r"</?(?:b|i|u|p|em|strong|span|br)\s?/?>", re.IGNORECASE)
+_BRACKETED = re.compile(r"\[(/?)(?:final )?answer\](?!\()", re.IGNORECASE)
+"""[ANSWER]42[/ANSWER]"""
+_IN_TEXT = re.compile(r"\\text(?:bf|it|rm|sf)?\{([^{}\n]{0,40}\banswer\b[^{}\n]{0,20})\}", re.IGNORECASE)
+r"""\text{The answer is } 42"""
 _PICTURES = re.compile("[\u2600-\u27bf\U0001f300-\U0001faff\ufe0f]+")
 _GAP = re.compile(r"\s{1,40}")
 
@@ -216,6 +224,7 @@ def _lenient_answer(text: str, blocks: list[str], tag: str) -> str | None:
     if blocks:
         return _stated(blocks[-1]) or blocks[-1]
     text = _TAGS.sub("", without_thoughts(text, tag=tag, unclosed=True))
+    text = _BRACKETED.sub(lambda match: "\n" if match[1] else "\nAnswer: ", _IN_TEXT.sub(r"\1", text))
     return last_boxed(text) or _stated(text) or _alone(text)
 
 
@@ -272,6 +281,10 @@ def _value(text: str, start: int) -> tuple[str | None, int]:
         unit = rest.strip(" *_`,;:.")
         body = f"{inside} {unit}".strip() if len(unit) < 60 else inside
     value = body or _PICTURES.sub("", rest).strip().strip('*`"“”:;, ').strip()
+    if not formula and value.endswith("$") and "$" not in value.rstrip("$"):
+        value = value.rstrip("$ ")  # of a formula that began before the sentence
+    if len(value) > 2 and value[0] == value[-1] == "'":
+        value = value[1:-1]
     if not value or _NO_VALUE.match(re.sub(r"[*_`]", "", value)):
         return None, after
     return value, after

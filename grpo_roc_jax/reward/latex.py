@@ -185,9 +185,12 @@ _DOLLAR = re.compile(r"(?<!\\)\$")
 _PRICE = re.compile(r"(?<!\\)\$(?=\s*[0-9.])")
 
 
+_SKIPS = re.compile(r"\\(?:kern|mkern|hskip|mskip)\s{0,4}-?[0-9.]{1,9}\s?(?:pt|em|ex|mu|cm|mm|in|px)\b")
+
+
 def tokenize(text: str) -> list[Token]:
     """The tokens of a text, without spacing, markup and delimiters of formulas."""
-    text = _SCRIPTS.sub(_script, text).translate(_CHARACTERS)
+    text = _SKIPS.sub(r"\\ ", _SCRIPTS.sub(_script, text).translate(_CHARACTERS))
     if len(_DOLLAR.findall(text)) == 1:  # delimiters of a formula come in pairs
         text = _PRICE.sub(r"\\$", text)
     text = _from_python(_CLOCK_HALF.sub(r"\1\2", _TAGS.sub("", text)))

@@ -428,35 +428,43 @@ class _Rules:
         return None
 
     def _difference(self, form: Joined, gold: Form) -> Goal:
-        """3-1 as an answer is 2 only if it can be nothing else: no date, number or score that runs down."""
+        """Digits joined by a hyphen are a difference if the hyphen has spaces around it or the reference is an
+        expression, and by default if they can be nothing else: no score (3-1), month (2024-12), range or number."""
         plain = (
             len(form.parts) == 2 and form.mark == "-" and not any(part != "0" and part[0] == "0" for part in form.parts)
         )
         if not plain or not isinstance(gold, Quantity) or max(map(len, form.parts)) > 18:
             return False
-        if not form.spaced and (int(form.parts[0]) <= int(form.parts[1]) or (self.strict and gold.value is not None)):
-            return False
+        if not form.spaced:
+            first, second = map(int, form.parts)
+            score = max(map(len, form.parts)) < 4
+            month = 1000 <= first < 3000 and 10 <= second <= 12
+            if first <= second or (gold.value is not None and (self.strict or score or month)):
+                return False
         value = Fraction(int(form.parts[0]) - int(form.parts[1]))
         return self.equal(Quantity(form.tokens, form.tokens, value), gold)
 
     def _bases(self, form: Form, gold: Form) -> Goal:
         if isinstance(form, Based) and isinstance(gold, Based):
             return form.value == gold.value
-        digits, other = (form.digits, gold) if isinstance(form, Based) else (gold.digits, form)
+        based, other = (form, gold) if isinstance(form, Based) else (gold, form)
+        digits = based.digits
         if isinstance(other, Quantity) and BASED_IN_TEXT.search(other.text):
             return self._expressions(form, gold)
         plain = isinstance(other, Quantity) and not other.unit and not other.words and other.text.lstrip("0") == digits
-        return plain and not self.strict
+        # A reference may say the base that the question asks for; digits of a reference without one are decimal.
+        return plain and not self.strict and (based is gold or based.base == 10)
 
     def _clocks(self, form: Form, gold: Form) -> Goal:
         if isinstance(form, Clock) and isinstance(gold, Clock):
-            if form.half and gold.half:
-                return form.seconds == gold.seconds
-            if form.half == gold.half:
+            # 15:45 is 3:45 pm; 3:45 may be that too, but not where the other one counts 24 hours
+            named = [any(token.is_name for token in clock.tokens) for clock in (form, gold)]
+            if named[0] == named[1] or (form.half and gold.half):
                 return form.seconds == gold.seconds
             return form.seconds % 43200 == gold.seconds % 43200 and not self.strict
         clock, other = (form, gold) if isinstance(form, Clock) else (gold, form)
-        if isinstance(other, Ratio | Quantity) and not clock.half and any(token.text == ":" for token in clock.tokens):
+        bare = not any(token.is_name for token in clock.tokens)
+        if isinstance(other, Ratio | Quantity) and bare and any(token.text == ":" for token in clock.tokens):
             parts = tuple(quantity([token]) for token in clock.tokens if token.is_number)
             ratio = Ratio(clock.tokens, parts)
             return self._ratios(ratio, gold) if clock is form else self._ratios(form, ratio)

@@ -220,6 +220,11 @@ def _joined(tokens: Sequence[Token], again: _Again) -> Form | None:
 
 
 def _iso(tokens: Sequence[Token], parts: tuple[str, ...], mark: str) -> Date | None:
+    """2024-05-01 and 5/13/2024; 5/1/2024 is a day in January or in May, so it stays digits."""
+    if mark == "/" and len(parts) == 3 and len(parts[2]) == 4 and max(map(len, parts[:2])) <= 2:
+        first, second = map(int, parts[:2])
+        if 1 <= min(first, second) <= 12 and (12 < max(first, second) <= 31 or first == second):
+            return Date(tuple(tokens), int(parts[2]), min(first, second), max(first, second))
     if len(parts) == 3 and len(parts[0]) == 4 and len(parts[1]) <= 2 and len(parts[2]) <= 2:
         year, month, day = map(int, parts)
         if 1 <= month <= 12 and 1 <= day <= 31:
@@ -311,6 +316,7 @@ def _plus_minus(tokens: Sequence[Token], again: _Again) -> Form | None:
 _SIMPLE_NAME = re.compile(
     r"(?:\\?[A-Za-z]+|\\text\{[^{}]*\})(?:_\{[^{}]*\}|'|\([^()]*\)|\^\{\(?(?:-1|[a-z]\)?)\})*(?:[+-](?:[0-9]*\\?[A-Za-z]+)(?:_\{[^{}]*\})?)*"
 )
+_NAME_ALONE = re.compile(r"(?:\\?[A-Za-z]+|\\text\{[^{}]*\})(?:_\{[^{}]*\})?")
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne", "=": "="}
 _INFINITIES = {r"\infty": 1, r"+\infty": 1, r"-\infty": -1}
 
@@ -323,6 +329,8 @@ def _relation(tokens: Sequence[Token], again: _Again) -> Form | None:
     if near:
         parts = split(tokens, near)
         if all(parts) and len(parts) == 2:
+            if _NAME_ALONE.fullmatch(render(parts[1])) and decimal_value(parts[1]) is None:
+                parts = parts[::-1]  # 2.7 \approx x
             return Approximation(tuple(tokens), tuple(again(part) for part in parts))
         return Relation(tuple(tokens))
     at = _at_top(tokens, _RELATIONS)
@@ -336,6 +344,8 @@ def _relation(tokens: Sequence[Token], again: _Again) -> Form | None:
         values = [decimal_value(part) for part in parts[-2:]]
         if None not in values and abs(values[0] - values[1]) > max(abs(values[0]), 1) * _SLACK:
             return Relation(tuple(tokens))  # 5 = 7
+        if len(parts) == 2 and values[0] is not None and values[1] is None and _NAME_ALONE.fullmatch(render(parts[1])):
+            parts = parts[::-1]  # 5 = x
         name = render(parts[0])
         simple = (
             _SIMPLE_NAME.fullmatch(name) is not None or decimal_value(parts[0]) is not None or _tuple_of_names(name)

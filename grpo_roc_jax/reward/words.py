@@ -214,8 +214,7 @@ _COMPARISONS = set(
     names(
         """
     more less fewer least most greater larger smaller bigger over under above below exceeding exceeds exceed almost
-    nearly between than beyond within minimum maximum max upto up bound bounded beyond twice thrice double triple half
-    double
+    nearly between than too beyond within minimum maximum max upto up bound bounded twice thrice double triple half
     """
     )
 ) - {"max"}

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from servers import call, served, two_call_chat
-from test_episodes import Play
 
 from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentMcp, HostProcesses
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.tools import ToolsConfig
 from grpo_roc_jax.types import Problem
+from tests.environments.test_episodes import Play
+from tests.helpers.servers import call, served, two_call_chat
 
 pytest.importorskip("mcp", reason="needs the extra mcp; .ci/adapters runs these tests")
 SERVER = str(Path(__file__).parent / "mcp_server.py")

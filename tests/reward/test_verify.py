@@ -1,18 +1,20 @@
 """The pool of comparison workers: right verdicts, replacement of killed workers, no false timeouts."""
 
 import os
+import random
 import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from grpo_roc_jax.reward import _verify_worker, verify
 from grpo_roc_jax.reward.config import AnswerReward
-from grpo_roc_jax.reward.verify import FIRST_LOOK_S, LATER_LOOKS, Verifier, look_in_turns
+from grpo_roc_jax.reward.verify import FIRST_LOOK_S, LATER_LOOKS, MAX_CHARS, Verifier, look_in_turns
 
-HANGING = (r"\int_0^1 e^{x^2}\sin(x^3)\,dx", r"\sum_{i=1}^{9999} \sin(i)", r"\prod_{i=1}^{9999} (x+i)")
+HANGING = (r"\int_0^1 e^{x^2}\sin(x^3)\,dx", r"\sum_{i=1}^{9999} \sin(i)", r"\int_0^1 x^x \ln(x+\sin x)\,dx")
 LARGE = (
     r"9^{9^{8}}", "9^9^9", "9**9**9", r"2^{2^{2^{2^{2}}}}", r"\frac{1}{3}^{99999999}", "(x+1)^{100000}", r"x^{10^{12}}",
     r"1.000001^{999999999}", r"10^{-999999999}x", "x+1e999999999", r"10^{10}!", r"((10!)!)!", r"(10^6)!\cdot x",
@@ -20,7 +22,14 @@ LARGE = (
     r"\prod_{i=1}^{10^9} i", "(" * 90 + "x" + ")" * 90, r"\sqrt{" * 60 + "x" + "}" * 60,
     r"\left(1+\frac{1}{10^9}\right)^{10^9}", r"9^{\lfloor 10^9 \rfloor}", r"9^{\sqrt{10^{18}}}", r"\{1, 9^{9^8}\}",
     r"(9^{9^8}, 2)", r"x = 9^{9^8}", r"9^{9^8} \text{ cm}", r"9^{9^{8}x}", "(x+y+z)^{400}", "(a+b+c+d)^{60}",
-    r"\left(x-y+z\right)^{999}", "a*(b+c+d+e+f)^{25}",
+    r"\left(x-y+z\right)^{999}", "a*(b+c+d+e+f)^{25}", r"\prod_{i=1}^{9999} (x+i)", r"\left|x-1\right|^{1000}",
+    "((x+y+z)^{20})^{20}", "((x+1)^{100})^{90}", "(x+y)^{99}(x+z)^{99}", r"\sqrt{x+1}^{2000}",
+    r"(\sqrt{x}+\sqrt{y})^{900}",
+    r"\binom{x}{1000}", r"e^{(x+y+z)^{10}}", r"2^{(x+y)^{50}}", r"\begin{pmatrix}x&y\\z&w\end{pmatrix}^{60}",
+    r"(1+\sqrt{2}+\sqrt{3})^{200}", r"(2+\sqrt{3}i)^{3000}", r"(\sin x+\cos x)^{300}", r"\sin((x+y)^{60})",
+    r"\frac{(x+1)^{90}}{(x-1)^{90}}", r"\left(\frac{x+1}{x-1}\right)^{400}", r"\sum_{i=1}^{n}(x+i)^{60}",
+    r"\prod_{i=1}^{100}\prod_{j=1}^{100}(x+i+j)", "(x_1+x_2+x_3+x_4)^{30}", r"\|x-1\|^{900}", "(x+1)^{-999}",
+    "(a+b)(c+d)(e+f)(g+h)(k+l)(m+n)(p+q)(r+s)(t+u)(v+w)", "(x+y+1)" * 40, r"\frac{1}{(x+y)^{600}}",
 )  # fmt: skip
 """Too large to compute, in every form."""
 
@@ -119,6 +128,32 @@ def test_what_is_too_large_is_refused_by_its_form(answer):
     verdicts = pool.compare([(answer, gold) for gold in ("x+y", r"\{1,x+y\}", "(x+y,2)")])
     assert set(verdicts) <= {"unparseable", "wrong"} and pool.started == 0
     assert time.process_time() - start < 0.2
+
+
+def expression(rng, depth=0):
+    """An expression such as a policy could write, with parts that multiply out to many terms."""
+    if depth > 3 or rng.random() < 0.15:
+        return rng.choice(["x", "y", "z", "n", "2", "7", "13", r"\pi", "i"])
+    a, b, c = (expression(rng, depth + 1) for _ in range(3))
+    power = rng.choice([2, 3, 5, 8, 20, 60, 100, 300, 1000, 2024])
+    forms = [
+        f"({a}+{b}-{rng.randint(1, 99)})", rf"{a}\cdot {b}", f"({a}+{b})^{{{power}}}", rf"\frac{{{a}}}{{{b}+1}}",
+        rf"\sqrt{{{a}+{b}}}^{{{power}}}", rf"\left|{a}-{b}\right|^{{{power}}}", f"|{a}|", rf"\binom{{{a}}}{{{power}}}",
+        f"e^{{{a}}}", rf"\{rng.choice(['sin', 'cos', 'ln', 'tan', 'arctan'])}({a})",
+        rf"\begin{{pmatrix}}{a}&{b}\\{c}&1\end{{pmatrix}}^{{{power}}}",
+        rf"\{rng.choice(['sum', 'prod'])}_{{k=1}}^{{{rng.choice([power, 'n'])}}}(k+{a})",
+    ]  # fmt: skip
+    return rng.choice([*forms, *forms[:3]])
+
+
+@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 330), marks=pytest.mark.slow)])
+def test_what_is_not_refused_by_its_form_is_decided_in_time(verifier, seeds):
+    """Generated expressions beside a reference that differs a little; nearly all of them used to end as `timeout`."""
+    answers = [text for text in (expression(random.Random(seed)) for seed in seeds) if len(text) < MAX_CHARS]
+    verdicts = verifier.compare([(answer, f"{answer}+x-{number}") for number, answer in enumerate(answers)])
+    counts = Counter(verdicts)
+    assert not counts["timeout"] + counts["crash"], dict(zip(answers, verdicts, strict=True))
+    assert counts["wrong"] >= len(answers) / 8
 
 
 @pytest.mark.parametrize(

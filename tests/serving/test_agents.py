@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import ROLLOUT, small_policy
-from test_readme import TINY
 
 import grpo_roc_jax as g
 from grpo_roc_jax.environments.config import AgentCommand
@@ -26,6 +24,8 @@ from grpo_roc_jax.serving.agent_runs import AgentRuns
 from grpo_roc_jax.serving.sampling_loop import SamplingLoop
 from grpo_roc_jax.settings.callables import import_file
 from grpo_roc_jax.types import Problem, RolloutRequest
+from tests.helpers.serving import ROLLOUT, small_policy
+from tests.test_readme import TINY
 
 SCRIPT = Path(__file__).with_name("agent_script.py")
 

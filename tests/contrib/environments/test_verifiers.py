@@ -5,14 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from servers import call, two_call_chat
-from test_episodes import Play
 
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import make_problem_stream
 from grpo_roc_jax.environments.config import EnvironmentVerifiers
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.tools import ToolsConfig
+from tests.environments.test_episodes import Play
+from tests.helpers.servers import call, two_call_chat
 
 pytest.importorskip("verifiers.v1", reason="needs the extra verifiers; .ci/adapters runs these tests")
 from grpo_roc_jax.contrib.environments.verifiers_tasks import environment_of

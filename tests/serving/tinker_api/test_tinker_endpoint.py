@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinker_server import batch, fill, served
 
 from grpo_roc_jax.serving.server import ServerLimits
 from grpo_roc_jax.serving.tinker.store import About, Place, Store
+from tests.helpers.tinker_server import batch, fill, served
 
 
 @pytest.fixture(scope="module")

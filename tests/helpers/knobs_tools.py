@@ -30,7 +30,7 @@ from grpo_roc_jax.tools.interface import Capabilities, CodeCall
 from grpo_roc_jax.tools.python import settings_of
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Turn
-from tests.knobs import Case, cases, files, made
+from tests.helpers.knobs import Case, cases, files, made
 
 TOOL, CELL = "python_code_with_standard_io", "jupyter_code"
 
@@ -516,7 +516,7 @@ def asked_of_package(config: Config) -> Any:
 
 
 OWN = {
-    "environment": {"kind": "class", "path": "tests.knobs_tools:Trial"},
+    "environment": {"kind": "class", "path": "tests.helpers.knobs_tools:Trial"},
     "reward.functions": ("environment",),
 }
 
@@ -538,13 +538,13 @@ EPISODES = (
         {"environment.function": "tests.serving.agent_functions:quiet"},
         AGENT | {"environment": {"kind": "agent", "function": "tests.serving.agent_functions:late"}},
     )
-    | cases(environments_of, {"environment": "tests.knobs_tools:Trial"})
+    | cases(environments_of, {"environment": "tests.helpers.knobs_tools:Trial"})
     | cases(
         blamed_of,
         {"environment.on_failure": "drop"},
-        OWN | {"environment": {"kind": "class", "path": "tests.knobs_tools:Careless"}},
+        OWN | {"environment": {"kind": "class", "path": "tests.helpers.knobs_tools:Careless"}},
     )
-    | cases(environments_of, {"environment.path": "tests.knobs_tools:Trial2"}, OWN)
+    | cases(environments_of, {"environment.path": "tests.helpers.knobs_tools:Trial2"}, OWN)
     | cases(environments_of, {"environment.timeout_s": 0.05, "environment.retries": 0}, OWN)
     | cases(environments_of, {"environment.host": "processes"}, OWN)
     | cases(environments_of, {"environment.host.workers": 2}, OWN | {"environment.host": "processes"})
