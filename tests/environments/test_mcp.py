@@ -59,7 +59,7 @@ def test_a_server_that_dies_is_an_infrastructure_failure_and_others_go_on(chat, 
     assert play.say(call("die")) == "infrastructure"
     assert "\n1\n" in play.say(call("add", '{"k": 1}'), row=1)
     dead, alive = play.end()
-    assert dead.stop == "eos" and dead.results[-1].kind == "transport_error" and alive.results[0].ok
+    assert dead.stop == "infrastructure" and dead.results[-1].kind == "transport_error" and alive.results[0].ok
     assert "it wrote: out of ink" in dead.results[-1].error_message
 
 
