@@ -551,8 +551,8 @@ EPISODES = (
     | cases(environments_of, {"environment.host.cpus": 0.5}, OWN | {"environment.host": "ray"})
     | cases(
         environments_of,
-        {"environment.classes": ("a=tests.knobs_tools:Trial2",)},
-        OWN | {"environment": {"kind": "by_row", "classes": ["a=tests.knobs_tools:Trial"]}},
+        {"environment.classes": ("a=tests.helpers.knobs_tools:Trial2",)},
+        OWN | {"environment": {"kind": "by_row", "classes": ["a=tests.helpers.knobs_tools:Trial"]}},
     )
     | {
         f"environment.{name}": Case(asked_of_package, value, (("environment", rest),))

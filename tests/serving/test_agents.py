@@ -157,7 +157,9 @@ def test_several_numbers_are_channels():
     parts.append({"kind": "environment", "part": "done", "weight": 0.0})
     config = g.read_config("toy.yaml", f"--reward.functions={json.dumps(parts)}", "--environment=a:b").reward
     scorer = make_scorer(config)
-    scored = scorer.score_all([Problem("p", "q", "5", "t")] * 2, [[one], [replace(names, reward=None)]])
+    scored = scorer.score_all(
+        [Problem("p", "q", "5", "t")] * 2, [[replace(one, stop="eos")], [replace(names, stop="eos")]]
+    )
     first, second = (group.verdicts for group in scored.groups)
     assert first[0].channels == {"environment": 1.0, "speed": 0.5, "done": 1.0} and first[0].reward == 2.0
     assert first[0].status == "correct" and second == () and scored.unscored == {"environment": 1}

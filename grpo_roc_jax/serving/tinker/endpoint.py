@@ -287,7 +287,7 @@ class TinkerEndpoint:
             return None
         self.journal.trim(name, 0)  # what was not written to its end would hide what comes after it
         if found is None:  # killed while it was made
-            made = [call for call in calls if call.seq == 0][:1]
+            made = calls
         else:
             place, about, first = found
             base = self._base(about.base_model)

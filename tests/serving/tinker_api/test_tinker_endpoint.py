@@ -313,18 +313,19 @@ def test_a_model_that_was_being_made_and_samplers_are_there_again(tmp_path):
         made = {"session_id": session, "model_seq_id": 0, "base_model": "small", "lora_config": lora}
         request = client.post("create_model", **made)["request_id"]
         name = client.result(request)["model_id"]
-        base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "small"}
+        saved = client.post("save_weights_for_sampler", model_id=name, seq_id=1, path="first")
+        base = {"session_id": session, "sampling_session_seq_id": 0, "model_path": client.result(saved)["path"]}
         sampler = client.post("create_sampling_session", **base)["sampling_session_id"]
         drawn = tokens_of(client.sample(sampler, 0, [3, 1]))
     shutil.rmtree(tmp_path / name / "journal" / "1")  # it was accepted, but not made yet
     with served(tmp_path) as client:
         assert client.result(request) == {"model_id": name}
-        saved = client.post("save_weights_for_sampler", model_id=name, seq_id=1, sampling_session_seq_id=1)
+        saved = client.post("save_weights_for_sampler", model_id=name, seq_id=2, sampling_session_seq_id=1)
         mine = client.result(saved)["sampling_session_id"]
         assert tokens_of(client.sample(sampler, 0, [3, 1])) == drawn
     with served(tmp_path) as client:
         assert client.result(saved) == {"sampling_session_id": mine, "type": "save_weights_for_sampler"}
-        assert tokens_of(client.sample(mine, 0, [3, 1]))
+        assert tokens_of(client.sample(mine, 0, [3, 1])) == drawn
         assert client.post("create_model", **made)["request_id"] == request, "the same call, not another model"
         client.post(f"sessions/{session}/finish", reason={"type": "success"}, detail=None)
     with served(tmp_path) as client:
@@ -348,8 +349,9 @@ def test_a_checkpoint_expires_when_it_was_told_to(client):
 
 def test_a_server_that_is_busy_says_so_and_when_to_ask_again(tmp_path):
     with served(tmp_path, limits=ServerLimits(waiting=1)) as client:
-        base = {"session_id": client.session(), "sampling_session_seq_id": 0, "base_model": "small"}
-        sampler = client.post("create_sampling_session", **base)["sampling_session_id"]
+        name = client.model(client.session())
+        saved = client.post("save_weights_for_sampler", model_id=name, seq_id=1, sampling_session_seq_id=0)
+        sampler = client.result(saved)["sampling_session_id"]
         prompt = {"chunks": [{"tokens": [3], "type": "encoded_text"}]}
         body = {"sampling_session_id": sampler, "num_samples": 1, "prompt": prompt}
         body["sampling_params"] = {"max_tokens": 60, "temperature": 1.0, "stop": []}
