@@ -41,9 +41,7 @@ InnerShare = Annotated[float, Gt(0), Lt(1)]
 NO_SWITCH = "must be a value other than true and false"
 """Message for a switch given to a setting of another type, where it would pass as 1 or 0."""
 
-_CHECKS = ConfigDict(
-    extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True, allow_inf_nan=False
-)
+_CHECKS = ConfigDict(extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
 @dataclass_transform(frozen_default=True)
