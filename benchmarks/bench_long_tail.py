@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.method.edit import taken
+from grpo_roc_jax.method.edit import take_trajectories
 from grpo_roc_jax.method.roc import Selector, select_group
 from grpo_roc_jax.record.trace import groups_of, read_trace, trace_files
 from grpo_roc_jax.settings.cli import load_config
@@ -50,7 +50,7 @@ def ended_early(group: Group, order: str, keep: int, selector: Selector) -> Grou
     for count, index in enumerate(ranked, 1):
         ended[int(group.verdicts[index].status == "correct")] += 1
         if selector.quota_decided(*ended, group.size - count, keep):
-            return taken(group, sorted(ranked[:count]))
+            return take_trajectories(group, sorted(ranked[:count]))
     return group
 
 

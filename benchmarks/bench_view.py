@@ -20,11 +20,10 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "view")]
-
-from demo import TOKENIZER, records, row  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from grpo_roc_jax.record import index, trace  # noqa: E402
+from tests.helpers.demo import TOKENIZER, records, row  # noqa: E402
 
 PER_STEP = 256
 FRAMES = """async () => {

@@ -8,13 +8,15 @@ unless an arm changes its settings. Measures are taken from all sampled rollouts
     python -m benchmarks.study roc --worlds toy --report       # table and figure of the raw rows, nothing runs
     python -m benchmarks.study methods --arms grpo gspo --seeds 1   # recipes of configs/methods
 
-Raw rows are kept in `benchmarks/results/study_NAME.jsonl`, one run a line. The table (`.md`) and the figure (`.png`) of
-each world are made from them alone, and lie beside them.
+Raw rows are kept in `benchmarks/results/study_NAME.jsonl.gz`, one run a line (`zcat` shows them). The table (`.md`) and
+the figure (`.png`) of each world are made from them alone, and lie beside them.
 """
 
 import argparse
+import gzip
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -180,15 +182,17 @@ def rounded(value: float | None) -> float | None:
 
 
 def read_rows(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """Key of a job -> its raw row."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    """Key of a job -> its raw row. Rows that an older version left uncompressed beside the file are read too."""
+    plain = path.with_suffix("")
+    lines = gzip.decompress(path.read_bytes()).decode().splitlines() if path.exists() else []
+    lines = plain.read_text(encoding="utf-8").splitlines() + lines if plain.exists() else lines
     return {(row["world"], row["arm"], row["seed"]): row for row in map(json.loads, lines)}
 
 
 def taken_over(jobs: Sequence[Job], folder: Path) -> dict[Job, dict[str, Any]]:
     """Rows of other studies that trained with the same settings, under the names of these jobs."""
     trained = {
-        tuple(row["words"]): row for path in sorted(folder.glob("study_*.jsonl")) for row in read_rows(path).values()
+        tuple(row["words"]): row for path in sorted(folder.glob("study_*.jsonl.gz")) for row in read_rows(path).values()
     }
     about = {job: {"world": job.world, "arm": job.arm, "seed": job.seed} for job in jobs if job.words in trained}
     return {job: trained[job.words] | names for job, names in about.items()}
@@ -196,7 +200,10 @@ def taken_over(jobs: Sequence[Job], folder: Path) -> dict[Job, dict[str, Any]]:
 
 def save(path: Path, rows: dict[tuple[str, str, int], dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
+    text = "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows))
+    draft = path.with_name(f".{path.name}")
+    draft.write_bytes(gzip.compress(text.encode(), mtime=0))  # the same rows make the same file
+    os.replace(draft, path)
 
 
 def run_data(row: dict[str, Any]) -> RunData:
@@ -457,7 +464,7 @@ def main(argv: Sequence[str] | None = None, study: Study | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="only show the table and draw the figures")
     arguments = parser.parse_args(argv)
     study = chosen(study or STUDIES[arguments.name], arguments)
-    path = Path(arguments.out) / f"study_{arguments.name}.jsonl"
+    path = Path(arguments.out) / f"study_{arguments.name}.jsonl.gz"
     rows, jobs = read_rows(path), jobs_of(study, Path(arguments.folder).resolve(), tiny=arguments.tiny)
     for job in jobs:
         if job.key in rows and rows[job.key]["words"] != list(job.words):

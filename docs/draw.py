@@ -4,8 +4,8 @@ The group is resampled by the functions that training calls, so the picture show
 """
 
 import io
+import json
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +13,7 @@ from rich.console import Console
 
 from grpo_roc_jax.method.roc import ResampleOnCorrect, error_penalty, format_penalty, select_roc
 from grpo_roc_jax.record.live import Board, after, colored, table
-from grpo_roc_jax.record.trace import TraceRecord
-from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
+from grpo_roc_jax.record.trace import from_json
 
 IMAGES = Path(__file__).resolve().parent / "images"
 INK, SOFT, LINE, PAPER = "#1f2933", "#7b8794", "#cbd2d9", "#ffffff"
@@ -219,41 +218,14 @@ NIGHT, LIGHT = "#16202b", "#e4e7eb"
 INKS = {"green": "#69db7c", "red": "#ff8787", "cyan": "#66d9e8", "yellow": "#ffd43b"}
 
 
-def figures(step: int) -> dict[str, float]:
-    """Metrics of an invented step."""
-    reward, errors = 0.95 - 0.4 * 0.85**step, 0.36 * 0.82**step
-    counts = {"roc/kept": 128, "roc/dropped": 128, "roc/dropped_quota": 96, "roc/dropped_penalty": 24}
-    times = {"time/step_s": 6.2, "time/rollout_s": 4.1, "time/update_s": 1.7, "time/rows_s": 0.1}
-    shown = {"rollout/reward": reward, "rollout/tool_error_in_correct": errors, "rollout/tokens_per_s": 2480.0}
-    return shown | counts | {"roc/dropped_equal_rewards": 8} | times
-
-
-def a_rollout() -> TraceRecord:
-    """A trajectory with a call that fails and one that does not."""
-    failed = ToolCall("python", {}, raw="print(gcd(720,432))")
-    worked = ToolCall("python", {}, raw="import math\nprint(math.gcd(720,432))")
-    turns = (
-        Turn(1, 2, f"<tool_call>{failed.raw}</tool_call>", (failed,), (ToolResult("exception"),)),
-        Turn(3, 4, f"<tool_call>{worked.raw}</tool_call>", (worked,), (ToolResult("ok"),)),
-        Turn(5, 6, "<answer>\\boxed{144}</answer>"),
-    )
-    mask = np.array([False, True] * 3)
-    arrays = (np.zeros(6, np.int32), mask, np.zeros(6, np.float32), np.zeros(6, np.int32))
-    verdict = Verdict(1.0, "correct", "144", 2, 1, 1, True, 3)
-    context = ("gcd(720,432)=?\n", "\n[exception] NameError: name 'gcd' is not defined\n", "\n144\n")
-    problem, trajectory = Problem("gcd", "", "144", "world:gcd"), Trajectory(*arrays, 1, turns, "answer", 0)
-    return TraceRecord(10, 0, problem, trajectory, verdict, True, "kept", context=context)
-
-
 def live_table() -> str:
-    """What a terminal shows while a run trains."""
-    board = after(Board(30), 0, {"eval/all/avg@8": 0.688})
-    for step in range(1, 11):
-        board = after(board, step, figures(step))
-    board = after(board, 10, {"eval/all/avg@8": 0.906})
-    event = "event at step 7: entropy_low: loss/entropy 0.018 is below 0.02"
+    """What a terminal shows while a run trains: ten recorded steps of the toy, and one of their rollouts."""
+    recorded = json.loads((IMAGES / "live_table.json").read_text(encoding="utf-8"))
+    board = Board(30)
+    for row in recorded["rows"]:
+        board = after(board, row["step"], {name: value for name, value in row.items() if name != "step"})
     console = Console(file=io.StringIO(), width=96, color_system="truecolor", force_terminal=True, _environ={})
-    shown = (colored(a_rollout()), table(replace(board, events=(event,))))
+    shown = (colored(from_json(recorded["record"])), table(board))
     rows = [row for one in shown for row in (*console.render_lines(one, pad=False), [])][:-1]
     parts = [f'<rect width="820" height="{22 * len(rows) + 28}" rx="8" fill="{NIGHT}"/>']
     for line, row in enumerate(rows):

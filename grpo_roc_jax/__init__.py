@@ -1,14 +1,14 @@
 """Reinforcement learning for language models that think with a Python tool, in JAX.
 
-The package is a line of values; a reader starts at `train.py` and meets the stages in the order they run. Importing it
-loads nothing heavy and touches no accelerator: the names below are loaded when they are first used.
+The package is a pipeline of values. A reader starts at `train.py` and meets the stages in the order they run. Importing
+the package loads nothing heavy and touches no accelerator: the names below are loaded when they are first used.
 
     import grpo_roc_jax as g
 
     config = g.read_config("toy.yaml", "--steps=5")
     summary = g.train_policy(config)
 
-A loop of your own is `examples/grpo_roc_in_one_page.py`.
+For a loop of your own see `examples/grpo_roc_in_one_page.py`.
 """
 
 import importlib
@@ -67,7 +67,7 @@ _HOMES = {
     "ToolUnavailable": "tools.registry",
     "kind": "settings.options",
 }
-"""Public name -> its module, and its name there where that differs."""
+"""Public name -> its module, and its name there if that differs."""
 
 __all__ = ["__version__", *_HOMES]
 
@@ -75,10 +75,10 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its names: {', '.join(_HOMES)}")
-    module, _, own = _HOMES[name].partition(":")
-    found = getattr(importlib.import_module(f"{__name__}.{module}"), own or name)
-    globals()[name] = found
-    return found
+    module, _, attribute = _HOMES[name].partition(":")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), attribute or name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

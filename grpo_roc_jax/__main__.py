@@ -1,7 +1,7 @@
 """The commands under one name: `grpo-roc COMMAND [ARGUMENTS]`, or `python -m grpo_roc_jax COMMAND [ARGUMENTS]`.
 
-Each command is a module of `commands/` with `main(argv) -> int`. It gets the words after its name, and nothing else
-is imported.
+Each command is a module of `commands/` with `main(argv) -> int`. It receives the words after its name, and only its
+module is imported.
 """
 
 import importlib
@@ -38,8 +38,8 @@ UNKNOWN_COMMAND = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status; without a command, prints the help. Without `argv` it is that of the
-    process, whose end then waits for no thread that hangs."""
+    """Runs a command and returns its exit status; without a command, prints the help. If `argv` is None it uses the
+    command line of the process, whose exit is then not delayed by threads that hang."""
     if argv is None:
         status = 1
         try:
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def module_of(command: str) -> str:
-    """The module of a command. `train` stays at the root, since it is where a reader starts."""
+    """The module of a command. `train` is at the root, since a reader starts there."""
     return command if command == "train" else f"commands.{command.replace('-', '_')}"
 
 

@@ -17,7 +17,7 @@ from grpo_roc_jax.learner.update import OptimConfig
 from grpo_roc_jax.method.advantage import Advantage, GroupRelative
 from grpo_roc_jax.method.compose import method_parts, needs_reference, reference_sync, teacher_of
 from grpo_roc_jax.method.config import MethodConfig
-from grpo_roc_jax.method.planning import PlanConfig
+from grpo_roc_jax.method.planning import Conditioning, PlainPrompts, PlanConfig, RewardTokens
 from grpo_roc_jax.method.roc import ResampleOnCorrect, Selector
 from grpo_roc_jax.method.shaping import Shaping, check_steps
 from grpo_roc_jax.method.surrogate import Clip, Surrogate, TokenRatioSurrogate
@@ -33,12 +33,12 @@ from grpo_roc_jax.record.metrics import LogConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.settings.cli import CONTRIB_METHODS, ConfigError, build, load_config
-from grpo_roc_jax.settings.layers import Layer, Place
+from grpo_roc_jax.settings.layers import KeyPath, Layer
 from grpo_roc_jax.settings.options import AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, settings
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.tools.config import ToolsConfig
 
-if CONTRIB_METHODS.is_dir():  # the door of methods that the core does not name: their kinds register at import
+if CONTRIB_METHODS.is_dir():  # imports the methods that the core does not name; their kinds register at import
     importlib.import_module("grpo_roc_jax.contrib.methods")
 
 DEFAULT_CONFIG = "toy.yaml"
@@ -88,6 +88,11 @@ class SftConfig:
     learns good and bad ways and which is which: the first stage of RC-GRPO (arXiv:2602.03025). It needs successes and
     failures in equal parts."""
 
+    @property
+    def condition(self) -> Conditioning:
+        """What the prompts of demonstrations are extended with."""
+        return PlainPrompts() if self.reward_tokens == "none" else RewardTokens(form=self.reward_tokens)
+
 
 @settings
 class EvalConfig:
@@ -103,7 +108,7 @@ class EvalConfig:
 
 @settings
 class LimitsConfig:
-    """When a run that goes nowhere ends by itself, with an exit status that says why."""
+    """When a run without progress ends by itself, with an exit status for the reason."""
 
     empty_steps: AtLeast1 = 50
     """Steps in a row without a single group to train on (status 3: no learning signal)."""
@@ -123,8 +128,8 @@ class LimitsConfig:
 
 @settings
 class WatchConfig:
-    """Events noted in `events.jsonl` while a run goes on: alarms of its metrics, and parts without progress. Alarms
-    are off while this section is left out."""
+    """Events recorded in `events.jsonl` during a run: alarms of its metrics, and parts without progress. Alarms are off
+    if this section is left out."""
 
     stop: tuple[EventName, ...] = ()
     """Events that end the run, with its state saved: status 4 for an alarm, 5 for `stalled`."""
@@ -164,20 +169,20 @@ class Config:
     """GRPO-RoC training: rollouts with a Python tool, resampling on correct, a clipped policy gradient."""
 
     files_setting: ClassVar[str] = "method.files"
-    """Where a configuration names files of the user's that define further kinds."""
+    """Where a configuration names files of the user that define further kinds."""
 
     @staticmethod
     def completed(values: dict[str, Any], written: Container[tuple[str, ...]]) -> dict[str, Any]:
         """The settings with the defaults that follow from others: the steps of all stages, and importance weights where
-        tokens of other policies than the trained one are trained on.
+        training uses tokens of other policies than the trained one.
 
         Args:
-            values: Of all settings, by section.
-            written: Places of those that a file or the command line gives.
+            values: All settings, by section.
+            written: Key paths of the settings that a file or the command line gives.
         """
         stages = values.get("stages") or ()
-        steps = [one.get("steps") for one in stages if isinstance(one, dict)]
-        if steps and ("steps",) not in written and all(isinstance(one, int) for one in steps):
+        steps = [stage.get("steps") for stage in stages if isinstance(stage, dict)]
+        if steps and ("steps",) not in written and all(isinstance(stage, int) for stage in steps):
             values["steps"] = sum(steps)
         limit, surrogate = values["rollout"]["step_limit"], values["surrogate"]
         streams = isinstance(limit, dict) and limit["kind"] == "stream" and str(limit["lag"]) != "0"
@@ -241,26 +246,26 @@ class Config:
     """Stages of training, one after the other, each with settings of its own over these; `steps` counts those of all
     stages, and ends the run when it is reached."""
 
-    def staged(self, places: Mapping[Place, str] | None = None) -> "tuple[Config, ...]":
-        """The configuration of each stage; this one alone without stages.
+    def staged(self, places: Mapping[KeyPath, str] | None = None) -> "tuple[Config, ...]":
+        """The configuration of each stage; without stages, this configuration alone.
 
         Args:
             places: Where each setting was written, for messages.
 
         Raises:
-            ConfigError: Settings of a stage that cannot be.
+            ConfigError: Settings of a stage are not valid.
         """
         if not self.stages:
             return (self,)
         return tuple(stage_config(self, index, places or {}) for index in range(len(self.stages)))
 
     def stage_after(self, saved: Mapping[str, Any] | None, step: int) -> int:
-        """Index of the stage of the step after `step` steps; `saved` is of `StageProgress.to_json`."""
+        """Index of the stage of the next step after `step` steps. `saved` comes from `StageProgress.to_json`."""
         return StageProgress.from_json(saved).following(self.stages or (), step)
 
     @property
     def longest_trajectory(self) -> int:
-        """Most tokens of a trajectory; the conversations of an agent fill a row of the update at most."""
+        """Most tokens of a trajectory; conversations of an agent have at most the tokens of a packed row."""
         agent = isinstance(self.environment, AgentCommand)
         return self.batch.row_length if agent else self.rollout.max_row_tokens
 
@@ -289,10 +294,10 @@ class Config:
 
 
 def check_environment(config: Config) -> None:
-    """Refuses settings that a rollout with an environment of its own cannot have.
+    """Refuses settings that are not supported for rollouts with an environment.
 
     Raises:
-        ValueError: With the two settings and what to change.
+        ValueError: The message names the two settings and what to change.
     """
     if isinstance(config.environment, ToolsAlone):
         return
@@ -313,20 +318,21 @@ def check_environment(config: Config) -> None:
 
 
 def check_sampler(config: Config) -> None:
-    """Refuses tokens of other policies without importance weights, and what the sampler cannot store in fewer bits.
+    """Refuses training on tokens of other policies without importance weights, and storage in fewer bits that the
+    sampler does not support.
 
     Raises:
-        ValueError: With the settings to change.
+        ValueError: The message names the settings to change.
     """
     corrected = {part.kind for part in config.weights.factors} & {"truncated_is", "masked_is"}
     lag, low = config.rollout.step_limit.lag, config.rollout.low_precision
-    for said, used, remedy in (
+    for cause, used, remedy in (
         (f"rollout.step_limit.lag = {lag} trains on tokens of earlier policies", lag, "set rollout.step_limit.lag 0"),
         ("rollout.low_precision trains on tokens of another policy", low, "leave the section out"),
     ):
         if used and not (corrected and config.surrogate.scored_ratio):
             raise ValueError(
-                f"{said}; add truncated_is or masked_is to weights.factors and set surrogate.old_logprobs scored (the "
+                f"{cause}; add truncated_is or masked_is to weights.factors and set surrogate.old_logprobs scored (the "
                 f"defaults here), or {remedy}"
             )
     if config.lora.rank and config.rollout.weight_dtype != "full":
@@ -342,46 +348,48 @@ OF_ALL_STAGES = frozenset(
 """Settings that a stage cannot change: what a run is, what it starts from, and what is written."""
 
 
-def stage_config(config: Config, index: int, places: Mapping[Place, str]) -> Config:
+def stage_config(config: Config, index: int, places: Mapping[KeyPath, str]) -> Config:
     """The configuration of one stage: its settings over those of the run.
 
     Raises:
-        ConfigError: Settings that cannot be, or that the state of the run does not go on with.
+        ConfigError: Settings are not valid, or the state of the run cannot continue under them.
     """
     stage, here = config.stages[index], ("stages", str(index), "set")
-    own = {at[len(here) :]: where for at, where in places.items() if at[: len(here)] == here}
-    said = f"stage {stage.name}"
+    where_written = {at[len(here) :]: where for at, where in places.items() if at[: len(here)] == here}
+    label = f"stage {stage.name}"
     for name in stage.set.keys() & OF_ALL_STAGES:
-        raise ConfigError(f"{said}: {name} ({own.get((name,), said)}): must be the same in all stages; set it outside")
-    try:
-        found = build(Config, [Layer(said, stage.set, own)], replace(config, stages=None))
-    except ConfigError as error:
-        raise ConfigError(f"{said}: {error}") from error
-    if any(condition.kind == "plateau" for condition in stage.until) and not found.eval.every:
-        raise ConfigError(f"{said}: until plateau with eval.every = 0 would never end it; set eval.every")
-    endless = [] if found.data.world_problems else [s for s in found.data.sources if generator_of(s)]
-    if stage.drop_solved and endless:
-        raise ConfigError(f"{said}: drop_solved with {endless[0]}, which has no end; set data.world_problems")
-    if state_of(found) != state_of(config):
         raise ConfigError(
-            f"{said}: optim.moment_dtype, clipping of gradients or not, and a reference policy or none must be the "
+            f"{label}: {name} ({where_written.get((name,), label)}): must be the same in all stages; set it outside"
+        )
+    try:
+        staged = build(Config, [Layer(label, stage.set, where_written)], replace(config, stages=None))
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}") from error
+    if any(condition.kind == "plateau" for condition in stage.until) and not staged.eval.every:
+        raise ConfigError(f"{label}: until plateau with eval.every = 0 would never end it; set eval.every")
+    endless = [] if staged.data.world_problems else [s for s in staged.data.sources if generator_of(s)]
+    if stage.drop_solved and endless:
+        raise ConfigError(f"{label}: drop_solved with {endless[0]}, which has no end; set data.world_problems")
+    if state_of(staged) != state_of(config):
+        raise ConfigError(
+            f"{label}: optim.moment_dtype, clipping of gradients or not, and a reference policy or none must be the "
             "same in all stages"
         )
-    return replace(found, steps=stage.steps)
+    return replace(staged, steps=stage.steps)
 
 
 def state_of(config: Config) -> tuple[str, bool, bool]:
-    """What decides which arrays the training state has, besides the model."""
+    """What determines which arrays the training state has, besides the model."""
     return config.optim.moment_dtype, config.optim.max_grad_norm > 0, needs_reference(config)
 
 
 def read_config(*words: str) -> Config:
-    """The configuration of `words`, which are those of the command line: YAML files, then `--section.field=value`.
+    """The configuration for `words` as on the command line: YAML files, then `--section.field=value`.
 
         read_config("toy.yaml", "--steps=5", "--advantage=pass_at_k")
 
     Raises:
-        ConfigError: A file or setting that cannot be; the message says what to change.
+        ConfigError: A file or setting is not valid; the message says what to change.
     """
     return load_config(Config, words, prog="read_config", default_file=DEFAULT_CONFIG)
 
@@ -390,7 +398,7 @@ def check_method(config: Config) -> None:
     """Refuses parts of a method that contradict each other.
 
     Raises:
-        ValueError: With the settings and what to change.
+        ValueError: The message names the settings and what to change.
     """
     check_steps(config.shaping)
     baseline = config.advantage.baseline.kind if isinstance(config.advantage, GroupRelative) else ""
@@ -411,7 +419,7 @@ def check_method(config: Config) -> None:
             "optimizer step the policy is no longer the one that sampled; set surrogate.old_logprobs scored or "
             "recorded, or batch.updates one"
         )
-    teacher_of(config)  # refuses two
+    teacher_of(config)  # raises if there are two
     every, mix = reference_sync(config)
     if every and mix < 1 and config.lora.rank:
         raise ValueError(
@@ -430,7 +438,7 @@ def check_plan(config: Config) -> None:
     """Refuses plans that contradict themselves or other sections.
 
     Raises:
-        ValueError: With the two settings and what to change.
+        ValueError: The message names the two settings and what to change.
     """
     second, budget, tokens = config.plan.second, config.plan.budget, config.plan.condition
     for part in method_parts(config):
@@ -451,12 +459,12 @@ def derived(config: Config) -> list[str]:
     """Numbers that follow from the settings, as text, for the first lines of a run and for `--dry-run`."""
     group, batch = config.group, config.batch
     sampled = config.resample.sampled(group.size)
-    kept = group.problems * group.size
-    rows = max(1, kept * config.rollout.max_row_tokens // batch.row_length)
+    trajectories = group.problems * group.size
+    rows = max(1, trajectories * config.rollout.max_row_tokens // batch.row_length)
     micro = -(-rows // rows_per_micro_batch(batch, 1))
     updates = batch.updates.total
     lines = [
-        f"{group.problems} problems x {sampled} sampled -> {group.size} kept = {kept} trajectories a step, "
+        f"{group.problems} problems x {sampled} sampled -> {group.size} kept = {trajectories} trajectories a step, "
         f"{updates} update{'s' if updates > 1 else ''} of at most {-(-micro // batch.updates.parts)} "
         f"micro-batches ({batch.rows or 'a measured number of'} rows x {batch.row_length} tokens)",
         f"{config.steps} steps = {config.steps * group.problems * sampled} rollouts of at most "
@@ -469,7 +477,7 @@ def derived(config: Config) -> list[str]:
             f"rollouts run on: at most {(limit.lag + 1) * group.problems * sampled} at a time, their tokens at most "
             f"{limit.lag} version{'s' if limit.lag > 1 else ''} older than the policy"
         )
-    if ratio_is_one(config) and config.surrogate != Config().surrogate:  # what nobody chose needs no remark
+    if ratio_is_one(config) and config.surrogate != Config().surrogate:  # defaults need no remark
         lines.append(
             f"surrogate {config.surrogate.kind}: with one update per rollout batch every importance ratio is 1 up to "
             "rounding, so nothing is clipped and the gradient is the plain policy gradient; raise batch.updates for "
@@ -479,10 +487,11 @@ def derived(config: Config) -> list[str]:
 
 
 def ratio_is_one(config: Config) -> bool:
-    """Whether no importance ratio can differ from 1 by more than rounding: the update trains the policy that sampled.
+    """Whether no importance ratio can differ from 1 by more than rounding, because the update trains the policy that
+    sampled.
 
-    Groups that waited, rows continued from an earlier step, responses moved to another prompt and edited groups were
-    sampled otherwise.
+    This does not hold for groups that waited in the buffer, rows continued from an earlier step, responses moved to
+    another prompt, and edited groups.
     """
     if config.batch.updates.total > 1 or not isinstance(config.surrogate, TokenRatioSurrogate):
         return False

@@ -1,5 +1,6 @@
 """Training: `python -m grpo_roc_jax.train [CONFIG.yaml] [--section.field value] [--dry-run [full] | --preflight]`.
-`--dry-run full` prints every setting too; `--force` continues a run with settings that it would refuse.
+`--dry-run full` prints every setting too; `--force` continues a run with settings that it would refuse; `--profile 3:5`
+traces steps 3 to 5.
 
 One step publishes the policy, rolls problems out, scores, selects, buffers, makes rows, updates and records. `train`
 does the same from Python, with custom parts as arguments.
@@ -21,7 +22,9 @@ from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass,
 from grpo_roc_jax.learner.learner import UpdateBatch
 from grpo_roc_jax.method.compose import next_state, resample_group, subset
 from grpo_roc_jax.model.transformer import compute_dtype
+from grpo_roc_jax.planner.measured import device_rates, measured_lines
 from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
+from grpo_roc_jax.planner.suggest import device_limit, room_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
 from grpo_roc_jax.pod.processes import ProcessLost
 from grpo_roc_jax.pod.program_cache import keep_programs
@@ -37,9 +40,11 @@ from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import check_components, describe_device, make_registry
-from grpo_roc_jax.run.evaluate import check_reward_tokens, evaluate_policy
+from grpo_roc_jax.run.durations import evaluation_phase
+from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
+from grpo_roc_jax.run.profiling import Profile, profiled, tracing
 from grpo_roc_jax.run.prospects import hindrances
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
@@ -57,7 +62,7 @@ from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, loa
 from grpo_roc_jax.settings.leaving import end_with
 from grpo_roc_jax.settings.options import fields_of
 from grpo_roc_jax.settings.points import injected, reach, spoiled
-from grpo_roc_jax.settings.progress import Phase, phase
+from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics
@@ -65,6 +70,8 @@ from grpo_roc_jax.types import Metrics
 log = logging.getLogger(__name__)
 
 FLAGS = ("--dry-run", "--preflight", "--force")
+PROFILE = "--profile"
+"""Followed by the first and the last step of a trace, as in 3:5."""
 
 
 def train(
@@ -76,24 +83,24 @@ def train(
     environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, Any]:
     """Runs a configuration to its end and returns the summary that is also written to `summary.json`. A run that has
-    ended already is left as it is.
+    already ended is left unchanged.
 
     Args:
         config: See `config.Config`.
-        functions: Functions of yours, by the name that the configuration gives them wherever it takes
+        functions: Your functions, by the name that the configuration uses for them wherever it takes
             `package.module:function`: rewards, advantages, shaping, edits of groups and rows, judges.
-        tools: Tools of yours instead of the built-in ones.
+        tools: Your tools, instead of the built-in ones.
         force: Continues a run with settings that change what is trained: moments are cast to another
             `optim.moment_dtype`, other data begin at their start.
-        environment: A class of yours that answers the policy's turns, one object for each rollout, in place of the one
-            that `config.environment` names. Of several, in a mapping, a problem chooses one by its column
+        environment: Your class that answers the policy's turns, one object for each rollout. It replaces the one that
+            `config.environment` names. With a mapping of several classes, a problem chooses one by its column
             `environment`.
 
     Raises:
-        ConfigError: What cannot run, before anything is compiled.
+        ConfigError: The configuration cannot run; raised before anything is compiled.
         Stopped: No learning signal, divergence, failing infrastructure for longer than `limits` allow, or a state that
             could not be saved.
-        Preempted: A signal to stop; a note of it names the step that is saved.
+        Preempted: A signal to stop arrived; a note of the exception names the step that is saved.
         ProcessLost: One of several processes is gone.
         StorageFailed: The end of the run could not be copied to object storage.
     """
@@ -111,8 +118,8 @@ def train(
 def train_stage(
     claim: Claim, tools: Registry | None, started: float, compiled: int
 ) -> tuple[Claim | None, int, dict[str, Any]]:
-    """Trains a stage of a run, or a run without stages: (the next stage or None, programs compiled after the first step
-    of a stage so far, the summary if the run has ended).
+    """Trains a stage of a run, or a run without stages. Returns (the next stage or None, number of programs compiled
+    after the first step of a stage so far, the summary if the run has ended).
 
     Raises:
         Stopped: See `train`.
@@ -129,8 +136,8 @@ def train_stage(
                 elif run.progress.index == claim.stage:
                     evaluate_once(session, run)
         with phase("saving the run", routine=True):
-            kept, words = session.checkpointer.save_held()
-        if not kept:
+            saved, words = session.checkpointer.save_latest()
+        if not saved:
             what = "run" if following is None else "stage"
             raise Stopped(INFRASTRUCTURE_STATUS, f"the {what} has ended, but {words}")
         return following, compiled, summary
@@ -141,118 +148,131 @@ def with_environment(
     environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
     functions: Mapping[str, Callable] | None,
 ) -> tuple[Config, Mapping[str, Callable]]:
-    """The configuration that names classes of the user's, and the functions with them."""
+    """The configuration that names the user's classes, and the functions including these classes."""
     functions = functions or {}
     if environment is None:
         return config, functions
     several = isinstance(environment, Mapping)
     passed = environment if several else {"": environment}
-    paths = {name: f"{one.__module__}:{one.__qualname__}" for name, one in passed.items()}
-    own: dict[str, Any] = {"classes": tuple(map("=".join, paths.items()))} if several else {"path": paths[""]}
+    paths = {name: f"{cls.__module__}:{cls.__qualname__}" for name, cls in passed.items()}
+    settings: dict[str, Any] = {"classes": tuple(map("=".join, paths.items()))} if several else {"path": paths[""]}
     if isinstance(config.environment, Hosted):
         shared = fields_of(OwnEnvironments).keys() & fields_of(type(config.environment)).keys()
-        own |= {name: getattr(config.environment, name) for name in shared}
+        settings |= {name: getattr(config.environment, name) for name in shared}
     with config_errors():
-        config = replace(config, environment=(EnvironmentByRow if several else EnvironmentClass)(**own))
-    return config, {**functions, **{paths[name]: one for name, one in passed.items()}}
+        config = replace(config, environment=(EnvironmentByRow if several else EnvironmentClass)(**settings))
+    return config, {**functions, **{paths[name]: cls for name, cls in passed.items()}}
 
 
 def train_steps(session: TrainingSession, run: RunState) -> int:
     """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step."""
-    with phase("training", steps=session.config.steps - run.step) as under_way:
-        return take_steps(session, run, under_way)
-
-
-def take_steps(session: TrainingSession, run: RunState, under_way: Phase) -> int:
-    """`train_steps`, which is `under_way`."""
     config, checkpointer = session.config, session.checkpointer
     policy, sampling, sampler = session.policy, session.sampling, session.sampling.sampler
-    reach("compile")
-    sampler.engine.warmup(sampler.engine.publish(policy.full(run.train.params), run.step))
-    stream = RolloutStream(config, sampling, policy.mesh) if config.rollout.step_limit.streams else None
-    learner = make_learner(config, policy, sampler.chat)
-    learner.warmup(run)
-    if stream is not None:
-        learner.learner.meanwhile = stream.meanwhile
-    session.writer.say(describe_programs(session.compilations))
-    checkpointer.held = run.bundle()
-    watch, compiled, first = Watch(config.limits), None, run.step
-    gap = GapCheck(session.events, exact=exact_sampling(config, policy))
-    longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
-    for one in filter(None, (watch, session.alarms)):
-        one.recall(sampling.processes.once(lambda: recorded(session.run_dir)[-longest:]))
-    while run.step < config.steps and not stage_over(session, run):
-        begun = time.perf_counter()
-        counts = run.buffer.counts
-        samples = sample_step(config, policy, sampling, run, stream)
-        groups = run.buffer.take(config.group.problems)
-        batches = learner.batches(groups, samples.explanations, run)
-        check_accounts(samples, groups, batches, counts, run.buffer.counts)
-        drift = learner.drift(groups, run)
-        with session.preemption.deferred():  # the update donates its input, so the step is completed from here on
-            reach("update")
-            run.train, batches, measured = learner.update(run, batches)
-            metrics = samples.metrics() | measured
-            if stream is not None:
-                aged, alarm = stream.after_update(run, groups, measured)
-                metrics |= aged
-                if alarm:
-                    session.events.note(run.step + 1, "stale_samples", alarm)
-            run.method = next_state(samples.groups, groups, config, run.method, drift)
-            run.step += 1
-            run.reference = learner.next_reference(run)
-            metrics |= observe(session, run, metrics)
-            if samples.unscored:
-                session.events.note(run.step, "not_scored", samples.unscored)
-            checkpointer.held = run.bundle()
-            metrics |= session.compilations.metrics() | {"data/left_out": run.stream.left_out}
-            metrics["time/step_s"] = time.perf_counter() - begun
-            reach("record")
-            record(session, run, samples, groups, batches, metrics)
-            if checkpointer.due(run.step):
-                checkpointer.save(run.step, checkpointer.held)
-        compiled = session.compilations.count if compiled is None else compiled
-        under_way.step(run.step - first)
-        gap.look(run.step, metrics)
-        for text in watch.new_failures(samples.failures):
-            session.events.note(run.step, "environment", text)
-        watch.look_at_failures(samples.failures, samples.sampled)
-        look(session, run, metrics, batches, watch)
-        if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
-            measured = evaluate(session, run)[1]
-            observe(session, run, measured)
-            session.writer.write(run.step, measured)
-    after_first = 0 if compiled is None else session.compilations.count - compiled
-    if not checkpointer.has(run.step):
-        checkpointer.save(run.step, checkpointer.held)
-    return after_first
+    with phase("training", steps=config.steps - run.step) as under_way, tracing(session.run_dir) as tracer:
+        reach("compile")
+        sampler.engine.warmup(sampler.engine.publish(policy.full(run.train.params), run.step))
+        stream = RolloutStream(config, sampling, policy.mesh) if config.rollout.step_limit.streams else None
+        learner = make_learner(config, policy, sampler.chat)
+        learner.warmup(run)
+        if stream is not None:
+            learner.learner.meanwhile = stream.meanwhile
+        session.writer.say(describe_programs(session.compilations))
+        checkpointer.latest = run.bundle()
+        watch, compiled, first = Watch(config.limits), None, run.step
+        rates = device_rates(config, policy.model, policy.mesh)
+        gap = GapCheck(session.events, exact=exact_sampling(config, policy))
+        longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
+        for watcher in filter(None, (watch, session.alarms)):
+            watcher.recall(sampling.processes.once(lambda: recorded(session.run_dir)[-longest:]))
+        while run.step < config.steps and not stage_over(session, run):
+            tracer.before(run.step + 1)
+            begun = time.perf_counter()
+            counts = run.buffer.counts
+            samples = sample_step(config, policy, sampling, run, stream)
+            groups = run.buffer.take(config.group.problems)
+            batches = learner.batches(groups, samples.explanations, run)
+            check_accounts(samples, groups, batches, counts, run.buffer.counts)
+            drift = learner.drift(groups, run)
+            with session.preemption.deferred():  # the update donates its input: a step that began must end
+                reach("update")
+                run.train, batches, measured = learner.update(run, batches)
+                metrics = samples.metrics() | measured
+                if stream is not None:
+                    aged, alarm = stream.after_update(run, groups, measured)
+                    metrics |= aged
+                    if alarm:
+                        session.events.note(run.step + 1, "stale_samples", alarm)
+                run.method = next_state(samples.groups, groups, config, run.method, drift)
+                run.step += 1
+                run.reference = learner.next_reference(run)
+                metrics |= observe(session, run, metrics)
+                if samples.unscored:
+                    session.events.note(run.step, "not_scored", samples.unscored)
+                checkpointer.latest = run.bundle()
+                metrics |= session.compilations.metrics() | {"data/left_out": run.stream.left_out}
+                metrics["time/step_s"] = time.perf_counter() - begun
+                metrics |= rates.metrics(metrics) if rates else {}
+                reach("record")
+                record(session, run, samples, groups, batches, metrics)
+                if checkpointer.due(run.step):
+                    checkpointer.save(run.step, checkpointer.latest)
+            compiled = session.compilations.count if compiled is None else compiled
+            if traced := tracer.after(run.step):
+                session.writer.say(traced)
+            under_way.step(run.step - first)
+            gap.look(run.step, metrics)
+            after_step(session, run, samples, batches, metrics, watch)
+        after_first = 0 if compiled is None else session.compilations.count - compiled
+        if not checkpointer.has(run.step):
+            checkpointer.save(run.step, checkpointer.latest)
+        return after_first
+
+
+def after_step(
+    session: TrainingSession,
+    run: RunState,
+    samples: StepSamples,
+    batches: Sequence[UpdateBatch],
+    metrics: Metrics,
+    watch: Watch,
+) -> None:
+    """Notes failures of a finished step, looks at its metrics, and evaluates where that is due."""
+    config = session.config
+    for text in watch.new_failures(samples.failures):
+        session.events.note(run.step, "environment", text)
+    watch.look_at_failures(samples.failures, samples.sampled)
+    look(session, run, metrics, batches, watch)
+    if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
+        measured = evaluate(session, run)[1]
+        observe(session, run, measured)
+        session.writer.write(run.step, measured)
 
 
 def sample_step(
     config: Config, policy: PolicyModel, sampling: GroupSampler, run: RunState, stream: RolloutStream | None = None
 ) -> StepSamples:
-    """The sampling half of a step: publishes the policy, samples, scores and selects until the buffer holds a step's
-    groups, or no dynamic sampling round is left. The groups come from the stream if there is one."""
+    """The sampling half of a step: publishes the policy, samples, scores and selects until the buffer has the groups of
+    a step, or no dynamic sampling round is left. If there is a stream, the groups come from it."""
     reach("sample")
     weights = sampling.sampler.engine.publish(policy.full(run.train.params), run.step)
     rng, plan_rng = np.random.default_rng([config.seed, run.step]), np.random.default_rng([config.seed, run.step, 2])
     rounds = []
     for index in range(1 + config.group.dynamic_sampling_rounds):
         if stream is not None:
-            found = stream.next_round(run, weights)
+            samples = stream.next_round(run, weights)
         else:
             problems = draw_problems(config, run.stream, run.method, plan_rng)
             first = index * config.group.problems
             waves = WaveSampler(sampling, weights, step=run.step, first_place=first, partial=run.partial)
-            found = run_round(config, sampling, problems, run.method, plan_rng, waves)
+            samples = run_round(config, sampling, problems, run.method, plan_rng, waves)
         begun = time.perf_counter()
         reach("select")
-        selections = tuple(resample_group(group, config, rng) for group in found.groups)
-        kept = [subset(g, s) for g, s in zip(found.groups, selections, strict=True) if s.kept]
-        run.buffer.add(spoiled("selected", kept))
-        rounds.append(replace(found, selections=selections, select_s=time.perf_counter() - begun))
-        run.sampled += found.sampled
-        run.partial = found.partial
+        selections = tuple(resample_group(group, config, rng) for group in samples.groups)
+        selected = [subset(g, s) for g, s in zip(samples.groups, selections, strict=True) if s.kept]
+        run.buffer.add(spoiled("selected", selected))
+        rounds.append(replace(samples, selections=selections, select_s=time.perf_counter() - begun))
+        run.sampled += samples.sampled
+        run.partial = samples.partial
         if len(run.buffer) >= config.group.problems:
             break
     return merge_rounds(rounds)
@@ -269,10 +289,10 @@ def exact_sampling(config: Config, policy: PolicyModel) -> bool:
 def look(
     session: TrainingSession, run: RunState, metrics: Metrics, batches: Sequence[UpdateBatch], watch: Watch
 ) -> None:
-    """Looks at a finished step; the batch of an update that was not finite or raised an alarm is kept for a replay.
+    """Checks a finished step. The batch of an update that was not finite or raised an alarm is saved for a replay.
 
     Raises:
-        Stopped: A limit is reached, or an alarm that ends the run.
+        Stopped: A limit is reached, or an alarm ends the run.
     """
     skipped = bool(batches and metrics.get("update/skipped", 0.0))
     why = ["not finite"] if skipped else []
@@ -284,23 +304,23 @@ def look(
         raise
     finally:
         once, config = session.sampling.processes.once, session.config
-        kept = why and once(lambda: keep_batch(session.run_dir, config, run.step, batches, why[0]))
-        if kept:
-            session.events.note(run.step, "batch", f"{why[0]}; grpo-roc replay runs {kept} again")
+        saved = why and once(lambda: keep_batch(session.run_dir, config, run.step, batches, why[0]))
+        if saved:
+            session.events.note(run.step, "batch", f"{why[0]}; grpo-roc replay runs {saved} again")
             if skipped and not session.checkpointer.has(run.step):  # with the parameters that it was computed with
-                session.checkpointer.save(run.step, session.checkpointer.held)
+                session.checkpointer.save(run.step, session.checkpointer.latest)
     watch.look(metrics)
 
 
 def describe_programs(compiled: CompilationCounter) -> str:
-    """Programs and seconds of the start, and how many came from the cache."""
-    kept = keep_programs()
-    where = f"{compiled.hits} of them from {kept}" if kept else "the compilation cache is off"
+    """Number and seconds of the programs compiled at the start, and how many came from the cache."""
+    folder = keep_programs()
+    where = f"{compiled.hits} of them from {folder}" if folder else "the compilation cache is off"
     return f"programs: {compiled.count} in {compiled.seconds:.1f} s, {where}"
 
 
 def finish(session: TrainingSession, run: RunState, started: float, compiled_after_first: int) -> dict[str, Any]:
-    """The last evaluation, `summary.json` and the last lines."""
+    """Runs the last evaluation, writes `summary.json` and shows the closing lines."""
     accuracy = evaluate_once(session, run)
     processes = session.sampling.processes
     measured = {
@@ -314,7 +334,7 @@ def finish(session: TrainingSession, run: RunState, started: float, compiled_aft
         "left_out": {"problems": run.stream.left_out, "held_out": session.held_out_left_out},
     }
     summary = processes.once(lambda: write_summary(session.run_dir, session.config, **measured))
-    for line in summary_lines(session.run_dir, summary):
+    for line in [*summary_lines(session.run_dir, summary), *measured_lines(recorded(session.run_dir))]:
         session.writer.say(line)
     return summary
 
@@ -330,15 +350,18 @@ def show_finished(claim: Claim) -> dict[str, Any]:
 
 
 def begin(session: TrainingSession) -> RunState:
-    """Announces the run and finds where it starts: at the newest checkpoint, or fresh, which a policy that trains under
-    reward tokens must be fit for.
+    """Announces the run and finds where it starts: at the newest checkpoint, or fresh, which the
+    condition of the rollouts may refuse (`check_before_training`).
 
     Raises:
-        ConfigError: a fresh policy whose reward tokens change nothing.
+        ConfigError: a fresh policy that `plan.condition` refuses.
     """
     claim = session.claim
-    config = claim.whole.staged()[claim.stage] if claim.stages else session.config
+    config = claim.all_stages.staged()[claim.stage] if claim.stages else session.config
     announce(session, config)
+    policy = session.policy
+    for line in room_lines(session.config, policy.model, policy.mesh, device_limit(policy.mesh)):
+        session.writer.say(line)
     try:
         run = restored_or_fresh(session)
     except RewardError as error:
@@ -346,14 +369,14 @@ def begin(session: TrainingSession) -> RunState:
     except NonFiniteWeightsError as error:
         raise ConfigError(f"{error}; check the weights at model.path, or lower sft.lr") from error
     if run.step == 0:
-        for line in check_reward_tokens(session.config, session.policy, session.sampling, run.train.params):
+        for line in check_before_training(session.config, session.policy, session.sampling, run.train.params):
             session.writer.say(line)
     return run
 
 
 def restored_or_fresh(session: TrainingSession) -> RunState:
     """The newest checkpoint with the evaluation that was due there, or a fresh run after its supervised stage and a
-    first evaluation. Files of the run are written and cut from here on."""
+    first evaluation. Files of the run are written and truncated from here on."""
     config, writer, processes = session.config, session.writer, session.sampling.processes
     run = fresh_run(config, session.policy, session.sampling)
     for note in (*run.stream.notes, *hindrances(config, session.sampling.sampler.chat)):
@@ -368,8 +391,8 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
             writer.say("the data are other ones than those of the checkpoint: they begin at their start")
         with config_errors():
             run.load(saved, position=not session.claim.stages and not other_data)
-        session.checkpointer.held = run.bundle()
-    processes.once(lambda: describe_run(session.run_dir, session.claim.whole))
+        session.checkpointer.latest = run.bundle()
+    processes.once(lambda: describe_run(session.run_dir, session.claim.all_stages))
     if session.start.kind == "resume":
         for note in (*session.start.notes, f"resumed after step {run.step}"):
             writer.say(note)
@@ -388,20 +411,20 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
                 observe(session, run, {f"eval/{ALL}/avg@{config.eval.samples}": accuracy})
         return run
     cold_start(config, session.policy, session.sampling.sampler.chat, run, writer)
-    session.checkpointer.held = run.bundle()
-    if config.sft.steps:  # which the evaluation must not cost, whatever happens there
-        session.checkpointer.save(0, session.checkpointer.held)
+    session.checkpointer.latest = run.bundle()
+    if config.sft.steps:  # so that a failing evaluation cannot lose it
+        session.checkpointer.save(0, session.checkpointer.latest)
     evaluate_first(session, run)
     enter_stage(session, run, None)
     return run
 
 
 def evaluate_first(session: TrainingSession, run: RunState) -> None:
-    """The evaluation before the first step, and the state with its result."""
+    """Evaluates before the first step, and saves the state with the result."""
     run.accuracy_before, metrics = evaluate(session, run)
     session.writer.write(0, metrics)
-    session.checkpointer.held = run.bundle()
-    session.checkpointer.save(0, session.checkpointer.held)
+    session.checkpointer.latest = run.bundle()
+    session.checkpointer.save(0, session.checkpointer.latest)
 
 
 def record(
@@ -412,7 +435,9 @@ def record(
     shows = every > 0 and run.step % every == 0
     records = []
     if traces.due(run.step) or shows:
-        rows = [row for batch in batches for row in batch.rows][: sum(group.size for group in groups)]  # of one epoch
+        rows = [row for batch in batches for row in batch.rows][
+            : sum(group.size for group in groups)
+        ]  # of the first epoch
         removed = [pair for wave in samples.waves for pair in wave.removed]
         records = step_records(
             run.step,
@@ -433,22 +458,23 @@ def record(
 
 
 def evaluate(session: TrainingSession, run: RunState) -> tuple[float | None, Metrics]:
-    """Held-out accuracy (None without problems) and metrics of the current policy; its trajectories are kept."""
+    """Held-out accuracy (None without problems) and metrics of the current policy; its trajectories are saved."""
     config, sampling = session.config, session.sampling
     if not session.held_out:
         return None, {}
     reach("evaluate")
     weights = sampling.sampler.engine.publish(session.policy.full(run.train.params), run.step)
     extras = {"step": run.step, "temperature": config.eval.temperature, "weights": weights}
-    with phase(f"evaluation on {len(session.held_out)} problems"):
-        found = evaluate_policy(config, sampling, session.held_out, config.eval.samples, **extras)
-    accuracy, metrics, sampled = found
+    with phase(evaluation_phase(len(session.held_out))):
+        result = evaluate_policy(config, sampling, session.held_out, config.eval.samples, **extras)
+    accuracy, metrics, sampled = result
     session.traces.write(run.step, eval_records(run.step, sampled.groups), kind="eval")
     return accuracy, metrics
 
 
 def evaluate_once(session: TrainingSession, run: RunState) -> float | None:
-    """Held-out accuracy at a step, written to the metrics unless they have it: the run may have ended just after."""
+    """Held-out accuracy at a step, written to the metrics unless they already have it, as for a run that has just
+    ended."""
     name = f"eval/{ALL}/avg@{session.config.eval.samples}"
 
     def find() -> float | None:
@@ -470,16 +496,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         words.pop(words.index("--dry-run") + 1)
     dry_run, ahead, force = (flag in words for flag in FLAGS)
     words = [word for word in words if word not in FLAGS]
+    traced, words = split_option(words, PROFILE)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         config = load_config(Config, words, prog="python -m grpo_roc_jax.train", default_file=DEFAULT_CONFIG)
         if dry_run:
             dry(config, full)
         elif ahead:
-            for one in config.staged():
-                print("\n".join([*preflight_lines(preflight(one)), *host_lines(one)]))
+            for stage in config.staged():
+                print("\n".join([*preflight_lines(preflight(stage)), *host_lines(stage)]))
         else:
-            train(config, force=force)
+            with profiled(Profile.parse(traced) if traced is not None else Profile()):
+                train(config, force=force)
     except ConfigError as error:
         return ended(CONFIG_STATUS, f"configuration: {error}")
     except RewardError as error:
@@ -492,14 +520,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"stopped: {error}; the same command on all hosts with --resume auto goes on", file=sys.stderr, flush=True
         )
-        os._exit(INFRASTRUCTURE_STATUS)  # an orderly end would wait for the one that is gone
+        os._exit(INFRASTRUCTURE_STATUS)  # an orderly end would wait for the process that is gone
     except Preempted as error:
         return ended(PREEMPTED_STATUS, "interrupted", error)
     return 0
 
 
+def split_option(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """(value of an option given as `NAME VALUE` or `NAME=VALUE`, or None, the other words)."""
+    for i, word in enumerate(words):
+        if word.startswith(f"{name}="):
+            return word.removeprefix(f"{name}="), [*words[:i], *words[i + 1 :]]
+        if word == name:
+            return "".join(words[i + 1 : i + 2]), [*words[:i], *words[i + 2 :]]
+    return None, list(words)
+
+
 def ended(status: int, words: str, error: BaseException | None = None) -> int:
-    """Says why the run ends, with the notes of the exception; returns the exit status."""
+    """Prints why the run ends, with the notes of the exception; returns the exit status."""
     notes = getattr(error, "__notes__", ["before a step was finished"] if isinstance(error, Preempted) else [])
     with suppress(OSError):  # the terminal may be gone
         print(hidden("; ".join([words, *notes])), file=sys.stderr, flush=True)
@@ -507,28 +545,30 @@ def ended(status: int, words: str, error: BaseException | None = None) -> int:
 
 
 def dry(config: Config, full: bool = False) -> None:
-    """Builds what needs no device work and reads the data, then prints what was read, what the settings come to, and
-    last what cannot work.
+    """Builds what needs no device work and reads the data. Then prints what was read, what follows from the settings,
+    and last what cannot work.
 
     Args:
-        config: Of the run.
-        full: Begins with the resolved configuration.
+        config: Configuration of the run.
+        full: Whether to print the resolved configuration first.
 
     Raises:
-        ConfigError: What a run would refuse at its start.
+        ConfigError: The start of a run would refuse the configuration.
     """
     read: list[str] = []
     lines: list[str] = []
-    for index, one in enumerate(config.staged()):
-        tokenizer, chat, model, mesh, _ = check_components(one, make_registry(one))
-        find_teacher(one, tokenizer)
-        with config_errors(RewardError, ModuleNotFoundError), closing(make_scorer(one.reward)) as scorer:
-            check_extras(one.log)
-            found = data_lines(one, chat, scorer)
-            against = hindrances(one, chat, scorer)
+    for index, staged in enumerate(config.staged()):
+        tokenizer, chat, model, mesh, _ = check_components(staged, make_registry(staged))
+        find_teacher(staged, tokenizer)
+        with config_errors(RewardError, ModuleNotFoundError), closing(make_scorer(staged.reward)) as scorer:
+            check_extras(staged.log)
+            lines_on_data = data_lines(staged, chat, scorer)
+            against = hindrances(staged, chat, scorer)
         stage = [f"stage {config.stages[index].name}:"] if config.stages else []
-        read += [*stage, *found]
-        lines += [*stage, *derived(one), *memory_lines(with_update(one, model, mesh), model, mesh)]
+        read += [*stage, *lines_on_data]
+        chosen = with_update(staged, model, mesh)
+        lines += [*stage, *derived(staged), *memory_lines(chosen, model, mesh)]
+        lines += room_lines(chosen, model, mesh, device_limit(mesh))
         lines += [f"this cannot work: {line}" for line in against] or ["nothing was found that speaks against this run"]
     if full:
         print(dump_yaml(config))

@@ -1,7 +1,7 @@
-"""The host values that pass between stages; no behaviour beyond properties.
+"""The host values that pass between stages; no behavior beyond properties.
 
 Values that enter `jit` are defined next to the functions that make them (`pack.TrainBatch`, `update.TrainState`,
-`model.pool.BlockPool`). One alignment holds everywhere: index t of a per-token array speaks of `tokens[t]`, so
+`model.pool.BlockPool`). One alignment holds everywhere: index t of a per-token array refers to `tokens[t]`, so
 `logprobs[t]` is log p(tokens[t] | tokens[:t]).
 """
 
@@ -14,9 +14,10 @@ import numpy as np
 from grpo_roc_jax.sandbox.result import ToolResult
 
 StopReason = Literal["answer", "eos", "length", "turns", "deadline", "failed", "infrastructure", "cancelled"]
-"""Why a trajectory ended: a complete answer, or an environment that said so; end of turn without a call; token budget;
-turn limit; a wall-clock deadline that the policy's own tool use ran into; an environment or an agent that failed on
-what the policy said, which scores 0; an infrastructure failure; cut short because its group needed no more."""
+"""Why a trajectory ended: a complete answer, or an environment that ended it; end of turn without a call; token budget;
+turn limit; a wall-clock deadline that the policy's own tool use ran into; an environment or an agent that failed
+because of what the policy said, which scores 0; an infrastructure failure; cancelled because its group needed no
+more."""
 
 TRUNCATED_STOPS: frozenset[str] = frozenset({"length", "turns", "deadline"})
 """Stops that count as truncation: kept in the group with reward 0 (GRPO-RoC, arXiv:2508.20722, sec. 4.3.1)."""
@@ -24,7 +25,7 @@ TRUNCATED_STOPS: frozenset[str] = frozenset({"length", "turns", "deadline"})
 VerdictStatus = Literal[
     "correct", "wrong", "no_answer", "unparseable", "truncated", "timeout", "crash", "infrastructure"
 ]
-"""What the verifier found. `infrastructure` leaves the group: it is never a reward of 0."""
+"""What the verifier decided. `infrastructure` leaves the group: it is never a reward of 0."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ class ToolCall:
     raw: str
     """The text between the call's tags, as sampled."""
     fault: Literal["malformed_call"] | None = None
-    """Set when the text is no valid call; such a call is answered without being run."""
+    """Set if the text is not a valid call; such a call is answered without being run."""
     message: str = ""
-    """What is wrong with it, as text for the policy; empty when nothing is."""
+    """What is wrong with it, as text for the policy; empty if nothing is."""
 
 
 @dataclass(frozen=True)
@@ -64,52 +65,53 @@ class Turn:
     text: str
     calls: tuple[ToolCall, ...] = ()
     results: tuple[ToolResult, ...] = ()
-    """One per executed call; empty when the trajectory ended before the calls were run."""
+    """One for each executed call; empty if the trajectory ended before the calls were run."""
     reply: str = ""
-    """What an environment answered besides the results of calls, such as the message of a user."""
+    """What an environment answered in addition to the results of calls, such as a message of a user."""
     reward: float = 0.0
-    """What an environment paid for this turn."""
+    """Reward of an environment for this turn."""
 
 
 @dataclass(frozen=True)
 class ConditionTraits:
-    """What a method says about rollouts under a condition of its own, for the stages that do not know the method."""
+    """What a method declares about rollouts under its own condition, for stages that do not know the method."""
 
     attempt: bool = True
     """Whether these rollouts try to solve the problem. Others, such as written hints, are left out of statistics."""
     helped: bool = False
-    """Whether a success under it leaves open that the problem can be solved without help."""
+    """Whether a success under it leaves open if the problem can be solved without help."""
     moves: bool = False
     """Whether such a response can train under the plain prompt of its problem."""
     optional: bool = False
-    """Whether a first wave does without it where the extended prompt is too long."""
+    """Whether a first wave leaves it out if the extended prompt is too long."""
 
 
 CONDITIONS: dict[str, ConditionTraits] = {"": ConditionTraits()}
-"""What methods said about their conditions, by kind; see `condition_kind`."""
+"""Traits that methods declared for their conditions, by kind; see `condition_kind`."""
 
 
 def condition_kind(name: str, **about: bool) -> str:
-    """The name of a condition; its traits, fields of `ConditionTraits`, are for all stages to read.
+    """Declares a condition and returns its name. `about` are its traits, fields of `ConditionTraits`, which all stages
+    read.
 
     Raises:
-        ValueError: Another method said something else about a condition of this name.
+        ValueError: Another method has declared other traits for a condition of this name.
     """
-    said = ConditionTraits(**about)
-    if CONDITIONS.setdefault(name, said) != said:
-        raise ValueError(f"condition {name!r} is {CONDITIONS[name]} already, not {said}; choose another name")
+    traits = ConditionTraits(**about)
+    if CONDITIONS.setdefault(name, traits) != traits:
+        raise ValueError(f"condition {name!r} is {CONDITIONS[name]} already, not {traits}; choose another name")
     return name
 
 
 def traits_of(name: str) -> ConditionTraits:
-    """What is known of a condition; of one that no method declared, as in the records of another version, nothing."""
+    """The traits of a condition; the defaults for one that no method declared, as in records of another version."""
     return CONDITIONS.get(name, CONDITIONS[""])
 
 
 @dataclass(frozen=True)
 class Condition:
     """How a prompt was extended: a label of the method that did it; false for the plain prompt. Its text, such as
-    `hint:2`, is what traces and checkpoints store."""
+    `hint:2`, is stored in traces and checkpoints."""
 
     kind: str = ""
     level: int = 0
@@ -129,7 +131,7 @@ class Condition:
 
 
 PLAIN = Condition()
-"""The condition of a prompt that nothing was added to."""
+"""The condition of a prompt without additions."""
 
 
 ARRAYS = ("tokens", "policy_mask", "logprobs", "versions", "routes")
@@ -147,10 +149,10 @@ def read_only(array: np.ndarray | None) -> np.ndarray | None:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """The record of one rollout. Token ids are the only truth; text is decoded from them and never re-encoded.
+    """The record of one rollout. Only the token ids are authoritative; text is decoded from them and never re-encoded.
 
-    Its arrays are read-only, for the functions of a user's too: what trains is what was sampled. `dataclasses.replace`
-    makes a trajectory with other ones.
+    Its arrays are read-only, also for user functions: what is trained on is what was sampled. `dataclasses.replace`
+    makes a trajectory with other arrays.
     """
 
     tokens: np.ndarray
@@ -171,25 +173,29 @@ class Trajectory:
     condition: Condition = PLAIN
     """What the prompt was extended with."""
     temperature: float | None = None
-    """Sampling temperature, which the update divides the logits by; None, as in older records: that of the step."""
+    """Sampling temperature, by which the update divides the logits; None, as in older records, means that
+    of the step."""
     routes: np.ndarray | None = None
     """int16[T,L,X]: experts that the sampler chose for each token in each layer, -1 where it recorded none. None in
     traces, and without `model.experts.replay`."""
     reward: float | None = None
-    """What an environment paid in all, for turns and at the end; None without one, or if it could not say."""
+    """Total reward of an environment, for turns and at the end; None without an environment, or if it
+    could not decide."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers that an environment or an agent gave, by name; `reward.functions` may pay each of them."""
     parts: tuple[int, ...] = ()
-    """Lengths of the contexts that `tokens` holds one after another, such as the conversations of an agent and of those
-    that it calls; empty for one context."""
+    """Lengths of the contexts that `tokens` contains one after another, such as the conversations of an agent and of
+    those that it calls; empty for a single context."""
     fault: str = ""
-    """What failed outside the policy, on one line, such as an exception of an environment of the user's; its traceback
-    follows in the first trajectory that ends by it."""
+    """What failed outside the policy, on one line, such as an exception of a user's environment. Its traceback follows
+    in the first trajectory that ended by it."""
 
     def __post_init__(self) -> None:
         for name in ARRAYS:
             object.__setattr__(self, name, read_only(getattr(self, name)))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Arrays that come from another process are writable until here."""
+        """Arrays that come from another process are writable until they are restored here."""
         self.__dict__.update(state)
         self.__post_init__()
 
@@ -223,7 +229,7 @@ class RolloutRequest:
     suffix: str = ""
     """Text appended to the user message (a hint, a reward token)."""
     temperature: float | None = None
-    """Instead of `sampling.temperature`."""
+    """Replaces `sampling.temperature`."""
     prefix: tuple[int, ...] = ()
     """Ids that the first turn begins with; they are off the policy mask and count against the budget."""
     prefix_text: str = ""
@@ -243,30 +249,31 @@ class RolloutRequest:
 
     @property
     def begun(self) -> int:
-        """Response tokens that exist before anything is sampled."""
+        """Number of response tokens that exist before anything is sampled."""
         return len(self.prefix) if self.resume is None else self.resume.length - self.resume.prompt_length
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What scoring found out about one trajectory."""
+    """The outcome of scoring one trajectory."""
 
     reward: float
     status: VerdictStatus
     answer: str | None
     tool_calls: int
-    """Calls that count: infrastructure failures excluded."""
+    """Number of calls that count: infrastructure failures are excluded."""
     tool_errors: int
     answers: int
-    """Complete `<answer>` blocks among the policy's own tokens."""
+    """Number of complete `<answer>` blocks among the policy's own tokens."""
     well_formed: bool
-    """Opening, closing and paired answer tags agree in number."""
+    """Whether opening, closing and paired answer tags agree in number."""
     turns: int
     channels: Mapping[str, float | None] = field(default_factory=dict)
     """Reward channels by name, for multi-reward methods; None where a function does not apply. Empty with a single
     function."""
     turn_rewards: tuple[float, ...] = ()
-    """What each turn was paid by functions that pay by turn, as part of `reward`; empty without one."""
+    """Reward of each turn from functions that give rewards by turn, as part of `reward`; empty without
+    such a function."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,13 +306,14 @@ class Group:
 
     @property
     def correct(self) -> np.ndarray:
-        """bool[N]: reached the goal. Not the sign of the reward, which may hold pay for format or clean calls."""
+        """bool[N]: whether the goal was reached. This is not the sign of the reward, which may include format or clean
+        calls."""
         return np.array([verdict.status == "correct" for verdict in self.verdicts], dtype=bool)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainRow:
-    """One trajectory as the update sees it: arrays of its length, index t speaking of `tokens[t]`."""
+    """One trajectory as the update sees it: arrays of its length, with index t referring to `tokens[t]`."""
 
     tokens: np.ndarray
     """int32[T]: prompt, sampled tokens, observations."""
@@ -322,15 +330,15 @@ class TrainRow:
     logprobs_ref: np.ndarray
     """float32[T]: under the reference policy; zeros where no KL term is used."""
     temperature: float | None = None
-    """As in `Trajectory`."""
+    """See `Trajectory.temperature`."""
     marked: np.ndarray | None = None
-    """bool[T]: tokens that the surrogate treats differently, where it does so."""
+    """bool[T]: tokens that the surrogate treats differently; None for surrogates that treat all tokens alike."""
     entropy_coefficient: float | None = None
     """Weight of the policy's entropy, which the loss rewards; None in a method without such a bonus."""
     routes: np.ndarray | None = None
-    """As in `Trajectory`."""
+    """See `Trajectory.routes`."""
     parts: tuple[int, ...] = ()
-    """As in `Trajectory`: positions restart with each part, and none attends to another."""
+    """See `Trajectory.parts`. Positions restart with each part, and no part attends to another."""
     scored: tuple[np.ndarray, np.ndarray] | None = None
     """float32[T] twice: log-probabilities and entropies, in nats, under the parameters about to be updated. For the
     log; None without a scoring pass."""

@@ -28,7 +28,7 @@ import jax
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.parts import part_of
+from tests.helpers.parts import part_of
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

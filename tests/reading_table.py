@@ -6,15 +6,19 @@
 | frames to a tool call | functions of the package on the stack when a run hands a call to its executor; their files |
 | lines of the core | of what a newcomer reads: types, config, settings, method, rollout, learner, run, train |
 | files of rooms | modules of a room |
+| loss, KL | modules to open: the loss as stated on one page; estimates of the divergence |
+| new advantage | files to write (its own), and modules of `method/` that such files of `contrib/methods` import |
 
 The frames need a run of one step, about half a minute; the model is tiny, and every turn is read as a call.
 """
 
+import ast
 import re
 import sys
 import tempfile
 import traceback
 from pathlib import Path
+from statistics import median
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,12 +36,12 @@ toy.yaml --steps=1 --sft.steps=0 --group.problems=1 --group.size=2 --resample.dr
 def walks(text: str) -> dict[str, tuple[int, list[str]]]:
     """Title of each walk of ARCHITECTURE.md -> (its stops, the modules that it names, in order)."""
     section = text.split("## Three walks")[1].split("\n## ")[0]
-    found = {}
+    counts = {}
     for title, body in re.findall(r"\*\*(.+?)\.\*\* (.*?)(?=\n\n|\Z)", section, re.DOTALL):
         stops = [int(number) for number in re.findall(r"(?:^|\s)(\d{1,2})\s+(?=[A-Z`])", body)]
         modules = dict.fromkeys(path for name in names_in(body) if (path := module_of(name)))
-        found[title] = (max(stops), list(modules))
-    return found
+        counts[title] = (max(stops), list(modules))
+    return counts
 
 
 def names_in(text: str) -> list[str]:
@@ -59,6 +63,46 @@ def lines_of(name: str) -> int:
     path = PACKAGE / name
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
     return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def imports_of(name: str, room: str = "") -> list[str]:
+    """Modules of the package, of one room if it is given, that a module imports at its top level."""
+    names = (node.module for node in parsed(PACKAGE / name).body if isinstance(node, ast.ImportFrom) and node.module)
+    modules = {module_of(full.removeprefix("grpo_roc_jax.")) for full in names if full.startswith("grpo_roc_jax.")}
+    return sorted(path for path in modules if path and path.startswith(room))
+
+
+def loss_files() -> list[str]:
+    """What answers where the loss is: the page that states it, and the modules with logic that it imports."""
+    return ["method/reference.py", *(name for name in imports_of("method/reference.py") if name != "shapes.py")]
+
+
+def kl_files() -> list[str]:
+    """Modules of the core that define an estimate of the divergence of two policies."""
+    estimate = re.compile(r"k[123]|\w*_k3|kl_\w+|divergence")
+    paths = sorted(path for room in ("method", "learner", "run") for path in (PACKAGE / room).glob("*.py"))
+    functions = {p: [n.name for n in parsed(p).body if isinstance(n, ast.FunctionDef)] for p in paths}
+    return [p.relative_to(PACKAGE).as_posix() for p, names in functions.items() if any(map(estimate.fullmatch, names))]
+
+
+def advantage_files() -> list[int]:
+    """For each file of `contrib/methods` whose kinds are advantages or adjustments of them: the modules of `method/`
+    that it imports, which its author has to read."""
+    counts = []
+    for path in sorted((PACKAGE / "contrib" / "methods").glob("*.py")):
+        classes = [node for node in parsed(path).body if isinstance(node, ast.ClassDef) and "kind(" in decorators(node)]
+        bases = [{ast.unparse(base) for base in node.bases} for node in classes]
+        if bases and all(names & {"Advantage", "Adjustment", "GroupRelative"} for names in bases):
+            counts.append(len(imports_of(path.relative_to(PACKAGE).as_posix(), "method/")))
+    return sorted(counts)
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def decorators(node: ast.ClassDef) -> str:
+    return " ".join(map(ast.unparse, node.decorator_list))
 
 
 class Sent(BaseException):
@@ -92,6 +136,10 @@ def frames_to_a_call() -> list[str]:
 def main() -> None:
     for title, (stops, modules) in walks((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")).items():
         print(f"walk: {title}: {stops} stops in {len(modules)} files")
+    print(f"files of the loss: {len(loss_files())} ({', '.join(loss_files())})")
+    print(f"files of the KL: {len(kl_files())} ({', '.join(kl_files())})")
+    imported = advantage_files()
+    print(f"new advantage: 1 file to write, {imported[0]} to {imported[-1]} to read, {median(imported):g} as a rule")
     print(f"lines of the core: {sum(map(lines_of, CORE))}")
     for room in ("run", "rollout", "learner"):
         print(f"files of {room}/: {len([p for p in (PACKAGE / room).glob('*.py') if p.name != '__init__.py'])}")

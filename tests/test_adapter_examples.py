@@ -1,11 +1,11 @@
 """The examples for environments of other projects, played with the packages of those."""
 
 import pytest
-from test_environment_examples import EXAMPLES, FOLDER, call, played
-from test_readme import TINY
 
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.settings.callables import import_file
+from tests.test_environment_examples import EXAMPLES, FOLDER, call, played
+from tests.test_readme import TINY
 
 
 def test_mcp_server(monkeypatch):

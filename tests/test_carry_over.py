@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from test_train import config_in
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.record.metrics import read_metrics
@@ -11,7 +10,8 @@ from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import PartialGroup
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.train import train
-from tests.samples import make_trajectory
+from tests.helpers.samples import make_trajectory
+from tests.test_train import config_in
 
 
 def test_plans_and_settings_that_have_no_rows_to_go_on_with_are_refused(tmp_path):

@@ -2,12 +2,9 @@
 
 import json
 import re
-import sys
-from pathlib import Path
 
 import jax
 import pytest
-from published_configs import CONFIGS, write_config
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.model.convert import resolve_config
@@ -15,9 +12,8 @@ from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.run.policy import memory_lines
 from grpo_roc_jax.settings.cli import CONFIG_DIR, load_config
 from grpo_roc_jax.train import main
-
-sys.path.insert(0, str(Path(__file__).parent / "text"))
-from test_templates import make_directory
+from tests.helpers.published_configs import CONFIGS, write_config
+from tests.text.test_templates import make_directory
 
 MODELS = {
     "qwen3_0_6b_gsm8k": ("qwen3_0_6b", "thinking"),

@@ -4,17 +4,16 @@ import importlib.util
 import io
 import json
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_episodes import Play
-from test_readme import TINY
 
 import grpo_roc_jax as g
-from grpo_roc_jax.environments.config import AgentCommand
+from grpo_roc_jax.environments.config import AgentCommand, EnvironmentByRow
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run.components import make_episodes, make_registry, tool_schemas
 from grpo_roc_jax.run.start import held_out, problem_stream
@@ -25,6 +24,8 @@ from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools import CodeCall, make_executor
 from grpo_roc_jax.train import with_environment
 from grpo_roc_jax.worlds.players import PLAYED
+from tests.environments.test_episodes import Play
+from tests.test_readme import TINY
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "environments"
 EXAMPLES = {path.stem: path for path in FOLDER.glob("*.py")}
@@ -112,6 +113,24 @@ def test_a_row_that_names_no_class_is_refused_at_the_start(tmp_path, name):
             read(config, chat)
     with pytest.raises(g.ConfigError, match="names once"):
         g.read_config("toy.yaml", "--environment={kind: by_row, classes: ['a=b:C', 'a=b:D']}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{kind: mcp}", "command and environment.url: one of them must be set"),
+        ("{kind: agent, command: x}", "is kind agent; must be mcp, openenv or verifiers, or the path of a class"),
+        ("{kind: class, path: b}", "is kind class; must be mcp"),
+        ("{kind: mcp, command: [x], timeout_s: 3}", "sets timeout_s, which is that of by_row"),
+        ("{kind: nope}", "unknown kind 'nope'; must be one of"),
+        ("{command: [x]}", "or a mapping with 'kind'"),
+        ("{kind: mcp, command: [x], urll: 3}", "kind mcp has no such setting"),
+        ("{kind: mcp", "cannot be read as YAML"),
+    ],
+)
+def test_another_kind_for_some_rows_is_checked_at_once(text, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        EnvironmentByRow(classes=(f"a={text}", "own=a.py:Own"))
 
 
 def test_agent(monkeypatch):

@@ -6,12 +6,12 @@ from collections import Counter
 from typing import ClassVar
 
 import pytest
-from test_readme import TINY
 
 import grpo_roc_jax as g
 from grpo_roc_jax import train
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.trace import read_trace
+from tests.test_readme import TINY
 
 FAULTS = ("reset raises", "reset hangs", "pays text", "get_reward raises")
 

@@ -6,10 +6,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import HERE, NAMED_TEST, fault_rows
 
 from grpo_roc_jax.settings.points import POINTS
-from tests.parts import part_of
+from tests.conftest import HERE, NAMED_TEST, fault_rows
+from tests.helpers.parts import part_of
 
 PACKAGE = HERE.parent / "grpo_roc_jax"
 

@@ -14,8 +14,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_train import TINY, numbers, params_hash
-from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
@@ -27,6 +25,8 @@ from grpo_roc_jax.run.session import check_alike
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.points import InjectedFault, injected, listening, reach, spoiled
 from grpo_roc_jax.train import main
+from tests.test_train import TINY, numbers, params_hash
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = [*TINY, "--steps=3", "--eval.every=2", "--resume=auto", "--checkpoint.keep=9"]

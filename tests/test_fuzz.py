@@ -31,7 +31,7 @@ from grpo_roc_jax.text.tokenizer import OWN_SPECIALS, ByteTokenizer, load_tokeni
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.observation import observe, sanitize
 from grpo_roc_jax.types import Problem, ToolResult
-from tests.samples import make_trajectory, make_verdict
+from tests.helpers.samples import make_trajectory, make_verdict
 
 PARTS = [
     *OWN_SPECIALS,

@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 import pytest
-from demo import write_run
 
 import grpo_roc_jax as g
 from grpo_roc_jax.__main__ import main
@@ -32,6 +31,7 @@ from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.view.answers import Runs
 from grpo_roc_jax.view.atif import read_atif
 from grpo_roc_jax.view.curves import load_runs
+from tests.helpers.demo import write_run
 
 DEEP = "[" * 100_000 + "]" * 100_000
 NESTED = '{"a": ' * 500 + "1" + "}" * 500

@@ -6,8 +6,8 @@ import pytest
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.settings.cli import flatten
 from grpo_roc_jax.settings.layers import known_keys
-from tests import knobs_device, knobs_host, knobs_step, knobs_tools
-from tests.knobs import Case, made, observation
+from tests.helpers import knobs_device, knobs_host, knobs_step, knobs_tools
+from tests.helpers.knobs import Case, made, observation
 
 PARTS = (knobs_step.CASES, knobs_host.CASES, knobs_device.CASES, knobs_tools.CASES)
 CASES: dict[str, Case] = {key: case for part in PARTS for key, case in part.items()}

@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import reading_table
+
+from tests import reading_table
 
 PACKAGE = "grpo_roc_jax"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
@@ -218,6 +219,26 @@ def test_walks_of_the_architecture_are_short_and_name_what_exists():
     section = text.split("## Three walks")[1].split("\n## ")[0]
     rooms = [name for name in reading_table.names_in(section) if name.split(".")[0].split("/")[0] in ROOMS]
     assert len(rooms) > 20 and not [name for name in rooms if reading_table.module_of(name) is None]
+
+
+LOSS_OF_DEMONSTRATIONS, TEACHING = "NegativeLogLikelihood", "SelfTeacher"
+
+
+@pytest.mark.parametrize("name", [name for name in PATHS if room_of(name) in ("run", "train")])
+def test_a_run_names_no_method(name):
+    """What a method asks of a run is a hook of `method.part.Part` and of its axes; the supervised stage names its loss,
+    and the update of a teacher its kind."""
+    imported_names = {n.removeprefix(f"{PACKAGE}.") for n in imported(name, everywhere=True)}
+    kinds = {
+        f"{module}.{node.name}"
+        for module, tree in modules().items()
+        if module.startswith("method.")
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(d).startswith("kind(") for d in node.decorator_list)
+        if ast.unparse(node.decorator_list[0]) != "kind('none')"
+    }
+    assert len(kinds) > 40
+    assert {n.rpartition(".")[2] for n in imported_names & kinds} <= {LOSS_OF_DEMONSTRATIONS, TEACHING}
 
 
 def test_sampler_and_learner_reach_no_run():

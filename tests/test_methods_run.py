@@ -19,7 +19,7 @@ from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.settings.options import as_text
 from grpo_roc_jax.train import main, train
 from grpo_roc_jax.types import PLAIN
-from tests.parts import part_of
+from tests.helpers.parts import part_of
 from tests.test_train import TINY, numbers, params_hash
 
 METHODS = load_methods()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parts import part_of
+from tests.helpers.parts import part_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -1,6 +1,7 @@
 """No phase is silent: lines on steps, lines of the narrator where a phase is busy, and real runs read with a clock."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from grpo_roc_jax.rollout.progress import RolloutLines
+from grpo_roc_jax.rollout.records import RolloutLines
 from grpo_roc_jax.run.statistics import why_nothing_kept
 from grpo_roc_jax.settings.progress import (
     BEGUN_S,
@@ -142,6 +143,30 @@ def test_a_phase_that_fails_does_not_say_that_it_is_done():
     assert told == [] and narrator is not None
 
 
+def test_a_phase_says_what_is_left_by_an_earlier_run_until_it_knows_better():
+    told, clock = [], Hand()
+    with narrated(told.append, clock, poll_s=1e6) as narrator:
+        narrator.usual = {"compiling decode/8": 30.0, "training": 5.0}
+        with phase("compiling decode/8"):
+            for _ in range(16):
+                clock.now += 2.5
+                narrator.look()
+        with phase("training", steps=9) as training:
+            for step, seconds in enumerate((20.0, 3.0, 3.0), 1):
+                clock.now += seconds
+                training.step(step)
+    assert told == [
+        "compiling decode/8 ... about 28 s left",
+        "compiling decode/8: 12 s so far, about 18 s left",
+        "compiling decode/8: 22 s so far, about 8 s left",
+        "compiling decode/8: 32 s so far",
+        "compiling decode/8: 40.0 s",
+        "training: step 1 of 9 after 20.0 s, compilation included, 40 s left",
+        "training: step 2 of 9, 3.00 s a step, 21 s left",
+    ]
+    assert narrator.measured == {"compiling decode/8": 40.0, "training": 3.0}
+
+
 def test_without_a_narrator_steps_are_silent(capsys):
     with phase("supervised stage", steps=2) as stage:
         stage.step(1)
@@ -205,14 +230,17 @@ def test_a_run_in_a_pipe_says_its_plan_and_the_steps_of_each_phase(tmp_path):
     found = timed_lines(["train", *RUN], tmp_path)
     text = [line for _, line in found]
     (plan,) = [line for line in text if line.startswith("plan: ")]
-    assert plan == (
-        "plan: supervised stage, 4 steps; then evaluation on 4 problems; then 2 steps of 8 rollouts; then evaluation "
-        "at the end; written to run"
+    about = r", about [\d.]+ (s|min|h)"
+    assert re.fullmatch(
+        f"plan: supervised stage, 4 steps{about}; then evaluation on 4 problems{about}; then 2 steps of 8 "
+        f"rollouts{about}; then evaluation at the end; written to run",
+        plan,
     )
+    assert text[text.index(plan) + 1].startswith("minutes of the plan: a rough estimate ")
     for name, steps in (("supervised stage", 4), ("training", 2)):
         (first,) = [line for line in text if line.startswith(f"{name}: step 1 of {steps} after ")]
         (second,) = [line for line in text if line.startswith(f"{name}: step 2 of {steps}, ")]
-        assert first.endswith("compilation included") and " s a step" in second
+        assert "compilation included" in first and " s a step" in second
         assert text.index(plan) < text.index(first) < text.index(second)
     assert not [line for line in text if "WARNING" in line or "warning" in line]
     silent, line = longest_silence(found)

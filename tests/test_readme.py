@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import tyro
-from test_train import shared_programs as shared_programs  # a fixture
 
 import grpo_roc_jax as g
 from grpo_roc_jax import __main__ as commands
@@ -28,6 +27,7 @@ from grpo_roc_jax.commands.serve_tinker import ServeTinkerConfig
 from grpo_roc_jax.commands.view import ViewConfig
 from grpo_roc_jax.data.gsm8k_traces import TracesConfig
 from grpo_roc_jax.settings.cli import ConfigError
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "configs").rglob("*.yaml"))]

@@ -13,10 +13,6 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_fakes import MODEL, sharp_params
-from test_train import TINY, launch, numbers, params_hash, wait_for_step
-from test_train import on_one_device as on_one_device  # fixtures
-from test_train import shared_programs as shared_programs
 
 from grpo_roc_jax import train as train_module
 from grpo_roc_jax.config import Config, LimitsConfig
@@ -32,7 +28,11 @@ from grpo_roc_jax.run.session import state_kept, state_leaves
 from grpo_roc_jax.run.watch import Stopped, Watch
 from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.train import main
+from tests.helpers.rollout_fakes import MODEL, sharp_params
 from tests.test_knob_effects import CASES
+from tests.test_train import TINY, launch, numbers, params_hash, wait_for_step
+from tests.test_train import on_one_device as on_one_device  # fixtures
+from tests.test_train import shared_programs as shared_programs
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
 
@@ -242,7 +242,7 @@ def test_what_no_function_scored_is_infrastructure_and_no_missing_signal():
 @pytest.fixture
 def session():
     """A session of which only the checkpointer is asked."""
-    checkpointer = SimpleNamespace(held=object(), save_held=lambda: (False, "the state after step 3 is not saved"))
+    checkpointer = SimpleNamespace(latest=object(), save_latest=lambda: (False, "the state after step 3 is not saved"))
     sampling, watchdog = SimpleNamespace(processes=Processes()), SimpleNamespace(ending="")
     said = {"writer": SimpleNamespace(say=lambda text: None), "run_dir": Path("runs/a")}
     return SimpleNamespace(checkpointer=checkpointer, sampling=sampling, watchdog=watchdog, **said)
@@ -256,7 +256,8 @@ def test_a_preempted_run_that_could_not_be_saved_says_so(session):
         raise Preempted
     assert stop.value.status == 5
     said = []
-    session.checkpointer.save_held, session.writer.say = lambda: (True, "the state after step 3 is saved"), said.append
+    session.checkpointer.save_latest = lambda: (True, "the state after step 3 is saved")
+    session.writer.say = said.append
     for error in (Preempted(), OSError("disk"), RewardError("x returned 3 values"), Stopped(3, "no signal")):
         with pytest.raises(type(error)) as seen, state_kept(session):
             raise error

@@ -8,7 +8,7 @@ import pytest
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.method import planning as rc_grpo
-from grpo_roc_jax.method.planning import reward_goal
+from grpo_roc_jax.method.planning import PlainPrompts, RewardTokens, reward_goal
 from grpo_roc_jax.run import evaluate
 from grpo_roc_jax.run.supervised import succeeded, trace_rows
 from grpo_roc_jax.settings.cli import ConfigError, load_config
@@ -39,7 +39,7 @@ def rc(*words):
 @pytest.mark.parametrize("family", ["products", "functions"])
 def test_traces_carry_the_token_of_their_outcome_in_the_prompt(kind, token, family):
     trace = demonstration(kind, family=family)
-    (plain,), (row,) = trace_rows([trace], CHAT), trace_rows([trace], CHAT, "token")
+    (plain,), (row,) = trace_rows([trace], CHAT), trace_rows([trace], CHAT, RewardTokens())
     prompt = CHAT.prompt_ids(trace.problem, reward_goal(rc_grpo.HIGH if token == HIGH else rc_grpo.LOW))
     assert row.tokens[: len(prompt)].tolist() == prompt
     assert [i for i in row.tokens.tolist() if i in (HIGH, LOW)] == [token]
@@ -50,7 +50,7 @@ def test_traces_carry_the_token_of_their_outcome_in_the_prompt(kind, token, fami
 
 
 def test_the_token_as_text_is_read_by_every_vocabulary():
-    (row,) = trace_rows([demonstration("clean")], CHAT, "text")
+    (row,) = trace_rows([demonstration("clean")], CHAT, RewardTokens(form="text"))
     assert not {HIGH, LOW} & set(row.tokens.tolist())
     assert "[Reward Goal: high reward]" in TOKENIZER.decode(row.tokens)
 
@@ -63,24 +63,27 @@ def test_outcomes_without_a_label_come_from_the_answer():
     assert succeeded(answer("\\boxed{42.0}"))
     assert not succeeded(answer("\\boxed{41}"))
     assert not succeeded(answer("42"))
-    with pytest.raises(ValueError, match="neither an outcome nor a reference answer"):
-        succeeded(Trace(Problem("p", "?", "", "t"), ("x",)))
+    unlabelled = Trace(Problem("p", "?", "", "t"), ("x",))
+    assert succeeded(unlabelled) is None
+    with pytest.raises(ValueError, match=r"'p' has neither an outcome nor a reference answer.*sft.reward_tokens none"):
+        trace_rows([unlabelled], CHAT, RewardTokens())
+    assert len(trace_rows([unlabelled], CHAT, PlainPrompts())) == 1
 
 
 def test_evaluation_stands_under_the_high_token():
-    assert evaluate.reward_token(rc()) == (rc_grpo.HIGH, "\n[Reward Goal: <|high_reward|>]")
-    assert evaluate.reward_token(rc("--plan.condition.evaluate=low"))[0] == rc_grpo.LOW
-    assert evaluate.reward_token(rc("--plan.condition.evaluate=none")) == (PLAIN, "")
-    assert evaluate.reward_token(load_config(Config, [], prog="test", default_file="toy.yaml")) == (PLAIN, "")
+    assert evaluate.prompt_end(rc(), 0) == (rc_grpo.HIGH, "\n[Reward Goal: <|high_reward|>]")
+    assert evaluate.prompt_end(rc("--plan.condition.evaluate=low"), 0)[0] == rc_grpo.LOW
+    assert evaluate.prompt_end(rc("--plan.condition.evaluate=none"), 0) == (PLAIN, "")
+    assert evaluate.prompt_end(load_config(Config, [], prog="test", default_file="toy.yaml"), 0) == (PLAIN, "")
     stage_one = load_config(Config, ["toy.yaml", "--sft.reward_tokens=token"], prog="test")
-    assert evaluate.reward_token(stage_one)[0] == rc_grpo.HIGH
+    assert evaluate.prompt_end(stage_one, 0)[0] == rc_grpo.HIGH
 
 
 def checked(config):
     """The lines of the check; the fake sampler pays by condition."""
     policy, engine = SimpleNamespace(full=lambda trained: trained), SimpleNamespace(publish=lambda params, step: None)
     sampling = SimpleNamespace(sampler=SimpleNamespace(engine=engine))
-    return evaluate.check_reward_tokens(config, policy, sampling, {})
+    return evaluate.check_before_training(config, policy, sampling, {})
 
 
 @pytest.mark.parametrize(("high", "low", "refused"), [(0.9, 0.2, False), (0.52, 0.5, True), (0.2, 0.9, True)])

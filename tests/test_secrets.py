@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from test_readme import TINY
 
 import grpo_roc_jax as g
 from grpo_roc_jax import train
@@ -23,6 +22,7 @@ from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS, dump_yaml, load_config
 from grpo_roc_jax.settings.options import as_mapping
 from grpo_roc_jax.settings.secrets import HIDDEN, hidden, hides_something, without_secrets
+from tests.test_readme import TINY
 
 SECRET = "h4nter2Sesame99"
 TYPED = [

@@ -8,8 +8,6 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from demo import write_run
-from serving import scripted
 
 from grpo_roc_jax.sandbox import http_guard
 from grpo_roc_jax.sandbox import server as sandbox_server
@@ -19,6 +17,8 @@ from grpo_roc_jax.serving import server as serving_server
 from grpo_roc_jax.serving.server import ServerLimits
 from grpo_roc_jax.view.answers import Runs
 from grpo_roc_jax.view.page_server import PageServer
+from tests.helpers.demo import write_run
+from tests.helpers.serving import scripted
 
 PROGRAM = {"code": "print(1)"}
 COMPLETION = {"prompt": "x", "max_tokens": 4}

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from test_train import TINY, numbers, params_hash
 
 from grpo_roc_jax.settings.points import VARIABLE
-from tests.bucket import served
+from tests.helpers.bucket import served
+from tests.test_train import TINY, numbers, params_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 DRIVER = """

@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from test_train import config_in, numbers, params_hash
-from test_train import on_one_device as on_one_device  # a fixture
 
 from grpo_roc_jax import train as train_module
 from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.train import train
+from tests.test_train import config_in, numbers, params_hash
+from tests.test_train import on_one_device as on_one_device  # a fixture
 
 pytestmark = pytest.mark.slow
 

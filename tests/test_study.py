@@ -144,15 +144,13 @@ def test_a_tiny_study_runs_is_continued_and_reported(tmp_path, capsys):
     words = ["roc", "--tiny", "--worlds", "toy", "--arms", "roc", "grpo", "--seeds", "2", "--jobs", "2"]
     words += ["--folder", str(tmp_path / "runs"), "--out", str(tmp_path)]
     assert study.main(words) == 0
-    rows = study.read_rows(tmp_path / "study_roc.jsonl")
+    rows = study.read_rows(tmp_path / "study_roc.jsonl.gz")
     assert sorted(rows) == [("toy", arm, seed) for arm in ("grpo", "roc") for seed in (0, 1)]
     starts = {(seed, rows["toy", arm, seed]["columns"]["eval/all/avg@4"][0]) for _, arm, seed in rows}
     assert len(starts) == 2, "both arms start from the policy of their seed"
     assert (tmp_path / "study_roc_toy.png").stat().st_size > 10_000
     first = capsys.readouterr().out
     assert "difference to `roc`, paired by seed" in first and first.count(": done") == 4
-    (tmp_path / "study_roc.jsonl").write_text(
-        "".join(json.dumps(found) + "\n" for key, found in rows.items() if key[1] == "roc")
-    )
+    study.save(tmp_path / "study_roc.jsonl.gz", {key: found for key, found in rows.items() if key[1] == "roc"})
     assert study.main(words) == 0, "finished runs are read again, not repeated"
-    assert study.read_rows(tmp_path / "study_roc.jsonl") == rows
+    assert study.read_rows(tmp_path / "study_roc.jsonl.gz") == rows

@@ -2,14 +2,10 @@
 
 import json
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import pytest
-from reference import random_params
-from test_study import row
 
 from benchmarks import study, study_published
 from benchmarks.studies import STUDIES
@@ -19,9 +15,9 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.run.components import resolve_model
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent / "text"))
-from test_templates import make_directory
+from tests.helpers.reference import random_params
+from tests.test_study import row
+from tests.text.test_templates import make_directory
 
 FEW = replace(STUDIES["roc"], arms={"roc": (), "grpo": ()}, worlds={"w": ()}, seeds=2)
 WORDS = ["roc", "--worlds", "toy", "--arms", "roc", "grpo", "--seeds", "1"]
@@ -86,7 +82,7 @@ def test_a_study_that_is_killed_goes_on_where_it_was(tmp_path, monkeypatch, kill
     processes = Processes(monkeypatch)
     assert run(tmp_path) == 0
     assert processes.ran == after
-    assert len(study.read_rows(tmp_path / "study_roc.jsonl")) == 2
+    assert len(study.read_rows(tmp_path / "study_roc.jsonl.gz")) == 2
     assert run(tmp_path) == 0 and processes.ran == after, "nothing runs twice"
 
 
@@ -113,17 +109,17 @@ def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "toy grpo 0: stopped, diverged" in said
     assert "stopped early, with the values that they reached: grpo 0 (diverged)" in said
-    assert study.read_rows(tmp_path / "study_roc.jsonl")["toy", "grpo", 0]["stopped"] == "diverged"
+    assert study.read_rows(tmp_path / "study_roc.jsonl.gz")["toy", "grpo", 0]["stopped"] == "diverged"
     assert run(tmp_path) == 0 and study.execute.ran.count("grpo") == 1, "it is not tried again"
 
 
 def test_studies_that_share_a_file_keep_each_others_rows(tmp_path, monkeypatch):
-    path = tmp_path / "study_roc.jsonl"
+    path = tmp_path / "study_roc.jsonl.gz"
 
     class Beside(Processes):
         def __call__(self, words, run_dir):
             if words[0].endswith("train"):
-                path.write_text(json.dumps(row("roc", 0, [0.1], 1.0, world="hard")) + "\n")
+                study.save(path, {("hard", "roc", 0): row("roc", 0, [0.1], 1.0, world="hard")})
             return super().__call__(words, run_dir)
 
     Beside(monkeypatch)
@@ -139,7 +135,7 @@ def test_a_run_that_another_study_has_made_is_taken_over(tmp_path, monkeypatch):
     again = Processes(monkeypatch)
     assert study.main([*words, "--folder", str(tmp_path / "runs"), "--out", str(tmp_path)]) == 0
     assert again.ran == ["inverse"]
-    mine, theirs = (study.read_rows(tmp_path / f"study_{name}.jsonl") for name in ("selection", "roc"))
+    mine, theirs = (study.read_rows(tmp_path / f"study_{name}.jsonl.gz") for name in ("selection", "roc"))
     assert mine["toy", "sort", 0] == theirs["toy", "roc", 0] | {"arm": "sort"}
     timed = Processes(monkeypatch)
     words = ["lag", "--arms", "own", "--seeds", "1", "--folder", str(tmp_path / "timed"), "--out", str(tmp_path)]
@@ -285,6 +281,6 @@ def test_a_published_model_goes_through_the_study(tmp_path, capsys, template):
         and said.index("accelerator hours") < said.index(": done")
     )
     assert said.count(": done") == 2 and "difference to `grpo`, paired by seed" in said
-    kept = study.read_rows(tmp_path / "study_roc_model.jsonl")
+    kept = study.read_rows(tmp_path / "study_roc_model.jsonl.gz")
     sampled = {arm: found["columns"]["rollout/sampled"][-1] for (_, arm, _), found in kept.items()}
     assert sampled == {"grpo": 4.0, "roc": 8.0}

@@ -19,8 +19,7 @@ from rich.console import Console
 from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.reward.answer import find_answer
 from grpo_roc_jax.rollout.collect import ToolEnvironment
-from grpo_roc_jax.rollout.progress import RolloutLines
-from grpo_roc_jax.rollout.records import Finish, RunOptions, TurnEnd, Wait
+from grpo_roc_jax.rollout.records import Finish, RolloutLines, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run.load import open_policy
 from grpo_roc_jax.types import Problem, RolloutRequest, ToolResult, Trajectory, Turn
@@ -41,7 +40,7 @@ class ChatConfig:
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
     seed: int = 0
-    """Of the sampled tokens; each question of a dialogue has its own random stream."""
+    """Seed of the sampled tokens; each question of a dialogue has its own random stream."""
 
 
 class WatchedEnvironment(ToolEnvironment):
@@ -65,19 +64,20 @@ class WatchedEnvironment(ToolEnvironment):
 
 @dataclass
 class Dialogue:
-    """A growing conversation with one model. What the model wrote is never encoded again; the oldest questions are left
-    out, with their answers, when the prompt would be longer than `rollout.max_prompt_tokens`."""
+    """A growing conversation with one model. What the model wrote is never encoded again. The oldest questions and
+    their answers are left out if the prompt would be longer than `rollout.max_prompt_tokens`."""
 
     sampler: Sampler
     watch: Callable[[Turn | ToolResult], None] = lambda _: None
     temperature: float | None = 0.0
     seed: int = 0
     exchanges: list[tuple[str, list[int]]] = field(default_factory=list)
-    """Question and ids of its answer (turns, calls, observations), as far as they are part of the next prompt."""
-    asked: int = 0
+    """Each question with the ids of its answer (turns, calls, observations), as far as they are part of the next
+    prompt."""
+    questions: int = 0
 
     def ask(self, text: str) -> Trajectory:
-        """The model's answer to `text`, after what was said before.
+        """The model's answer to `text` in the dialogue so far.
 
         Raises:
             ValueError: The question alone is longer than a prompt may be.
@@ -90,10 +90,12 @@ class Dialogue:
                     "batch.row_length with it"
                 )
             self.exchanges.pop(0)
-        problem = Problem(uid=f"chat-{self.asked}", prompt=text, answer="", source="chat")
+        problem = Problem(uid=f"chat-{self.questions}", prompt=text, answer="", source="chat")
         lines = RolloutLines("answer")
         options = RunOptions(self.seed, "chat", lines)
-        request = RolloutRequest(problem, self.asked, temperature=self.temperature, prompt=np.asarray(prompt, np.int32))
+        request = RolloutRequest(
+            problem, self.questions, temperature=self.temperature, prompt=np.asarray(prompt, np.int32)
+        )
         environment = WatchedEnvironment(
             self.sampler.chat,
             self.sampler.executor,
@@ -108,7 +110,7 @@ class Dialogue:
         finally:
             lines.close()
         self.exchanges.append((text, trajectory.tokens[len(prompt) :].tolist()))
-        self.asked += 1
+        self.questions += 1
         return trajectory
 
     def _prompt(self, text: str) -> list[int]:
@@ -145,7 +147,7 @@ def to_json(question: str, trajectory: Trajectory) -> dict[str, Any]:
 
 
 def show(console: Console, event: Turn | ToolResult) -> None:
-    """A turn or a result in the terminal."""
+    """Shows a turn or a result in the terminal."""
     if isinstance(event, Turn):
         console.print(printable(event.text.strip()))
         return
@@ -183,17 +185,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
-        asked, overrides = tyro.cli(ChatConfig, args=argv, prog=PROG, return_unknown_args=True)
-        with open_policy(asked.model, overrides, prog=PROG) as (_, sampling):
-            console = Console(stderr=asked.json)
-            watch = (lambda _: None) if asked.json else (lambda event: show(console, event))
-            dialogue = Dialogue(sampling.sampler, watch, asked.temperature, asked.seed)
-            if not asked.prompt:
+        options, overrides = tyro.cli(ChatConfig, args=argv, prog=PROG, return_unknown_args=True)
+        with open_policy(options.model, overrides, prog=PROG) as (_, sampling):
+            console = Console(stderr=options.json)
+            watch = (lambda _: None) if options.json else (lambda event: show(console, event))
+            dialogue = Dialogue(sampling.sampler, watch, options.temperature, options.seed)
+            if not options.prompt:
                 converse(dialogue, console, lambda: console.input("[bold]> [/]"))
                 return 0
-            trajectory = dialogue.ask(asked.prompt)
-            if asked.json:
-                print(json.dumps(to_json(asked.prompt, trajectory), ensure_ascii=False))
+            trajectory = dialogue.ask(options.prompt)
+            if options.json:
+                print(json.dumps(to_json(options.prompt, trajectory), ensure_ascii=False))
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
         print(f"chat: {error}", file=sys.stderr)
         return 2

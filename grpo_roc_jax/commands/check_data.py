@@ -1,6 +1,7 @@
-"""How a file of problems or conversations is read: `grpo-roc check-data FILE [CONFIG.yaml] [--section.field value]`.
+"""Shows how a file of problems or conversations is read: `grpo-roc check-data FILE [CONFIG.yaml] [--section.field
+value]`.
 
-Printed are its columns, which of them are used, three rendered prompts, the lengths, and the limits to set.
+Prints its columns and which of them are used, three rendered prompts, the lengths, and the limits to set.
 """
 
 import sys
@@ -19,11 +20,11 @@ from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 
 SHOWN = 3
-"""Rendered examples."""
+"""Number of rendered examples."""
 
 
 def column_lines(path: Path) -> Iterator[str]:
-    """One line for each column of the first rows: its types, and in how many rows it is filled."""
+    """One line for each column of the first rows: its types, and the number of rows that have it."""
     rows = [row for _, row in islice(read_rows(path), LOOKED_AT) if isinstance(row, Mapping)]
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row[name] for row in rows if row.get(name) is not None]
@@ -33,12 +34,12 @@ def column_lines(path: Path) -> Iterator[str]:
 
 
 def limits(prompts: Sequence[int], responses: Sequence[int], config: Config) -> str:
-    """The settings under which everything fits; those of `config` where they are larger.
+    """The settings under which everything fits; those of `config` if they are larger.
 
     Args:
         prompts: Tokens of each prompt.
-        responses: Tokens after each prompt, where the file has them.
-        config: The settings so far.
+        responses: Tokens after each prompt, if the file has responses.
+        config: The present settings.
     """
     prompt = max(*prompts, config.rollout.max_prompt_tokens)
     response = max(*responses, config.rollout.max_response_tokens) if responses else config.rollout.max_response_tokens
@@ -49,7 +50,7 @@ def limits(prompts: Sequence[int], responses: Sequence[int], config: Config) -> 
 
 
 def too_long(uids: Sequence[str], lengths: Sequence[int], limit: str, most: int) -> Iterator[str]:
-    """What a run with the settings so far would leave out, by name; nothing where all of it fits."""
+    """Names of what a run with the present settings would leave out; empty if everything fits."""
     long = [(uid, tokens) for uid, tokens in zip(uids, lengths, strict=True) if tokens > most]
     if long:
         yield f"{limit} = {most}: {len(long)} of {len(uids)} do not fit (data.bad_rows)"
@@ -73,7 +74,7 @@ def check_data(path: Path, config: Config) -> list[str]:
 
 
 def problem_lines(path: Path, config: Config, chat: ChatFormat) -> list[str]:
-    """What `data.sources` would take from a file."""
+    """Lines on the problems that `data.sources` would take from a file."""
     data = config.data
     problems, report = load_problems(path, prompt_column=data.prompt_column, answer_column=data.answer_column)
     encoded = [chat.prompt_ids(problem) for problem in problems]
@@ -87,7 +88,7 @@ def problem_lines(path: Path, config: Config, chat: ChatFormat) -> list[str]:
 
 
 def conversation_lines(path: Path, config: Config, chat: ChatFormat) -> list[str]:
-    """What `data.trace_sources` would take from a file."""
+    """Lines on the demonstrations that `data.trace_sources` would take from a file."""
     traces, report = load_traces(path)
     lines, prompts, rows = [str(report)], [], []
     for trace in traces:

@@ -19,7 +19,7 @@ from grpo_roc_jax.reward.trial import check_reward, score_again
 from grpo_roc_jax.types import Problem
 
 SHOWN = 3
-"""Problems of a file that are tried."""
+"""Number of problems of a file that are tried."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,23 +35,25 @@ def states(records: Iterable[TraceRecord], intro: str) -> list[dict]:
     """A row for each different state before a later turn: question, turns and observations so far, answer."""
     rows: dict[str, dict] = {}
     for record in records:
-        problem, said = record.problem, ""
+        problem, history = record.problem, ""
         if record.trajectory.condition:
             continue  # its prompt had more than the question
         for turn in record.trajectory.turns[:-1]:
-            said += "".join(f"{text}\n" for text in (turn.text, *(result.observation for result in turn.results)))
-            prompt = f"{problem.prompt}\n{intro}{said}"
+            history += "".join(f"{text}\n" for text in (turn.text, *(result.observation for result in turn.results)))
+            prompt = f"{problem.prompt}\n{intro}{history}"
             rows.setdefault(prompt, {"prompt": prompt, "answer": problem.answer, "data_source": problem.source})
     return list(rows.values())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    asked = tyro.cli(CutTraces, args=argv, prog="grpo-roc cut-traces")
-    rows = states(read_trace(asked.run, asked.step), asked.intro)
+    options = tyro.cli(CutTraces, args=argv, prog="grpo-roc cut-traces")
+    rows = states(read_trace(options.run, options.step), options.intro)
     if not rows:
-        print(f"{asked.run} records no trajectory with two turns; set log.traces, or name another run", file=sys.stderr)
+        print(
+            f"{options.run} records no trajectory with two turns; set log.traces, or name another run", file=sys.stderr
+        )
         return 2
-    asked.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    print(f"{len(rows)} states in {asked.out}")
+    options.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    print(f"{len(rows)} states in {options.out}")
     return 0

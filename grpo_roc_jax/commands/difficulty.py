@@ -1,8 +1,8 @@
-"""Problems that a policy solves sometimes: `grpo-roc difficulty POLICY --data FILE... --out KEPT.jsonl`.
+"""Selects problems that a policy solves sometimes: `grpo-roc difficulty POLICY --data FILE... --out KEPT.jsonl`.
 
 Groups whose rollouts are all right or all wrong carry no learning signal. Each problem is rolled out by the engine,
-executor and verifier of training, and kept if its success rate lies between two bounds. The file that is written can be
-named in `data.sources`; it holds the rates with the problems.
+executor and verifier of training, and kept if its success rate lies between two bounds. The output file can be named in
+`data.sources`; it holds the rates with the problems.
 """
 
 import json
@@ -43,7 +43,7 @@ class DifficultyConfig:
     keep: str = ""
     """Directory for the trajectories; empty: they are not kept."""
     resume: bool = False
-    """Go on with the rollouts in `--keep`: what is there is not rolled out again."""
+    """Resume from the rollouts in `--keep`: what is there is not rolled out again."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.lowest <= self.highest <= 1.0:
@@ -53,7 +53,7 @@ class DifficultyConfig:
 
 
 def success_rate(group: Group) -> float | None:
-    """Share of correct trajectories among those that could be scored; None without any."""
+    """Share of correct trajectories among those that could be scored; None if there are none."""
     return float(group.correct.mean()) if group.size else None
 
 
@@ -80,19 +80,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
-        asked, overrides = tyro.cli(DifficultyConfig, args=argv, prog=PROG, return_unknown_args=True)
+        options, overrides = tyro.cli(DifficultyConfig, args=argv, prog=PROG, return_unknown_args=True)
         names = ("policy", "data", "problems", "samples", "temperature", "keep", "resume")
-        evaluation = EvaluateConfig(**{name: getattr(asked, name) for name in names})
-        folder = folder_of(evaluation) if asked.keep else None
-        found = sample_policy(evaluation, overrides, prog=PROG, folder=folder)
+        evaluation = EvaluateConfig(**{name: getattr(options, name) for name in names})
+        folder = folder_of(evaluation) if options.keep else None
+        evaluated = sample_policy(evaluation, overrides, prog=PROG, folder=folder)
     except ValueError as error:  # ConfigError is one
         print(f"configuration: {error}", file=sys.stderr)
         return 2
-    for note in found.notes:
+    for note in evaluated.notes:
         print(note)
-    rows, counts = kept_rows(found.sampled.groups, asked.lowest, asked.highest)
+    rows, counts = kept_rows(evaluated.sampled.groups, options.lowest, options.highest)
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
-    Path(asked.out).write_text("".join(lines), encoding="utf-8")
+    Path(options.out).write_text("".join(lines), encoding="utf-8")
     summary = ", ".join(f"{number} {name}" for name, number in counts.items())
-    print(f"{asked.policy}, policy after {found.step} training steps, {asked.samples} rollouts a problem: {summary}")
+    print(
+        f"{options.policy}, policy after {evaluated.step} training steps, "
+        f"{options.samples} rollouts a problem: {summary}"
+    )
     return 0

@@ -42,11 +42,11 @@ EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
 }
 """Extra of the package -> (modules, one of which it brings; what it is for)."""
 ATTACHED = {"gpu": ("/dev/nvidia0", "/dev/nvidiactl"), "tpu": ("/dev/accel0", "/dev/vfio/0")}
-"""Extra -> files that exist where such a device is attached."""
+"""Extra -> files that exist if such a device is attached."""
 
 
 def examine() -> dict[str, Any]:
-    """What was found, as values that JSON can hold."""
+    """The findings, as values that JSON can hold."""
     return {
         "grpo_roc_jax": grpo_roc_jax.__version__,
         "python": platform.python_version(),
@@ -67,13 +67,18 @@ def examine() -> dict[str, Any]:
 
 
 def devices() -> dict[str, Any]:
-    """The devices that JAX uses: number, kind and the memory of one; or why it has none."""
+    """The devices that JAX uses: number, kind and the memory of one; or why there are none."""
     try:
-        found = jax.local_devices()
+        local_devices = jax.local_devices()
     except RuntimeError as error:
         return {"count": 0, "fault": str(error)}
-    limit = (found[0].memory_stats() or {}).get("bytes_limit", 0)
-    return {"count": len(found), "platform": found[0].platform, "kind": found[0].device_kind, "bytes": limit}
+    limit = (local_devices[0].memory_stats() or {}).get("bytes_limit", 0)
+    return {
+        "count": len(local_devices),
+        "platform": local_devices[0].platform,
+        "kind": local_devices[0].device_kind,
+        "bytes": limit,
+    }
 
 
 def memory_gib() -> float:
@@ -91,46 +96,47 @@ def isolation() -> dict[str, Any]:
         return {"levels": [], "enough": False, "fault": done.stderr.strip()[-500:]}
 
 
-def to_do(found: Mapping[str, Any]) -> Iterator[str]:
+def to_do(report: Mapping[str, Any]) -> Iterator[str]:
     """What should be installed or changed, most important first."""
-    used = {"cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}.get(found["devices"].get("platform", ""))
-    for name in found["attached"]:
+    used = {"cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}.get(report["devices"].get("platform", ""))
+    for name in report["attached"]:
         if name == used:
             continue
-        if not found["extras"][name]:
+        if not report["extras"][name]:
             yield f"a {name.upper()} is attached, but JAX cannot use it: {install_command(name)}"
         else:
             yield f"a {name.upper()} is attached, but JAX does not use it: unset JAX_PLATFORMS, and check its driver"
-    if not found["devices"]["count"]:
-        yield f"JAX has no device: {found['devices']['fault']}"
-    if not found["isolation"]["enough"]:
+    if not report["devices"]["count"]:
+        yield f"JAX has no device: {report['devices']['fault']}"
+    if not report["isolation"]["enough"]:
         yield (
             "programs of the policy cannot be isolated at level L2: `grpo-roc probe` names the remedies; or use a "
             "service (tools.executor sandbox_fusion), or --tools.min_level L0 for code that you trust"
         )
-    if found["memory_gib"] < 4:
-        yield f"{found['memory_gib']} GiB is little memory even for the toy: lower tools.workers and tools.memory_mb"
-    if found["free_disk_gib"] < 2:
-        yield f"{found['free_disk_gib']} GiB of disk are free here; put run_dir elsewhere, or lower checkpoint.keep"
+    if report["memory_gib"] < 4:
+        yield f"{report['memory_gib']} GiB is little memory even for the toy: lower tools.workers and tools.memory_mb"
+    if report["free_disk_gib"] < 2:
+        yield f"{report['free_disk_gib']} GiB of disk are free here; put run_dir elsewhere, or lower checkpoint.keep"
 
 
-def lines(found: Mapping[str, Any]) -> Iterator[str]:
+def lines(report: Mapping[str, Any]) -> Iterator[str]:
     """The report as text."""
-    at, levels = found["devices"], found["isolation"]["levels"]
+    at, levels = report["devices"], report["isolation"]["levels"]
     size = f", {at['bytes'] / GIB:.1f} GiB each" if at.get("bytes") else ""
     shown = f"{at['count']} x {at['platform']} ({at['kind']}{size})" if at["count"] else "none"
-    yield f"grpo_roc_jax {found['grpo_roc_jax']}, Python {found['python']}, {found['system']}"
-    yield "packages   " + ", ".join(f"{name} {version}" for name, version in found["packages"].items())
+    yield f"grpo_roc_jax {report['grpo_roc_jax']}, Python {report['python']}, {report['system']}"
+    yield "packages   " + ", ".join(f"{name} {version}" for name, version in report["packages"].items())
     yield f"devices    {shown}"
-    yield f"host       {found['cores']} cores, {found['memory_gib']} GiB of memory, {found['free_disk_gib']} GiB disk"
-    yield f"programs   {found['programs'] or 'not kept; every start compiles them again'}"
+    memory, disk = report["memory_gib"], report["free_disk_gib"]
+    yield f"host       {report['cores']} cores, {memory} GiB of memory, {disk} GiB disk"
+    yield f"programs   {report['programs'] or 'not kept; every start compiles them again'}"
     yield f"isolation  {levels[-1] if levels else 'none'} of {', '.join(levels) or 'none'} (`grpo-roc probe` explains)"
-    yield f"tools      with default settings {found['tool_memory']}"
-    yield "extras     " + (", ".join(name for name, there in found["extras"].items() if there) or "none")
-    for name, there in found["extras"].items():
+    yield f"tools      with default settings {report['tool_memory']}"
+    yield "extras     " + (", ".join(name for name, there in report["extras"].items() if there) or "none")
+    for name, there in report["extras"].items():
         if not there:
             yield f"           without {name:<12} {install_command(name)} for {EXTRAS[name][1]}"
-    advice = list(to_do(found))
+    advice = list(to_do(report))
     yield "to do      " + ("; ".join(advice) if advice else "nothing: `grpo-roc train` will run")
     yield "models     `grpo-roc train CONFIG.yaml --preflight` compiles a run here, `grpo-roc plan` for other chips"
 
@@ -140,6 +146,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="grpo-roc doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     options = parser.parse_args(argv)
-    found = examine()
-    print(json.dumps(found | {"to_do": list(to_do(found))}) if options.json else "\n".join(lines(found)))
-    return 0 if found["devices"]["count"] and found["isolation"]["enough"] else 5
+    report = examine()
+    print(json.dumps(report | {"to_do": list(to_do(report))}) if options.json else "\n".join(lines(report)))
+    return 0 if report["devices"]["count"] and report["isolation"]["enough"] else 5

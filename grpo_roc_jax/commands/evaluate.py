@@ -1,8 +1,8 @@
 """Evaluation of a policy on held-out problems, by the same engine, executor and verifier as training.
 
 `grpo-roc evaluate POLICY [--data FILE...] [--samples K] [--against OTHER] [--section.field value]`. A policy is a run,
-one of its checkpoints, or a published model. What the command line does not name is set as the run set it. The
-trajectories are kept, scores have 95% intervals, and two policies are compared on the same problems.
+one of its checkpoints, or a published model. Settings that the command line does not name are those of the run. The
+trajectories are saved, scores have 95% intervals, and two policies are compared on the same problems.
 """
 
 import json
@@ -26,8 +26,7 @@ from grpo_roc_jax.record.accuracy import ALL, Difference, compare, intervals, su
 from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.record.run_dir import opened, unused
 from grpo_roc_jax.record.trace import TraceWriter, eval_records
-from grpo_roc_jax.rollout.progress import rollout_display
-from grpo_roc_jax.rollout.records import RunOptions
+from grpo_roc_jax.rollout.records import RunOptions, rollout_display
 from grpo_roc_jax.run.components import make_parts, prompt_length
 from grpo_roc_jax.run.evaluate import Parts, prompt_end, sample_parts
 from grpo_roc_jax.run.load import is_run, load_policy, settings_for
@@ -63,7 +62,7 @@ class EvaluateConfig:
     keep: str = ""
     """Directory for the trajectories; empty: a new one in `evaluations/` of the run, or in `runs/evaluations`."""
     resume: bool = False
-    """Go on with the evaluation in `--keep`: what it has scored is not rolled out again."""
+    """Resume the evaluation in `--keep`: what it has scored is not rolled out again."""
     out: str = ""
     """JSON file to which the table, the intervals and the comparison are written as well."""
 
@@ -84,96 +83,97 @@ class EvaluatedPolicy:
     step: int
     """Training steps of the policy."""
     problems: Sequence[Problem]
-    """Those whose prompts fit."""
+    """The problems whose prompts fit."""
     sampled: ScoredRollouts
     notes: Sequence[str]
-    """What was found in the sources, rows left out included."""
+    """Notes on reading the sources, including the rows left out."""
     kept: Path | None
     """Directory of the trajectories."""
 
 
 @config_errors()
-def chosen_problems(asked: EvaluateConfig, data: DataConfig, notes: list[str] | None = None) -> list[Problem]:
-    """The problems of `--data`, source by source, or the held-out ones of the run; `notes` gets the findings."""
-    if not asked.data:
-        return eval_problems(data if not asked.problems else replace(data, eval_problems=asked.problems), notes)
+def chosen_problems(options: EvaluateConfig, data: DataConfig, notes: list[str] | None = None) -> list[Problem]:
+    """The problems of `--data`, source by source, or the held-out ones of the run. Notes on reading are appended to
+    `notes`."""
+    if not options.data:
+        return eval_problems(data if not options.problems else replace(data, eval_problems=options.problems), notes)
     chosen: list[Problem] = []
-    for source in asked.data:
+    for source in options.data:
         every = WORLD_PROBLEMS if generator_of(split_name(source)[1]) else sys.maxsize
         # The training sources do not matter here: a file that was trained on may be evaluated too.
         section = replace(data, sources=("world:gcd:1",), weights=(), eval_sources=(source,))
-        chosen += eval_problems(replace(section, eval_problems=asked.problems or every), notes)
+        chosen += eval_problems(replace(section, eval_problems=options.problems or every), notes)
     return chosen
 
 
-def folder_of(asked: EvaluateConfig) -> Path:
-    """The directory for the trajectories of an evaluation: that of `keep`, or an unused one in the run (for a published
-    model in `runs`)."""
-    if asked.keep:
-        return Path(asked.keep) if asked.resume else unused(Path(asked.keep))
-    if not is_run(asked.policy):
-        return unused(Path("runs") / "evaluations" / Path(asked.policy).name)
-    run, step = split_checkpoint(asked.policy)
+def folder_of(options: EvaluateConfig) -> Path:
+    """The directory for the trajectories of an evaluation: that of `keep`, or an unused one in the run (in `runs` for a
+    published model)."""
+    if options.keep:
+        return Path(options.keep) if options.resume else unused(Path(options.keep))
+    if not is_run(options.policy):
+        return unused(Path("runs") / "evaluations" / Path(options.policy).name)
+    run, step = split_checkpoint(options.policy)
     return unused(run / "evaluations" / ("newest" if step is None else f"step_{step:08d}"))
 
 
 def sample_policy(
-    asked: EvaluateConfig,
+    options: EvaluateConfig,
     overrides: Sequence[str],
     *,
     prog: str,
     problems: Sequence[Problem] | None = None,
     folder: Path | None = None,
 ) -> EvaluatedPolicy:
-    """Rolls out the chosen problems, or the given ones, under a policy, scores them, and keeps the trajectories.
+    """Rolls out the chosen problems, or the given ones, under a policy, scores them, and saves the trajectories.
 
     Args:
-        asked: The policy, the problems, the number of samples.
+        options: The policy, the problems, the number of samples.
         overrides: `--section.field=value` words over the settings of the policy.
-        prog: Name in messages.
-        problems: Instead of those that `asked` chooses.
-        folder: For the trajectories; None keeps none.
+        prog: Program name in messages.
+        problems: Replaces the problems that `options` chooses.
+        folder: Directory for the trajectories; None saves none.
 
     Raises:
         ConfigError: No policy, no problems, or settings that do not fit them.
     """
-    config, notes = settings_for(asked.policy, overrides, prog, dialogue=False), Notes()
-    found = chosen_problems(asked, config.data, notes) if problems is None else list(problems)
-    with ExitStack() as held:
+    config, notes = settings_for(options.policy, overrides, prog, dialogue=False), Notes()
+    chosen = chosen_problems(options, config.data, notes) if problems is None else list(problems)
+    with ExitStack() as resources:
         if folder is not None:
-            held.enter_context(opened(folder, config))
-        policy, sampling = held.enter_context(make_parts(config))
+            resources.enter_context(opened(folder, config))
+        policy, sampling = resources.enter_context(make_parts(config))
         sampler = sampling.sampler
-        progress = held.enter_context(rollout_display(config.log.console))
+        progress = resources.enter_context(rollout_display(config.log.console))
         _, suffix = prompt_end(config, 0)
         length = prompt_length(config, sampler.chat, suffix)
         with config_errors():
-            found = fitting_problems(found, length, config.rollout.max_prompt_tokens, config.data, notes)
-        if not found:
+            chosen = fitting_problems(chosen, length, config.rollout.max_prompt_tokens, config.data, notes)
+        if not chosen:
             raise ConfigError("\n".join(["no problem is left to evaluate on; name some with --data", *notes]))
-        step, params = load_policy(policy, asked.policy)
+        step, params = load_policy(policy, options.policy)
         condition, suffix = prompt_end(config, step)
-        extras = {"temperature": asked.temperature, "condition": condition, "suffix": suffix}
-        weights, options = sampler.publish(params, step), RunOptions(step, "evaluate", progress)
+        extras = {"temperature": options.temperature, "condition": condition, "suffix": suffix}
+        weights, run_options = sampler.publish(params, step), RunOptions(step, "evaluate", progress)
         if folder is None:
-            sampled = sample_groups(sampling, weights, found, asked.samples, options, **extras)
+            sampled = sample_groups(sampling, weights, chosen, options.samples, run_options, **extras)
         else:
-            wanted = [asked.policy, step, asked.samples, asked.temperature, dump_yaml(config)]
-            parts = Parts(folder, [*wanted, *(problem.uid for problem in found)])
-            sampled = parts.finished(step, found, asked.samples)
+            wanted = [options.policy, step, options.samples, options.temperature, dump_yaml(config)]
+            parts = Parts(folder, [*wanted, *(problem.uid for problem in chosen)])
+            sampled = parts.finished(step, chosen, options.samples)
             if sampled is None:
-                sampled = sample_parts(sampling, weights, found, asked.samples, options, parts, **extras)
+                sampled = sample_parts(sampling, weights, chosen, options.samples, run_options, parts, **extras)
                 records = eval_records(step, sampled.groups, sampled.removed)
                 TraceWriter(folder, 1, sampler.chat.tokenizer.decode).write(step, records, kind="eval")
             parts.remove()
-    return EvaluatedPolicy(asked.policy, step, found, sampled, notes, folder)
+    return EvaluatedPolicy(options.policy, step, chosen, sampled, notes, folder)
 
 
 def show_table(
     table: Mapping[str, Metrics], samples: int, ranges: Mapping[str, Mapping[str, tuple[float, float]]] | None = None
 ) -> Table:
-    """Figures as rows, scores (with their intervals) before the figures that explain them; sources as columns, `all`
-    last."""
+    """The results as a table: scores (with their intervals) before the figures that explain them; sources as columns,
+    `all` last."""
     scores = [name for name in table[ALL] if "@" in name or "^" in name]
     if samples == 1:  # pass@1, pass^1 and maj@1 are avg@1
         scores = scores[:1]
@@ -190,26 +190,26 @@ def show_table(
     return shown
 
 
-def show_policy(found: EvaluatedPolicy, samples: int, console: Console) -> dict[str, Any]:
-    """Prints what was found; returns it as plain values."""
-    table = summarize(found.sampled.groups, samples, found.sampled.removed)
-    ranges = intervals(found.sampled.groups, samples)
-    for note in found.notes:
+def show_policy(evaluated: EvaluatedPolicy, samples: int, console: Console) -> dict[str, Any]:
+    """Prints the result of an evaluation; returns it as plain values."""
+    table = summarize(evaluated.sampled.groups, samples, evaluated.sampled.removed)
+    ranges = intervals(evaluated.sampled.groups, samples)
+    for note in evaluated.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
-    said = f"{found.policy}, policy after {found.step} training steps, {samples} rollouts a problem"
-    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    line = f"{evaluated.policy}, policy after {evaluated.step} training steps, {samples} rollouts a problem"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
     wide = 28 + sum(max(len(source), 13) + 2 for source in table)
     console.print(show_table(table, samples, ranges), width=max(console.width, wide), crop=False, soft_wrap=True)
-    said = f"trajectories: {found.kept} (`grpo-roc view {found.kept} --kind eval`)"
-    console.print(said, markup=False, highlight=False, soft_wrap=True)
-    content = {"run": found.policy, "step": found.step, "samples": samples, "notes": list(found.notes)}
-    return content | {"trajectories": str(found.kept), "table": table, "intervals": ranges}
+    line = f"trajectories: {evaluated.kept} (`grpo-roc view {evaluated.kept} --kind eval`)"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    content = {"run": evaluated.policy, "step": evaluated.step, "samples": samples, "notes": list(evaluated.notes)}
+    return content | {"trajectories": str(evaluated.kept), "table": table, "intervals": ranges}
 
 
-def difference_lines(found: Mapping[str, Difference], names: tuple[str, str]) -> list[str]:
+def difference_lines(differences: Mapping[str, Difference], names: tuple[str, str]) -> list[str]:
     """One line for each score: both values, their difference and its interval."""
     lines = [f"{names[0]} less {names[1]}, on the problems that both were scored on, 95% by problem:"]
-    for score, gap in found.items():
+    for score, gap in differences.items():
         lines.append(
             f"  {score:<9} {gap.first:.3f} - {gap.second:.3f} = {gap.value:+.3f}  ({gap.low:+.3f} to {gap.high:+.3f}; "
             f"{gap.problems} problems)"
@@ -221,17 +221,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
-        asked, overrides = tyro.cli(EvaluateConfig, args=argv, prog=PROG, return_unknown_args=True)
+        options, overrides = tyro.cli(EvaluateConfig, args=argv, prog=PROG, return_unknown_args=True)
         second = None
         with phase("evaluate", routine=True):
-            first = sample_policy(asked, overrides, prog=PROG, folder=folder_of(asked))
-            if asked.against:
-                other = replace(asked, policy=asked.against)
+            first = sample_policy(options, overrides, prog=PROG, folder=folder_of(options))
+            if options.against:
+                other = replace(options, policy=options.against)
                 second = sample_policy(other, overrides, prog=PROG, problems=first.problems, folder=folder_of(other))
     except ValueError as error:  # ConfigError is one
         print(f"configuration: {error}", file=sys.stderr)
         return 2
-    console, samples = Console(), asked.samples
+    console, samples = Console(), options.samples
     content = show_policy(first, samples, console)
     if second is not None:
         content["against"] = show_policy(second, samples, console)
@@ -240,6 +240,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in difference_lines(differences, (first.policy, second.policy)):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         content["differences"] = {name: asdict(gap) for name, gap in differences.items()}
-    if asked.out:
-        Path(asked.out).write_text(json.dumps(finite(content), indent=1), encoding="utf-8")
+    if options.out:
+        Path(options.out).write_text(json.dumps(finite(content), indent=1), encoding="utf-8")
     return 0

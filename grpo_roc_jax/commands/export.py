@@ -1,7 +1,7 @@
 """Exports a policy for transformers, vLLM and SGLang: `grpo-roc export RUN TARGET`.
 
 RUN is the directory of a run, for its newest checkpoint, or one of its checkpoints; or a PEFT adapter directory, which
-is merged into the model that it belongs to. The target holds safetensors shards, `config.json`,
+is merged into the model that it belongs to. The target contains safetensors shards, `config.json`,
 `generation_config.json`, the tokenizer's files and the chat template. It is written under another name and renamed when
 it is complete. Values that are not finite are an error.
 """
@@ -73,7 +73,7 @@ class ExportConfig:
     max_shard_gb: float = 5.0
     """Largest file, in 10^9 bytes."""
     adapter: bool = False
-    """Of a run with `lora: low_rank`: write a PEFT adapter directory instead of merged weights."""
+    """For a run with `lora: low_rank`: write a PEFT adapter directory instead of merged weights."""
 
     def __post_init__(self) -> None:
         if self.max_shard_gb <= 0:
@@ -152,7 +152,7 @@ def export_adapter(adapter: Params, lora: LowRank, model: ModelConfig, target: P
 
 
 def atomically(target: Path, write: Callable[[Path], list[str]]) -> list[str]:
-    """Calls `write(folder)` on a temporary folder next to the target and renames it; on any failure nothing is left.
+    """Calls `write(folder)` on a temporary folder next to the target and renames it; after a failure nothing is left.
 
     Raises:
         FileExistsError: The target exists and is not an empty directory.
@@ -216,35 +216,35 @@ def _write_json(file: Path, value: Mapping[str, Any]) -> None:
 # ---- the command line ----------------------------------------------------------------------------------------------
 
 
-def export_run(asked: ExportConfig) -> list[str]:
+def export_run(options: ExportConfig) -> list[str]:
     """Exports a checkpoint of a run and returns the names of the files.
 
     Raises:
         ConfigError: There is no run or no checkpoint, or the run has no adapter to export.
     """
-    trains, prog = is_run(asked.checkpoint), "grpo-roc export"
-    config = settings_for(asked.checkpoint, [], prog, dialogue=False)
+    trains, prog = is_run(options.checkpoint), "grpo-roc export"
+    config = settings_for(options.checkpoint, [], prog, dialogue=False)
     if not trains and not config.lora.rank:
-        raise ConfigError(f"{asked.checkpoint} is a published model already; name a run or an adapter")
-    if asked.adapter and not (trains and config.lora.rank):
-        raise ConfigError(f"{asked.checkpoint} trained no adapter; leave --adapter out")
+        raise ConfigError(f"{options.checkpoint} is a published model already; name a run or an adapter")
+    if options.adapter and not (trains and config.lora.rank):
+        raise ConfigError(f"{options.checkpoint} trained no adapter; leave --adapter out")
     text = resolve_text(config)
     tokenizer = load_tokenizer(text)
     model = resolve_model(resolve_config(config.model), tokenizer)
     mesh = export_mesh(model)
     if trains:
-        run, step = split_checkpoint(asked.checkpoint)
+        run, step = split_checkpoint(options.checkpoint)
         trained = load_trained(run / "checkpoints", model, mesh, config.lora, step)[1]
     else:
-        trained = load_pairs(asked.checkpoint, config.lora, model, mesh)
-    target = Path(asked.target)
-    if asked.adapter:
+        trained = load_pairs(options.checkpoint, config.lora, model, mesh)
+    target = Path(options.target)
+    if options.adapter:
         return export_adapter(trained, config.lora, model, target)
     if config.lora.rank:
         trained = merge(frozen_weights(config, model, mesh), trained, config.lora)
-    shard_bytes = int(asked.max_shard_gb * 1e9)
+    shard_bytes = int(options.max_shard_gb * 1e9)
     text = text_files(text, tokenizer, default_registry(config.tools.enabled).schemas)
-    return export_model(trained, model, target, dtype=asked.dtype, text=text, max_shard_bytes=shard_bytes)
+    return export_model(trained, model, target, dtype=options.dtype, text=text, max_shard_bytes=shard_bytes)
 
 
 def export_mesh(model: ModelConfig) -> Mesh:
@@ -310,11 +310,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
-        asked = tyro.cli(ExportConfig, args=argv, prog="grpo-roc export")
-        names = export_run(asked)
+        options = tyro.cli(ExportConfig, args=argv, prog="grpo-roc export")
+        names = export_run(options)
     except (ValueError, FileExistsError) as error:  # ConfigError and CheckpointError are ValueErrors
         print(f"export: {error}", file=sys.stderr)
         return 2
-    total = sum((Path(asked.target) / name).stat().st_size for name in names)
-    print(f"{asked.target}: {', '.join(names)} ({total / 1e6:.1f} MB)")
+    total = sum((Path(options.target) / name).stat().st_size for name in names)
+    print(f"{options.target}: {', '.join(names)} ({total / 1e6:.1f} MB)")
     return 0

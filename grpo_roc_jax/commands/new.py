@@ -18,7 +18,7 @@ def new_project(target: Path) -> list[str]:
     """Writes a project into a new or empty directory and returns the names of its files.
 
     Raises:
-        FileExistsError: The directory holds something; nothing has been written.
+        FileExistsError: The directory is not empty; nothing has been written.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} is not an empty directory; name a new one")

@@ -22,23 +22,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--help" in words:
         arguments().print_help()
         return FITS
-    own, rest = arguments().parse_known_args(words)
+    options, rest = arguments().parse_known_args(words)
     jax.config.update("jax_platforms", "cpu")  # nothing runs, so leave the devices of this machine free
     jax.config.update("jax_enable_compilation_cache", False)  # programs for other devices cannot be read back
     try:
         config = load_config(Config, rest, prog="grpo-roc plan", default_file=DEFAULT_CONFIG)
-        reports = [plan(one, own) for one in chosen_stages(config, own.stage)]
+        reports = [plan(stage_report, options) for stage_report in chosen_stages(config, options.stage)]
     except (ConfigError, TopologyError, ValueError) as error:
         print(f"configuration: {error}", file=sys.stderr)
         return BAD_CONFIG
     report = reports[0]
     if len(reports) > 1:
-        lines = [line for one in reports for line in one["lines"]]
-        report = {"plan": config.name, "fits": all(one["fits"] for one in reports), "stages": reports, "lines": lines}
+        lines = [line for stage_report in reports for line in stage_report["lines"]]
+        report = {
+            "plan": config.name,
+            "fits": all(stage_report["fits"] for stage_report in reports),
+            "stages": reports,
+            "lines": lines,
+        }
     text = json.dumps(report)
-    if own.out:
-        Path(own.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(text if own.json else "\n".join(report["lines"]))
+    if options.out:
+        Path(options.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(text if options.json else "\n".join(report["lines"]))
     return FITS if report["fits"] else DOES_NOT_FIT
 
 
@@ -51,12 +56,13 @@ def arguments() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("--topology", required=True, help="v5p:4x4x4, v5e:2x2, v6e:8x8, h200:8, t4:1, ...")
+    parser.add_argument("--topology", required=True, help="v5p:4x4x4, v5e:1x1, v5e:2x4/8, v6e:8x8:2, h200:8, ...")
     parser.add_argument("--model_shape", default="", help="hub id of a known model, or the path of a config.json")
     parser.add_argument("--stage", default="", help="name of one stage of the run; default: all, one after the other")
     parser.add_argument("--arithmetic", action="store_true", help="by formulas instead of the compiler")
     parser.add_argument("--mean_response", type=float, default=0.0, help="tokens; default: half of the longest")
     parser.add_argument("--programs", default="", help="kinds to compile, separated by commas; default: all")
+    parser.add_argument("--suggest", action="store_true", help="the fastest mesh, slots, rows and remat that fit")
     parser.add_argument("--simulate", action="store_true", help="steps with rows of unequal length, from these costs")
     parser.add_argument("--traces", default="", help="a run whose rows --simulate takes; default: log-normal lengths")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")

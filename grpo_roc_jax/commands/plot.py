@@ -90,7 +90,7 @@ class PlotConfig:
 def draw(
     runs: Sequence[RunData], config: PlotConfig, panels: Sequence[Panel] = PANELS, over: Sequence[str] = ()
 ) -> Figure:
-    """The figure: panels, four in a row, with a line or band per label; `over` repeats them for several `x`."""
+    """The figure: panels, four in a row, with a line or band per label. `over` repeats them for several `x`."""
     groups = by_label(runs, config.group_by, config.each)
     shown = [(panel, replace(config, x=x)) for x in over or (config.x,) for panel in panels]
     figure = Figure(figsize=(17, len(shown)), layout="constrained")
@@ -148,14 +148,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _draw_curve(
     axis: Axes, runs: Sequence[RunData], metric: str, config: PlotConfig, color: str, dashed: bool = False
 ) -> None:
-    found = curve(runs, metric, x=config.x, smooth=1 if metric == "eval" else config.smooth)
-    if found is None:
+    points = curve(runs, metric, x=config.x, smooth=1 if metric == "eval" else config.smooth)
+    if points is None:
         return
-    marker = "o" if metric == "eval" or len(found.x) == 1 else None
+    marker = "o" if metric == "eval" or len(points.x) == 1 else None
     style = {"color": color, "linestyle": "--" if dashed else "-", "linewidth": 1.2 if dashed else 1.8}
-    axis.plot(found.x, found.mean, marker=marker, markersize=4, alpha=0.7 if dashed else 1.0, **style)
-    if found.runs > 1 and not dashed:
-        axis.fill_between(found.x, found.mean - found.std, found.mean + found.std, color=color, alpha=0.18, linewidth=0)
+    axis.plot(points.x, points.mean, marker=marker, markersize=4, alpha=0.7 if dashed else 1.0, **style)
+    if points.runs > 1 and not dashed:
+        axis.fill_between(
+            points.x, points.mean - points.std, points.mean + points.std, color=color, alpha=0.18, linewidth=0
+        )
 
 
 def _finish_axis(axis: Axes, panel: Panel, config: PlotConfig) -> None:

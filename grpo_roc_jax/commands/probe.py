@@ -1,7 +1,7 @@
 """`grpo-roc probe`: which isolation levels this host offers, what is missing, what to do.
 
-Each step is tried in a forked child, so the probe runs in a process of its own. The last line says whether a cgroup can
-be put around the executor (`tools.executor cgroup`), which no level needs.
+Each step is tried in a forked child, so the probe runs in a process of its own. The last line says whether the executor
+can be put into a cgroup (`tools.executor cgroup`), which no level needs.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from grpo_roc_jax.tools.config import PoolInCgroup, ToolsConfig
 
 
 def cgroup_verdict() -> tuple[bool, str]:
-    """Whether this host offers a cgroup, and what was found. Makes one, lets a child enter it, and removes it."""
+    """Whether this host offers a cgroup, and an explanation. Makes one, lets a child enter it, and removes it."""
     try:
         group = cgroup.make_cgroup(PoolInCgroup())
     except IsolationUnavailable as error:

@@ -1,7 +1,7 @@
-"""One update of a run, run again alone: `grpo-roc replay FILE [--checkpoint STEP] [--section.field value]`.
+"""Runs one update of a run again, alone: `grpo-roc replay FILE [--checkpoint STEP] [--section.field value]`.
 
-A run keeps the rows of its first few updates that were not finite or raised an alarm in `batches/step_N.npz`. The
-command names the rows that are not finite or weigh most, on any machine (see `run.replay`).
+A run saves the rows of its first few updates that were not finite or raised an alarm in `batches/step_N.npz`. The
+command names the rows that are not finite or have the largest gradients, on any machine (see `run.replay`).
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""Serve a policy over HTTP: `grpo-roc serve RUN_OR_MODEL`.
+"""Serves a policy over HTTP: `grpo-roc serve RUN_OR_MODEL`.
 
-OpenAI's chat completions and completions, and token ids in and out at `/inference/v1/generate`. A run that is training
-now is followed: `--follow-s` looks for newer checkpoints. Listens on loopback by default. The environment variable
-`GRPO_SERVE_TOKEN` holds the bearer token that requests must carry; any other address needs one. Connections are not
-encrypted. `grpo-roc serve --tinker MODEL` serves the Tinker API instead; see its `--help`.
+The server offers OpenAI's chat completions and completions, and token ids in and out at `/inference/v1/generate`. It
+can follow a run that is training: `--follow-s` looks for newer checkpoints. It listens on loopback by default. The
+environment variable `GRPO_SERVE_TOKEN` holds the bearer token that requests must carry; any other address needs one.
+Connections are not encrypted. `grpo-roc serve --tinker MODEL` serves the Tinker API instead; see its `--help`.
 """
 
 import logging
@@ -49,7 +49,7 @@ class ServeConfig:
     follow_s: float = 0.0
     """Seconds between looks for a newer checkpoint of the run; 0 to keep the first one."""
     limits: ServerLimits = field(default_factory=ServerLimits)
-    """What the server takes on."""
+    """Limits of the server."""
 
 
 class CheckpointFollower:
@@ -67,7 +67,7 @@ class CheckpointFollower:
         self._due = time.monotonic() + self._every_s
         newest: int | str = "?"
         try:
-            if (found := newest_whole(self._checkpoints)) is None or (newest := found.step) <= self._version:
+            if (checkpoint := newest_whole(self._checkpoints)) is None or (newest := checkpoint.step) <= self._version:
                 return None
             version, params = load_policy(self._policy, self._source)
             if version <= self._version:
@@ -81,28 +81,28 @@ class CheckpointFollower:
         return weights
 
 
-def serve(asked: ServeConfig, policy: PolicyModel, sampler: Sampler, token: str) -> None:
-    """Serves until a signal comes."""
-    version, params = load_policy(policy, asked.model)
+def serve(options: ServeConfig, policy: PolicyModel, sampler: Sampler, token: str) -> None:
+    """Serves until a signal arrives."""
+    version, params = load_policy(policy, options.model)
     weights = sampler.engine.publish(params, version)
     del params
-    follows = asked.follow_s > 0 and is_run(asked.model) and split_checkpoint(asked.model)[1] is None
-    duty = CheckpointFollower(policy, sampler, asked.model, asked.follow_s, version) if follows else lambda: None
+    follows = options.follow_s > 0 and is_run(options.model) and split_checkpoint(options.model)[1] is None
+    duty = CheckpointFollower(policy, sampler, options.model, options.follow_s, version) if follows else lambda: None
     sampler.engine.warmup(weights)
 
     def make(deliver: Callable[..., Any]) -> Endpoint:
         loop = SamplingLoop(sampler.engine, weights, deliver, duty)
-        name = asked.name or Path(asked.model).name
-        return Endpoint(sampler.chat, loop, name=name, token=token, limits=asked.limits)
+        name = options.name or Path(options.model).name
+        return Endpoint(sampler.chat, loop, name=name, token=token, limits=options.limits)
 
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    server = ServerThread(make, asked.host, asked.port)
+    server = ServerThread(make, options.host, options.port)
     server.endpoint.loop.start()
     if reason := server.endpoint.loop.forgets:
         log.info("earlier turns are not always found in the cache: %s", reason)
-    print(f"http://{asked.host}:{server.port}/v1", flush=True)
+    print(f"http://{options.host}:{server.port}/v1", flush=True)
     stop.wait()
     server.endpoint.loop.close()
     server.close()
@@ -116,15 +116,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return serve_tinker.main(words)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     try:
-        asked, overrides = tyro.cli(ServeConfig, args=argv, prog=PROG, return_unknown_args=True)
+        options, overrides = tyro.cli(ServeConfig, args=argv, prog=PROG, return_unknown_args=True)
         token = os.environ.get(TOKEN_VARIABLE, "")
-        if not is_loopback(asked.host) and not token:
+        if not is_loopback(options.host) and not token:
             raise ValueError(
-                f"--host {asked.host} can be reached from elsewhere; set {TOKEN_VARIABLE} to a secret token"
+                f"--host {options.host} can be reached from elsewhere; set {TOKEN_VARIABLE} to a secret token"
             )
-        config = serving_settings(asked.model, overrides, PROG)
+        config = serving_settings(options.model, overrides, PROG)
         with serving_parts(config) as (policy, sampler):
-            serve(asked, policy, sampler, token)
+            serve(options, policy, sampler, token)
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
         print(f"serve: {error}", file=sys.stderr)
         return 2

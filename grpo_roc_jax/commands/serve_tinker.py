@@ -1,9 +1,10 @@
-"""Training scripts of others on models of one's own: `grpo-roc serve --tinker MODEL [NAME=MODEL ...]`.
+"""Serves the Tinker API, on which training scripts of other projects train your own models: `grpo-roc serve --tinker
+MODEL [NAME=MODEL ...]`.
 
-Serves the Tinker API. A MODEL is a directory, a hub id or a GGUF file (`package:NAME`); `NAME=MODEL` serves it under
-another name, for scripts that know models by a table of names. Listens on loopback by default. The environment
-variable `GRPO_SERVE_TOKEN` holds the key that requests must carry (`TINKER_API_KEY`, so it begins with `tml-`); any
-other address needs one.
+A MODEL is a directory, a hub id or a GGUF file (`package:NAME`); `NAME=MODEL` serves it under another name, for scripts
+that know models by a table of names. The server listens on loopback by default. The environment variable
+`GRPO_SERVE_TOKEN` holds the key that requests must carry (`TINKER_API_KEY`, so it begins with `tml-`); any other
+address needs one.
 """
 
 import logging
@@ -54,18 +55,19 @@ class ServeTinkerConfig:
     slots: int = 16
     """Rows that are sampled at a time from each snapshot."""
     snapshots: int = 4
-    """Snapshots that keep a cache at a time; each takes that of its rows."""
+    """Most snapshots that have a cache at a time; each cache has room for that snapshot's rows."""
     limits: ServerLimits = field(default_factory=ServerLimits)
-    """What the server takes on."""
+    """Limits of the server."""
 
 
-def open_base(stack: ExitStack, asked: ServeTinkerConfig, text: str, overrides: Sequence[str]) -> Callable[..., Base]:
-    """What makes the base of one argument, given the function that runs others on the server's thread."""
+def open_base(stack: ExitStack, options: ServeTinkerConfig, text: str, overrides: Sequence[str]) -> Callable[..., Base]:
+    """Returns a function that makes the base model of one argument; it takes a function that runs others on the
+    server's thread."""
     name, separator, source = text.partition("=")
     source = source if separator else text
-    half = asked.context // 2
+    half = options.context // 2
     words = ["--lora=low_rank", f"--rollout.max_prompt_tokens={half}"]
-    words += [f"--rollout.max_response_tokens={asked.context - half}", f"--rollout.slots={asked.slots}"]
+    words += [f"--rollout.max_response_tokens={options.context - half}", f"--rollout.slots={options.slots}"]
     config = serving_settings(source, [*words, *overrides], PROG)
     policy, sampler = stack.enter_context(serving_parts(config))
     model, mesh, chat = policy.model, policy.mesh, sampler.chat
@@ -83,32 +85,32 @@ def open_base(stack: ExitStack, asked: ServeTinkerConfig, text: str, overrides: 
 
     def make(deliver: Callable[..., Any]) -> Base:
         worker = ThreadPoolExecutor(1, thread_name_prefix="tinker-training")
-        snapshots = Snapshots(engine, deliver, asked.snapshots)
+        snapshots = Snapshots(engine, deliver, options.snapshots)
         stops = frozenset(chat.stop_ids)
         return Base(name if separator else text, str(folder), chat.tokenizer, stops, family, trainer, snapshots, worker)
 
     return make
 
 
-def serve(asked: ServeTinkerConfig, overrides: Sequence[str], token: str) -> None:
-    """Serves until a signal comes."""
-    root = Path(asked.store).expanduser()
+def serve(options: ServeTinkerConfig, overrides: Sequence[str], token: str) -> None:
+    """Serves until a signal arrives."""
+    root = Path(options.store).expanduser()
     root.mkdir(parents=True, exist_ok=True)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     with ExitStack() as stack:
-        makers = [open_base(stack, asked, text, overrides) for text in asked.models]
+        makers = [open_base(stack, options, text, overrides) for text in options.models]
 
         def make(deliver: Callable[..., Any]) -> TinkerEndpoint:
             bases = [maker(deliver) for maker in makers]
-            return TinkerEndpoint(bases, Store(root.resolve()), deliver, token=token, limits=asked.limits)
+            return TinkerEndpoint(bases, Store(root.resolve()), deliver, token=token, limits=options.limits)
 
-        server = ServerThread(make, asked.host, asked.port)
+        server = ServerThread(make, options.host, options.port)
         bases = server.endpoint.bases.values()
         for base in bases:
             base.snapshots.start()
-        print(f"http://{asked.host}:{server.port}", flush=True)
+        print(f"http://{options.host}:{server.port}", flush=True)
         stop.wait()
         server.close()
         for base in bases:
@@ -120,17 +122,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line without `--tinker`; returns the exit status."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     try:
-        asked, overrides = tyro.cli(ServeTinkerConfig, args=argv, prog=PROG, return_unknown_args=True)
+        options, overrides = tyro.cli(ServeTinkerConfig, args=argv, prog=PROG, return_unknown_args=True)
         token = os.environ.get(TOKEN_VARIABLE, "")
-        if not asked.models:
+        if not options.models:
             raise ValueError("no model; name a directory, a hub id, or package:NAME")
-        if not is_loopback(asked.host) and not token:
+        if not is_loopback(options.host) and not token:
             raise ValueError(
-                f"--host {asked.host} can be reached from elsewhere; set {TOKEN_VARIABLE} to a secret that begins tml-"
+                f"--host {options.host} can be reached from elsewhere; "
+                f"set {TOKEN_VARIABLE} to a secret that begins tml-"
             )
         if token and not token.startswith("tml-"):
             raise ValueError(f"{TOKEN_VARIABLE} must begin with tml-, since the client refuses other keys")
-        serve(asked, overrides, token)
+        serve(options, overrides, token)
     except (ValueError, OSError) as error:
         print(f"serve --tinker: {error}", file=sys.stderr)
         return 2

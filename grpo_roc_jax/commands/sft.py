@@ -1,7 +1,7 @@
 """The supervised stage alone: `grpo-roc sft [CONFIG.yaml] [--section.field value]`.
 
 Leaves a checkpoint at step 0 with its evaluation, from which `python -m grpo_roc_jax.train CONFIG.yaml --run_dir DIR
---resume auto` goes on into reinforcement learning.
+--resume auto` continues with reinforcement learning.
 """
 
 import sys

@@ -1,8 +1,9 @@
 """Shows runs: `grpo-roc view RUN [RUN...] [--step N] [--errors] [--html FILE | --text]`.
 
-A page on loopback, with curves, groups, trajectories and evaluations; it follows runs that are going on. `--html`
-writes the page to a file, `--text` prints trajectories. Separates what the policy wrote from what it was given, by the
-mask that training used, and shows every call with its outcome, the verdict, and why the trajectory was kept or not.
+Serves a page on loopback, with curves, groups, trajectories and evaluations, which follows runs in progress. `--html`
+writes the page to a file, `--text` prints trajectories. The view separates the policy's text from the text that it was
+given, by the mask that training used, and shows every call with its outcome, the verdict, and why the trajectory was
+kept or not.
 """
 
 import atexit
@@ -36,11 +37,11 @@ from grpo_roc_jax.settings.files import parse_json
 from grpo_roc_jax.view.answers import Block, Runs, lines
 from grpo_roc_jax.view.atif import read_atif, to_atif
 from grpo_roc_jax.view.page_server import PageServer
-from grpo_roc_jax.view.pages import Place, by_file, page_of
+from grpo_roc_jax.view.pages import Location, by_file, page_of
 
 STYLES: dict[SegmentKind, str] = {"prompt": "dim", "policy": "white on rgb(0,50,90)", "observation": "rgb(200,160,60)"}
 PORT = 8642
-"""Of the page; another free one if it is taken."""
+"""Port of the page; another free one if it is in use."""
 Row = dict[str, Any]
 
 
@@ -51,21 +52,21 @@ class ViewConfig:
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Directories of runs, which the page compares, or files of ATIF."""
     step: int | None = None
-    """Of this training step; without it and without filters, text and files show the newest."""
+    """Trajectories of this training step; without it and without filters, text and files show the newest step."""
     kind: Literal["step", "eval"] = "step"
     """Training rollouts, or those of evaluations."""
     uid: str = ""
     """Problems whose uid contains this."""
     sample: int | None = None
-    """This rollout of its problem."""
+    """Rollouts with this number within their problem."""
     reward: float | None = None
-    """With this reward."""
+    """Trajectories with this reward."""
     status: str = ""
-    """With this verdict: correct, wrong, no_answer, truncated, ..."""
+    """Trajectories with this verdict: correct, wrong, no_answer, truncated, ..."""
     kept: Literal["any", "yes", "no"] = "any"
-    """By what selection did."""
+    """Trajectories that selection kept (yes) or dropped (no)."""
     errors: bool = False
-    """With a tool call that failed."""
+    """Trajectories with a tool call that failed."""
     limit: int | None = None
     """How many to show: 3 as text, 200 in a page, all as ATIF; 0 shows all."""
     html: str = ""
@@ -75,7 +76,7 @@ class ViewConfig:
     text: bool = False
     """Prints trajectories instead."""
     port: int = PORT
-    """Of the page on loopback; 0 takes a free one."""
+    """Port of the page on loopback; 0 takes a free one."""
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -83,15 +84,15 @@ class ViewConfig:
 
     @property
     def filtered(self) -> bool:
-        """Whether anything narrows the choice."""
+        """Whether any filter is set."""
         plain = (self.uid, self.status, self.errors, self.kept != "any")
         return any(plain) or any(value is not None for value in (self.step, self.sample, self.reward))
 
     @property
     def address(self) -> str:
-        """The filters in the address of the page; empty without any."""
+        """The filters as the query of the page's address; empty if there are none."""
         reward = None if self.reward is None else f"{self.reward:g}"
-        found = {
+        filters = {
             "kind": "eval" if self.kind == "eval" else None,
             "step": self.step,
             "uid": self.uid,
@@ -102,7 +103,7 @@ class ViewConfig:
             "kept": None if self.kept == "any" else self.kept,
             "calls": "failed" if self.errors else None,
         }
-        query = urllib.parse.urlencode({name: value for name, value in found.items() if value not in (None, "")})
+        query = urllib.parse.urlencode({name: value for name, value in filters.items() if value not in (None, "")})
         return f"#/rollouts?{query}" if query else ""
 
 
@@ -110,8 +111,8 @@ class ViewConfig:
 class Choice:
     """The trajectories that pass the filters."""
 
-    places: tuple[Place, ...]
-    """Where the first ones are, up to the limit."""
+    places: tuple[Location, ...]
+    """Locations of the first trajectories, up to the limit."""
     matched: int
     """Number of trajectories that pass."""
     total: int
@@ -122,31 +123,31 @@ class Choice:
 
     @property
     def records(self) -> list[TraceRecord]:
-        """The first ones."""
+        """The records of the first trajectories."""
         logs = [{(kind, step): log for log, kind, step in trace_files(run)} for run in self.config.runs]
-        found = (lines(logs[run][block], block, places) for run, block, places in by_file(self.places))
-        return [from_json(parse_json(line, "a line of the log")) for line in chain.from_iterable(found)]
+        chosen_lines = (lines(logs[run][block], block, places) for run, block, places in by_file(self.places))
+        return [from_json(parse_json(line, "a line of the log")) for line in chain.from_iterable(chosen_lines)]
 
 
 def choose(config: ViewConfig) -> Choice:
     """The trajectories that pass the filters, in the order of the log.
 
     Raises:
-        FileNotFoundError: A run kept no trajectories.
+        FileNotFoundError: A run saved no trajectories.
     """
     limit = config.limit if config.limit is not None else (0 if config.atif else 200 if config.html else 3)
-    shown: list[Place] = []
+    shown: list[Location] = []
     matched = total = 0
     blocks = set()
     for number, run in enumerate(config.runs):
         step = config.step if config.filtered else max(steps_of(run, config.kind))
-        for block, place, row in rows_of(run, config.kind, step):
+        for block, line_number, row in rows_of(run, config.kind, step):
             total += 1
             if matches(row, config):
                 matched += 1
                 blocks.add((number, block))
                 if not limit or len(shown) < limit:
-                    shown.append((number, block, place))
+                    shown.append((number, block, line_number))
     return Choice(tuple(shown), matched, total, frozenset(blocks), config)
 
 
@@ -157,7 +158,7 @@ def steps_of(run: str, kind: str) -> list[int]:
         FileNotFoundError: There are none.
     """
     files = trace_files(run)
-    steps = [step for _, found, step in files if found == kind]
+    steps = [step for _, file_kind, step in files if file_kind == kind]
     if not steps:
         hint = f"--kind {files[0][1]} shows those that it holds" if files else "name a run with log.traces above 0"
         raise FileNotFoundError(f"{run} holds no trajectories of kind {kind!r}; {hint}")
@@ -165,22 +166,22 @@ def steps_of(run: str, kind: str) -> list[int]:
 
 
 def rows_of(run: str, kind: str, step: int | None = None) -> Iterator[tuple[Block, int, Row]]:
-    """(file, place in it, what the index says) of the trajectories of a run or of one of its steps."""
-    for log, found, number in trace_files(run):
-        if found == kind and step in (None, number):
-            for place, row in enumerate(index.rows(index.load(log, kind, number))):
-                yield (found, number), place, row
+    """(file, index of the line in it, row of the index) of the trajectories of a run or of one of its steps."""
+    for log, file_kind, number in trace_files(run):
+        if file_kind == kind and step in (None, number):
+            for line_number, row in enumerate(index.rows(index.load(log, kind, number))):
+                yield (file_kind, number), line_number, row
 
 
 def available(config: ViewConfig) -> str:
-    """Which steps and statuses the log holds, for filters that match nothing."""
+    """Which steps and statuses the log has, for filters that match nothing."""
     steps = sorted({step for run in config.runs for step in steps_of(run, config.kind)})
     within = config.step if config.step in steps else None
     rows = (row for run in config.runs for _, _, row in rows_of(run, config.kind, within))
-    found = Counter(row["status"] for row in rows).most_common()
+    statuses = Counter(row["status"] for row in rows).most_common()
     of = f"step {within}" if within is not None else "the log"
     shown = ", ".join(map(str, steps if len(steps) <= 20 else [*steps[:10], "...", *steps[-9:]]))
-    return f"steps in the log: {shown}\nstatuses in {of}: {', '.join(f'{name} {count}' for name, count in found)}"
+    return f"steps in the log: {shown}\nstatuses in {of}: {', '.join(f'{name} {count}' for name, count in statuses)}"
 
 
 def matches(row: Row, config: ViewConfig) -> bool:
@@ -196,7 +197,8 @@ def matches(row: Row, config: ViewConfig) -> bool:
 
 
 def overview(run: str, kind: str = "step") -> Table:
-    """A row per step: rollouts, mean reward, tool errors in correct ones, kept. At most 30, evenly spaced."""
+    """A table with a row per step: rollouts, mean reward, tool errors in correct ones, kept. At most 30 rows, evenly
+    spaced."""
     steps = steps_of(run, kind)
     chosen = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, min(30, len(steps))).round().astype(int))]
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -262,22 +264,23 @@ def page(config: ViewConfig, choice: Choice | None = None) -> str:
 
 
 def show(records: Iterable[TraceRecord], console: Console | None = None) -> None:
-    """Prints trajectories; works in a terminal and in a notebook."""
+    """Prints trajectories in a terminal or a notebook."""
     console = console or Console()
     for record in records:
         console.print(render(record))
 
 
 def opened(run: str) -> str:
-    """The directory of a run; for a file of ATIF, one with its trajectories, which is removed at exit."""
+    """The directory of a run. For a file in ATIF format it is a temporary directory with its trajectories, removed at
+    exit."""
     if not Path(run).is_file():
         return run
     folder = Path(tempfile.mkdtemp()) / Path(run).name
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     records = sorted(read_atif(Path(run)), key=lambda record: record.step)
     writer = TraceWriter(folder)
-    for step, found in groupby(records, key=lambda record: record.step):
-        writer.write(step, found)
+    for step, records_of_step in groupby(records, key=lambda record: record.step):
+        writer.write(step, records_of_step)
     return str(folder)
 
 
@@ -323,8 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     console = Console()
     for run in () if config.filtered else config.runs:
-        said = f"{run}: {len(steps_of(run, config.kind))} steps with trajectories"
-        console.print(said, markup=False, highlight=False, soft_wrap=True)
+        line = f"{run}: {len(steps_of(run, config.kind))} steps with trajectories"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print(overview(run, config.kind))
     show(choice.records, console)
     left = choice.matched - len(choice.places)

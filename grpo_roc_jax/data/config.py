@@ -38,7 +38,7 @@ class DemonstrationConfig:
 
 
 def split_name(source: str) -> tuple[str, str]:
-    """(name, source) of `NAME=SOURCE`; an empty name without one."""
+    """(name, source) of `NAME=SOURCE`; the name is empty if there is none."""
     name, equals, path = source.partition("=")
     return (name, path) if equals and re.fullmatch(r"[\w-]+", name) else ("", source)
 
@@ -49,7 +49,8 @@ class DataConfig:
 
     sources: tuple[str, ...] = ("world:products:1", "world:gcd:1", "world:powmod:1")
     """Training sources: `world:FAMILY:LEVEL` (generated), paths of .jsonl or .parquet files,
-    `hub:OWNER/NAME@REVISION:CONFIG:SPLIT` (the last two may be left out), or `verifiers:TASKSET`."""
+    `hub:OWNER/NAME@REVISION:CONFIG:SPLIT` (the last two may be left out), or `verifiers:TASKSET`, with settings as
+    `verifiers:TASKSET?NAME=VALUE&NAME=VALUE`."""
     weights: tuple[Positive, ...] = ()
     """Share of each source in a batch, in the order of `sources`; empty: equal shares."""
     world_problems: Count = 0

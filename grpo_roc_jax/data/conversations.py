@@ -29,25 +29,25 @@ from grpo_roc_jax.types import Problem
 
 TOOL_ROLES = ("tool", "function", "ipython")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of an assistant message that hold a thought; the first that is filled counts."""
+"""Keys of an assistant message that can hold a thought; the first nonempty one is used."""
 READ_KEYS = {
     "assistant": {"role", "content", "tool_calls", "function_call", "name", *REASONING},
     **{role: {"role", "content", "tool_call_id", "name"} for role in TOOL_ROLES},
 }
-"""Role -> keys of its messages that are read; of the other roles `role`, `content` and `name`."""
+"""Keys that are read of the messages of a role; for roles not listed these are `role`, `content` and `name`."""
 FOLLOWS = {"system": ("system", "user"), "user": ("user", "assistant"), "assistant": TOOL_ROLES} | {
     role: (*TOOL_ROLES, "assistant") for role in TOOL_ROLES
 }
-"""Role of a message -> roles of the next one."""
+"""Role of a message -> allowed roles of the next one."""
 
 
 def load_traces(path: str | Path, *, bad_rows: Literal["drop", "fail"] = "drop") -> tuple[list[Trace], LoadReport]:
     """Traces of a file of `messages` rows, in file order, and a report of the file.
 
     Assistant `tool_calls` become `<tool_call>` blocks; `<think>` and `reasoning_content` are read as `<reason>`.
-    Results go to their calls by `tool_call_id`. Keys of messages that are not read are named in the report. System
-    texts are replaced by `text.system` and counted. A row's own `tools` (OpenAI schemas, as a list or as JSON text) are
-    listed in its system message in place of the run's, under `text.tools_section`; a row that calls another tool is
+    Results are matched to calls by `tool_call_id`. The report names keys of messages that are not read. System texts
+    are replaced by `text.system` and counted. If a row has its own `tools` (OpenAI schemas, as a list or as JSON text),
+    its system message lists these instead of the run's, under `text.tools_section`; a row that calls another tool is
     bad.
 
     Raises:
@@ -79,20 +79,20 @@ def load_traces(path: str | Path, *, bad_rows: Literal["drop", "fail"] = "drop")
 
 
 def _unread(message: Mapping[str, Any]) -> set[str]:
-    """Keys of a message that hold something and are not read."""
+    """Keys of a message that have a value and are not read."""
     read = READ_KEYS.get(message["role"], {"role", "content", "name"})
     return {str(key) for key, value in message.items() if key not in read and value not in (None, "", [], {}, False)}
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without null entries: Parquet gives every struct of a column the keys of all of them."""
+    """The value without null entries. Parquet gives every struct of a column the keys of all structs in it."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _decoded(value: Any, refusal: str) -> Any:
-    """The value, read as JSON if it is text."""
+    """The value, decoded from JSON if it is text."""
     try:
         return parse_json(value, "it") if isinstance(value, str) else value
     except ValueError as error:
@@ -100,7 +100,7 @@ def _decoded(value: Any, refusal: str) -> Any:
 
 
 def _function(call: Any) -> Any:
-    """The function of an OpenAI schema or call, which may stand alone or under `function`."""
+    """The function of an OpenAI schema or call, either given directly or under `function`."""
     return call.get("function", call) if isinstance(call, Mapping) else None
 
 
@@ -130,7 +130,7 @@ def _messages(row: Any) -> list[Mapping[str, Any]]:
 
 
 def _with_thought(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content has parts that are thoughts, with these in a key of their own."""
+    """The message with thoughts among the parts of its content moved to a key of their own."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -213,16 +213,16 @@ def _in_order(calls: list[Any], replies: list[Mapping[str, Any]]) -> tuple[str, 
 
 
 def _id_of(value: Any, key: str) -> str | None:
-    """An id as text; None without one."""
+    """An id as text; None if there is none."""
     own_id = value.get(key) if isinstance(value, Mapping) else None
     return None if own_id in (None, "") else str(own_id)
 
 
 def _reasoning(message: Mapping[str, Any]) -> str:
-    found = next((message[key] for key in REASONING if message.get(key)), "")
-    if not isinstance(found, str):
-        raise UnusableRow(f"a thought that is {type(found).__name__}; must be text")
-    return _marked(found).strip().removeprefix("<reason>").removesuffix("</reason>").strip()
+    thought = next((message[key] for key in REASONING if message.get(key)), "")
+    if not isinstance(thought, str):
+        raise UnusableRow(f"a thought that is {type(thought).__name__}; must be text")
+    return _marked(thought).strip().removeprefix("<reason>").removesuffix("</reason>").strip()
 
 
 def _marked(text: str) -> str:

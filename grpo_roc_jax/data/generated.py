@@ -1,4 +1,4 @@
-"""Sources whose problems are generated instead of read. A room that generates some adds them to `GENERATORS`."""
+"""Sources whose problems are generated instead of read. Other rooms register their generators in `GENERATORS`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,16 +11,17 @@ from grpo_roc_jax.text.forms import PYTHON_TOOL
 from grpo_roc_jax.types import Problem
 
 TRACE_START = 1 << 39
-"""First training index that is demonstrated; lower ones are rolled out, so the two stages share no problem."""
+"""First index of training problems that are used for demonstrations. Lower ones are rolled out, so the two stages share
+no problem."""
 HELD_OUT_START = 1 << 40
-"""First index that is held out from training."""
+"""First index of problems that are held out from training."""
 TOOL_NAME = PYTHON_TOOL
-"""The tool that demonstrations call (the name of the published run)."""
+"""The tool that demonstrations call (named as in the published run)."""
 
 
 @dataclass(frozen=True)
 class Generator:
-    """Endless sources: problem number `index` of a source is a pure function of the source, a seed and the index."""
+    """An endless source: problem number `index` is a pure function of the source, a seed and the index."""
 
     check: Callable[[str], object]
     """Raises ValueError for a source that does not exist."""
@@ -33,11 +34,11 @@ class Generator:
 
 
 GENERATORS: dict[str, Generator] = {}
-"""Prefix of the name of a source -> what generates it."""
+"""Prefix of the name of a source -> its generator."""
 
 
 def generator_of(source: str) -> Generator | None:
-    """What generates a source; None for one that is read."""
+    """The generator of a source; None for a source that is read from files."""
     return next((generator for prefix, generator in GENERATORS.items() if source.startswith(prefix)), None)
 
 

@@ -1,4 +1,4 @@
-"""GSM8K's calculator annotations as tool-call demonstrations: open cold-start data that needs no model.
+"""Converts GSM8K's calculator annotations to tool-call demonstrations: open cold-start data that needs no model.
 
     python -m grpo_roc_jax.data.gsm8k_traces gsm8k_train.jsonl --out traces.jsonl [--repair 0.3 --wrong 0.1]
 
@@ -8,8 +8,8 @@ appears before it is computed. A problem is kept if every annotation is plain ar
 annotated value; the others are counted by reason. The output has one `messages` row per problem, for
 `data.trace_sources`. Annotations: arXiv:2110.14168, appendix C.
 
-Traces of lower quality are mixed in by shares: a call that fails before the one that works, a last call that computes
-something else and an answer that trusts it, or a guess without a call. Their calls are run too.
+Traces of lower quality can be mixed in by shares: a call that fails before the one that works; a last call that
+computes something else, with an answer that trusts it; or a guess without a call. Their calls are run too.
 """
 
 import ast
@@ -48,9 +48,9 @@ class Step:
     text: str
     expression: str
     value: str
-    """Empty where the call may print anything."""
+    """Annotated value; empty if any output of the call is accepted."""
     fault: str = ""
-    """Program that fails, in place of the one that works."""
+    """Program that fails and replaces the one that works; empty for none."""
 
     @property
     def code(self) -> str:
@@ -66,7 +66,7 @@ class Solution:
     rest: str
     """Text after the last step."""
     answer: str
-    """Empty for what the last call prints."""
+    """Answer of the problem; empty for what the last call prints."""
     kind: str = "clean"
 
 
@@ -121,7 +121,7 @@ def agrees(printed: str, annotated: str) -> bool:
 
 
 def read_solution(question: str, answer: str) -> Solution | Reason:
-    """The steps of an annotated solution, or why it has none."""
+    """The steps of an annotated solution, or the reason why it cannot be converted."""
     body, mark, final = answer.rpartition("####")
     if not mark or not final.strip():
         return "no answer"
@@ -139,21 +139,21 @@ def read_solution(question: str, answer: str) -> Solution | Reason:
 
 
 FAULTS = ("print({0}", "prnt({0})", "print({0} + '')")
-"""Ways in which a call fails, as format strings over its expression."""
+"""Ways to make a call fail, as format strings over its expression."""
 
 
 def spoiled(solution: Solution, kind: str, rng: np.random.Generator) -> Solution:
-    """The solution in the quality of a kind of `DemonstrationConfig`."""
+    """The solution, degraded to a kind of demonstration in `DemonstrationConfig`."""
     *before, last = solution.steps
     if kind == "guess":
         steps, rest, answer = (), "by heart", guessed_answer(solution.answer, rng)
     elif kind == "wrong":
         steps, rest, answer = (*before, Step(last.text, f"{last.expression} + 1", "")), "", ""
     elif kind == "repair":
-        place = int(rng.integers(len(solution.steps)))
-        step = solution.steps[place]
+        index = int(rng.integers(len(solution.steps)))
+        step = solution.steps[index]
         fails = replace(step, fault=FAULTS[rng.integers(len(FAULTS))].format(step.expression))
-        steps = (*solution.steps[:place], fails, replace(step, text="fix it"), *solution.steps[place + 1 :])
+        steps = (*solution.steps[:index], fails, replace(step, text="fix it"), *solution.steps[index + 1 :])
         rest, answer = solution.rest, solution.answer
     else:
         return solution
@@ -171,8 +171,8 @@ def check_results(solution: Solution, results: Sequence[ToolResult]) -> Reason |
 
 
 def to_row(solution: Solution, results: Sequence[ToolResult]) -> dict[str, Any]:
-    """The conversation: a turn with a call for each step, its output, and the boxed answer at the end; `reward` is 1
-    where it is the answer of the problem."""
+    """The conversation: a turn with a call for each step, its output, and the boxed answer at the end. `reward` is 1 if
+    that is the answer of the problem."""
     final = solution.answer or results[-1].stdout.strip()
     messages: list[dict[str, Any]] = [{"role": "user", "content": solution.question}]
     for step, result in zip(solution.steps, results, strict=True):
@@ -198,14 +198,14 @@ CLEAN = DemonstrationConfig(guess=0, repair=0, clean=1, wrong=0)
 def convert(
     path: Path, executor: ToolExecutor, *, limit: int = 0, mix: DemonstrationConfig = CLEAN, seed: int = 0
 ) -> Conversion:
-    """Traces of an annotated file, with every call run by the executor.
+    """Traces of an annotated file. The executor runs every call.
 
     Args:
         path: JSONL with `question` and `answer`.
         executor: A started executor.
         limit: Number of problems to read; 0 for all.
         mix: Shares of the kinds of traces.
-        seed: Another one gives other mistakes.
+        seed: Seed of the random mistakes.
 
     Raises:
         ValueError: A row lacks one of the two columns.
@@ -234,12 +234,12 @@ def convert(
     results = iter(executor.run(calls))
     rows = []
     for solution in solutions:
-        own = [next(results) for _ in solution.steps]
-        reason = check_results(solution, own)
+        step_results = [next(results) for _ in solution.steps]
+        reason = check_results(solution, step_results)
         if reason:
             refused[reason] += 1
         else:
-            rows.append(to_row(solution, own))
+            rows.append(to_row(solution, step_results))
     return Conversion(rows, problems, len(calls), dict(refused))
 
 
@@ -262,25 +262,25 @@ class TracesConfig:
     guess: float = 0.0
     """Share of answers without a call, mostly wrong."""
     seed: int = 0
-    """Chooses the mistakes."""
+    """Seed of the random mistakes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    asked = tyro.cli(TracesConfig, args=argv, prog="python -m grpo_roc_jax.data.gsm8k_traces")
+    options = tyro.cli(TracesConfig, args=argv, prog="python -m grpo_roc_jax.data.gsm8k_traces")
     executor = make_executor(ToolsConfig(enabled=(TOOL_NAME,)), default_registry([TOOL_NAME]))
     try:
-        mix = DemonstrationConfig(guess=asked.guess, repair=asked.repair, clean=asked.clean, wrong=asked.wrong)
+        mix = DemonstrationConfig(guess=options.guess, repair=options.repair, clean=options.clean, wrong=options.wrong)
         executor.start()
-        conversion = convert(Path(asked.path).expanduser(), executor, limit=asked.limit, mix=mix, seed=asked.seed)
+        conversion = convert(Path(options.path).expanduser(), executor, limit=options.limit, mix=mix, seed=options.seed)
     except ValueError as error:
         print(f"gsm8k_traces: {error}", file=sys.stderr)
         return 2
     finally:
         executor.close()
-    with open(asked.out, "w", encoding="utf-8") as file:
+    with open(options.out, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in conversion.rows)
-    print(f"{asked.out}: {conversion}")
+    print(f"{options.out}: {conversion}")
     return 0
 
 

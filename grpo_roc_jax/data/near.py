@@ -5,15 +5,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 WORDS = 4
-"""Consecutive words that are compared at a time."""
+"""Number of consecutive words that are compared together."""
 ALIKE = 0.7
-"""Share of the word runs of two texts that both have, from which on they are near-duplicates."""
+"""Two texts are near-duplicates if they share at least this fraction of their word runs."""
 TOKEN = re.compile(r"\w+|[-+*/^=<>%]")
-"""Operators count, since they are all that tells short problems apart; other punctuation does not."""
+"""Operators are tokens, since short problems may differ in nothing else; other punctuation is ignored."""
 
 
 def shingles(text: str) -> frozenset[tuple[str, ...]]:
-    """The runs of `WORDS` consecutive words of a text without regard to case; the whole of a shorter text."""
+    """The runs of `WORDS` consecutive words of a text, ignoring case; a shorter text is a single run."""
     words = TOKEN.findall(text.casefold())
     if len(words) <= WORDS:
         return frozenset([tuple(words)])
@@ -24,25 +24,25 @@ def near_duplicates(texts: Iterable[str], others: Sequence[str]) -> list[tuple[s
     """(text, the most similar of the others) for each text that has a near-duplicate among them."""
     runs = [shingles(other) for other in others]
     places: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for place, own in enumerate(runs):
-        for run in own:
-            places[run].append(place)
-    known, found = places.keys(), []
+    for number, text_runs in enumerate(runs):
+        for run in text_runs:
+            places[run].append(number)
+    known, pairs = places.keys(), []
     for text in texts:
-        own = shingles(text)
-        shared = Counter(place for run in own & known for place in places[run])
-        shares = {place: count / (len(own) + len(runs[place]) - count) for place, count in shared.items()}
+        text_runs = shingles(text)
+        shared = Counter(number for run in text_runs & known for number in places[run])
+        shares = {number: count / (len(text_runs) + len(runs[number]) - count) for number, count in shared.items()}
         best = max(shares, key=shares.__getitem__, default=None)
         if best is not None and shares[best] >= ALIKE:
-            found.append((text, others[best]))
-    return found
+            pairs.append((text, others[best]))
+    return pairs
 
 
 def describe_near(source: str, pairs: Sequence[tuple[str, str]], shown: int = 3) -> list[str]:
-    """Lines that count and name near-duplicates; none without any."""
+    """Lines that count and name near-duplicates; empty if there are none."""
     if not pairs:
         return []
-    lines = [f"  {one[:60]!r} is like the held-out {other[:60]!r}" for one, other in pairs[:shown]]
+    lines = [f"  {text[:60]!r} is like the held-out {other[:60]!r}" for text, other in pairs[:shown]]
     more = [f"  and {len(pairs) - shown} more"] if len(pairs) > shown else []
     rows = (
         "1 row is a near-duplicate of a held-out one"

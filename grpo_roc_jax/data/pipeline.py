@@ -1,4 +1,4 @@
-"""Grain pipelines: sources are mixed by weight, shuffled by seed and batched; they can be resumed.
+"""Grain pipelines: sources are mixed by weight, shuffled by seed and batched. Their position can be saved and restored.
 
 Every host draws whole batches, so the order of problems does not depend on the number of hosts, and a run can be
 resumed on another number of them. The state is one index and a fingerprint.
@@ -27,13 +27,13 @@ from grpo_roc_jax.types import Problem
 T = TypeVar("T")
 
 DRAWS_A_PROBLEM = 50
-"""Draws from a world for each held-out problem, most of which are needed only where it is nearly exhausted."""
+"""Draws from a world for each held-out problem; so many are needed only if the world is nearly exhausted."""
 TASKSET_PREFIX = "verifiers:"
 """Before the id of a taskset of verifiers."""
 
 
 class Notes(list[str]):
-    """Findings of loading sources, and how many rows are too long."""
+    """Notes on loading sources, and the number of rows that are too long."""
 
     left_out = 0
 
@@ -46,13 +46,13 @@ class Stream(Generic[T]):
         self._fingerprint = fingerprint
         self._notes = notes
         self.notes = tuple(notes)
-        """Findings of loading the sources, to show at the start of a run."""
+        """Notes on loading the sources, to show at the start of a run."""
         self.longest = longest
-        """Tokens that no trace exceeds; 0 where they were not counted."""
+        """Largest number of tokens of a trace; 0 if they were not counted."""
 
     @property
     def left_out(self) -> int:
-        """Rows of files that are too long, and demonstrations of worlds drawn so far."""
+        """Number of rows of files that are too long, and of such demonstrations of worlds drawn so far."""
         return self._notes.left_out
 
     def __iter__(self) -> Iterator[list[T]]:
@@ -66,11 +66,11 @@ class Stream(Generic[T]):
         return {**self._iterator.get_state(), "fingerprint": self._fingerprint}
 
     def owns(self, state: Mapping[str, Any]) -> bool:
-        """Whether a position is one of this stream."""
+        """Whether a position was saved by an equal stream."""
         return state.get("fingerprint") == self._fingerprint
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores a position; the next batch is the one that followed `get_state`.
+        """Restores a position. The next batch is the one that followed `get_state`.
 
         Raises:
             ValueError: The state belongs to a stream with other data, another seed or another batch size.
@@ -85,7 +85,7 @@ class Stream(Generic[T]):
 
 @dataclass(frozen=True)
 class _Addressed:
-    """A random-access source of `length` elements, the i-th of which is `element(i)`."""
+    """A random-access source of `length` elements; element i is `element(i)`."""
 
     element: Callable[[int], Any]
     length: int
@@ -126,20 +126,20 @@ def make_problem_stream(
         ValueError: A source cannot be used (see `load_problems`, `check_world`), or holds what is too long.
     """
     notes = Notes()
-    found = training_problems(config, seed, notes, prompt_length, max_prompt_tokens)
+    sources = training_problems(config, seed, notes, prompt_length, max_prompt_tokens)
     datasets = []
     contents = []
-    for source, rows in found:
+    for source, rows in sources:
         if len(rows) == TRACE_START:
             datasets.append(grain.MapDataset.source(rows))
             contents.append(source)
             continue
-        kept = [problem for problem in rows if problem.uid not in left_out] if left_out else rows
-        if not kept:
+        trainable = [problem for problem in rows if problem.uid not in left_out] if left_out else rows
+        if not trainable:
             raise ValueError(f"{source}: no problem is left to train on\n" + "\n".join(notes))
-        datasets.append(_epochs(kept, config.shuffle, seed))
-        named = isinstance(kept, _Addressed)
-        contents.append(f"{source}:{len(kept)}" if named else _digest(problem.uid for problem in kept))
+        datasets.append(_epochs(trainable, config.shuffle, seed))
+        named = isinstance(trainable, _Addressed)
+        contents.append(f"{source}:{len(trainable)}" if named else _digest(problem.uid for problem in trainable))
     return _stream(datasets, contents, config.weights, problems, seed, notes)
 
 
@@ -150,28 +150,28 @@ def training_problems(
     prompt_length: Callable[[Problem], int] | None = None,
     max_prompt_tokens: int = 0,
 ) -> list[tuple[str, Sequence[Problem]]]:
-    """(source, its training problems) for each source; see `make_problem_stream`. An endless world has `TRACE_START`.
-    `notes` gets the findings."""
+    """(source, its training problems) for each source; see `make_problem_stream`. An endless world has `TRACE_START` of
+    them. Notes on loading are appended to `notes`."""
     files = [source for _, source in map(split_name, config.eval_sources) if generator_of(source) is None]
     held_out = {problem.prompt for source in files for problem in _load(source, config, [])}
-    found: list[tuple[str, Sequence[Problem]]] = []
+    by_source: list[tuple[str, Sequence[Problem]]] = []
     for source in config.sources:
         if generator := generator_of(source):
             element = partial(_hinted_problem, generator, source, seed)
             if prompt_length is not None:
-                prompt_length(element(0))  # refuses what no rollout could begin with
-            found.append((source, _Addressed(element, config.world_problems or TRACE_START)))
+                prompt_length(element(0))  # refuses problems that no rollout could begin with
+            by_source.append((source, _Addressed(element, config.world_problems or TRACE_START)))
             continue
         rows = _load(source, config, notes)
-        kept = [problem for problem in rows if problem.prompt not in held_out]
-        if len(kept) < len(rows):
-            notes.append(f"{source}: {len(rows) - len(kept)} rows are also held out; dropped from training")
-        near = near_duplicates((problem.prompt for problem in kept), sorted(held_out)) if held_out else []
+        usable = [problem for problem in rows if problem.prompt not in held_out]
+        if len(usable) < len(rows):
+            notes.append(f"{source}: {len(rows) - len(usable)} rows are also held out; dropped from training")
+        near = near_duplicates((problem.prompt for problem in usable), sorted(held_out)) if held_out else []
         notes += describe_near(source, near)
         if prompt_length is not None:
-            kept = fitting_problems(kept, prompt_length, max_prompt_tokens, config, notes, f"{source}: ")
-        found.append((source, kept))
-    return found
+            usable = fitting_problems(usable, prompt_length, max_prompt_tokens, config, notes, f"{source}: ")
+        by_source.append((source, usable))
+    return by_source
 
 
 def fitting_problems(
@@ -182,18 +182,19 @@ def fitting_problems(
     notes: Notes,
     prefix: str = "",
 ) -> list[Problem]:
-    """The problems whose prompts fit; `notes` gets the lengths and the first of the others, after `prefix`.
+    """The problems whose prompts fit. Notes on the lengths and the first problems left out are appended to `notes`,
+    each after `prefix`.
 
     Raises:
-        ValueError: One does not fit, and `config.bad_rows` is `fail`.
+        ValueError: A prompt does not fit, and `config.bad_rows` is `fail`.
     """
-    kept, lengths = drop_long(list(problems), prompt_length, max_prompt_tokens)
+    fitting, lengths = drop_long(list(problems), prompt_length, max_prompt_tokens)
     lengths = [f"{prefix}{note}" for note in lengths]
-    if len(kept) < len(problems) and config.bad_rows == "fail":
+    if len(fitting) < len(problems) and config.bad_rows == "fail":
         raise ValueError("\n".join([*lengths, f"raise rollout.max_prompt_tokens, or {_DROP}"]))
     notes += lengths
-    notes.left_out += len(problems) - len(kept)
-    return kept
+    notes.left_out += len(problems) - len(fitting)
+    return fitting
 
 
 _DROP = "set data.bad_rows to drop, which leaves them out"
@@ -210,15 +211,15 @@ def make_trace_stream(
     """Endless batches of traces for supervised fine-tuning, from worlds (demonstrated) and `messages` files.
 
     Args:
-        config: `trace_sources` with `trace_weights`, or else `sources`; `weights` are of these.
+        config: `trace_sources` with `trace_weights`; if there are none, `sources` with `weights`.
         traces: Traces per batch.
         seed: Seed of the shuffles, the worlds and the demonstrators' mistakes.
         row_length: Returns the number of tokens of a trace. With it, a trace beyond `max_row_tokens` is left out, or
-            refused (`config.bad_rows`), since nothing is cut. Another trace of its world takes its place.
+            refused (`config.bad_rows`), since nothing is cut. For worlds another trace replaces it.
         max_row_tokens: Used with `row_length`.
 
     Raises:
-        ValueError: As in `make_problem_stream`; or `sources` stands in for `trace_sources` and holds no traces.
+        ValueError: As in `make_problem_stream`; or `sources` is used instead of `trace_sources` and holds no traces.
     """
     sources = config.trace_sources or config.sources
     weights = config.trace_weights or (config.weights if sources == config.sources else ())
@@ -278,7 +279,8 @@ def _generated_trace(generator: Generator, source: str, seed: int, config: DataC
 
 
 def eval_problems(config: DataConfig, notes: list[str] | None = None) -> list[Problem]:
-    """The held-out problems, evenly from each source, the same for every seed of a run; `notes` gets the findings.
+    """The held-out problems, evenly from each source, the same for every seed of a run. Notes on loading are appended
+    to `notes`.
 
     Raises:
         ValueError: `eval_problems` is positive, but every training source is a file and `eval_sources` is empty.
@@ -293,29 +295,29 @@ def eval_problems(config: DataConfig, notes: list[str] | None = None) -> list[Pr
     for i, (name, source) in enumerate(map(split_name, sources)):
         count = config.eval_problems * (i + 1) // len(sources) - config.eval_problems * i // len(sources)
         if generator := generator_of(source):
-            found = distinct_problems(generator, source, config.eval_seed, count)
-            if len(found) < count and notes is not None:
+            held_out = distinct_problems(generator, source, config.eval_seed, count)
+            if len(held_out) < count and notes is not None:
                 notes.append(
-                    f"{source}: {len(found)} distinct held-out problems for {count} asked for; no more appeared"
+                    f"{source}: {len(held_out)} distinct held-out problems for {count} asked for; no more appeared"
                 )
         else:
             rows = _load(source, config, [] if notes is None else notes)
             rng = np.random.default_rng([config.eval_seed, i])
-            found = [rows[k] for k in sorted(rng.permutation(len(rows))[:count])]
-        chosen += [replace(problem, source=name) for problem in found] if name else found
+            held_out = [rows[k] for k in sorted(rng.permutation(len(rows))[:count])]
+        chosen += [replace(problem, source=name) for problem in held_out] if name else held_out
     return chosen
 
 
 def distinct_problems(generator: Generator, source: str, seed: int, count: int) -> list[Problem]:
-    """The first `count` distinct held-out problems of a generated source; fewer of one that is too small. Repeated ones
-    would count twice in an accuracy, whose interval takes problems for independent."""
-    found: dict[str, Problem] = {}
+    """The first `count` distinct held-out problems of a generated source, or fewer if it is too small. Repeated
+    problems would count twice in an accuracy, whose confidence interval assumes independent problems."""
+    by_prompt: dict[str, Problem] = {}
     for index in range(count * DRAWS_A_PROBLEM):
-        if len(found) == count:
+        if len(by_prompt) == count:
             break
         problem = generator.problem(source, seed, HELD_OUT_START + index)
-        found.setdefault(problem.prompt, problem)
-    return list(found.values())
+        by_prompt.setdefault(problem.prompt, problem)
+    return list(by_prompt.values())
 
 
 def _load(source: str, config: DataConfig, notes: list[str]) -> list[Problem]:
@@ -354,25 +356,25 @@ def _fitting_traces(
     """The traces of a file that fit into a row.
 
     Raises:
-        ValueError: None does, or one does not and `bad_rows` is `fail`.
+        ValueError: None fits, or one does not fit and `bad_rows` is `fail`.
     """
-    said = f"{source}: {describe_lengths('conversations', lengths)}; batch.row_length = {most}"
+    text = f"{source}: {describe_lengths('conversations', lengths)}; batch.row_length = {most}"
     long = [(trace.problem.uid, n) for trace, n in zip(traces, lengths, strict=True) if n > most]
     named = [f"{source}: {uid}: conversation of {n} tokens, at most {most} fit" for uid, n in long[:SHOWN]]
     if not long:
-        notes.append(said)
+        notes.append(text)
         return list(traces)
-    said += f": {len(long)} of {len(traces)} do not fit"
+    text += f": {len(long)} of {len(traces)} do not fit"
     if len(long) == len(traces) or bad_rows == "fail":
         other = f", or {_DROP}" if len(long) < len(traces) else ""
-        raise ValueError("\n".join([f"{said}; raise it{other}, as nothing is cut", *named]))
-    notes += [f"{said} and are left out, {len(traces) - len(long)} are left", *named]
+        raise ValueError("\n".join([f"{text}; raise it{other}, as nothing is cut", *named]))
+    notes += [f"{text} and are left out, {len(traces) - len(long)} are left", *named]
     notes.left_out += len(long)
     return [trace for trace, n in zip(traces, lengths, strict=True) if n <= most]
 
 
 OTHER_TRACES = 1 << 32
-"""From the number of a demonstration of a world to that of the one which takes its place if it is too long."""
+"""Added to the index of a demonstration of a world that is too long, to get the index of its replacement."""
 TRIES = 50
 
 
@@ -385,10 +387,11 @@ def _fitting_trace(
     notes: Notes,
     index: int,
 ) -> Trace:
-    """Demonstration number `index` of a world, or the first after it in steps of `OTHER_TRACES` that fits into a row.
+    """Demonstration number `index` of a world, or the first one after it, in steps of `OTHER_TRACES`, that fits into a
+    row.
 
     Raises:
-        ValueError: It does not fit and `bad_rows` is `fail`, or `TRIES` of them do not.
+        ValueError: It does not fit and `bad_rows` is `fail`, or `TRIES` of them do not fit.
     """
     for tried in range(TRIES):
         trace = element(index + tried * OTHER_TRACES)
@@ -420,7 +423,7 @@ def _stream(
     notes: Notes,
     longest: int = 0,
 ) -> Stream:
-    """Batches of `size` elements of the mixture; `contents` enter the fingerprint."""
+    """Batches of `size` elements of the mixture. `contents` are part of the fingerprint."""
     mixed = datasets[0]
     if len(datasets) > 1:
         mixed = grain.MapDataset.mix(datasets, list(weights) or [1] * len(datasets))

@@ -1,4 +1,4 @@
-"""JSONL and Parquet files to problems: columns are detected by common names, bad rows are named and counted.
+"""Converts JSONL and Parquet files to problems. Columns are detected by common names; bad rows are named and counted.
 
 Formats that load without settings: TRL (`prompt`, `answer` or `solution` or `ground_truth`), verl and SkyRL (`prompt`
 as messages, `reward_model.ground_truth` or `reward_spec.ground_truth`, `data_source`), verifiers (`question`,
@@ -44,15 +44,15 @@ LOOKED_AT = 100
 MAX_ROW_BYTES = 16 << 20
 """Longer lines are bad rows; they are skipped without being held in memory."""
 LONG_ANSWER = 200
-"""Characters of a reference beyond which a marked answer is looked for in it."""
+"""Number of characters above which a marked answer is searched in a reference answer."""
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 OWN_FORM = re.compile(
     r"\b(?:answer|output|put|write|give|return|enclose|place)\b[^.?!\n]{0,80}(?:####|\\boxed|\\fbox|<answer>)",
     re.IGNORECASE,
 )
-"""A question that says how the answer must be marked, as verl's prompts do."""
+"""Matches a question that says how the answer must be marked, as verl's prompts do."""
 SHOWN = 20
-"""Bad rows, and over-long prompts, printed per file; all are counted."""
+"""Number of bad rows, and of prompts that are too long, printed per file; all are counted."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class BadRow:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Counts and findings of loading a file."""
+    """Counts and notes of loading a file."""
 
     file: str
     rows: int
@@ -80,15 +80,15 @@ class LoadReport:
     answer_column: str
     bad: tuple[BadRow, ...] = ()
     duplicates: int = 0
-    """Rows that repeat an earlier question and answer; dropped."""
+    """Number of rows that repeat an earlier question and answer; these are dropped."""
     own_system: int = 0
-    """Rows whose messages have a system text; `text.system` is used instead."""
+    """Number of rows whose messages have a system text; `text.system` is used instead."""
     own_tools: int = 0
     """Rows of `messages` with their own `tools`."""
     unread: Mapping[str, int] = field(default_factory=dict)
     """Key of messages that is not read -> number of rows that have it."""
     own_form: tuple[int, ...] = ()
-    """Rows whose question asks for a form of the answer of its own."""
+    """Rows whose question asks for its own form of the answer."""
     long_answers: tuple[int, ...] = ()
     """Rows whose reference is a long text without a marked answer."""
 
@@ -136,7 +136,7 @@ def _listed(rows: Sequence[int]) -> str:
 
 
 Row = tuple[int, Any]
-"""(row number, decoded row or a str with the reason why it could not be decoded)."""
+"""(row number, decoded row or, as a str, the reason why it could not be decoded)."""
 
 
 class UnusableRow(Exception):
@@ -179,7 +179,7 @@ def problems_of(
     answer_column: str = "",
     bad_rows: Literal["drop", "fail"] = "drop",
 ) -> tuple[list[Problem], LoadReport]:
-    """`load_problems` of rows from anywhere; `path` names them in messages, `stem` in uids."""
+    """Like `load_problems`, for rows from any origin. `path` names the origin in messages, `stem` in uids."""
     first_rows = list(itertools.islice(stream, LOOKED_AT))
     usable = [row for _, row in first_rows if isinstance(row, Mapping)]
     if not usable:
@@ -228,7 +228,7 @@ def problems_of(
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Rows of a JSONL or Parquet file; in place of a row that cannot be decoded, the reason.
+    """Rows of a JSONL or Parquet file; a row that cannot be decoded is replaced by the reason.
 
     Raises:
         ValueError: The file is missing, unreadable or of another kind.
@@ -325,8 +325,8 @@ def _problem(row: Any, prompt_column: str, answer_column: str, stem: str) -> tup
 
 
 def refuse_media(row: Mapping[str, Any], *used: str) -> None:
-    """Raises UnusableRow for a row with images, sound or video in a column other than those used: a problem is text,
-    and without them it is another one."""
+    """Raises UnusableRow for a row with images, sound or video in a column other than those used. A problem is text,
+    and without its media it would be a different one."""
     for name in MEDIA_COLUMNS:
         value = row.get(name)
         filled = bool(value) if isinstance(value, str | list | tuple | Mapping) else value is not None
@@ -401,15 +401,15 @@ _TOKEN = re.compile(r"[+-]?\d+(?:[.,/]\d+)*|\\[A-Za-z]+(?:\s*\{[^{}]*\})*|\S")
 
 
 def last_boxed(text: str) -> str:
-    """Content of the last `\\boxed{...}`, with balanced braces; the whole text if there is none that can be read."""
-    found = boxed_answer(text)
-    return text if found is None else found
+    r"""Content of the last `\boxed{...}`, with balanced braces; the whole text if there is no readable one."""
+    answer = boxed_answer(text)
+    return text if answer is None else answer
 
 
 def boxed_answer(text: str) -> str | None:
-    """Content of the last `\\boxed{...}` or `\\fbox{...}`, with balanced braces; None if it cannot be read.
+    r"""Content of the last `\boxed{...}` or `\fbox{...}`, with balanced braces; None if there is no readable one.
 
-    Without braces, as in `$\\boxed 2$`, the box holds what follows up to the end of the formula, or else one number,
+    Without braces, as in `$\boxed 2$`, the box holds what follows up to the end of the formula, or else one number,
     command or character.
     """
     boxes = list(_BOX.finditer(text))
@@ -437,25 +437,26 @@ def boxed_answer(text: str) -> str | None:
 def drop_long(
     problems: list[Problem], length: Callable[[Problem], int], max_tokens: int
 ) -> tuple[list[Problem], list[str]]:
-    """Problems whose prompt fits, and notes: the lengths, and the first dropped ones; prompts are never cut.
+    """Problems whose prompt fits, and notes on the lengths and the first dropped ones; prompts are never cut.
 
     Args:
         problems: The candidates.
         length: Returns the number of tokens of a problem's prompt, such as `lambda p: len(chat.prompt_ids(p))`.
-        max_tokens: Largest length kept.
+        max_tokens: Largest number of tokens of a prompt that is kept.
     """
     lengths = [length(problem) for problem in problems]
-    kept = [problem for problem, tokens in zip(problems, lengths, strict=True) if tokens <= max_tokens]
+    fitting = [problem for problem, tokens in zip(problems, lengths, strict=True) if tokens <= max_tokens]
     if not problems:
-        return kept, []
+        return fitting, []
     notes = [f"{describe_lengths('prompts', lengths)}; rollout.max_prompt_tokens = {max_tokens}"]
-    if dropped := len(problems) - len(kept):
+    if dropped := len(problems) - len(fitting):
         notes[0] += (
-            f": {dropped} over-long prompts dropped, {len(kept)} problems left; raise it to {max(lengths)} to keep all"
+            f": {dropped} over-long prompts dropped, {len(fitting)} problems left; "
+            f"raise it to {max(lengths)} to keep all"
         )
         long = [(p.uid, n) for p, n in zip(problems, lengths, strict=True) if n > max_tokens][:SHOWN]
         notes += [f"{uid}: prompt of {n} tokens, at most {max_tokens} fit; dropped" for uid, n in long]
-    return kept, notes
+    return fitting, notes
 
 
 def describe_lengths(what: str, lengths: Sequence[int]) -> str:

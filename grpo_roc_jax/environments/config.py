@@ -7,9 +7,12 @@ from dataclasses import field
 from types import ModuleType
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from grpo_roc_jax.settings.callables import resolve
+from grpo_roc_jax.settings.files import parse_yaml
 from grpo_roc_jax.settings.installing import install_command
-from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, Positive, kind, settings
+from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, Positive, fields_of, kind, settings
 from grpo_roc_jax.types import Problem
 
 Factories = Mapping[str, Callable[[], Any]]
@@ -115,6 +118,10 @@ class Hosted(EnvironmentKind):
     def factories(self) -> Factories:
         return {name: resolve("environment.path", path) for name, path in self.paths.items()}
 
+    def scores_failures(self, name: str) -> bool:
+        """Whether a rollout of the environment of that name scores 0 if it fails on what the policy said."""
+        return False
+
 
 OnFailure = Literal["zero", "drop"]
 """What becomes of a rollout that failed on what the policy said: it scores 0, or leaves its group."""
@@ -129,6 +136,9 @@ class OwnEnvironments(Hosted):
     LookupError, TypeError, AttributeError, ArithmeticError or AssertionError. `zero`: it ends with stop `failed` and
     scores 0, so the policy unlearns it. `drop`: it leaves its group as an infrastructure failure. Any other exception,
     and an attribute that the environment itself lacks, drops it."""
+
+    def scores_failures(self, name: str) -> bool:
+        return self.on_failure == "zero" and name in self.paths
 
 
 @kind("class")
@@ -145,28 +155,64 @@ class EnvironmentClass(OwnEnvironments):
 
 @kind("by_row")
 class EnvironmentByRow(OwnEnvironments):
-    """Several classes of the user's, among which the column `environment` of a problem chooses by name."""
+    """Several environments, among which the column `environment` of a problem chooses by name; without the column, its
+    source."""
 
     classes: tuple[str, ...] = field(kw_only=True)
-    """`name=path` of each, with a path as of kind `class`. The policy is offered the tools of all."""
+    """`name=path` of each, with a path as of kind `class`, or `name={kind: mcp, ...}` with another kind and its
+    settings; host, deadline and retries are those of `by_row`. The policy is offered the tools of all. `data.weights`
+    says how often each source is drawn."""
 
     def __post_init__(self) -> None:
-        if not all(name and path for name, _, path in self._parts) or not 0 < len(self.classes) == len(self.paths):
+        if not all(name and path for name, _, path in self._parts) or not 0 < len(self.classes) == len(self._names):
             raise ValueError(f"environment.classes = {self.classes!r}; must be name=path for each class, names once")
+        _ = self._others  # what they hold is checked at once
 
     @property
     def _parts(self) -> list[tuple[str, str, str]]:
         return [text.partition("=") for text in self.classes]
 
     @property
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(name for name, _, _ in self._parts))
+
+    @property
     def paths(self) -> Mapping[str, str]:
-        return {name: path for name, _, path in self._parts}
+        return {name: path for name, _, path in self._parts if not path.startswith("{")}
+
+    @property
+    def _others(self) -> dict[str, Hosted]:
+        """Those of other kinds, by name."""
+        return {name: self._read(name, text) for name, _, text in self._parts if text.startswith("{")}
+
+    def _read(self, name: str, text: str) -> Hosted:
+        where = f"environment.classes {name}"
+        given = parse_yaml(text, where)
+        shared = {one: getattr(self, one) for one in fields_of(Hosted)}
+        if both := sorted(given.keys() & shared.keys()):
+            raise ValueError(f"{where} sets {both[0]}, which is that of by_row; set it there")
+        chosen = EnvironmentKind.kinds.get(str(given.get("kind")), Hosted)
+        if not issubclass(chosen, Hosted) or issubclass(chosen, OwnEnvironments):
+            raise ValueError(
+                f"{where} is kind {chosen.kind}; must be mcp, openenv or verifiers, or the path of a class"
+            )
+        try:
+            return EnvironmentKind.read({**given, **shared})
+        except ValueError as error:
+            first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+            raise ValueError(f"{where} = {text}: {first}") from None
+
+    def factories(self) -> Factories:
+        others = {name: choice.factories()[""] for name, choice in self._others.items()}
+        own = super().factories()
+        return {name: own[name] if name in own else others[name] for name in self._names}
 
     def name_for(self, problem: Problem) -> str:
-        name = problem.extra.get("environment")
-        if name not in list(self.paths):
-            known = ", ".join(self.paths)
-            raise ValueError(f"column environment of problem {problem.uid!r} is {name!r}; must be one of {known}")
+        name = problem.extra.get("environment", problem.source)
+        if name not in self._names:
+            given = repr(name) if "environment" in problem.extra else f"missing, and its source is {name!r}"
+            known = ", ".join(self._names)
+            raise ValueError(f"column environment of problem {problem.uid!r} is {given}; must be one of {known}")
         return name
 
 
@@ -176,7 +222,12 @@ class EnvironmentMcp(Hosted):
     pay: a turn without a call ends the rollout."""
 
     command: tuple[str, ...] = ()
-    """Words of the command that starts a server for each rollout, which speaks over its standard input and output."""
+    """Words of the command that starts a server for each rollout, which speaks over its standard input and output.
+    `{NAME}` stands for a column of the problem, `{uid}`, or `{seed}`, which is equal for the rollouts of a problem. The
+    server that is asked for its tools at the start gets 0 for the seed and nothing for the others."""
+    log: str = ""
+    """File that servers of `command` append their error output to. Empty: it is thrown away, but for its end, which a
+    failure shows."""
     url: str = ""
     """Address of a server that runs already, such as `http://127.0.0.1:8000/mcp`; instead of `command`."""
     token_variable: str = ""
@@ -213,11 +264,14 @@ class EnvironmentVerifiers(Hosted):
     """A taskset of verifiers; needs the extra `verifiers`. `data.sources verifiers:TASKSET` has its problems."""
 
     taskset: str = field(kw_only=True)
-    """Id of the taskset: an importable module, or one of those that come with verifiers."""
+    """Id of the taskset: an importable module, or one of those that come with verifiers. `ID?NAME=VALUE&NAME=VALUE` has
+    settings of its own, as in `data.sources`."""
     harness: str = "null"
     """Id of the harness, which plays the episode and asks the policy for turns."""
     runtime: str = "subprocess"
     """Where the harness runs programs: `subprocess` on this host, `docker`, or another one that verifiers has."""
+    settings: tuple[str, ...] = ()
+    """Further settings of its environment, `NAME=VALUE` with dots in NAME, such as `agent.harness.max_turns=4`."""
 
     def factories(self) -> Factories:
         return {"": adapter("contrib.environments.verifiers_tasks", self.kind).verifiers_class(self)}
@@ -230,19 +284,22 @@ class AgentCommand(EnvironmentKind):
 
     A program finds the policy in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, or `ANTHROPIC_BASE_URL` and
     `ANTHROPIC_API_KEY`, and the columns of the problem as JSON on its standard input. Its reward is what it writes to
-    the file descriptor that `GRPO_REWARD_FD` names: a number, or an object with `reward`. What it prints is not read,
-    since the policy may have written it.
+    the file descriptor that `GRPO_REWARD_FD` names: a number, or an object with `reward`, `calls` (rewards of single
+    calls) and further numbers by name. What it prints is not read, since the policy may have written it.
     """
 
     command: str = ""
     """Words of the program; `{prompt}` stands for that of the problem."""
     function: str = ""
     """In place of a program: `async def rollout(row, base_url, api_key)` as `package.module:rollout` or
-    `file.py:rollout`, called for each rollout with the columns of the problem. It returns its reward, a number or an
-    object with `reward`. All rollouts share one thread and one import of the file, so a rollout costs what its calls
+    `file.py:rollout`, called for each rollout with the columns of the problem. It returns its reward as a program
+    writes it. All rollouts share one thread and one import of the file, so a rollout costs what its calls
     cost; whatever takes long must be awaited."""
     timeout_s: Positive = 300.0
     """Seconds for a rollout; one that takes longer is ended with stop `deadline`."""
+    trained: tuple[str, ...] = ()
+    """Which of several agents train: names that their requests give as `model`, or in the header `X-Agent`. What the
+    others sampled is context. Empty: all."""
     at_once: AtLeast1 = 64
     """Rollouts that run at a time."""
     on_failure: OnFailure = "zero"

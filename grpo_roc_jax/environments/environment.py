@@ -62,8 +62,9 @@ class Environment:
         """The result of a tool of `schemas`; fails as the methods that are tools do."""
         raise NotImplementedError
 
-    def get_reward(self) -> float | None:
-        """What is paid at the end, besides the rewards of turns; None leaves the rollout out of its group."""
+    def get_reward(self) -> float | Mapping[str, float | None] | None:
+        """What is paid at the end, besides the rewards of turns; None leaves the rollout out of its group. A mapping
+        has it as `reward`, and further numbers that `reward.functions` may pay by name."""
         return 0.0
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from grpo_roc_jax.environments.config import Factories, Hosted, OwnEnvironments
+from grpo_roc_jax.environments.config import Factories, Hosted
 from grpo_roc_jax.environments.environment import Environment, Observation, accepted, method_tools, row_of
 from grpo_roc_jax.environments.failure import Failure, failure_of, may_blame_policy, plain_failure
 from grpo_roc_jax.environments.threads import IdleThreads, LeasedThread
@@ -49,7 +49,8 @@ class Answer:
     """What an operation of an episode came to."""
 
     value: Any = None
-    """The text of a reset, (results, `Observation` or None) of a turn, the reward at the end."""
+    """The text of a reset, (results, `Observation` or None) of a turn, at the end (the reward, further numbers by
+    name)."""
     failure: Failure | None = None
     """That the episode ended by."""
     late: bool = False
@@ -88,6 +89,8 @@ class Episode:
     def __init__(self, settings: EpisodeSettings, factories: Factories):
         self._settings, self._factories = settings, factories
         self._environment: Any = None
+        self._name = ""
+        """Of the environment among the factories."""
         self._registry = Registry()
         self._retries = 0
         self._in_use = asyncio.Lock()
@@ -106,7 +109,8 @@ class Episode:
         """Makes the environment and resets it; another one is made if that fails."""
 
         async def begin() -> str:
-            factory = self._factories[self._settings.choice.name_for(problem)]
+            self._name = self._settings.choice.name_for(problem)
+            factory = self._factories[self._name]
             self._environment = environment = await self._call(factory)
             self._registry = method_tools(type(environment))
             if isinstance(environment, Environment):
@@ -174,10 +178,10 @@ class Episode:
     async def end(self) -> Answer:
         """The reward at the end; the environment is closed."""
 
-        async def paid() -> float | None:
+        async def paid() -> tuple[float | None, Mapping[str, float]]:
             if not hasattr(self._environment, "get_reward"):
-                return 0.0
-            return checked_reward(await self._call(self._environment.get_reward), "get_reward")
+                return 0.0, {}
+            return checked_pay(await self._call(self._environment.get_reward))
 
         async with self._in_use:
             answer = await self._answer(paid, (ToolUnavailable, ConnectionError), "get_reward")
@@ -232,7 +236,7 @@ class Episode:
         choice = self._settings.choice
         if isinstance(error, TooLate):
             return plain_failure(name, f"took longer than {choice.timeout_s:g} s")
-        zero = isinstance(choice, OwnEnvironments) and choice.on_failure == "zero" and name == "step"
+        zero = name == "step" and choice.scores_failures(self._name)
         blamed = zero and not isinstance(error, BadAnswer) and may_blame_policy(error, self._environment)
         return failure_of(name, error, by_policy=blamed)
 
@@ -303,6 +307,15 @@ def checked_observation(said: Any) -> Observation | None:
         raise BadAnswer("Observation.results holds something else than ToolResult")
     reward = checked_reward(said.reward, "Observation.reward")
     return replace(said, text=checked_text(said.text, "Observation.text"), reward=reward or 0.0, done=bool(said.done))
+
+
+def checked_pay(value: Any) -> tuple[float | None, Mapping[str, float]]:
+    """(the reward, further numbers by name) that `get_reward` returned. Raises BadAnswer for anything else."""
+    if not isinstance(value, Mapping):
+        return checked_reward(value, "get_reward"), {}
+    named = {str(name): checked_reward(number, f"get_reward()[{name!r:.80}]") for name, number in value.items()}
+    reward = named.pop("reward", None)
+    return reward, {name: number for name, number in named.items() if number is not None}
 
 
 def checked_reward(value: Any, name: str) -> float | None:

@@ -1,10 +1,10 @@
-"""The learner of a method: selected groups in, an updated policy out. One value, made once per run.
+"""The learner of a method: selected groups in, an updated policy out. A run makes one of these.
 
-batches = learner.batches(groups, explained, run)     # score, rows, packed on the mesh
-train, batches, metrics = learner.update(run, batches)
+batches = learner.batches(groups, explained, run)     # score, rows, packed on the mesh train, batches, metrics =
+learner.update(run, batches)
 
-`learner.learner` is the policy with its programs; this module adds what a method asks of them: passes under other
-policies, advantages and weights, rows rebuilt between optimizer steps, the reference.
+`learner.learner` has the policy with its programs. This module adds what a method needs: scores under other policies,
+advantages and weights, rows rebuilt between optimizer steps, and the reference policy.
 """
 
 import time
@@ -49,15 +49,15 @@ class LearningConfig(Method, Protocol):
     """The sections of a configuration that the learner reads besides those of the method."""
 
     batch: BatchConfig
-    """How rows are laid out."""
+    """Layout of packed rows."""
     optim: OptimConfig
     """The optimizer."""
     sampling: Any
-    """Its `temperature` is that of rollouts, unless the plan has another."""
+    """Has the `temperature` of rollouts, unless the plan sets another."""
     rollout: Any
-    """Its `max_prompt_tokens` bounds the prompts of a teacher."""
+    """Has `max_prompt_tokens`, the limit for the prompts of a teacher."""
     seed: int
-    """Of what is drawn at random."""
+    """Seed of random draws."""
 
 
 class LearningRun(Protocol):
@@ -76,7 +76,7 @@ PromptIds = Callable[..., Sequence[int]]
 
 @dataclass(frozen=True, eq=False)
 class SecondPolicy:
-    """Another model that a method distills: its parameters in the compute dtype, and its scoring pass."""
+    """Another model that a method distills from: its parameters in the compute dtype, and its scoring pass."""
 
     params: Params
     score_batch: Callable[[Any, TrainBatch], tuple[Any, Any]]
@@ -84,15 +84,15 @@ class SecondPolicy:
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """What `method.edit_rows` may ask of the policy that is about to be trained."""
+    """What `method.edit_rows` receives of the policy that is about to be trained."""
 
     learner: Learner
     trained: Any
-    """Parameters of the training state; `learner.full` makes those of the policy of them."""
+    """Parameters of the training state; `learner.full` makes the parameters of the policy from them."""
     score: Callable[[Any, Sequence[Group]], Sequence[np.ndarray]]
     """(parameters like `trained`, groups) -> float32[T] of log-probabilities for each trajectory."""
     prompt_ids: PromptIds
-    """Makes the token ids of a problem's prompt."""
+    """Returns the token ids of a problem's prompt."""
 
 
 def mixture(params: Any, reference: Any, alpha: Any) -> Any:
@@ -102,19 +102,20 @@ def mixture(params: Any, reference: Any, alpha: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class GroupLearner:
-    """Trains the groups of a method; made by `run.components.make_learner`, or by hand for a method of your own."""
+    """Trains on the groups of a method; made by `run.components.make_learner`, or by hand for a method of your own."""
 
     config: LearningConfig
     learner: Learner
-    """The policy: its programs, and the mesh that rows go to."""
+    """The policy: its programs, and the mesh that rows are placed on."""
     prompt_ids: PromptIds
     mixed: Callable[[Any, Any, Any], Any] = mixture
-    """Makes the next reference; donates the one before."""
+    """Computes the next reference; donates the previous one."""
     teacher: SecondPolicy | None = None
-    """Another model that a method distills."""
+    """Another model that a method distills from."""
 
     def score(self, params: Any, groups: Sequence[Group], temperature: float) -> Scores:
-        """Log-probabilities and entropies of every trajectory under these parameters, by the training forward."""
+        """Log-probabilities and entropies of every trajectory under these parameters, by the forward pass
+        of training."""
         return self._passes(self.learner.full(params), None, groups, temperature)
 
     def _passes(self, policy: Any, score_batch: Any, groups: Sequence[Group], temperature: float) -> Scores:
@@ -126,13 +127,13 @@ class GroupLearner:
         return scores
 
     def drift(self, groups: Sequence[Group], run: LearningRun) -> dict[str, float]:
-        """uid -> mean |change| of the log-probability of a token, in nats, of the samples that the method remembers of
-        these problems (SPO); empty for methods that remember none."""
-        found = [part.earlier(groups, run.method) for part in method_parts(self.config)]
-        if all(part is None for part in found):
+        """Mean absolute change of the log-probability of a token in nats, by uid, over the samples that the method
+        remembers of these problems (SPO); empty for methods that remember none."""
+        remembered = [part.earlier(groups, run.method) for part in method_parts(self.config)]
+        if all(part is None for part in remembered):
             return {}
-        earlier, temperature = [g for part in found for g in part or ()], temperature_of(self.config, run)
-        if not earlier:  # compiles in the first step what later ones need
+        earlier, temperature = [g for part in remembered for g in part or ()], temperature_of(self.config, run)
+        if not earlier:  # compiles in the first step what later steps need
             self.learner.score_batch(self.learner.full(run.train.params), self.on_mesh([], temperature).packed)
         scores = self.score(run.train.params, earlier, temperature).logprobs
         moved = {}
@@ -144,8 +145,8 @@ class GroupLearner:
     def rows(
         self, groups: Sequence[Group], run: LearningRun, before: Sequence[TrainRow] = ()
     ) -> tuple[list[TrainRow], Metrics]:
-        """(the rows of these groups with the passes that the method needs, metrics of them); `before` are the same rows
-        as of the first update."""
+        """Returns (the rows of these groups with the scores that the method needs, metrics of them). `before` are the
+        same rows as of the first update."""
         if not groups:
             return [], {"time/rows_s": 0.0}
         config, temperature = self.config, temperature_of(self.config, run)
@@ -167,8 +168,8 @@ class GroupLearner:
             policy = Policy(self.learner, run.train.params, score, self.prompt_ids)
             rows = checked_rows(edit(rows, groups, policy), rows)
         if scores.logprobs is not None and scores.entropies is not None:
-            found = zip(rows, scores.logprobs, scores.entropies, strict=True)
-            rows = [replace(row, scored=(logprobs, entropies)) for row, logprobs, entropies in found]
+            scored_rows = zip(rows, scores.logprobs, scores.entropies, strict=True)
+            rows = [replace(row, scored=(logprobs, entropies)) for row, logprobs, entropies in scored_rows]
         measured = {"time/rows_s": time.perf_counter() - begun}
         for name in ("reference", "teacher"):
             if (other := getattr(scores, name)) is not None:
@@ -178,10 +179,10 @@ class GroupLearner:
         return rows, measured | method_metrics(groups, config, run.method, scores)
 
     def batches(self, groups: Sequence[Group], explained: Sequence[Group], run: LearningRun) -> list[UpdateBatch]:
-        """One packed batch on the mesh for each optimizer step of this rollout batch; none where nothing trains.
+        """One packed batch on the mesh for each optimizer step of this rollout batch; empty if nothing trains.
 
-        Rows need not be what was sampled: Guide-GRPO trains hinted responses under the plain prompt, ExPO adds
-        explanations as supervised rows, all in the first optimizer step, where the policy is the one that scored them.
+        Rows can differ from what was sampled: Guide-GRPO trains hinted responses under the plain prompt, and ExPO adds
+        explanations as supervised rows. These all belong to the first optimizer step, whose policy has scored them.
         """
         config, temperature = self.config, temperature_of(self.config, run)
         updates = config.batch.updates
@@ -199,8 +200,8 @@ class GroupLearner:
         batches = [self.on_mesh(part, temperature) for part in parts]
         first = replace(self.on_mesh(parts[0], temperature, extra) if extra else batches[0], measured=measured)
         if follows_policy(config):
-            whole = parts_of(groups, updates.parts)
-            batches = [replace(batch, groups=some) for batch, some in zip(batches, whole, strict=True)]
+            group_parts = parts_of(groups, updates.parts)
+            batches = [replace(batch, groups=some) for batch, some in zip(batches, group_parts, strict=True)]
         return [first, *(batches * updates.epochs)[1:]]
 
     def on_mesh(self, rows: Sequence[TrainRow], temperature: float, extra: Sequence[TrainRow] = ()) -> UpdateBatch:
@@ -219,35 +220,35 @@ class GroupLearner:
     def _update(
         self, run: LearningRun, batches: Sequence[UpdateBatch], under_way: Phase
     ) -> tuple[TrainState, list[UpdateBatch], Metrics]:
-        """`update`, which is `under_way`."""
+        """`update` within its phase."""
         started = time.perf_counter()
         if not batches:
             return run.train, [], {"update/skipped": 1.0, "time/update_s": 0.0}
         train, moved = run.train, {}
         if self.config.optim.offload:
             train, moved = move_moments(train, to_device, "to_device")
-        taken: list[UpdateBatch] = []
+        trained: list[UpdateBatch] = []
         collected: list[Metrics] = []
         for number, batch in enumerate(batches):
             under_way.at(number)
-            if batch.groups:  # its rows depend on what the steps before it have changed
+            if batch.groups:  # its rows depend on the optimizer steps before it
                 rows, measured = self.rows(batch.groups, replace(run, train=train), batch.rows)
                 rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
                 batch = replace(self.on_mesh(rows, batch.temperature), measured=measured)
             train, metrics = self.learner.optimizer_step(train, batch.packed)
             numbers = {name: float(value) for name, value in self.learner.fetched(metrics).items()}
             collected.append(numbers | {"update/fill": batch.placement.fill, "update/signal": batch.signal})
-            taken.append(batch)
+            trained.append(batch)
         if self.config.optim.offload:
             train, back = move_moments(train, to_host, "to_host")
             moved |= back
         merged = {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}
         merged |= {name: value for name, value in collected[0].items() if name.startswith("loss/logprob_gap")}
-        for name in {name: None for batch in taken for name in batch.measured}:
-            merged[name] = float(np.mean([batch.measured[name] for batch in taken if name in batch.measured]))
-        spent = sum(batch.measured.get("time/rows_s", 0.0) for batch in taken)
+        for name in {name: None for batch in trained for name in batch.measured}:
+            merged[name] = float(np.mean([batch.measured[name] for batch in trained if name in batch.measured]))
+        spent = sum(batch.measured.get("time/rows_s", 0.0) for batch in trained)
         times = {"time/update_s": time.perf_counter() - started, "time/rows_s": spent}
-        return train, taken, merged | moved | times
+        return train, trained, merged | moved | times
 
     def warmup(self, run: LearningRun) -> None:
         """Compiles the programs of training by running them in a way that changes nothing."""
@@ -257,46 +258,47 @@ class GroupLearner:
             run.reference = self.mixed(run.train.params, run.reference, np.float32(0.0))
 
     def next_reference(self, run: LearningRun) -> Any:
-        """The reference after a step, which moves to the policy where `sync_every` says so."""
+        """The reference after a step; it moves to the policy as `sync_every` says."""
         every, mix = reference_sync(self.config)
         if not every or run.step % every:
             return run.reference
         return self.mixed(run.train.params, run.reference, np.float32(mix))
 
     def _rebuilt(self, row: TrainRow, before: TrainRow) -> TrainRow:
-        """A row with new scores, whose ratio stays that to the policy of the first step; so do advantages that do not
-        depend on scores, and the bonus for entropy, since their statistics are those of the whole rollout batch."""
+        """A row with new scores. Its importance ratio remains relative to the policy of the first optimizer step.
+        Advantages that do not depend on scores and the entropy bonus also stay, since their statistics are over the
+        whole rollout batch."""
         scored = self.config.advantage.follows_policy
-        kept = row.advantages if scored else before.advantages
+        advantages = row.advantages if scored else before.advantages
         bonus = before.entropy_coefficient
-        return replace(row, logprobs_old=before.logprobs_old, advantages=kept, entropy_coefficient=bonus)
+        return replace(row, logprobs_old=before.logprobs_old, advantages=advantages, entropy_coefficient=bonus)
 
     def _with_reference(self, scores: Scores, groups: Sequence[Group], run: LearningRun) -> Scores:
         if not needs_reference(self.config):
             return scores
-        found = self.score(run.reference, groups, temperature_of(self.config, run))
-        return replace(scores, reference=found.logprobs)
+        reference_scores = self.score(run.reference, groups, temperature_of(self.config, run))
+        return replace(scores, reference=reference_scores.logprobs)
 
     def _with_teacher(self, scores: Scores, groups: Sequence[Group], run: LearningRun) -> Scores:
-        """The scores with those of another model, or of this one under prompts that show more."""
+        """The scores with those of another model, or with those of this model under prompts that show more."""
         part, temperature = teacher_of(self.config), temperature_of(self.config, run)
         if part is None:
             return scores
         if self.teacher is not None:
-            found = self._passes(self.teacher.params, self.teacher.score_batch, groups, temperature)
-            return replace(scores, teacher=found.logprobs)
+            teacher_scores = self._passes(self.teacher.params, self.teacher.score_batch, groups, temperature)
+            return replace(scores, teacher=teacher_scores.logprobs)
         shown = rows_shown_more(part, groups, self.prompt_ids, self.config.rollout.max_prompt_tokens)
         rest = iter(shown)
         moved = [replace(g, trajectories=tuple(next(rest) or t for t in g.trajectories)) for g in groups]
         params = run.reference if part.needs_reference else run.train.params
-        found = self.score(params, moved, temperature).logprobs
-        own = [t.prompt_length for g in groups for t in g.trajectories]
-        rows = zip(found, shown, own, strict=True)
+        teacher_scores = self.score(params, moved, temperature).logprobs
+        prompt_lengths = [t.prompt_length for g in groups for t in g.trajectories]
+        rows = zip(teacher_scores, shown, prompt_lengths, strict=True)
         after = [np.append(np.zeros(n, np.float32), x[new.prompt_length :]) if new else None for x, new, n in rows]
         return replace(scores, teacher=after)
 
     def _as_trained(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """The groups under the prompts that the loss reads: hinted responses under the plain one for Guide-GRPO."""
+        """The groups under the prompts that the loss reads: for Guide-GRPO, hinted responses under the plain prompt."""
         if not self.config.plan.second.trains_plain:
             return groups
         hinted = [g.problem for g in groups if any(traits_of(t.condition.kind).moves for t in g.trajectories)]
@@ -312,7 +314,7 @@ class GroupLearner:
         scores = self.score(run.train.params, groups, temperature_of(self.config, run))
         weight = self.config.plan.second.supervised_weight(run.method.step)
         rows = supervised_rows(groups, self._with_reference(scores, groups, run), weight, self.config.surrogate)
-        # The leaves of every row of this method, so that a step of explanations alone runs the same program.
+        # All rows have the leaves of this method, so that a step with explanations alone runs the same program.
         filled = optional_fields(self.config)
         bonus = 0.0 if "entropy_coefficient" in filled else None
         marked = [np.zeros(row.length, bool) if "marked" in filled else None for row in rows]
@@ -320,7 +322,7 @@ class GroupLearner:
 
 
 def reference_mixer(learner: Learner) -> Callable[[Any, Any, Any], Any]:
-    """`mixture` as a program on the mesh of a learner; it donates the reference before."""
+    """`mixture` as a program on the mesh of a learner; it donates the previous reference."""
     shardings = trained_shardings(learner.model, learner.mesh, learner.lora)
     return jax.jit(mixture, donate_argnums=1, out_shardings=shardings)
 
@@ -332,7 +334,7 @@ def temperature_of(config: LearningConfig, run: LearningRun) -> float:
 
 
 def checked_rows(rows: Sequence[TrainRow], like: Sequence[TrainRow]) -> list[TrainRow]:
-    """The rows that a function of the user's returned.
+    """Checks the rows that the user's function `method.edit_rows` returned.
 
     Raises:
         ValueError: Their number or lengths differ from those of `like`, or a value is not finite.
@@ -347,20 +349,20 @@ def checked_rows(rows: Sequence[TrainRow], like: Sequence[TrainRow]) -> list[Tra
 
 
 def mean_gap(rows: Sequence[TrainRow], other: Sequence[np.ndarray | None]) -> float:
-    """Mean of log p_old - log p_other over the tokens that train in the rows which were scored, in nats."""
+    """Mean of log p_old - log p_other in nats, over the trained tokens of the rows that were scored."""
     pairs = [(row, now) for row, now in zip(rows, other, strict=True) if now is not None]
     gaps = [np.sum(row.logprobs_old - now, where=row.policy_mask, dtype=np.float64) for row, now in pairs]
     return float(sum(gaps) / max(sum(np.count_nonzero(row.policy_mask) for row, _ in pairs), 1))
 
 
 def split_rows(rows: Sequence[TrainRow], groups: Sequence[Group], parts: int) -> list[list[TrainRow]]:
-    """The rows in `parts` runs of whole groups (fewer when there are fewer groups)."""
+    """Splits the rows into `parts` parts of consecutive whole groups, or fewer if there are fewer groups."""
     edges = np.cumsum([0, *(sum(group.size for group in some) for some in parts_of(groups, parts))])
     return [list(rows[low:high]) for low, high in pairwise(edges)]
 
 
 def parts_of(groups: Sequence[Group], parts: int) -> list[Sequence[Group]]:
-    """The groups in at most `parts` runs, each with a row."""
+    """Splits the groups into at most `parts` consecutive parts, each with at least one row."""
     cuts = [len(groups) * i // parts for i in range(parts + 1)]
     pieces = [groups[low:high] for low, high in pairwise(cuts)]
     return [piece for piece in pieces if any(group.size for group in piece)]
@@ -369,12 +371,12 @@ def parts_of(groups: Sequence[Group], parts: int) -> list[Sequence[Group]]:
 def rows_shown_more(
     part: SelfTeacher, groups: Sequence[Group], prompt_ids: PromptIds, longest: int
 ) -> list[Trajectory | None]:
-    """Each trajectory after the prompt of its teacher; None where that shows no more, or exceeds `longest` tokens."""
-    found: list[Trajectory | None] = []
+    """Each trajectory after the prompt of its teacher; None if that shows no more, or exceeds `longest` tokens."""
+    shown: list[Trajectory | None] = []
     for group in groups:
         suffixes = [part.suffix(group, i) for i in range(group.size)]
         prompts = {text: prompt_ids(group.problem, text) for text in set(suffixes) if text}
         for trajectory, text in zip(group.trajectories, suffixes, strict=True):
             fits = bool(text) and len(prompts[text]) <= longest
-            found.append(with_prompt(trajectory, np.asarray(prompts[text], np.int32)) if fits else None)
-    return found
+            shown.append(with_prompt(trajectory, np.asarray(prompts[text], np.int32)) if fits else None)
+    return shown

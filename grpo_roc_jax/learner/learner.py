@@ -1,11 +1,11 @@
-"""The learner alone: rows with advantages and weights in, an updated policy out. It knows no method and no run.
+"""The learner alone: rows with advantages and weights in, an updated policy out. It depends on no method and no run.
 
     learner = Learner(model, surrogate, optim, mesh, params)
     metrics = learner.update(rows)                        # one optimizer step
     logprobs, entropies = learner.score(rows)             # of the policy as it is now
     params = learner.params                               # for the sampler
 
-`update` and `score` work on the state that the learner holds. Whoever holds the state, as a run does, calls
+`update` and `score` work on the state inside the learner. A caller that keeps the state itself, as a run does, calls
 `optimizer_step`, `score_rows` and `on_mesh` instead, which are functions of their arguments.
 """
 
@@ -57,20 +57,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class UpdateBatch:
-    """The rows of one optimizer step, and the same packed and on the mesh."""
+    """The rows of one optimizer step, and the same rows packed on the mesh."""
 
     rows: list[TrainRow]
     """One per trajectory; supervised rows of the same step are packed after them."""
     packed: TrainBatch
     placement: Placement
     temperature: float
-    """Of rows that name none."""
+    """Temperature of rows without one of their own."""
     signal: float = 0.0
-    """Share of the rows with an advantage other than 0; a step without any learns nothing from rewards."""
+    """Share of the rows with a nonzero advantage; at 0 the step learns nothing from rewards."""
     measured: Metrics = field(default_factory=dict)
-    """Of its rows: seconds spent on advantages and weights, divergences from other policies."""
+    """Metrics of the rows: seconds spent on advantages and weights, divergences from other policies."""
     groups: Sequence[Group] = ()
-    """Given where the rows depend on the current scores: they are then rebuilt before their optimizer step."""
+    """Set where the rows depend on the current scores; they are then rebuilt before their optimizer step."""
 
 
 class Learner:
@@ -98,20 +98,20 @@ class Learner:
         Args:
             model: The shape of the policy, with `vocab_size` set.
             surrogate: The loss of a token, given its log-ratio and advantage; PPO's clipped ratio by default.
-            optim: Of AdamW.
-            mesh: The devices that the policy, its moments and the rows are divided over; by default the first one.
-            params: Where training begins: published weights, or those of a supervised stage. They are copied. None for
-                a learner whose state the caller holds.
+            optim: Settings of AdamW.
+            mesh: The devices that the policy, its moments and the rows are divided over; by default the first device.
+            params: Initial parameters: published weights, or those of a supervised stage. They are copied. None if the
+                caller keeps the training state.
             batch: Tokens of a packed row, and rows of a micro-batch.
             update: How forward and backward use memory.
-            base: With an adapter, the weights that it belongs to; then the adapter alone is trained.
-            lora: Of that adapter.
-            temperature: At which rows were sampled that name none; it divides the logits.
-            several_temperatures: Whether rows of one batch may differ in it.
+            base: The frozen weights of an adapter; with them only the adapter is trained.
+            lora: Settings of that adapter.
+            temperature: Divides the logits of rows without a temperature of their own.
+            several_temperatures: Whether rows of one batch may have different temperatures.
             rows: The most rows that one optimizer step can have. All batches have the shape that these may need, so
                 that the update compiles once.
             longest: The most tokens of a row; `batch.row_length` by default.
-            in_parts: Makes each micro-batch a program of its own, so that rollouts can go on between them.
+            in_parts: Makes each micro-batch a program of its own, so that rollouts can continue between them.
 
         Raises:
             ValueError: A row can be longer than `batch.row_length`.
@@ -123,21 +123,21 @@ class Learner:
         self.several_temperatures, self.in_parts = several_temperatures, in_parts
         self.longest = self.batch.row_length if longest is None else longest
         self.micro_batches = worst_case_micro_batches(rows, self.longest, self.batch, row_shards(self.mesh))
-        """Worst case of one optimizer step; all batches have this shape."""
+        """Micro-batches of one optimizer step in the worst case; all batches have this shape."""
         self.meanwhile: Callable[[], None] | None = None
-        """Called again and again while the device computes."""
+        """Called repeatedly while the device computes."""
         self.halvings = Halvings(self.mesh)
-        """How often micro-batches were halved because memory ran out."""
+        """Number of times that micro-batches were halved because memory ran out."""
         self.state: TrainState | None = None
-        """What `update` trains: parameters, moments and the number of the step; None where the caller holds it."""
+        """What `update` trains: parameters, moments and the number of the step; None if the caller keeps the state."""
         if params is not None:
             self.state = self.start(params)
 
-    # Of the state that the learner holds.
+    # Methods that use the state of the learner.
 
     @property
     def params(self) -> Params:
-        """The parameters of the policy as it is now, as a sampler takes them.
+        """The current parameters of the policy, in the form that a sampler takes.
 
         Raises:
             ValueError: The learner was made without parameters.
@@ -150,7 +150,7 @@ class Learner:
         """Takes one optimizer step on these rows and returns its metrics.
 
         Args:
-            rows: From `train_rows`: all of one optimizer step, since their weights contain its normalizer.
+            rows: From `train_rows`. Pass all rows of one optimizer step, since their weights contain its normalizer.
 
         Raises:
             ValueError: The learner was made without parameters.
@@ -161,26 +161,26 @@ class Learner:
         return {name: float(value) for name, value in self.fetched(metrics).items()}
 
     def score(self, rows: Sequence[TrainRow]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """(log-probabilities, entropies) of the tokens of each row under the policy as it is now: float32[T], in nats.
+        """(log-probabilities, entropies) of the tokens of each row under the current policy: float32[T], in nats.
 
         Raises:
             ValueError: The learner was made without parameters.
         """
         return self.score_rows(self.params, rows, self.temperature)
 
-    # Functions of their arguments.
+    # Methods that are functions of their arguments.
 
     def start(self, params: Params, *, donate: bool = False) -> TrainState:
         """The state at step 0 with these trained parameters: those of the policy, or of the adapter of `base`."""
         return start_train_state(params, self.model, self.optim, self.mesh, self.lora, donate=donate)
 
     def full(self, trained: Params) -> Params:
-        """The parameters of the policy from those that are trained."""
+        """The parameters of the policy, from the trained ones."""
         return full_params(self.base, trained, self.lora)
 
     @cached_property
     def update_program(self) -> Any:
-        """The jitted optimizer step; an adapter's base is its last argument."""
+        """The jitted optimizer step. The base of an adapter is its last argument."""
         return self._made(make_update_step)
 
     @cached_property
@@ -190,8 +190,8 @@ class Learner:
 
     @cached_property
     def parts(self) -> UpdateParts | None:
-        """In place of `update_step` where rollouts go on meanwhile: each micro-batch is a program, so that chunks of
-        decoding need not wait for the last one."""
+        """Replaces `update_step` where rollouts continue during the update: each micro-batch is a program of its own,
+        so that chunks of decoding need not wait for the last micro-batch."""
         return self._made(make_update_parts) if self.in_parts else None
 
     @cached_property
@@ -200,8 +200,8 @@ class Learner:
         return make_score(self.model, self.update_config, self.mesh, temperature=self.temperature)
 
     def on_mesh(self, rows: Sequence[TrainRow], temperature: float, extra: Sequence[TrainRow] = ()) -> UpdateBatch:
-        """The rows, and the supervised ones after them, packed and on the devices; `temperature` is of those that name
-        none."""
+        """The rows, followed by the supervised rows `extra`, packed and on the devices. `temperature` applies to rows
+        without one of their own."""
         both = [*rows, *extra]
         several = temperature if self.several_temperatures else None
         packed, placement = pack(both, self.batch, self.micro_batches, row_shards(self.mesh), several)
@@ -212,13 +212,13 @@ class Learner:
     def score_rows(
         self, params: Any, rows: Sequence[TrainRow], temperature: float, score_batch: Callable | None = None
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """(log-probabilities, entropies) of each row, by the training forward.
+        """(log-probabilities, entropies) of each row, by the forward pass of training.
 
         Args:
-            params: Of the policy; see `full`.
+            params: Parameters of the policy; see `full`.
             rows: At most as many as an optimizer step can have.
-            temperature: Of rows that name none.
-            score_batch: Of another policy, whose parameters `params` then are.
+            temperature: Temperature of rows without one of their own.
+            score_batch: Scoring pass of another policy, if `params` belong to another one.
         """
         batch = self.on_mesh(rows, temperature)
         shape = batch.packed.tokens.shape
@@ -228,7 +228,7 @@ class Learner:
         return logprobs, entropies
 
     def optimizer_step(self, train: TrainState, packed: TrainBatch) -> tuple[TrainState, Any]:
-        """One optimizer step, in smaller micro-batches where memory runs out. The buffers of `train` are donated."""
+        """One optimizer step, with smaller micro-batches if memory runs out. The buffers of `train` are donated."""
         step = self.update_step if self.parts is None else self._step_in_parts
         return self.halvings.run("update", lambda rows: step(train, rows), packed, donated=train)
 
@@ -237,7 +237,7 @@ class Learner:
         return bind_base(partial(self.parts, between=between), self.base)(train, packed)
 
     def fetched(self, results: Any) -> Any:
-        """Results of the device on the host; `meanwhile` works until they are there."""
+        """Copies results of the device to the host; calls `meanwhile` until they are there."""
         while self.meanwhile is not None and not all(leaf.is_ready() for leaf in jax.tree.leaves(results)):
             self.meanwhile()
         return jax.device_get(results)
@@ -255,36 +255,37 @@ class Learner:
 
 
 def full_params(base: Params | None, trained: Params, lora: Lora) -> Params:
-    """The parameters of the policy: those that are trained, with the base weights of an adapter."""
+    """The parameters of the policy: the trained ones, merged with the base weights of an adapter."""
     return trained if base is None else attach(base, trained, lora)
 
 
 def move_moments(train: TrainState, move: Callable[[Any], Any], name: str) -> tuple[TrainState, Metrics]:
-    """The state with the optimizer's moments in another memory; bytes of this process's devices, and seconds."""
+    """Moves the optimizer's moments to another memory. Returns the state, and the bytes on this process's devices and
+    seconds as metrics."""
     begun = time.perf_counter()
     with jax.transfer_guard("disallow"):
         train = train.replace(opt_state=move(train.opt_state))
-    held = float(held_bytes(train.opt_state))
-    return train, {f"offload/{name}_bytes": held, f"time/offload_{name}_s": time.perf_counter() - begun}
+    device_bytes = float(held_bytes(train.opt_state))
+    return train, {f"offload/{name}_bytes": device_bytes, f"time/offload_{name}_s": time.perf_counter() - begun}
 
 
 @dataclass
 class Halvings:
-    """Device programs over packed rows when memory runs out: they are tried again in micro-batches of half the rows,
-    which give the same sums; later calls begin with the halves."""
+    """Runs device programs over packed rows again in micro-batches of half the rows when memory runs out. The sums stay
+    the same; later calls start with the halved size."""
 
     mesh: Mesh
     counts: dict[str, int] = field(default_factory=dict)
-    """By the name of the program."""
+    """Number of halvings, by name of the program."""
 
     def run(self, name: str, program: Callable[[TrainBatch], T], packed: TrainBatch, donated: Any = ()) -> T:
-        """`program(packed)`, or of more and smaller micro-batches.
+        """Calls `program(packed)`, with more and smaller micro-batches if memory runs out.
 
         Args:
-            name: Of the program: `update`, `score`, `sft`.
-            program: Fails with RESOURCE_EXHAUSTED where its arguments are too large.
-            packed: On the mesh.
-            donated: Arrays that the program takes over; once they are gone it cannot be tried again.
+            name: Name of the program: `update`, `score`, `sft`.
+            program: Fails with RESOURCE_EXHAUSTED if its arguments are too large.
+            packed: Batch on the mesh.
+            donated: Arrays that the program takes over; once they are deleted it cannot be tried again.
         """
         for _ in range(self.counts.get(name, 0)):
             packed = self._halve(packed)

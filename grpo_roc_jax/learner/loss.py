@@ -24,7 +24,7 @@ from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.fusion import unfused
 from grpo_roc_jax.model.parallel import attention_for, from_zigzag, look_up_on, sequence_parts, to_zigzag
 from grpo_roc_jax.model.sharding import ROWS, constrain, platform_of
-from grpo_roc_jax.model.transformer import Execution, Params, Splits, forward, identity
+from grpo_roc_jax.model.transformer import Execution, Params, Splits, forward, identity, layer_weights
 from grpo_roc_jax.settings.options import Count, settings
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @settings
 class UpdateConfig:
-    """How forward and backward of training use memory; none of it changes a number beyond rounding."""
+    """How forward and backward of training use memory. Results differ only by rounding."""
 
     attention: Literal["auto", "reference", "blocked", "cudnn", "splash"] = "auto"
     """`reference` materializes the scores [T,T] of every head; `blocked` keeps those of one block of queries; `cudnn`
@@ -58,11 +58,11 @@ class Head:
     """How logits are computed."""
 
     vocab_chunk: int = 8192
-    """They exist in chunks of [B,T,vocab_chunk], forward and backward."""
+    """Logits are computed in chunks of [B,T,vocab_chunk], forward and backward."""
     cap: float = 0.0
-    """Their soft cap before the temperature (`model.extras.logit_cap`)."""
+    """Soft cap of the logits, applied before the temperature (`model.extras.logit_cap`)."""
     kept: bool = False
-    """All of them are computed once and kept for the backward pass, whatever `vocab_chunk`."""
+    """Whether all logits are computed once and stored for the backward pass, whatever `vocab_chunk` is."""
 
 
 @checked
@@ -98,13 +98,13 @@ def token_logprobs(
     following = to_zigzag(jnp.roll(tokens, -1, axis=1) if targets is None else targets, parts)
     weights, vocab_axis = (params["unembed"], 1) if "unembed" in params else (params["embed"], 0)
     shared = jnp.ndim(temperature) == 0
-    flat = parts == 1  # otherwise the mesh splits tokens apart from rows
+    flat = parts == 1  # otherwise the mesh splits tokens separately from rows
     head = _Head(**vars(head), vocab_axis=vocab_axis, scale=1.0 / temperature if shared else 1.0, mesh=mesh, flat=flat)
     scale = None if shared else to_zigzag(1.0 / temperature, parts)
     if flat:
         hidden, following, scale = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (hidden, following, scale))
-    found = _chunked_logprobs(head, hidden, weights.astype(hidden.dtype), following, scale)
-    logprobs, entropy = (x.reshape(tokens.shape) for x in found)
+    flat_results = _chunked_logprobs(head, hidden, weights.astype(hidden.dtype), following, scale)
+    logprobs, entropy = (x.reshape(tokens.shape) for x in flat_results)
     if targets is not None:
         return tuple(
             jnp.where(segment_ids > 0, constrain(from_zigzag(x, parts), mesh, ROWS, "sequence"), 0.0)
@@ -121,38 +121,39 @@ def token_logprobs(
 
 @dataclass(frozen=True, kw_only=True)
 class _Head(Head):
-    """Static settings of the chunked unembedding. `*` stands for the axes of positions, [B,T] or [B*T], and `#` for
-    those of columns: [C], or [S,F,C] where a mesh splits the vocabulary."""
+    """Static settings of the chunked unembedding. In comments and shapes `*` stands for the axes of positions, [B,T] or
+    [B*T], and `#` for those of columns: [C], or [S,F,C] where a mesh splits the vocabulary."""
 
     vocab_axis: int
     scale: float
     mesh: Mesh | None
     flat: bool
-    """Rows and tokens are one axis of positions."""
+    """Whether rows and tokens are merged into one axis of positions."""
 
     @property
     def positions(self) -> tuple:
-        """Mesh axes of the axes of positions, for `constrain`."""
+        """Mesh axes for the axes of positions, as `constrain` takes them."""
         return (ROWS,) if self.flat else (ROWS, "sequence")
 
     @property
     def shards(self) -> tuple[int, int]:
-        """Parts of the vocabulary over `tensor`, then over `fsdp` and `sequence` (`sharding.LOGICAL_TO_MESH`)."""
+        """Number of parts of the vocabulary over `tensor`, then over `fsdp` and `sequence`
+        (`sharding.LOGICAL_TO_MESH`)."""
         if self.mesh is None:
             return 1, 1
         return self.mesh.shape["tensor"], self.mesh.shape["fsdp"] * self.mesh.shape["sequence"]
 
     @property
     def order(self) -> str:
-        """Axes of `split`. Where nothing is split they are those of the unembedding, since more of them would make XLA
-        write transposed copies of it and of the gradient of the logits."""
+        """Axes of `split`. Where nothing is split they are those of the unembedding; with more axes XLA would write
+        transposed copies of it and of the gradient of the logits."""
         if self.shards != (1, 1):
             return "sfcd"
         return "cd" if self.vocab_axis == 0 else "dc"
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Axes of columns of the logits."""
+        """Axes of the logits that hold columns."""
         return tuple(range(1 - len(self.order), 0))
 
     def split(self, weights: Array) -> Array:
@@ -174,7 +175,7 @@ class _Head(Head):
         return joined.reshape((S * F * C, D) if self.vocab_axis == 0 else (D, S * F * C))
 
     def share(self, parts: Array) -> int:
-        """Columns of a device."""
+        """Number of columns on a device."""
         return parts.shape[self.order.index("c")]
 
     def over_chunks(self, visit: Callable[..., T], carry: T, share: int) -> T:
@@ -199,31 +200,38 @@ class _Head(Head):
         return constrain(chunk, self.mesh, "tensor", None, None, None)
 
     def over_columns(self, x: Array) -> Array:
-        """[*] with axes of 1 for the columns of a chunk."""
+        """Shape [*], extended by axes of size 1 for the columns of a chunk."""
         return x.reshape(*x.shape, *(1 for _ in self.axes))
 
-    def scaled(self, x: Array, own: Array | None) -> Array:
-        """[*,#] over the temperature: that of all tokens, or each token's own, given as 1/temperature."""
-        return x * (self.scale if own is None else self.over_columns(own))
+    def scaled(self, x: Array, inverse_temperatures: Array | None) -> Array:
+        """Divides [*,#] by the temperature: that of all tokens, or the one of each token, given as 1/temperature."""
+        return x * (self.scale if inverse_temperatures is None else self.over_columns(inverse_temperatures))
 
     def on_mesh(self, logits: Array) -> Array:
         if self.order != "sfcd":
             return constrain(logits, self.mesh, *self.positions, None)
         return constrain(logits, self.mesh, *self.positions, "tensor", None, None)
 
-    def logits(self, hidden: Array, chunk: Array, own: Array | None) -> Array:
+    def logits(self, hidden: Array, chunk: Array, inverse_temperatures: Array | None) -> Array:
         """Float32 [*,#], capped and divided by the temperature."""
         product = f"...d,{self.order}->...{self.order.replace('d', '')}"
         logits = jnp.einsum(product, hidden, chunk, preferred_element_type=jnp.float32)
-        return self.on_mesh(self.scaled(soft_cap(logits, self.cap), own))
+        return self.on_mesh(self.scaled(soft_cap(logits, self.cap), inverse_temperatures))
 
-    def gradient(self, dz: Array, z: Array, own: Array | None, dtype: jnp.dtype) -> Array:
-        """That of the products, from that of what `logits` returned."""
-        dz = self.scaled(dz, own)
+    def gradient(self, dz: Array, z: Array, inverse_temperatures: Array | None, dtype: jnp.dtype) -> Array:
+        """Gradient of the matrix product, from the gradient of what `logits` returned."""
+        dz = self.scaled(dz, inverse_temperatures)
         if self.cap:
-            capped = z / self.scaled(jnp.ones_like(z), own)
+            capped = z / self.scaled(jnp.ones_like(z), inverse_temperatures)
             dz *= 1.0 - jnp.square(capped / self.cap)
         return unfused(dz.astype(dtype))
+
+    def at_targets(self, z: Array, targets: Array, start: Array | int, share: int) -> Array:
+        """[*]: the sum of the columns of [*,#] that are the target: its logit, or 0 where it is in another chunk."""
+        width = z.shape[-1]
+        if self.order != "sfcd" and width == share:  # of all columns the gather writes no array of their size
+            return jnp.take_along_axis(z, targets[..., None], axis=-1)[..., 0]
+        return jnp.where(self.hits(targets, start, width, share), z, 0.0).sum(self.axes)
 
     def hits(self, targets: Array, start: Array | int, width: int, share: int) -> Array:
         """True [*,#] where a column is the target."""
@@ -256,7 +264,7 @@ def _chunked_logprobs_fwd(head: _Head, hidden: Array, weights: Array, targets: A
         m_new = jnp.maximum(m, z.max(head.axes))
         p = jnp.exp(z - head.over_columns(m_new))
         old = jnp.exp(m - m_new)
-        target = target + jnp.where(head.hits(targets, start, width, share), z, 0.0).sum(head.axes)
+        target = target + head.at_targets(z, targets, start, share)
         return m_new, s * old + p.sum(head.axes), e * old + (p * z).sum(head.axes), target, z if head.kept else None
 
     # The initial maximum is finite, so exp(start - m) is 0 at the first chunk; -inf would give NaN for a row of -inf.
@@ -331,14 +339,16 @@ def policy_logprobs(
 def policy_hidden(
     params: Params, batch: TrainBatch, model: ModelConfig, update: UpdateConfig, mesh: Mesh | None = None
 ) -> Float[Array, "R T D"]:
-    """What the unembedding reads, of one micro-batch with leaves [R,T]; for `token_logprobs`."""
+    """The hidden states before the unembedding, of one micro-batch with leaves [R,T]; input of `token_logprobs`."""
     length, parts = batch.tokens.shape[1], sequence_parts(mesh)
+    splits = splits_on(mesh, length)
     execution = Execution(
         attend=attention_for(update.attention, model, length, mesh),
         look_up=look_up_on(mesh, token_axes(mesh, length)),
         experts=partial(mix_experts, mesh=mesh),
         remat=make_remat(update.remat, scanned=not isinstance(params["layers"], tuple)),
-        splits=splits_on(mesh, length),
+        splits=splits,
+        unroll=splits.flat and update.remat == "none" and layer_weights(model) >= UNROLLED_WEIGHTS,
     )
     rows = (to_zigzag(leaf, parts) for leaf in (batch.tokens, batch.positions, batch.segment_ids))
     routes = None if batch.routes is None else to_zigzag(batch.routes, parts)
@@ -347,8 +357,11 @@ def policy_hidden(
     return constrain(hidden, mesh, ROWS, "sequence", None)
 
 
+UNROLLED_WEIGHTS = 2 << 20
+"""Weights of a layer that a token is multiplied with, from which layers that save everything are unrolled on a CPU.
+With 30 layers of 3.5 million (SmolLM2-135M) a step takes a twentieth less, and its compilation 4 s more."""
 USUAL_CHUNK = 8192
-"""Columns of a chunk where `vocab_chunk` is 0 and no run has chosen."""
+"""Columns of a chunk where `vocab_chunk` is 0 and the run has not chosen a value."""
 
 
 def head_of(update: UpdateConfig, model: ModelConfig) -> Head:
@@ -358,8 +371,8 @@ def head_of(update: UpdateConfig, model: ModelConfig) -> Head:
 
 
 def splits_on(mesh: Mesh | None, length: int) -> Splits:
-    """Sharding constraints of the layers in the update, for rows of that length. There is one wherever XLA was seen to
-    choose worse by itself (docs/compilers.md)."""
+    """Sharding constraints of the layers in the update, for rows of `length` tokens. Each constraint is where XLA was
+    seen to choose a worse sharding by itself (docs/compilers.md)."""
     on_cpu = platform_of(mesh) == "cpu"
     if mesh is None:
         return Splits(flat=on_cpu)
@@ -381,15 +394,15 @@ def splits_on(mesh: Mesh | None, length: int) -> Splits:
 
 
 def token_axes(mesh: Mesh | None, length: int) -> tuple[str, ...]:
-    """The mesh axes that split the tokens of the residual stream between blocks. Without `tensor` among them, every
-    device of `tensor` would hold all that is saved for the backward pass (arXiv:2205.05198)."""
+    """The mesh axes that split the tokens of the residual stream between blocks. Unless `tensor` is among them, every
+    device of `tensor` holds all that is saved for the backward pass (arXiv:2205.05198)."""
     both = ("sequence", "tensor")
     return both if mesh is not None and length % math.prod(mesh.shape[axis] for axis in both) == 0 else both[:1]
 
 
 def make_remat(name: str, *, scanned: bool = True) -> Callable[[Callable], Callable] | None:
-    """The wrapper of a layer's body under that policy; None saves every intermediate. `auto` is `attention` where no
-    run has chosen."""
+    """The wrapper of a layer's body under that policy; None saves every intermediate. `auto` means `attention` unless
+    the run has chosen another."""
     if name == "none":
         return None
     policies = jax.checkpoint_policies
@@ -401,7 +414,8 @@ def make_remat(name: str, *, scanned: bool = True) -> Callable[[Callable], Calla
 
 
 def _is_fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:
-    """cuDNN's forward kernel. Its logsumexp has no checkpoint name; unless saved, the backward pass recomputes it."""
+    """Whether it is cuDNN's forward kernel. Its logsumexp has no checkpoint name; unless it is saved, the backward pass
+    recomputes it."""
     return primitive.name.startswith("dot_product_attention_fwd")
 
 
@@ -425,8 +439,8 @@ def batch_loss(
     logprobs, entropy, old = on(logprobs), on(entropy), on(batch.logprobs_old)
     gap = logprobs - old
     advantages, weights = on(batch.advantages), on(batch.weights)
-    own = logprobs - jax.lax.stop_gradient(logprobs)
-    d = own if surrogate.own_ratio else jnp.clip(gap, -MAX_LOGRATIO, MAX_LOGRATIO)
+    zero_ratio = logprobs - jax.lax.stop_gradient(logprobs)
+    d = zero_ratio if surrogate.own_ratio else jnp.clip(gap, -MAX_LOGRATIO, MAX_LOGRATIO)
     term = surrogate.kl
     kl = on(term.estimate(logprobs, on(batch.logprobs_ref), d)) if term.coef else jnp.zeros_like(d)
     d = on(surrogate.shared(d, advantages, mask, batch.ratio_segments))
@@ -474,12 +488,12 @@ def _ratio_sums(logratio: Array, advantages: Array, logprobs: Array, mask: Array
 
 
 def merge_sums(left: LossSums, right: LossSums) -> LossSums:
-    """The sums of two parts of a batch together."""
+    """Merges the sums of two parts of a batch."""
     return {name: (jnp.maximum if name.endswith("_max") else jnp.add)(left[name], right[name]) for name in left}
 
 
 def loss_metrics(sums: LossSums) -> dict[str, Array]:
-    """Metrics of a batch by their logged names: means over its policy tokens, 0 without any."""
+    """Metrics of a batch by their logged names: means over its policy tokens, or 0 if it has none."""
     tokens = jnp.maximum(sums["tokens"], 1.0)
     mean = {
         name: sums[key] / tokens

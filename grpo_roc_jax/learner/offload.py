@@ -19,7 +19,7 @@ def check_host_memory(mesh: Mesh) -> None:
     """Checks that the devices support arrays in host memory.
 
     Raises:
-        ValueError: they do not; the message lists the kinds of memory they have.
+        ValueError: They do not; the message lists the kinds of memory they have.
     """
     device = mesh.local_devices[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
@@ -52,7 +52,7 @@ def is_on_host(leaf: Array) -> bool:
 
 
 def held_bytes(tree: Any) -> int:
-    """Bytes of a tree on the devices of this process, replicas included and scalars left out."""
+    """Bytes of a tree on the devices of this process, including replicas, without scalars."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.ndim]
     return sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
 
@@ -68,7 +68,7 @@ def _move(tree: Any, kind: str) -> Any:
 
 
 def _copy(leaf: Array, kind: str) -> Array:
-    """A copy in memory of this kind, made slice by slice, so that no process needs slices of another."""
+    """A copy in memory of this kind, made slice by slice, so that no process needs slices of another process."""
     parts = [
         jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=kind), may_alias=False)
         for shard in leaf.addressable_shards

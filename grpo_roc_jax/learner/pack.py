@@ -19,7 +19,7 @@ from grpo_roc_jax.types import TRAIN_ROW_FIELDS, TrainRow
 
 
 class Updates(Axis, axis="batch.updates"):
-    """The optimizer steps of a rollout batch; a plain number is short for that many parts."""
+    """The optimizer steps of a rollout batch. In settings a plain number N means N parts."""
 
     parts: ClassVar[int] = 1
     epochs: ClassVar[int] = 1
@@ -42,21 +42,21 @@ class Updates(Axis, axis="batch.updates"):
 
 @kind("one")
 class OneUpdate(Updates):
-    """A single one, on policy: the released recipe of GRPO-RoC."""
+    """One optimizer step, on policy: the released recipe of GRPO-RoC."""
 
 
 @kind("several")
 class SeveralUpdates(Updates):
-    """Several; all but the first are off-policy, so that clips and importance ratios act."""
+    """Several optimizer steps. All but the first are off-policy, so that clips and importance ratios take effect."""
 
     parts: AtLeast1 = 1
-    """Parts that the groups are divided into, with an optimizer step each."""
+    """Number of parts that the groups are divided into, with an optimizer step each."""
     epochs: AtLeast1 = 1
-    """Passes over the parts, with the advantages of the first one."""
+    """Number of passes over the parts, with the advantages of the first pass."""
 
 
 USUAL_ROWS = 8
-"""Rows of a micro-batch where `batch.rows` is 0 and nothing was measured."""
+"""Rows of a micro-batch where `batch.rows` is 0 and no run has measured a better number."""
 
 
 @settings
@@ -82,7 +82,7 @@ class TrainBatch:
     segment_ids: Int[Array, "M R T"]
     """1, 2, ... for the trajectories of a row or their parts, 0 for padding."""
     positions: Int[Array, "M R T"]
-    """Restart at 0 with each trajectory."""
+    """Positions, starting at 0 for each trajectory."""
     policy_mask: Bool[Array, "M R T"]
     logprobs_old: Float[Array, "M R T"]
     advantages: Float[Array, "M R T"]
@@ -90,13 +90,14 @@ class TrainBatch:
     """Token weight times the global normalizer, so that the loss is a plain sum over micro-batches and devices."""
     ratio_segments: Int[Array, "M R T"]
     """Tokens of a row with the same number (0..T-1) share an importance ratio; trajectories never share one. Padding
-    has 0 and is masked out."""
+    has 0
+    and is masked out."""
     logprobs_ref: Float[Array, "M R T"]
     count: Int[Array, ""]
     temperatures: Float[Array, "M R T"] | None = None
-    """Of the trajectory of each token, where a run has several; padding has 1."""
+    """Temperature of each token's trajectory, where a run has several; padding has 1."""
     marked: Bool[Array, "M R T"] | None = None
-    """Tokens that the surrogate treats differently, where it does so."""
+    """Tokens that the surrogate treats differently; None for surrogates that treat all tokens alike."""
     entropy_coefficients: Float[Array, "M R T"] | None = None
     """Weight of the policy's entropy, where the loss rewards it."""
     routes: Int[Array, "M R T L X"] | None = None
@@ -104,7 +105,7 @@ class TrainBatch:
 
 
 def halved(batch: TrainBatch) -> TrainBatch:
-    """The same rows in twice as many micro-batches; for host arrays with an even number of rows."""
+    """The same rows in twice as many micro-batches. Takes host arrays with an even number of rows."""
 
     def split(leaf: np.ndarray) -> np.ndarray:
         if np.ndim(leaf) < 3:
@@ -116,7 +117,7 @@ def halved(batch: TrainBatch) -> TrainBatch:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The place of each trajectory in the batch, and how full the rows are."""
+    """The location of each trajectory in the batch, and how full the rows are."""
 
     micro: np.ndarray
     """int[N]: micro-batch of trajectory n."""
@@ -125,9 +126,9 @@ class Placement:
     length: np.ndarray
     row_length: int
     rows_used: int
-    """Rows that hold at least one trajectory."""
+    """Number of rows that hold at least one trajectory."""
     count: int
-    """Micro-batches in use."""
+    """Number of micro-batches in use."""
 
     @property
     def fill(self) -> float:
@@ -136,7 +137,7 @@ class Placement:
 
 
 def rows_per_micro_batch(config: BatchConfig, row_multiple: int) -> int:
-    """`rows` rounded up so that every device holds the same number; the usual number where no run has chosen one."""
+    """`rows` rounded up so that every device has the same number; the usual number if none was chosen."""
     return math.ceil((config.rows or USUAL_ROWS) / row_multiple) * row_multiple
 
 
@@ -147,7 +148,7 @@ def worst_case_micro_batches(trajectories: int, longest: int, config: BatchConfi
     floor(row_length / longest) trajectories.
 
     Raises:
-        ValueError: one trajectory can be longer than a row.
+        ValueError: One trajectory can be longer than a row.
     """
     if longest > config.row_length:
         raise ValueError(
@@ -182,7 +183,8 @@ OPTIONAL = {
     "entropy_coefficients": ("entropy_coefficient", np.float32, 0),
     "routes": ("routes", np.int16, -1),
 }
-"""Leaf of a batch: field of a row, dtype, and the value of tokens without one; absent where no row has it."""
+"""Leaf of a batch: field of a row, dtype, and the value for tokens without one. The leaf is None if no row has the
+field."""
 
 
 def _empty_leaves(rows: Sequence[TrainRow], shape: tuple[int, int], temperature: float | None) -> dict[str, np.ndarray]:
@@ -190,10 +192,10 @@ def _empty_leaves(rows: Sequence[TrainRow], shape: tuple[int, int], temperature:
     leaves = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
     if temperature is not None:
         leaves["temperatures"] = np.ones(shape, np.float32)
-    for name, (own, dtype, fill) in OPTIONAL.items():
-        found = next((value for row in rows if (value := getattr(row, own)) is not None), None)
-        if found is not None:
-            leaves[name] = np.full((*shape, *np.shape(found)[1:]), fill, dtype)
+    for name, (field_name, dtype, fill) in OPTIONAL.items():
+        sample = next((value for row in rows if (value := getattr(row, field_name)) is not None), None)
+        if sample is not None:
+            leaves[name] = np.full((*shape, *np.shape(sample)[1:]), fill, dtype)
     return leaves
 
 
@@ -204,17 +206,17 @@ def pack(
     row_multiple: int = 1,
     temperature: float | None = None,
 ) -> tuple[TrainBatch, Placement]:
-    """All trajectories as a batch of [max_micro_batches, R, T] with NumPy leaves, and the place of each one.
+    """All trajectories as a batch of [max_micro_batches, R, T] with NumPy leaves, and the placement of each one.
 
     Args:
         rows: In any order; the order only decides ties.
         config: Row length T and rows R of a micro-batch.
         max_micro_batches: M, static, from `worst_case_micro_batches`; `count` is the number in use.
         row_multiple: R is rounded up to a multiple of it (`sharding.row_shards`).
-        temperature: Of rows that name none; if given, the batch holds a temperature for every token.
+        temperature: Temperature of rows without one of their own; if given, the batch holds one for every token.
 
     Raises:
-        ValueError: a trajectory is longer than a row, or the rows do not fit into `max_micro_batches`.
+        ValueError: A trajectory is longer than a row, or the rows do not fit into `max_micro_batches`.
     """
     lengths = np.array([row.length for row in rows], dtype=np.int64)
     T, R = config.row_length, rows_per_micro_batch(config, row_multiple)
@@ -243,8 +245,8 @@ def pack(
         leaves["positions"][row, span] = np.concatenate([np.arange(n) for n in parts])
         if temperature is not None:
             leaves["temperatures"][row, span] = rows[index].temperature or temperature
-        for name, (own, _, _) in OPTIONAL.items():
-            if (value := getattr(rows[index], own)) is not None:
+        for name, (field_name, _, _) in OPTIONAL.items():
+            if (value := getattr(rows[index], field_name)) is not None:
                 leaves[name][row, span] = value
     shaped = {name: leaf.reshape(max_micro_batches, R, *leaf.shape[1:]) for name, leaf in leaves.items()}
     batch = TrainBatch(**shaped, count=np.asarray(count, np.int32))

@@ -1,5 +1,5 @@
 """One optimizer step as one program: gradients summed over micro-batches, clipping, AdamW, a guard against NaN.
-`update_parts` makes several of it, between which the device runs others.
+`update_parts` splits it into several programs, so that the device can run others in between.
 
 The step maps a `TrainState` to the next one and donates its buffers. Its arrays are already on the mesh
 (`sharding.shard_batch`), so it runs under `jax.transfer_guard("disallow")`.
@@ -44,16 +44,16 @@ class Schedule(Axis, axis="optim.schedule"):
     """The learning rate after the warm-up."""
 
     total_steps: ClassVar[int | None] = None
-    """Optimizer steps at whose end a decay is complete; None without a decay."""
+    """Optimizer step at which a decay is complete; None without a decay."""
 
     def after_warmup(self, lr: float, warmup_steps: int) -> optax.Schedule:
-        """Learning rate at each step after the warm-up, whose peak is `lr`."""
+        """Learning rate at each step after the warm-up; its peak is `lr`."""
         raise NotImplementedError
 
 
 @kind("constant")
 class ConstantRate(Schedule):
-    """It stays at its peak."""
+    """The learning rate stays at its peak."""
 
     def after_warmup(self, lr: float, warmup_steps: int) -> optax.Schedule:
         return optax.constant_schedule(lr)
@@ -61,17 +61,17 @@ class ConstantRate(Schedule):
 
 @settings
 class Decay(Schedule):
-    """It falls to a share of its peak."""
+    """The learning rate falls to a share of its peak."""
 
     total_steps: Count = 0
-    """Optimizer steps at whose end the decay is complete, warm-up included; must be given."""
+    """Optimizer step at which the decay is complete, warm-up included; must be given."""
     final_ratio: NotNegative = 0.1
-    """Learning rate at the end of the decay over the peak."""
+    """Learning rate at the end of the decay, as a share of the peak."""
 
 
 @kind("cosine")
 class CosineDecay(Decay):
-    """It falls along half a cosine."""
+    """The learning rate falls along half a cosine."""
 
     def after_warmup(self, lr: float, warmup_steps: int) -> optax.Schedule:
         return optax.cosine_decay_schedule(lr, self.total_steps - warmup_steps, self.final_ratio)
@@ -79,7 +79,7 @@ class CosineDecay(Decay):
 
 @kind("linear")
 class LinearDecay(Decay):
-    """It falls linearly."""
+    """The learning rate falls linearly."""
 
     def after_warmup(self, lr: float, warmup_steps: int) -> optax.Schedule:
         return optax.linear_schedule(lr, lr * self.final_ratio, self.total_steps - warmup_steps)
@@ -126,7 +126,7 @@ class OptimConfig:
 
 
 def make_schedule(config: OptimConfig) -> optax.Schedule:
-    """Optimizer step -> learning rate; step s of the warm-up has lr (s + 1) / warmup_steps, so no step has rate 0."""
+    """Optimizer step -> learning rate. Step s of the warm-up has lr (s + 1) / warmup_steps, so no step has rate 0."""
     after = config.schedule.after_warmup(config.lr, config.warmup_steps)
     if not config.warmup_steps:
         return after
@@ -137,20 +137,20 @@ def make_schedule(config: OptimConfig) -> optax.Schedule:
 def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
     """Clipping by global norm, then AdamW (arXiv:1711.05101): the numbers and the state of `optax.adamw`.
 
-    `update` takes `applied`; where it is False, the moments stay as they are.
+    `update` takes `applied`; if it is False, the moments stay as they are.
     """
     adamw = optax.chain(
         _scale_by_adam(config),
         optax.add_decayed_weights(config.weight_decay, _is_decayed),
         optax.scale_by_learning_rate(make_schedule(config)),
     )
-    # Without clipping the state has the same names, so that a run may go on with another `max_grad_norm`.
+    # Without clipping the state has the same names, so that a resumed run can use another `max_grad_norm`.
     return optax.chain(_clip(config.max_grad_norm) if config.max_grad_norm else optax.identity(), adamw)
 
 
 def _clip(largest: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` by one factor for all leaves. XLA keeps a scaled copy of the gradient if there is a
-    division for each of its numbers."""
+    """`optax.clip_by_global_norm` with one factor for all leaves. With a division for each element XLA would keep a
+    scaled copy of the gradient."""
 
     def update(grads: Params, state: optax.EmptyState, params: Params | None = None) -> tuple:
         norm = optax.tree.norm(grads)
@@ -161,9 +161,10 @@ def _clip(largest: float) -> optax.GradientTransformation:
 
 
 def _scale_by_adam(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam`, whose choice between new and old moments is part of the loop that writes them.
+    """`optax.scale_by_adam` with the choice between new and old moments inside the loop that writes them.
 
-    What follows reads the written moments, so that none is computed twice, and none is copied because it is still read.
+    The code after it reads the written moments, so that none is computed twice, and none is copied because it is still
+    read.
     """
     b1, b2, dtype = config.beta1, config.beta2, jnp.dtype(config.moment_dtype)
 
@@ -181,15 +182,17 @@ def _scale_by_adam(config: OptimConfig) -> optax.GradientTransformationExtraArgs
         count = optax.safe_increment(state.count)
         mean = jax.tree.map(lambda g, m: (1 - b1) * g + b1 * m, grads, state.mu)
         square = jax.tree.map(lambda g, n: (1 - b2) * (g * g) + b2 * n, grads, state.nu)
-        kept = optax.ScaleByAdamState(
+        new_state = optax.ScaleByAdamState(
             jnp.where(applied, count, state.count),
             *unfused((_either(applied, mean, state.mu), _either(applied, square, state.nu))),
         )
         # The update reads the first moment before it is rounded to a smaller dtype.
-        mean = kept.mu if dtype == jnp.float32 else mean
+        mean = new_state.mu if dtype == jnp.float32 else mean
         unbiased = (1 - b1 ** count.astype(jnp.float32), 1 - b2 ** count.astype(jnp.float32))
-        updates = jax.tree.map(lambda m, n: (m / unbiased[0]) / (jnp.sqrt(n / unbiased[1]) + config.eps), mean, kept.nu)
-        return updates, kept
+        updates = jax.tree.map(
+            lambda m, n: (m / unbiased[0]) / (jnp.sqrt(n / unbiased[1]) + config.eps), mean, new_state.nu
+        )
+        return updates, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -200,7 +203,7 @@ def _either(applied: Array | bool, new: Any, old: Any) -> Any:
 
 
 def _is_decayed(params: Params) -> Any:
-    """True for matrices; decided by name, since the layer axis gives vectors a second dimension."""
+    """True for matrices. Decided by name, since the layer axis gives vectors a second dimension."""
     plain = ("bq", "bk", "bv", "a_log", "dt_bias")
     return jax.tree_util.tree_map_with_path(
         lambda path, _: not path[-1].key.endswith("norm") and path[-1].key not in plain, params
@@ -214,7 +217,7 @@ class TrainState:
     step: Int[Array, ""]
     """Updates applied so far; a skipped update does not count."""
     params: Params
-    """Float32 masters; under `lora: low_rank` those of the adapter only."""
+    """Float32 master parameters; under `lora: low_rank` those of the adapter only."""
     opt_state: optax.OptState
 
 
@@ -247,7 +250,7 @@ def state_shardings(model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: Lo
 
 
 def state_like(model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: Lora = FULL) -> TrainState:
-    """Shape, dtype and sharding of every leaf, with nothing computed, for compiling."""
+    """Shape, dtype and sharding of every leaf, for compiling; allocates nothing."""
     shardings = state_shardings(model, optim, mesh, lora)
     params = jax.eval_shape(lambda: init_trained(jax.random.key(0), model, lora))
     opt_state = jax.eval_shape(make_optimizer(optim).init, params)
@@ -258,7 +261,7 @@ def state_like(model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: Lora = 
 def init_train_state(
     key: Key[Array, ""], model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: Lora = FULL
 ) -> TrainState:
-    """New parameters and optimizer state; each device computes its own part, and the values are equal on every mesh."""
+    """New parameters and optimizer state. Each device computes its own part, and the values are equal on every mesh."""
     optimizer = make_optimizer(optim)
 
     def init(key: Key[Array, ""]) -> TrainState:
@@ -277,8 +280,8 @@ def start_train_state(
     *,
     donate: bool = False,
 ) -> TrainState:
-    """The state at step 0 with given parameters (a published checkpoint, or SFT before RL). Copies them, unless they
-    are donated with `donate`."""
+    """The state at step 0 with given parameters (a published checkpoint, or SFT before RL). Copies them, unless
+    `donate` is true."""
     optimizer = make_optimizer(optim)
     shardings = state_shardings(model, optim, mesh, lora)
 
@@ -341,7 +344,7 @@ def make_gradient(
 
 
 def make_finish(optim: OptimConfig) -> Callable[[TrainState, TrainBatch, tuple], tuple[TrainState, Metrics]]:
-    """(state, batch, what `accumulate` returns) -> the next state and metrics."""
+    """(state, batch, what `accumulate` returns) -> (next state, metrics)."""
     optimizer, schedule = make_optimizer(optim), make_schedule(optim)
 
     def finish(state: TrainState, batch: TrainBatch, summed: tuple) -> tuple[TrainState, Metrics]:
@@ -368,7 +371,8 @@ def make_finish(optim: OptimConfig) -> Callable[[TrainState, TrainBatch, tuple],
 
 
 def bind_base(step: Callable[..., tuple[TrainState, Metrics]], base: Params | None) -> UpdateStep:
-    """The step of `make_update_step` with the weights that an adapter belongs to; unchanged if there are none."""
+    """Binds the frozen weights of an adapter to the step of `make_update_step`; returns the step unchanged if there are
+    none."""
     if base is None:
         return step
     return lambda state, batch: step(state, batch, base)
@@ -406,9 +410,9 @@ def accumulate(
 def _accumulate(
     gradient: Callable, params: Params, batch: TrainBatch, shardings: Params, mesh: Mesh, *frozen: Params
 ) -> tuple:
-    """`accumulate` for the rows that are here."""
+    """`accumulate` for the rows of this part of `data`."""
     sums = summing(gradient, params, batch, shardings, mesh, *frozen)
-    if batch.tokens.shape[0] == 1:  # if it is padding, its gradient is 0 and not applied
+    if batch.tokens.shape[0] == 1:  # a padding micro-batch has gradient 0, which is not applied
         return sums.first()
     return jax.lax.fori_loop(0, batch.count, sums.add, sums.none())
 
@@ -417,24 +421,24 @@ class Summing(NamedTuple):
     """How (loss, sums, float32 gradients) add up over micro-batches."""
 
     none: Callable[[], tuple]
-    """Those of no micro-batch."""
+    """Returns the sums of no micro-batch."""
     first: Callable[[], tuple]
-    """Those of the first one."""
+    """Returns the sums of the first micro-batch."""
     add: Callable[[Array, tuple], tuple]
-    """(index, those before) -> with those of that micro-batch."""
+    """(index, sums before) -> sums with that micro-batch added."""
 
 
 def summing(
     gradient: Callable, params: Params, batch: TrainBatch, shardings: Params, mesh: Mesh, *frozen: Params
 ) -> Summing:
-    """For the micro-batches of `batch` under these parameters."""
+    """The functions that sum over the micro-batches of `batch` under these parameters."""
 
-    def place(grads: Params) -> Params:
+    def on_shards(grads: Params) -> Params:
         return jax.tree.map(lambda leaf, sharding: constrain(leaf, mesh, *sharding.spec), grads, shardings)
 
     def of(index: Array | int) -> tuple:
         (value, sums), grads = gradient(params, micro_batch(batch, index, mesh), *frozen)
-        return value, sums, place(grads)
+        return value, sums, on_shards(grads)
 
     def add(index: Array, before: tuple) -> tuple:
         total, sums, grads = before
@@ -446,7 +450,7 @@ def summing(
         return (
             jnp.zeros((), jnp.float32),
             jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums),
-            place(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)),
+            on_shards(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)),
         )
 
     return Summing(none, partial(of, 0), add)
@@ -473,8 +477,8 @@ def make_score(
         def visit(index: Array, filled: tuple[Array, Array]) -> tuple[Array, Array]:
             new = policy_logprobs(params, micro_batch(batch, index, mesh), model, update, temperature, mesh)
             return tuple(
-                jax.lax.dynamic_update_index_in_dim(whole, part, index, 0)
-                for whole, part in zip(filled, new, strict=True)
+                jax.lax.dynamic_update_index_in_dim(filled_leaf, part, index, 0)
+                for filled_leaf, part in zip(filled, new, strict=True)
             )
 
         empty = constrain(jnp.zeros(batch.tokens.shape, jnp.float32), mesh, None, ROWS, "sequence")

@@ -1,4 +1,5 @@
-"""One optimizer step as several programs, between which the device runs others: a sampler's, while rollouts go on."""
+"""One optimizer step as several programs, so that the device can run others in between: those of the sampler, while
+rollouts continue."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class UpdateParts:
     def lowered(
         self, state: TrainState, batch: TrainBatch, *frozen: Params
     ) -> Iterator[tuple[str, jax.stages.Lowered]]:
-        """(name, program) of each, not compiled."""
+        """(name, lowered program) of each program; not compiled."""
         begin = self.begin.lower(state.params, batch, *frozen)
         sums = place_shapes(begin.out_info, jax.tree.broadcast(self.placed, begin.out_info))
         yield "update/begin", begin
@@ -52,9 +53,9 @@ class UpdateParts:
     def __call__(
         self, state: TrainState, batch: TrainBatch, *frozen: Params, between: Callable[[], None]
     ) -> tuple[TrainState, Metrics]:
-        """What `make_update_step` returns, with `between` called after each micro-batch is enqueued."""
+        """Returns what the step of `make_update_step` returns. Calls `between` after each micro-batch is enqueued."""
         sums = self.begin(state.params, batch, *frozen)
-        for _ in range(max(1, int(jax.device_get(batch.count)))):  # one of padding compiles the program
+        for _ in range(max(1, int(jax.device_get(batch.count)))):  # a padding micro-batch compiles the program
             sums = self.add(sums, state.params, batch, *frozen)
             with jax.transfer_guard("allow"):
                 between()
@@ -71,10 +72,10 @@ def make_update_parts(
     temperature: float = 1.0,
     lora: Lora = FULL,
 ) -> UpdateParts:
-    """`make_update_step` with a program for each micro-batch, so that those of a sampler take turns with them.
+    """Like `make_update_step`, with a program for each micro-batch, so that programs of a sampler can run in between.
 
     Args:
-        mesh: Its `data` axis has size 1.
+        mesh: Its `data` axis must have size 1.
     """
     shardings, last = state_shardings(model, optim, mesh, lora), make_finish(optim)
     gradient = make_gradient(model, surrogate, update, mesh, temperature, lora)
@@ -89,11 +90,11 @@ def make_update_parts(
     def finish(state: TrainState, batch: TrainBatch, sums: tuple) -> tuple[TrainState, Metrics]:
         return last(state, batch, sums[1:])
 
-    whole = replicated(mesh)
-    placed = (whole, whole, whole, shardings.params)
+    everywhere = replicated(mesh)
+    placed = (everywhere, everywhere, everywhere, shardings.params)
     return UpdateParts(
         jax.jit(begin, out_shardings=placed),
         jax.jit(add, donate_argnums=0, out_shardings=placed),
-        jax.jit(finish, donate_argnums=0, out_shardings=(shardings, whole)),
+        jax.jit(finish, donate_argnums=0, out_shardings=(shardings, everywhere)),
         placed,
     )

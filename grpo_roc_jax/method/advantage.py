@@ -1,7 +1,7 @@
-"""Rewards of the kept groups -> advantages: the estimate of `advantage`, then its adjustments in order.
+"""From the rewards of the kept groups to advantages: the estimate of `advantage`, then its adjustments in order.
 
-The core kind is `group`: what a baseline subtracts and a scale divides by, per group, with z-scores (GRPO) by default.
-A group whose rewards are equal gets exactly 0 from every centered estimator. Other estimators, baselines, scales and
+The core kind is `group`: the reward minus a baseline, divided by a scale, per group; by default the z-score of GRPO. A
+group whose rewards are equal gets exactly 0 from every centered estimator. Other estimators, baselines, scales and
 adjustments are below, or in `contrib/methods/`.
 """
 
@@ -24,7 +24,7 @@ from grpo_roc_jax.types import Group, Trajectory, Turn, Verdict
 
 
 def deviation(values: np.ndarray, ddof: int = 1) -> float:
-    """Standard deviation with n - ddof; 0 when that leaves nothing to divide by."""
+    """Standard deviation with divisor n - ddof; 0 if that divisor is not positive."""
     return float(np.std(values, ddof=ddof)) if len(values) > ddof else 0.0
 
 
@@ -36,7 +36,7 @@ def z_score(rewards: np.ndarray, ddof: int = 1, eps: float = 1e-6) -> np.ndarray
 
 
 def later_sums(values: np.ndarray, discount: float) -> np.ndarray:
-    """float64[n]: sum over i >= t of discount^(i - t) values[i], by doubling the span that is summed."""
+    """float64[n]: sum over i >= t of discount^(i - t) values[i], by repeated doubling of the summed span."""
     out, span = values.astype(np.float64), 1
     while span < len(out):
         out[:-span] += discount**span * out[span:]
@@ -50,14 +50,14 @@ def later_sums(values: np.ndarray, discount: float) -> np.ndarray:
 class Baseline(Part, axis="advantage.baseline"):
     """What is subtracted from the rewards of a group."""
 
-    def values(self, rewards: np.ndarray, found: Features) -> np.ndarray | float:
-        """The baseline of one group, which is not empty."""
+    def values(self, rewards: np.ndarray, features: Features) -> np.ndarray | float:
+        """The baseline of one nonempty group."""
         raise NotImplementedError
 
     def batch(self, batch: MethodBatch) -> list[np.ndarray | float]:
-        """The same for all groups; override it for a baseline that reads the method's state."""
+        """The baselines of all groups; override it for a baseline that reads the method's state."""
         pairs = zip(batch.rewards, batch.features, strict=True)
-        return [self.values(r, found) if len(r) else 0.0 for r, found in pairs]
+        return [self.values(r, group_features) if len(r) else 0.0 for r, group_features in pairs]
 
 
 class Scale(Part, axis="advantage.scale"):
@@ -73,39 +73,41 @@ class Scale(Part, axis="advantage.scale"):
 
 
 class Adjustment(Part, axis="advantage.adjust"):
-    """A step from advantages to advantages."""
+    """Maps advantages to advantages."""
 
     draws: ClassVar[bool] = False
     """Whether it draws at random."""
 
-    def group(self, advantages: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
+    def group(self, advantages: np.ndarray, rewards: np.ndarray, features: Features) -> np.ndarray:
         """float64[G] -> float64[G] for one group."""
         raise NotImplementedError
 
     def batch(self, advantages: Sequence[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
-        """The same for all groups; override it for a step that spans the batch or reads the method's state."""
+        """The adjusted advantages of all groups; override it for a step over the batch or one that reads the method's
+        state."""
         parts = zip(advantages, batch.rewards, batch.features, strict=True)
-        return [self.group(a, r, found) for a, r, found in parts]
+        return [self.group(a, r, group_features) for a, r, group_features in parts]
 
     def tokens(self, advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
-        """float32[T] of each trajectory -> the same, for a step that tells tokens apart or can follow one that does."""
+        """float32[T] of each trajectory -> float32[T], for a step that distinguishes tokens or can follow one that
+        does."""
         raise NotImplementedError
 
     @property
     def per_token(self) -> bool:
-        """Whether it has `tokens` alone, so that the advantages of a trajectory differ after it."""
+        """Whether only `tokens` is overridden, so that the tokens of a trajectory can differ after this step."""
         return self._overrides("tokens") and not (self._overrides("batch") or self._overrides("group"))
 
     def _overrides(self, name: str) -> bool:
         return getattr(type(self), name) is not getattr(Adjustment, name)
 
     def entropy_coefficient(self, groups: Sequence[Group], state: AlgoState) -> float | None:
-        """Weight in the loss of a bonus for the policy's entropy; None if there never is one."""
+        """Weight in the loss of a bonus for the policy's entropy; None for adjustments without such a bonus."""
         return None
 
 
 class Advantage(Part, axis="advantage"):
-    """Rewards of the kept groups -> advantages of their tokens."""
+    """Maps the rewards of the kept groups to advantages of their tokens."""
 
     def tokens(self, batch: MethodBatch) -> list[np.ndarray]:
         """float32[T] of each trajectory, groups in order."""
@@ -120,7 +122,7 @@ class Estimator(Advantage):
     """Adjustments, in the order in which they are applied."""
 
     def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
-        """float64[G] of each group, before adjustments; reads features, rewards and state."""
+        """float64[G] of each group, before adjustments. Reads features, rewards and state."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
@@ -133,12 +135,12 @@ class Estimator(Advantage):
 
     @property
     def _divided(self) -> tuple[tuple[Adjustment, ...], tuple[Adjustment, ...]]:
-        """The adjustments of trajectories, and those from the first one that tells tokens apart."""
+        """The adjustments of whole trajectories, and those from the first one on that distinguishes tokens."""
         first = next((i for i, step in enumerate(self.adjust) if step.per_token), len(self.adjust))
         return self.adjust[:first], self.adjust[first:]
 
     def trajectories(self, batch: MethodBatch) -> list[np.ndarray]:
-        """float64[G] of each group: one advantage per trajectory, before adjustments tell its tokens apart."""
+        """float64[G] of each group: one advantage per trajectory, before any adjustment distinguishes tokens."""
         values = self.estimate(batch)
         for step in self._divided[0]:
             values = step.batch(values, batch)
@@ -159,16 +161,16 @@ class Estimator(Advantage):
 class Mean(Baseline):
     """The mean of the group (GRPO, arXiv:2402.03300)."""
 
-    def values(self, rewards: np.ndarray, found: Features) -> np.ndarray | float:
-        # For equal rewards the difference is exactly 0, whatever the last bits of a mean.
+    def values(self, rewards: np.ndarray, features: Features) -> np.ndarray | float:
+        # If the rewards are equal the difference is exactly 0, whatever the last bits of a mean.
         return rewards if flat(rewards) else float(rewards.mean())
 
 
 @kind("leave_one_out")
 class LeaveOneOut(Baseline):
-    """The mean of the other trajectories of the group; a trajectory alone gets 0 (RLOO, arXiv:2402.14740)."""
+    """The mean of the other trajectories of the group; 0 for a group of one (RLOO, arXiv:2402.14740)."""
 
-    def values(self, rewards: np.ndarray, found: Features) -> np.ndarray | float:
+    def values(self, rewards: np.ndarray, features: Features) -> np.ndarray | float:
         return rewards if flat(rewards) else (rewards.sum() - rewards) / (len(rewards) - 1)
 
 
@@ -176,7 +178,7 @@ class LeaveOneOut(Baseline):
 class NoBaseline(Baseline):
     """Nothing is subtracted."""
 
-    def values(self, rewards: np.ndarray, found: Features) -> np.ndarray | float:
+    def values(self, rewards: np.ndarray, features: Features) -> np.ndarray | float:
         return 0.0
 
 
@@ -238,7 +240,7 @@ class GroupRelative(Estimator):
 
 @kind("custom")
 class CustomAdvantage(Estimator):
-    """A function of the user's."""
+    """A user function."""
 
     function: str = ""
     """`package.module:function`, or a name passed to `train(functions=...)`: (rewards, features, state) -> advantages
@@ -261,7 +263,7 @@ class SignWeights(Adjustment):
     negative: NotNegative = 1.0
     """Factor on the others."""
 
-    def group(self, advantages: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
+    def group(self, advantages: np.ndarray, rewards: np.ndarray, features: Features) -> np.ndarray:
         return np.where(advantages > 0, self.positive, self.negative) * advantages
 
 
@@ -275,23 +277,25 @@ class Whiten(Adjustment):
     """1 divides by n - 1, 0 by n."""
 
     def batch(self, advantages: Sequence[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
-        """(A - mean) / sqrt(var + 1e-8); a batch of equal advantages gets 0."""
+        """(A - mean) / sqrt(var + 1e-8); zeros for a batch of equal advantages."""
         values = np.concatenate([np.asarray(a, np.float64) for a in advantages]) if advantages else np.zeros(0)
         weights = np.ones(len(values))
         if self.over == "token" and len(values):
-            weights = np.concatenate([found.lengths for found in batch.features]).astype(np.float64)
+            weights = np.concatenate([features_of_group.lengths for features_of_group in batch.features]).astype(
+                np.float64
+            )
         return self._standardized(advantages, values, weights)
 
     def tokens(self, advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
         masks = [trajectory.policy_mask for trajectory in batch.trajectories]
-        own = [a[mask].astype(np.float64) for a, mask in zip(advantages, masks, strict=True)]
-        each = [np.full(len(a), 1.0 if self.over == "token" else 1.0 / len(a)) for a in own if len(a)]
-        return self._standardized(advantages, np.concatenate([*own, []]), np.concatenate([*each, []]))
+        masked_values = [a[mask].astype(np.float64) for a, mask in zip(advantages, masks, strict=True)]
+        each = [np.full(len(a), 1.0 if self.over == "token" else 1.0 / len(a)) for a in masked_values if len(a)]
+        return self._standardized(advantages, np.concatenate([*masked_values, []]), np.concatenate([*each, []]))
 
     def _standardized(
         self, advantages: Sequence[np.ndarray], values: np.ndarray, weights: np.ndarray
     ) -> list[np.ndarray]:
-        """The advantages under the statistics of these values, which count with their weights."""
+        """Standardizes the advantages by the weighted mean and variance of these values."""
         total = weights.sum()
         if total <= self.ddof or flat(values):
             return [np.zeros_like(a) for a in advantages]
@@ -308,8 +312,8 @@ class Whiten(Adjustment):
 class LengthWeighted(Baseline):
     """sum n R / sum n: the baseline of least variance when gradient norms grow with length (OPO, arXiv:2505.23585)."""
 
-    def values(self, rewards: np.ndarray, found: Features) -> np.ndarray | float:
-        return rewards if flat(rewards) else float(found.lengths @ rewards / max(found.lengths.sum(), 1))
+    def values(self, rewards: np.ndarray, features: Features) -> np.ndarray | float:
+        return rewards if flat(rewards) else float(features.lengths @ rewards / max(features.lengths.sum(), 1))
 
 
 # ---- pass@k ---------------------------------------------------------------------------------------------------------
@@ -318,11 +322,11 @@ class LengthWeighted(Baseline):
 
 @kind("pass_at_k")
 class PassAtK(Estimator):
-    """A trajectory is worth the mean over the k-subsets that hold it, 1 for one with a success (arXiv:2508.10751).
-    Rewards are not read.
+    """The advantage of pass@k: a trajectory is worth the mean over the k-subsets that contain it, where a subset counts
+    1 if it has a success (arXiv:2508.10751). Rewards are not read.
 
-    With n trajectories, c failures: p = 1 - C(c, k) / C(n, k) is the mean, s = sqrt(p (1 - p)) the deviation; a success
-    gets (1 - p) / s, a failure (1 - p - C(c - 1, k - 1) / C(n - 1, k - 1)) / s.
+    With n trajectories and c failures, p = 1 - C(c, k) / C(n, k) is the mean and s = sqrt(p (1 - p)) the deviation. A
+    success gets (1 - p) / s, a failure (1 - p - C(c - 1, k - 1) / C(n - 1, k - 1)) / s.
     """
 
     k: AtLeast1 = 2
@@ -331,7 +335,7 @@ class PassAtK(Estimator):
     """Added to the deviation."""
 
     def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
-        return [self._group(found.correct) for found in batch.features]
+        return [self._group(group_features.correct) for group_features in batch.features]
 
     def _group(self, correct: np.ndarray) -> np.ndarray:
         n, c, k = len(correct), int((~correct).sum()), self.k
@@ -374,19 +378,23 @@ class Channels(Estimator):
             )
 
     def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
-        """Each channel over the trajectories that have it; 0 for one without any channel."""
-        names = list(dict.fromkeys(name for found in batch.features for name in found.channels))
+        """The weighted estimate of each channel over the trajectories that have it; 0 for a trajectory without any
+        channel."""
+        names = list(dict.fromkeys(name for group_features in batch.features for name in group_features.channels))
         weights = self.weights or [batch.weights.get(name, 1.0) for name in names]
         if not names or len(weights) != len(names):
             raise ValueError(
                 f"advantage channels found reward channels {names or 'none'} and {len(self.weights)} weights; name two "
                 "or more reward.functions and give a weight each"
             )
-        out = [np.zeros(found.size) for found in batch.features]
+        out = [np.zeros(group_features.size) for group_features in batch.features]
         for name, weight in zip(names, weights, strict=True):
-            held = [found.channels.get(name, np.full(found.size, np.nan)) for found in batch.features]
-            present = [np.flatnonzero(np.isfinite(values)) for values in held]
-            parts = self.of.estimate(replace(batch, rewards=held).only(present))
+            channel_values = [
+                group_features.channels.get(name, np.full(group_features.size, np.nan))
+                for group_features in batch.features
+            ]
+            present = [np.flatnonzero(np.isfinite(values)) for values in channel_values]
+            parts = self.of.estimate(replace(batch, rewards=channel_values).only(present))
             for total, rows, part in zip(out, present, parts, strict=True):
                 total[rows] += weight * part
         return self._standardized(out) if self.standardize else out
@@ -411,8 +419,8 @@ State = Literal["calls", "observations", "turn"]
 
 @kind("turns")
 class TurnCredit(Adjustment):
-    """A_t + omega F(G_k) for the tokens of turn k, G_k = r_k + gamma G_(k+1), F relative to the turns of the problem in
-    the same state (GiGPO, arXiv:2505.10978). A turn that is alone in its state gets nothing."""
+    """A_t + omega F(G_k) for the tokens of turn k, with G_k = r_k + gamma G_(k+1) and F relative to the turns of the
+    problem that were taken in the same state (GiGPO, arXiv:2505.10978). A turn whose state is unique gets nothing."""
 
     omega: NotNegative = 1.0
     """Weight of the advantage within a state."""
@@ -430,8 +438,8 @@ class TurnCredit(Adjustment):
             returns = [later_sums(turn_pay(t, v, reward), self.gamma) for (t, v), reward in pairs]
             for trajectory, credit in zip(group.trajectories, self.credits(group, returns), strict=True):
                 values = next(rest).copy()
-                for turn, own in zip(trajectory.turns, credit, strict=True):
-                    values[turn.start : turn.end] += np.float32(self.omega * own)
+                for turn, turn_credit in zip(trajectory.turns, credit, strict=True):
+                    values[turn.start : turn.end] += np.float32(self.omega * turn_credit)
                 out.append(values)
         return out
 
@@ -442,19 +450,20 @@ class TurnCredit(Adjustment):
             values = np.array([returns[i][k] for i, k in places])
             if flat(values):
                 continue
-            found = z_score(values) if self.standardize else values - values.mean()
-            for (i, k), value in zip(places, found, strict=True):
+            relative = z_score(values) if self.standardize else values - values.mean()
+            for (i, k), value in zip(places, relative, strict=True):
                 out[i][k] = value
         return out
 
     def metrics(self, batch: MethodBatch) -> Mapping[str, float]:
-        """Turns per state; with 1 there is no signal within states."""
+        """The mean number of turns per state; at 1 states give no signal."""
         sizes = [len(places) for group in batch.groups for places in same_state(group, self.state).values()]
         return {"method/turns_per_state": float(np.mean(sizes)) if sizes else 0.0}
 
 
 def turn_pay(trajectory: Trajectory, verdict: Verdict, reward: float) -> np.ndarray:
-    """float64[turns]: what each turn was paid; the rest of the trajectory's reward belongs to the last turn."""
+    """float64[turns]: the reward of each turn. The part of the trajectory's reward that no turn was given goes to the
+    last turn."""
     pay = np.zeros(len(trajectory.turns))
     if len(pay):
         pay += verdict.turn_rewards or 0.0
@@ -463,17 +472,17 @@ def turn_pay(trajectory: Trajectory, verdict: Verdict, reward: float) -> np.ndar
 
 
 def same_state(group: Group, state: State) -> dict[bytes, list[tuple[int, int]]]:
-    """The turns of a problem by the state before them: (trajectory, turn)."""
-    found: dict[bytes, list[tuple[int, int]]] = {}
+    """The turns of a problem as (trajectory, turn), by the state before them."""
+    turns_by_state: dict[bytes, list[tuple[int, int]]] = {}
     for i, trajectory in enumerate(group.trajectories):
         seen = hashlib.blake2b(str(trajectory.condition).encode(), digest_size=16)
         for k, turn in enumerate(trajectory.turns):
-            found.setdefault(seen.digest(), []).append((i, k))
-            seen.update(json.dumps(_said(turn, state), sort_keys=True, default=repr).encode())
-    return found
+            turns_by_state.setdefault(seen.digest(), []).append((i, k))
+            seen.update(json.dumps(_state_items(turn, state), sort_keys=True, default=repr).encode())
+    return turns_by_state
 
 
-def _said(turn: Turn, state: State) -> list:
+def _state_items(turn: Turn, state: State) -> list:
     """What a turn adds to the state."""
     if state == "turn":
         return []
@@ -490,16 +499,16 @@ def _said(turn: Turn, state: State) -> list:
 
 
 COEFFICIENT, ENTROPY = "entropy_coefficient", "entropy"
-"""Names in the method's memory: the coefficient after the last step, and the entropy that it saw."""
+"""Names in the method's memory: the coefficient after the last step, and the entropy measured then."""
 
 
 @kind("entropy_bonus")
 class EntropyBonus(Adjustment):
-    """Adds -a H to the loss where H is below its target; a rises by `step` there, and else falls (Skywork-OR1,
-    arXiv:2505.22312). Advantages stay as they are."""
+    """Adds -a H to the loss where the entropy H is below its target; a rises by `step` there and falls otherwise
+    (Skywork-OR1, arXiv:2505.22312). Advantages are not changed."""
 
     target: NotNegative = 0.2
-    """Entropy, in nats per token, from which on there is no bonus."""
+    """Entropy in nats per token at and above which there is no bonus."""
     step: NotNegative = 1e-4
     """Change of the coefficient in a training step; 0 keeps it constant."""
     start: NotNegative = 0.0
@@ -515,7 +524,7 @@ class EntropyBonus(Adjustment):
         return coefficient if entropy < self.target else 0.0
 
     def moved(self, groups: Sequence[Group], state: AlgoState) -> tuple[float, float]:
-        """(coefficient of this step, entropy of its trajectories)."""
+        """(coefficient for this step, entropy of its trajectories in nats)."""
         entropy = sampled_entropy(groups)
         change = self.step if entropy < self.target else -self.step
         return float(np.clip(state.recall(COEFFICIENT, self.start) + change, 0.0, self.most)), entropy
@@ -533,7 +542,7 @@ class EntropyBonus(Adjustment):
 
 
 def sampled_entropy(groups: Sequence[Group]) -> float:
-    """Mean of -log p over the policy's tokens, in nats; 0 without any."""
+    """Mean of -log p over the policy's tokens, in nats; 0 without policy tokens."""
     drawn = [t.logprobs[t.policy_mask] for group in groups for t in group.trajectories]
     values = np.concatenate([np.zeros(0), *drawn])
     return -float(values.mean()) if len(values) else 0.0

@@ -1,9 +1,9 @@
-"""The methods by name: what their recipes say about themselves, and the table of the documentation.
+"""The methods by name, as their recipes describe them, and the table of the documentation.
 
 Recipes of the core are in `configs/methods/`, all others beside their method in `contrib/methods/`. A recipe is a
-header of comments (title and source, axes, formula, state), then a few settings over a base recipe.
-`python -m grpo_roc_jax.method.catalog` prints the table; with `docs/methods.md` as its argument it writes the table
-there and keeps its last column, which `benchmarks/first_step.py` measures.
+header of comments (title and source, axes, formula, state), then a few settings over a base recipe. `python -m
+grpo_roc_jax.method.catalog` prints the table. With `docs/methods.md` as its argument it writes the table there and
+keeps its last column, which `benchmarks/first_step.py` measures.
 """
 
 import re
@@ -19,7 +19,7 @@ FOLDERS = {CONFIG_DIR / "methods": "configs/methods", CONTRIB_METHODS: "grpo_roc
 """Folder of recipes -> its name in a checkout."""
 
 SKETCH = " (sketch)"
-"""End of the title of a recipe that stands in for a part of its paper."""
+"""End of the title of a recipe that replaces a part of its paper by something simpler."""
 TABLE_START, TABLE_END = "<!-- generated table -->", "<!-- end of generated table -->"
 SKETCH_MARKS = "<!-- generated sketches -->", "<!-- end of generated sketches -->"
 AXES = {
@@ -36,7 +36,7 @@ AXES = {
 
 @dataclass(frozen=True)
 class MethodFile:
-    """One method as its file describes it."""
+    """One method as the header of its recipe describes it."""
 
     path: Path
     title: str
@@ -46,15 +46,15 @@ class MethodFile:
     """Letters of `AXES`, separated by spaces."""
     formula: str
     state: str
-    """What it remembers between steps; empty for nothing."""
+    """What it remembers between steps; empty if nothing."""
     as_in_paper: str = ""
-    """Of a sketch, what follows the paper."""
+    """For a sketch, what follows the paper."""
     stand_in: str = ""
-    """Of a sketch, what stands in for a part of the paper, or is left out; empty for other methods."""
+    """For a sketch, what replaces a part of the paper or is left out; empty for other methods."""
 
 
 def load_methods() -> dict[str, MethodFile]:
-    """Name -> method, for every recipe, by name."""
+    """Name -> method for every recipe, sorted by name."""
     paths = (path for folder in FOLDERS for path in folder.glob("*.yaml"))
     return {path.stem: read_method(path) for path in sorted(paths, key=lambda path: path.name)}
 
@@ -96,13 +96,13 @@ def method_table(differences: Mapping[str, str] | None = None) -> str:
     rows = [head, "| --- | --- | --- | --- | --- | --- |"]
     for name, m in load_methods().items():
         link, formula = f"[{m.title}](../{FOLDERS[m.path.parent]}/{m.path.name})", m.formula.replace("|", "∣")
-        said = (differences or {}).get(name, "?")
-        rows.append(f"| {link} | {m.axes} | `{formula}` | {m.paper or 'preset'} | {m.state or '-'} | {said} |")
+        difference = (differences or {}).get(name, "?")
+        rows.append(f"| {link} | {m.axes} | `{formula}` | {m.paper or 'preset'} | {m.state or '-'} | {difference} |")
     return "\n".join(rows) + "\n"
 
 
 def sketch_table() -> str:
-    """A Markdown table of the recipes that stand in for a part of their papers: what is as there, and what is not."""
+    """A Markdown table of the sketches: what is as in the paper, and what is not."""
     head = "| recipe | as in the paper | stand-in |\n| --- | --- | --- |\n"
     sketches = {name: method for name, method in load_methods().items() if method.stand_in}
     return head + "".join(f"| `{name}` | {m.as_in_paper} | {m.stand_in} |\n" for name, m in sketches.items())
@@ -129,7 +129,7 @@ def with_table(document: str, table: str, start_mark: str = TABLE_START, end_mar
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the table, or writes it into the document that is named."""
+    """Prints the table, or writes it into the document given as an argument."""
     if not argv:
         sys.stdout.write(method_table())
         return

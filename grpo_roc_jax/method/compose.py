@@ -12,7 +12,7 @@ import numpy as np
 
 from grpo_roc_jax.method.advantage import Adjustment, Advantage
 from grpo_roc_jax.method.config import MethodConfig
-from grpo_roc_jax.method.edit import taken
+from grpo_roc_jax.method.edit import take_trajectories
 from grpo_roc_jax.method.features import Features, features
 from grpo_roc_jax.method.part import MethodBatch, Part, parts_of, reward_weights
 from grpo_roc_jax.method.planning import PlanConfig, unaided
@@ -37,7 +37,7 @@ class Method(Protocol):
     group: Any
     """Its `size` is the number of trajectories of a problem that train."""
     reward: Any
-    """Its `weights` are those of the reward functions; may be missing, where rewards come from elsewhere."""
+    """Has `weights`, the factor of each reward function; may be missing if rewards come from elsewhere."""
     plan: PlanConfig
     resample: Selector
     shaping: tuple[Shaping, ...]
@@ -49,7 +49,7 @@ class Method(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scores:
-    """What passes over the trajectories of an optimizer step gave: float32[T] each, groups in order."""
+    """Results of scoring passes over the trajectories of an optimizer step: float32[T] each, groups in order."""
 
     logprobs: Sequence[np.ndarray] | None = None
     """Log-probabilities under the parameters about to be updated, in nats."""
@@ -58,13 +58,13 @@ class Scores:
     reference: Sequence[np.ndarray] | None = None
     """Log-probabilities under the reference policy, in nats."""
     teacher: Sequence[np.ndarray | None] | None = None
-    """Log-probabilities under the teacher, in nats; None for a trajectory that it has nothing to say about."""
+    """Log-probabilities under the teacher, in nats; None for a trajectory that the teacher does not score."""
     first: Sequence[np.ndarray] | None = None
-    """Log-probabilities before the first update of the rollout batch, in nats, where `logprobs` are later ones."""
+    """Log-probabilities before the first update of the rollout batch, in nats, if `logprobs` were computed later."""
 
 
 def method_parts(method: Method) -> list[Part]:
-    """Every part of a method, those inside other parts included."""
+    """Every part of a method, including parts inside other parts."""
     sections = (method.plan, method.resample, method.shaping, method.advantage, method.weights, method.surrogate)
     return list(parts_of(sections))
 
@@ -85,10 +85,10 @@ def needs_reference(method: Method) -> bool:
 
 
 def reference_sync(method: Method) -> tuple[int, float]:
-    """(steps after which the reference moves to the policy, 0 for never; the policy's share in it).
+    """(number of steps after which the reference moves to the policy, 0 for never; weight of the policy in that move).
 
     Raises:
-        ValueError: Two parts of the method disagree; there is one reference.
+        ValueError: Two parts of the method disagree; there is only one reference.
     """
     syncs = {(p.sync_every, p.sync_mix if p.sync_every else 1.0) for p in method_parts(method) if p.needs_reference}
     if len(syncs) > 1:
@@ -99,15 +99,17 @@ def reference_sync(method: Method) -> tuple[int, float]:
 
 
 def teacher_of(method: Method) -> Any:
-    """The part of the method that reads a teacher; None without one.
+    """The part of the method that reads a teacher; None if there is none.
 
     Raises:
         ValueError: There are two.
     """
-    found = [part for part in method_parts(method) if part.needs_teacher]
-    if len(found) > 1:
-        raise ValueError(f"{', '.join(part.prefix for part in found)}: a method has one teacher; leave out the others")
-    return found[0] if found else None
+    teachers = [part for part in method_parts(method) if part.needs_teacher]
+    if len(teachers) > 1:
+        raise ValueError(
+            f"{', '.join(part.prefix for part in teachers)}: a method has one teacher; leave out the others"
+        )
+    return teachers[0] if teachers else None
 
 
 def initial_state(method: Method) -> AlgoState:
@@ -122,7 +124,7 @@ def resample_group(group: Group, method: Method, rng: np.random.Generator) -> Se
 
 def subset(group: Group, selection: Selection) -> Group:
     """The group of the selected trajectories."""
-    return taken(group, selection.indices)
+    return take_trajectories(group, selection.indices)
 
 
 def scoring_rows(groups: Sequence[Group]) -> list[TrainRow]:
@@ -142,19 +144,19 @@ def train_rows(
     rng: np.random.Generator | None = None,
     scores: Scores | None = None,
 ) -> list[TrainRow]:
-    """One row for every trajectory of the optimizer batch, groups in order, advantages and weights filled in.
+    """One row for every trajectory of the optimizer batch, groups in order, with advantages and weights filled in.
 
-    The weights carry the normalizer of exactly these groups: pass all of one optimizer step, and only those.
+    The weights contain the normalizer of exactly these groups: pass all groups of one optimizer step, and no others.
 
     Args:
         groups: After selection.
         method: Its shaping, advantage, weights and surrogate are read.
         state: Trackers, dual variables, learned scalars.
         rng: Needed only by adjustments that draw at random.
-        scores: Passes under the current and the reference policy, where the method needs them.
+        scores: Results of scoring passes, where the method needs them.
 
     Raises:
-        ValueError: A pass that the method needs is missing.
+        ValueError: A scoring pass that the method needs is missing.
     """
     if not groups:
         return []
@@ -163,12 +165,14 @@ def train_rows(
     trajectories = [t for group in groups for t in group.trajectories]
     old = scores.logprobs if method.surrogate.scored_ratio else [t.logprobs for t in trajectories]
     passes = {"reference": scores.reference, "teacher": scores.teacher}
-    found = _with_gaps([features(group) for group in groups], groups, old, passes)
-    rewards = shape_rewards(found, method.shaping, state)
+    feature_list = _with_gaps([features(group) for group in groups], groups, old, passes)
+    rewards = shape_rewards(feature_list, method.shaping, state)
     masks = trained_tokens(groups, rewards, method.weights.masks)
     first = scores.first or scores.logprobs
     weights = reward_weights(method)
-    batch = MethodBatch(groups, found, rewards, masks, state, rng, scores.logprobs, scores.entropies, first, weights)
+    batch = MethodBatch(
+        groups, feature_list, rewards, masks, state, rng, scores.logprobs, scores.entropies, first, weights
+    )
     advantages = method.advantage.tokens(batch)
     for mask in method.weights.masks:
         masks = mask.tokens(masks, advantages, batch)
@@ -179,7 +183,7 @@ def train_rows(
     weights = token_weights(batch, method.weights)
     marks = method.surrogate.marked(batch, advantages)
     bonus = entropy_coefficient(groups, method, state)
-    # Divergence and entropy have the weights too, but are not corrected; surrogates are linear in A.
+    # Divergence and entropy are weighted too, but not corrected; surrogates are linear in A.
     if method.surrogate.kl.needs_reference or bonus is not None:
         advantages = [a * value for a, value in zip(advantages, importance, strict=True)]
     else:
@@ -195,27 +199,27 @@ def train_rows(
 
 
 def adjustments(method: Method) -> Sequence[Adjustment]:
-    """What changes the advantages after their estimator, in order."""
+    """The adjustments that follow the estimator, in order."""
     return getattr(method.advantage, "adjust", ())
 
 
 def entropy_coefficient(groups: Sequence[Group], method: Method, state: AlgoState) -> float | None:
     """Weight of the policy's entropy in the loss; None in a method without such a bonus."""
-    found = [step.entropy_coefficient(groups, state) for step in adjustments(method)]
-    found = [value for value in found if value is not None]
-    return sum(found) if found else None
+    coefficients = [step.entropy_coefficient(groups, state) for step in adjustments(method)]
+    coefficients = [value for value in coefficients if value is not None]
+    return sum(coefficients) if coefficients else None
 
 
 def optional_fields(method: Method) -> tuple[str, ...]:
-    """The fields of a `TrainRow` that only some methods fill, and this one does."""
-    found = ["marked"] if type(method.surrogate).marked is not Surrogate.marked else []
+    """The optional fields of a `TrainRow` that this method fills."""
+    names = ["marked"] if type(method.surrogate).marked is not Surrogate.marked else []
     unset = Adjustment.entropy_coefficient
     bonus = any(type(step).entropy_coefficient is not unset for step in adjustments(method))
-    return (*found, "entropy_coefficient") if bonus else tuple(found)
+    return (*names, "entropy_coefficient") if bonus else tuple(names)
 
 
 def _with_gaps(
-    found: list[Features],
+    feature_list: list[Features],
     groups: Sequence[Group],
     old: Sequence[np.ndarray],
     passes: Mapping[str, Sequence[np.ndarray | None] | None],
@@ -227,21 +231,24 @@ def _with_gaps(
         pairs = zip(old, scored, strict=True)
         each = iter([np.asarray(before, np.float64) - (before if now is None else now) for before, now in pairs])
         gaps = [tuple(next(each)[t.policy_mask] for t in group.trajectories) for group in groups]
-        found = [dataclasses.replace(f, gaps=f.gaps | {name: own}) for f, own in zip(found, gaps, strict=True)]
-    return found
+        feature_list = [
+            dataclasses.replace(f, gaps=f.gaps | {name: token_gaps})
+            for f, token_gaps in zip(feature_list, gaps, strict=True)
+        ]
+    return feature_list
 
 
 def supervised_rows(groups: Sequence[Group], scores: Scores, weight: float, surrogate: Surrogate) -> list[TrainRow]:
     """Rows whose gradient is that of weight * mean over trajectories of the mean negative log-likelihood.
 
-    The ratio is taken against the current log-probabilities, so it is 1 and every surrogate has the gradient of
-    -log p at advantage 1. Append these rows to those of `train_rows`; they have their own normalizer.
+    The ratio is taken against the current log-probabilities, so it is 1 and every surrogate has the gradient of -log p
+    at advantage 1. Append these rows to those of `train_rows`; they have their own normalizer.
 
     Args:
         groups: Correct explanations under the plain prompt (ExPO, arXiv:2507.02834); others would teach errors.
-        scores: Passes over these trajectories; with `reference` where the surrogate has a divergence term.
-        weight: Of the term in the loss.
-        surrogate: Gives the level of the ratio.
+        scores: Passes over these trajectories; with `reference` if the surrogate has a divergence term.
+        weight: Weight of the term in the loss.
+        surrogate: Determines which tokens share an importance ratio.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     reference = scores.reference or [None] * len(trajectories)
@@ -257,17 +264,17 @@ def supervised_rows(groups: Sequence[Group], scores: Scores, weight: float, surr
 def renormalized(
     parts: Sequence[Sequence[TrainRow]], normalizer: Normalizer, sizes: Sequence[Sequence[int]]
 ) -> list[list[TrainRow]]:
-    """Parts of an optimizer batch, each with the normalizer of that part, for several updates per rollout batch.
+    """Divides an optimizer batch into parts, each with a normalizer of its own, for several updates per rollout batch.
 
     Args:
         parts: Together the rows that `train_rows` returned, in order.
-        normalizer: Of the configuration.
+        normalizer: Normalizer of the configuration.
         sizes: Number of trajectories of each group of each part.
     """
-    whole = normalizer(_counts([row for part in parts for row in part]), [n for part in sizes for n in part])
+    overall = normalizer(_counts([row for part in parts for row in part]), [n for part in sizes for n in part])
     out, first = [], 0
-    for part, own in zip(parts, sizes, strict=True):
-        before, after = whole[first : first + len(part)], normalizer(_counts(part), own)
+    for part, group_sizes in zip(parts, sizes, strict=True):
+        before, after = overall[first : first + len(part)], normalizer(_counts(part), group_sizes)
         scale = [new / old if old else 0.0 for new, old in zip(after, before, strict=True)]
         rescaled = [(row.weights * factor).astype(np.float32) for row, factor in zip(part, scale, strict=True)]
         out.append([dataclasses.replace(row, weights=w) for row, w in zip(part, rescaled, strict=True)])
@@ -286,24 +293,24 @@ def next_state(
     state: AlgoState,
     drift: Mapping[str, float] | None = None,
 ) -> AlgoState:
-    """The state after a step: success table from everything sampled, and what the parts of the method remember.
+    """The state after a step: the success table from everything sampled, and what the parts of the method remember.
 
     Args:
         sampled: All scored groups of the step, before selection.
         trained: The groups that were trained on.
-        method: Its plan and the parts that remember something are read.
-        state: Before the step.
+        method: Its plan and the parts with a memory are read.
+        state: State before the step.
         drift: By uid, how far the policy has moved from remembered samples; see `Part.earlier`.
     """
-    found, parts = [features(group).attempts() for group in sampled], method_parts(method)
-    uids, decay = [f.uid for f in found], method.method.tracker_decay
+    feature_list, parts = [features(group).attempts() for group in sampled], method_parts(method)
+    uids, decay = [f.uid for f in feature_list], method.method.tracker_decay
     for part in parts:
         decay = part.forgetting(decay, uids, drift or {})
     state = visited(
         begun(state, [group.problem for group in sampled]),
         uids,
-        np.array([unaided(f, method.plan).sum() for f in found], np.float64),
-        np.array([f.size for f in found], np.float64),
+        np.array([unaided(f, method.plan).sum() for f in feature_list], np.float64),
+        np.array([f.size for f in feature_list], np.float64),
         decay,
     )
     state = method.plan.condition.next_table(uids, state)
@@ -314,14 +321,14 @@ def next_state(
 
 
 def method_metrics(groups: Sequence[Group], method: Method, state: AlgoState, scores: Scores) -> Metrics:
-    """What the parts of a method measure of the trajectories that a step trains on."""
+    """Metrics that the parts of a method compute from the trajectories that a step trains on."""
     masks = [t.policy_mask for group in groups for t in group.trajectories]
     first = scores.first or scores.logprobs
     batch = MethodBatch(groups, (), (), masks, state, None, scores.logprobs, scores.entropies, first)
     parts = method_parts(method)
-    common = {part.common_metrics: None for part in parts if part.common_metrics}  # each once, in order
+    common = {part.common_metrics: None for part in parts if part.common_metrics}  # each function once, in order
     measured = [*(measure(batch) for measure in common), *(part.metrics(batch) for part in parts)]
-    return {name: value for found in measured for name, value in found.items()}
+    return {name: value for values in measured for name, value in values.items()}
 
 
 def _check_passes(method: Method, groups: Sequence[Group], scores: Scores) -> None:

@@ -1,11 +1,11 @@
-"""Settings of the method that belong to no axis: files of the user's, edits, the memory of the success table."""
+"""Settings of the method that belong to no axis: the user's files, edits, the memory of the success table."""
 
 from grpo_roc_jax.settings.options import PositiveShare, settings
 
 
 @settings
 class MethodConfig:
-    """Parts of the user's, and the memory of the success table."""
+    """The user's parts, and the memory of the success table."""
 
     files: tuple[str, ...] = ()
     """Python files (or importable modules) with further kinds, imported before the configuration is read; a kind

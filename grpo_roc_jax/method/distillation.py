@@ -20,7 +20,7 @@ from grpo_roc_jax.types import Group
 
 @kind("none")
 class NoAdvantage(Estimator):
-    """0, whatever the rewards are: adjustments make the whole advantage."""
+    """Advantage 0, whatever the rewards are; adjustments make up the whole advantage."""
 
     def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
         return [np.zeros(len(rewards)) for rewards in batch.rewards]
@@ -28,14 +28,14 @@ class NoAdvantage(Estimator):
 
 @settings
 class Distilled(TokenDivergence):
-    """A_t - beta (log p - log p_teacher) of the token, and of later ones where `discount` is above 0."""
+    """A_t - beta (log p - log p_teacher) for each token, plus that of later tokens if `discount` is above 0."""
 
     other: ClassVar[str] = "teacher"
 
     coef: NotNegative = 1.0
     """beta: weight of a nat of divergence."""
     discount: Share = 0.0
-    """Weight of the next token's divergence in that of a token; 0 leaves each token its own."""
+    """Weight of the next token's divergence in that of a token; at 0 a token counts only its own."""
 
     @property
     def needs_teacher(self) -> bool:

@@ -59,7 +59,7 @@ def bounded_k3(m: Any, tail: Tail = "flat", xp: Any = np) -> Any:
 
 @settings
 class RewardedKl(WithReference):
-    """Settings of a divergence that is paid for."""
+    """Settings of a divergence that is subtracted from rewards or advantages."""
 
     coef: NotNegative = 0.05
     """beta: what a nat of divergence costs."""
@@ -75,30 +75,31 @@ class RewardedKl(WithReference):
 class TrajectoryKl(RewardedKl, Shaping):
     """R - beta sum_t KL_t before the baseline (RLOO, arXiv:2402.14740)."""
 
-    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
+    def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
         if not self.coef:
             return rewards
-        sums = [divergence(self.estimator, u).sum() for u in found.gap("reference", self.prefix)]
+        sums = [divergence(self.estimator, u).sum() for u in features.gap("reference", self.prefix)]
         return rewards - self.coef * np.array(sums)
 
 
 @settings
 class TokenDivergence(Adjustment):
-    """A_t - beta sum over i >= t of discount^(i - t) KL_i: every token pays for itself and for what follows it."""
+    """A_t - beta sum over i >= t of discount^(i - t) KL_i: every token is charged for itself and for what
+    follows it."""
 
     estimator: ClassVar[str] = "k1"
     other: ClassVar[str] = "reference"
-    """The policy that the divergence is from."""
+    """Name of the policy that the divergence is from."""
 
     coef: NotNegative = 0.05
     """beta: what a nat of divergence costs."""
     discount: Share = 1.0
-    """Weight of the next token's divergence in that of a token; 0 leaves each token its own."""
+    """Weight of the next token's divergence in that of a token; at 0 a token counts only its own."""
 
     def tokens(self, advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
         if not self.coef:
             return advantages
-        gaps = [u for found in batch.features for u in found.gap(self.other, self.prefix)]
+        gaps = [u for group_features in batch.features for u in group_features.gap(self.other, self.prefix)]
         out = []
         for a, u, trajectory in zip(advantages, gaps, batch.trajectories, strict=True):
             cost = np.zeros(len(a))

@@ -8,8 +8,8 @@ import numpy as np
 from grpo_roc_jax.types import Group, Trajectory, Verdict, traits_of
 
 
-def taken(group: Group, indices: Iterable[int]) -> Group:
-    """The group of these trajectories, in the order of `indices`."""
+def take_trajectories(group: Group, indices: Iterable[int]) -> Group:
+    """The group of the trajectories with these indices, in the order of `indices`."""
     indices = list(indices)
     return Group(
         group.problem, tuple(group.trajectories[i] for i in indices), tuple(group.verdicts[i] for i in indices)
@@ -17,8 +17,8 @@ def taken(group: Group, indices: Iterable[int]) -> Group:
 
 
 def revalued(verdict: Verdict, reward: float) -> Verdict:
-    """The verdict of a trajectory that is no attempt at the problem, such as a hint: another reward, and nothing left
-    of what functions paid it as an attempt."""
+    """The verdict of a trajectory that is no attempt at the problem, such as a hint. It has the given reward, and the
+    rewards of the single functions are removed."""
     return dataclasses.replace(verdict, reward=reward, status="wrong", channels={}, turn_rewards=())
 
 
@@ -36,13 +36,13 @@ def replace_failures(group: Group, hinted: Group, count: int) -> Group:
     wins = np.flatnonzero(hinted.correct)[:count]
     places = np.flatnonzero(~group.correct)[: len(wins)]
     trajectories, verdicts = list(group.trajectories), list(group.verdicts)
-    for place, win in zip(places, wins, strict=False):
-        trajectories[place], verdicts[place] = hinted.trajectories[win], hinted.verdicts[win]
+    for index, win in zip(places, wins, strict=False):
+        trajectories[index], verdicts[index] = hinted.trajectories[win], hinted.verdicts[win]
     return Group(group.problem, tuple(trajectories), tuple(verdicts))
 
 
 def with_prompt(trajectory: Trajectory, prompt: np.ndarray) -> Trajectory:
-    """The same response after another prompt: log-probabilities stay those of the prompt it was sampled under.
+    """The same response after another prompt. Log-probabilities remain those under the prompt it was sampled with.
 
     The ratio of Guide-GRPO (arXiv:2506.13923) is that of the policy without the hint to the policy with it.
     """

@@ -1,4 +1,4 @@
-"""Group -> arrays, so that every map of the family is a function of arrays."""
+"""Converts a group to arrays, so that every part of a method is a function of arrays."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,10 +9,11 @@ import numpy as np
 from grpo_roc_jax.types import Group, ToolResult, Trajectory, traits_of
 
 EQUAL_TOLERANCE = 1e-6
-"""Values whose spread is at most this share of the largest are equal: float32 sums of the same parts in another order
-differ by less, and such noise must not become a signal. A tolerance in the unit of the values would depend on it."""
+"""Values whose spread is at most this share of the largest are equal. Float32 sums of the same terms in another order
+differ by less, and such noise must not become a signal. The tolerance is relative, so that it does not depend on the
+unit of the values."""
 LEAST_SPREAD = 1e-15
-"""Below this, values are equal whatever their size: what is left where parts in float64 cancel."""
+"""Values with a smaller spread are equal whatever their size: such spreads remain where float64 terms cancel."""
 
 
 def flat(values: np.ndarray) -> bool:
@@ -25,47 +26,48 @@ def flat(values: np.ndarray) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """What the maps may read about the G trajectories of a problem; arrays [G] unless said otherwise."""
+    """What the parts of a method may read about the G trajectories of a problem; arrays [G] unless stated otherwise."""
 
     uid: str
     rewards: np.ndarray
     """float64, as scored."""
     correct: np.ndarray
-    """bool: reached the goal, which is what selection and shaping go by; a reward may be above 0 for its format."""
+    """bool: whether the goal was reached. Selection and shaping use this, since a reward can be above 0
+    for its format."""
     channels: dict[str, np.ndarray]
     """Reward channels by name, float64; NaN where a trajectory has none. Empty with a single reward."""
     lengths: np.ndarray
-    """Policy tokens."""
+    """Number of policy tokens."""
     response_lengths: np.ndarray
-    """Tokens after the prompt, observations included: what the budget counts."""
+    """Number of tokens after the prompt, including observations; the budget counts these."""
     truncated: np.ndarray
     failed: np.ndarray
-    """bool: cut by a limit and judged as a failure for it (`reward.truncated`)."""
+    """bool: truncated by a limit, and judged as a failure for that (`reward.truncated`)."""
     turns: np.ndarray
     tool_calls: np.ndarray
     tool_errors: np.ndarray
     answers: np.ndarray
     well_formed: np.ndarray
     mean_logprobs: np.ndarray
-    """Mean recorded log-probability of the policy tokens, nats; 0 without any."""
+    """Mean recorded log-probability of the policy tokens, in nats; 0 without policy tokens."""
     conditions: tuple[str, ...]
-    """Kind of the condition of each trajectory; empty strings for the plain prompt."""
+    """Kind of the condition of each trajectory; an empty string for the plain prompt."""
     levels: np.ndarray
     """Level of the condition, such as the number of a wording."""
     replies: np.ndarray
-    """Texts of the final answers, as objects; without an answer that of the last turn."""
+    """Texts of the final answers, as objects; without an answer the text of the last turn."""
     texts: np.ndarray
     """The policy's own texts by turn, as objects."""
     gaps: dict[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
-    """float64[n] of each trajectory by the name of another policy (`reference`): log p - log p_other of its policy
-    tokens, p the policy that the ratio is taken against. Empty without a scoring pass under it."""
+    """float64[n] for each trajectory, by the name of another policy (`reference`): log p - log p_other of its policy
+    tokens, with p the policy that the ratio is taken against. Empty without a scoring pass under that policy."""
 
     @property
     def size(self) -> int:
         return len(self.rewards)
 
     def attempts(self) -> "Features":
-        """Those of the policy's attempts at the problem."""
+        """The features of those trajectories that are the policy's attempts at the problem."""
         rows = [i for i, kind in enumerate(self.conditions) if traits_of(kind).attempt]
         return self if len(rows) == self.size else self.take(rows)
 
@@ -79,7 +81,7 @@ class Features:
         return dataclasses.replace(self, **arrays, channels=channels, conditions=conditions, gaps=gaps)
 
     def gap(self, name: str, reader: str) -> tuple[np.ndarray, ...]:
-        """The gaps to that policy.
+        """The gaps to the policy `name`.
 
         Raises:
             ValueError: There was no scoring pass under it; the message names the reader.
@@ -113,7 +115,7 @@ def features(group: Group) -> Features:
     )
 
 
-def text_compat(group: Group, found: Features) -> Features:
+def text_compat(group: Group, structured: Features) -> Features:
     """The same features as the released scorer sees them, for parity studies.
 
     It reads the text of the response alone (microsoft/rStar, `down_sample/roc.py`). A call failed when its response
@@ -124,7 +126,7 @@ def text_compat(group: Group, found: Features) -> Features:
     responses = [_enclosed(text, "<tool_response>", "</tool_response>") for text in texts]
     answers = [len(_enclosed(text, "<answer>", "</answer>")) for text in texts]
     return dataclasses.replace(
-        found,
+        structured,
         tool_calls=np.array([len(row) for row in responses], np.int64),
         tool_errors=np.array([sum("error" in r.lower() for r in row) for row in responses], np.int64),
         answers=np.array(answers, np.int64),
@@ -153,20 +155,20 @@ def _released_text(trajectory: Trajectory) -> str:
 
 
 def _unescaped(result: ToolResult) -> str:
-    """The observation, cut as the policy saw it; the released environment escapes nothing."""
+    """The observation, cut as the policy saw it. The released environment escapes nothing."""
     if not result.shown:
         return result.observation
-    shown, whole = (t.replace("&lt;", "<").replace("\u200b", "") for t in (result.shown, result.observation))
-    return result.observation if shown == whole else shown
+    shown, complete = (t.replace("&lt;", "<").replace("\u200b", "") for t in (result.shown, result.observation))
+    return result.observation if shown == complete else shown
 
 
 def _enclosed(text: str, opening: str, closing: str) -> list[str]:
-    """What the pattern `opening(.*?)closing` finds, in linear time."""
-    found, at = [], 0
+    """All matches of the pattern `opening(.*?)closing`, in linear time."""
+    matches, at = [], 0
     while (start := text.find(opening, at)) >= 0 and (end := text.find(closing, start + len(opening))) >= 0:
-        found.append(text[start + len(opening) : end])
+        matches.append(text[start + len(opening) : end])
         at = end + len(closing)
-    return found
+    return matches
 
 
 def last_text(trajectory: Trajectory) -> str:
@@ -175,5 +177,5 @@ def last_text(trajectory: Trajectory) -> str:
 
 
 def _mean_logprob(trajectory: Trajectory) -> float:
-    # Recorded log-probabilities are 0 off the mask, so the plain sum is the masked one, at a fraction of its time.
+    # Recorded log-probabilities are 0 off the mask, so the plain sum is the masked one and much faster.
     return float(trajectory.logprobs.sum(dtype=np.float64)) / max(np.count_nonzero(trajectory.policy_mask), 1)

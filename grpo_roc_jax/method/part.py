@@ -25,7 +25,7 @@ class MethodBatch:
     groups: Sequence[Group]
     """After selection."""
     features: Sequence[Features]
-    """The same as arrays."""
+    """Features of the same groups."""
     rewards: Sequence[np.ndarray]
     """float64[G] of each group, after shaping."""
     masks: Sequence[np.ndarray]
@@ -42,10 +42,11 @@ class MethodBatch:
     """Factor of each reward function in the reward, by the name of its channel."""
 
     def only(self, rows: Sequence[np.ndarray]) -> "MethodBatch":
-        """Features and rewards of these trajectories of each group; `groups` and `masks` stay complete."""
-        found = [f.take(index) for f, index in zip(self.features, rows, strict=True)]
+        """The batch with features and rewards of only these trajectories of each group; `groups` and `masks` stay
+        complete."""
+        selected = [f.take(index) for f, index in zip(self.features, rows, strict=True)]
         rewards = [r[index] for r, index in zip(self.rewards, rows, strict=True)]
-        return dataclasses.replace(self, features=found, rewards=rewards)
+        return dataclasses.replace(self, features=selected, rewards=rewards)
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -63,59 +64,60 @@ class Part(Axis):
     needs_teacher: ClassVar[bool] = False
     """Whether a scoring pass under a teacher must come before the update."""
     follows_policy: ClassVar[bool] = False
-    """Whether its scores must be those right before each optimizer step, also the later ones of a batch."""
+    """Whether its scores must be computed right before each optimizer step, also the later ones of a batch."""
     common_metrics: ClassVar[Callable[[MethodBatch], Mapping[str, float]] | None] = None
-    """Measures that do not depend on settings; taken once a step, however many parts name the same function."""
+    """Metrics that do not depend on settings; computed once a step, however many parts name the same function."""
 
     @property
     def prefix(self) -> str:
-        """`axis kind` for messages."""
+        """`axis kind`, for messages."""
         return f"{self.axis} {self.kind}"
 
     def check(self, config: Any) -> None:
-        """Refuses settings of other sections that the part cannot be used with; called when a configuration is made.
+        """Refuses settings of other sections that the part cannot be used with. Called when a configuration is made.
 
         Args:
             config: The whole configuration of the run.
 
         Raises:
-            ValueError: With the two settings and what to change.
+            ValueError: The message names the two settings and what to change.
         """
 
     def initial_memory(self) -> Mapping[str, np.ndarray]:
-        """What the part remembers between steps, at step 0; kept in checkpoints by name."""
+        """What the part remembers between steps, at step 0; saved in checkpoints by name."""
         return {}
 
     def earlier(self, groups: Sequence[Group], state: AlgoState) -> list[Group] | None:
-        """Remembered samples of the problems of these groups, one each, that are scored before the update: the mean
-        change of their log-probabilities becomes the `drift` of `forgetting`. None for a part that remembers none."""
+        """Remembered samples of the problems of these groups, one group for each, to be scored before the update. The
+        mean change of their log-probabilities is passed to `forgetting` as `drift`. None for a part that remembers
+        none."""
         return None
 
     def forgetting(self, decay: float | np.ndarray, uids: Sequence[str], drift: Mapping[str, float]) -> Any:
-        """The factor on the tracker's counts of each of these problems, given that of the parts before."""
+        """The factor on the tracker's counts of each of these problems; `decay` is the factor from the parts before."""
         return decay
 
     def next_memory(
         self, sampled: Sequence[Group], trained: Sequence[Group], method: Any, state: AlgoState
     ) -> Mapping[str, np.ndarray]:
-        """What changes of it after a step.
+        """The entries of the memory that change after a step.
 
         Args:
             sampled: All scored groups of the step, before selection.
             trained: The groups that were trained on.
             method: The configuration of the whole method.
-            state: Before the step.
+            state: State before the step.
         """
         return {}
 
     def metrics(self, batch: MethodBatch) -> Mapping[str, float]:
-        """What the part measures of the trajectories of a step, for its metrics; `features` and `rewards` are empty."""
+        """Metrics of the part from the trajectories of a step; `features` and `rewards` of the batch are empty."""
         return {}
 
 
 @settings
 class WithReference:
-    """Settings of the parts that compare the policy with a reference, which is the policy before the first step."""
+    """Settings of parts that compare the policy with a reference; at first the reference is the policy at step 0."""
 
     sync_every: Count = 0
     """Every so many training steps the reference moves to the policy; with 0 it never moves."""
@@ -125,12 +127,12 @@ class WithReference:
 
 
 def reward_weights(method: Any) -> Mapping[str, float]:
-    """Factor of each reward function in the reward, by name; empty for a method without a section of rewards."""
+    """Factor of each reward function in the reward, by name; empty for a method without reward settings."""
     return method.reward.weights if hasattr(method, "reward") else {}
 
 
 def parts_of(value: Any) -> Iterator[Part]:
-    """Every part in a configuration or section, those inside other parts included."""
+    """Every part in a configuration or section, including parts inside other parts."""
     if isinstance(value, Part):
         yield value
     if dataclasses.is_dataclass(value):

@@ -1,8 +1,7 @@
 """Which rollouts a step asks for: problems, how many rollouts each, under which prompts, in how many waves.
 
-A plain method has one wave of equal requests. What goes beyond it is a choice on five axes, with kinds here and in
-files of `contrib/methods/`: `problems`, `budget`, `condition`, `second` and `temperature`. `run.rounds` executes the
-requests:
+A plain method has one wave of equal requests. Everything else is a choice on five axes, with kinds here and in files of
+`contrib/methods/`: `problems`, `budget`, `condition`, `second` and `temperature`. `run.rounds` executes the requests:
 
     requests = first_wave(wave, plan);  groups = gathered(problems, requests, results)
     while requests := next_wave(wave, plan):  groups = plan.second.merge(groups, requests, results)
@@ -20,20 +19,22 @@ from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import Count, InnerShare, NotNegative, kind, settings
-from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, Trajectory, condition_kind, traits_of
+from grpo_roc_jax.types import PLAIN, Condition, Group, Problem, RolloutRequest, Trajectory, condition_kind, traits_of
 
 BUDGET = condition_kind("budget", optional=True)
-"""Condition of a prompt that tells what rewards depend on, such as a token budget."""
+"""Condition of a prompt that states something rewards depend on, such as a token budget."""
+PromptEnd = tuple[Condition, str]
+"""A condition, and the text that prompts end with under it."""
 DEMONSTRATION = condition_kind("demonstration", attempt=False)
 """Condition of a demonstration in a group of rollouts, which no policy sampled."""
 
 
 @dataclass(frozen=True, eq=False)
 class Wave:
-    """What the plan of a wave may read."""
+    """What a plan may read to request a wave."""
 
     problems: Sequence[Problem]
-    """Of the batch; a problem's place here is part of its random keys."""
+    """Problems of the batch; the index of a problem is part of its random keys."""
     count: int
     """Rollouts per problem under a uniform budget."""
     state: AlgoState
@@ -41,20 +42,20 @@ class Wave:
     number: int = 0
     """0 for the first wave."""
     groups: Sequence[Group] = ()
-    """What was merged so far, one per problem; empty before the first wave."""
+    """The groups merged so far, one per problem; empty before the first wave."""
     notes: Mapping[int, str] = field(default_factory=dict)
-    """Hints that the policy wrote in the wave before, by place."""
+    """Hints that the policy wrote in the wave before, by index of the problem."""
     thought: Callable[[Trajectory], int] | None = None
-    """Number of tokens of a trajectory's first thought; None takes its whole first turn."""
+    """Returns the number of tokens of a trajectory's first thought; None means its whole first turn."""
 
 
 class ProblemSampler(Part, axis="plan.problems"):
-    """Which problems of a pool of candidates train."""
+    """Selects which problems of a pool of candidates train."""
 
     pool: ClassVar[int] = 1
 
     def choose(self, pool: Sequence[Problem], count: int, state: AlgoState, rng: np.random.Generator) -> list[int]:
-        """Ascending places of the `count` problems to train on."""
+        """Ascending indices of the `count` problems to train on."""
         return list(range(min(count, len(pool))))
 
 
@@ -62,7 +63,7 @@ class Budget(Part, axis="plan.budget"):
     """How many rollouts each problem gets."""
 
     waves: ClassVar[int] = 0
-    """Waves that the budget itself adds to the first one."""
+    """Number of waves that the budget adds to the first one."""
 
     def first(self, wave: Wave) -> np.ndarray:
         """int[P]: rollouts of each problem in the first wave; `wave.count` each by default."""
@@ -73,7 +74,7 @@ class Budget(Part, axis="plan.budget"):
         return []
 
     def largest(self, count: int, problems: int) -> int:
-        """The most rollouts that one problem can get."""
+        """Largest number of rollouts that one problem can get."""
         return count
 
 
@@ -85,12 +86,37 @@ class Conditioning(Part, axis="plan.condition"):
     resumable: ClassVar[bool] = True
     """Whether a row that the deadline of a step cuts can continue in the next step."""
     helps: ClassVar[bool] = True
-    """Whether a success under help leaves open that the problem can be solved without; False where the help belongs to
-    the state of the problem."""
+    """Whether a success under help leaves open if the problem can be solved without; False if the help belongs to the
+    state of the problem."""
 
-    def requests(self, place: int, count: int, wave: Wave) -> list[RolloutRequest]:
-        """Requests for `count` rollouts of the problem at `place`."""
-        return [RolloutRequest(wave.problems[place], place, count)]
+    def requests(self, index: int, count: int, wave: Wave) -> list[RolloutRequest]:
+        """Requests for `count` rollouts of the problem with index `index`."""
+        return [RolloutRequest(wave.problems[index], index, count)]
+
+    def evaluation(self) -> "PromptEnd | None":
+        """What prompts end with in evaluation; None where the condition leaves that to others."""
+        return None
+
+    def demonstrated(self, problem: Problem, succeeded: Callable[[], bool | None]) -> str:
+        """What the prompt of a demonstration ends with in the supervised stage.
+
+        Args:
+            problem: Of the demonstration.
+            succeeded: Whether the demonstration reaches its goal; None where nothing tells.
+        """
+        return ""
+
+    def compared(self) -> "tuple[PromptEnd, ...]":
+        """Ends of prompts under which success on held-out problems is measured before the first step."""
+        return ()
+
+    def check_compared(self, success: Sequence[float]) -> list[str]:
+        """Lines on the success under `compared`, in its order.
+
+        Raises:
+            ValueError: A policy of such success cannot be trained under this condition.
+        """
+        return []
 
     def next_table(self, uids: Sequence[str], state: AlgoState) -> AlgoState:
         """The state after these problems were visited."""
@@ -98,16 +124,16 @@ class Conditioning(Part, axis="plan.condition"):
 
 
 class SecondWave(Part, axis="plan.second"):
-    """What follows the first wave, and how it enters the groups."""
+    """What follows the first wave, and how its results enter the groups."""
 
     trains_plain: ClassVar[bool] = False
     """Whether hinted responses are trained under the plain prompt."""
     extra_rows: ClassVar[int] = 0
-    """Rows per problem that the wave can add to a step."""
+    """Largest number of rows per problem that the wave can add to a step."""
     demonstrates: ClassVar[bool] = False
     """Whether a demonstration of each problem joins its group."""
     unsampled: ClassVar[bool] = False
-    """Whether it adds trained tokens that no policy sampled."""
+    """Whether it adds trained tokens that were not sampled from a policy."""
 
     def first_count(self, count: int) -> int:
         """Rollouts per problem in the first wave."""
@@ -118,14 +144,14 @@ class SecondWave(Part, axis="plan.second"):
         return []
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
-        """A group after the scored rollouts of one request of this wave."""
+        """A group after the scored rollouts of one request of this wave are merged in."""
         return group
 
     def merge(
         self, groups: Sequence[Group], requests: Sequence[RolloutRequest], results: Sequence[Group]
     ) -> list[Group]:
-        """The groups after a wave: `results[k]` are the scored rollouts of `requests[k]`. More of the plain prompt is
-        appended to its group."""
+        """The groups after a wave; `results[k]` are the scored rollouts of `requests[k]`. By default rollouts of the
+        plain prompt are appended to their group."""
         out = list(groups)
         for request, result in zip(requests, results, strict=True):
             plain = not request.condition
@@ -134,7 +160,7 @@ class SecondWave(Part, axis="plan.second"):
         return out
 
     def notes(self, requests: Sequence[RolloutRequest], results: Sequence[Group]) -> dict[int, str]:
-        """Texts of a wave that the next one reads as `Wave.notes`, by place."""
+        """Texts of a wave that the next one reads as `Wave.notes`, by index of the problem."""
         return {}
 
     def supervised(self, requests: Sequence[RolloutRequest], results: Sequence[Group]) -> list[Group]:
@@ -217,7 +243,7 @@ def first_wave(wave: Wave, plan: PlanConfig) -> list[RolloutRequest]:
     wave = wave if plain else replace(wave, count=plan.second.first_count(wave.count))
     counts = (EqualBudget() if plain else plan.budget).first(wave)
     condition = PlainPrompts() if plain and plan.condition.warms_up else plan.condition
-    requests = [r for place, n in enumerate(counts) for r in condition.requests(place, int(n), wave)]
+    requests = [r for index, n in enumerate(counts) for r in condition.requests(index, int(n), wave)]
     return _heated(requests, plan, wave.state)
 
 
@@ -249,19 +275,19 @@ def gathered(problems: Sequence[Problem], requests: Sequence[RolloutRequest], re
     return [joined(Group(problem, (), ()), *some) for problem, some in zip(problems, parts, strict=True)]
 
 
-def unaided(found: Features, plan: PlanConfig) -> np.ndarray:
+def unaided(features: Features, plan: PlanConfig) -> np.ndarray:
     """bool[G]: successes that show how hard the problem is.
 
     A success under a hint counts as a failure, since every plain rollout had failed before it was requested.
     """
     if not plan.condition.helps:
-        return found.correct
-    return found.correct & ~np.array([traits_of(kind).helped for kind in found.conditions], bool)
+        return features.correct
+    return features.correct & ~np.array([traits_of(kind).helped for kind in features.conditions], bool)
 
 
 def failed_places(wave: Wave) -> list[int]:
-    """Places of the problems that every rollout failed."""
-    return [place for place, group in enumerate(wave.groups) if group.size and not group.correct.any()]
+    """Indices of the problems that every rollout failed."""
+    return [index for index, group in enumerate(wave.groups) if group.size and not group.correct.any()]
 
 
 def own_text(group: Group, index: int) -> str:
@@ -270,12 +296,13 @@ def own_text(group: Group, index: int) -> str:
 
 
 def standings(group: Group) -> list[tuple[bool, float]]:
-    """How good each trajectory is: any success before any failure, whatever they were paid; among these by reward."""
+    """Sort keys for how good each trajectory is: any success before any failure, whatever their rewards; then by
+    reward."""
     return list(zip(group.correct.tolist(), group.rewards.tolist(), strict=True))
 
 
 def best_text(group: Group) -> str:
-    """The policy's own text of the first trajectory of the best standing."""
+    """The policy's own text of the best trajectory by `standings`; the first one of equals."""
     every = standings(group)
     return own_text(group, every.index(max(every)))
 
@@ -286,8 +313,8 @@ def problem_rates(wave: Wave) -> dict[str, np.ndarray]:
 
 
 def hand_out(problems: int, extra: int, low: int, high: int, gain: Callable[[int, int], float]) -> np.ndarray:
-    """int64[P]: counts from `low` with `extra` more, one at a time to the largest gain(problem, count); at most `high`
-    each. Ties go to the problem with fewer rollouts, then to the one that comes first."""
+    """int64[P]: `low` for each problem, plus `extra` more in all, each given to the problem with the largest
+    gain(problem, count); at most `high` each. Ties go to the problem with fewer rollouts, then to the first one."""
     counts = np.full(problems, low, np.int64)
     heap = [(-gain(i, low), low, i) for i in range(problems) if low < high]
     heapq.heapify(heap)
@@ -318,8 +345,8 @@ class RewardTokens(Conditioning):
     high_share: InnerShare = 0.5
     """Probability or share of the high token; the paper takes the share of successes in its fine-tuning data."""
     form: Literal["token", "text"] = "token"
-    """How a reward token is written: as the special token of the vocabulary (characters where it has none), or in
-    words, which every vocabulary reads alike."""
+    """How a reward token is written: as the special token of the vocabulary (characters if it has none), or in words,
+    which every vocabulary encodes alike."""
     evaluate: Literal["high", "low", "none"] = "high"
     """Reward token of the prompts in evaluation."""
     separation: NotNegative = 0.05
@@ -355,11 +382,34 @@ class RewardTokens(Conditioning):
                 "under tokens that it was not taught; set both alike"
             )
 
-    def requests(self, place: int, count: int, wave: Wave) -> list[RolloutRequest]:
+    def requests(self, index: int, count: int, wave: Wave) -> list[RolloutRequest]:
         drawn = reward_conditions(count, self.high_share, self.draw, wave.rng)
         return [
-            RolloutRequest(wave.problems[place], place, drawn.count(c), 0, c, reward_goal(c, self.form))
+            RolloutRequest(wave.problems[index], index, drawn.count(c), 0, c, reward_goal(c, self.form))
             for c in sorted(set(drawn), key=str)
+        ]
+
+    def evaluation(self) -> PromptEnd:
+        condition = {"high": HIGH, "low": LOW, "none": PLAIN}[self.evaluate]
+        return condition, reward_goal(condition, self.form)
+
+    def demonstrated(self, problem: Problem, succeeded: Callable[[], bool | None]) -> str:
+        """The reward token of the outcome (arXiv:2602.03025, app. B)."""
+        outcome = succeeded()
+        if outcome is None:
+            raise ValueError(
+                f"trace {problem.uid!r} has neither an outcome nor a reference answer, so it gets no reward token; "
+                "give its file a column reward, or set sft.reward_tokens none"
+            )
+        return reward_goal(HIGH if outcome else LOW, self.form)
+
+    def compared(self) -> tuple[PromptEnd, ...]:
+        return tuple((c, reward_goal(c, self.form)) for c in (HIGH, LOW)) if self.separation else ()
+
+    def check_compared(self, success: Sequence[float]) -> list[str]:
+        check_separation(*success, self.separation)
+        return [
+            f"held-out success {success[0]:.3f} under the high reward token, {success[1]:.3f} under the low one",
         ]
 
 
@@ -378,7 +428,7 @@ def reward_conditions(count: int, high_share: float, mode: str, rng: np.random.G
 
 
 def reward_goal(condition: Condition, form: str = "token") -> str:
-    """The line that a first user message ends with under a reward token; empty for the plain prompt."""
+    """The line that ends a first user message under a reward token; empty for the plain prompt."""
     if condition not in (HIGH, LOW):
         return ""
     return f"\n[Reward Goal: {f'<|{condition}|>' if form == 'token' else str(condition).replace('_', ' ')}]"

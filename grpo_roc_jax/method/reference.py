@@ -43,18 +43,18 @@ def grpo_roc_loss(
         rewards, correct, calls, answers = (rollout[name] for name in ("rewards", "correct", "calls", "answers"))
         if np.ptp(rewards) == 0:
             continue  # equal rewards carry no signal
-        # Selection: failures as they come, successes by how clean they are.
+        # Selection: failures at random, successes by how clean they are.
         penalty = np.where(calls > 0, rollout["errors"] / np.maximum(calls, 1), 0.5)
         penalty = penalty + np.where(answers < 1, 1.0, np.minimum((answers - 1) / rollout["turns"], 1.0))
         right, wrong = np.flatnonzero(correct), np.flatnonzero(~correct)
         least, most = min(2, len(wrong), keep // 2), keep - min(2, len(right), keep // 2)
         failures = min(max(round(len(wrong) * keep / len(rewards)), least), most)
         cleanest = right[np.argsort(penalty[right], kind="stable")][: keep - failures]
-        kept = np.sort(np.concatenate([cleanest, wrong[rng.permutation(len(wrong))][:failures]]))
+        selected = np.sort(np.concatenate([cleanest, wrong[rng.permutation(len(wrong))][:failures]]))
         # Advantages within the kept group, then the clipped loss of each token.
-        advantages = (rewards[kept] - rewards[kept].mean()) / (rewards[kept].std(ddof=1) + 1e-6)
-        mask, a = policy_mask[p, kept], advantages[:, None]
-        ratio = jnp.exp(jnp.where(mask, logprobs[p, kept] - logprobs_old[p, kept], 0.0))
+        advantages = (rewards[selected] - rewards[selected].mean()) / (rewards[selected].std(ddof=1) + 1e-6)
+        mask, a = policy_mask[p, selected], advantages[:, None]
+        ratio = jnp.exp(jnp.where(mask, logprobs[p, selected] - logprobs_old[p, selected], 0.0))
         clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
         total = total - jnp.sum(jnp.where(mask, jnp.minimum(ratio * a, clipped * a), 0.0))
         tokens += int(mask.sum())

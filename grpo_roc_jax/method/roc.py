@@ -1,8 +1,8 @@
 """Resample on correct: from the oversampled group to the trajectories that train.
 
-The heart of GRPO-RoC (arXiv:2508.20722, sec. 2.2.3): failures are kept as they come, successes by how clean they are.
-Selection reads raw rewards and the status of tool calls, never shaped rewards or words in an output. Every selector
-returns rollout indices in ascending order; all randomness comes from the generator passed in.
+This is the core of GRPO-RoC (arXiv:2508.20722, sec. 2.2.3): failures are kept at random, successes by how clean they
+are. Selection reads raw rewards and the status of tool calls, never shaped rewards or words in an output. Every
+selector returns rollout indices in ascending order; all randomness comes from the generator passed in.
 """
 
 from dataclasses import dataclass, field
@@ -17,8 +17,9 @@ from grpo_roc_jax.settings.options import Axis, Count, NotNegative, Positive, ki
 from grpo_roc_jax.types import Group
 
 Reason = Literal["kept", "equal_rewards", "all_correct", "short_group", "penalty", "quota", "not_drawn"]
-"""Why a trajectory is trained on or not: kept; its group left (equal rewards, all correct, too few trajectories); a
-success that was not chosen under its penalty; a failure beyond the quota; not in the subset drawn or chosen."""
+"""Why a trajectory is trained on or not. `kept`: it is trained on. `equal_rewards`, `all_correct`, `short_group`: its
+whole group is dropped. `penalty`: a success that was not chosen because of its penalty. `quota`: a failure beyond
+the quota. `not_drawn`: not in the drawn or chosen subset."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +36,10 @@ class Selection:
     format_penalties: np.ndarray
     """float64 in [0, 1]."""
     kept: bool
-    """False when the whole group left."""
+    """False if the whole group is dropped."""
 
 
-# ---- penalties and places ------------------------------------------------------------------------------------------
+# ---- penalties and quotas ------------------------------------------------------------------------------------------
 
 
 def error_penalty(tool_calls: np.ndarray, tool_errors: np.ndarray, no_tool: float = 0.5) -> np.ndarray:
@@ -89,52 +90,52 @@ class Selector(Part, axis="resample"):
         """Trajectories to sample for a trained group of `size`."""
         return size
 
-    def penalties(self, found: Features) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(penalty, its error part, its format part) of each trajectory; for `roc` the rank of a success."""
-        errors = error_penalty(found.tool_calls, found.tool_errors)
-        formats = format_penalty(found.answers, found.well_formed, found.turns)
+    def penalties(self, features: Features) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(penalty, its error part, its format part) of each trajectory; `roc` ranks successes by the penalty."""
+        errors = error_penalty(features.tool_calls, features.tool_errors)
+        formats = format_penalty(features.answers, features.well_formed, features.turns)
         return errors + formats, errors, formats
 
     def seen(self, group: Group) -> Features:
-        """The features that selection goes by."""
+        """The features that selection reads."""
         return features(group)
 
-    def choose(self, found: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
-        """Ascending indices of the trajectories to keep, of more than `keep`."""
+    def choose(self, features: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
+        """Ascending indices of the trajectories to keep; the group has more than `keep`."""
         raise NotImplementedError
 
-    def left_out(self, found: Features) -> list[Reason]:
+    def left_out(self, features: Features) -> list[Reason]:
         """The reason for each trajectory in case it is not chosen."""
-        return ["not_drawn"] * found.size
+        return ["not_drawn"] * features.size
 
     def quota_decided(self, negatives: int, positives: int, left: int, keep: int) -> bool:
         """Whether no outcome of the `left` unfinished trajectories can change how many of each kind are kept.
 
-        The finished ones must fill those places. Which trajectories of a kind are kept may still change with what is
-        cut off: those that take long are missing from the choice. False for selectors without places by kind.
+        There must be enough finished ones to fill the quota. Which trajectories of a kind are kept may still change if
+        the rest is cancelled: slow ones are then missing from the choice. False for selectors without a quota by kind.
         """
         return False
 
-    def select(self, found: Features, keep: int, rng: np.random.Generator) -> Selection:
+    def select(self, features: Features, keep: int, rng: np.random.Generator) -> Selection:
         """The selection of one group from its features."""
-        penalties, errors, formats = self.penalties(found)
-        dropped = self._dropped(found, keep)
+        penalties, errors, formats = self.penalties(features)
+        dropped = self._dropped(features, keep)
         if dropped:
-            return Selection(np.zeros(0, np.int64), (dropped,) * found.size, penalties, errors, formats, kept=False)
-        indices = np.arange(found.size) if found.size <= keep else self.choose(found, penalties, keep, rng)
-        reasons = self.left_out(found)
+            return Selection(np.zeros(0, np.int64), (dropped,) * features.size, penalties, errors, formats, kept=False)
+        indices = np.arange(features.size) if features.size <= keep else self.choose(features, penalties, keep, rng)
+        reasons = self.left_out(features)
         for index in indices:
             reasons[index] = "kept"
         return Selection(indices, tuple(reasons), penalties, errors, formats, kept=True)
 
-    def _dropped(self, found: Features, keep: int) -> Reason | None:
-        """Why the whole group leaves; None when it stays. Decided on raw rewards (never on a batch's spread)."""
-        if found.size == 0 or (found.size < keep and self.short_groups == "drop"):
+    def _dropped(self, features: Features, keep: int) -> Reason | None:
+        """Why the whole group is dropped; None if it is not. Decided on the raw rewards of this group alone."""
+        if features.size == 0 or (features.size < keep and self.short_groups == "drop"):
             return "short_group"
-        equal = flat(found.rewards)
+        equal = flat(features.rewards)
         if self.drop == "equal" and equal:
             return "equal_rewards"
-        if self.drop == "all_correct" and equal and found.correct.all():
+        if self.drop == "all_correct" and equal and features.correct.all():
             return "all_correct"
         return None
 
@@ -155,8 +156,8 @@ def select_group(group: Group, keep: int, selector: Selector, rng: np.random.Gen
 class NoSelection(Selector):
     """Sample exactly the group that trains."""
 
-    def choose(self, found: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
-        return np.arange(found.size)
+    def choose(self, features: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
+        return np.arange(features.size)
 
 
 @settings
@@ -174,7 +175,7 @@ class PositiveSelect(Axis, axis="resample.positive_select"):
     """Which successes are kept."""
 
     def order(self, penalties: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Places of the successes with these penalties, the first ones to be kept."""
+        """Indices into these penalties of successes, in the order in which they are kept."""
         raise NotImplementedError
 
 
@@ -229,20 +230,20 @@ class ResampleOnCorrect(Oversampled):
     """`structured` reads the status of each call. `text_compat` repeats the released scorer, for parity studies: it
     reads text only, takes "error" in an observation for a failed call, and does not count the first turn."""
 
-    def penalties(self, found: Features) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        errors = error_penalty(found.tool_calls, found.tool_errors, self.no_tool_penalty)
-        formats = format_penalty(found.answers, found.well_formed, found.turns)
+    def penalties(self, features: Features) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        errors = error_penalty(features.tool_calls, features.tool_errors, self.no_tool_penalty)
+        formats = format_penalty(features.answers, features.well_formed, features.turns)
         return self.error_penalty * errors + self.format_penalty * formats, errors, formats
 
     def seen(self, group: Group) -> Features:
-        found = features(group)
-        return text_compat(group, found) if self.penalty_source == "text_compat" else found
+        structured = features(group)
+        return text_compat(group, structured) if self.penalty_source == "text_compat" else structured
 
-    def choose(self, found: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
-        return select_roc(found.correct, penalties, keep, self, rng)
+    def choose(self, features: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
+        return select_roc(features.correct, penalties, keep, self, rng)
 
-    def left_out(self, found: Features) -> list[Reason]:
-        return ["penalty" if correct else "quota" for correct in found.correct]
+    def left_out(self, features: Features) -> list[Reason]:
+        return ["penalty" if correct else "quota" for correct in features.correct]
 
     def quota_decided(self, negatives: int, positives: int, left: int, keep: int) -> bool:
         if left < 1 or negatives + positives < keep:
@@ -279,10 +280,10 @@ class MaxVariance(Oversampled):
     Ties go to fewer highest ones, and within equal rewards to rollout order.
     """
 
-    def choose(self, found: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
-        order = np.argsort(found.rewards, kind="stable")
-        variances = split_variances(found.rewards[order], keep)
-        # Rounding makes a tie of what differs by the last bits, so that the choice is the same on every machine.
+    def choose(self, features: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
+        order = np.argsort(features.rewards, kind="stable")
+        variances = split_variances(features.rewards[order], keep)
+        # Rounding makes ties of values that differ in the last bits, so that the choice is the same on every machine.
         highest = int(np.argmax(np.round(variances / (variances.max() or 1.0), 12)))
         return np.sort(np.concatenate([order[: keep - highest], order[len(order) - highest :]]))
 
@@ -307,8 +308,8 @@ def split_variances(ascending: np.ndarray, keep: int) -> np.ndarray:
 class Uniform(Oversampled):
     """A random subset: the control arm of `roc` (arXiv:2508.20722)."""
 
-    def choose(self, found: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
-        return np.sort(rng.permutation(found.size)[:keep])
+    def choose(self, features: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
+        return np.sort(rng.permutation(features.size)[:keep])
 
     def quota_decided(self, negatives: int, positives: int, left: int, keep: int) -> bool:
         return left >= 1 and negatives + positives >= keep

@@ -1,7 +1,7 @@
-"""Rewards -> rewards, on the kept groups before the advantage: the chain of steps that `shaping` lists.
+"""Maps rewards to rewards, on the kept groups before the advantage: the chain of steps that `shaping` lists.
 
-Selection has happened on raw rewards; a step decides only how much a kept trajectory is worth. GRPO-RoC lists none.
-Further steps are kinds in files of `contrib/methods/`.
+Selection has already happened on raw rewards; a step decides only how much a kept trajectory is worth. GRPO-RoC lists
+no steps. Further steps are kinds in files of `contrib/methods/`.
 """
 
 from collections.abc import Sequence
@@ -17,27 +17,27 @@ from grpo_roc_jax.settings.options import AtLeast1, kind
 
 
 class Shaping(Part, axis="shaping"):
-    """A step from rewards to rewards."""
+    """Maps rewards to rewards."""
 
     overwrites: ClassVar[bool] = False
-    """Makes the reward from the trajectory without reading it, so that nothing of earlier steps is left."""
+    """Whether it computes the reward without reading it, so that earlier steps would have no effect."""
 
     def prompt_suffix(self, step: int) -> str:
-        """Text that the prompts of a step end with, such as a token budget that rewards depend on."""
+        """Text at the end of the prompts of a step, such as a token budget that rewards depend on."""
         return ""
 
-    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
+    def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
         """float64[G] -> float64[G] for one group."""
         raise NotImplementedError
 
     def batch(self, rewards: Sequence[np.ndarray], groups: Sequence[Features], state: AlgoState) -> list[np.ndarray]:
-        """The same for all groups; override it for a step that compares groups or reads the method's state."""
-        return [self.group(r, found) for r, found in zip(rewards, groups, strict=True)]
+        """The shaped rewards of all groups; override it for a step that compares groups or reads the method's state."""
+        return [self.group(r, features) for r, features in zip(rewards, groups, strict=True)]
 
 
 @kind("custom")
 class CustomShaping(Shaping):
-    """A function of the user's."""
+    """A user function."""
 
     function: str = ""
     """`package.module:function`, or a name passed to `train(functions=...)`: (rewards, features, state) -> rewards of
@@ -53,33 +53,33 @@ def shape_rewards(groups: Sequence[Features], steps: Sequence[Shaping], state: A
     Raises:
         ValueError: A step reads a channel that no reward function provides, or a custom function broke its contract.
     """
-    rewards = [found.rewards.astype(np.float64) for found in groups]
+    rewards = [features.rewards.astype(np.float64) for features in groups]
     for step in steps:
         rewards = step.batch(rewards, groups, state)
         if step.overwrites:
-            rewards = [kept_failures(r, found) for r, found in zip(rewards, groups, strict=True)]
+            rewards = [kept_failures(r, features) for r, features in zip(rewards, groups, strict=True)]
     return rewards
 
 
-def kept_failures(rewards: np.ndarray, found: Features) -> np.ndarray:
-    """The rewards of a group that were made without reading those of the scorer, where a truncated failure stays one:
-    it keeps the reward that it was scored with, or has the least of those that came to an end, if that is less."""
-    if not found.failed.any():
+def kept_failures(rewards: np.ndarray, features: Features) -> np.ndarray:
+    """Restores truncated failures in rewards that were computed without reading the scorer's: each gets the smaller of
+    the reward it was scored with and the least reward of a trajectory that was not truncated."""
+    if not features.failed.any():
         return rewards
-    least = float(np.min(rewards[~found.failed], initial=np.inf))
-    return np.where(found.failed, np.minimum(found.rewards, least), rewards)
+    least = float(np.min(rewards[~features.failed], initial=np.inf))
+    return np.where(features.failed, np.minimum(features.rewards, least), rewards)
 
 
 def prompt_suffix(steps: Sequence[Shaping], step: int) -> str:
-    """What the prompts of a training step end with, so that the policy knows what it is paid for; mostly empty."""
+    """Text at the end of the prompts of a training step, which tells the policy what is rewarded; usually empty."""
     return "".join(part.prompt_suffix(step) for part in steps)
 
 
 def check_steps(steps: Sequence[Shaping]) -> None:
-    """Refuses a step that overwrites what the steps before it made.
+    """Refuses a step that overwrites the results of steps before it.
 
     Raises:
-        ValueError: Naming that step.
+        ValueError: The message names that step.
     """
     late = [step.kind for step in steps[1:] if step.overwrites]
     if late:
@@ -92,14 +92,14 @@ def check_steps(steps: Sequence[Shaping]) -> None:
 def custom_maps(
     name: str, function: Any, rewards: Sequence[np.ndarray], groups: Sequence[Features], state: AlgoState
 ) -> list[np.ndarray]:
-    """What a function of the user's makes of each group's rewards, as float64.
+    """Applies a user function to each group's rewards; returns float64.
 
     Raises:
         ValueError: A result has another shape than the rewards or is not finite; the message names the function.
     """
     out = []
-    for r, found in zip(rewards, groups, strict=True):
-        values = np.asarray(function(r, found, state), np.float64)
+    for r, features in zip(rewards, groups, strict=True):
+        values = np.asarray(function(r, features, state), np.float64)
         if values.shape != r.shape or not np.isfinite(values).all():
             raise ValueError(
                 f"{name} returned shape {values.shape} with {int((~np.isfinite(values)).sum())} non-finite values; it "
@@ -109,18 +109,18 @@ def custom_maps(
     return out
 
 
-def channel(found: Features, name: str, reader: str) -> np.ndarray:
+def channel(features: Features, name: str, reader: str) -> np.ndarray:
     """The named reward channel of a group, NaN as 0.
 
     Raises:
         ValueError: No reward function provides it; the message lists those that exist.
     """
-    if name not in found.channels:
+    if name not in features.channels:
         raise ValueError(
-            f"{reader} reads reward channel {name!r}, but the channels are {sorted(found.channels) or 'none'}; add a "
-            "function of that name to reward.functions (channels exist from two functions on)"
+            f"{reader} reads reward channel {name!r}, but the channels are {sorted(features.channels) or 'none'}; "
+            "add a function of that name to reward.functions (channels exist from two functions on)"
         )
-    return np.nan_to_num(found.channels[name])
+    return np.nan_to_num(features.channels[name])
 
 
 # ---- overlong responses (DAPO) --------------------------------------------------------------------------------------
@@ -140,8 +140,8 @@ class Overlong(Shaping):
         if self.limit < self.buffer:
             raise ValueError(f"shaping overlong: buffer = {self.buffer} is longer than limit = {self.limit}; lower it")
 
-    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
-        left = self.limit - self.buffer - found.response_lengths.astype(np.float64)
+    def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
+        left = self.limit - self.buffer - features.response_lengths.astype(np.float64)
         return rewards + np.clip(left / self.buffer, -1.0, 0.0)
 
 
@@ -156,5 +156,5 @@ class ToolErrors(Shaping):
     coef: float = 0.5
     """Reward subtracted where every call failed."""
 
-    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
-        return rewards - self.coef * found.tool_errors / np.maximum(found.tool_calls, 1)
+    def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
+        return rewards - self.coef * features.tool_errors / np.maximum(features.tool_calls, 1)

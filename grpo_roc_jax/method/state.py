@@ -45,9 +45,9 @@ class ProblemTable:
         keys = np.array([problem_key(uid) for uid in uids], np.uint64)
         rows = np.tile(np.array(list(COLUMNS.values())), (len(uids), 1))
         if len(self.keys) and len(keys):
-            place = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-            known = self.keys[place] == keys
-            rows[known] = self.values[place[known]]
+            positions = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+            known = self.keys[positions] == keys
+            rows[known] = self.values[positions[known]]
         return {name: rows[:, column].copy() for column, name in enumerate(COLUMNS)}
 
     def put(self, uids: Sequence[str], columns: Mapping[str, np.ndarray]) -> "ProblemTable":
@@ -94,7 +94,7 @@ class AlgoState:
 
 
 def begun(state: AlgoState, problems: Sequence[Problem]) -> AlgoState:
-    """The state with trackers that start from the success rates that the command `difficulty` wrote into the data.
+    """The state with trackers initialized from the success rates that the command `difficulty` wrote into the data.
 
     For S successes of n samples: alpha = 8 (S + 1/2) / (n + 1), beta = 8 (n - S + 1/2) / (n + 1), for problems that
     were not seen. Source: SPO, arXiv:2509.13232, where 8 is the weight of all visits at the fastest forgetting.
@@ -120,13 +120,13 @@ def _judged(problem: Problem) -> bool:
 def visited(
     state: AlgoState, uids: Sequence[str], successes: np.ndarray, trials: np.ndarray, decay: float | np.ndarray
 ) -> AlgoState:
-    """The state after these problems were sampled: counts, last accuracy and tracker moved. Repeated uids add up; of
-    several decays for one problem the first counts."""
+    """The state after these problems were sampled: counts, last accuracy and tracker are updated. Repeated uids add up;
+    of several decays for one problem the first counts."""
     names, firsts = list(dict.fromkeys(uids)), {uid: i for i, uid in reversed(list(enumerate(uids)))}
     decay = np.broadcast_to(decay, len(uids))[[firsts[name] for name in names]]
-    place = np.array([names.index(uid) for uid in uids], np.int64)
-    won = np.bincount(place, successes, minlength=len(names))
-    seen = np.bincount(place, trials, minlength=len(names))
+    positions = np.array([names.index(uid) for uid in uids], np.int64)
+    won = np.bincount(positions, successes, minlength=len(names))
+    seen = np.bincount(positions, trials, minlength=len(names))
     rows = state.table.get(names)
     share = won / np.maximum(seen, 1)
     some = seen > 0

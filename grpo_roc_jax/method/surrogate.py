@@ -55,7 +55,7 @@ class Kl(Part, axis="surrogate.kl"):
 
     coef: ClassVar[float] = 0.0
     ceiling: ClassVar[float] = math.inf
-    """Estimate of a token at which its growth ends; tokens that reach it are counted (`loss/kl_clamped_fraction`)."""
+    """Estimate for a token at which its growth ends; tokens that reach it are counted (`loss/kl_clamped_fraction`)."""
     tail: ClassVar[Tail] = "flat"
 
     @property
@@ -69,12 +69,12 @@ class Kl(Part, axis="surrogate.kl"):
 
 @kind("none")
 class NoKl(Kl):
-    """No term, no reference policy."""
+    """No divergence term and no reference policy."""
 
 
 @settings
 class KlTerm(WithReference, Kl):
-    """A term with a weight."""
+    """A divergence term with a weight."""
 
     coef: NotNegative = 0.1
     """Weight of the divergence in the loss; RC-GRPO uses 0.1."""
@@ -159,7 +159,8 @@ class Surrogate(Part, axis="surrogate"):
 
     @property
     def own_ratio(self) -> bool:
-        """Whether the ratio is that of the update to itself: 1, with the gradient of the log-probability."""
+        """Whether the ratio is taken against the update itself: its value is 1, its gradient that of the
+        log-probability."""
         return False
 
     @property
@@ -184,15 +185,16 @@ class Surrogate(Part, axis="surrogate"):
         return segment_logratio(logratio, mask, ratio_segments)
 
     def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
-        """[..., T] in, [..., T] out; lower is better. A positive factor of the advantage is one of the loss."""
+        """[..., T] in, [..., T] out; lower is better. It must scale linearly with positive factors of the advantage."""
         raise NotImplementedError
 
     def marked(self, batch: MethodBatch, advantages: list[np.ndarray]) -> list[np.ndarray] | None:
-        """On the host: bool[T] of each trajectory, the tokens that are treated differently; None if none ever are."""
+        """Computed on the host: bool[T] of each trajectory, the tokens that are treated differently; None for
+        surrogates that treat all tokens alike."""
         return None
 
     def marked_loss(self, loss: Array, logratio: Array) -> Array:
-        """The loss of marked tokens, given what it would be otherwise."""
+        """The loss of marked tokens, given the loss that they would have otherwise."""
         return loss
 
 
@@ -436,8 +438,8 @@ class Dppo(TokenRatioSurrogate):
 
     def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
         low, high = self.clipped(logratio, advantages, logprobs)
-        kept = jnp.where(low | high, 0.0, -jnp.exp(logratio) * advantages)
-        return kept + self.penalty * logratio**2 if self.penalty else kept
+        bounded_loss = jnp.where(low | high, 0.0, -jnp.exp(logratio) * advantages)
+        return bounded_loss + self.penalty * logratio**2 if self.penalty else bounded_loss
 
 
 def binary_kl(old: Array, now: Array) -> Array:
@@ -505,8 +507,8 @@ class ClipCov(Covariance, Clip):
         old = batch.first_scores if self.scored_ratio else [t.logprobs for t in batch.trajectories]
         ratio = np.exp(masked(batch.scores, batch) - masked(old, batch))
         clipped = np.where(advantages < 0, ratio < 1 - self.clip_low, ratio > 1 + self.clip_high)
-        found = np.flatnonzero((cov > self.bounds[0]) & (cov < self.bounds[1]) & ~clipped)
-        return batch.rng.permutation(found)[:count]
+        candidates = np.flatnonzero((cov > self.bounds[0]) & (cov < self.bounds[1]) & ~clipped)
+        return batch.rng.permutation(candidates)[:count]
 
     def marked_loss(self, loss: Array, logratio: Array) -> Array:
         return jnp.zeros_like(loss)
@@ -520,7 +522,7 @@ class KlCov(Covariance, RatioSurrogate):
     """Share of the tokens of an optimizer step with the penalty, rounded down but at least one token: 2e-3 for the
     paper's 7B model, 2e-4 for 32B and in verl."""
     weight: NotNegative = 1.0
-    """Of the penalty, which has no gradient before the policy has moved."""
+    """Weight of the penalty, which has no gradient before the policy has moved."""
 
     def choose(self, batch: MethodBatch, cov: np.ndarray, advantages: np.ndarray, count: int) -> np.ndarray:
         return np.argsort(-cov, kind="stable")[:count]
@@ -535,5 +537,5 @@ class KlCov(Covariance, RatioSurrogate):
 
 def masked(values: list[np.ndarray], batch: MethodBatch) -> np.ndarray:
     """float64[N]: the values of all masked tokens of the batch."""
-    found = (np.asarray(v, np.float64)[mask] for v, mask in zip(values, batch.masks, strict=True))
-    return np.concatenate([np.zeros(0), *found])
+    masked_values = (np.asarray(v, np.float64)[mask] for v, mask in zip(values, batch.masks, strict=True))
+    return np.concatenate([np.zeros(0), *masked_values])

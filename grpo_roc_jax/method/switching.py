@@ -13,7 +13,8 @@ class Until(Axis, axis="stages.until"):
     """What ends a stage before its last step."""
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
-        """What the condition reads of the metrics of a step or an evaluation; None if they do not have it."""
+        """The value that the condition reads from the metrics of a step or an evaluation; None if they do not contain
+        it."""
         raise NotImplementedError
 
     def met(self, values: Sequence[float]) -> bool:
@@ -86,7 +87,7 @@ class Stage:
     """A part of a run with settings of its own."""
 
     name: str
-    """Shown at its start."""
+    """Name, shown when the stage begins."""
     steps: AtLeast1
     """Most training steps of the stage."""
     until: tuple[Until, ...] = ()
@@ -103,24 +104,25 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageProgress:
-    """Where a run is among its stages; part of its checkpoints."""
+    """Position of a run among its stages; part of its checkpoints."""
 
     index: int = -1
     """-1 before the first stage."""
     began: int = 0
     """Training steps before the stage."""
     values: tuple[tuple[float, ...], ...] = ()
-    """What each condition of `until` has read since."""
+    """The values that each condition of `until` has read since the stage began."""
 
     def observed(self, stage: Stage, metrics: Mapping[str, float]) -> "StageProgress":
-        """With what the conditions of its stage read of the metrics of a step or an evaluation."""
-        found = [condition.value(metrics) for condition in stage.until]
-        pairs = zip(self.values, found, strict=True)
+        """The progress with the values that the conditions of its stage read from the metrics of a step or an
+        evaluation."""
+        readings = [condition.value(metrics) for condition in stage.until]
+        pairs = zip(self.values, readings, strict=True)
         more = tuple(values if new is None or not np.isfinite(new) else (*values, float(new)) for values, new in pairs)
         return replace(self, values=more)
 
     def following(self, stages: Sequence[Stage], step: int) -> int:
-        """Index of the stage of the step after `step` steps: this one, or the next one if this one is complete."""
+        """Index of the stage of the next step after `step` steps: this one, or the next one if this one is complete."""
         if not 0 <= self.index < len(stages):
             return self.index + 1
         stage = stages[self.index]
@@ -132,5 +134,5 @@ class StageProgress:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any] | None) -> "StageProgress":
-        """What `to_json` gave; the progress before the first stage if there is nothing."""
+        """Inverse of `to_json`; the progress before the first stage if `saved` is None."""
         return cls(saved["index"], saved["began"], tuple(map(tuple, saved["values"]))) if saved else cls()

@@ -1,7 +1,7 @@
 """Token weights: the C of loss = sum C[b,t] phi(d, A).
 
-Masks take tokens out of the loss and of every count; the normalizer divides by what is left, over the whole optimizer
-batch, so that micro-batches, packing and devices cannot change the loss; factors scale without touching the count.
+Masks take tokens out of the loss and of every count. The normalizer divides by what is left, over the whole optimizer
+batch, so that micro-batches, packing and devices cannot change the loss. Factors scale without changing the counts.
 Importance weights scale the surrogate but not the divergence from the reference.
 """
 
@@ -21,21 +21,18 @@ class Normalizer(Part, axis="weights.normalizer"):
     """What a token is divided by."""
 
     def values(self, counts: np.ndarray, rows: int, tokens: float) -> np.ndarray:
-        """float64[B] for trajectories with `counts` trained tokens, `rows` of them with any, `tokens` in all."""
+        """float64[B] for trajectories with `counts` trained tokens; `rows` trajectories have any, and `tokens` is the
+        sum."""
         raise NotImplementedError
 
     def grouped(self, counts: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """float64[B]; override it where it matters which trajectories share a group, `groups` being its number."""
+        """float64[B], with `groups` the group index of each trajectory. Override it if the weights depend on the
+        groups."""
         rows, tokens = max(np.count_nonzero(counts), 1), max(counts.sum(), 1.0)
         return self.values(counts, rows, tokens)
 
     def __call__(self, counts: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-        """float64[B]: what a token of each trajectory is multiplied with; 0 where a trajectory trains no token.
-
-        Args:
-            counts: n_i, trained tokens of each trajectory of the optimizer batch, all devices and micro-batches.
-            sizes: Number of trajectories of each group, in the same order.
-        """
+        """float64[B]: the weight of each token of a trajectory; 0 for a trajectory without trained tokens."""
         counts = np.asarray(counts, np.float64)
         return np.where(counts > 0, self.grouped(counts, np.repeat(np.arange(len(sizes)), sizes)), 0.0)
 
@@ -84,7 +81,7 @@ class Mask(Part, axis="weights.masks"):
         return np.ones(group.size, bool)
 
     def tokens(self, masks: list[np.ndarray], advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
-        """bool[T] of each trajectory, once the advantages are known."""
+        """bool[T] of each trajectory; called once the advantages are known."""
         return masks
 
 
@@ -104,30 +101,30 @@ class Factor(Part, axis="weights.factors"):
         return None
 
     def tokens(self, trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) -> np.ndarray | None:
-        """[T]: an importance weight per token of a trajectory; None for 1. A token with weight 0 leaves the loss and
-        its counts, as under a mask. `scores` are those before the first update."""
+        """[T]: an importance weight per token of a trajectory; None for 1. A token with weight 0 is removed from the
+        loss and its counts, as under a mask. `scores` are those before the first update."""
         return None
 
     def importance(self, batch: MethodBatch) -> list[np.ndarray | None]:
-        """The same for all trajectories; override it for weights that depend on the batch."""
+        """The importance weights of all trajectories; override it for weights that depend on the batch."""
         scores = batch.first_scores if batch.first_scores is not None else [None] * len(batch.masks)
         return [self.tokens(*parts) for parts in zip(batch.trajectories, batch.masks, scores, strict=True)]
 
 
 @settings
 class WeightsConfig:
-    """What each token counts in the loss."""
+    """The weight of each token in the loss."""
 
     normalizer: Normalizer = field(default_factory=TokenMean)
     """What a token is divided by."""
     masks: tuple[Mask, ...] = ()
     """What is left out of the loss and of its counts, in the order in which it is applied."""
     factors: tuple[Factor, ...] = ()
-    """What weights are multiplied with."""
+    """Factors that the weights are multiplied with."""
 
 
 def trained_tokens(groups: Sequence[Group], rewards: Sequence[np.ndarray], masks: Sequence[Mask]) -> list[np.ndarray]:
-    """bool[T] of each trajectory: the policy's tokens, nothing for trajectories that a mask leaves out."""
+    """bool[T] of each trajectory: the policy's tokens, or none for trajectories that a mask leaves out."""
     out = []
     for group, shaped in zip(groups, rewards, strict=True):
         stays = np.ones(group.size, bool)
@@ -143,16 +140,17 @@ def token_weights(batch: MethodBatch, config: WeightsConfig) -> list[np.ndarray]
     counts = np.array([np.count_nonzero(mask) for mask in batch.masks], np.int64)
     each = config.normalizer(counts, [group.size for group in batch.groups])
     for factor in config.factors:
-        found = factor.trajectories(batch)
-        each = each if found is None else each * found
+        factors = factor.trajectories(batch)
+        each = each if factors is None else each * factors
     return [np.multiply(mask, f, dtype=np.float32) for mask, f in zip(batch.masks, each.tolist(), strict=True)]
 
 
 def importance_weights(batch: MethodBatch, factors: Sequence[Factor]) -> list[np.ndarray]:
-    """float32[T] of each trajectory: the product of the importance weights of its tokens; the scalar 1 without any."""
+    """float32[T] of each trajectory: the product of the importance weights of its tokens; the scalar 1 if there are
+    none."""
     each = [factor.importance(batch) for factor in factors]
-    found = [[values[i] for values in each if values[i] is not None] for i in range(len(batch.masks))]
-    return [np.prod(weights, axis=0, dtype=np.float32) for weights in found]
+    token_factors = [[values[i] for values in each if values[i] is not None] for i in range(len(batch.masks))]
+    return [np.prod(weights, axis=0, dtype=np.float32) for weights in token_factors]
 
 
 def ratio_segments(trajectory: Trajectory, level: str) -> np.ndarray:
@@ -195,13 +193,13 @@ def gap_of(trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) 
 
 
 def gaps_of(batch: MethodBatch) -> Iterator[np.ndarray]:
-    """`gap_of` each trajectory with a masked token."""
+    """`gap_of` each trajectory that has a masked token."""
     parts = zip(batch.trajectories, batch.masks, batch.first_scores, strict=True)
     return (gap_of(*part) for part in parts if part[1].any())
 
 
 def averages(batch: MethodBatch, measure: Callable[[np.ndarray], Mapping[str, np.ndarray]]) -> dict[str, float]:
-    """Means by name over the entries that `measure` gives for the gaps of each trajectory; 0 of nothing."""
+    """Means by name over all entries that `measure` returns for the gaps of the trajectories; 0 if there are none."""
     totals = {name: np.zeros(2) for name in measure(np.zeros(1))}
     for gap in gaps_of(batch):
         for name, values in measure(gap).items():
@@ -210,8 +208,8 @@ def averages(batch: MethodBatch, measure: Callable[[np.ndarray], Mapping[str, np
 
 
 def gap_metrics(batch: MethodBatch) -> dict[str, float]:
-    """Of the ratios x at each level: the mean, (sum x)^2 / (n sum x^2), and the estimates k1 = -log x and
-    k3 = x - 1 - log x of the divergence of the sampler from the trainer, in nats."""
+    """Metrics of the ratios x at each level: the mean, (sum x)^2 / (n sum x^2), and the estimates k1 = -log x and k3 =
+    x - 1 - log x of the divergence of the sampler from the trainer, in nats."""
     out = {}
     for level in LEVELS:
 
@@ -219,44 +217,44 @@ def gap_metrics(batch: MethodBatch) -> dict[str, float]:
             x = ratios(gap, level)
             return {"ratio": x, "squares": x * x, "kl_k1": -np.log(x), "kl_k3": k3(np.log(x))}
 
-        found = averages(batch, measure)
-        found["effective_sample_size"] = found["ratio"] ** 2 / (found.pop("squares") or 1.0)
-        out |= {f"mismatch/{level}_{name}": value for name, value in found.items()}
+        means = averages(batch, measure)
+        means["effective_sample_size"] = means["ratio"] ** 2 / (means.pop("squares") or 1.0)
+        out |= {f"mismatch/{level}_{name}": value for name, value in means.items()}
     return out
 
 
 @settings
 class SamplerGap(Factor):
-    """A weight from the differences of scored and recorded log-probabilities."""
+    """A weight computed from the differences between scored and recorded log-probabilities."""
 
     needs_scores = True
     common_metrics = staticmethod(gap_metrics)
 
     @property
     def label(self) -> str:
-        """Names the part in the metrics."""
+        """Name of the part in the metrics."""
         return self.kind
 
-    def found(self, gap: np.ndarray) -> np.ndarray:
+    def values(self, gap: np.ndarray) -> np.ndarray:
         """float64[n]: the values that the bounds apply to, one per trained token or one for the trajectory."""
         raise NotImplementedError
 
-    def outside(self, found: np.ndarray) -> Mapping[str, np.ndarray]:
-        """bool[n] by name: what is out of bounds."""
+    def outside(self, values: np.ndarray) -> Mapping[str, np.ndarray]:
+        """bool[n] by name: which values are out of bounds."""
         raise NotImplementedError
 
-    def weight(self, found: np.ndarray) -> np.ndarray:
+    def weight(self, values: np.ndarray) -> np.ndarray:
         """float64[n]: 0 out of bounds, else 1."""
-        return np.where(np.any(list(self.outside(found).values()), axis=0), 0.0, 1.0)
+        return np.where(np.any(list(self.outside(values).values()), axis=0), 0.0, 1.0)
 
     def tokens(self, trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) -> np.ndarray | None:
         out = np.ones(len(mask))
         if mask.any():
-            out[mask] = self.weight(self.found(gap_of(trajectory, mask, scores)))
+            out[mask] = self.weight(self.values(gap_of(trajectory, mask, scores)))
         return out
 
     def metrics(self, batch: MethodBatch) -> Mapping[str, float]:
-        shares = averages(batch, lambda gap: self.outside(self.found(gap)))
+        shares = averages(batch, lambda gap: self.outside(self.values(gap)))
         return {f"mismatch/{self.label}_{name}": value for name, value in shares.items()}
 
 
@@ -287,18 +285,18 @@ class Bounded(SamplerGap):
 
     @property
     def agreement(self) -> float:
-        """What is found where sampler and trainer agree."""
+        """The value that `values` returns where sampler and trainer agree."""
         return 1.0
 
     @property
     def label(self) -> str:
         return f"{self.kind}_{self.level}"
 
-    def found(self, gap: np.ndarray) -> np.ndarray:
+    def values(self, gap: np.ndarray) -> np.ndarray:
         return ratios(gap, self.level)
 
-    def outside(self, found: np.ndarray) -> Mapping[str, np.ndarray]:
-        return {"below": found < self.low, "above": found > self.high}
+    def outside(self, values: np.ndarray) -> Mapping[str, np.ndarray]:
+        return {"below": values < self.low, "above": values > self.high}
 
 
 @kind("truncated_is")
@@ -310,14 +308,14 @@ class TruncatedImportance(Bounded):
     normalize: bool = False
     """Divides by the mean weight of the batch: of its tokens at level token, else of its trajectories."""
 
-    def weight(self, found: np.ndarray) -> np.ndarray:
-        return np.clip(found, self.low, self.high)
+    def weight(self, values: np.ndarray) -> np.ndarray:
+        return np.clip(values, self.low, self.high)
 
     def importance(self, batch: MethodBatch) -> list[np.ndarray | None]:
         weights = super().importance(batch)
         if not self.normalize:
             return weights
-        average = averages(batch, lambda gap: {"weight": self.weight(self.found(gap))})["weight"]
+        average = averages(batch, lambda gap: {"weight": self.weight(self.values(gap))})["weight"]
         return [weight / (average or 1.0) for weight in weights]
 
 
@@ -326,5 +324,5 @@ class MaskedImportance(Bounded):
     """The ratio within [low, high]; outside, token or trajectory leaves the loss and its counts: masked importance
     sampling (MIS); with bounds 0.5 and 5 IcePop (arXiv:2510.18855)."""
 
-    def weight(self, found: np.ndarray) -> np.ndarray:
-        return super().weight(found) * found
+    def weight(self, values: np.ndarray) -> np.ndarray:
+        return super().weight(values) * values

@@ -83,12 +83,12 @@ BLOCKS = {"cpu": 128}
 
 
 def usual_path(length: int, platform: str) -> str:
-    """The path that `auto` takes without measuring. On CPU the blocked loop was measured to win from two blocks on."""
+    """The path that `auto` takes without measuring. On a CPU the blocked loop was faster from two blocks on."""
     return "blocked" if length >= 2 * BLOCKS.get(platform, 512) else "reference"
 
 
 def block_size(length: int, parts: int, limit: int) -> int:
-    """Queries in a block: at most `limit`. If devices share a row, it divides each of their runs."""
+    """Queries in a block: at most `limit`. If devices share a row, it divides the length of each of their runs."""
     if parts == 1:
         return min(limit, length)
     run = length // (2 * parts)
@@ -211,11 +211,11 @@ def _blocked_fwd(
     return out, (q, k, v, segment_ids, window, diagonal, out, lse)
 
 
-def _blocked_bwd(blocks: AttentionBlocks, kept: tuple[Array, ...], d_out: Array) -> tuple:
+def _blocked_bwd(blocks: AttentionBlocks, residuals: tuple[Array, ...], d_out: Array) -> tuple:
     """dS = P (dO V^T - rowsum(dO O)); dQ = dS K, dK = dS^T Q, dV = P^T dO, with P = exp(S - lse). A cap c multiplies dS
     by 1 - (S / c)^2."""
     block = blocks.size
-    q, k, v, segment_ids, window, diagonal, out, lse = kept
+    q, k, v, segment_ids, window, diagonal, out, lse = residuals
     first = first_key_blocks(segment_ids, block, window)
     delta = jnp.einsum("btkgh,btkgh->bkgt", d_out, out, preferred_element_type=jnp.float32)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)

@@ -23,8 +23,8 @@ def packed_mask(
     Segment 0 is padding and sees only itself.
     """
     at = jnp.arange(segment_ids.shape[1])
-    own = segment_ids if columns is None else jnp.take(segment_ids, columns, axis=1)
-    same = own[:, :, None] == segment_ids[:, None, :]
+    query_segments = segment_ids if columns is None else jnp.take(segment_ids, columns, axis=1)
+    same = query_segments[:, :, None] == segment_ids[:, None, :]
     return same & in_reach(at if columns is None else columns, at, window)[None]
 
 

@@ -128,9 +128,9 @@ def _blocks_in_reach(kernel: _Kernel, segment_ids: Int[Array, "B S"], columns: I
     # Both ends grow with i, so the query blocks that reach a key block are consecutive.
     low, high = jnp.argmax(reached, axis=0), len(diagonal) - 1 - jnp.argmax(reached[::-1], axis=0)
 
-    def info(held: Array) -> MaskInfo:
+    def info(nearest: Array) -> MaskInfo:
         return MaskInfo(
-            data_next=held[None].astype(jnp.int32),
+            data_next=nearest[None].astype(jnp.int32),
             mask_next=None,
             block_mask=reached[None].astype(jnp.int32),
             partial_mask_blocks=None,

@@ -23,39 +23,39 @@ WINDOW_COLUMNS = 512
 
 
 class Arena(NamedTuple):
-    """Consecutive blocks of a pool in arrays of their own."""
+    """A range of consecutive blocks of a pool, stored in arrays of its own."""
 
     start: int
-    """Its first block."""
+    """Index of its first block."""
     blocks: int
     readers: int
-    """Rows that are multiplied with a block at a time: 1 where no block has several readers."""
+    """Number of rows that are multiplied with a block at a time: 1 if no block has several readers."""
 
 
 class Readers(NamedTuple):
-    """Who reads the blocks of an arena; fixed during a chunk."""
+    """The rows that read the blocks of an arena; fixed during a chunk."""
 
     rows: Array
     """int32[n,R]: rows that read each block, B for none; R is a multiple of `Arena.readers`."""
     first: Array
     """int32[n]: column of the first token of the block."""
     passes: Array
-    """int32[]: how many times `Arena.readers` of them; 0 for an arena without readers."""
+    """int32[]: number of passes of `Arena.readers` rows each; 0 for an arena without readers."""
 
 
 def within(arena: Arena, blocks: Array) -> Array:
-    """Block numbers within the arena; those of other arenas lie beyond its last block."""
+    """Block numbers relative to the arena. Blocks of other arenas get numbers beyond its last block."""
     inside = (blocks >= arena.start) & (blocks < arena.start + arena.blocks)
     return jnp.where(inside, blocks - arena.start, arena.blocks)
 
 
 def find_readers(arenas: Sequence[Arena], table: Int[Array, "B W"], active: Array, columns: int) -> tuple[Readers, ...]:
-    """The readers of every arena's blocks: the active rows of the table, whose entries number the blocks of a row."""
+    """The readers of every arena's blocks, from the active rows of the table. Entry i of a row is its i-th block."""
     B, W = table.shape
     flat = jnp.where(active[:, None], table, -1).reshape(-1)
     rows = jnp.arange(B * W, dtype=jnp.int32) // W
     firsts = jnp.arange(B * W, dtype=jnp.int32) % W * columns
-    found = []
+    all_readers = []
     for arena in arenas:
         at, n, M = within(arena, flat), arena.blocks, arena.readers
         first = jnp.zeros(n, jnp.int32).at[at].set(firsts, mode="drop")
@@ -65,21 +65,21 @@ def find_readers(arenas: Sequence[Arena], table: Int[Array, "B W"], active: Arra
         readers = jnp.full((n, -(-B // M) * M if M > 1 else 1), B, jnp.int32)
         readers = readers.at[at, rank].set(rows[order], mode="drop")
         most = jnp.max(jnp.where(at < n, rank + 1, 0))
-        found.append(Readers(readers, first, ((most + M - 1) // M).astype(jnp.int32)))
-    return tuple(found)
+        all_readers.append(Readers(readers, first, ((most + M - 1) // M).astype(jnp.int32)))
+    return tuple(all_readers)
 
 
 class Limits(NamedTuple):
     """What a query sees of the columns up to its own."""
 
     window: int
-    """Only the last that many; 0 for all."""
+    """Only the last `window` columns; 0 for all."""
     cap: float
     """Soft cap of the scores, 0 for none."""
 
 
 class Partial(NamedTuple):
-    """Softmax attention of each row over some of its columns; the last row collects what nobody reads."""
+    """Softmax attention of each row over some of its columns. The last row collects what belongs to no row."""
 
     top: Float[Array, "B K G"]
     total: Float[Array, "B K G"]
@@ -101,7 +101,7 @@ def merge_blocks(
     layout: tuple[Arena, tuple[str, ...]],
     limits: Limits,
 ) -> Partial:
-    """`partial` with the columns in the blocks of an arena added, up to the position of each row; `layout` has the
+    """Adds the columns in the blocks of an arena to `partial`, up to the position of each row. `layout` has the axis
     orders of its keys and values."""
     (keys, values), (arena, orders), (window, cap) = leaves, layout, limits
     K, C = (values.shape[1 + orders[1].index(axis)] for axis in "ks")
@@ -113,8 +113,10 @@ def merge_blocks(
 
     def visit(i: Array | int, partial: Partial) -> Partial:
         rows = jax.lax.dynamic_slice_in_dim(readers.rows, i * M, M, axis=1)
-        asked = queries[rows].transpose(0, 2, 1, 3, 4).reshape(n, K, M * G, H)
-        scores = jnp.einsum(f"bkmh,b{orders[0]}->bkms", asked, keys, preferred_element_type=jnp.float32) * H**-0.5
+        read_queries = queries[rows].transpose(0, 2, 1, 3, 4).reshape(n, K, M * G, H)
+        scores = (
+            jnp.einsum(f"bkmh,b{orders[0]}->bkms", read_queries, keys, preferred_element_type=jnp.float32) * H**-0.5
+        )
         distance = positions[rows][:, :, None] - columns[:, None]
         seen = (distance >= 0) & (distance < window) if window else distance >= 0
         scores = soft_cap(scores, cap).reshape(n, K, M, G, C)
@@ -127,10 +129,10 @@ def merge_blocks(
             values,
             preferred_element_type=jnp.float32,
         )
-        kept = jnp.exp(partial.top - top)
-        total = (partial.total * kept).at[rows].add(weights.sum(axis=-1).transpose(0, 2, 1, 3))
+        rescale = jnp.exp(partial.top - top)
+        total = (partial.total * rescale).at[rows].add(weights.sum(axis=-1).transpose(0, 2, 1, 3))
         context = context.reshape(n, K, M, G, H).transpose(0, 2, 1, 3, 4)
-        return Partial(top, total, (partial.context * kept[..., None]).at[rows].add(context))
+        return Partial(top, total, (partial.context * rescale[..., None]).at[rows].add(context))
 
     return visit(0, partial) if M == 1 else jax.lax.fori_loop(0, readers.passes, visit, partial)
 
@@ -149,15 +151,15 @@ def attend_window(
     orders: tuple[str, ...],
     limits: Limits,
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention where the query in column c of its row sees columns 0..c of the blocks in the table.
+    """Softmax attention in which the query in column c of its row sees columns 0..c of the blocks in the table.
 
     Args:
         q: Queries.
         gather: Blocks [B,P] -> keys and values [B,P,...] in these orders.
         table: Blocks of each row.
-        columns: Of the queries.
+        columns: Columns of the queries.
         orders: See `pool.Orders`.
-        limits: See there.
+        limits: Window and soft cap.
     """
     (B, T, N, H), (window, cap) = q.shape, limits
     values = jax.eval_shape(gather, table[:, :1])[1]
@@ -166,25 +168,27 @@ def attend_window(
     # Blocks whose columns come last lie side by side only after a transpose of the keys, so they are read one by one.
     P = 1 if orders[0][-1] == "s" else min(W, max(1, WINDOW_COLUMNS // C))
     table = jnp.pad(table, ((0, 0), (0, -W % P)), constant_values=-1)
-    asked = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    row_queries = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
 
     def visit(i: Array | int, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, context = state
         keys, values = gather(jax.lax.dynamic_slice_in_dim(table, i * P, P, axis=1))
-        scores = jnp.einsum(f"bkmh,bp{orders[0]}->bkmps", asked, keys, preferred_element_type=jnp.float32) * H**-0.5
+        scores = (
+            jnp.einsum(f"bkmh,bp{orders[0]}->bkmps", row_queries, keys, preferred_element_type=jnp.float32) * H**-0.5
+        )
         distance = columns[:, :, None] - (i * P * C + jnp.arange(P * C, dtype=jnp.int32))[None, None]
         seen = (distance >= 0) & (distance < window) if window else distance >= 0
         scores = soft_cap(scores, cap).reshape(B, K, G, T, P * C)
         scores = jnp.where(seen[:, None, None], scores, MASKED).reshape(B, K, G * T, P * C)
         new = jnp.maximum(top, scores.max(axis=-1))
-        weights, kept = jnp.exp(scores - new[..., None]), jnp.exp(top - new)
+        weights, rescale = jnp.exp(scores - new[..., None]), jnp.exp(top - new)
         added = jnp.einsum(
             f"bkmps,bp{orders[1]}->bkmh",
             weights.astype(values.dtype).reshape(B, K, G * T, P, C),
             values,
             preferred_element_type=jnp.float32,
         )
-        return new, total * kept + weights.sum(axis=-1), context * kept[..., None] + added
+        return new, total * rescale + weights.sum(axis=-1), context * rescale[..., None] + added
 
     shape = (B, K, G * T)
     state = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, H))

@@ -21,7 +21,7 @@ class Experts(Axis, axis="model.experts"):
     """Whether the feed-forward is a mixture of experts."""
 
     count: ClassVar[int] = 0
-    """0 without experts. A kind whose setting has no default says so by `field()`, which hides this value."""
+    """Number of experts; 0 without experts. A kind whose setting has no default hides this value by `field()`."""
     per_token: ClassVar[int] = 0
     norm_weights: ClassVar[bool] = True
     replay: ClassVar[bool] = False
@@ -54,7 +54,7 @@ class Mixture(Experts):
 
 
 class Windows(Axis, axis="model.windows"):
-    """What a token sees of those before it, layer by layer."""
+    """Which earlier tokens a token sees, layer by layer."""
 
     sizes: ClassVar[tuple[int, ...]] = ()
     local_theta: ClassVar[float] = 0.0
@@ -233,7 +233,7 @@ class ModelConfig:
 
     @property
     def most_parameters(self) -> int:
-        """No fewer than there are in matrices, to tell shapes that nothing can hold."""
+        """Number of elements of all matrices, to detect shapes that no machine could hold."""
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim
         ffn = 3 * self.d_ff * max(1, self.experts.count)
         return self.d_model * (self.layers * (attention + ffn) + 2 * self.vocab_size)
@@ -267,11 +267,11 @@ class ModelConfig:
 
 
 def bounded(read: Callable[..., ModelConfig]) -> Callable[..., ModelConfig]:
-    """A reader of `config.json` that first looks at its sizes, which others are computed from, and says of a value of
-    another type what it is.
+    """Wraps a reader of `config.json`: checks the sizes first, since others are computed from them, and reports values
+    of a wrong type.
 
     Raises:
-        ValueError: A size is no whole number, or larger than any model's.
+        ValueError: A size is not a whole number, or larger than in any model.
     """
 
     @wraps(read)

@@ -39,7 +39,7 @@ from grpo_roc_jax.shapes import Array
 AnyTensor = Tensor | GgufTensor
 
 LEFT_OUT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..*|mtp\..*")
-"""Tensors that the text part does not have: of vision, and of the prediction of several tokens."""
+"""Tensors that do not belong to the text model: those of vision, and of multi-token prediction."""
 _TEXT_PREFIX = re.compile(r"(model\.)?language_model\.(model\.)?")
 
 RECOMPUTED = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
@@ -48,11 +48,11 @@ RECOMPUTED = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
 
 def find_model(path: str) -> Path:
     """The directory of a published model: `path` itself, that of a GGUF file (`gguf_files.folder`), or the local copy
-    of a hub repository: `ORG/NAME`, or `ORG/NAME/FILE.gguf` of one that holds GGUF files. A name in `runs/`, or in
-    another folder that exists, is no hub id.
+    of a hub repository, named `ORG/NAME`, or `ORG/NAME/FILE.gguf` for one with GGUF files. A name in `runs/`, or in
+    another folder that exists, is not taken for a hub id.
 
     Raises:
-        ValueError: it is none of these, the GGUF file cannot be used, or huggingface_hub is not installed.
+        ValueError: `path` is none of these, the GGUF file cannot be used, or huggingface_hub is not installed.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -75,14 +75,14 @@ def find_model(path: str) -> Path:
 
 
 def is_here(path: str) -> bool:
-    """Whether a model is on this machine: a directory or a GGUF file, and no hub id."""
-    found = Path(path).expanduser()
-    return found.is_dir() or path.startswith(PACKAGE) or (is_gguf(path) and found.is_file())
+    """Whether a model is on this machine: a directory or a GGUF file instead of a hub id."""
+    local = Path(path).expanduser()
+    return local.is_dir() or path.startswith(PACKAGE) or (is_gguf(path) and local.is_file())
 
 
 def settings_path(path: str) -> str:
-    """What the settings of a run say for this model: its directory, or the name of the GGUF file, whose directory is
-    made again where it is needed."""
+    """The path of this model for the settings of a run: its directory, or the name of the GGUF file, whose directory is
+    created again where it is needed."""
     return path if is_gguf(path) else str(find_model(path))
 
 
@@ -105,7 +105,7 @@ def read_published(folder: Path) -> dict[str, Any]:
     """
     file = folder / "config.json"
     if not file.is_file():
-        others = ", ".join(str(found) for found in sorted(folder.glob("*.gguf")))
+        others = ", ".join(str(gguf) for gguf in sorted(folder.glob("*.gguf")))
         raise ValueError(
             f"{folder} holds no config.json; model.path must be the directory of a published model, or a GGUF file"
             + (f", such as {others}" if others else "")
@@ -123,17 +123,18 @@ def resolve_config(config: ModelConfig) -> ModelConfig:
     if not config.path:
         return config
     given = read_config(read_published(find_model(config.path)), config.ignore_keys)
-    kept = {"path", "ignore_keys", "compute_dtype"}
+    own_fields = {"path", "ignore_keys", "compute_dtype"}
     if config.experts.replay and given.experts.count:
         given = replace(given, experts=replace(given.experts, replay=True))
     for name, default in vars(ModelConfig()).items():
-        asked, found = getattr(config, name), getattr(given, name)
-        if name not in kept and asked not in (default, found):
+        configured, published = getattr(config, name), getattr(given, name)
+        if name not in own_fields and configured not in (default, published):
             raise ValueError(
-                f"model.{name} = {as_text(asked)}, but {config.path} says {as_text(found)}; leave model.{name} out, "
+                f"model.{name} = {as_text(configured)}, but {config.path} says {as_text(published)}; "
+                f"leave model.{name} out, "
                 "as the shape of a published model comes from its config.json"
             )
-    return ModelConfig(**(vars(given) | {name: getattr(config, name) for name in kept}))
+    return ModelConfig(**(vars(given) | {name: getattr(config, name) for name in own_fields}))
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -170,48 +171,50 @@ def _load(
     tensors: Mapping[str, AnyTensor],
     table: Sequence[TensorRule],
     config: ModelConfig,
-    place: Callable[..., Sharding],
+    sharding_of: Callable[..., Sharding],
     dtype: jnp.dtype,
     stacked: bool,
     loading: Phase,
 ) -> Params:
-    """`load_params` of checked tensors; `place` gives the sharding of a leaf."""
+    """`load_params` for checked tensors. `sharding_of` returns the sharding of a leaf."""
     params: Params = {"layers": {}}
     for number, rule in enumerate(table):
         loading.at(number, f"{number} of {len(table)} kinds of tensors")
         read = partial(_read_leaf, tensors, rule, config, np.dtype(dtype))
         if "{layer}" not in rule.name:
             shape = Layout(rule, config).shape
-            params[rule.leaf] = jax.make_array_from_callback(shape, place(rule.leaf), partial(read, 0), dtype=dtype)
+            params[rule.leaf] = jax.make_array_from_callback(
+                shape, sharding_of(rule.leaf), partial(read, 0), dtype=dtype
+            )
         else:
-            sharding, shape = place("layers", rule.leaf), _leaf_shape(rule, config)
+            sharding, shape = sharding_of("layers", rule.leaf), _leaf_shape(rule, config)
             places = layers_with(rule.leaf, config)
             layers = _read_layers(read, shape, sharding, places, dtype)
-            whole = (len(places), *shape)
-            params["layers"][rule.leaf] = _stack(layers, whole, dtype, sharding) if stacked else tuple(layers)
+            stacked_shape = (len(places), *shape)
+            params["layers"][rule.leaf] = _stack(layers, stacked_shape, dtype, sharding) if stacked else tuple(layers)
     if not stacked:
         params["layers"] = tuple(take_layer(params["layers"], i, config) for i in range(config.layers))
     return params
 
 
 def read_text_tensors(folder: Path) -> dict[str, AnyTensor]:
-    """The tensors of a directory by name. Of a vision-language model those of the text part, by the names that they
-    have in a text model; a note says what is left out."""
+    """The tensors of a directory by name. For a vision-language model these are the tensors of the text part, under the
+    names of a text model; a note lists the tensors left out."""
     tensors = gguf_tensors(folder)
     tensors = read_directory(folder) if tensors is None else tensors
-    kept = {_text_name(name): tensor for name, tensor in tensors.items() if not LEFT_OUT.fullmatch(name)}
-    if len(kept) < len(tensors):
+    text_tensors = {_text_name(name): tensor for name, tensor in tensors.items() if not LEFT_OUT.fullmatch(name)}
+    if len(text_tensors) < len(tensors):
         dropped = [name for name in tensors if LEFT_OUT.fullmatch(name)]
         note(f"{folder}: only the text part is used; {len(dropped)} other tensors are left out: {listed(dropped)}")
-    return kept
+    return text_tensors
 
 
 def _text_name(name: str) -> str:
     """ "model.language_model.norm.weight" and "language_model.model.norm.weight" -> "model.norm.weight"."""
-    found = _TEXT_PREFIX.match(name)
-    if not found:
+    prefix = _TEXT_PREFIX.match(name)
+    if not prefix:
         return name
-    rest = name[found.end() :]
+    rest = name[prefix.end() :]
     return rest if rest.startswith("lm_head.") else f"model.{rest}"
 
 
@@ -238,24 +241,24 @@ def check_tensors(
         for name, shape in expected.items()
         if name in tensors and tensors[name].shape != shape
     ]
-    said = [
+    problems = [
         f"{what}: {listed(names)}"
         for what, names in (("missing", missing), ("unexpected", extra), ("of another shape", wrong))
         if names
     ]
-    if said:
-        raise CheckpointError(f"{folder} does not fit its config.json; {'; '.join(said)}")
+    if problems:
+        raise CheckpointError(f"{folder} does not fit its config.json; {'; '.join(problems)}")
 
 
-def _same_values(one: AnyTensor, other: AnyTensor) -> bool:
-    if one.shape != other.shape:
+def _same_values(left: AnyTensor, right: AnyTensor) -> bool:
+    if left.shape != right.shape:
         return False
-    step = max(1, (1 << 24) // max(one.shape[1], 1))
-    for first in range(0, one.shape[0], step):
-        index = (slice(first, min(first + step, one.shape[0])), slice(None))
-        parts = [np.empty((index[0].stop - first, one.shape[1]), tensor.dtype) for tensor in (one, other)]
-        one.read(index, parts[0])
-        other.read(index, parts[1])
+    step = max(1, (1 << 24) // max(left.shape[1], 1))
+    for first in range(0, left.shape[0], step):
+        index = (slice(first, min(first + step, left.shape[0])), slice(None))
+        parts = [np.empty((index[0].stop - first, left.shape[1]), tensor.dtype) for tensor in (left, right)]
+        left.read(index, parts[0])
+        right.read(index, parts[1])
         if not np.array_equal(*parts):
             return False
     return True
@@ -276,8 +279,8 @@ def _read_leaf(
     out = np.empty([len(range(*cut.indices(size))) for cut, size in zip(index, sizes, strict=True)], dtype)
     if "{expert}" not in rule.name:
         name, published = rule.name.format(layer=layer), out.transpose(layout.permutation)
-        for source, place in layout.pieces(index):
-            tensors[name].read(source, published[place])
+        for source, target in layout.pieces(index):
+            tensors[name].read(source, published[target])
         return out
     for i, expert in enumerate(range(*index[0].indices(config.experts.count))):
         name = rule.name.format(layer=layer, expert=expert)
@@ -304,18 +307,18 @@ def _read_layers(
 
 
 def _stack(layers: Iterator[Array], shape: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding) -> Array:
-    """All layers of a leaf, stacked; each is written into place when it is read."""
-    whole = jnp.zeros(shape, dtype, device=sharding)
+    """All layers of a leaf, stacked; each is written in place as it is read."""
+    stacked = jnp.zeros(shape, dtype, device=sharding)
     write = _layer_writer(sharding)
     for i, part in enumerate(layers):
-        whole = write(whole, part, i)
-    return whole
+        stacked = write(stacked, part, i)
+    return stacked
 
 
 @lru_cache
 def _layer_writer(sharding: Sharding) -> Callable[[Array, Array, int], Array]:
-    def write(whole: Array, part: Array, layer: Array) -> Array:
-        return jax.lax.dynamic_update_index_in_dim(whole, part, layer, 0)
+    def write(stacked: Array, part: Array, layer: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(stacked, part, layer, 0)
 
     return jax.jit(write, donate_argnums=0, out_shardings=sharding)
 
@@ -386,13 +389,13 @@ def _published_shape(joined: Sequence[TensorRule], config: ModelConfig) -> tuple
 def _published_values(
     params: Params, parts: Sequence[Part], config: ModelConfig, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
-    held: dict[tuple[str, int], np.ndarray] = {}
+    fetched: dict[tuple[str, int], np.ndarray] = {}
     for name, joined, layer, expert in parts:
-        if (joined[0].leaf, layer) not in held:
-            held = {(rule.leaf, layer): _fetch(params, rule, layer, config) for rule in joined}
+        if (joined[0].leaf, layer) not in fetched:
+            fetched = {(rule.leaf, layer): _fetch(params, rule, layer, config) for rule in joined}
         pieces = []
         for rule in joined:
-            leaf = held[rule.leaf, layer]
+            leaf = fetched[rule.leaf, layer]
             stored = leaf[expert] if "{expert}" in rule.name else leaf
             with np.errstate(over="ignore"):  # overflow is reported below
                 pieces.append(Layout(rule, config).to_published(stored).astype(dtype))

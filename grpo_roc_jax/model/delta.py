@@ -33,7 +33,7 @@ _product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_el
 
 
 class Memory(NamedTuple):
-    """What a layer remembers of a row."""
+    """The recurrent memory of a row in one layer."""
 
     inputs: Array
     """[B,W-1,K,E]: the last inputs of the convolution, in the compute dtype."""
@@ -82,13 +82,13 @@ def token_flops(delta: GatedDelta, length: int) -> float:
 
 
 def row_bytes(delta: GatedDelta, item: int) -> int:
-    """Bytes of a row's `Memory` in one layer; a number of the compute dtype has `item`."""
+    """Bytes of a row's `Memory` in one layer, for a compute dtype of `item` bytes."""
     inputs = (delta.conv - 1) * delta.key_heads * sum(channels(delta))
     return item * inputs + 4 * delta.value_heads * delta.key_dim * delta.value_dim
 
 
 def kept_bytes(delta: GatedDelta) -> int:
-    """Bytes a token and layer of what `_within_chunks` leaves for the backward pass."""
+    """Bytes per token and layer that `_within_chunks` saves for the backward pass."""
     return 4 * delta.value_heads * (4 * CHUNK + 4 * delta.key_dim + 2 * delta.value_dim)
 
 
@@ -149,9 +149,9 @@ def recur(
     """(output, state after the last token).
 
     Args:
-        signals: See there.
-        conv: The weight of the token itself comes last.
-        memory: Before the first token.
+        signals: Input of the layer for each token.
+        conv: Weights of the convolution; that of the token itself comes last.
+        memory: Memory before the first token.
         segments: Segment of `memory.state`, then of each token. Segments are contiguous.
     """
     B, T, K, _ = signals.qkv.shape
@@ -192,9 +192,9 @@ def _within_chunks(
     rate: Float[Array, "n B K R C"],
     segments: tuple[Int[Array, "n B C"], Int[Array, "n+1 B"]],
 ) -> tuple[Array, ...]:
-    """All that does not depend on the state, for every chunk: what reads the state (keys, then queries), the values
-    without what the state predicts, the scores of tokens of the chunk, what writes the state, and what is kept of it.
-    """
+    """Everything that does not depend on the state, for every chunk: what reads the state (keys, then queries), the
+    values without the part that the state predicts, the scores between tokens of the chunk, what writes the state,
+    and the factor by which the state decays."""
     inside, ends = segments[0][:, :, None, None], segments[1][:, :, None, None, None]
     C, total = q.shape[-2], jnp.cumsum(decay, axis=-1)
     distance = (jnp.arange(C)[:, None] - jnp.arange(C)[None]).reshape(1, 1, 1, 1, C, C)
@@ -202,12 +202,12 @@ def _within_chunks(
     fall = jnp.where(near, jnp.exp(jnp.where(near, total[..., :, None] - total[..., None, :], 0.0)), 0.0)
     read = jnp.where(inside == ends[:-1], jnp.exp(total), 0.0)
     write = jnp.where(inside == ends[1:], jnp.exp(total[..., -1:] - total), 0.0)
-    own = _product("nbkcp,nbkdp->nbkcd", k, k)[:, :, :, None] * fall * rate[..., None]
+    interaction = _product("nbkcp,nbkdp->nbkcd", k, k)[:, :, :, None] * fall * rate[..., None]
     scores = _product("nbkcp,nbkdp->nbkcd", q, k)[:, :, :, None] * fall
     q, k = q[:, :, :, None], k[:, :, :, None]
     solved = _product(
         "nbkrcd,nbkrdx->nbkrcx",
-        invert(jnp.where(distance > 0, own, 0.0)),
+        invert(jnp.where(distance > 0, interaction, 0.0)),
         jnp.concatenate([v, k * read[..., None]], axis=-1) * rate[..., None],
     )
     values, keys = jnp.split(solved, (v.shape[-1],), axis=-1)
@@ -253,7 +253,8 @@ def _convolve(
     inputs: Float[Array, "B W-1 K E"],
     segments: Int[Array, "B T+1"],
 ) -> Float[Array, "B T K E"]:
-    """Each channel's sum over its last W inputs of the same segment; `inputs` are those before the first token."""
+    """Each channel's weighted sum over its last W inputs of the same segment. `inputs` are those before the first
+    token."""
     T, W = qkv.shape[1], conv.shape[-1]
     x = jnp.concatenate([inputs.astype(qkv.dtype), qkv], axis=1).astype(jnp.float32)
     ids = jnp.concatenate([jnp.repeat(segments[:, :1], W - 1, axis=1), segments[:, 1:]], axis=1)
@@ -266,5 +267,5 @@ def _convolve(
 
 
 def _unit(x: Float[Array, "*B P"]) -> Float[Array, "*B P"]:
-    """x over its norm; the constant is that of the published models."""
+    """x divided by its norm, with the constant of the published models."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

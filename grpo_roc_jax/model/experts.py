@@ -22,19 +22,19 @@ GROUPED_FLAG = "xla_gpu_experimental_use_ragged_dot_fusion"
 
 
 def check_grouped(config: ModelConfig, platform: str, flags: str) -> None:
-    """Checks that a run on GPUs has decided how experts are multiplied.
+    """Checks that a run on GPUs has chosen how experts are multiplied.
 
     Without the flag XLA turns `ragged_dot` into a product with all experts there (jaxlib 0.10.2). JAX's own lowering by
     Triton is not in its wheels (jax issue 40888). The kernel of `jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` (jax
     0.10.2, 0.11.2) is for Hopper only, has no gradient, and compares every block of rows with all experts in turn.
 
     Args:
-        config: Of the model.
-        platform: Of the devices.
-        flags: The variable XLA_FLAGS.
+        config: Configuration of the model.
+        platform: Platform of the devices.
+        flags: Value of the variable XLA_FLAGS.
 
     Raises:
-        ValueError: with what to set.
+        ValueError: The flag is missing; the message says what to set.
     """
     experts = config.experts
     if experts.count and platform == "gpu" and f"--{GROUPED_FLAG}=" not in flags:
@@ -65,8 +65,8 @@ def _gated_fwd(act: Callable[[Array], Array], gate: Array, up: Array) -> tuple[A
     return _gated(act, gate, up), (gate, up)
 
 
-def _gated_bwd(act: Callable[[Array], Array], kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
-    _, pull = jax.vjp(lambda gate, up: act(gate) * up, *kept)
+def _gated_bwd(act: Callable[[Array], Array], residuals: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
+    _, pull = jax.vjp(lambda gate, up: act(gate) * up, *residuals)
     return unfused(pull(d_out))
 
 
@@ -119,12 +119,12 @@ def mix_experts(
     weights, routes = {name: layer[name] for name in names}, layer.get("routes")
     if mesh is None or mesh.size == 1 or not (rows or mesh.shape.get("tensor", 1) > 1):
         return _mix(weights, h, config, 0, routes)
-    held = P("tensor", None, None)
-    specs = {"router": P(None, None), "w_gate": held, "w_up": held, "w_down": held}
+    by_expert = P("tensor", None, None)
+    specs = {"router": P(None, None), "w_gate": by_expert, "w_up": by_expert, "w_down": by_expert}
     around = jax.sharding.get_abstract_mesh()
     rows = tuple(axis for axis in rows if axis not in around.manual_axes)
     split = tuple(axis for axis in (*rows, "sequence") if rows and axis in mesh.shape)
-    place = P(rows or None, "sequence" if "sequence" in split else None, None)
+    by_row = P(rows or None, "sequence" if "sequence" in split else None, None)
 
     def own_share(weights: dict[str, Array], h: Array, routes: Array | None) -> Array:
         # The cast must be explicit: a lookup by an index that varies over devices does not make its operand varying,
@@ -137,27 +137,27 @@ def mix_experts(
     return jax.shard_map(
         own_share,
         mesh=mesh if around.empty else None,
-        in_specs=(specs, place, place),
-        out_specs=place,
+        in_specs=(specs, by_row, by_row),
+        out_specs=by_row,
         axis_names={*split, "tensor"},
         check_vma=bool(rows),
     )(weights, h, routes)
 
 
 def recorded(experts: Callable[..., Array], chosen: list[Array]) -> Callable[..., Array]:
-    """`experts` that also append the choice of each layer, int16[B,T,X], to `chosen` while they are traced."""
+    """Wraps `experts` so that it also appends the choice of each layer, int16[B,T,X], to `chosen` during tracing."""
 
     def run(layer: dict[str, Any], h: Array, config: ModelConfig) -> Array:
-        found, _ = route(h.reshape(-1, h.shape[-1]), layer["router"], config)
-        found = found.reshape(*h.shape[:2], -1)
-        chosen.append(found.astype(jnp.int16))
-        return experts(layer | {"routes": found}, h, config)
+        choice, _ = route(h.reshape(-1, h.shape[-1]), layer["router"], config)
+        choice = choice.reshape(*h.shape[:2], -1)
+        chosen.append(choice.astype(jnp.int16))
+        return experts(layer | {"routes": choice}, h, config)
 
     return run
 
 
 def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array | int, routes: Array | None) -> Array:
-    """The contribution of the experts `first`, `first + 1`, ... whose matrices this device holds."""
+    """The contribution of the experts from `first` on, whose matrices this device holds."""
     B, T, D = h.shape
     tokens = h.reshape(B * T, D)
     replayed = None if routes is None else routes.reshape(B * T, -1)

@@ -136,12 +136,12 @@ class Family:
 
     @property
     def partly_rotary(self) -> bool:
-        """Whether the key `partial_rotary_factor` says how much of a head is rotated."""
+        """Whether the key `partial_rotary_factor` determines which share of a head is rotated."""
         return self.model_type in ("phi3", "qwen3_5_text")
 
     @property
     def optional_windows(self) -> bool:
-        """Whether windows need the key `use_sliding_window`."""
+        """Whether windows apply only if the key `use_sliding_window` is set."""
         return self.model_type.startswith(("qwen", "smollm"))
 
 
@@ -247,13 +247,13 @@ class UnsupportedModelError(ValueError):
 
 
 TEXT_PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-"""Type of the text part of a vision-language model -> that of the family that computes the same from text alone: the
-positions of its three rotary sections are then equal."""
+"""Model type of the text part of a vision-language model -> model type of the family that computes the same. For text
+the positions of the three rotary sections are equal."""
 _LEFT_OUT = {"num_attention_heads": 8, "vocab_size": 262_208, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6}
 TEXT_DEFAULTS: dict[Any, Json] = {"gemma3_text": _LEFT_OUT}
-"""What the text part of a published vision-language model leaves out, with the defaults of transformers."""
+"""Keys that the text part of a published vision-language model leaves out, with the defaults of transformers."""
 _TOP_KEYS = ("torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
-"""Keys of the whole that hold for its text part."""
+"""Keys of the complete configuration that also apply to its text part."""
 _VISION_KEYS = re.compile("vision_.*|(image|video|audio)_token_(id|index)|text_config")
 
 
@@ -273,14 +273,14 @@ def text_part(config: Json) -> Json:
         text = {key: value for key, value in config.items() if not _VISION_KEYS.fullmatch(key)}
         kind = f"{config.get('model_type')}_text"
     kind = TEXT_PARTS.get(kind, kind)
-    found = [family for family in FAMILIES if family.model_type == kind]
-    if not found:
+    matches = [family for family in FAMILIES if family.model_type == kind]
+    if not matches:
         known = ", ".join([*TEXT_PARTS, *(family.model_type for family in FAMILIES)])
         raise UnsupportedModelError(f"config.json: the text part {kind!r} is not supported; known are {known}")
     text = {key: value for key, value in text.items() if not key.startswith("mtp_")}  # its tensors are left out too
     tied = [part["tie_word_embeddings"] for part in (config, text) if part.get("tie_word_embeddings") is not None]
     text |= {"tie_word_embeddings": any(tied)} if tied else {}
-    return text | {"architectures": [found[0].architecture], "model_type": kind}
+    return text | {"architectures": [matches[0].architecture], "model_type": kind}
 
 
 def find_family(config: Json) -> Family:
@@ -330,7 +330,7 @@ class Layout:
         self._order, self._sizes, self._first = order, sizes, sum(before)
 
     def published_index(self, index: Sequence[slice]) -> list[slice]:
-        """The slice of the published tensor that holds a slice of the leaf; of a merged dimension only the outer part
+        """The slice of the published tensor that holds a slice of the leaf. Only the outer part of a merged dimension
         may be cut."""
         bounds = {letter: cut.indices(self._sizes[letter])[:2] for letter, cut in zip(self._order, index, strict=True)}
         bounds["1"] = (0, 1)
@@ -347,24 +347,24 @@ class Layout:
 
     def pieces(self, index: Sequence[slice]) -> Iterator[tuple[list[slice], tuple[slice, ...]]]:
         """(slice of the published tensor, its place in that slice of the leaf in published order), piece by piece."""
-        whole = self.published_index(index)
+        published = self.published_index(index)
         if not self.parts:
-            yield whole, ()
+            yield published, ()
             return
-        first, last = (bound // sum(self.parts) for bound in (whole[0].start, whole[0].stop))
+        first, last = (bound // sum(self.parts) for bound in (published[0].start, published[0].stop))
         before = 0
         for width in self.parts:
             rows = slice(*(self._sizes["J"] * before + head * width for head in (first, last)))
-            yield [rows, *whole[1:]], (slice(None), slice(before, before + width))
+            yield [rows, *published[1:]], (slice(None), slice(before, before + width))
             before += width
 
     def to_published(self, leaf: np.ndarray) -> np.ndarray:
-        """The published tensor of a whole leaf."""
+        """The published tensor, from a complete leaf."""
         value = leaf.transpose(self.permutation).reshape(self.published_shape)
         return value[self.row_order()] if self.parts else value
 
     def row_order(self) -> np.ndarray | slice:
-        """Where each published row is among the rows of the leaf."""
+        """For each published row, its index among the rows of the leaf."""
         if not self.parts:
             return slice(None)
         rows = np.arange(self.published_shape[0]).reshape(self._sizes["J"], -1)

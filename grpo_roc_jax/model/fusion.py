@@ -1,4 +1,4 @@
-"""Where XLA should end a fusion."""
+"""Controls where XLA ends a fusion."""
 
 from typing import TypeVar
 
@@ -8,9 +8,9 @@ T = TypeVar("T")
 
 
 def unfused(tree: T) -> T:
-    """The arrays, each computed once and held in memory, on a CPU; unchanged elsewhere.
+    """Makes XLA compute each array once and store it, on a CPU; has no effect elsewhere.
 
-    XLA:CPU computes what comes before an array again for each of its uses, and in their order of elements: in a loop
-    with strides where a use is transposed. Other compilers write several results in one loop, which this would end.
+    XLA:CPU recomputes the operations before an array for each of its uses, in the order in which the use reads it: with
+    strides if the use is transposed. Other compilers write several results in one loop, which this would prevent.
     """
     return jax.lax.platform_dependent(tree, cpu=jax.lax.optimization_barrier, default=lambda same: same)

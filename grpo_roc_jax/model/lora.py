@@ -58,7 +58,7 @@ TARGETS: dict[str, tuple[str, int]] = {
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 UNSUPPORTED = ("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern")
 UNSUPPORTED += ("layers_to_transform", "layer_replication", "trainable_token_indices", "target_parameters")
-"""Options of PEFT that change what an adapter computes or holds."""
+"""Options of PEFT that are refused, since they change what an adapter computes or contains."""
 
 
 class Lora(Axis, axis="lora"):
@@ -146,8 +146,8 @@ def attach(base: Params, adapter: Params, lora: LowRank) -> Params:
     """
     if not isinstance(base["layers"], tuple):
         return base | {"layers": base["layers"] | _scaled(adapter, lora)}
-    held = tuple(frozenset(layer) for layer in base["layers"])
-    pairs = _layer_pairs(adapter, lora, held)
+    names = tuple(frozenset(layer) for layer in base["layers"])
+    pairs = _layer_pairs(adapter, lora, names)
     return base | {"layers": tuple(layer | pair for layer, pair in zip(base["layers"], pairs, strict=True))}
 
 
@@ -155,18 +155,18 @@ def _scaled(adapter: Params, lora: LowRank) -> Params:
     return {name: leaf * lora.scale if name.endswith("_b") else leaf for name, leaf in adapter["layers"].items()}
 
 
-@partial(jax.jit, static_argnames=("lora", "held"))
-def _layer_pairs(adapter: Params, lora: LowRank, held: tuple[frozenset[str], ...]) -> tuple[Params, ...]:
-    """The pairs of each layer; `held` names the matrices that each layer has."""
-    return split_pairs(_scaled(adapter, lora), held)
+@partial(jax.jit, static_argnames=("lora", "names"))
+def _layer_pairs(adapter: Params, lora: LowRank, names: tuple[frozenset[str], ...]) -> tuple[Params, ...]:
+    """The pairs of each layer; `names` are the leaves that each layer has."""
+    return split_pairs(_scaled(adapter, lora), names)
 
 
-def split_pairs(stacked: Params, held: Sequence[Container[str]]) -> tuple[Params, ...]:
-    """Pairs stacked over the layers that have their matrix, layer by layer."""
+def split_pairs(stacked: Params, names: Sequence[Container[str]]) -> tuple[Params, ...]:
+    """Splits pairs, stacked over the layers that have their matrix, into one dict per layer."""
     leaves = {name: iter(range(leaf.shape[0])) for name, leaf in stacked.items()}
     return tuple(
         {name: leaf[next(leaves[name])] for name, leaf in stacked.items() if name.partition("_lora_")[0] in layer}
-        for layer in held
+        for layer in names
     )
 
 
@@ -187,7 +187,7 @@ def merge(base: Params, adapter: Params, lora: LowRank) -> Params:
     if not isinstance(layers, tuple):
         return base | {"layers": merged(layers, pairs, 1)}
     pairs = split_pairs(pairs, layers)
-    return base | {"layers": tuple(merged(layer, own, 0) for layer, own in zip(layers, pairs, strict=True))}
+    return base | {"layers": tuple(merged(layer, own_pairs, 0) for layer, own_pairs in zip(layers, pairs, strict=True))}
 
 
 # ---- PEFT directories ----------------------------------------------------------------------------------------------
@@ -199,10 +199,10 @@ class Pair(NamedTuple):
     name: str
     leaf: str
     place: int
-    """Of its layer among those that have the leaf."""
+    """Index of its layer among those that have the leaf."""
     shape: tuple[int, int]
     rows: np.ndarray | slice
-    """Where each published row is among the rows of the leaf."""
+    """For each published row, its index among the rows of the leaf."""
 
 
 def _published_pairs(lora: LowRank, family: Family, model: ModelConfig) -> list[Pair]:
@@ -223,12 +223,12 @@ def _published_pairs(lora: LowRank, family: Family, model: ModelConfig) -> list[
     parts = []
     for layer in range(model.layers):
         for rule in (rule for rule in targeted if layer in layers_with(rule.leaf, model)):
-            layout, place = Layout(rule, model), layers_with(rule.leaf, model).index(layer)
+            layout, position = Layout(rule, model), layers_with(rule.leaf, model).index(layer)
             name = "base_model.model." + rule.name.format(layer=layer).removesuffix(".weight")
             (outputs, inputs), rows = layout.published_shape, layout.row_order()
-            one, other = f"{rule.leaf}_lora_a", f"{rule.leaf}_lora_b"
-            parts.append(Pair(f"{name}.lora_A.weight", one, place, (lora.rank, inputs), slice(None)))
-            parts.append(Pair(f"{name}.lora_B.weight", other, place, (outputs, lora.rank), rows))
+            pair_a, pair_b = f"{rule.leaf}_lora_a", f"{rule.leaf}_lora_b"
+            parts.append(Pair(f"{name}.lora_A.weight", pair_a, position, (lora.rank, inputs), slice(None)))
+            parts.append(Pair(f"{name}.lora_B.weight", pair_b, position, (outputs, lora.rank), rows))
     return parts
 
 
@@ -246,8 +246,8 @@ def save_adapter(
     planned = [Planned(part.name, np.dtype(np.float32), part.shape) for part in parts]
 
     def values():
-        for name, leaf, place, shape, rows in parts:
-            value = np.asarray(jax.device_get(adapter["layers"][leaf][place]), np.float32)
+        for name, leaf, position, shape, rows in parts:
+            value = np.asarray(jax.device_get(adapter["layers"][leaf][position]), np.float32)
             value = value.reshape(shape[::-1]).T[rows]
             if not np.isfinite(value).all():
                 raise CheckpointError(f"{name} holds values that are not finite; nothing was written")
@@ -283,9 +283,9 @@ def read_lora(folder: Path) -> LowRank:
     if published.get("peft_type") != "LORA" or not isinstance(targets, list):
         got = f"peft_type {published.get('peft_type')!r}, target_modules {targets!r}"
         raise CheckpointError(f"{folder}: {got}; must be LORA and a list of names")
-    asked = [f"{key} = {published[key]!r}" for key in UNSUPPORTED if published.get(key)]
-    asked += [f"bias = {published['bias']!r}"] if published.get("bias", "none") != "none" else []
-    if refused := [*sorted(set(targets) - set(TARGETS)), *asked]:
+    options = [f"{key} = {published[key]!r}" for key in UNSUPPORTED if published.get(key)]
+    options += [f"bias = {published['bias']!r}"] if published.get("bias", "none") != "none" else []
+    if refused := [*sorted(set(targets) - set(TARGETS)), *options]:
         raise CheckpointError(f"{folder}: not supported: {', '.join(refused)}")
     try:
         return LowRank(rank=published["r"], alpha=float(published["lora_alpha"]), targets=tuple(sorted(targets)))
@@ -303,16 +303,16 @@ def load_adapter(folder: Path, lora: LowRank, model: ModelConfig, family: Family
     wrong = [part.name for part in parts if part.name not in tensors or tensors[part.name].shape != part.shape]
     extra = sorted(set(tensors) - {part.name for part in parts})
     if wrong or extra:
-        said = [f"missing or of another shape: {listed(wrong)}"] if wrong else []
-        said += [f"unexpected: {listed(extra)}"] if extra else []
-        raise CheckpointError(f"{folder} does not fit the model; {'; '.join(said)}")
+        problems = [f"missing or of another shape: {listed(wrong)}"] if wrong else []
+        problems += [f"unexpected: {listed(extra)}"] if extra else []
+        raise CheckpointError(f"{folder} does not fit the model; {'; '.join(problems)}")
     shapes = pair_shapes(lora, model)
     layers = {
         name: np.empty((len(layers_with(name, model)), *shape), np.float32) for name, (shape, _) in shapes.items()
     }
-    for name, leaf, place, shape, rows in parts:
+    for name, leaf, position, shape, rows in parts:
         read, value = np.empty(shape, np.float32), np.empty(shape, np.float32)
         tensors[name].read((slice(None), slice(None)), read)
         value[rows] = read
-        layers[leaf][place] = value.T.reshape(layers[leaf].shape[1:])
+        layers[leaf][position] = value.T.reshape(layers[leaf].shape[1:])
     return {"layers": layers}

@@ -12,19 +12,19 @@ from grpo_roc_jax.shapes import Array
 
 DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "w_qkv", "w_z", "w_out")
-"""Leaves of a layer that are stored in int8; `router`, the small matrices of recurrent layers and what is outside of
-layers are not."""
+"""Leaves of a layer that are stored in int8. `router`, the small matrices of recurrent layers and everything outside of
+the layers are not."""
 
 
 def rounded(x: Array, axes: int | tuple[int, ...], dtype: jnp.dtype) -> tuple[Array, Array]:
-    """(numbers of the dtype, float32 scales without these axes); zeros have scale 1."""
+    """(numbers of the dtype, float32 scales without these axes); the scale of zeros is 1."""
     x = x.astype(jnp.float32)
-    whole = jnp.issubdtype(dtype, jnp.integer)
-    top = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
+    integral = jnp.issubdtype(dtype, jnp.integer)
+    top = float(jnp.iinfo(dtype).max if integral else jnp.finfo(dtype).max)
     scale = jnp.max(jnp.abs(x), axis=axes, keepdims=True) / top
     scale = jnp.where(scale > 0, scale, 1.0)
     x = jnp.clip(x / scale, -top, top)
-    return (jnp.round(x) if whole else x).astype(dtype), jnp.squeeze(scale, axes)
+    return (jnp.round(x) if integral else x).astype(dtype), jnp.squeeze(scale, axes)
 
 
 def scaled_orders(orders: tuple[str, ...]) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def scaled_orders(orders: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def exact(leaves: tuple[Array, ...], orders: tuple[str, ...], dtype: jnp.dtype) -> tuple[Array, ...]:
-    """Keys and values from what a cache of these orders holds; other axes may precede theirs."""
+    """Keys and values in `dtype`, from the arrays of a cache with these orders; other axes may come first."""
     if len(orders) < 4:
         return leaves
     pairs = zip(leaves[:2], leaves[2:], orders[:2], strict=True)
@@ -58,14 +58,14 @@ def int8_layer(layer: dict[str, Array]) -> dict[str, Array]:
 
 def exact_layer(layer: dict[str, Array], dtype: jnp.dtype) -> dict[str, Array]:
     """A layer with its matrices in a floating dtype."""
-    found = {name: leaf for name, leaf in layer.items() if not name.endswith("_scale")}
-    for name in found.keys() & set(MATRICES):
+    matrices = {name: leaf for name, leaf in layer.items() if not name.endswith("_scale")}
+    for name in matrices.keys() & set(MATRICES):
         if f"{name}_scale" in layer:
             scale = jnp.expand_dims(layer[f"{name}_scale"], summed_axes(name))
-            found[name] = (layer[name].astype(jnp.float32) * scale).astype(dtype)
-    return found
+            matrices[name] = (layer[name].astype(jnp.float32) * scale).astype(dtype)
+    return matrices
 
 
 def stored_bytes(dtype: str, width: int, compute: int) -> int:
-    """Bytes of a head of keys or values of one token: those of the compute dtype, or with a scale."""
+    """Bytes of one head of keys or values of one token, in the compute dtype or with a scale."""
     return width * compute if dtype == "full" else width * jnp.dtype(DTYPES[dtype]).itemsize + 4

@@ -27,7 +27,7 @@ def check_paged(config: ModelConfig, platform: str, tensor: int = 1) -> None:
     """Checks that the kernel supports the model on a platform where `tensor` devices share the heads of a row.
 
     Raises:
-        ValueError: it does not; the message gives the value and the constraint.
+        ValueError: It does not; the message gives the value and the constraint.
     """
     remedy = "; set rollout.attention xla"
     if platform != "tpu":
@@ -60,14 +60,18 @@ def attend_table(
     mesh: Mesh | None = None,
 ) -> Float[Array, "n T N H"]:
     """Softmax attention of the T queries of each row to its first `seen` columns, which lie in the pages of the table.
-    The last query sees all of them, each query before it one less; with a positive `window` only the last that many.
+    The last query sees all of them, each query before it one less; with a positive `window` only the last `window`
+    ones.
 
     Args:
+        q: Queries of n rows.
         pages: The pool of one layer, whose heads alternate between keys and values.
-        table: An entry that is no page reads some other page.
+        table: Pages of each row. An entry that is no page reads an arbitrary page.
         seen: At least T, and at most the columns of the table.
+        window: Number of columns that a query sees; 0 for all.
         cap: Soft cap of the scores, 0 for none.
-        mesh: Of the pool, whose heads are split over `tensor`; pages are whole, or split by an enclosing `shard_map`.
+        mesh: Mesh of the pool, whose heads are split over `tensor`; pages are replicated, or split by an enclosing
+            `shard_map`.
     """
     attend = partial(_attend_here, window=window, cap=cap)
     if mesh is None:

@@ -111,17 +111,17 @@ def attend_on(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., 
 def look_up_on(mesh: Mesh | None, token_axes: tuple[str, ...]) -> Callable[[Array, Array], Array]:
     """`transformer.take_rows` on the mesh: tokens over `token_axes`, the table's rows over all axes but `data`.
 
-    Each part of `tensor` gathers its share of the table and looks up the tokens that it has; the gradient is added up
-    in that share and then split again. XLA by itself gathers the gradients of all tokens, or the whole table.
+    Each part of `tensor` gathers its share of the table and looks up the tokens that it has. The gradient is added up
+    in that share and then split again. XLA by itself would gather the gradients of all tokens, or the whole table.
     """
     if mesh is None or mesh.size == mesh.shape["data"]:
         return take_rows
 
     def own_share(table: Array, ids: Array) -> Array:
         table = jax.lax.all_gather(table, ("fsdp", "sequence"), axis=0, tiled=True)
-        place = ids - jax.lax.axis_index("tensor") * table.shape[0]
-        here = (place >= 0) & (place < table.shape[0])
-        rows = jnp.where(here[..., None], jnp.take(table, place, axis=0, mode="clip"), 0)
+        local_ids = ids - jax.lax.axis_index("tensor") * table.shape[0]
+        here = (local_ids >= 0) & (local_ids < table.shape[0])
+        rows = jnp.where(here[..., None], jnp.take(table, local_ids, axis=0, mode="clip"), 0)
         if "tensor" in token_axes:
             return jax.lax.psum_scatter(rows, "tensor", scatter_dimension=1, tiled=True)
         return jax.lax.psum(rows, "tensor")
@@ -135,7 +135,7 @@ def look_up_on(mesh: Mesh | None, token_axes: tuple[str, ...]) -> Callable[[Arra
 
 
 def attention_for(name: str, model: ModelConfig, length: int, mesh: Mesh | None) -> Callable[..., Array]:
-    """The attention path of that name for rows of that length, on the mesh; see `attend_on`.
+    """The attention path `name` for rows of `length` tokens on the mesh; see `attend_on`.
 
     Raises:
         ValueError: See `make_attention`.
@@ -198,11 +198,11 @@ def choose_attention(
 def _drawn_rows(model: ModelConfig, length: int, rows: int, segment: int, mesh: Mesh) -> tuple:
     """((q, k, v), segment ids) of random packed rows, laid out as in the update."""
     tensor = mesh.shape["tensor"]
-    held = [model.heads, model.kv_heads, model.kv_heads]
-    heads = (NamedSharding(mesh, P(ROWS, "sequence", None if n % tensor else "tensor", None)) for n in held)
+    head_counts = [model.heads, model.kv_heads, model.kv_heads]
+    heads = (NamedSharding(mesh, P(ROWS, "sequence", None if n % tensor else "tensor", None)) for n in head_counts)
 
     def draw() -> tuple:
-        shapes = [(rows, length, n, model.head_dim) for n in held]
+        shapes = [(rows, length, n, model.head_dim) for n in head_counts]
         drawn = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
         segment_ids = jnp.broadcast_to(jnp.arange(length) // segment + 1, (rows, length))
         return tuple(x.astype(compute_dtype(model)) for x in drawn), to_zigzag(segment_ids, sequence_parts(mesh))

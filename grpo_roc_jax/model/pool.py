@@ -1,4 +1,4 @@
-"""The cache of keys and values: a pool of blocks, what writes to it, what copies a block, how rows attend to it.
+"""The cache of keys and values: a pool of blocks, with functions that write to it, copy blocks and attend to it.
 
 Each layer has two arrays (keys and values) or one array of both, with the blocks as the leading axis; a recurrent layer
 has its `delta.Memory` with a row for each slot instead. Arrays are not stacked over layers: a scan that carries a
@@ -6,13 +6,13 @@ stacked cache copies it every step, and so does slicing it. The order of columns
 platform (`cache_orders`) or on the kernel that reads the pool (`PAGED`). Every function writes before it reads, since
 reading a donated array and then writing it makes XLA copy all of it.
 
-Which blocks a row holds is in a table int32[B,W] of the host (`rollout.blocks`): entry i has the columns from i * size
-on. An entry that is no block of the pool stands for none; what is written there is dropped. Columns at or after a row's
+The blocks of each row are listed in a table int32[B,W] on the host (`rollout.table`): entry i has the columns from i *
+size on. An entry that is not the number of a block means none; writes to it are dropped. Columns at or after a row's
 position hold stale values, which the next write replaces; they are finite, so masking them is enough. The memory of a
 recurrent layer belongs to the position after the last write to its row; a write at column 0 starts from an empty one.
 
 On a CPU a layer's blocks are in several arenas, each with arrays of its own. Attention to one token multiplies all
-blocks of an arena in their place, and skips arenas that no row uses.
+blocks of an arena without moving them, and skips arenas that no row uses.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ TILE = 32
 
 
 def cache_orders(platform: str) -> Orders:
-    """The order that a platform reads and writes without moving the cache.
+    """The axis order that a platform reads and writes without moving the cache.
 
     On a TPU the columns come first, as its scatter needs them: in any other order the compiler copies the whole cache
     into this order at the start of every chunk and back at its end, as `planner.plan` shows.
@@ -71,26 +71,26 @@ class PoolSize(NamedTuple):
 
     blocks: int
     columns: int
-    """Of a block."""
+    """Columns of a block."""
     slots: int
     shared: int = 0
-    """The first blocks, which several rows may hold at once; used on a CPU only."""
+    """Number of blocks at the start that several rows may hold at once; used on a CPU only."""
 
     def arenas(self, orders: Orders) -> tuple[Arena, ...]:
         """One arena; in `IN_PLACE` order first the shared blocks, then 2, 2, 4, 8, ... blocks for each slot."""
         if orders[:2] != IN_PLACE:
             return (Arena(0, self.blocks, 1),)
-        found = [Arena(0, self.shared, SHARED_READERS)] if self.shared else []
+        parts = [Arena(0, self.shared, SHARED_READERS)] if self.shared else []
         start, step = self.shared, 2 * self.slots
         while start < self.blocks:
             size = min(step, self.blocks - start)
-            found.append(Arena(start, size, 1))
+            parts.append(Arena(start, size, 1))
             start, step = start + size, start + size - self.shared
-        return tuple(found)
+        return tuple(parts)
 
     def growing(self, first: int, orders: Orders) -> tuple["PoolSize", ...]:
-        """Sizes from one with at least `first` blocks up to this one: each has all arenas of the one before it, or
-        twice the blocks in one arena."""
+        """Sizes from one with at least `first` blocks up to this one. Each has all arenas of the previous one plus
+        another, or twice the blocks in a single arena."""
         if orders[:2] == IN_PLACE:
             ends = [arena.start + arena.blocks for arena in self.arenas(orders)]
         else:
@@ -108,13 +108,13 @@ class BlockPool:
     orders: Orders = flax.struct.field(pytree_node=False)
     arenas: tuple[Arena, ...] = flax.struct.field(pytree_node=False)
     columns: int = flax.struct.field(pytree_node=False)
-    """Of a block."""
+    """Columns of a block."""
     recurrent: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     """Layers with a `delta.Memory`, in `delta.ORDERS`."""
 
     @property
     def blocks(self) -> int:
-        """Of all arenas."""
+        """Number of blocks in all arenas."""
         return sum(arena.blocks for arena in self.arenas)
 
     @property
@@ -126,7 +126,7 @@ class BlockPool:
         return self._each(lambda i, leaf, order: change(leaf, order))
 
     def map_memory(self, change: Callable[..., Array], *others: "BlockPool") -> "BlockPool":
-        """The pool with `change(array, *of others)` applied to the memory of recurrent layers."""
+        """The pool with `change(array, *arrays of others)` applied to the memory of recurrent layers."""
         layers = tuple(
             jax.tree.map(change, *(pool.layers[i] for pool in (self, *others))) if i in self.recurrent else layer
             for i, layer in enumerate(self.layers)
@@ -172,8 +172,8 @@ def allocate(
 
 
 def enlarge(pool: BlockPool, arenas: tuple[Arena, ...]) -> BlockPool:
-    """The pool with these arenas, of which its own are the first; a single arena becomes longer. New blocks are
-    zeros."""
+    """The pool extended to these arenas, the first of which are its present ones; a single arena becomes longer. New
+    blocks are zeros."""
 
     def zeros(leaf: Array, blocks: int) -> Array:
         return jnp.zeros((blocks, *leaf.shape[1:]), leaf.dtype)
@@ -190,10 +190,10 @@ def enlarge(pool: BlockPool, arenas: tuple[Arena, ...]) -> BlockPool:
 
 
 def copy_blocks(pool: BlockPool, blocks: Int[Array, "2 n"], rows: Int[Array, "2 n"], first: int = 0) -> BlockPool:
-    """The pool with blocks copied from the sources to the targets, and the memory of recurrent layers from row to row.
+    """Copies blocks from sources to targets, and the memory of recurrent layers from row to row.
 
-    No target is a source; a target that is no block (or row) is dropped. The pool may hold the layers from `first` on
-    only.
+    No target may be a source; a target that is no block (or row) is dropped. The pool may hold only the layers from
+    `first` on.
     """
     layers = list(pool.layers)
     for i, layer in enumerate(layers):
@@ -222,16 +222,16 @@ def _gather(arenas: tuple[Arena, ...], leaves: tuple[Array, ...], blocks: Array)
     if len(arenas) == 1:
         return _take(leaves[0], blocks)
     shape = jax.ShapeDtypeStruct((*blocks.shape, *leaves[0].shape[1:]), leaves[0].dtype)
-    found = jnp.zeros(shape.shape, shape.dtype)
+    result = jnp.zeros(shape.shape, shape.dtype)
     for arena, leaf in zip(arenas, leaves, strict=True):
         at = within(arena, blocks)
 
-        def read(found: Array, leaf: Array, at: Array, arena: Arena = arena) -> Array:
+        def read(result: Array, leaf: Array, at: Array, arena: Arena = arena) -> Array:
             inside = (at < arena.blocks).reshape(*at.shape, *(1,) * (leaf.ndim - 1))
-            return jnp.where(inside, _take(leaf, at), found)
+            return jnp.where(inside, _take(leaf, at), result)
 
-        found = jax.lax.cond(jnp.any(at < arena.blocks), read, lambda found, leaf, at: found, found, leaf, at)
-    return found
+        result = jax.lax.cond(jnp.any(at < arena.blocks), read, lambda result, leaf, at: result, result, leaf, at)
+    return result
 
 
 def _if_any(
@@ -241,7 +241,7 @@ def _if_any(
     change: Callable[..., tuple[Array, ...]],
     leaves: tuple[Array, ...],
 ) -> tuple[Array, ...]:
-    """`change(*leaves)` if any of the blocks lies in the arena."""
+    """`change(*leaves)` if any of the blocks is in the arena; else the leaves."""
     if len(arenas) == 1:
         return change(*leaves)
     used = jnp.any(within(arena, blocks) < arena.blocks)
@@ -258,7 +258,7 @@ class Tokens(NamedTuple):
     table: Array
     """int32[B,W]."""
     block: Array
-    """int32[B]: of the token; none for rows that are not active."""
+    """int32[B]: block of the new token; none for rows that are not active."""
     readers: tuple[Readers, ...] = ()
     rows: Array | None = None
     """int32[B]: slots of the rows, for recurrent layers; None if they are all slots in order."""
@@ -278,17 +278,17 @@ class Spans(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Where N packed tokens of several rows go, and the J parts of consecutive tokens of a row, of at most X tokens
-    each, that attend together; the same for all layers. Letters besides those of `block_attention`."""
+    """Where N packed tokens of several rows go, and the J tiles of at most X consecutive tokens of a row that attend
+    together; the same for all layers. Letters in addition to those of `block_attention`."""
 
     block: Array
-    """int32[N]: of each token; none for padding."""
+    """int32[N]: block of each token; none for padding."""
     column: Array
-    """int32[N]: of its row."""
+    """int32[N]: column of each token in its row."""
     place: Array
-    """int32[N]: of the token among those of all tiles; any for padding."""
+    """int32[N]: index of each token among the entries of all tiles; arbitrary for padding."""
     source: Array
-    """int32[J,X]: the token in each place of a tile; places without a token repeat its last one."""
+    """int32[J,X]: the token of each entry of a tile; unused entries repeat the last token."""
     seen: Array
     """int32[J,X]: column of that token."""
     table: Array
@@ -298,8 +298,8 @@ class Tiles(NamedTuple):
 def tile_places(
     pool: BlockPool, columns: Int[Array, " N"], places: Int[Array, " N"], table: Int[Array, "J W"], spans: Array
 ) -> Tiles:
-    """`spans` int32[2,J]: the first token of each tile, and how many it has; the other arguments as in `Tiles`, with
-    places beyond the last for padding."""
+    """The `Tiles` of a pack. `spans` int32[2,J] has the first token and the number of tokens of each tile; the other
+    arguments are as in `Tiles`, with indices beyond the last for padding."""
     first, count = spans
     J, X = len(first), tile_width(len(columns))
     tile = jnp.minimum(places // X, J - 1)
@@ -317,24 +317,24 @@ def tile_places(
 
 
 def tile_width(tokens: int) -> int:
-    """Places of a tile where that many tokens are packed."""
+    """Entries of a tile if `tokens` tokens are packed."""
     return min(TILE, tokens)
 
 
 def tile_count(tokens: int) -> int:
-    """Tiles of so many packed tokens: half again as many as full ones would be, since the last one of a row is rarely
-    full. More would make attention longer for every pack."""
+    """Number of tiles for `tokens` packed tokens: one and a half times the number of full tiles, since the last tile of
+    a row is rarely full. More tiles would make attention slower for every pack."""
     return max(2, 3 * tokens // (2 * TILE))
 
 
 def token_places(pool: BlockPool, position: Array, active: Array, table: Array, readers: tuple[Readers, ...]) -> Tokens:
-    """`readers` from `readers_of`."""
+    """The `Tokens` of a decode step; `readers` from `readers_of`."""
     block = jnp.take_along_axis(table, (position // pool.columns)[:, None], axis=1, mode="clip")[:, 0]
     return Tokens(position, active, table, jnp.where(active, block, -1), readers)
 
 
 def readers_of(pool: BlockPool, table: Array, active: Array) -> tuple[Readers, ...]:
-    """What `merge_blocks` needs besides the pool, for as many steps as the table holds room for."""
+    """What `merge_blocks` needs besides the pool, valid for as many steps as the table has room for."""
     return find_readers(pool.arenas, table, active, pool.columns) if pool.orders[:2] == IN_PLACE else ()
 
 
@@ -346,8 +346,8 @@ class PoolWriter:
     """
 
     def __init__(self, pool: BlockPool, config: ModelConfig, mesh: Mesh | None = None, first: int = 0):
-        """`mesh` is that of the pool, for kernels that XLA cannot partition. The pool may hold a part of the layers
-        only, from `first` on."""
+        """`mesh` is the mesh of the pool, for kernels that XLA cannot partition. The pool may hold only the layers from
+        `first` on."""
         self._layers, self._pool, self._mesh = dict(enumerate(pool.layers, first)), pool, mesh
         self._windows = config.layer_windows or (0,) * config.layers
         self._cap = config.extras.attention_cap
@@ -359,7 +359,7 @@ class PoolWriter:
         return Limits(self._windows[layer], self._cap)
 
     def attend(self, layer: int, at: Tokens | Spans | Tiles) -> Callable[..., Array]:
-        """What a layer calls with its queries, keys and values (or signals) of these tokens."""
+        """The function that a layer calls with the queries, keys and values (or signals) of these tokens."""
         if isinstance(at, Spans):
             return self.attend_span(layer, *at)
         return self.attend_tiles(layer, at) if isinstance(at, Tiles) else self.attend_token(layer, at)
@@ -390,8 +390,8 @@ class PoolWriter:
         for arena, readers, leaves in zip(pool.arenas, at.readers, self._layers[layer], strict=True):
 
             def visit(state: Partial, leaves: tuple[Array, ...], readers: Readers, arena: Arena = arena) -> Partial:
-                held, layout = exact(leaves, pool.orders, q.dtype), (arena, pool.orders[:2])
-                return merge_blocks(state, q, at.position, held, readers, layout, limits)
+                exact_leaves, layout = exact(leaves, pool.orders, q.dtype), (arena, pool.orders[:2])
+                return merge_blocks(state, q, at.position, exact_leaves, readers, layout, limits)
 
             arguments = state, leaves, readers
             if len(pool.arenas) == 1:
@@ -462,11 +462,11 @@ class PoolWriter:
         """The output of a recurrent layer for the first `length` of its new tokens; without `rows`, of all rows."""
 
         def recur(signals: delta.Signals, conv: Array) -> Array:
-            (held,) = self._layers[layer]
-            taken = held if rows is None else (_take(leaf, rows) for leaf in held)
-            context, new = delta.recur_cached(delta.Memory(*taken), start == 0, length, signals, conv)
+            (memory,) = self._layers[layer]
+            selected = memory if rows is None else (_take(leaf, rows) for leaf in memory)
+            context, new = delta.recur_cached(delta.Memory(*selected), start == 0, length, signals, conv)
             if rows is not None:
-                new = (leaf.at[rows].set(part, mode="drop") for leaf, part in zip(held, new, strict=True))
+                new = (leaf.at[rows].set(part, mode="drop") for leaf, part in zip(memory, new, strict=True))
             self._layers[layer] = (tuple(new),)
             return context
 

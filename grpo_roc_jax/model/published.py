@@ -86,8 +86,8 @@ _MEANINGLESS = (None, False, 0, 0.0, [], {}, "")
 
 
 def without_effect(key: str) -> str:
-    """Whether a key of a `config.json` can change nothing of what is computed, whatever its value: `silent` for those
-    in common use, `noted` for others, empty if it may. All other modules ask here."""
+    """Whether a key of a `config.json` never changes what is computed, whatever its value: `silent` for keys in common
+    use, `noted` for other keys, empty if it may. All other modules ask this function."""
     return "silent" if key in _COMMON else "noted" if _NOTED.fullmatch(key) else ""
 
 
@@ -158,7 +158,7 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
         **(family.fixed or {}),
     )
     for key in (("intermediate_size",) if moe else ()) + (("hidden_act",) if family.gemma else ()):
-        published.get(key)  # the width of dense layers, of which there are none; replaced by hidden_activation
+        published.get(key)  # the width of dense layers, of which this model has none; replaced by hidden_activation
     published.refuse_rest()
     return config
 
@@ -195,9 +195,9 @@ class _Keys:
             note(f"config.json of a {self._family.architecture}: ignored, without effect: {', '.join(sorted(ignored))}")
         rest = [key for key in rest if key not in ignored]
         if rest:
-            said = ", ".join(f"{key} = {self._config[key]!r}" for key in sorted(rest))
+            listing = ", ".join(f"{key} = {self._config[key]!r}" for key in sorted(rest))
             raise UnsupportedModelError(
-                f"config.json of a {self._family.architecture}: not supported: {said}; if it has no effect, list "
+                f"config.json of a {self._family.architecture}: not supported: {listing}; if it has no effect, list "
                 f"it in model.ignore_keys"
             )
 
@@ -223,21 +223,21 @@ def _activation(published: _Keys, key: str) -> str:
 
 
 def _extras(published: _Keys, family: Family) -> Extras:
-    """The steps that this family has and others have not; none if all have their neutral value."""
-    found: dict[str, Any] = {}
+    """The optional steps of this family; none if all have their neutral value."""
+    settings: dict[str, Any] = {}
     if family.gemma:
-        found = {"scale_embed": True, "query_scale": float(published["query_pre_attn_scalar"])}
+        settings = {"scale_embed": True, "query_scale": float(published["query_pre_attn_scalar"])}
     if family.model_type == "gemma2":
         caps = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
-        found |= {name: float(published.get(key) or 0) for name, key in caps.items()}
+        settings |= {name: float(published.get(key) or 0) for name, key in caps.items()}
     if family.partly_rotary:
         parameters = published.get("rope_parameters") or {}
         top = published.get("partial_rotary_factor")
-        found = {"rotary_share": float(parameters.get("partial_rotary_factor") or top or 1.0)}
+        settings = {"rotary_share": float(parameters.get("partial_rotary_factor") or top or 1.0)}
     if family.model_type == "smollm3":
         rotary = _rotary_layers(published)
-        found = {"rotary_layers": () if all(rotary) else _period(rotary)}
-    extras = SomeExtras(**found)
+        settings = {"rotary_layers": () if all(rotary) else _period(rotary)}
+    extras = SomeExtras(**settings)
     return NoExtras() if extras == SomeExtras() else extras
 
 
@@ -273,7 +273,7 @@ def _windows(published: _Keys, family: Family) -> tuple[int, ...]:
 
 
 def _period(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The shortest sequence that repeats to these."""
+    """The shortest sequence that repeats to `values`."""
     lengths = range(1, len(values) + 1)
     return next(values[:n] for n in lengths if all(value == values[i % n] for i, value in enumerate(values)))
 
@@ -349,8 +349,10 @@ def _rope(published: _Keys, family: Family) -> tuple[float, float, RopeScaling]:
     missing = set(_ROPE_SCALINGS[kind]) - set(scaling) - _OPTIONAL
     if missing:
         raise UnsupportedModelError(f"config.json: the rotary rescaling {kind!r} lacks {', '.join(sorted(missing))}")
-    own = {field: scaling[key] for key, field in _ROPE_SCALINGS[kind].items() if scaling.get(key) is not None}
-    return float(theta), float(local or 0), RopeScaling.kinds[kind](**own)
+    parameters_read = {
+        field: scaling[key] for key, field in _ROPE_SCALINGS[kind].items() if scaling.get(key) is not None
+    }
+    return float(theta), float(local or 0), RopeScaling.kinds[kind](**parameters_read)
 
 
 def _complete_longrope(published: _Keys, kind: str, scaling: dict[str, Any]) -> None:
@@ -474,13 +476,16 @@ def infer_family(config: ModelConfig) -> Family:
     )
 
 
-def same_model(one: ModelConfig, other: ModelConfig) -> bool:
+def same_model(left: ModelConfig, right: ModelConfig) -> bool:
     """Whether both describe the same function; they may differ in dtype, origin and stated length."""
 
     def plain(config: ModelConfig) -> ModelConfig:
-        own, scaling = config.extras, config.rope_scaling
-        extras = {name: getattr(own, name) for name in fields_of(SomeExtras)}
-        extras |= {"query_scale": own.query_scale or float(config.head_dim), "rotary_layers": config.layer_rotary}
+        extras_set, scaling = config.extras, config.rope_scaling
+        extras = {name: getattr(extras_set, name) for name in fields_of(SomeExtras)}
+        extras |= {
+            "query_scale": extras_set.query_scale or float(config.head_dim),
+            "rotary_layers": config.layer_rotary,
+        }
         if isinstance(scaling, YarnRopeScaling | LongRopeScaling):
             scaling = replace(scaling, attention_factor=scaling.magnitude)
         if isinstance(scaling, LongRopeScaling):
@@ -499,7 +504,7 @@ def same_model(one: ModelConfig, other: ModelConfig) -> bool:
             rope_scaling=scaling,
         )
 
-    return plain(one) == plain(other)
+    return plain(left) == plain(right)
 
 
 def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ def rope_names(config: ModelConfig) -> tuple[str, ...]:
     windows = config.layer_windows if config.windows.local_theta else ()
     local = [window > 0 for window in windows or (0,) * config.layers]
     pairs = zip(config.layer_rotary, local, strict=True)
-    return tuple(("local" if own else "plain") if rotated else "none" for rotated, own in pairs)
+    return tuple(("local" if local_base else "plain") if rotated else "none" for rotated, local_base in pairs)
 
 
 def rotary_frequencies(config: ModelConfig, name: str) -> Float[Array, " R"]:

@@ -38,7 +38,7 @@ closed."""
 
 
 class CheckpointError(ValueError):
-    """The files are no complete checkpoint of the model; the message lists what is wrong."""
+    """The files are not a complete checkpoint of the model; the message lists what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,13 @@ def read_header(file: Path) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
-            said = {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
+            entries = {name: (entry.get_dtype(), tuple(entry.get_shape())) for name, entry in slices.items()}
     except SafetensorError as error:
         raise CheckpointError(f"{file} is no complete safetensors file ({error}); download it again") from error
-    for name, (dtype, _) in said.items():
+    for name, (dtype, _) in entries.items():
         if dtype not in DTYPES:
             raise CheckpointError(f"{file}: {name} has dtype {dtype}; must be one of {', '.join(DTYPES)}")
-    return {name: Tensor(file, name, DTYPES[dtype], shape) for name, (dtype, shape) in said.items()}
+    return {name: Tensor(file, name, DTYPES[dtype], shape) for name, (dtype, shape) in entries.items()}
 
 
 @dataclass(frozen=True)

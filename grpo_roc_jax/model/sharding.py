@@ -25,7 +25,7 @@ AXES = ("data", "fsdp", "sequence", "tensor")
 ROWS = ("data", "fsdp")
 """Mesh axes that the rows of a batch are split over; the tokens of a row are split over `sequence`."""
 SLOTS = (*ROWS, "sequence")
-"""Mesh axes that the sampler's slots are split over: a token at a time there is no row to share."""
+"""Mesh axes that the sampler's slots are split over. Decoding has one token a row, so `sequence` splits slots too."""
 
 LOGICAL_TO_MESH: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     # The vocabulary takes all of these axes, so that the width of the embedding stays whole: with the width split too
@@ -68,7 +68,7 @@ class ShardingConfig:
         """Devices along each of `AXES`.
 
         Raises:
-            ValueError: the product is not the number of devices.
+            ValueError: The product is not the number of devices.
         """
         inner = (self.fsdp, self.sequence, self.tensor)
         data = devices // math.prod(inner) if self.data == -1 else self.data
@@ -85,10 +85,12 @@ def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = Non
     """A mesh with the axes `AXES` over `devices` (default: all), all axes Auto.
 
     The devices of one process form a block of the mesh (`process_mesh`), and `tensor` stays within a process or takes
-    whole ones. On TPU slices the processes follow the torus (`model.torus`), elsewhere their numbers.
+    whole ones. On TPU slices the processes follow the torus (`model.torus`), elsewhere their numbers. Of several slices
+    each is a block along `data`, so that only the sum of gradients crosses the network between them.
 
     Raises:
-        ValueError: the product of the axes is not the number of devices, or `tensor` takes a part of a process.
+        ValueError: the product of the axes is not the number of devices, `tensor` takes a part of a process, or
+            `data` does not divide over the slices.
     """
     devices = jax.devices() if devices is None else list(devices)
     shape, types = config.shape(len(devices)), (AxisType.Auto,) * len(AXES)
@@ -101,10 +103,33 @@ def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = Non
             f"sharding.tensor = {config.tensor} does not divide the {each} devices of a process and is no multiple of "
             f"them; take a divisor of {each} and raise sharding.fsdp instead"
         )
-    # Processes that sample as one are consecutive by their numbers, so their order stays.
-    ordered = torus_order(devices) if config.tensor <= each else None
-    ordered = ordered or sorted(devices, key=lambda device: (device.process_index, device.id))
+    slices: dict[int, list[jax.Device]] = {}
+    for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
+        slices.setdefault(slice_of(device), []).append(device)
+    check_slices(shape[0], len(slices))
+    ordered: list[jax.Device] = []
+    for _, part in sorted(slices.items()):
+        # Processes that sample as one are consecutive by their numbers, so their order stays.
+        ordered += (torus_order(part) if config.tensor <= each else None) or part
     return Mesh(np.array(ordered).reshape(shape), AXES, axis_types=types)
+
+
+def slice_of(device: jax.Device) -> int:
+    """The number of a TPU's slice; 0 for other devices, whose machines `fsdp` may cross."""
+    return (getattr(device, "slice_index", 0) or 0) if device.platform == "tpu" else 0
+
+
+def check_slices(data: int, slices: int) -> None:
+    """Checks that the slices are blocks along `data`.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if data % slices:
+        raise ValueError(
+            f"sharding.data = {data} over {slices} slices: must be a multiple of them, since only the sums of "
+            "gradients may cross the network between slices; lower sharding.fsdp, sequence or tensor"
+        )
 
 
 def process_count(mesh: Mesh) -> int:
@@ -113,10 +138,10 @@ def process_count(mesh: Mesh) -> int:
 
 
 def processes_together(mesh: Mesh | AbstractMesh, processes: int = 0) -> int:
-    """Consecutive processes that sample as one: those that `tensor` extends over.
+    """Number of consecutive processes that sample as one: those that `tensor` extends over.
 
     Args:
-        mesh: Of all processes.
+        mesh: Mesh of all processes.
         processes: Their number; 0 counts them by the devices, which an abstract mesh does not have.
     """
     each = mesh.size // (processes or process_count(mesh))
@@ -124,15 +149,16 @@ def processes_together(mesh: Mesh | AbstractMesh, processes: int = 0) -> int:
 
 
 def process_mesh(mesh: Mesh, process: int) -> Mesh:
-    """The part of the mesh with the devices of one process, or of all those that it samples with, with the same axes.
+    """The part of the mesh with the devices of one process, or of all processes that sample as one with it, with the
+    same axes.
 
     Raises:
-        ValueError: these devices do not form a block of the mesh.
+        ValueError: These devices do not form a block of the mesh.
     """
     together = processes_together(mesh)
-    own = (device.process_index // together == process // together for device in mesh.devices.flat)
-    held = np.array([*own]).reshape(mesh.devices.shape)
-    places = np.argwhere(held)
+    members = (device.process_index // together == process // together for device in mesh.devices.flat)
+    member_mask = np.array([*members]).reshape(mesh.devices.shape)
+    places = np.argwhere(member_mask)
     part = mesh.devices[tuple(slice(low, high + 1) for low, high in zip(places.min(0), places.max(0), strict=True))]
     if part.size != len(places):
         raise ValueError(
@@ -143,28 +169,28 @@ def process_mesh(mesh: Mesh, process: int) -> Mesh:
 
 
 def platform_of(mesh: Mesh | None) -> str:
-    """Platform of the mesh's devices, which may be those of a topology to compile for; without a mesh that of this
-    process."""
+    """Platform of the mesh's devices, which may belong to a topology to compile for; without a mesh, of
+    this process."""
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
 def axes_to_spec(logical: Sequence[str | None]) -> P:
     """The mesh axes of one array; no mesh axis is used twice."""
-    taken: set[str] = set()
+    used: set[str] = set()
     spec: list[str | tuple[str, ...] | None] = [None] * len(logical)
     for name, mapped in LOGICAL_TO_MESH:
         if name not in logical or mapped is None:
             continue
         axes = (mapped,) if isinstance(mapped, str) else mapped
-        free = tuple(axis for axis in axes if axis not in taken)
-        taken.update(free)
+        free = tuple(axis for axis in axes if axis not in used)
+        used.update(free)
         spec[logical.index(name)] = free[0] if len(free) == 1 else free or None
     return P(*spec)
 
 
 def head_copies(config: ModelConfig, tensor: int) -> int:
-    """How often each key-value head is repeated, so that `tensor` devices that are more than there are heads have one
-    each. The parameters hold one copy, on all of these devices."""
+    """Number of copies of each key-value head. With more `tensor` devices than heads, each device gets one copy. The
+    parameters hold a single copy, on all of these devices."""
     return tensor // config.kv_heads if tensor > config.kv_heads and tensor % config.kv_heads == 0 else 1
 
 
@@ -207,10 +233,10 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> Params:
     return axes_shardings(param_axes(config), mesh, "kv_heads" if head_copies(config, mesh.shape["tensor"]) > 1 else "")
 
 
-def axes_shardings(axes: Params, mesh: Mesh, whole: str = "") -> Params:
-    """A `NamedSharding` for every tuple of logical axis names in a tree; the axis `whole` is not split."""
+def axes_shardings(axes: Params, mesh: Mesh, unsplit: str = "") -> Params:
+    """A `NamedSharding` for every tuple of logical axis names in a tree; the axis `unsplit` is not split."""
     return jax.tree.map(
-        lambda names: NamedSharding(mesh, axes_to_spec([None if name == whole else name for name in names])),
+        lambda names: NamedSharding(mesh, axes_to_spec([None if name == unsplit else name for name in names])),
         axes,
         is_leaf=lambda node: isinstance(node, tuple),
     )
@@ -248,8 +274,8 @@ def place_host(value: np.ndarray, sharding: Sharding) -> Array:
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     parts = sharding.addressable_devices_indices_map(np.shape(value)).items()
-    held = [jax.device_put(np.asarray(value)[index], device) for device, index in parts]
-    return jax.make_array_from_single_device_arrays(np.shape(value), sharding, held)
+    shards = [jax.device_put(np.asarray(value)[index], device) for device, index in parts]
+    return jax.make_array_from_single_device_arrays(np.shape(value), sharding, shards)
 
 
 def batch_shardings(mesh: Mesh, batch: object) -> object:
@@ -272,20 +298,20 @@ def constrain(x: Array, mesh: Mesh | None, *spec: str | tuple[str, ...] | None) 
     if mesh is None:
         return x
     inside = jax.sharding.get_abstract_mesh()
-    place = NamedSharding(mesh if inside.empty else inside, free_spec(*spec))
-    return jax.lax.with_sharding_constraint(x, place)
+    sharding = NamedSharding(mesh if inside.empty else inside, free_spec(*spec))
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def free_spec(*spec: str | tuple[str, ...] | None) -> P:
-    """A spec without the axes over which an enclosing `shard_map` has split already."""
+    """A spec without the axes over which an enclosing `shard_map` has already split."""
     split = jax.sharding.get_abstract_mesh().manual_axes
     parts = ((part,) if isinstance(part, str) else part or () for part in spec)
     return P(*(tuple(axis for axis in part if axis not in split) or None for part in parts))
 
 
 def shard_map_free(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """`jax.shard_map` over the axes over which no enclosing one has split already; specs from `free_spec`. Replication
-    is not checked."""
+    """`jax.shard_map` over the axes that no enclosing one has split already; specs from `free_spec`. Replication is not
+    checked."""
     inside = jax.sharding.get_abstract_mesh()
     return jax.shard_map(
         function,

@@ -1,14 +1,15 @@
 """The order of the devices of a TPU slice in a mesh: neighbors in the mesh are neighbors in the torus.
 
 The devices of a process stay together, in a ring of single links. The processes follow a closed path through the grid
-of their blocks, so that each step of it crosses as few links as the block is wide, the last one back to the first too.
+of their blocks. Each step of the path, also the one from the last process back to the first, crosses only as many links
+as the block is wide.
 """
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
-Place = tuple[int, ...]
+Point = tuple[int, ...]
 
 
 def torus_order(devices: Sequence[Any]) -> list[Any] | None:
@@ -17,7 +18,7 @@ def torus_order(devices: Sequence[Any]) -> list[Any] | None:
     Args:
         devices: With `process_index` and, on TPUs, `coords`.
     """
-    blocks: dict[int, dict[Place, Any]] = {}
+    blocks: dict[int, dict[Point, Any]] = {}
     for device in devices:
         coords = getattr(device, "coords", None)
         if coords is None or tuple(coords) in blocks.setdefault(device.process_index, {}):
@@ -42,9 +43,9 @@ def torus_order(devices: Sequence[Any]) -> list[Any] | None:
     sides = sorted(range(len(grid)), key=lambda side: shape[side])
     inside = closed_path(shape)
     ordered = []
-    for place in closed_path(tuple(grid[side] for side in sides)):
+    for point in closed_path(tuple(grid[side] for side in sides)):
         block = [0] * len(grid)
-        for side, value in zip(sides, place, strict=True):
+        for side, value in zip(sides, point, strict=True):
             block[side] = value
         process = at[tuple(block)]
         ordered += [
@@ -53,31 +54,32 @@ def torus_order(devices: Sequence[Any]) -> list[Any] | None:
     return ordered
 
 
-def closed_path(grid: Sequence[int]) -> list[Place]:
-    """The places of a grid in an order in which each is next to the one before, and the last to the first where the
-    grid allows it. The path runs along the first axis as much as it can."""
+def closed_path(grid: Sequence[int]) -> list[Point]:
+    """The points of a grid in an order in which each is next to the previous one, and the last next to the first where
+    the grid allows it. The path runs along the first axis as much as it can."""
     if len(grid) == 1:
         return [(i,) for i in range(grid[0])]
     first, rest = grid[0], closed_path(grid[1:])
     if first > 1 and len(rest) % 2 and first % 2 == 0 and len(rest) > 1:
         # The other axes make an open path: go through all but the first of it, and return along that one.
-        lanes = [[(i, *place) for place in (rest[1:] if i % 2 == 0 else rest[:0:-1])] for i in range(first)]
-        return [place for lane in lanes for place in lane] + [(i, *rest[0]) for i in reversed(range(first))]
+        lanes = [[(i, *point) for point in (rest[1:] if i % 2 == 0 else rest[:0:-1])] for i in range(first)]
+        return [point for lane in lanes for point in lane] + [(i, *rest[0]) for i in reversed(range(first))]
     if first > 1 and len(rest) % 2 == 0 and distance(rest[0], rest[-1]) > 1:
         # Likewise, if the others end far from where they began: lanes along the first axis that leave one side free.
         lanes = [
-            [(i, *place) for i in (range(1, first) if n % 2 == 0 else range(first - 1, 0, -1))]
-            for n, place in enumerate(rest)
+            [(i, *point) for i in (range(1, first) if n % 2 == 0 else range(first - 1, 0, -1))]
+            for n, point in enumerate(rest)
         ]
-        return [place for lane in lanes for place in lane] + [(0, *place) for place in reversed(rest)]
+        return [point for lane in lanes for point in lane] + [(0, *point) for point in reversed(rest)]
     lanes = [
-        [(i, *place) for i in (range(first) if n % 2 == 0 else reversed(range(first)))] for n, place in enumerate(rest)
+        [(i, *point) for i in (range(first) if n % 2 == 0 else reversed(range(first)))] for n, point in enumerate(rest)
     ]
-    return [place for lane in lanes for place in lane]
+    return [point for lane in lanes for point in lane]
 
 
 def distance(a: Sequence[int], b: Sequence[int], wrapped: Sequence[int] | None = None) -> int:
-    """Links between two places of a grid; along axes of `wrapped` (their lengths, 0 for open ones) also around."""
+    """Number of links between two points of a grid. `wrapped` has the length of each axis that is a ring,
+    0 for others."""
     lengths = wrapped or [0] * len(a)
     steps = ((abs(x - y), length) for x, y, length in zip(a, b, lengths, strict=True))
     return sum(min(step, length - step) if length else step for step, length in steps)

@@ -78,6 +78,9 @@ class Execution:
     """Wraps the body of the layer scan, e.g. `jax.checkpoint` with a policy."""
     splits: Splits = FREE
     """Sharding of the activations over the devices of a mesh."""
+    unroll: bool = False
+    """Whether stacked layers are compiled one after the other, and not as a scan, whose backward pass copies what each
+    layer saved into arrays of all layers and out of them. The program is longer to compile."""
 
 
 SIMPLE = Execution()
@@ -144,6 +147,14 @@ def layers_with(name: str, config: ModelConfig) -> tuple[int, ...]:
     return tuple(range(config.layers))
 
 
+def layer_weights(config: ModelConfig) -> float:
+    """Weights of a layer that a token is multiplied with, on average."""
+    shapes, experts = layer_shapes(config), config.experts
+    share = experts.per_token / experts.count if experts.count else 1.0
+    weights = {name: math.prod(shape) * (share if "experts" in axes else 1) for name, (shape, axes) in shapes.items()}
+    return sum(len(layers_with(name, config)) * size for name, size in weights.items()) / config.layers
+
+
 def take_layer(stacked: Params, layer: int, config: ModelConfig) -> Params:
     """The leaves of one layer, of leaves that are stacked over the layers that have them."""
     places = {name: layers_with(name, config) for name in stacked}
@@ -177,9 +188,9 @@ def init_params(key: Key[Array, ""], config: ModelConfig) -> Params:
         raise ValueError("model.vocab_size is 0; resolve it from the tokenizer before init_params")
 
     def leaf(name: str, shape: tuple[int, ...]) -> Array:
-        own = jax.random.fold_in(key, _stable_id(name))
+        leaf_key = jax.random.fold_in(key, _stable_id(name))
         if name in ("a_log", "dt_bias"):
-            return init_decay(own, name, shape)
+            return init_decay(leaf_key, name, shape)
         if name.endswith("norm"):
             offset = config.norm_offset and name != "delta_norm"
             return jnp.zeros(shape, jnp.float32) if offset else jnp.ones(shape, jnp.float32)
@@ -187,7 +198,7 @@ def init_params(key: Key[Array, ""], config: ModelConfig) -> Params:
             return jnp.zeros(shape, jnp.float32)
         scale = D**-0.5 / (2 * L) ** 0.5 if name in ("wo", "w_down", "w_out") else D**-0.5
         scale = shape[-1] ** -0.5 if name == "conv" else scale
-        return scale * jax.random.normal(own, shape, jnp.float32)
+        return scale * jax.random.normal(leaf_key, shape, jnp.float32)
 
     params: Params = {
         "embed": leaf("embed", (V, D)),
@@ -208,7 +219,7 @@ def _stable_id(name: str) -> int:
 
 
 def _like(leaf: Array, x: Array) -> Array:
-    """Adds leading axes of 1 up to the rank of `x`; rank promotion is always explicit in this package."""
+    """Adds leading axes of size 1 up to the rank of `x`; rank promotion is always explicit in this package."""
     return leaf.reshape((1,) * (x.ndim - leaf.ndim) + leaf.shape)
 
 
@@ -272,7 +283,7 @@ def block(
     dtype = compute_dtype(config) if "w_down_scale" in layer else layer["w_down"].dtype
 
     def normed(name: str, x: Array) -> Array:
-        """Without norms of that place `x` itself."""
+        """`x` itself if the layer has no norm of that name."""
         return norm(x, layer[name], config) if name in layer else x
 
     h = splits.block_input(normed("attn_norm", x).astype(dtype))
@@ -423,7 +434,8 @@ def forward(
     elif config.delta:
         x = _scan_periods(body, splits.residual(x), params["layers"], by_layer, config)
     else:
-        x, _ = jax.lax.scan(body, splits.residual(x), (params["layers"], *by_layer))
+        unroll = config.layers if execution.unroll else 1
+        x, _ = jax.lax.scan(body, splits.residual(x), (params["layers"], *by_layer), unroll=unroll)
     return final_hidden(params, x, config)
 
 
@@ -432,12 +444,12 @@ def _scan_periods(
 ) -> Array:
     """A scan over the periods of layers of different kinds; the layers of a period are unrolled."""
     period = config.windows.every if config.layers % config.windows.every == 0 else config.layers
-    one = replace(config, layers=period, extras=NoExtras())
+    one_period = replace(config, layers=period, extras=NoExtras())
 
     def visit(x: Array, inputs: tuple[Params, tuple[Array | None, ...]]) -> tuple[Array, None]:
-        layers, own = inputs
+        layers, layer_inputs = inputs
         for i in range(period):
-            x, _ = body(x, (take_layer(layers, i, one), *jax.tree.map(lambda of, i=i: of[i], own)))
+            x, _ = body(x, (take_layer(layers, i, one_period), *jax.tree.map(lambda of, i=i: of[i], layer_inputs)))
         return x, None
 
     periods = config.layers // period
@@ -446,10 +458,10 @@ def _scan_periods(
 
 
 def _choose_rope(tables: list[Rope], index: Array | None) -> Rope:
-    """The table with that index; the only one where there is none."""
+    """The table with that index; the only table if `index` is None."""
     chosen = tables[0]
     for i, table in enumerate(tables[1:], start=1):
-        chosen = jax.tree.map(lambda own, others, i=i: jnp.where(index == i, own, others), table, chosen)
+        chosen = jax.tree.map(lambda values, others, i=i: jnp.where(index == i, values, others), table, chosen)
     return chosen
 
 

@@ -1,21 +1,22 @@
-"""What the programs of a run need, by formulas instead of a compiler, and what to change when they do not fit.
+"""What the programs of a run need, by formulas instead of a compiler.
 
-The formulas leave out the compiler's scratch memory: keep a tenth of the memory free.
+Arguments are those of the programs, by their shapes. The formulas leave out the compiler's scratch memory.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.pack import rows_per_micro_batch
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.delta import token_flops
-from grpo_roc_jax.model.sharding import AXES, row_shards, slot_shards
-from grpo_roc_jax.planner.roofline import GB, Needs, Work
-from grpo_roc_jax.planner.topology import FRACTION, MOST_OF_A_GPU, Topology
+from grpo_roc_jax.model.sharding import AXES, check_slices, process_count, processes_together, row_shards, slot_shards
+from grpo_roc_jax.planner.arguments import batch_like, device_bytes, trained_like
+from grpo_roc_jax.planner.hlo_cost import between_slices
+from grpo_roc_jax.planner.roofline import Needs, Work
+from grpo_roc_jax.planner.topology import Topology
+from grpo_roc_jax.rollout.programs import COPIES
 from grpo_roc_jax.run.policy import memory_parts, parameter_count
 
 
@@ -40,6 +41,55 @@ class Deployment:
         return parts | {"teacher": itemsize * parameter_count(self.teacher) / shared}
 
 
+FILL = 0.9
+"""Share of packed rows that is assumed to hold tokens; first-fit decreasing reaches it on lengths as rollouts have."""
+
+
+def abstract_mesh(config: Config, topology: Topology) -> AbstractMesh:
+    """The trainer's mesh with no devices.
+
+    Raises:
+        ValueError: the product of the axes is not the number of chips, or `data` does not divide over the slices.
+    """
+    shape = config.sharding.shape(topology.chips)
+    check_slices(shape[0], topology.slices)
+    return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def processes_of(mesh: Mesh | AbstractMesh, topology: Topology) -> int:
+    """Number of processes, from the compiler's description of the slice, or else from the table of chips."""
+    return topology.processes if isinstance(mesh, AbstractMesh) else process_count(mesh)
+
+
+def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, response: float) -> Work:
+    """The work of a training step; prompts are taken to be half of the longest."""
+    group, rollout = config.group, config.rollout
+    processes = processes_of(mesh, topology)
+    samplers = processes // processes_together(mesh, processes)
+    return Work(
+        problems=group.problems,
+        sampled=group.problems * config.resample.sampled(group.size),
+        kept=group.problems * group.size,
+        prompt=rollout.max_prompt_tokens / 2,
+        response=response or rollout.max_response_tokens / 2,
+        samplers=samplers,
+        slots=rollout.slots,
+        chunk=rollout.chunk,
+        append_rows=(rollout.append_rows or 8) * max(1, slot_shards(mesh) // samplers),
+        micro_rows=rows_per_micro_batch(config.batch, row_shards(mesh)),
+        row_length=config.batch.row_length,
+        fill=FILL,
+        updates=config.batch.updates.total,
+        epochs=config.batch.updates.epochs,
+        shards=max(1, slot_shards(mesh) // samplers),
+        append_length=rollout.prompt_append,
+        columns=rollout.table_width * rollout.block,
+        copies=COPIES,
+        longest=max(response, rollout.max_response_tokens),
+        ahead=rollout.step_limit.lag,
+    )
+
+
 def active_parameters(model: ModelConfig) -> float:
     """Parameters of the matrix products that a token takes part in: all but the embedding table and the experts that
     were not chosen."""
@@ -55,15 +105,20 @@ def active_parameters(model: ModelConfig) -> float:
 def update_flops(config: Config, model: ModelConfig, tokens: float, length: float) -> float:
     """FLOPs of forward, backward and recomputation over so many tokens in trajectories of that length.
 
-    With P parameters in products: 2 P a token forward, 4 P backward, and 2 P again with rematerialization. Attention
-    takes 2 products of 2 FLOPs over length/2 keys forward, 5 of them backward, and the 2 again under `full`. Recurrent
-    layers take `delta.token_flops` forward, twice that backward, and it again with rematerialization.
+    With P parameters in products: 2 P a token forward, 2 P for the gradient of the inputs and 2 P for that of the
+    parameters, and 2 P again with rematerialization. The frozen weights of an adapter have no gradient, while the A
+    parameters of the adapter take all of these products. Attention takes 2 products of 2 FLOPs over length/2 keys
+    forward, 5 of them backward, and the 2 again under `full`. Recurrent layers take `delta.token_flops` forward, twice
+    that backward, and it again with rematerialization.
     """
     remat = config.update.remat
-    products = (6.0 if remat == "none" else 8.0) * active_parameters(model)
-    passes = 9 if remat == "full" else 7
+    passes = 6.0 if remat == "none" else 8.0
+    products = passes * active_parameters(model)
+    if config.lora.rank:
+        products = (passes - 2.0) * active_parameters(model) + passes * parameter_count(model, config.lora)
+    scores = 9 if remat == "full" else 7
     recurrent = {"none": 3.0}.get(remat, 4.0) * recurrent_flops(model, config.batch.row_length)
-    return tokens * (products + passes * sum(model.attends) * model.heads * model.head_dim * length + recurrent)
+    return tokens * (products + scores * sum(model.attends) * model.heads * model.head_dim * length + recurrent)
 
 
 def recurrent_flops(model: ModelConfig, length: int) -> float:
@@ -80,7 +135,11 @@ def estimate(deployment: Deployment) -> list[Needs]:
     moments = 0.0 if config.optim.offload and not runs_on else parts["moments"]
     scoring = parts.get("reference", 0.0) + parts.get("teacher", 0.0)
     resident = parts["masters"] + moments + scoring
-    sampler = parts.get("sampler", 0.0) + parts.get("frozen weights", 0.0)
+    base = parts.get("frozen weights", 0.0)
+    copy = parts.get("sampler", 0.0)
+    """Of the weights, made in each step; none where the sampler reads those of the adapter."""
+    sampler = copy or base
+    resident += base if copy else 0.0
     active = active_parameters(model)
     rows = max(1, work.slots * work.samplers // slot_shards(mesh))
     length = work.prompt + work.response
@@ -91,11 +150,11 @@ def estimate(deployment: Deployment) -> list[Needs]:
     return [
         Needs(
             "weight_sync",
-            arguments=parts["masters"],
-            results=parts.get("sampler", 0.0),
-            resident=moments + scoring + parts.get("frozen weights", 0.0) + (parts["cache"] if runs_on else 0.0),
-            traffic=parts["masters"] + 2 * sampler,
-            collectives=_collective("all-gather", sampler, fsdp * sequence, 1.0),
+            arguments=parts["masters"] + base,
+            results=copy,
+            resident=moments + scoring + (parts["cache"] if runs_on else 0.0),
+            traffic=parts["masters"] + 2 * copy,
+            collectives=_collective("all-gather", copy, fsdp * sequence, 1.0),
         ),
         Needs(
             "append",
@@ -127,106 +186,50 @@ def estimate(deployment: Deployment) -> list[Needs]:
 def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     config, model, mesh, work = deployment.config, deployment.model, deployment.mesh, deployment.work
     data, fsdp, sequence, tensor = (mesh.shape[axis] for axis in AXES)
-    shared, trainer = fsdp * sequence, parts["masters"] + parts["moments"]
+    shared, trained = fsdp * sequence, parameter_count(model, config.lora)
+    state, base = trained_like(config, model, mesh)
+    trainer, frozen = device_bytes(state), device_bytes(base)
+    itemsize = 4 if model.compute_dtype == "float32" else 2
     tokens = work.micro_rows // row_shards(mesh) * work.row_length // sequence
     micro = work.micro_batches / work.updates
-    kept = parts["cache"] + parts.get("sampler", 0.0) if config.rollout.step_limit.lag else 0.0
-    # Weights are gathered before each use (forward, backward) and their gradients scattered; heads are summed over
-    # `tensor`. Keys and values of whole rows are gathered over `sequence` in both passes, their gradients scattered.
-    weights = 2 * parameter_count(model) / tensor
+    runs_on = parts["cache"] + parts.get("sampler", 0.0) if config.rollout.step_limit.lag else 0.0
+    # Weights are gathered before each use (forward, backward) and gradients of what is trained scattered. The layers of
+    # frozen weights are no loop, so that the backward pass finds what the forward pass gathered. Heads are summed over
+    # `tensor`. Keys and values of whole rows are gathered over `sequence` in both passes, their gradients
+    # scattered.
+    weights = itemsize * parameter_count(model) / tensor
+    pairs = itemsize * trained / tensor if config.lora.rank else 0.0
+    gathered = weights if config.lora.rank and shared > 1 else weights / model.layers
+    passes = 2 if config.update.remat == "none" else 3
     residual = tokens * model.d_model * 4.0
-    keys = 2 * 2.0 * sum(model.attends) * sequence * tokens * model.kv_heads * model.head_dim / tensor
+    keys = 2 * itemsize * sum(model.attends) * sequence * tokens * model.kv_heads * model.head_dim / tensor
     return Needs(
         "update",
-        resident=parts.get("reference", 0.0) + parts.get("teacher", 0.0) + kept,
-        arguments=trainer,
+        resident=parts.get("reference", 0.0) + parts.get("teacher", 0.0) + runs_on,
+        arguments=trainer + frozen + device_bytes(batch_like(config, mesh, model)),
         results=trainer,
         aliased=trainer,
-        temporaries=2 * parts["gradients"] + parts["layers kept"] + parts["logits"] + weights / model.layers,
+        temporaries=2 * parts["gradients"] + parts["layers kept"] + parts["logits"] + gathered,
         flops=micro * update_flops(config, model, tokens, work.prompt + work.response) / tensor,
-        traffic=micro * 4 * weights + 3 * trainer,
-        collectives=_collective("all-gather", weights, shared, 2 * micro)
-        | _collective("reduce-scatter", 2 * weights, shared, micro)
+        traffic=micro * (4 * weights + (0.0 if config.lora.rank else 4 * pairs)) + 3 * trainer,
+        collectives=_collective("all-gather", weights + pairs, shared, (1 if config.lora.rank else 2) * micro)
+        | _collective("reduce-scatter", 2 * (pairs or weights), shared, micro)
         | _collective("all-gather", keys, sequence, 2 * micro, "sequence")
         | _collective("reduce-scatter", keys, sequence, micro, "sequence")
-        # Over `tensor` the residual stream, gathered and scattered twice a layer; over `data` the gradients.
-        | _collective("all-reduce", 2 * residual * model.layers, tensor, 2 * micro, "tensor")
-        | _collective("all-reduce", weights / shared, data, micro, "data"),
+        # Over `tensor` the residual stream, gathered and scattered twice a layer and pass; over `data` the gradients,
+        # added up by each part of it first (`update.accumulate`).
+        | _collective("all-gather", 2 * residual * model.layers, tensor, passes * micro, "tensor")
+        | _collective("reduce-scatter", 2 * residual * model.layers, tensor, passes * micro, "tensor")
+        | _collective("all-reduce", parts["gradients"], data, 1.0, "data", deployment.topology.slices),
     )
 
 
-def _collective(kind: str, size: float, group: int, runs: float, axis: str = "") -> dict[str, dict[str, float]]:
-    if group == 1:
+def _collective(
+    kind: str, size: float, group: int, runs: float, axis: str = "", slices: int = 1
+) -> dict[str, dict[str, float]]:
+    if group == 1 or not size:
         return {}
     share = (group - 1) / group * (2 if kind == "all-reduce" else 1)
-    return {f"{kind} over {axis}" if axis else kind: {"runs": runs, "bytes": size * runs, "moved": size * share * runs}}
-
-
-# ---- what to change ------------------------------------------------------------------------------------------------
-
-
-def advice(deployment: Deployment, programs: Sequence[Needs]) -> list[str]:
-    """One line for each program that does not fit, with the settings that would make room, the cheapest first."""
-    found, chip = [], deployment.topology.chip
-    for needs in programs:
-        if needs.fits(chip):
-            continue
-        over = "" if needs.refused else f", {(needs.total - chip.usable_bytes) / GB:.1f} GB too much"
-        found.append(f"{needs.name}{over}: " + "; ".join(_remedies(deployment, needs)))
-    return found
-
-
-def _remedies(deployment: Deployment, needs: Needs) -> list[str]:
-    model, mesh, topology = deployment.model, deployment.mesh, deployment.topology
-    kind, chips = needs.name.split("/")[0], topology.chips
-    fsdp, sequence, tensor = (mesh.shape[axis] for axis in AXES[1:])
-    within = min(topology.chip.chips_per_process, chips)
-    wider = [t for t in (2, 4, 8) if tensor < t <= within and model.kv_heads % t == 0 and chips % t == 0]
-    remedies = _update_remedies(deployment) if kind == "update" else _offload_moments(deployment, needs)
-    if not needs.refused and needs.total <= MOST_OF_A_GPU * topology.chip.memory_bytes:
-        remedies.insert(0, f"{FRACTION}={MOST_OF_A_GPU} (JAX takes {topology.chip.share:.0%} of a GPU)")
-    if kind in ("decode", "append", "copy"):
-        remedies += _fewer_slots(deployment, needs)
-    if fsdp * sequence * tensor < chips:
-        remedies.append(f"sharding.fsdp up to {chips // (sequence * tensor)} (masters and moments over more devices)")
-    if wider:
-        remedies.append(f"sharding.tensor {wider[0]} (the sampler's weights and the cache over more devices)")
-    return remedies or ["more chips, or chips with more memory"]
-
-
-def _update_remedies(deployment: Deployment) -> list[str]:
-    config, mesh = deployment.config, deployment.mesh
-    fsdp, sequence, tensor = (mesh.shape[axis] for axis in AXES[1:])
-    remedies = []
-    if rows_per_micro_batch(config.batch, row_shards(mesh)) > row_shards(mesh):
-        remedies.append(f"batch.rows {row_shards(mesh)} (one row a device)")
-    if config.batch.row_length > config.rollout.max_row_tokens:
-        remedies.append(f"batch.row_length {config.rollout.max_row_tokens} (the longest trajectory)")
-    if config.update.remat != "full":
-        remedies.append("update.remat full")
-    if config.batch.row_length % (4 * sequence) == 0 and 2 * sequence * fsdp * tensor <= deployment.topology.chips:
-        remedies.append(f"sharding.sequence {2 * sequence} (each row over {2 * sequence} devices)")
-    if config.optim.moment_dtype == "float32":
-        remedies.append("optim.moment_dtype bfloat16")
-    return remedies
-
-
-def _offload_moments(deployment: Deployment, needs: Needs) -> list[str]:
-    """Offloading, where the resident moments are enough to make room."""
-    moments = deployment.memory_parts()["moments"]
-    too_little = not needs.refused and needs.total - moments > deployment.topology.chip.usable_bytes
-    if deployment.config.optim.offload or too_little:
-        return []
-    return [f"optim.offload True (moments, {moments / GB:.1f} GB, in host memory while sampling)"]
-
-
-def _fewer_slots(deployment: Deployment, needs: Needs) -> list[str]:
-    """The number of slots whose largest cache would fit."""
-    slots, topology = deployment.config.rollout.slots, deployment.topology
-    if needs.refused:
-        return [f"rollout.slots below {slots}"]
-    cache = deployment.memory_parts()["cache"]
-    room = topology.chip.usable_bytes - (needs.total - cache)
-    shards = max(1, slot_shards(deployment.mesh) // topology.processes)
-    fitting = math.floor(slots * room / cache / shards) * shards
-    return [f"rollout.slots {fitting}"] if fitting > 0 else []
+    entry = {"runs": runs, "bytes": size * runs, "moved": size * share * runs}
+    entry |= {"between": between_slices(kind, size, group, slices) * runs} if slices > 1 else {}
+    return {f"{kind} over {axis}" if axis else kind: entry}

@@ -51,6 +51,8 @@ class HloModule:
     entry: str = ""
     devices: int = 1
     """That run it together."""
+    slices: tuple[int, ...] = ()
+    """The slice of each of these devices, where there are several."""
 
 
 def parse_hlo(text: str) -> HloModule:

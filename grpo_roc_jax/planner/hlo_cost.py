@@ -17,6 +17,7 @@ from grpo_roc_jax.planner.hlo import (
     arrays,
     body_of,
     bytes_of,
+    device_groups,
     group_size,
     known_trip_count,
     lies_in_zeros,
@@ -51,12 +52,28 @@ class Collective:
     gathers: bool = False
     """Every device ends up with the parts of all: an all-gather, or a sum of parts padded with zeros, which XLA emits
     instead over many devices."""
+    slices: int = 1
+    """Slices that a replica group extends over."""
 
     @property
     def moved(self) -> float:
         """Bytes that a device sends in a run of the ring algorithm: (n - 1)/n of the whole, twice for an all-reduce."""
         share = (self.group - 1) / self.group if self.group else 0.0
         return self.bytes * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
+
+    @property
+    def between(self) -> float:
+        """Bytes of these that leave the slice of a device: what its slice has added up or collected first is divided
+        among its devices of the group."""
+        return between_slices(self.kind, self.bytes, self.group, self.slices)
+
+
+def between_slices(kind: str, size: float, group: int, slices: int) -> float:
+    """Bytes that a device sends to other slices in a collective of `group` devices, evenly in so many slices."""
+    if slices == 1:
+        return 0.0
+    share = (slices - 1) / slices * (2 if kind == "all-reduce" else 1)
+    return size * share * slices / group
 
 
 @dataclass
@@ -84,6 +101,8 @@ class Cost:
             entry["runs"] += one.times
             entry["bytes"] += one.bytes * one.times
             entry["moved"] += one.moved * one.times
+            if one.slices > 1:
+                entry["between"] = entry.get("between", 0.0) + one.between * one.times
         return found
 
 
@@ -150,7 +169,14 @@ def _collective(
     gathers = kind == "all-gather" or (
         kind == "all-reduce" and any(lies_in_zeros(module, lines, name) for name in line.operands)
     )
-    return Collective(kind, result, group_size(line), times, loops, source[1] if source else line.name, gathers)
+    name = source[1] if source else line.name
+    return Collective(kind, result, group_size(line), times, loops, name, gathers, _slices(module, line))
+
+
+def _slices(module: HloModule, line: Instruction) -> int:
+    """Slices that a replica group of a collective extends over."""
+    groups = device_groups(line.rest) if module.slices else []
+    return len({module.slices[device] for device in groups[0]}) if groups else 1
 
 
 def _result_parts(line: Instruction) -> list[str]:

@@ -15,18 +15,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import UpdateConfig
-from grpo_roc_jax.learner.pack import OPTIONAL, TrainBatch, rows_per_micro_batch, worst_case_micro_batches
-from grpo_roc_jax.learner.update import TrainState, make_update_step, state_like
-from grpo_roc_jax.method.compose import needs_reference, optional_fields, teacher_of
+from grpo_roc_jax.learner.update import TrainState, make_update_step
+from grpo_roc_jax.method.compose import needs_reference, teacher_of
 from grpo_roc_jax.method.distillation import SelfTeacher
 from grpo_roc_jax.model.block_attention import WINDOW_COLUMNS
 from grpo_roc_jax.model.config import ModelConfig
@@ -36,27 +34,27 @@ from grpo_roc_jax.model.paged import check_paged
 from grpo_roc_jax.model.parallel import FUSED, attention_for, paths
 from grpo_roc_jax.model.published import read_config
 from grpo_roc_jax.model.sharding import (
-    AXES,
-    batch_shardings,
+    ShardingConfig,
     check_divisible,
     make_mesh,
-    place_shapes,
-    process_count,
+    platform_of,
     process_mesh,
     processes_together,
-    row_shards,
-    slot_shards,
+    slice_of,
 )
 from grpo_roc_jax.model.transformer import Params, layer_shapes, layers_with
-from grpo_roc_jax.planner.estimate import Deployment, advice, estimate
+from grpo_roc_jax.planner.arguments import batch_like, device_bytes, policy_like, trained_like
+from grpo_roc_jax.planner.estimate import Deployment, abstract_mesh, estimate, processes_of, work_of
 from grpo_roc_jax.planner.hlo import parse_hlo
 from grpo_roc_jax.planner.hlo_cost import largest_gather, read_cost
 from grpo_roc_jax.planner.hlo_loops import check_loops
 from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.planner.roofline import Needs, Work, kind_of, program_lines, step_lines, step_times
 from grpo_roc_jax.planner.schedules import schedule_lines, simulate_schedules
+from grpo_roc_jax.planner.suggest import advice, slot_lines, suggest
 from grpo_roc_jax.planner.topology import (
     FRACTION,
+    Chip,
     Topology,
     has_compiler,
     parse_topology,
@@ -64,17 +62,12 @@ from grpo_roc_jax.planner.topology import (
 )
 from grpo_roc_jax.record.run_dir import versions
 from grpo_roc_jax.rollout.engine import make_engine
-from grpo_roc_jax.rollout.programs import COPIES
 from grpo_roc_jax.run.components import fit_length, resolve_model, resolve_text
-from grpo_roc_jax.run.learning import find_teacher, most_rows
-from grpo_roc_jax.run.policy import frozen_like, full_params, parameter_count
+from grpo_roc_jax.run.learning import find_teacher
+from grpo_roc_jax.run.policy import frozen_like, parameter_count
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.text.tokenizer import load_tokenizer
-from grpo_roc_jax.types import TRAIN_ROW_FIELDS
-
-FILL = 0.9
-"""Share of packed rows that is assumed to hold tokens; first-fit decreasing reaches it on lengths as rollouts have."""
 
 
 def chosen_stages(config: Config, name: str) -> list[Config]:
@@ -95,15 +88,49 @@ def chosen_stages(config: Config, name: str) -> list[Config]:
 def plan(config: Config, own: argparse.Namespace) -> dict[str, Any]:
     """The report on one configuration."""
     topology = parse_topology(own.topology)
+    if own.suggest:  # whatever the mesh of the recipe: any pod has this one
+        config = replace(config, sharding=ShardingConfig())
     arithmetic = own.arithmetic or not has_compiler(topology)
     deployment = deployment_of(config, topology, own.model_shape, arithmetic, own.mean_response)
     only = tuple(own.programs.split(",")) if own.programs else ()
-    programs = needs_of(deployment, only, lambda line: print(line, file=sys.stderr, flush=True))
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if own.suggest:
+        return describe_suggestions(deployment, say)
+    programs = needs_of(deployment, only, say)
     report = describe(deployment, programs, only)
     if own.simulate or own.traces:
         simulated = simulate_schedules(config, deployment.work, programs, topology.chip, own.traces)
         report |= {"simulated": simulated, "lines": report["lines"] + schedule_lines(simulated)}
     return report
+
+
+def describe_suggestions(deployment: Deployment, say: Callable[[str], Any]) -> dict[str, Any]:
+    """The fastest settings that fit, by arithmetic; where the pod has a compiler, those of them whose decoding and
+    update do as compiled, in the order of the times that these have."""
+    config, topology = deployment.config, deployment.topology
+    best, how = suggest(deployment), "by arithmetic"
+    if not by_arithmetic(deployment) and best:
+        compiled, how = [], "as compiled"
+        for one in best:
+            mesh = planned_mesh(one.deployment.config, topology, False)
+            real = replace(one.deployment, mesh=mesh, work=work_of(one.deployment.config, mesh, topology, 0.0))
+            say(f"compiling {one.settings}")
+            found = {needs.name: needs for needs in one.programs}
+            needed = compile_programs(real, ("decode", "update"), say)
+            found |= {kind_of(needs.name): needs for needs in needed if not needs.name.startswith(COMPARED)}
+            compiled.append(replace(one, programs=tuple(found.values())))
+        best = sorted((one for one in compiled if one.fits), key=lambda one: one.seconds)
+    lines = [f"{config.name} on {topology.name} ({how}): the fastest that fit, at most one for each mesh"]
+    for place, one in enumerate(best, 1):
+        first, *yaml = one.lines()
+        lines += [f"{place}. {first}", *yaml]
+    if not best:
+        lines += ["nothing fits", *advice(deployment, estimate(deployment))]
+    found = [{"settings": one.settings, "step_s": one.seconds} for one in best]
+    return {"plan": config.name, "topology": topology.name, "fits": bool(best), "suggested": found, "lines": lines}
 
 
 def deployment_of(config: Config, topology: Topology, shape: str, arithmetic: bool, response: float) -> Deployment:
@@ -128,8 +155,6 @@ def deployment_of(config: Config, topology: Topology, shape: str, arithmetic: bo
         check_paged(model, "tpu" if topology.chip.tpu else "gpu", mesh.shape["tensor"])
     if not arithmetic:
         attention_for(config.update.attention, model, config.batch.row_length, mesh)
-    if config.lora.rank and not arithmetic:
-        raise ValueError(f"lora {config.lora.kind}: adapters are planned by arithmetic only; add --arithmetic")
     work = work_of(config, mesh, topology, response)
     return Deployment(config, model, mesh, topology, work, teacher_model(config))
 
@@ -201,43 +226,11 @@ def planned_mesh(config: Config, topology: Topology, arithmetic: bool) -> Mesh |
     """The trainer's mesh over the devices of the topology, or an abstract mesh for plans by arithmetic.
 
     Raises:
-        ValueError: the product of the axes is not the number of chips.
+        ValueError: the product of the axes is not the number of chips, or `data` does not divide over the slices.
     """
     if not arithmetic:
         return make_mesh(config.sharding, topology_devices(topology))
-    return AbstractMesh(config.sharding.shape(topology.chips), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def processes_of(mesh: Mesh | AbstractMesh, topology: Topology) -> int:
-    """Number of processes, from the compiler's description of the slice, or else from the table of chips."""
-    return topology.processes if isinstance(mesh, AbstractMesh) else process_count(mesh)
-
-
-def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, response: float) -> Work:
-    """The work of a training step; prompts are taken to be half of the longest."""
-    group, rollout = config.group, config.rollout
-    processes = processes_of(mesh, topology)
-    samplers = processes // processes_together(mesh, processes)
-    return Work(
-        problems=group.problems,
-        sampled=group.problems * config.resample.sampled(group.size),
-        kept=group.problems * group.size,
-        prompt=rollout.max_prompt_tokens / 2,
-        response=response or rollout.max_response_tokens / 2,
-        samplers=samplers,
-        slots=rollout.slots,
-        chunk=rollout.chunk,
-        append_rows=(rollout.append_rows or 8) * max(1, slot_shards(mesh) // samplers),
-        micro_rows=rows_per_micro_batch(config.batch, row_shards(mesh)),
-        row_length=config.batch.row_length,
-        fill=FILL,
-        updates=config.batch.updates.total,
-        epochs=config.batch.updates.epochs,
-        shards=max(1, slot_shards(mesh) // samplers),
-        append_length=rollout.prompt_append,
-        columns=rollout.table_width * rollout.block,
-        copies=COPIES,
-    )
+    return abstract_mesh(config, topology)
 
 
 # ---- by the compiler -----------------------------------------------------------------------------------------------
@@ -246,27 +239,34 @@ def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, respo
 def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callable[[str], Any]) -> Iterator[Needs]:
     """The needs of every program of a step, compiled for the mesh; see `Needs.refused` for those that do not fit."""
     config, model, mesh, work = deployment.config, deployment.model, deployment.mesh, deployment.work
-    state = state_like(model, config.optim, mesh, config.lora)
-    base = frozen_like(model, mesh) if config.lora.rank else None
-    policy = state.params if base is None else full_params(base, state.params, config.lora)
+    state, base = trained_like(config, model, mesh)
+    policy = policy_like(config, state, base)
     engine = make_engine(model, config.rollout, config.sampling, [0], mesh, seed=config.seed)
     sampled = engine.published_like(policy)
     teacher = device_bytes(frozen_like(deployment.teacher, mesh)) if deployment.teacher else 0.0
     cache = deployment.memory_parts()["cache"]
     resident = resident_bytes(config, state, policy, device_bytes(sampled), teacher, cache)
     alone = one_process(mesh, deployment.topology)
-    sampler = engine
-    if alone is not mesh:
-        sampler = make_engine(model, config.rollout, config.sampling, [0], alone, seed=config.seed)
-    local = policy if alone is mesh else state_like(model, config.optim, alone).params
-    programs = [(name, part) for name, part in engine.lower(policy) if kind_of(name) in SHARED or alone is mesh]
-    if alone is not mesh:
-        programs += [(name, part) for name, part in sampler.lower(local) if kind_of(name) not in SHARED]
-    for name, lowered in programs:
-        kind = kind_of(name)
-        if not only or kind in only:
-            needs = read_needs(name, lowered, resident[kind], loops_of(kind, work), say)
+    local = policy if alone is mesh else policy_like(config, *trained_like(config, model, alone))
+
+    def needs_by(path: str) -> Iterator[Needs]:
+        rollout = replace(config.rollout, attention=path)
+        sampler = make_engine(model, rollout, config.sampling, [0], alone, seed=config.seed)
+        programs = [*engine.lower(policy)] if alone is not mesh else []
+        programs = [(name, part) for name, part in programs if kind_of(name) in SHARED]
+        programs += [one for one in sampler.lower(local) if alone is mesh or kind_of(one[0]) not in SHARED]
+        for name, lowered in programs:
+            kind = kind_of(name)
+            if only and kind not in only:
+                continue
+            if path != paths_taken[0] and kind not in BY_PATH:
+                continue
+            slices = slices_of(mesh) if kind in SHARED else ()
+            needs = read_needs(name, lowered, resident[kind], loops_of(kind, work), say, slices)
             yield replace(needs, **fixed_parts(kind, sampled, config, work))
+
+    paths_taken = cache_paths(config, model, alone)
+    yield from chosen_path({path: [*needs_by(path)] for path in paths_taken}, deployment.topology.chip)
     if only and "update" not in only:
         return
     frozen = () if base is None else (base,)
@@ -277,7 +277,49 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
             model, config.surrogate, config.optim, update, mesh, temperature=temperature, lora=config.lora
         )
         lowered = step.lower(state, batch_like(config, mesh, model), *frozen)
-        yield read_needs(name, lowered, resident["update"], trip_counts, say)
+        yield read_needs(name, lowered, resident["update"], trip_counts, say, slices_of(mesh))
+
+
+BY_PATH = ("decode", "append")
+"""Kinds of programs that attend to the cache."""
+
+
+def cache_paths(config: Config, model: ModelConfig, mesh: Mesh) -> tuple[str, ...]:
+    """The paths of attention to the cache that a run on these devices chooses from."""
+    if config.rollout.attention != "auto" or config.rollout.cache_dtype != "full":
+        return (config.rollout.attention,)
+    try:
+        check_paged(model, platform_of(mesh), mesh.shape["tensor"])
+    except ValueError:
+        return ("xla",)
+    return "xla", "paged"
+
+
+def chosen_path(by_path: Mapping[str, Sequence[Needs]], chip: Chip) -> Iterator[Needs]:
+    """The programs of sampling with the path of attention whose largest decode chunk has the lowest bound; those of the
+    other one are named as not taken."""
+
+    def seconds(path: str) -> float:
+        decodes = [needs for needs in by_path[path] if kind_of(needs.name) == "decode"]
+        return math.inf if not decodes or decodes[-1].refused else decodes[-1].seconds(chip)
+
+    best = min(by_path, key=seconds)
+    taken = {needs.name: needs for needs in by_path[best]}
+    for needs in next(iter(by_path.values())):  # the first path has the programs that do not attend to the cache too
+        yield taken.get(needs.name, needs)
+    for path, programs in by_path.items():
+        if path != best:
+            yield from (
+                replace(needs, name=f"{COMPARED}{needs.name} by {path}")
+                for needs in programs
+                if kind_of(needs.name) in BY_PATH
+            )
+
+
+def slices_of(mesh: Mesh) -> tuple[int, ...]:
+    """The slice of each device of the mesh; empty if there is one only."""
+    slices = tuple(slice_of(device) for device in mesh.devices.flat)
+    return slices if len(set(slices)) > 1 else ()
 
 
 def loops_of(kind: str, work: Work) -> list[float]:
@@ -325,8 +367,10 @@ def one_process(mesh: Mesh, topology: Topology) -> Mesh:
     part, together = process_mesh(mesh, 0), processes_together(mesh)
     if part.size == mesh.size:
         return mesh
-    flat = (2, 2 * together) if together < 4 else (4, together)
-    devices = topology_devices(Topology(topology.chip, (2, 2, together) if len(topology.grid) == 3 else flat))
+    wide, high, deep = topology.host_bounds()
+    flat = (2 * wide, high * together // 2) if together >= 4 else (wide, high * together)
+    grid = (wide, high, deep * together) if len(topology.grid) == 3 else flat
+    devices = topology_devices(replace(topology, grid=grid, slices=1))
     if len(devices) != part.size:
         return part
     return Mesh(np.array(devices).reshape(part.devices.shape), part.axis_names, axis_types=part.axis_types)
@@ -338,22 +382,26 @@ def resident_bytes(
     """Program -> bytes that the run holds on a device meanwhile but does not pass to the program.
 
     The sampler's weights and the cache exist during rollouts and are freed before the update; reference and teacher
-    stay. Where rollouts run on, the cache stays too, and the weights until the next ones are made.
+    stay, and so do the frozen weights of an adapter. Where rollouts run on, the cache stays too, and the weights until
+    the next ones are made.
     """
     runs_on = bool(config.rollout.step_limit.lag)
     kept = cache if runs_on else 0.0
-    params = device_bytes(policy)
-    reference = teacher + (device_bytes(state.params) if needs_reference(config) else 0.0)
-    held = state.replace(opt_state=()) if config.optim.offload and not runs_on else state
-    trainer = device_bytes(held) + reference + (params - device_bytes(state.params) if config.lora.rank else 0.0)
+    params, trained = device_bytes(policy), device_bytes(state.params)
+    reference = teacher + (trained if needs_reference(config) else 0.0)
+    held = device_bytes(state.replace(opt_state=()) if config.optim.offload and not runs_on else state) + reference
+    # The weights of an adapter are the sampler's, unless these were gathered from their parts.
+    shape = jax.tree.leaves(state.params)[0].sharding.mesh.shape
+    shared = bool(config.lora.rank) and shape["fsdp"] * shape["sequence"] == 1
+    gathered, trainer = (0.0, held) if shared else (sampler, held + params - trained)
     return {
-        "weight_sync": trainer - params + sampler + kept,
-        "weight_check_trainer": trainer - params + sampler + kept,
+        "weight_sync": held - trained + gathered + kept,
+        "weight_check_trainer": held - trained + gathered + kept,
         "weight_check_sampler": trainer + kept,
         "decode": trainer,
         "append": trainer,
         "copy": trainer + sampler,
-        "update": reference + kept + (sampler if runs_on else 0.0),
+        "update": reference + kept + (gathered if runs_on else 0.0),
     }
 
 
@@ -362,46 +410,16 @@ def attention_trip_count(work: Work) -> float:
     return max(1.0, min(work.row_length, work.prompt + work.response) / (2 * 512))
 
 
-def batch_like(config: Config, mesh: Mesh, model: ModelConfig | None = None) -> TrainBatch:
-    """Shapes and shardings of the largest batch of one optimizer step, sized as in `run.learning.make_learner`."""
-    shards = row_shards(mesh)
-    longest = config.longest_trajectory
-    micro = worst_case_micro_batches(most_rows(config), longest, config.batch, shards)
-    shape = (micro, rows_per_micro_batch(config.batch, shards), config.batch.row_length)
-    return batch_of(shape, mesh, optional_leaves(config, model))
-
-
-def optional_leaves(config: Config, model: ModelConfig | None = None) -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """Leaf -> (dtype, sizes of further axes) of what a batch has in some runs only; see `pack.OPTIONAL`."""
-    filled = optional_fields(config)
-    found: dict[str, tuple[int, ...]] = {name: () for name, (field, *_) in OPTIONAL.items() if field in filled}
-    if model and model.experts.replay:
-        found["routes"] = (model.layers, model.experts.per_token)
-    leaves = {name: (OPTIONAL[name][1], sizes) for name, sizes in found.items()}
-    return leaves | ({"temperatures": (np.float32, ())} if config.plan.temperature.all else {})
-
-
-def batch_of(
-    shape: tuple[int, int, int], mesh: Mesh, optional: Mapping[str, tuple[Any, tuple[int, ...]]] = MappingProxyType({})
-) -> TrainBatch:
-    """Shapes and shardings of a batch of shape (micro-batches, rows, tokens), with the `optional_leaves` of a run."""
-    dtypes = TRAIN_ROW_FIELDS | {"segment_ids": np.int32, "positions": np.int32}
-    leaves = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
-    leaves |= {name: jax.ShapeDtypeStruct((*shape, *sizes), dtype) for name, (dtype, sizes) in optional.items()}
-    batch = TrainBatch(**leaves, count=jax.ShapeDtypeStruct((), np.int32))
-    return place_shapes(batch, batch_shardings(mesh, batch))
-
-
-def device_bytes(tree: Any) -> float:
-    """Bytes of all leaves on one device."""
-    leaves = jax.tree.leaves(tree)
-    return float(sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves))
-
-
 def read_needs(
-    name: str, lowered: jax.stages.Lowered, resident: float, trip_counts: Sequence[float], say: Callable[[str], Any]
+    name: str,
+    lowered: jax.stages.Lowered,
+    resident: float,
+    trip_counts: Sequence[float],
+    say: Callable[[str], Any],
+    slices: tuple[int, ...] = (),
 ) -> Needs:
-    """Compiles one program and reads what it needs; `trip_counts` as in `hlo_cost.read_cost`.
+    """Compiles one program and reads what it needs; `trip_counts` as in `hlo_cost.read_cost`, `slices` those of the
+    devices in the order of the mesh, where there are several.
 
     Raises:
         ValueError: See `check_loops`.
@@ -416,7 +434,7 @@ def read_needs(
         said = next((line for line in str(error).splitlines() if "hbm" in line), str(error).splitlines()[0])
         return Needs(name, resident=resident, refused=said.strip()[:300], compile_s=time.perf_counter() - begun)
     memory = compiled.memory_analysis()
-    program = parse_hlo(compiled.as_text())
+    program = replace(parse_hlo(compiled.as_text()), slices=slices)
     check_loops(program, jax.tree.leaves(compiled.input_shardings), name)
     cost, gather = read_cost(program, trip_counts), largest_gather(program)
     return Needs(
@@ -451,6 +469,21 @@ def open_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     names = paths(model, config.batch.row_length, mesh) if config.update.attention == "auto" else ("",)
     said = f"planned with {names[0]}; a run times {' and '.join(names)} at its start and takes the faster"
     return [f"update.attention auto: {said} (--update.attention {names[-1]} plans that)"] if len(names) > 1 else []
+
+
+def path_lines(programs: Sequence[Needs], chip: Chip) -> list[str]:
+    """Which path of attention to the cache was planned with, where a run chooses it by measurement."""
+    others = [needs for needs in programs if needs.name.startswith(f"{COMPARED}decode")]
+    if not others:
+        return []
+    name, _, other = others[-1].name.removeprefix(COMPARED).partition(" by ")
+    taken = next(needs for needs in programs if needs.name == name)
+    path = "paged" if other == "xla" else "xla"
+    times = f"{1e3 * taken.seconds(chip):.1f} ms a chunk at least, {1e3 * others[-1].seconds(chip):.1f} by {other}"
+    return [
+        f"rollout.attention auto: planned with {path} ({times}); a run times both and takes the faster. By "
+        "xla the blocks of a row are copied side by side before they are multiplied: read, written and read again"
+    ]
 
 
 def expert_lines(model: ModelConfig, topology: Topology) -> list[str]:
@@ -495,9 +528,11 @@ def describe(deployment: Deployment, programs: list[Needs], only: tuple[str, ...
         *program_lines(programs, chip),
         *(step_lines(times, work, topology.chips) if times else []),
         *([] if arithmetic else [gather_line(own, limit), *open_lines(config, model, mesh)]),
+        *path_lines(programs, chip),
         *[f"{name} gathers more than that at once" for name in whole],
         *expert_lines(model, topology),
         ("fits" if fits else "DOES NOT FIT") + (f" ({', '.join(only)} alone)" if only else ""),
+        *slot_lines(config, work),
         *([] if fits else advice(deployment, own)),
     ]
     return {

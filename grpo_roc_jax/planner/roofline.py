@@ -33,7 +33,8 @@ class Needs:
     """The part of `flops` that is the same however long the rows are."""
     fixed_traffic: float = 0.0
     collectives: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Kind -> runs, bytes of results, bytes that the device sends."""
+    """Kind -> runs, bytes of results, bytes that the device sends; `between`, where there are several slices, those of
+    them that leave its slice."""
     kernels: dict[str, float] = field(default_factory=dict)
     """Runs of custom kernels by target; `flops` does not include their work."""
     largest_gather: float = 0.0
@@ -52,30 +53,39 @@ class Needs:
     def moved(self) -> float:
         return sum(entry["moved"] for entry in self.collectives.values())
 
+    @property
+    def between(self) -> float:
+        """Bytes that the device sends to other slices."""
+        return sum(entry.get("between", 0.0) for entry in self.collectives.values())
+
     def times(self, chip: Chip) -> dict[str, float]:
-        """Seconds of compute, memory traffic and communication, each at its peak rate."""
-        return {
+        """Seconds of compute, memory traffic and communication within and between slices, each at its peak rate."""
+        times = {
             "compute": self.flops / chip.flops,
             "memory": self.traffic / chip.memory_rate,
-            "links": self.moved / chip.link_rate,
+            "links": (self.moved - self.between) / chip.link_rate,
         }
+        return times | ({"network": self.between / chip.network_rate} if self.between else {})
 
     def seconds(self, chip: Chip) -> float:
         return max(self.times(chip).values())
 
-    def seconds_at(self, chip: Chip, share: float) -> float:
-        """A bound for rows that hold `share` of the tokens that the program was compiled for. What does not depend on
-        them is fixed; communication is taken to depend on them."""
-
-        def at(total: float, fixed: float) -> float:
-            return share * total + (1 - share) * min(total, fixed)
-
-        flops, traffic = at(self.flops, self.fixed_flops), at(self.traffic, self.fixed_traffic)
+    def seconds_at(self, chip: Chip, share: float, rows: float = 1.0) -> float:
+        """A bound for rows that hold `share` of the tokens that the program was compiled for, and for `rows` of the
+        rows. What does not depend on the tokens is fixed, and of that the FLOPs, which are those of each row, depend on
+        the rows; communication is taken to depend on both."""
+        share *= rows
+        fixed = min(self.flops, self.fixed_flops)
+        flops = share * (self.flops - fixed) + rows * fixed
+        kept = min(self.traffic, self.fixed_traffic)
+        traffic = share * (self.traffic - kept) + kept
         times = replace(self, flops=flops, traffic=traffic).times(chip)
-        return max(times["compute"], times["memory"], share * times["links"])
+        links = max(times["links"], times.get("network", 0.0))
+        return max(times["compute"], times["memory"], share * links)
 
     def fits(self, chip: Chip) -> bool:
-        return not self.refused and self.total <= chip.usable_bytes
+        """Whether a tenth of the memory stays free, for what formulas leave out and for gaps between arrays."""
+        return not self.refused and self.total <= chip.room_bytes
 
 
 @dataclass(frozen=True)
@@ -114,11 +124,27 @@ class Work:
     """Columns of a row in the cache as the programs were compiled; 0: those of the mean row."""
     copies: int = 1
     """Blocks of a shard that one run of `copy` copies."""
+    longest: float = 0.0
+    """Tokens of the longest response; at least the mean."""
+    ahead: int = 0
+    """Further steps whose rollouts may be under way too."""
+
+    @property
+    def rollouts(self) -> float:
+        """Rows that a sampler may have at a time."""
+        return self.sampled / self.samplers * (1 + self.ahead)
 
     @property
     def decode_steps(self) -> float:
-        """Decode steps of a sampler with all slots busy; at least the length of a response."""
-        return max(self.sampled / self.samplers * self.response / self.slots, self.response)
+        """Decode steps of a sampler: all tokens over all slots, and no less than the longest response takes, unless
+        rows of other steps fill its end."""
+        longest = self.response if self.ahead else max(self.response, self.longest)
+        return max(self.sampled / self.samplers * self.response / self.slots, longest)
+
+    @property
+    def live(self) -> float:
+        """Mean number of rows of a decode step: at most the slots, and at most the rollouts of a sampler."""
+        return self.sampled / self.samplers * self.response / self.decode_steps
 
     @property
     def micro_batches(self) -> int:
@@ -153,9 +179,10 @@ def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes |
     """The bounds of a step; None if a program is missing or did not compile.
 
     `update` is one optimizer step over all its micro-batches, `decode` one chunk of every slot. Programs are compiled
-    for the longest prompt and the largest cache, but rows are shorter: an append of prompts computes at least the mean
-    prompt, and a decode step reads at least what a row holds on average while it is drawn, prompt + response/2. A
-    program that is absent costs nothing.
+    for the longest prompt, all slots and the largest cache, but rows are fewer and shorter: an append of prompts
+    computes at least the mean prompt, and a decode step computes the rows that are live on average (`Work.live`) and
+    reads what such a row holds on average while it is drawn, prompt + response/2. A program that is absent costs
+    nothing.
     """
     found: dict[str, Needs] = {}
     for needs in programs:  # the last of a kind counts: decoding of all rows, append to empty rows
@@ -171,7 +198,7 @@ def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes |
         weight_sync=weight_sync_seconds(programs, chip),
         prompts=prompts,
         copies=_copies(found, work, chip),
-        decode=work.decode_steps / work.chunk * found["decode"].seconds_at(chip, held),
+        decode=work.decode_steps / work.chunk * found["decode"].seconds_at(chip, held, work.live / work.slots),
         update=work.updates * found["update"].seconds(chip),
     )
 
@@ -219,6 +246,7 @@ def program_lines(programs: Sequence[Needs], chip: Chip) -> list[str]:
             lines.append(
                 f"  {needs.name}: {kind} x {entry['runs']:.0f}, {entry['bytes'] / GB:.3f} GB, "
                 f"{entry['moved'] / GB:.3f} GB leave a chip"
+                + (f", {entry['between'] / GB:.3f} of them for other slices" if "between" in entry else "")
             )
         if needs.kernels:
             said = ", ".join(f"{name} x {runs:.0f}" for name, runs in sorted(needs.kernels.items()))
@@ -233,8 +261,9 @@ def step_lines(times: StepTimes, work: Work, chips: int) -> list[str]:
         f"copies of the cache {times.copies:.2f}, decoding {times.decode:.1f}, update {times.update:.1f}; at most "
         f"{work.tokens / times.total:,.0f} sampled tokens/s, {work.tokens / times.total / chips:,.1f} a chip",
         f"assumed: every program at the peak of its bottleneck, no overlap between programs, no waiting for tools; "
-        f"{work.sampled} trajectories of {work.prompt:.0f} + {work.response:.0f} tokens on {work.samplers} "
-        f"x {work.slots} slots, all of them busy and read as far as they are written "
+        f"{work.sampled} trajectories of {work.prompt:.0f} + {work.response:.0f} tokens, the longest of "
+        f"{max(work.longest, work.response):.0f}, on {work.samplers} x {work.slots} slots, {work.live:.0f} of them "
+        f"busy on average and read as far as they are written "
         f"({work.chunk} tokens a decode run); {work.micro_batches} micro-batches "
         f"of {work.micro_rows} x {work.row_length} tokens filled to {work.fill:.0%}",
     ]

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_roc_jax.model.pool import tile_count, tile_width
-from grpo_roc_jax.rollout.admission import Lengths
 from grpo_roc_jax.rollout.programs import first_calls
+from grpo_roc_jax.rollout.scheduler import Lengths
 from grpo_roc_jax.run.rollout_stream import may_take, oldest_whole
 
 NEVER = float("inf")

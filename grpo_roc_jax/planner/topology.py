@@ -53,9 +53,13 @@ device_description_str: "{name}"
 """
 
 
+SPARE = 0.1
+"""Part of the usable memory that a plan leaves free."""
+
+
 @dataclass(frozen=True)
 class Chip:
-    """Peak figures of one chip, as published by its maker."""
+    """Peak figures of one device, as published by its maker."""
 
     name: str
     memory_bytes: float
@@ -71,6 +75,12 @@ class Chip:
     gpu: Gpu | None = None
     share: float = 1.0
     """Part of the memory that JAX uses."""
+    network_rate: float = 6.25e9
+    """Bytes per second that it sends to other slices, over the network of its machine."""
+    cores: int = 1
+    """Devices that JAX shows for a chip; all figures are those of one device."""
+    compiled_as: str = ""
+    """The compiler's name of the kind where it is another one."""
 
     @property
     def tpu(self) -> bool:
@@ -79,6 +89,11 @@ class Chip:
     @property
     def usable_bytes(self) -> float:
         return self.share * self.memory_bytes
+
+    @property
+    def room_bytes(self) -> float:
+        """What a program may take, see `SPARE`."""
+        return (1 - SPARE) * self.usable_bytes
 
 
 FRACTION = "XLA_CLIENT_MEM_FRACTION"
@@ -94,6 +109,7 @@ GIB = 2.0**30
 _GOOGLE = "docs.cloud.google.com/tpu/docs"
 _AMPERE = Gpu((8, 0), 108, 64, 1.41, 40 << 20, 164 << 10)
 _HOPPER = Gpu((9, 0), 132, 128, 1.98, 50 << 20, 228 << 10)
+_BLACKWELL = Gpu((10, 0), 148, 128, 1.965, 126 << 20, 228 << 10)
 _TURING = Gpu((7, 5), 40, 64, 1.59, 4 << 20, 64 << 10, 1024)
 _GA102 = Gpu((8, 6), 72, 128, 1.695, 6 << 20, 100 << 10, 1536)
 _AD104 = Gpu((8, 9), 58, 128, 2.04, 48 << 20, 100 << 10, 1536)
@@ -101,9 +117,11 @@ _AD102 = Gpu((8, 9), 128, 128, 2.52, 72 << 20, 100 << 10, 1536)
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        Chip("v5e", 16e9, 197e12, 819e9, 200e9, 4, f"{_GOOGLE}/v5e"),
-        Chip("v5p", 95 * GIB, 459e12, 2765e9, 600e9, 4, f"{_GOOGLE}/v5p"),
-        Chip("v6e", 32e9, 918e12, 1638e9, 400e9, 4, f"{_GOOGLE}/v6e"),
+        Chip("v5e", 16e9, 197e12, 819e9, 200e9, 4, f"{_GOOGLE}/v5e", network_rate=3.125e9),
+        Chip("v5p", 95 * GIB, 459e12, 2765e9, 600e9, 4, f"{_GOOGLE}/v5p", network_rate=6.25e9),
+        Chip("v6e", 32e9, 918e12, 1638e9, 400e9, 4, f"{_GOOGLE}/v6e", network_rate=12.5e9),
+        # A chip of 192 GB, 2307 TFLOP/s and 7380 GB/s is two devices.
+        Chip("v7x", 96e9, 1153.5e12, 3690e9, 300e9, 4, f"{_GOOGLE}/tpu7x", cores=2, compiled_as="tpu7x"),
         # Cards on PCIe, whose bus is their link.
         Chip("t4", 16e9, 8.1e12, 320e9, 16e9, 8, "NVIDIA T4 data sheet", _TURING),
         Chip("l4", 24e9, 121e12, 300e9, 32e9, 8, "NVIDIA L4 data sheet", _AD104),
@@ -112,6 +130,7 @@ CHIPS: dict[str, Chip] = {
         Chip("a100", 80e9, 312e12, 2039e9, 300e9, 8, "NVIDIA A100 80GB SXM data sheet", _AMPERE),
         Chip("h100", 80e9, 989e12, 3350e9, 450e9, 8, "NVIDIA H100 SXM data sheet", _HOPPER),
         Chip("h200", 141e9, 989e12, 4800e9, 450e9, 8, "NVIDIA H200 SXM data sheet", _HOPPER),
+        Chip("b200", 180e9, 2250e12, 8000e9, 900e9, 8, "NVIDIA DGX B200 data sheet", _BLACKWELL),
     )
 }
 """Chips by name. The compiler's limit is below `memory_bytes`, since a part of the memory is reserved: a program that
@@ -124,42 +143,85 @@ class TopologyError(ValueError):
 
 @dataclass(frozen=True)
 class Topology:
-    """A grid of chips of one kind."""
+    """A grid of chips of one kind, or several such slices with a network between them."""
 
     chip: Chip
     grid: tuple[int, ...]
+    slices: int = 1
+    machine: int = 0
+    """Chips of a machine; 0: as many as usual."""
 
     @property
     def name(self) -> str:
-        return f"{self.chip.name}:{'x'.join(map(str, self.grid))}"
+        machine = f"/{self.machine}" if self.machine else ""
+        slices = f":{self.slices}" if self.slices > 1 else ""
+        return f"{self.chip.name}:{'x'.join(map(str, self.grid))}{machine}{slices}"
 
     @property
     def chips(self) -> int:
-        return math.prod(self.grid)
+        """Devices of all slices."""
+        return self.chip.cores * math.prod(self.grid) * self.slices
+
+    @property
+    def chips_per_machine(self) -> int:
+        """Of this topology: a slice that is smaller than a machine is one."""
+        return min(self.machine or self.chip.chips_per_process, math.prod(self.grid))
+
+    @property
+    def per_process(self) -> int:
+        """Devices of one process; each machine runs one."""
+        return self.chip.cores * self.chips_per_machine
 
     @property
     def processes(self) -> int:
         """Number of machines; each runs one process."""
-        return max(1, self.chips // self.chip.chips_per_process)
+        return max(1, self.chips // self.per_process)
+
+    def host_bounds(self) -> tuple[int, int, int]:
+        """Chips of a machine along each side, as the compiler for TPUs wants them.
+
+        Raises:
+            TopologyError: no block of the grid has so many chips.
+        """
+        sides = (*self.grid, 1, 1)[:3]
+        blocks = (sides, (1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 4, 1))
+        for block in blocks:
+            even = all(side % part == 0 for side, part in zip(sides, block, strict=True))
+            if math.prod(block) == self.chips_per_machine and even:
+                return block
+        raise TopologyError(
+            f"{self.name}: no block of {self.chips_per_machine} chips divides the grid; machines have 1, 4 or 8 chips, "
+            f"as in v5e:2x4/8"
+        )
 
 
 def parse_topology(name: str, environ: Mapping[str, str] = os.environ) -> Topology:
     """A topology from `KIND:AxBxC` or `KIND:N`, with the part of a GPU's memory that a run with this environment has.
+    `/N` names the chips of a machine, as in `v5e:2x4/8`, and `:N` the number of slices, as in `v5p:4x4x4:2`.
 
     Raises:
         TopologyError: the name is not valid; the message gives the kinds and the form.
     """
-    kind, _, grid = name.lower().partition(":")
-    if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+){0,2}", grid):
+    match = re.fullmatch(r"(\w+):(\d+(?:x\d+){0,2})(?:/(\d+))?(?::(\d+))?", name.lower())
+    if match is None or match[1] not in CHIPS:
         raise TopologyError(
-            f"topology {name!r}; must be one of {', '.join(CHIPS)} with a grid, as in v5p:4x4x4, v5e:2x2 or h200:8"
+            f"topology {name!r}; must be one of {', '.join(CHIPS)} with a grid, as in v5p:4x4x4, v5e:2x2 or h200:8; "
+            "v5e:2x4/8 has 8 chips in a machine, v5p:4x4x4:2 is two slices"
         )
-    chip = CHIPS[kind]
+    chip = CHIPS[match[1]]
     if not chip.tpu:
         chip = replace(chip, share=float(environ.get(FRACTION) or environ.get(OLD_FRACTION) or USUAL_FRACTION))
-    topology = Topology(chip, tuple(int(side) for side in grid.split("x")))
-    if not topology.chips:
-        raise TopologyError(f"topology {name!r} has no chips; every side must be at least 1")
+    grid = tuple(int(side) for side in match[2].split("x"))
+    topology = Topology(chip, grid, int(match[4] or 1), int(match[3] or 0))
+    if not topology.chips or match[3] == "0":
+        raise TopologyError(f"topology {name!r} has no chips; every number must be at least 1")
+    if not chip.tpu and topology.slices > 1:
+        raise TopologyError(f"topology {name!r}: slices are those of TPUs; give the number of all GPUs")
+    if math.prod(grid) % topology.chips_per_machine:
+        raise TopologyError(
+            f"topology {name!r}: {math.prod(grid)} chips; must be a multiple of the {topology.chips_per_machine} of a "
+            "machine"
+        )
     return topology
 
 
@@ -184,7 +246,9 @@ def topology_devices(topology: Topology) -> list[jax.Device]:
         # one process per machine, which is meant for processes that use its chips.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        description = {"platform": "tpu", "topology_name": topology.name}
+        kind = f"{chip.compiled_as or chip.name}:{'x'.join(map(str, topology.grid))}"
+        description = {"platform": "tpu", "topology_name": kind, "chips_per_host_bounds": topology.host_bounds()}
+        description |= {"num_slices": topology.slices} if topology.slices > 1 else {}
     else:
         described = chip.gpu.target_config(chip.name, chip.memory_bytes, chip.memory_rate)
         machines = f"1x{topology.processes}x{topology.chips // topology.processes}"

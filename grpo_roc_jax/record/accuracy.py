@@ -14,11 +14,11 @@ import numpy as np
 from grpo_roc_jax.types import Group, Metrics, Problem, Trajectory, Verdict
 
 ALL = "all"
-"""Name of the row over all sources."""
+"""Name of the row that covers all sources."""
 MAX_SAMPLES = 1000
 """Binomials of more samples overflow float64."""
 DRAWS, AT_ONCE = 2_000, 100
-"""Bootstrap samples of an interval, and how many are drawn at once, which bounds the memory."""
+"""Bootstrap samples of an interval, and the number drawn at once, which limits the memory."""
 
 
 def avg_at_k(correct: Sequence[bool] | np.ndarray) -> float:
@@ -62,7 +62,7 @@ def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k: int
     if n > MAX_SAMPLES:
         raise ValueError(f"maj@k of {n} samples; at most {MAX_SAMPLES} are supported, since binomials overflow")
     others = Counter(a for a, right in zip(answers, correct, strict=True) if not right and a is not None)
-    if k == n:  # one subset: the vote itself
+    if k == n:  # only one subset: the vote over all samples
         most = max(others.values(), default=0)
         return 0.0 if c < max(most, 1) else 1.0 / (1 + sum(count == c for count in others.values()))
     abstaining = n - c - others.total()
@@ -153,9 +153,9 @@ def bootstrap(values: np.ndarray, seed: int = 0, uids: Sequence[str] = ()) -> tu
 
     Args:
         values: One for each problem.
-        seed: Of the draws.
-        uids: Of the problems: values of the same one, such as a world's under two names, are drawn together, since they
-            are not independent.
+        seed: Seed of the draws.
+        uids: Uids of the problems. Values with equal uids, such as those of a world under two names, are drawn
+            together, since they are not independent.
     """
     known = ~np.isnan(values)
     values, uids = values[known], [uid for uid, yes in zip(uids, known, strict=False) if yes]
@@ -175,7 +175,7 @@ def bootstrap(values: np.ndarray, seed: int = 0, uids: Sequence[str] = ()) -> tu
 
 
 def intervals(groups: Sequence[Group], samples: int, seed: int = 0) -> dict[str, dict[str, tuple[float, float]]]:
-    """Source -> score -> 95% interval over the problems of that source; `all` over every problem."""
+    """Source -> score -> 95% interval over the problems of that source; the source `all` covers every problem."""
     parts = {source: [g for g in groups if g.problem.source == source] for source in {g.problem.source for g in groups}}
     return {
         source: {
@@ -188,7 +188,7 @@ def intervals(groups: Sequence[Group], samples: int, seed: int = 0) -> dict[str,
 
 @dataclass(frozen=True)
 class Difference:
-    """A score of one policy less that of another on the problems that both have."""
+    """A score of one policy minus that of another, on the problems that both have."""
 
     problems: int
     first: float
@@ -205,14 +205,16 @@ def compare(first: Sequence[Group], second: Sequence[Group], samples: int, seed:
     """Score -> difference with its 95% interval, by a bootstrap over problems that keeps the two values paired."""
     other = {group.problem.uid: group for group in second}
     shared = [(group, other[group.problem.uid]) for group in first if group.problem.uid in other]
-    one, two = (problem_scores(groups, samples) for groups in ([a for a, _ in shared], [b for _, b in shared]))
-    found = {}
-    for name in one:
-        both = ~np.isnan(one[name] - two[name])
-        a, b = one[name][both], two[name][both]
-        uids = [one.problem.uid for (one, _), yes in zip(shared, both, strict=True) if yes]
-        found[name] = Difference(len(a), _mean(a), _mean(b), *bootstrap(a - b, seed, uids))
-    return found
+    scores_a, scores_b = (
+        problem_scores(groups, samples) for groups in ([a for a, _ in shared], [b for _, b in shared])
+    )
+    differences = {}
+    for name in scores_a:
+        both = ~np.isnan(scores_a[name] - scores_b[name])
+        a, b = scores_a[name][both], scores_b[name][both]
+        uids = [scores_a.problem.uid for (scores_a, _), yes in zip(shared, both, strict=True) if yes]
+        differences[name] = Difference(len(a), _mean(a), _mean(b), *bootstrap(a - b, seed, uids))
+    return differences
 
 
 def eval_metrics(table: dict[str, Metrics]) -> Metrics:

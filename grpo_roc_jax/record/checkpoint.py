@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @settings
 class CheckpointConfig:
-    """When checkpoints are written and how many stay."""
+    """When checkpoints are written and how many are kept."""
 
     every: Count = 10
     """Training steps between checkpoints; 0 writes one at the end only. A killed run loses at most
@@ -60,7 +60,7 @@ class Bundle:
     arrays: Mapping[str, Any] = field(default_factory=dict)
     """NumPy arrays in nested mappings: buffered groups, method state. Equal in all processes."""
     step: int = -1
-    """Training steps done; set by `restore_latest`, while `save` takes it as an argument."""
+    """Number of training steps done; set by `restore_latest`, while `save` takes it as an argument."""
 
 
 class CheckpointFailed(OSError):
@@ -72,7 +72,7 @@ class CheckpointMismatch(ConfigError):
 
 
 class Checkpointer:
-    """Saves bundles of a directory in the background and restores the newest valid one.
+    """Saves bundles to a directory in the background and restores the newest valid one.
 
     The first save creates the directory; nothing is read or written before.
     """
@@ -80,18 +80,19 @@ class Checkpointer:
     def __init__(self, directory: str | Path, config: CheckpointConfig, *, logs: Path | None = None) -> None:
         """
         Args:
-            directory: Of the checkpoints.
-            config: When, and how many.
-            logs: Directory of the run, whose logs are synced to disk before a checkpoint is committed, so that a power
-                cut loses no row below it; None without logs of this process.
+            directory: Directory of the checkpoints.
+            config: When to save, and how many checkpoints to keep.
+            logs: Directory of the run. Its logs are synced to disk before a checkpoint is committed, so that a power
+                cut loses no row of the steps before it; None if this process writes no logs.
+
         """
         self.directory = Path(directory).absolute()
         self._logs, self._synced = logs, 0.0
         self.config = config
         self.saved: list[int] = []
         """Steps whose checkpoint is on disk and verified."""
-        self.held: Bundle | None = None
-        """The state after the last finished step, which `save_held` saves."""
+        self.latest: Bundle | None = None
+        """The state after the last finished step, which `save_latest` saves."""
         self.failures: list[str] = []
         """Reasons why a checkpoint was not written, oldest first."""
         self._finite = jax.jit(_all_finite)
@@ -100,7 +101,7 @@ class Checkpointer:
         self._recovered = False
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be saved after `step` steps."""
+        """Whether a checkpoint must be saved after `step` steps."""
         return self.config.every > 0 and step > 0 and step % self.config.every == 0
 
     def save(self, step: int, bundle: Bundle) -> bool:
@@ -129,13 +130,14 @@ class Checkpointer:
         self._pending = (step, self._worker.submit(finish))
         return True
 
-    def save_held(self) -> tuple[bool, str]:
-        """Saves the held state unless it is on disk and waits for that: (whether it is, that in words)."""
-        step, lost = self.held.step, any(leaf.is_deleted() for leaf in jax.tree.leaves(self.held.train))
+    def save_latest(self) -> tuple[bool, str]:
+        """Saves the latest state, unless it is saved already, and waits for it. Returns (whether it is on disk, a
+        description)."""
+        step, lost = self.latest.step, any(leaf.is_deleted() for leaf in jax.tree.leaves(self.latest.train))
         with suppress(CheckpointFailed):
             self.wait()
             if step not in self.saved and not lost:
-                self.save(step, self.held)
+                self.save(step, self.latest)
                 self.wait()
         if step in self.saved:
             return True, f"the state after step {step} is saved"
@@ -148,11 +150,11 @@ class Checkpointer:
 
     @property
     def newest(self) -> str:
-        """Name of the newest checkpoint that has all its files; `none` without one."""
+        """Name of the newest checkpoint with all its files; `none` if there is none."""
         return files.newest_name(self.directory)
 
     def wait(self) -> None:
-        """Waits until the pending checkpoint is written; failures are in `failures`."""
+        """Waits until the pending checkpoint is written; failures are recorded in `failures`."""
         if self._pending is None:
             return
         step, future = self._pending
@@ -164,7 +166,7 @@ class Checkpointer:
             self._failed(step, describe(error), error)
 
     def close(self) -> None:
-        """Waits and releases the background thread."""
+        """Waits for the pending checkpoint and releases the background thread."""
         try:
             self.wait()
         finally:
@@ -186,7 +188,7 @@ class Checkpointer:
             like: A `Bundle` (whose `train` is used), or the training state itself. Leaves are arrays or
                 `jax.ShapeDtypeStruct` with shardings. The mesh and the number of processes may differ from those that
                 saved.
-            cast: Takes arrays that were saved in another dtype of numbers, and casts them.
+            cast: Whether arrays that were saved in another numeric dtype are accepted and cast.
 
         Raises:
             CheckpointMismatch: The newest valid checkpoint belongs to another model or optimizer.
@@ -217,7 +219,7 @@ class Checkpointer:
             state = ocp.load(entry.path / "train", jax.tree.map(_abstract, train))
             return state, *files.read_host(entry.path, process)
 
-        try:  # TensorStore reports failing reads as ValueError; a load of several processes cannot be tried by one
+        try:  # TensorStore reports failing reads as ValueError; one process alone cannot repeat a load of several
             state, host, arrays = files.patiently(read, (OSError, ValueError)) if jax.process_count() == 1 else read()
         except (OSError, ValueError, KeyError) as error:
             raise InvalidCheckpoint(describe(error)) from error
@@ -248,12 +250,13 @@ class Checkpointer:
             multihost_utils.sync_global_devices(staging.name)
 
     def _finish(self, step: int, staging: Path, leaves: Mapping[str, Any], response: Any) -> None:
-        """In the background: waits for Orbax, writes the manifest, renames the directory, removes old checkpoints."""
+        """Runs in the background: waits for Orbax, writes the manifest, renames the directory, removes old
+        checkpoints."""
         response.result()
         if self._logs is not None:
             begun = time.time()
             files.sync_logs(self._logs, self._synced)
-            self._synced = begun - 2.0  # times of files may be whole seconds, or those of another machine
+            self._synced = begun - 2.0  # file times may be whole seconds, or come from another machine's clock
         if jax.process_index() == 0:
             final = files.commit(staging, step, leaves, jax.process_count())
             files.prune(final, self.config.keep)
@@ -291,11 +294,11 @@ def restore_params(directory: str | Path, like: Any, *, step: int | None = None)
             saved = {name.removeprefix(prefix): leaf for name, leaf in leaves if name.startswith(prefix)}
             _refuse_difference(entry, saved, describe_leaves(like))
             with partly:
-                found = ocp.load(entry.path / "train", target)
+                loaded = ocp.load(entry.path / "train", target)
         except InvalidCheckpoint as error:
             log.warning("checkpoint %s skipped: %s", entry.path.name, error)
             continue
-        return entry.step, found["state"]["params"]
+        return entry.step, loaded["state"]["params"]
     return None
 
 

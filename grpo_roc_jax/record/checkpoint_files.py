@@ -37,7 +37,7 @@ ROOT = "root/"
 """Prefix of every name inside the archive, so that none collides with a parameter of `np.savez`."""
 NAME = re.compile(r"(staging_)?step_(\d{8,})")
 PAUSES_S = (0.5, 2.0, 8.0)
-"""Before a read that failed is tried again: network file systems fail for seconds at a time."""
+"""Seconds to wait before each retry of a read that failed; network file systems can fail for seconds at a time."""
 
 
 class InvalidCheckpoint(Exception):
@@ -55,17 +55,17 @@ class Entry:
     step: int
     path: Path
     staging: bool
-    """Not renamed yet: complete if it has a manifest, interrupted otherwise."""
+    """Whether the directory has not been renamed yet: it is complete if it has a manifest, interrupted otherwise."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of; written last, since it makes the checkpoint valid."""
+    """The content of a checkpoint. It is written last, since it makes the checkpoint valid."""
 
     step: int
     processes: int
     versions: Mapping[str, str]
-    """Package -> version that wrote it."""
+    """Package -> version at the time of writing."""
     leaves: Mapping[str, list[Any]]
     """Name of an array of the training state -> [shape, dtype]."""
     files: Mapping[str, list[Any]]
@@ -86,16 +86,16 @@ def entries(directory: Path) -> list[Entry]:
     """Candidates in the directory, newest first; of two with the same step the staging one is newer."""
     if not directory.is_dir():
         return []
-    found = []
+    candidates = []
     for path in directory.iterdir():
         match = NAME.fullmatch(path.name)
         if match and path.is_dir():
-            found.append(Entry(int(match[2]), path, bool(match[1])))
-    return sorted(found, key=lambda entry: (entry.step, entry.staging), reverse=True)
+            candidates.append(Entry(int(match[2]), path, bool(match[1])))
+    return sorted(candidates, key=lambda entry: (entry.step, entry.staging), reverse=True)
 
 
 def newest_name(directory: Path) -> str:
-    """Name of the newest checkpoint that has all its files; `none` without one."""
+    """Name of the newest checkpoint with all its files; `none` if there is none."""
     try:
         newest = newest_whole(directory)
     except NoValidCheckpoint:
@@ -107,14 +107,14 @@ def newest_whole(directory: Path) -> Entry | None:
     """The newest checkpoint that has all its files with their sizes; None if none was ever completed.
 
     Raises:
-        NoValidCheckpoint: All that were completed are damaged or cannot be read.
+        NoValidCheckpoint: All completed checkpoints are damaged or cannot be read.
     """
     try:
-        found = patiently(lambda: entries(directory))
+        candidates = patiently(lambda: entries(directory))
     except OSError as error:
         raise NoValidCheckpoint(f"{directory} cannot be read ({error}); nothing was changed") from error
     faults: dict[Entry, str] = {}
-    for entry in found:
+    for entry in candidates:
         try:
             patiently(lambda entry=entry: _check_sizes(entry, read_manifest(entry)))
         except (InvalidCheckpoint, OSError) as error:
@@ -126,9 +126,9 @@ def newest_whole(directory: Path) -> Entry | None:
 
 
 def refuse_damaged(directory: Path, faults: Mapping[Entry, str]) -> None:
-    """Refuses to start again at step 0 where a checkpoint was completed before.
+    """Refuses to start again at step 0 if a checkpoint was completed before.
 
-    A staging directory without a manifest is a save that a kill interrupted, which may be the first one.
+    A staging directory without a manifest is a save that was interrupted, possibly the first one.
 
     Raises:
         NoValidCheckpoint: One of `faults` belongs to a completed checkpoint.
@@ -144,7 +144,7 @@ def refuse_damaged(directory: Path, faults: Mapping[Entry, str]) -> None:
 
 
 def patiently(read: Callable[[], T], errors: tuple[type[Exception], ...] = (OSError,)) -> T:
-    """The value of a read, tried again after growing pauses where the disk fails; a missing file is no such failure."""
+    """Returns `read()`. Repeats it after growing pauses if the disk fails; a missing file is not such a failure."""
     for pause_s in PAUSES_S:
         try:
             return read()
@@ -176,7 +176,7 @@ def read_host(path: Path, process: int) -> tuple[dict[str, Any], dict[str, np.nd
     """Inverse of `write_host`.
 
     Raises:
-        OSError, ValueError: They cannot be read.
+        OSError, ValueError: The files cannot be read.
     """
     try:
         return _read_host(path, process)
@@ -191,7 +191,7 @@ def _read_host(path: Path, process: int) -> tuple[dict[str, Any], dict[str, np.n
 
 
 def saved_stage(path: Path) -> dict[str, Any] | None:
-    """Where the run of a checkpoint was among its stages; None before the first one."""
+    """The position of a checkpoint's run among its stages; None before the first stage."""
     return read_json_object(path / "host_0.json").get("stage")
 
 
@@ -247,20 +247,20 @@ def _verify(entry: Entry) -> Manifest:
     names = list(manifest.files)
     with ThreadPoolExecutor(4) as pool:
         sums = list(pool.map(lambda name: _checksum(entry.path / name), names))
-    for name, found in zip(names, sums, strict=True):
-        if found != manifest.files[name]:
+    for name, checksum in zip(names, sums, strict=True):
+        if checksum != manifest.files[name]:
             raise InvalidCheckpoint(f"{name} does not match its checksum")
     return manifest
 
 
 def recover(directory: Path) -> None:
-    """After a kill: renames complete staging directories, removes interrupted and half-deleted ones."""
+    """Cleans up after a kill: renames complete staging directories, removes interrupted and half-deleted ones."""
     for entry in entries(directory):
         if entry.staging:
-            whole = _is_whole(entry)
-            if whole:
+            complete = _is_whole(entry)
+            if complete:
                 promote(entry.path)
-            elif whole is False:
+            elif complete is False:
                 log.warning("checkpoint %s removed: saving was interrupted", entry.path.name)
                 discard(entry.path)
     if directory.is_dir():
@@ -272,19 +272,19 @@ def recover(directory: Path) -> None:
 def prune(newest: Path, keep: int) -> None:
     """Removes all but the `keep` newest valid checkpoints up to `newest`, which was just verified."""
     step = int(NAME.fullmatch(newest.name)[2])
-    kept = 0
+    valid = 0
     for entry in entries(newest.parent):
         if entry.step > step or entry.staging:
             continue
-        whole = _is_whole(entry)
-        if whole and kept < keep:
-            kept += 1
-        elif whole is not None:
+        complete = _is_whole(entry)
+        if complete and valid < keep:
+            valid += 1
+        elif complete is not None:
             discard(entry.path)
 
 
 def discard(path: Path) -> None:
-    """Removes a directory if it exists; renames it first, so that no part of it keeps a valid name."""
+    """Removes a directory if it exists. It is renamed first, so that no partial directory has a valid name."""
     if not path.exists():
         return
     number = 0
@@ -329,11 +329,11 @@ def read_manifest(entry: Entry) -> Manifest:
 def _check_sizes(entry: Entry, manifest: Manifest) -> None:
     for name, (size, _) in manifest.files.items():
         try:
-            found = (entry.path / name).stat().st_size
+            size_on_disk = (entry.path / name).stat().st_size
         except FileNotFoundError:
             raise InvalidCheckpoint(f"{name} is missing") from None
-        if found != size:
-            raise InvalidCheckpoint(f"{name} has {found} bytes of {size}")
+        if size_on_disk != size:
+            raise InvalidCheckpoint(f"{name} has {size_on_disk} bytes of {size}")
 
 
 def _checksum(path: Path) -> list[Any]:
@@ -350,7 +350,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 def sync_logs(run_dir: Path, since: float = 0.0) -> None:
     """Syncs the logs of a run to disk: metrics, events, and trajectories that were written after the time `since`.
 
-    A file that cannot be synced is logged: the logs are no reason to lose a checkpoint.
+    A file that cannot be synced is only logged, since a problem with the logs is no reason to lose a checkpoint.
     """
     folder = run_dir / "trajectories"
     recent = [path for path in folder.glob("*.jsonl") if path.stat().st_mtime >= since] if folder.is_dir() else []

@@ -79,7 +79,7 @@ def from_json(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """The value with None in place of NaN and infinities, for JSON."""
+    """The value with NaN and infinities replaced by None, for JSON."""
     if isinstance(value, Mapping):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -111,14 +111,14 @@ def pack(record: Any) -> dict[str, Any]:
     packed = {}
     for name, default in _fields(type(record)).items():
         value = getattr(record, name)
-        # The type is compared too: 1, 1.0 and True are equal but restored as different values.
+        # The type is compared too: 1, 1.0 and True are equal but must be restored as different values.
         if value is not default and (type(value) is not type(default) or value != default):
             packed[name] = value if type(value) in PLAIN else to_json(value)
     return packed
 
 
 def unpack(kind: type[T], packed: Mapping[str, Any]) -> T:
-    """The record; stored fields that this version lacks are dropped."""
+    """Builds the record. Stored fields that this version lacks are dropped."""
     return kind(**{name: from_json(packed[name]) for name in _fields(kind) if name in packed})
 
 
@@ -197,8 +197,8 @@ def groups_from_tree(tree: Mapping[str, np.ndarray]) -> tuple[Group, ...]:
         for entry in group["trajectories"]:
             start, end = next(bounds)
             arrays = {name: tree[name][start:end].copy() for name in TRAJECTORY_ARRAYS}
-            found = trajectory_from_json(entry, arrays)
-            trajectories.append(replace(found, routes=from_json(entry.get("routes"))))
+            trajectory = trajectory_from_json(entry, arrays)
+            trajectories.append(replace(trajectory, routes=from_json(entry.get("routes"))))
         verdicts = tuple(unpack(Verdict, verdict) for verdict in group["verdicts"])
         groups.append(Group(unpack(Problem, group["problem"]), tuple(trajectories), verdicts))
     return tuple(groups)
@@ -207,6 +207,7 @@ def groups_from_tree(tree: Mapping[str, np.ndarray]) -> tuple[Group, ...]:
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory as JSON, without its per-token arrays."""
     rare: dict[str, Any] = {} if trajectory.reward is None else {"reward": float(trajectory.reward)}
+    rare |= {"rewards": dict(trajectory.rewards)} if trajectory.rewards else {}
     rare |= {"parts": list(trajectory.parts)} if trajectory.parts else {}
     rare |= {"fault": trajectory.fault} if trajectory.fault else {}
     return rare | {
@@ -232,6 +233,7 @@ def trajectory_from_json(fields: Mapping[str, Any], arrays: Mapping[str, np.ndar
         condition=Condition.parse(fields["condition"]),
         temperature=fields.get("temperature"),
         reward=fields.get("reward"),
+        rewards=fields.get("rewards", {}),
         parts=tuple(fields.get("parts", ())),
         fault=fields.get("fault", ""),
     )

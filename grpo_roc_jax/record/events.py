@@ -1,12 +1,12 @@
-"""Events of a run, one JSON line each, in `events.jsonl` of its directory: what plots and the viewer mark.
+"""Events of a run, one JSON line each, in `events.jsonl` of its directory. Plots and the viewer mark them.
 
     {"step": 12, "event": "grad_norm", "metric": "update/grad_norm", "value": 41.0, "threshold": 9.8,
      "action": "note", "text": "update/grad_norm 41 is above 9.8"}
 
 `event` is the name of an alarm (`run.watch`), `stale_samples` (`run.rollout_stream`), `stalled`, `batch` (a batch was
-kept for a replay), `stage` or `solved` (`run.stages`), `not_scored` (no trajectory of the step has a score),
-`logprob_gap_max` (`run.watch.GapCheck`) or `missing_rows` (`record.missing`); only `step`, `event` and `text` are
-always there. A resumed run discards the events of later steps.
+saved for a replay), `stage` or `solved` (`run.stages`), `not_scored` (no trajectory of the step has a score),
+`logprob_gap_max` (`run.watch.GapCheck`) or `missing_rows` (`record.missing`). Only `step`, `event` and `text` are
+always present. A resumed run discards the events of later steps.
 """
 
 import logging
@@ -22,10 +22,10 @@ EVENTS_FILE = "events.jsonl"
 
 
 class Events:
-    """Writes and shows events; a disk that fails is logged.
+    """Writes and shows events. A failing disk is logged.
 
     Args:
-        run_dir: None writes nothing.
+        run_dir: Directory of the run; None writes nothing.
         say: Shows a line.
     """
 
@@ -39,7 +39,7 @@ class Events:
         self._try("write", step, {"event": event, **more, "text": text})
 
     def cut(self, step: int) -> None:
-        """Discards the events after a step."""
+        """Discards the events of later steps."""
         self._try("cut", step)
 
     def _try(self, method: str, *arguments: Any) -> None:
@@ -51,7 +51,7 @@ class Events:
 
 
 def read_events(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The events of a run, oldest first; none where there is no file."""
+    """The events of a run, oldest first; empty if there is no file."""
     try:
         lines = (Path(run_dir) / EVENTS_FILE).read_bytes().splitlines(True)
     except OSError:

@@ -1,8 +1,8 @@
-"""The index beside the trajectory log: what lists and filters show of each trajectory, and where its line begins.
+"""The index next to the trajectory log: what lists and filters show of each trajectory, and where its line begins.
 
 `trajectories_index/step_00000012.json` belongs to `trajectories/step_00000012.jsonl`; the writer of the log writes it
-with the log. It is made again from the log if it is missing or belongs to another content, so it may be deleted at any
-time. `pieces.jsonl` beside it holds the text of single tokens, one object of id -> text per line.
+with the log. It is rebuilt from the log if it is missing or belongs to other content, so it may be deleted at any time.
+`pieces.jsonl` next to it holds the text of single tokens, one object of id -> text per line.
 
 An index is one JSON object: size and checksum of the log, kind, step, `outcomes` (kinds of tool results, to which the
 letters in `calls` refer), `names` (texts to which numbers in `TEXTS` refer), `problems` (uid, source, prompt, answer),
@@ -26,7 +26,7 @@ from grpo_roc_jax.settings.files import parse_json
 
 FORMAT = 2
 OUTCOMES: tuple[str, ...] = (*get_args(ToolKind), "not_run")
-LETTERS = {kind: chr(97 + place) for place, kind in enumerate(OUTCOMES)}
+LETTERS = {kind: chr(97 + index) for index, kind in enumerate(OUTCOMES)}
 TEXTS = ("condition", "status", "stop", "why", "answer")
 """Columns of texts that repeat."""
 COLUMNS = (
@@ -35,18 +35,18 @@ COLUMNS = (
     "answer",
 )  # fmt: skip
 PENALTIES = ("total", "error", "format")
-"""In the order in which the column of penalties lists them."""
+"""Order of the values in the column of penalties."""
 SHORT = 40
-"""Characters of a given answer in the index."""
+"""Most characters of a given answer in the index."""
 HEAD = 160
-"""Characters of a prompt in the index."""
+"""Most characters of a prompt in the index."""
 TAIL = 4096
-"""Last bytes of a log whose checksum tells its content."""
+"""Number of last bytes of a log whose checksum identifies its content."""
 STAMP = re.compile(rb'\{"format": (\d+), "size": (\d+), "tail": (\d+),')
 
 
 def folder_of(log: Path) -> Path:
-    """Where the index of a file of the log lies."""
+    """Folder of the index of a log file."""
     return log.parent.with_name(f"{log.parent.name}_index")
 
 
@@ -55,7 +55,7 @@ def index_file(log: Path) -> Path:
 
 
 def row(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What the index keeps of a line of the log, without its place."""
+    """What the index stores of a line of the log, without its offset."""
     verdict, runs, penalties = line["verdict"] or {}, line["versions"], line["penalties"]
     total = sum(length for _, length in runs)
     return {
@@ -84,35 +84,35 @@ def row(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _letters(turn: Mapping[str, Any]) -> str:
-    """One letter per call: `a` plus the place of its outcome in `OUTCOMES`."""
+    """One letter per call: `a` shifted by the position of its outcome in `OUTCOMES`."""
     calls = len(turn.get("calls", ()))
     kinds = [LETTERS[result["kind"]] for result in turn.get("results", ())[:calls]]
     return "".join(kinds).ljust(calls, LETTERS["not_run"])
 
 
 def encode(kind: str, step: int, rows: Sequence[Mapping[str, Any]], lengths: Sequence[int], tail: bytes) -> bytes:
-    """The index of a file of the log.
+    """The index of a log file.
 
     Args:
         kind: step or eval.
-        step: Of the file.
+        step: Step of the file.
         rows: `row` of every line.
-        lengths: Bytes of every line, with its line end.
+        lengths: Bytes of every line, including its line end.
         tail: The last bytes of the file, at least `TAIL` if it has as many.
     """
     names: dict[str, int] = {}
     problems: dict[str, tuple[int, list[str]]] = {}
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-    place = 0
+    offset = 0
     for entry, length in zip(rows, lengths, strict=True):
         problem = entry["problem"]
         shown = [problem["uid"], problem["source"], problem["prompt"][:HEAD], problem["answer"][:HEAD]]
         number, _ = problems.setdefault(problem["uid"], (len(problems), shown))
-        found = {name: names.setdefault(entry[name], len(names)) for name in TEXTS}
-        for name, value in ({**entry, **found, "problem": number, "offset": place}).items():
+        name_numbers = {name: names.setdefault(entry[name], len(names)) for name in TEXTS}
+        for name, value in ({**entry, **name_numbers, "problem": number, "offset": offset}).items():
             columns[name].append(value)
-        place += length
-    content = {"format": FORMAT, "size": place, "tail": zlib.crc32(tail[-TAIL:]), "kind": kind, "step": step}
+        offset += length
+    content = {"format": FORMAT, "size": offset, "tail": zlib.crc32(tail[-TAIL:]), "kind": kind, "step": step}
     content |= {"count": len(rows), "outcomes": OUTCOMES, "names": list(names)}
     content |= {"problems": [shown for _, shown in problems.values()], "columns": columns}
     return json.dumps(content).encode("ascii")
@@ -125,25 +125,25 @@ def parsed(line: bytes) -> dict[str, Any]:
 
 
 def load(log: Path, kind: str, step: int) -> bytes:
-    """The index of a file of the log, made and kept if it is missing or of another content."""
+    """The index of a log file. It is rebuilt and saved if it is missing or belongs to other content."""
     with open(log, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL))
         tail = file.read()
         with suppress(OSError):
-            found = index_file(log).read_bytes()
-            stamp = STAMP.match(found)
+            content = index_file(log).read_bytes()
+            stamp = STAMP.match(content)
             if stamp and tuple(map(int, stamp.groups())) == (FORMAT, size, zlib.crc32(tail)):
-                return found
+                return content
         file.seek(0)
         lines = file.readlines()
-    found = encode(kind, step, [row(parsed(line)) for line in lines], [len(line) for line in lines], tail)
-    save(log, found)
-    return found
+    content = encode(kind, step, [row(parsed(line)) for line in lines], [len(line) for line in lines], tail)
+    save(log, content)
+    return content
 
 
 def save(log: Path, content: bytes) -> None:
-    """Writes an index; where it cannot be written, readers make it again."""
+    """Writes an index. If it cannot be written, readers rebuild it."""
     path = index_file(log)
     draft = path.with_suffix(f".{os.getpid()}")
     try:
@@ -157,8 +157,8 @@ def save(log: Path, content: bytes) -> None:
 
 def rows(content: bytes) -> Iterator[dict[str, Any]]:
     """The trajectories of an index in the order of the log, with their texts; `problem` is [uid, source, ...]."""
-    found = json.loads(content)
-    names, problems, columns = found["names"], found["problems"], found["columns"]
+    index = json.loads(content)
+    names, problems, columns = index["names"], index["problems"], index["columns"]
     for values in zip(*columns.values(), strict=True):
         entry = dict(zip(columns, values, strict=True))
         entry |= {name: names[entry[name]] for name in TEXTS}
@@ -169,7 +169,7 @@ class Pieces:
     """Writes the text of each token once.
 
     Args:
-        folder: Of the index.
+        folder: Folder of the index.
         decode: Ids -> text.
     """
 
@@ -184,19 +184,19 @@ class Pieces:
         new = set(np.unique(np.concatenate(used)).tolist()) - self._known if used else set()
         if not new:
             return
-        # A token decoded alone may lose its leading space; the second of two keeps it.
-        found = {i: self._decode([i, i])[len(self._decode([i])) :] for i in sorted(new)}
+        # A token decoded alone may lose its leading space; the second of two does not.
+        texts = {i: self._decode([i, i])[len(self._decode([i])) :] for i in sorted(new)}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with open(self._path, "a", encoding="ascii") as file:
-            file.write(json.dumps(found) + "\n")
+            file.write(json.dumps(texts) + "\n")
         self._known |= new
 
 
 def read_pieces(folder: Path) -> dict[int, str]:
-    """Id -> text of the tokens of a log; empty for one without."""
-    found: dict[int, str] = {}
+    """Id -> text of the tokens of a log; empty if there is no file."""
+    texts: dict[int, str] = {}
     with suppress(OSError), open(folder / "pieces.jsonl", encoding="ascii") as file:
         for line in file:
-            with suppress(ValueError, AttributeError, RecursionError):  # a line that is being written
-                found.update((int(i), text) for i, text in json.loads(line).items())
-    return found
+            with suppress(ValueError, AttributeError, RecursionError):  # the last line may be incomplete
+                texts.update((int(i), text) for i, text in json.loads(line).items())
+    return texts

@@ -1,7 +1,7 @@
-"""What a terminal shows while a run trains: the table of its newest figures, and a sample trajectory in color.
+"""What a terminal shows while a run trains: a table of the newest figures, and a sample trajectory in color.
 
 `Board` holds the figures, `after` adds a step to them, `table` draws them. Text of the policy, of tools and of problems
-is drawn through `inert`, so no control character in it reaches the terminal.
+is drawn through `inert`, so that no control character in it reaches the terminal.
 """
 
 import math
@@ -19,9 +19,9 @@ from grpo_roc_jax.record.trace import TraceRecord
 from grpo_roc_jax.types import Metrics, Turn
 
 HISTORY = 24
-"""Steps in the small curves."""
+"""Number of steps in the small curves."""
 EVENTS = 3
-"""Newest events in the table."""
+"""Number of newest events in the table."""
 PHASES = ("rollout", "plan", "select", "rows", "update")
 DROPPED = "roc/dropped_"
 """Prefix of the metrics that count dropped trajectories by reason."""
@@ -34,23 +34,23 @@ class Board:
     """The figures of the table."""
 
     steps: int
-    """Of the whole run."""
+    """Number of steps of the whole run."""
     step: int = 0
-    """The last one that has finished."""
+    """The last finished step."""
     recent: tuple[Mapping[str, float], ...] = ()
     """Metrics of the last `HISTORY` steps, oldest first."""
     accuracy: tuple[tuple[int, float], ...] = ()
     """(step, held-out accuracy) of the first and the last evaluation."""
     events: tuple[str, ...] = ()
-    """The newest ones, oldest first."""
+    """The newest events, oldest first."""
 
 
 def after(board: Board, step: int, metrics: Metrics) -> Board:
-    """The figures with a row of metrics: those of a step, of an evaluation, or of both."""
+    """The figures with a row of metrics added: those of a step, of an evaluation, or of both."""
     if "time/step_s" in metrics:
         board = replace(board, step=step, recent=(*board.recent, dict(metrics))[-HISTORY:])
-    found = [value for name, value in metrics.items() if name.startswith(f"eval/{ALL}/avg@")]
-    return replace(board, accuracy=(*board.accuracy[:1], (step, found[0]))) if found else board
+    accuracies = [value for name, value in metrics.items() if name.startswith(f"eval/{ALL}/avg@")]
+    return replace(board, accuracy=(*board.accuracy[:1], (step, accuracies[0]))) if accuracies else board
 
 
 def table(board: Board, *, ascii_only: bool = False) -> Table:
@@ -66,11 +66,11 @@ def table(board: Board, *, ascii_only: bool = False) -> Table:
 
 
 CURVES = {"reward": "rollout/reward", "failing calls": "rollout/tool_error_in_correct"}
-"""Rows that have a small curve, with its metric."""
+"""Rows with a small curve, and the metric of the curve."""
 
 
 def rows(board: Board) -> Iterator[tuple[str, str]]:
-    """(name, words) of each row of the table; figures that the run does not have are left out."""
+    """(name, text) of each row of the table. Figures that the run does not have are left out."""
     now = board.recent[-1] if board.recent else {}
 
     def shown(name: str, form: str) -> str:
@@ -95,25 +95,25 @@ def rows(board: Board) -> Iterator[tuple[str, str]]:
 
 
 def phases(metrics: Mapping[str, float]) -> str:
-    """Shares of a step's time, those under a hundredth left out."""
-    whole = max(metrics.get("time/step_s", 0.0), 1e-9)
-    spent = {name: metrics.get(f"time/{name}_s", 0.0) / whole for name in PHASES}
+    """Shares of a step's time; those below 1% are left out."""
+    step_seconds = max(metrics.get("time/step_s", 0.0), 1e-9)
+    spent = {name: metrics.get(f"time/{name}_s", 0.0) / step_seconds for name in PHASES}
     spent["rest"] = max(0.0, 1 - sum(spent.values()))
     return "  ".join(f"{name} {share:.0%}" for name, share in spent.items() if share >= 0.01)
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A small curve between the least and the largest value; a value that is not finite is a space."""
+    """A small curve between the smallest and the largest value; a value that is not finite is a space."""
     array = np.asarray(values, np.float64)
     finite = array[np.isfinite(array)]
     low, spread = (finite.min(), np.ptp(finite)) if len(finite) else (0.0, 0.0)
     places = np.where(np.isfinite(array), (array - low) / (spread or 1.0) * (len(BARS) - 1), -1.0)
-    return "".join(BARS[round(place)] if place >= 0 else " " for place in places)
+    return "".join(BARS[round(level)] if level >= 0 else " " for level in places)
 
 
 def duration(seconds: float) -> str:
     """`45 s`, `12 min`, `3 h 20 min`."""
-    if not seconds < 1e8:  # also what is not finite
+    if not seconds < 1e8:  # also for values that are not finite
         return "?"
     minutes = round(seconds / 60)
     if minutes < 90:
@@ -122,16 +122,16 @@ def duration(seconds: float) -> str:
 
 
 def colored(record: TraceRecord) -> Text:
-    """A trajectory as text in color: prompt, what the policy wrote with its calls, outputs, errors."""
+    """A trajectory as colored text: prompt, the policy's text with its calls, outputs, errors."""
     verdict = record.verdict
-    said = f"{verdict.status}, {verdict.tool_errors}/{verdict.tool_calls} calls failed" if verdict else "not scored"
+    outcome = f"{verdict.status}, {verdict.tool_errors}/{verdict.tool_calls} calls failed" if verdict else "not scored"
     good = verdict is not None and verdict.status == "correct"
-    text = Text(f"-- a trajectory of step {record.step}: {said}\n", style="bold green" if good else "bold red")
-    whole = Text()
+    text = Text(f"-- a trajectory of step {record.step}: {outcome}\n", style="bold green" if good else "bold red")
+    body = Text()
     for kind, words in pieces(record):
-        whole.append(inert(words), style=STYLES[kind])
-    whole.rstrip()
-    return Text.assemble(text, whole, "\n--")
+        body.append(inert(words), style=STYLES[kind])
+    body.rstrip()
+    return Text.assemble(text, body, "\n--")
 
 
 def pieces(record: TraceRecord) -> Iterator[tuple[str, str]]:
@@ -148,31 +148,32 @@ def pieces(record: TraceRecord) -> Iterator[tuple[str, str]]:
 
 
 def with_calls(turn: Turn) -> Iterator[tuple[str, str]]:
-    """The text of a turn, its calls apart."""
+    """The text of a turn, with its calls separated."""
     rest = turn.text
     for call in turn.calls:
-        head, found, tail = rest.partition(call.raw) if call.raw else (rest, "", "")
-        if found:
+        head, call_text, tail = rest.partition(call.raw) if call.raw else (rest, "", "")
+        if call_text:
             yield "policy", head
-            yield "call", found
+            yield "call", call_text
             rest = tail
     yield "policy", rest
 
 
 UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode categories of controls, of marks of direction and characters without width, of lone surrogates, and of
-separators of lines."""
+"""Unicode categories of control characters, direction marks and characters without width, lone surrogates, and line
+separators."""
 
 
 def inert(text: str) -> str:
-    """Text that acts on no terminal: controls and characters without a width are shown by symbols or numbers."""
+    """Text that has no effect on a terminal: control characters and characters without width are shown as symbols or
+    numbers."""
     if text.isprintable():
         return text
     return "".join(c if c in "\t\n" or c.isprintable() else symbol(c) for c in text)
 
 
 def symbol(character: str) -> str:
-    """What is shown in place of a character; itself unless it could act."""
+    """What is shown in place of a character: itself, unless it could have an effect on the terminal."""
     code = ord(character)
     if code < 32 or code == 127:
         return chr(0x2421 if code == 127 else 0x2400 + code)

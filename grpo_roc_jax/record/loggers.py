@@ -44,7 +44,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("loss/logprob_gap_max", "log-prob gap", "{:.0e}"),
     ("time/step_s", "s", "{:.1f}"),
 )
-"""(metric, label, format) of the columns in the line of a step; metrics that a row lacks are left out."""
+"""(metric, label, format) of the columns in the line of a step. Metrics that a row lacks are left out."""
 ALWAYS = 4
 """Number of leading columns that are shown at any width of the terminal."""
 
@@ -80,30 +80,31 @@ def format_row(step: int, metrics: Mapping[str, float], width: int = 0) -> str:
 
 
 class MetricsWriter:
-    """Takes rows of metrics; its exceptions are logged and do not end the run. What it does not show it ignores."""
+    """Receives rows of metrics. Its exceptions are logged and do not end the run. Each writer ignores what it cannot
+    show."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row; a later row of the same step adds to it."""
+        """Writes one row; a later row of the same step adds to it."""
         raise NotImplementedError
 
     def say(self, text: str, event: bool = False) -> None:
-        """A line of text to show; an event is one of those in `events.jsonl`."""
+        """Shows a line of text; `event` is true for events in `events.jsonl`."""
 
     def sample(self, step: int, record: TraceRecord, records: Sequence[TraceRecord]) -> None:
-        """A trajectory of a step to show, and all that were sampled for it."""
+        """Shows a trajectory of a step; `records` are all that were sampled for it."""
 
-    def tables(self, step: int, found: Mapping[str, Rows]) -> None:
-        """Tables of the trajectories of a step."""
+    def tables(self, step: int, named_tables: Mapping[str, Rows]) -> None:
+        """Shows tables of the trajectories of a step."""
 
     def cut(self, step: int) -> None:
-        """The run continues after `step`: discards what was written for later steps."""
+        """Discards what was written for later steps; called when a run resumes after `step`."""
 
     def close(self) -> None:
         """Writes pending rows, in bounded time."""
 
 
 class QuietConsole(Console):
-    """A console that falls silent when its reader has gone (`| head -1`), where rich would end the process."""
+    """A console that stops writing when its reader has closed (`| head -1`); rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -113,7 +114,7 @@ class QuietConsole(Console):
 
 
 class Screen(Progress):
-    """Bars below the table of the newest figures."""
+    """Progress bars below the table of the newest figures."""
 
     board: Board | None = None
 
@@ -124,10 +125,10 @@ class Screen(Progress):
 
 
 class ConsoleWriter(MetricsWriter):
-    """A line per step; in a terminal above a table of the newest figures and a bar, which are drawn over."""
+    """Writes a line per step; in a terminal above a table of the newest figures and a bar, which are redrawn."""
 
     def __init__(self, total_steps: int, mode: str = "auto", console: Console | None = None) -> None:
-        # Notebooks get the plain lines, which their files keep.
+        # Notebooks get plain lines, which stay in their files.
         self._console = console or QuietConsole(highlight=False, force_jupyter=False)
         if not self._console.encoding.startswith("utf") and hasattr(self._console.file, "reconfigure"):
             self._console.file.reconfigure(errors="replace")
@@ -206,11 +207,11 @@ class TensorBoardWriter(MetricsWriter):
 class WandbWriter(MetricsWriter):
     """Rows in Weights & Biases. The step is logged as a metric, since the service rejects steps it has already seen.
 
-    `cut` has nothing to do: later rows of a step replace earlier ones in the service's plots.
+    `cut` does nothing: later rows of a step replace earlier ones in the service's plots.
     """
 
     def __init__(self, run_dir: Path, config: Any) -> None:
-        if without_secrets(sys.argv) != sys.argv:  # the service notes the words of the command
+        if without_secrets(sys.argv) != sys.argv:  # the service records the command line
             for name in ("WANDB__DISABLE_META", "WANDB_X_DISABLE_META"):
                 os.environ.setdefault(name, "true")
         self._wandb = importlib.import_module("wandb")
@@ -229,21 +230,21 @@ class WandbWriter(MetricsWriter):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def tables(self, step: int, found: Mapping[str, Rows]) -> None:
-        self._run.log({"step": step, **made_by(self._wandb.Table, found)})
+    def tables(self, step: int, named_tables: Mapping[str, Rows]) -> None:
+        self._run.log({"step": step, **made_by(self._wandb.Table, named_tables)})
 
     def close(self) -> None:
         self._run.finish()
 
 
-def made_by(table: Callable[..., Any], found: Mapping[str, Rows]) -> dict[str, Any]:
+def made_by(table: Callable[..., Any], named_tables: Mapping[str, Rows]) -> dict[str, Any]:
     """The tables as objects of a service."""
-    return {name: table(columns=list(one.columns), data=one.rows) for name, one in found.items()}
+    return {name: table(columns=list(rows.columns), data=rows.rows) for name, rows in named_tables.items()}
 
 
 class TrackioWriter(MetricsWriter):
-    """Rows and tables in trackio's files on this machine, which `trackio show` opens. A run that is resumed goes on
-    under its name there."""
+    """Rows and tables in trackio's files on this machine, which `trackio show` opens. A resumed run continues under its
+    name there."""
 
     def __init__(self, run_dir: Path, config: Any) -> None:
         self._trackio = importlib.import_module("trackio")
@@ -258,8 +259,8 @@ class TrackioWriter(MetricsWriter):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def tables(self, step: int, found: Mapping[str, Rows]) -> None:
-        self._run.log(made_by(self._trackio.Table, found), step=step)
+    def tables(self, step: int, named_tables: Mapping[str, Rows]) -> None:
+        self._run.log(made_by(self._trackio.Table, named_tables), step=step)
 
     def close(self) -> None:
         self._run.finish()

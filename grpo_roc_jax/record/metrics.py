@@ -34,9 +34,9 @@ SFT_FILE = "sft.jsonl"
 SFT_SHOWN = ("loss/nll", "loss/entropy", "update/grad_norm", "update/lr", "time/sft_s")
 """Metrics of the supervised stage that the console shows."""
 PENDING_ROWS = 10_000
-"""Rows kept in memory while they cannot be written."""
+"""Most rows kept in memory while they cannot be written."""
 WARN_EVERY = 20
-"""Failures of a writer from one warning to the next."""
+"""Number of failures of a writer between two warnings."""
 
 SUMMED = frozenset({"rollout/sampled", "rollout/sampled_tokens", "rollout/observation_tokens", "compile/count"})
 SUMMED |= {"rollout/prefilled_tokens", "rollout/compilations", "roc/kept", "roc/dropped", "roc/groups_kept"}
@@ -49,7 +49,7 @@ class Wandb(Axis, axis="log.wandb"):
     steps it also gets a table of all rollouts, with verdicts, penalties and advantages, and the text of some."""
 
     package: ClassVar[str] = "wandb"
-    """What it imports, and the extra that installs it."""
+    """Package that it imports, and the extra that installs it."""
 
 
 @kind("off")
@@ -120,7 +120,7 @@ class JsonlWriter(MetricsWriter):
         self._pending: deque[bytes] = deque(maxlen=PENDING_ROWS)
         self._fresh = True
         self._end = _whole_bytes(self.path)
-        """Bytes of the file that are complete rows; a row cut by a kill or a full disk comes after them."""
+        """Length in bytes of the complete rows in the file. A row cut by a kill or a full disk comes after them."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._fresh:
@@ -133,7 +133,7 @@ class JsonlWriter(MetricsWriter):
         self._fresh = False
         if not self.path.exists():
             return
-        at = end = 0  # a damaged line between rows costs no row
+        at = end = 0  # a damaged line between rows must not cost another row
         with open(self.path, "rb") as file:
             for line in file:
                 at, row = at + len(line), parsed_row(line)
@@ -272,7 +272,7 @@ def read_metrics(path: str | Path) -> list[Metrics]:
 
 
 def recorded(run_dir: str | Path) -> list[Metrics]:
-    """The rows of a run; none where they cannot be read."""
+    """The rows of a run; empty if they cannot be read."""
     try:
         return read_metrics(run_dir)
     except OSError:
@@ -319,13 +319,13 @@ class CompilationCounter:
 
     def __init__(self) -> None:
         self.count = 0
-        """Programs, those from the cache included."""
+        """Number of programs, including those from the cache."""
         self.hits = 0
-        """Programs from the persistent cache."""
+        """Number of programs from the persistent cache."""
         self.seconds = 0.0
 
     def __enter__(self) -> "CompilationCounter":
-        import jax.monitoring  # here, so that reading metrics needs no JAX
+        import jax.monitoring  # imported here, so that reading metrics needs no JAX
 
         jax.monitoring.register_event_duration_secs_listener(self._listen)
         jax.monitoring.register_event_listener(self._hit)

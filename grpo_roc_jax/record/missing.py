@@ -1,5 +1,5 @@
-"""Rows that the files of a run lack: a power cut loses what was written but not yet on the disk, below a checkpoint too
-if the logs were not synced before it. A resumed run names what is missing."""
+"""Finds rows that the files of a run lack. A power cut loses what was written but not yet on the disk, including rows
+of steps before a checkpoint if the logs were not synced. A resumed run reports what is missing."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -10,18 +10,18 @@ from grpo_roc_jax.record.trace import trace_files
 
 
 def missing_rows(run_dir: Path, step: int, traces: int = 0) -> list[str]:
-    """A line for each file of a run that lacks steps up to this one; empty for a complete record.
+    """A line for each file of a run that lacks steps up to `step`; empty for a complete record.
 
     Args:
-        run_dir: Of the run.
-        step: That of the checkpoint that the run goes on from.
-        traces: As `log.traces`, steps between kept trajectories.
+        run_dir: Directory of the run.
+        step: Step of the checkpoint from which the run resumes.
+        traces: `log.traces`, the number of steps between saved trajectories.
     """
     wanted = range(1, step + 1)
     have = {int(row["step"]) for row in recorded(run_dir) if "time/step_s" in row}
     lines = [f"metrics.jsonl lacks {spans(lost)}"] if (lost := [s for s in wanted if s not in have]) else []
-    kept = {found for _, kind, found in trace_files(run_dir) if kind == "step"}
-    lost = [s for s in wanted if traces and s % traces == 0 and s not in kept]
+    saved = {number for _, kind, number in trace_files(run_dir) if kind == "step"}
+    lost = [s for s in wanted if traces and s % traces == 0 and s not in saved]
     return [*lines, f"trajectories/ lacks {spans(lost)}"] if lost else lines
 
 

@@ -1,7 +1,7 @@
 """The directory of a run: how it is chosen, locked against a second run, and described by two files.
 
-`decide` is the one place that says what a start does with a directory that exists (fresh, resume, finished, or a
-refusal). Until then nothing in the directory is written or cut.
+Only `decide` determines what a start does with an existing directory (fresh, resume, finished, or a refusal). Until
+then nothing in the directory is written or truncated.
 """
 
 import fcntl
@@ -40,7 +40,7 @@ MAY_CHANGE = tuple(
     tools.interpreter tools.sessions tools.session_idle_s tools.queue_timeout_s
     tools.start_timeout_s tools.scratch_dir tools.uid_base""".split()  # noqa: SIM905 (one line a section)
 )
-"""Sections and settings that a run may continue with changed: what is trained, and how, stays the same."""
+"""Sections and settings that may change when a run resumes: they do not affect what is trained, and how."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Start:
 
     kind: Literal["fresh", "resume", "finished"]
     step: int = 0
-    """Of the newest checkpoint that has all its files."""
+    """Step of the newest checkpoint that has all its files."""
     notes: tuple[str, ...] = ()
     """Settings that differ from those that the run has had so far."""
     stage: int = 0
     """Index of the stage of the next step."""
     forced: bool = False
-    """Whether what was saved is converted to the settings of this start."""
+    """Whether the saved state is converted to the settings of this start."""
 
 
 def decide(
@@ -64,14 +64,14 @@ def decide(
     """What a start with `resume: auto` does with a directory; reads only.
 
     Args:
-        path: Of the run; may not exist.
-        config: Of this start.
-        force: Continues with settings that the run would otherwise be refused for.
-        leaves: Name -> [shape, dtype] of the arrays of the training state under `config`. `force` is neither offered
-            nor taken where their names or shapes are other ones than those saved; None does not look.
+        path: Directory of the run; need not exist.
+        config: Configuration of this start.
+        force: Resumes with settings that would otherwise be refused.
+        leaves: Returns name -> [shape, dtype] of the arrays of the training state under `config`. `force` is neither
+            offered nor applied if their names or shapes differ from the saved ones; None skips this check.
 
     Raises:
-        ConfigError: Checkpoints exist and none of them is whole, or the run was begun with other settings.
+        ConfigError: Checkpoints exist and none of them is complete, or the run was begun with other settings.
     """
     newest = newest_whole(path / "checkpoints")
     if newest is None:
@@ -109,9 +109,11 @@ def _refuse_other_arrays(
         return
     names = sorted(name for name in shapes.keys() | now.keys() if shapes.get(name) != now.get(name))
     name = min(names, key=lambda name: ("/params/" not in name, name))
-    said = [f"{path} was begun with other settings:", *lines] if lines else [f"{path} holds another training state:"]
+    message_lines = (
+        [f"{path} was begun with other settings:", *lines] if lines else [f"{path} holds another training state:"]
+    )
     raise ConfigError(
-        "\n".join(said)
+        "\n".join(message_lines)
         + f"\nunder these the training state has other arrays ({name}: saved {shapes.get(name, 'nothing')}, expected "
         f"{now.get(name, 'nothing')}), so the run cannot go on; use its settings, or another --run_dir"
     )
@@ -126,11 +128,11 @@ def saved_settings(path: Path) -> dict[str, Any] | None:
 
 
 def changed_settings(before: Mapping[str, Any], config: Any) -> dict[str, tuple[Any, Any]]:
-    """Name -> (value before, value now) of the settings that differ. Those that only one side has are left out: a kind
-    without settings has no `.kind`, other kinds bring their own settings, and versions add some."""
+    """Name -> (value before, value now) of the settings that differ. Settings that only one side has are left out: a
+    kind without settings has no `.kind`, other kinds have other settings, and versions add some."""
     old, new = (
-        {name.removesuffix(".kind"): value for name, value in found.items()}
-        for found in (before, dict(flatten(yaml.safe_load(dump_yaml(config)))))
+        {name.removesuffix(".kind"): value for name, value in settings.items()}
+        for settings in (before, dict(flatten(yaml.safe_load(dump_yaml(config)))))
     )
     return {name: (old[name], new[name]) for name in old.keys() & new.keys() if old[name] != new[name]}
 
@@ -140,7 +142,7 @@ def _may_change(name: str) -> bool:
 
 
 def _summarized_steps(path: Path) -> int | None:
-    """The steps that `summary.json` is about; None without one."""
+    """The number of steps that `summary.json` describes; None if there is no such file."""
     try:
         return read_json_object(path / SUMMARY_FILE).get("steps")
     except (OSError, ValueError):
@@ -148,11 +150,11 @@ def _summarized_steps(path: Path) -> int | None:
 
 
 def choose_run_dir(name: str, run_dir: str, resume: str) -> Path:
-    """The directory of a run: `run_dir`, that of an address (`storage`), or `runs/NAME`, with a number if a fresh run
-    finds that name in use.
+    """The directory of a run: `run_dir`, the local directory of an address (`storage`), or `runs/NAME`, with a number
+    added if a fresh run has a name that is in use.
 
     Raises:
-        ConfigError: `run_dir` holds a run and `resume` is `never`, or is the address of no store.
+        ConfigError: `run_dir` holds a run and `resume` is `never`, or is not the address of a supported store.
     """
     path = Path("runs") / name if not run_dir else local_dir(run_dir) if is_address(run_dir) else Path(run_dir)
     if resume == "auto":
@@ -163,7 +165,7 @@ def choose_run_dir(name: str, run_dir: str, resume: str) -> Path:
 
 
 def unused(path: Path) -> Path:
-    """The directory, or with `-2`, `-3`, ... at its end, where no run is yet."""
+    """The directory, or the first one with `-2`, `-3`, ... appended that holds no run."""
     number, free = 1, path
     while _holds_run(free):
         number += 1
@@ -172,13 +174,14 @@ def unused(path: Path) -> Path:
 
 
 def _holds_run(path: Path) -> bool:
-    """Whether a run is here, or one that just starts: `config.yaml` comes after its checks."""
+    """Whether the directory holds a run, or one that is just starting, since `config.yaml` is written
+    after its checks."""
     return any((path / name).exists() for name in (CONFIG_FILE, "checkpoints", "metrics.jsonl", "lock"))
 
 
 @contextmanager
 def opened(path: Path, config: Any) -> Iterator[Path]:
-    """`locked` and `describe_run`."""
+    """`locked`, followed by `describe_run`."""
     with locked(path):
         describe_run(path, config)
         yield path
@@ -186,19 +189,19 @@ def opened(path: Path, config: Any) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Creates and locks the directory; changes no file of a run that is there.
+    """Creates and locks the directory; changes no file of a run that is already there.
 
     A start that fails with a ConfigError leaves the disk as it was, unless a checkpoint was saved.
 
     Raises:
         ConfigError: Another process uses the directory, or it cannot be written.
     """
-    new = [place for place in (path, *path.parents) if not place.exists()]
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
     before = {entry: _content(entry) for entry in path.iterdir()} if path.is_dir() else {}
     saved = set((path / "checkpoints").glob("step_*"))
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = open(path / "lock", "a+")  # noqa: SIM115 (held for the length of the run)
+        lock = open(path / "lock", "a+")  # noqa: SIM115 (open for the length of the run)
     except OSError as error:
         raise ConfigError(f"run directory {path} cannot be written ({error}); choose another with --run_dir") from error
     try:
@@ -233,7 +236,7 @@ def describe_run(path: Path, config: Any) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is complete at any time, with its old content or the new one."""
+    """Writes a file atomically: it always has either its old or its new content."""
     draft = path.with_name(f".{path.name}")
     try:
         draft.write_text(text, encoding="utf-8")
@@ -245,7 +248,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _content(entry: Path) -> bytes | None:
-    """What `describe_run` overwrites in a directory that exists."""
+    """Content of a file that `describe_run` overwrites in an existing directory."""
     return entry.read_bytes() if entry.name in (CONFIG_FILE, "environment.json") else None
 
 
@@ -257,8 +260,8 @@ def _undo(path: Path, new: Sequence[Path], before: Mapping[Path, bytes | None]) 
         if content is not None and entry.read_bytes() != content:
             entry.write_bytes(content)
     with suppress(OSError):  # another run may have begun in `runs` meanwhile
-        for place in new:
-            place.rmdir()
+        for folder in new:
+            folder.rmdir()
 
 
 def environment() -> dict[str, Any]:
@@ -275,20 +278,20 @@ def environment() -> dict[str, Any]:
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
     """Package -> installed version, or `missing`."""
-    found = {}
+    installed = {}
     for package in packages:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "missing"
-    return found
+            installed[package] = "missing"
+    return installed
 
 
 def _commit() -> str:
     """The commit of the checkout that the package is imported from; empty if it is not a checkout."""
     here = Path(__file__).resolve().parent
-    asked = ["git", "-C", str(here), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(here), "rev-parse", "HEAD"]
     try:
-        return subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""

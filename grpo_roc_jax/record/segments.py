@@ -1,4 +1,4 @@
-"""A trajectory as people read it: its tokens by origin, its contradictions, and a line that sums it up."""
+"""A trajectory for readers: its tokens by origin, its contradictions, and a line that sums it up."""
 
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -23,11 +23,11 @@ class Segment:
     logprob: float | None = None
     """Mean log-probability of its tokens; None off the policy mask."""
     versions: tuple[int, ...] = ()
-    """Training steps of the parameters that drew them."""
+    """Training steps of the parameters that sampled them."""
 
     @property
     def origin(self) -> str:
-        """How the policy's tokens were drawn, to follow the name of the segment; empty off the policy mask."""
+        """How the policy's tokens were sampled, to follow the name of the segment; empty off the policy mask."""
         if self.logprob is None:
             return ""
         return f", mean log-prob {self.logprob:.3f}, parameters of step {', '.join(map(str, self.versions))}"
@@ -39,22 +39,22 @@ def segments(record: TraceRecord) -> list[Segment]:
     If the log holds no context (there was no tokenizer), the problem and the tools' observations are shown instead.
     """
     trajectory = record.trajectory
-    found: list[Segment] = []
+    parts: list[Segment] = []
     context = list(record.context)
     observed = ["".join(r.shown or r.observation for r in turn.results) for turn in trajectory.turns if turn.results]
     given = context or [record.problem.prompt, *observed]
-    place = 0
+    text_index = 0
     for start, end, policy in runs_of(trajectory.policy_mask):
         if policy:
             text = "".join(turn.text for turn in trajectory.turns if start <= turn.start and turn.end <= end)
             logprob = float(trajectory.logprobs[start:end].mean())
             versions = tuple(np.unique(trajectory.versions[start:end]).tolist())
-            found.append(Segment("policy", start, end, text, logprob, versions))
+            parts.append(Segment("policy", start, end, text, logprob, versions))
             continue
         kind: SegmentKind = "prompt" if start < trajectory.prompt_length else "observation"
-        found.append(Segment(kind, start, end, given[place] if place < len(given) else ""))
-        place += 1
-    return found
+        parts.append(Segment(kind, start, end, given[text_index] if text_index < len(given) else ""))
+        text_index += 1
+    return parts
 
 
 def calls(record: TraceRecord) -> list[tuple[int, ToolCall, ToolResult | None]]:
@@ -78,19 +78,19 @@ def faults(record: TraceRecord) -> list[str]:
     spans = np.zeros(trajectory.length, bool)
     for turn in trajectory.turns:
         spans[turn.start : turn.end] = True
-    found = []
+    contradictions = []
     if not np.array_equal(spans, trajectory.policy_mask):
         wrong = int((spans != trajectory.policy_mask).sum())
-        found.append(f"turns and policy mask disagree on {wrong} tokens")
+        contradictions.append(f"turns and policy mask disagree on {wrong} tokens")
     if trajectory.policy_mask[: trajectory.prompt_length].any():
-        found.append("the policy mask covers tokens of the prompt")
+        contradictions.append("the policy mask covers tokens of the prompt")
     if trajectory.logprobs[~trajectory.policy_mask].any():
-        found.append("log-probabilities off the policy mask")
-    return found
+        contradictions.append("log-probabilities off the policy mask")
+    return contradictions
 
 
 def headline(record: TraceRecord) -> str:
-    """One line: which trajectory, its reward, and whether it was kept."""
+    """One line: which trajectory it is, its reward, and whether it was kept."""
     verdict, trajectory = record.verdict, record.trajectory
     words = [f"step {record.step}", record.problem.uid, f"sample {trajectory.sample}"]
     if trajectory.condition:

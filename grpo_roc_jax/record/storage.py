@@ -1,11 +1,11 @@
 """A run directory in object storage: `run_dir: gs://BUCKET/RUN`, or `s3://`, read and written by TensorStore.
 
-An object is written whole; it cannot be appended to or renamed. So a run keeps its directory on the local disk, under
-`runs/BUCKET/RUN`, and a thread copies what has changed: metrics and trajectories first, then the files of whole
-checkpoints, and their manifests last. Whenever the copying ends, the store holds a run that can go on.
+Objects cannot be appended to or renamed. A run therefore has its directory on the local disk, under `runs/BUCKET/RUN`,
+and a thread copies what has changed: metrics and trajectories first, then the files of complete checkpoints, and their
+manifests last. Whenever copying is interrupted, the store holds a run that can be resumed.
 
-The object `owner` names the local directory that writes. A start in this directory goes on with what is there. A start
-elsewhere replaces what is there by what the store holds, and ends a run that still writes.
+The object `owner` names the local directory that writes. A start in this directory continues from its content. A start
+elsewhere replaces the local content by that of the store, and ends a run that is still writing.
 """
 
 import json
@@ -29,20 +29,21 @@ log = logging.getLogger(__name__)
 SCHEMES = ("gs", "s3", "file")
 OWNER = "owner"
 STATE_FILE = ".copied"
-"""Who wrote to the store from a local directory, and what it holds of it: name -> size and time of the file."""
+"""File that records who wrote to the store from a local directory, and what the store has of it: name -> size and time
+of the file."""
 DRAFTS = ".fetched"
-"""Where files lie while they are fetched."""
+"""Folder for files that are being fetched."""
 CHECKPOINTS = "checkpoints/"
 PAUSE_S = 10.0
-"""Between two looks for files that have changed."""
+"""Seconds between two searches for changed files."""
 WARN_EVERY = 20
-"""Failures from one warning to the next."""
+"""Number of failures between two warnings."""
 AT_ONCE = 8
-"""Objects on their way at a time; each is held in memory."""
+"""Most objects that are transferred at a time; each is held in memory."""
 RETRIES = {"max_retries": 4, "initial_delay": "500ms", "max_delay": "8s"}
-"""Of each request, by TensorStore."""
+"""Retries of each request, by TensorStore."""
 FAILURES = (OSError, ValueError)
-"""Raised by TensorStore where a request fails."""
+"""Errors that TensorStore raises if a request fails."""
 
 
 class StorageFailed(OSError):
@@ -54,24 +55,24 @@ def is_address(run_dir: str) -> bool:
 
 
 def local_dir(address: str) -> Path:
-    """Where a run of this address lies on the local disk.
+    """The local directory of a run with this address.
 
     Raises:
-        ConfigError: The address is of no store.
+        ConfigError: The address does not name a supported store.
     """
-    scheme, _, place = address.partition("://")
-    if scheme not in SCHEMES or "/" not in place.strip("/") or ".." in place.split("/"):
+    scheme, _, bucket_and_path = address.partition("://")
+    if scheme not in SCHEMES or "/" not in bucket_and_path.strip("/") or ".." in bucket_and_path.split("/"):
         raise ConfigError(f"run_dir = {address}; must be a path, gs://BUCKET/RUN or s3://BUCKET/RUN")
-    return Path("runs") / place.strip("/")
+    return Path("runs") / bucket_and_path.strip("/")
 
 
 @contextmanager
 def copied(address: str, folder: Path, resume: bool) -> Iterator[None]:
-    """Keeps the store at `address` equal to a local directory within the block; a plain path has no store.
+    """Keeps the store at `address` equal to a local directory within the block; for a plain path it does nothing.
 
     Raises:
         ConfigError: The store cannot be read, or holds a run that is not to be resumed.
-        StorageFailed: At the end, what was written last could not be copied.
+        StorageFailed: Raised at the end if what was written last could not be copied.
     """
     if not is_address(address):
         yield
@@ -102,21 +103,22 @@ class Copy:
     """The copy of a run directory in a store."""
 
     def __init__(self, address: str, folder: Path) -> None:
-        import tensorstore  # here, since most runs need none
+        import tensorstore  # imported here, since most runs do not need it
 
         self.address, self.folder = address, folder
         self.ended = threading.Event()
         context = tensorstore.Context({f"{name}_request_retries": RETRIES for name in ("gcs", "s3")})
         self._store = tensorstore.KvStore.open(f"{address.rstrip('/')}/", context=context).result()
         self._id = uuid.uuid4().hex
-        self._held: dict[str, list[int]] = {}
+        self._stored: dict[str, list[int]] = {}
         self._lost = False
 
     def begin(self, resume: bool) -> None:
-        """Takes the store over, and makes the local directory that of the run.
+        """Takes the store over, and fills the local directory with its run.
 
         Raises:
-            ConfigError: There is a run and `resume` is false, or there is none where this directory was copied to.
+            ConfigError: There is a run and `resume` is false, or the store is empty although this directory was copied
+                to it.
         """
         owner, state = self._owner(), self.folder / STATE_FILE
         with config_errors():
@@ -130,13 +132,13 @@ class Copy:
                 f"{self.address} is empty, and {self.folder} was copied there; remove this directory to begin again"
             )
         if owner and owner == known.get("owner"):
-            self._id, self._held = owner, known["held"]
+            self._id, self._stored = owner, known["held"]
         elif owner:
             self._write({OWNER: self._id.encode()})
-            self._fetch()  # noted by the first copy: a start that is refused before leaves nothing to go on with
+            self._fetch()  # recorded by the first copy: a start that is refused before then leaves nothing to resume
 
     def keep(self) -> None:
-        """Copies what has changed until `ended` is set. A failure is logged, and tried again after a pause."""
+        """Copies what has changed until `ended` is set. Failures are logged, and retried after a pause."""
         failures = 0
         while not self.ended.wait(PAUSE_S):
             try:
@@ -154,7 +156,7 @@ class Copy:
         """Copies what is left.
 
         Raises:
-            StorageFailed: This failed several times, or another run has taken the store over.
+            StorageFailed: Copying failed several times, or another run has taken the store over.
         """
         try:
             self.copy() if self._lost else patiently(self.copy, FAILURES)
@@ -167,54 +169,54 @@ class Copy:
         Raises:
             StorageFailed: Another run has taken the store over.
         """
-        found = self._files()
-        if not self._held and not any(name.endswith(MANIFEST) for name in found):
+        files = self._files()
+        if not self._stored and not any(name.endswith(MANIFEST) for name in files):
             return
         owner = self._owner()
         if owner and owner != self._id:
             self._lost = True
             raise StorageFailed(f"another run writes to {self.address}")
         if not owner:
-            self._held = {}
+            self._stored = {}
             self._note()
             self._write({OWNER: self._id.encode()})
-        changed = [name for name, stamp in found.items() if self._held.get(name) != stamp]
-        gone = [name for name in self._held if name not in found]
+        changed = [name for name, stamp in files.items() if self._stored.get(name) != stamp]
+        gone = [name for name in self._stored if name not in files]
         outside = [name for name in changed if not name.startswith(CHECKPOINTS)]
         manifests = [name for name in changed if name.endswith(MANIFEST)]
-        self._write(dict.fromkeys(manifests))  # a checkpoint that is written again is none until it is whole
+        self._write(dict.fromkeys(manifests))  # a checkpoint that is written again is invalid until it is complete
         for names in (outside, [name for name in changed if name not in {*outside, *manifests}], manifests):
             for some in _parts(names):
                 self._write({name: (self.folder / name).read_bytes() for name in some})
-                self._held |= {name: found[name] for name in some}
-        for last in (False, True):  # an old checkpoint loses its manifest first
+                self._stored |= {name: files[name] for name in some}
+        for last in (False, True):  # the manifest of an old checkpoint is deleted first
             self._write({name: None for name in gone if name.endswith(MANIFEST) is not last})
-        self._held = found
+        self._stored = files
         self._note()
 
     def _files(self) -> dict[str, list[int]]:
-        """Name -> size and time of each file, but for drafts and checkpoints that are not whole. Those are looked for
-        first, so that metrics and trajectories belong to the newest of them or to later steps."""
-        whole = {path.parent for path in self.folder.glob(f"{CHECKPOINTS}step_*/{MANIFEST}")}
-        found: dict[str, list[int]] = {}
-        for place, folders, names in os.walk(self.folder):
-            path = Path(place)
+        """Name -> size and time of each file, except drafts and incomplete checkpoints. Checkpoints are listed first,
+        so that metrics and trajectories belong to the newest of them or to later steps."""
+        complete = {path.parent for path in self.folder.glob(f"{CHECKPOINTS}step_*/{MANIFEST}")}
+        files: dict[str, list[int]] = {}
+        for folder, folders, names in os.walk(self.folder):
+            path = Path(folder)
             if path == self.folder / CHECKPOINTS:
-                folders[:] = [name for name in folders if path / name in whole]
+                folders[:] = [name for name in folders if path / name in complete]
             folders[:] = [name for name in folders if name != DRAFTS]
             for name in names:
                 if name != "lock" and not name.startswith(".") and not name.endswith(".part"):
                     about = (path / name).stat()
-                    found[(path / name).relative_to(self.folder).as_posix()] = [about.st_size, about.st_mtime_ns]
-        return found
+                    files[(path / name).relative_to(self.folder).as_posix()] = [about.st_size, about.st_mtime_ns]
+        return files
 
     def _fetch(self) -> None:
-        """Replaces the local directory by what the store holds, but for checkpoints that are not whole."""
+        """Replaces the local directory by the content of the store, without incomplete checkpoints."""
         drafts = self.folder / DRAFTS
         shutil.rmtree(drafts, ignore_errors=True)
         stored = {name.decode() for name in self._store.list().result()} - {OWNER}
-        whole = tuple(name.removesuffix(MANIFEST) for name in stored if name.endswith(MANIFEST))
-        names = [name for name in stored if name.startswith(whole) or not name.startswith(CHECKPOINTS)]
+        complete = tuple(name.removesuffix(MANIFEST) for name in stored if name.endswith(MANIFEST))
+        names = [name for name in stored if name.startswith(complete) or not name.startswith(CHECKPOINTS)]
         drafts.mkdir()
         for some in _parts(names):
             for name, content in zip(some, self._read(some), strict=True):
@@ -227,18 +229,18 @@ class Copy:
         for entry in [*drafts.iterdir()]:
             os.replace(entry, self.folder / entry.name)
         drafts.rmdir()
-        self._held = {name: [0, 0] for name in stored} | self._files()
+        self._stored = {name: [0, 0] for name in stored} | self._files()
 
     def _owner(self) -> str:
         return self._read([OWNER])[0].decode()
 
     def _read(self, names: Sequence[str]) -> list[bytes]:
-        """The contents of objects; empty where there is none."""
+        """The contents of objects; empty for an object that does not exist."""
         waiting = [self._store.read(name) for name in names]
         return [future.result().value for future in waiting]
 
     def _write(self, objects: Mapping[str, bytes | None]) -> None:
-        """Writes objects, or deletes those of None, and waits until this is done."""
+        """Writes objects, or deletes those whose value is None, and waits until this is done."""
         waiting = []
         for name, content in objects.items():
             reach("storage.write")
@@ -247,9 +249,9 @@ class Copy:
             future.result()
 
     def _note(self) -> None:
-        """Keeps what the store holds, for a start in the same directory."""
+        """Records what the store has, for a start in the same directory."""
         draft = self.folder / f"{STATE_FILE}.part"
-        draft.write_text(json.dumps({"owner": self._id, "held": self._held}), encoding="utf-8")
+        draft.write_text(json.dumps({"owner": self._id, "held": self._stored}), encoding="utf-8")
         os.replace(draft, self.folder / STATE_FILE)
 
 

@@ -7,7 +7,7 @@ from grpo_roc_jax.record.live import inert, pieces
 from grpo_roc_jax.record.trace import TraceRecord, advantage_of
 
 TEXTS = 4
-"""Rollouts whose text is shown."""
+"""Number of rollouts whose text is shown."""
 COLUMNS = (
     "step", "group", "problem", "source", "prompt", "reference", "sample", "verdict", "reward", "answer", "kept", "why",
     "penalty", "error_penalty", "format_penalty", "advantage", "calls", "failed_calls", "turns", "tokens",
@@ -15,7 +15,7 @@ COLUMNS = (
 
 
 class Rows(NamedTuple):
-    """A table."""
+    """The columns and rows of a table."""
 
     columns: tuple[str, ...]
     rows: list[list[Any]]
@@ -27,7 +27,7 @@ def tables(records: Sequence[TraceRecord]) -> dict[str, Rows]:
     groups: dict[int, list[TraceRecord]] = {}
     for record in scored:
         groups.setdefault(record.group, []).append(record)
-    first = next((found for place, found in groups.items() if place >= 0 and _both(found)), scored)
+    first = next((members for number, members in groups.items() if number >= 0 and _both(members)), scored)
     chosen = sorted(first, key=lambda record: not record.kept)
     chosen = chosen[: TEXTS // 2] + chosen[TEXTS // 2 :][-TEXTS // 2 :]
     text = [[*_row(record)[:12], _text(record)] for record in chosen]
@@ -44,9 +44,9 @@ def _text(record: TraceRecord) -> str:
 
 def _row(record: TraceRecord) -> list[Any]:
     problem, trajectory, verdict = record.problem, record.trajectory, record.verdict
-    said = [problem.uid, problem.source, problem.prompt, problem.answer, trajectory.sample]
+    fields = [problem.uid, problem.source, problem.prompt, problem.answer, trajectory.sample]
     outcome = [verdict.status, verdict.reward, verdict.answer or "", record.kept, record.why]
     penalties = [record.penalties.get(name) for name in ("total", "error", "format")]
     counts = [verdict.tool_calls, verdict.tool_errors, verdict.turns, trajectory.length - trajectory.prompt_length]
-    values = [record.step, record.group, *said, *outcome, *penalties, advantage_of(record), *counts]
+    values = [record.step, record.group, *fields, *outcome, *penalties, advantage_of(record), *counts]
     return [inert(value) if isinstance(value, str) else value for value in values]

@@ -45,11 +45,12 @@ class TraceRecord:
 
     step: int
     group: int
-    """Index of its problem in the step; with the order of the file it restores the groups. -1: in no group."""
+    """Index of its problem in the step, which restores the groups together with the order of the file; -1 for
+    trajectories in no group."""
     problem: Problem
     trajectory: Trajectory
     verdict: Verdict | None
-    """None for a trajectory that was removed unscored (an infrastructure failure, or cancelled)."""
+    """None for a trajectory that was removed without a score (an infrastructure failure, or cancelled)."""
     kept: bool
     """Whether selection kept it."""
     why: str
@@ -62,8 +63,8 @@ class TraceRecord:
     context: tuple[str, ...] = ()
     """Text of each run of tokens outside the policy mask, in order; empty without a tokenizer."""
     scored: np.ndarray | None = None
-    """float16[2,T], nats, 0 off the policy mask: log of the ratio between the probability under the parameters before
-    the update and that of sampling, and entropy of the former. None if no pass scored the trajectory."""
+    """float16[2,T], in nats, 0 off the policy mask: log of the ratio between the probability under the parameters
+    before the update and that of sampling, and entropy of the former. None if no scoring pass read the trajectory."""
 
 
 class SelectionLike(Protocol):
@@ -107,16 +108,16 @@ def step_records(
         for (problem, trajectory), row in zip(members, rows, strict=False)
     }
     records, sampled = [], set()
-    for place, (group, selection) in enumerate(zip(groups, selections, strict=True)):
-        kept = set(selection.indices.tolist())
+    for group_index, (group, selection) in enumerate(zip(groups, selections, strict=True)):
+        kept_indices = set(selection.indices.tolist())
         for i, (trajectory, verdict) in enumerate(group.pairs):
             parts = (selection.penalties[i], selection.error_penalties[i], selection.format_penalties[i])
             penalties = dict(zip(("total", "error", "format"), map(float, parts), strict=True))
             identity = _identity(group.problem, trajectory)
             sampled.add(identity)
             advantages, scored = trained_as.get(identity, (None, None))
-            outcome = (i in kept, selection.reasons[i], penalties, advantages)
-            records.append(TraceRecord(step, place, group.problem, trajectory, verdict, *outcome, scored=scored))
+            outcome = (i in kept_indices, selection.reasons[i], penalties, advantages)
+            records.append(TraceRecord(step, group_index, group.problem, trajectory, verdict, *outcome, scored=scored))
     for group in outside:
         for trajectory, verdict in group.pairs:
             records.append(TraceRecord(step, -1, group.problem, trajectory, verdict, False, "left by a wave"))
@@ -148,9 +149,9 @@ def _scored(row: TrainRow, trajectory: Trajectory) -> np.ndarray | None:
     if row.scored is None:
         return None
     logprobs, entropies = (_aligned(values, trajectory) for values in row.scored)
-    found = np.stack([logprobs - trajectory.logprobs, entropies])
-    with np.errstate(over="ignore"):  # a ratio beyond e^65504 is infinite
-        return np.where(trajectory.policy_mask, found, 0).astype(np.float16)
+    ratio_and_entropy = np.stack([logprobs - trajectory.logprobs, entropies])
+    with np.errstate(over="ignore"):  # a ratio beyond e^65504 becomes infinite
+        return np.where(trajectory.policy_mask, ratio_and_entropy, 0).astype(np.float16)
 
 
 def eval_records(
@@ -159,8 +160,8 @@ def eval_records(
     """Records of an evaluation, where nothing is selected; then those of trajectories that could not be scored."""
     return [
         *(
-            TraceRecord(step, place, group.problem, trajectory, verdict, False, "evaluation")
-            for place, group in enumerate(groups)
+            TraceRecord(step, group_index, group.problem, trajectory, verdict, False, "evaluation")
+            for group_index, group in enumerate(groups)
             for trajectory, verdict in group.pairs
         ),
         *_removed_records(step, removed),
@@ -178,8 +179,12 @@ def groups_of(records: Iterable[TraceRecord]) -> list[Group]:
         if record.group >= 0 and record.verdict is not None:
             members.setdefault(record.group, []).append(record)
     return [
-        Group(found[0].problem, tuple(r.trajectory for r in found), tuple(r.verdict for r in found))
-        for _, found in sorted(members.items())
+        Group(
+            members_of_group[0].problem,
+            tuple(r.trajectory for r in members_of_group),
+            tuple(r.verdict for r in members_of_group),
+        )
+        for _, members_of_group in sorted(members.items())
     ]
 
 
@@ -224,30 +229,30 @@ def _joined(line: Mapping[str, Any], long: Mapping[str, str]) -> str:
     return json.dumps(line)[:-1] + "".join([f', "{name}": "{text}"' for name, text in long.items()]) + "}"
 
 
-def from_json(found: Mapping[str, Any]) -> TraceRecord:
+def from_json(fields: Mapping[str, Any]) -> TraceRecord:
     """The record of a parsed line; separate from parsing, since a viewer parses thousands and unpacks a few."""
-    tokens = codec.decode_array(found["tokens"], np.int32)
-    bits = codec.decode_array(found["policy_mask"], np.uint8)
+    tokens = codec.decode_array(fields["tokens"], np.int32)
+    bits = codec.decode_array(fields["policy_mask"], np.uint8)
     mask = np.unpackbits(bits, count=len(tokens)).astype(bool) if len(tokens) else np.zeros(0, bool)
-    values, lengths = np.array(found["versions"], np.int32).reshape(-1, 2).T
+    values, lengths = np.array(fields["versions"], np.int32).reshape(-1, 2).T
     arrays = {
         "tokens": tokens,
         "policy_mask": mask,
-        "logprobs": codec.decode_array(found["logprobs"], np.float32),
+        "logprobs": codec.decode_array(fields["logprobs"], np.float32),
         "versions": np.repeat(values, lengths),
     }
     return TraceRecord(
-        step=found["step"],
-        group=found["group"],
-        problem=codec.unpack(Problem, found["problem"]),
-        trajectory=codec.trajectory_from_json(found, arrays),
-        verdict=None if found["verdict"] is None else codec.unpack(Verdict, found["verdict"]),
-        kept=found["kept"],
-        why=found["why"],
-        penalties=found["penalties"],
-        advantages=_unpacked_advantages(found, mask),
-        context=tuple(found["context"]),
-        scored=_unpacked_scores(found, mask),
+        step=fields["step"],
+        group=fields["group"],
+        problem=codec.unpack(Problem, fields["problem"]),
+        trajectory=codec.trajectory_from_json(fields, arrays),
+        verdict=None if fields["verdict"] is None else codec.unpack(Verdict, fields["verdict"]),
+        kept=fields["kept"],
+        why=fields["why"],
+        penalties=fields["penalties"],
+        advantages=_unpacked_advantages(fields, mask),
+        context=tuple(fields["context"]),
+        scored=_unpacked_scores(fields, mask),
     )
 
 
@@ -263,18 +268,18 @@ class TraceWriter:
     def __init__(self, run_dir: str | Path, every: int = 1, decode: Decode | None = None) -> None:
         self.folder = Path(run_dir) / FOLDER
         self.failures = 0
-        """Steps whose trajectories could not be written."""
+        """Number of steps whose trajectories could not be written."""
         self.decode = decode
         self._pieces = index.Pieces(index.folder_of(self.folder / "log"), decode) if decode else None
         self._every = every
         self._fresh = True
 
     def due(self, step: int) -> bool:
-        """Whether trajectories of this step are kept."""
+        """Whether trajectories of this step are saved."""
         return self._every > 0 and step % self._every == 0
 
     def write(self, step: int, records: Iterable[TraceRecord], kind: Kind = "step") -> bool:
-        """Writes the records of a step if traces of it are kept; True when they are on disk.
+        """Writes the records of a step if traces of it are saved; True when they are on disk.
 
         Writing a step again replaces its file. The first step of a process removes the files of later steps, which a
         killed run left and this one will write again.
@@ -288,7 +293,7 @@ class TraceWriter:
         try:
             records = list(records)
             fields = [_fields(record, self.decode) for record in records]
-            lines = [(_joined(*found) + "\n").encode("ascii") for found in fields]
+            lines = [(_joined(*line_parts) + "\n").encode("ascii") for line_parts in fields]
             content = b"".join(lines)
             reach("traces.write")
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -297,7 +302,7 @@ class TraceWriter:
         except Exception as error:  # a failure of the log must not end the run
             self._failed(step, error, draft)
             return False
-        with suppress(Exception):  # readers make the index again, and show ids for tokens without text
+        with suppress(Exception):  # readers rebuild the index, and show ids for tokens without text
             rows = [index.row(line) for line, _ in fields]
             index.save(path, index.encode(kind, step, rows, list(map(len, lines)), content[-index.TAIL :]))
             if self._pieces:
@@ -307,9 +312,9 @@ class TraceWriter:
     def cut(self, step: int) -> None:
         """Removes files of steps after `step`."""
         self._fresh = False
-        for path, _, found in trace_files(self.folder):
-            if found > step:
-                with suppress(OSError):  # the step that is taken again replaces it
+        for path, _, file_step in trace_files(self.folder):
+            if file_step > step:
+                with suppress(OSError):  # the repeated step will replace it
                     path.unlink(missing_ok=True)
                     index.index_file(path).unlink(missing_ok=True)
 
@@ -330,8 +335,8 @@ def trace_files(folder: str | Path) -> list[tuple[Path, Kind, int]]:
     if not folder.is_dir():
         return []
     matches = [(path, NAME.fullmatch(path.name)) for path in folder.iterdir()]
-    found = [(path, match[1], int(match[2])) for path, match in matches if match]
-    return sorted(found, key=lambda entry: (entry[2], entry[1]))
+    files = [(path, match[1], int(match[2])) for path, match in matches if match]
+    return sorted(files, key=lambda entry: (entry[2], entry[1]))
 
 
 def read_trace(run_dir: str | Path, step: int | None = None, kind: Kind = "step") -> Iterator[TraceRecord]:
@@ -383,19 +388,19 @@ def _packed_advantages(advantages: np.ndarray, mask: np.ndarray) -> tuple[float,
     return float(inside.mean()), codec.encode_array(np.where(mask, advantages, 0).astype(np.float32))
 
 
-def _unpacked_advantages(found: Mapping[str, Any], mask: np.ndarray) -> np.ndarray | None:
-    if "advantages" in found:
-        return codec.decode_array(found["advantages"], np.float32)
-    if "advantage" not in found:
+def _unpacked_advantages(fields: Mapping[str, Any], mask: np.ndarray) -> np.ndarray | None:
+    if "advantages" in fields:
+        return codec.decode_array(fields["advantages"], np.float32)
+    if "advantage" not in fields:
         return None
-    return np.where(mask, np.float32(found["advantage"]), np.float32(0))
+    return np.where(mask, np.float32(fields["advantage"]), np.float32(0))
 
 
-def _unpacked_scores(found: Mapping[str, Any], mask: np.ndarray) -> np.ndarray | None:
-    if SCORED[0] not in found:
+def _unpacked_scores(fields: Mapping[str, Any], mask: np.ndarray) -> np.ndarray | None:
+    if SCORED[0] not in fields:
         return None
     scored = np.zeros((len(SCORED), len(mask)), np.float16)
-    scored[:, mask] = [codec.decode_array(found[name], np.float16) for name in SCORED]
+    scored[:, mask] = [codec.decode_array(fields[name], np.float16) for name in SCORED]
     return scored
 
 

@@ -14,7 +14,7 @@ apply; a sequence or an awaitable of one."""
 
 @settings
 class Reward(Axis, axis="reward.functions"):
-    """A reward function: what it pays is multiplied by `weight` and summed with the others."""
+    """A reward function: its rewards are multiplied by `weight` and added to those of the others."""
 
     other: ClassVar[str] = "function"
     weight: float = 1.0
@@ -52,10 +52,20 @@ class CleanToolsReward(Reward):
 
 @kind("environment")
 class EnvironmentReward(Reward):
-    """What the environment paid, for turns and at the end; a rollout that it could not judge leaves its group."""
+    """The rewards of the environment or agent, for turns and at the end; a rollout that it could not judge leaves its
+    group. With `part`, one of the further numbers that it gave."""
+
+    part: str = ""
+    """Name of the number that pays, which is that of the channel; empty: the reward itself. A rollout that was given
+    other numbers, but not this one, is not judged by it."""
 
     success: float = 1.0
-    """Pay from which on a rollout counts as correct, unless reward function `answer` decides that."""
+    """Smallest reward of the environment at which a rollout counts as correct, unless reward function `answer` decides
+    that."""
+
+    @property
+    def name(self) -> str:
+        return self.part or self.kind
 
 
 @kind("function")
@@ -73,16 +83,16 @@ class FunctionReward(Reward):
 
 
 class TruncatedReward(Axis, axis="reward.truncated"):
-    """How a trajectory is judged that was cut by the token budget, the turn limit or a deadline."""
+    """How a trajectory is judged that the token budget, the turn limit or a deadline cut."""
 
     reward: ClassVar[float] = 0.0
 
 
 @kind("fail")
 class TruncatedFails(TruncatedReward):
-    """It stays in the group as a failure with reward 0, in each channel too; where functions pay below 0, with the
-    least that a finished trajectory of the group got. Dropping such trajectories raised truncation (arXiv:2508.20722,
-    sec. 4.3.1)."""
+    """It stays in the group as a failure with reward 0, also in each channel. If functions give negative rewards, it
+    gets the least reward of a finished trajectory of the group. Dropping such trajectories raised truncation
+    (arXiv:2508.20722, sec. 4.3.1)."""
 
 
 @kind("fixed")
@@ -114,7 +124,7 @@ class RewardConfig:
     answer_tag: str = "answer"
     """Name of the tag around the final answer."""
     truncated: TruncatedReward = field(default_factory=TruncatedFails)
-    """How a trajectory is judged that was cut by the token budget, the turn limit or a deadline."""
+    """How a trajectory is judged that the token budget, the turn limit or a deadline cut."""
 
     def __post_init__(self) -> None:
         names = self.names
@@ -137,10 +147,10 @@ class RewardConfig:
 
     @property
     def answer(self) -> AnswerReward | None:
-        """The reward for a correct answer, where it is one of the functions."""
+        """The reward for a correct answer, if it is one of the functions; else None."""
         return next((part for part in self.functions if isinstance(part, AnswerReward)), None)
 
     @property
     def custom(self) -> tuple[FunctionReward, ...]:
-        """The functions of the user's."""
+        """The user's functions."""
         return tuple(part for part in self.functions if isinstance(part, FunctionReward))

@@ -37,13 +37,13 @@ from grpo_roc_jax.types import Group, Problem, Trajectory, Verdict, VerdictStatu
 log = logging.getLogger(__name__)
 
 Pay = float | tuple[float, ...] | None
-"""Of a trajectory: one reward, rewards of its turns, or None where the function does not apply. NaN: the function has
-failed or could not say, so that the trajectory cannot be scored."""
+"""The reward of a trajectory: one number, numbers for its turns, or None if the function does not apply. NaN means that
+the function has failed or could not decide, so that the trajectory cannot be scored."""
 UNSCORED = math.nan
 MADE_UP = "made-up trajectories; what it does not score leaves its group"
 
 UNSCORED_STOPS = frozenset({"infrastructure", "cancelled"})
-"""Stops that the policy did not cause; such trajectories are removed from the group."""
+"""Stop reasons that the policy did not cause; such trajectories are removed from the group."""
 
 
 class RewardError(Exception):
@@ -60,7 +60,7 @@ class Scored:
     faults: tuple[str, ...] = ()
     """Messages about failures of custom reward functions."""
     unscored: Mapping[str, int] = field(default_factory=dict)
-    """Trajectories that left because of a function, by its name: it failed, or none applied."""
+    """Number of trajectories without a score because of a function, by its name: it failed, or no function applied."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +70,9 @@ class Scorer:
     config: RewardConfig
     verifier: Verifier
     functions: Mapping[str, RewardFunction] = field(default_factory=dict)
-    """Functions of the user's, and those with settings, by name; made with the scorer."""
+    """The user's functions and those with settings, by name; set when the scorer is made."""
     failed: Counter[str] = field(default_factory=Counter)
-    """Calls that failed so far, by the name of the function; the first failure is logged when it happens."""
+    """Number of calls that failed so far, by name of the function; only the first failure of each is logged."""
 
     def __call__(self, problem: Problem, trajectories: Sequence[Trajectory]) -> Group:
         return self.score_all([problem], [trajectories]).groups[0]
@@ -92,19 +92,19 @@ class Scorer:
         verdicts, faults = self._verdicts(problems, judged)
         groups, unscored = [], Counter[str]()
         for problem, trajectories, row in zip(problems, judged, verdicts, strict=True):
-            kept = [(t, v) for t, v in zip(trajectories, row, strict=True) if isinstance(v, Verdict)]
+            scored = [(t, v) for t, v in zip(trajectories, row, strict=True) if isinstance(v, Verdict)]
             unscored.update(name for outcome in row if not isinstance(outcome, Verdict) for name in outcome)
-            counts["not_scored"] += len(row) - len(kept)
-            counts.update(verdict.status for _, verdict in kept)
-            groups.append(Group(problem, tuple(t for t, _ in kept), tuple(v for _, v in kept)))
+            counts["not_scored"] += len(row) - len(scored)
+            counts.update(verdict.status for _, verdict in scored)
+            groups.append(Group(problem, tuple(t for t, _ in scored), tuple(v for _, v in scored)))
         return Scored(tuple(groups), {k: n for k, n in counts.items() if n}, tuple(faults), unscored)
 
     def try_functions(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[str]:
-        """Calls each function once, before a run depends on it: a line for each that raises or is late, which need not
-        happen again on other trajectories.
+        """Calls each function once, before a run depends on it. Returns a line for each that raises or is late, which
+        may not happen again on other trajectories.
 
         Raises:
-            RewardError: One of them returns something else than `RewardFunction` says.
+            RewardError: A function returns something else than `RewardFunction` says.
         """
         lines = []
         for name in self.functions:
@@ -128,8 +128,8 @@ class Scorer:
     ) -> tuple[list[list[Verdict | Sequence[str]]], list[str]]:
         """(the verdict of each trajectory, or the names of the functions that leave it without one; failures)."""
         find = partial(find_answer, tag=self.config.answer_tag, lenient=self.config.extraction == "lenient")
-        found = [[find([turn.text for turn in t.turns]) for t in trajectories] for trajectories in rollouts]
-        status = self._statuses(problems, rollouts, found)
+        answers = [[find([turn.text for turn in t.turns]) for t in trajectories] for trajectories in rollouts]
+        status = self._statuses(problems, rollouts, answers)
         verdicts, faults = [], []
         for g, (problem, trajectories) in enumerate(zip(problems, rollouts, strict=True)):
             channels: dict[str, list[Pay]] = {}
@@ -138,15 +138,16 @@ class Scorer:
                     channels[part.name], fault = self._call(part, problem, trajectories)
                     faults += self._noted(part.name, f"problem {problem.uid!r}: {fault}") if fault else []
                 else:
-                    channels[part.name] = _builtin(part, trajectories, found[g], status[g])
+                    channels[part.name] = _builtin(part, trajectories, answers[g], status[g])
             pays = [{name: row[i] for name, row in channels.items()} for i in range(len(trajectories))]
-            # A rollout that failed on what the policy said earns nothing, whatever a function says of its remains.
+            # A rollout that failed because of what the policy said earns nothing, whatever a function returns for its
+            # beginning.
             pays = [
                 dict.fromkeys(pay, 0.0) if t.stop == "failed" else pay
                 for t, pay in zip(trajectories, pays, strict=True)
             ]
             row = [
-                self._verdict(t, found[g][i], status[g][i], pays[i]) if applies(pays[i]) else unscored_by(pays[i])
+                self._verdict(t, answers[g][i], status[g][i], pays[i]) if applies(pays[i]) else unscored_by(pays[i])
                 for i, t in enumerate(trajectories)
             ]
             verdicts.append(self._with_failures(row))
@@ -156,27 +157,27 @@ class Scorer:
         self,
         problems: Sequence[Problem],
         rollouts: Sequence[Sequence[Trajectory]],
-        found: Sequence[Sequence[FoundAnswer]],
+        found_answers: Sequence[Sequence[FoundAnswer]],
     ) -> list[list[VerdictStatus]]:
         """The status of each trajectory. All answers of the step are verified at once, to keep the workers busy."""
         status = []
-        for trajectories, answers in zip(rollouts, found, strict=True):
+        for trajectories, answers in zip(rollouts, found_answers, strict=True):
             status.append([self._status(t, answer) for t, answer in zip(trajectories, answers, strict=True)])
         if self.config.answer is None:
             return status
         places = [(g, i) for g, row in enumerate(status) for i, before in enumerate(row) if before == "wrong"]
-        pairs = [(found[g][i].answer, problems[g].answer) for g, i in places]
+        pairs = [(found_answers[g][i].answer, problems[g].answer) for g, i in places]
         for (g, i), verdict in zip(places, self.verifier.compare(pairs), strict=True):
             status[g][i] = verdict
         return status
 
-    def _status(self, trajectory: Trajectory, found: FoundAnswer) -> VerdictStatus:
+    def _status(self, trajectory: Trajectory, answer: FoundAnswer) -> VerdictStatus:
         """The status before answers are compared; `wrong` stands for an answer to compare."""
         if trajectory.stop == "failed":
             return "no_answer"
         if trajectory.truncated and self.config.truncated.kind != "score":
             return "truncated"
-        return "no_answer" if found.answer is None else "wrong"
+        return "no_answer" if answer.answer is None else "wrong"
 
     def _call(
         self, part: FunctionReward | GradedReward, problem: Problem, trajectories: Sequence[Trajectory]
@@ -204,49 +205,52 @@ class Scorer:
         return [fault]
 
     def _verdict(
-        self, trajectory: Trajectory, found: FoundAnswer, status: VerdictStatus, pays: dict[str, Pay]
+        self, trajectory: Trajectory, answer: FoundAnswer, status: VerdictStatus, pays: dict[str, Pay]
     ) -> Verdict:
-        """The verdict of a trajectory that at least one function applies to: the sum of what these pay."""
+        """The verdict of a trajectory to which at least one function applies; its reward is the sum of theirs."""
         weights = self.config.weights
         channels = {name: sum(pay) if isinstance(pay, tuple) else pay for name, pay in pays.items()}
         reward = sum(weights[name] * value for name, value in channels.items() if value is not None)
         by_turn = [[weights[name] * x for x in pay] for name, pay in pays.items() if isinstance(pay, tuple)]
         if status != "truncated" and self.config.answer is None and trajectory.stop != "failed":
             goals = [part for part in self.config.functions if isinstance(part, EnvironmentReward)]
-            reached = channels["environment"] >= goals[0].success if goals else reward > 0
+            goal = next(((part, pay) for part in goals if (pay := channels[part.name]) is not None), None)
+            reached = goal[1] >= goal[0].success if goal else reward > 0
             status = "correct" if reached else "wrong"
         calls = [result for result in trajectory.results if not result.infra]
         return Verdict(
             reward=float(reward),
             status=status,
-            answer=found.answer,
+            answer=answer.answer,
             tool_calls=len(calls),
             tool_errors=sum(result.counts_as_error for result in calls),
-            answers=found.answers,
-            well_formed=found.well_formed,
+            answers=answer.answers,
+            well_formed=answer.well_formed,
             turns=len(trajectory.turns),
             channels=channels if len(channels) > 1 else {},
             turn_rewards=tuple(map(sum, zip(*by_turn, strict=True))),
         )
 
     def _with_failures(self, row: Sequence[Verdict | Sequence[str]]) -> list[Verdict | Sequence[str]]:
-        """The outcomes of a group with the pay of its truncated trajectories: the one place that says what a failure
-        earns, in all and in each channel. Nothing of what functions have paid it stays, turn rewards included."""
+        """The outcomes of a group, with the rewards of its truncated trajectories set. Only this function determines
+        what a truncated failure earns, in total and in each channel; rewards that functions gave it are removed,
+        turn rewards included."""
         verdicts = [outcome for outcome in row if isinstance(outcome, Verdict)]
         finished = [verdict for verdict in verdicts if verdict.status != "truncated"]
         if len(finished) == len(verdicts):
             return list(row)
         weights, given = self.config.weights, self.config.truncated.reward
         if self.config.truncated.kind == "fail":
-            # Where functions pay below 0, a failure is as bad as the worst of its group that came to an end.
+            # If functions give negative rewards, a failure is as bad as the worst trajectory of its group that was not
+            # truncated.
             reward = min([0.0, *(verdict.reward for verdict in finished)])
             channels = {name: _least(name, weight, finished) for name, weight in weights.items()}
         else:
             reward, channels = given, dict.fromkeys(weights, given)
 
         def failed(verdict: Verdict) -> Verdict:
-            own = {name: None if value is None else channels[name] for name, value in verdict.channels.items()}
-            return replace(verdict, reward=float(reward), channels=own, turn_rewards=())
+            values = {name: None if value is None else channels[name] for name, value in verdict.channels.items()}
+            return replace(verdict, reward=float(reward), channels=values, turn_rewards=())
 
         cut = [isinstance(outcome, Verdict) and outcome.status == "truncated" for outcome in row]
         return [failed(outcome) if yes else outcome for outcome, yes in zip(row, cut, strict=True)]
@@ -258,7 +262,7 @@ def applies(pays: Mapping[str, Pay]) -> bool:
 
 
 def unscored_by(pays: Mapping[str, Pay]) -> list[str]:
-    """The functions that have failed on a trajectory; all, if none applies to it."""
+    """The functions that have failed on a trajectory, or all of them if none applies to it."""
     return [name for name, pay in pays.items() if _failed(pay)] or list(pays)
 
 
@@ -267,7 +271,7 @@ def _failed(pay: Pay) -> bool:
 
 
 def _least(name: str, weight: float, verdicts: Sequence[Verdict]) -> float:
-    """The value of a channel that counts least among these verdicts, and at most 0."""
+    """The least weighted value of a channel among these verdicts, and at most 0."""
     values = [value for v in verdicts if (value := v.channels.get(name)) is not None]
     return float(min([0.0, *values], key=lambda value: weight * value if weight else value))
 
@@ -317,12 +321,12 @@ def load_function(path: str) -> RewardFunction:
 
 
 def check_rewards(name: str, values: Any, turns: Sequence[int]) -> tuple[list[Pay], str | None]:
-    """(rewards of one call, failure). NaN and infinities count as not scored, and so does a trajectory only some of
-    whose turns have a number.
+    """(rewards of one call, failure). NaN and infinities count as not scored, and so does a trajectory with a number
+    for only some of its turns.
 
     Args:
-        name: Of the function.
-        values: What it returned.
+        name: Name of the function.
+        values: What the function returned.
         turns: Number of turns of each trajectory.
 
     Raises:
@@ -391,9 +395,17 @@ async def _resolve(awaitable: Any) -> Any:
     return await awaitable
 
 
-def environment_pay(trajectory: Trajectory) -> Pay:
-    """What an environment paid: by turn if it paid for turns, with the pay at the end as part of the last one. One that
-    could not judge a trajectory leaves it without a score."""
+def environment_pay(trajectory: Trajectory, part: str = "") -> Pay:
+    """The rewards of an environment: by turn if it gave rewards for turns, with the final reward added to the last
+    turn. If it could not judge a trajectory, the trajectory has no score.
+
+    Args:
+        trajectory: Of its rollout.
+        part: Name of one of `Trajectory.rewards`, which pays instead; None if the environment gave others only.
+    """
+    if part:
+        judged = trajectory.reward is not None or trajectory.rewards
+        return trajectory.rewards.get(part) if judged else UNSCORED
     by_turn = [turn.reward for turn in trajectory.turns]
     if trajectory.reward is None or not any(by_turn):
         return UNSCORED if trajectory.reward is None else trajectory.reward
@@ -402,13 +414,14 @@ def environment_pay(trajectory: Trajectory) -> Pay:
 
 
 def _builtin(
-    part: Reward, trajectories: Sequence[Trajectory], found: Sequence[FoundAnswer], status: Sequence[VerdictStatus]
+    part: Reward, trajectories: Sequence[Trajectory], answers: Sequence[FoundAnswer], status: Sequence[VerdictStatus]
 ) -> list[Pay]:
-    """Rewards in {0, 1} for a correct answer, exactly one well-formed answer, no failed call; or an environment's."""
-    if part.kind == "environment":
-        return [environment_pay(t) for t in trajectories]
+    """Rewards in {0, 1} for a correct answer, exactly one well-formed answer, or no failed call; or those of an
+    environment."""
+    if isinstance(part, EnvironmentReward):
+        return [environment_pay(t, part.part) for t in trajectories]
     if part.kind == "answer":
         return [float(s == "correct") for s in status]
     if part.kind == "format":
-        return [float(f.well_formed and f.answers == 1) for f in found]
+        return [float(f.well_formed and f.answers == 1) for f in answers]
     return [float(not any(result.counts_as_error for result in t.results)) for t in trajectories]

@@ -1,5 +1,5 @@
-"""Reward functions tried before training: on made-up trajectories (`check_reward`), on recorded ones
-(`score_again`), and `made_up` for a run."""
+"""Tries reward functions before training: on made-up trajectories (`check_reward`), on recorded ones (`score_again`),
+and at the start of a run (`made_up`)."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -30,14 +30,14 @@ def sample_trajectories(problem: Problem = PROBLEM) -> dict[str, Trajectory]:
 def made_up(
     problem: Problem, prompt: Sequence[int], encode: Callable[[str], Sequence[int]], tag: str = "answer"
 ) -> list[Trajectory]:
-    """Two trajectories of a problem that nobody sampled, to try reward functions on: a call, its output and the
-    reference answer; and a turn that a limit cut.
+    """Two made-up trajectories of a problem, to try reward functions on: a call with its output and the reference
+    answer, and a turn that a limit cut.
 
     Args:
-        problem: Of the run.
+        problem: A problem of the run.
         prompt: Ids of its prompt.
         encode: Text -> ids.
-        tag: Around the final answer.
+        tag: Name of the tag around the final answer.
     """
     call = ToolCall("python", {"code": "print(1)"}, '{"name": "python", "arguments": {"code": "print(1)"}}')
     result = ToolResult("ok", stdout="1\n", observation="1\n")
@@ -58,11 +58,11 @@ def _spoken(
 ) -> Trajectory:
     tokens, sampled, spans = list(prompt), [False] * len(prompt), []
     for text, calls, results in turns:
-        own, start = list(encode(text)), len(tokens)
+        turn_ids, start = list(encode(text)), len(tokens)
         seen = [token for result in results for token in encode(result.observation)]
-        spans.append(Turn(start, start + len(own), text, calls, results))
-        tokens += own + seen
-        sampled += [True] * len(own) + [False] * len(seen)
+        spans.append(Turn(start, start + len(turn_ids), text, calls, results))
+        tokens += turn_ids + seen
+        sampled += [True] * len(turn_ids) + [False] * len(seen)
     mask = np.array(sampled, bool)
     logprobs, versions = np.where(mask, -1.0, 0.0).astype(np.float32), np.where(mask, 0, -1).astype(np.int32)
     ids = np.array(tokens, np.int32)
@@ -92,12 +92,12 @@ def check_reward(path: str, problem: Problem = PROBLEM) -> list[str]:
 
 
 def score_again(path: str, groups: Sequence[Group]) -> list[str]:
-    """What a function pays to recorded trajectories, beside what these were paid: by status, by group, and where the
-    two differ most.
+    """What a function returns for recorded trajectories, compared with their recorded rewards: by status, by group, and
+    where the two differ most.
 
     Args:
         path: As in `check_reward`.
-        groups: Of a step, as `record.trace.groups_of` reads them.
+        groups: Groups of a step, as `record.trace.groups_of` reads them.
 
     Raises:
         RewardError: The function cannot be found, or returns something invalid.

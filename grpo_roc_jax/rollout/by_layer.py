@@ -57,7 +57,7 @@ class Part:
     result: Any
     """Shapes of what it returns."""
     seconds: float
-    """To trace, lower and compile."""
+    """Seconds that tracing, lowering and compiling took."""
 
 
 class Parts:
@@ -86,7 +86,7 @@ class Parts:
 
 
 def layer_kinds(config: ModelConfig) -> tuple[int, ...]:
-    """For each layer the first one that computes the same."""
+    """For each layer, the index of the first layer that computes the same."""
     windows = config.layer_windows or (0,) * config.layers
     kinds = list(zip(windows, rope_names(config), config.attends, strict=True))
     return tuple(map(kinds.index, kinds))

@@ -206,12 +206,12 @@ class RolloutConfig:
 
     @property
     def cache_dtype(self) -> str:
-        """Of keys and values; `full` is the compute dtype."""
+        """The dtype of keys and values; `full` is the compute dtype."""
         return "full" if self.low_precision is None else self.low_precision.cache
 
     @property
     def weight_dtype(self) -> str:
-        """Of the layers' matrices; `full` is the compute dtype."""
+        """The dtype of the layers' matrices; `full` is the compute dtype."""
         return "full" if self.low_precision is None else self.low_precision.weights
 
     @property

@@ -3,6 +3,10 @@
 Within a round, writes are queued on the host and then enqueued together: prompts, copies of blocks, then what follows
 the prompts. The device runs calls in that order, so a copy may read a prompt that is written in the same round, and a
 block that a row gives up may go to another row at once.
+
+`Prompts` knows which row has written a prompt, so that its siblings share it: whole blocks by reference, the rest as a
+copy. The prompt of a row that ends while siblings are still in the queue is kept for the next of them. With recurrent
+layers only rows of the same round can share a prompt: their memory moves on with the first token, and nothing keeps it.
 """
 
 import time
@@ -14,13 +18,12 @@ import jax
 import numpy as np
 
 from grpo_roc_jax.model.pool import tile_count, tile_width
-from grpo_roc_jax.rollout.blocks import BlockLedger, Chain, Copies
 from grpo_roc_jax.rollout.config import RolloutConfig
 from grpo_roc_jax.rollout.decode import ChunkReport, empty_patch
 from grpo_roc_jax.rollout.programs import COPIES, SamplerPrograms
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats
-from grpo_roc_jax.rollout.table import SlotTable
+from grpo_roc_jax.rollout.table import BlockLedger, Chain, Copies, SlotTable
 
 
 class Write(NamedTuple):
@@ -55,11 +58,11 @@ class PackTaker:
         self._tokens, self._tiles, self._width = tokens, tile_count(tokens), tile_width(tokens)
 
     def __call__(self, write: Write) -> tuple[int, int] | None:
-        """As `RowTaker`; there is no padding."""
-        taken = min(len(write.ids), self._tokens, self._tiles * self._width)
-        self._tokens -= taken
-        self._tiles -= -(-taken // self._width)
-        return (taken, taken) if taken else None
+        """The same as for `RowTaker`, but without padding."""
+        count = min(len(write.ids), self._tokens, self._tiles * self._width)
+        self._tokens -= count
+        self._tiles -= -(-count // self._width)
+        return (count, count) if count else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +75,7 @@ class Flight:
     width: int
     """Rows that each shard computes."""
     version: int
-    """Of the weights that draw it."""
+    """The version of the weights that draw it."""
 
 
 class DeviceRows:
@@ -96,10 +99,10 @@ class DeviceRows:
         self.blocks = [BlockLedger(size.blocks, size.columns, programs.shared_blocks) for _ in range(self.shards)]
         self.chains: list[Chain | None] = [None] * config.slots
         self.version = np.zeros(config.slots, np.int64)
-        """Of the weights that wrote a slot's first column."""
+        """int64[B]: the version of the weights that wrote the first column of each slot."""
         self._none = programs.largest_size.blocks
-        self._held = np.full((config.slots, config.table_width), self._none, np.int32)
-        self._held_on_device: jax.Array | None = None
+        self._block_table = np.full((config.slots, config.table_width), self._none, np.int32)
+        self._block_table_on_device: jax.Array | None = None
         self._axes = programs.row_axes or None
         self._idle_patch = programs.place(empty_patch(config.slots), None, self._axes)
         self._pool = programs.new_pool()
@@ -141,7 +144,7 @@ class DeviceRows:
 
     def room(self) -> np.ndarray:
         """int64[B]: columns that each slot has room for."""
-        return (self._held != self._none).sum(axis=1) * self.programs.size.columns
+        return (self._block_table != self._none).sum(axis=1) * self.programs.size.columns
 
     def take_back(self, slot: int) -> Chain | None:
         """The chain of a slot, which loses it. What is queued for others from its blocks is enqueued first, since they
@@ -151,12 +154,12 @@ class DeviceRows:
             self.flush()
         self._others = [write for write in self._others if write.slot != slot]
         chain, self.chains[slot] = self.chains[slot], None
-        self._held[slot], self._held_on_device = self._none, None
+        self._block_table[slot], self._block_table_on_device = self._none, None
         return chain
 
     def _show(self, slot: int) -> None:
         blocks = self.chains[slot].blocks
-        self._held[slot, : len(blocks)], self._held_on_device = blocks, None
+        self._block_table[slot, : len(blocks)], self._block_table_on_device = blocks, None
 
     # Queueing.
 
@@ -209,9 +212,9 @@ class DeviceRows:
                 take = PackTaker(pack) if pack else RowTaker(self.programs.append_rows[-1], self._piece)
                 batch, queues[shard] = self._next_pieces(queue, shared, take)
                 queues[shard] += [
-                    write._replace(ids=write.ids[taken:], start=write.start + taken)
-                    for write, taken, _ in batch
-                    if taken < len(write.ids)
+                    write._replace(ids=write.ids[count:], start=write.start + count)
+                    for write, count, _ in batch
+                    if count < len(write.ids)
                 ]
                 pieces.append(batch)
             if pack:
@@ -233,7 +236,7 @@ class DeviceRows:
         batch: list[tuple[Write, int, int]] = []
         left: list[Write] = []
         for write in queue:
-            before = self._held[write.slot, : write.start // self.programs.size.columns] if unwritten else ()
+            before = self._block_table[write.slot, : write.start // self.programs.size.columns] if unwritten else ()
             if unwritten.isdisjoint(before) and (piece := take(write)):
                 batch.append((write, *piece))
                 unwritten -= self._blocks_of(write, 0) - self._blocks_of(write, piece[0])
@@ -245,13 +248,13 @@ class DeviceRows:
         """The blocks that the tokens of a write from `first` on go to."""
         size, end = self.programs.size.columns, write.start + len(write.ids)
         begin = (write.start + first) // size
-        return set(self._held[write.slot, begin : -(-end // size)].tolist()) if first < len(write.ids) else set()
+        return set(self._block_table[write.slot, begin : -(-end // size)].tolist()) if first < len(write.ids) else set()
 
     def _piece(self, write: Write) -> tuple[int, int]:
         """How many tokens of a write the next call takes, and its padded length."""
         lengths, count = self.config.append_lengths, len(write.ids)
         T = next((length for length in lengths if length >= count), lengths[-1])
-        if write.start + T > self._held.shape[1] * self.programs.size.columns:
+        if write.start + T > self._block_table.shape[1] * self.programs.size.columns:
             # Padding would not fit after the longest row: pieces without padding first.
             T = max((length for length in lengths if length <= count), default=lengths[0])
         return min(T, count), T
@@ -262,15 +265,15 @@ class DeviceRows:
         n = self.programs.append_width(max(map(len, pieces)), T)
         rows = n * self.shards
         tokens = np.zeros((rows, T), np.int32)
-        table = np.full((rows, self._held.shape[1]), self._none, np.int32)
+        table = np.full((rows, self._block_table.shape[1]), self._none, np.int32)
         where = np.zeros((3, rows), np.int32)
         where[0] = self.per_shard
         placed = [(shard * n + i, *piece[:2]) for shard, batch in enumerate(pieces) for i, piece in enumerate(batch)]
-        for row, write, taken in placed:
-            tokens[row, :taken] = write.ids[:taken]
-            table[row] = self._held[write.slot]
-            where[:, row] = (write.slot % self.per_shard, write.start, taken)
-            self.stats.prefilled_tokens += taken
+        for row, write, count in placed:
+            tokens[row, :count] = write.ids[:count]
+            table[row] = self._block_table[write.slot]
+            where[:, row] = (write.slot % self.per_shard, write.start, count)
+            self.stats.prefilled_tokens += count
             self.stats.padded_tokens += T
         place, axes = self.programs.place, self._axes
         arrays = (place(tokens, axes), place(table, axes), place(where, None, axes))
@@ -282,18 +285,18 @@ class DeviceRows:
         J, X, shards = tile_count(N), tile_width(N), self.shards
         tokens = np.zeros((3, shards, N), np.int32)
         tokens[2] = J * X  # the place of padding
-        table = np.full((shards, J, self._held.shape[1]), self._none, np.int32)
+        table = np.full((shards, J, self._block_table.shape[1]), self._none, np.int32)
         tiles = np.zeros((2, shards, J), np.int32)
         for shard, batch in enumerate(pieces):
             first = tile = 0
-            for write, taken, _ in batch:
-                steps = np.arange(taken)
-                tokens[:, shard, first : first + taken] = write.ids[:taken], write.start + steps, tile * X + steps
-                for start in range(0, taken, X):
-                    table[shard, tile] = self._held[write.slot]
-                    tiles[:, shard, tile] = first + start, min(X, taken - start)
+            for write, count, _ in batch:
+                steps = np.arange(count)
+                tokens[:, shard, first : first + count] = write.ids[:count], write.start + steps, tile * X + steps
+                for start in range(0, count, X):
+                    table[shard, tile] = self._block_table[write.slot]
+                    tiles[:, shard, tile] = first + start, min(X, count - start)
                     tile += 1
-                first += taken
+                first += count
             self.stats.prefilled_tokens += first
             self.stats.padded_tokens += N if batch else 0
         place, axes = self.programs.place, self._axes
@@ -304,7 +307,7 @@ class DeviceRows:
 
     def _copy_all(self) -> None:
         """Enqueues the queued copies of blocks and, with recurrent layers, of rows."""
-        blocks = [[pair for shard, *pair in self._copies if shard == own] for own in range(self.shards)]
+        blocks = [[pair for shard, *pair in self._copies if shard == number] for number in range(self.shards)]
         rows: list[list[tuple[int, int]]] = [[] for _ in range(self.shards)]
         for source, target in self._rows if self.table.recurrent else ():
             rows[source // self.per_shard].append((source % self.per_shard, target % self.per_shard))
@@ -314,8 +317,8 @@ class DeviceRows:
             for queues, none in ((blocks, self._none), (rows, self.per_shard)):
                 pairs = np.full((2, self.shards * COPIES), none, np.int32)
                 for shard, queue in enumerate(queues):
-                    taken, queue[:] = queue[:COPIES], queue[COPIES:]
-                    pairs[:, shard * COPIES : shard * COPIES + len(taken)] = np.array(taken, np.int32).reshape(-1, 2).T
+                    batch, queue[:] = queue[:COPIES], queue[COPIES:]
+                    pairs[:, shard * COPIES : shard * COPIES + len(batch)] = np.array(batch, np.int32).reshape(-1, 2).T
                 calls.append(place(pairs, None, self._axes))
             self._pool = self.programs.copy(self._pool, *calls)
 
@@ -326,12 +329,12 @@ class DeviceRows:
         start = time.perf_counter()
         changes = self.table.take_patch()
         patch = self._idle_patch if changes is None else self.programs.place(changes, None, self._axes)
-        if self._held_on_device is None:
-            self._held_on_device = self.programs.place(self._held.copy(), self._axes)
+        if self._block_table_on_device is None:
+            self._block_table_on_device = self.programs.place(self._block_table.copy(), self._axes)
         # The rows that are live on the host include every row that is active on the device.
         width = self.programs.width(int(self.table.live.reshape(self.shards, -1).sum(axis=1).max()))
         self._pool, self._slots, report = self.programs.decode(
-            self.sampler.params, self._pool, self._slots, patch, self._held_on_device, width
+            self.sampler.params, self._pool, self._slots, patch, self._block_table_on_device, width
         )
         latest = Flight(report, self.table.generation.copy(), width, self.sampler.version)
         self._count()
@@ -363,3 +366,117 @@ class DeviceRows:
         self.stats.slot_steps += int(report.steps.sum()) * flight.width
         self.stats.dropped_tokens += int(report.count.sum() - count.sum())
         return report, count, flight.version
+
+
+class Prompts:
+    """The written prompts of each data shard."""
+
+    def __init__(self, device: DeviceRows, table: SlotTable, siblings: Callable[[int], int], stats: RolloutStats):
+        self._device, self._table, self._siblings, self.stats = device, table, siblings, stats
+        self._writer: dict[tuple[int, int], int] = {}
+        """(shard, prompt) -> slot of the row that has written it."""
+        self._orphans: dict[tuple[int, int], Chain] = {}
+        """(shard, prompt) -> its blocks, after that row has ended."""
+
+    def _key(self, slot: int, prompt: int) -> tuple[int, int]:
+        return slot // self._device.per_shard, prompt
+
+    def provide(self, slot: int, prompt: int, tokens: np.ndarray, columns: int, *, again: bool) -> int:
+        """Gives the slot a chain that begins with the prompt, and queues what has to be written of it. Returns the
+        columns of the row that were known.
+
+        Args:
+            slot: A slot without blocks.
+            prompt: Number of its prompt.
+            tokens: The tokens of the row, the pending one included.
+            columns: The columns of its prompt; the last token of a prompt is not among them.
+            again: The row has had blocks before; it is not counted, and its own blocks may still be there.
+
+        Raises:
+            Full: no room.
+        """
+        device, stats, key = self._device, self.stats, self._key(slot, prompt)
+        blocks = device.of(slot)
+        writer = None if again else self._writer.get(key)
+        if writer is not None and columns and self._table.recurrent and not device.prompt_is_queued(writer):
+            writer = None
+        if not again and (orphan := self._orphans.pop(key, None)):
+            device.give(slot, orphan)
+            self._writer[key] = slot
+            stats.reused += 1
+            return columns
+        if writer is not None:
+            chain, copies = blocks.fork(device.chains[writer], columns)
+            device.give(slot, chain)
+            device.copy(writer, slot, copies)
+            stats.forks += 1
+            return columns
+        chain = Chain() if self._table.recurrent else blocks.open(tokens, device.sampler.version)
+        device.give(slot, chain)
+        known = chain.known
+        if self._siblings(prompt):
+            blocks.grow(chain, columns // blocks.size * blocks.size, sharable=True)
+        device.grow(slot, columns)
+        device.give(slot, chain)
+        self._writer[key] = slot
+        stats.prompts += not again
+        if columns > known:
+            device.write_prompt(Write(slot, tokens[known:columns].copy(), known))
+        if not self._table.recurrent:
+            blocks.seal(chain, tokens[:columns], device.sampler.version)
+        return known
+
+    def reserved(self, shard: int, prompt: int) -> int:
+        """Number of blocks that stay allocated for the next row of a prompt."""
+        chain = self._orphans.get((shard, prompt))
+        return len(chain.blocks) if chain else 0
+
+    def leave(self, slot: int, prompt: int, columns: int, written: np.ndarray | None = None) -> None:
+        """The row of the slot has ended: its blocks are free, but for a prompt that siblings still need. They can be
+        found by the tokens `written`, if given."""
+        findable = written is not None and self._is_current(slot)
+        chain, key, blocks = self._device.take_back(slot), self._key(slot, prompt), self._device.of(slot)
+        if chain is None:
+            return
+        if findable:
+            blocks.seal(chain, written, self._device.sampler.version)
+        if self._writer.get(key) == slot:
+            del self._writer[key]
+            needed = columns and self._siblings(prompt) and not self._table.recurrent
+            # A copy for the last block would have no row to go to.
+            if needed and not blocks.roll_back(chain, columns):
+                self._orphans[key] = chain
+                return
+        blocks.close(chain)
+
+    def park(self, slot: int, prompt: int, tokens: np.ndarray) -> None:
+        """The row of the slot loses its blocks; `tokens` are those that it has written."""
+        device, key = self._device, self._key(slot, prompt)
+        current = self._is_current(slot)
+        chain = device.take_back(slot)
+        if self._writer.get(key) == slot:
+            del self._writer[key]
+        if chain is None:
+            return
+        if current:
+            device.of(slot).seal(chain, tokens, device.sampler.version)
+        device.of(slot).close(chain)
+
+    def _is_current(self, slot: int) -> bool:
+        """Whether what the blocks of a row hold is complete and of the present weights alone."""
+        device = self._device
+        same = device.version[slot] == device.sampler.version
+        return same and not self._table.recurrent and device.is_written(slot)
+
+    def drop(self, shard: int) -> bool:
+        """Gives up prompts that are kept for rows of the queue; whether there were any."""
+        keys = [key for key in self._orphans if key[0] == shard]
+        for key in keys:
+            self._device.blocks[shard].close(self._orphans.pop(key))
+        return bool(keys)
+
+    def forget(self) -> None:
+        """The weights have changed: rows of the queue start with their own prompt."""
+        for shard in range(self._device.shards):
+            self.drop(shard)
+        self._writer.clear()

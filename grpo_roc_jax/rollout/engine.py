@@ -17,11 +17,10 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import process_mesh
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.programs import ProgramCost, SamplerPrograms
+from grpo_roc_jax.rollout.programs import ProgramCost, SamplerPrograms, SharedPrograms
 from grpo_roc_jax.rollout.publish import Publisher, SamplerParams, sampler_config
 from grpo_roc_jax.rollout.records import RolloutStats, RowEnvironment, RunOptions
 from grpo_roc_jax.rollout.scheduler import Scheduler
-from grpo_roc_jax.rollout.shared_programs import SharedPrograms
 from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.types import RolloutRequest, Trajectory
 
@@ -39,14 +38,14 @@ def make_engine(
     """An engine for one set of shapes; programs are compiled by `warmup` or at first use, and counted.
 
     Args:
-        model_config: With `vocab_size` resolved.
-        rollout_config: See there.
-        sampling_config: See there.
+        model_config: The model, with `vocab_size` resolved.
+        rollout_config: Slots, limits and the cache.
+        sampling_config: Temperature and truncation.
         stop_ids: Token ids that end a turn.
         mesh: Slots are split over its data and fsdp axes, heads over tensor; only devices of this process are used,
             or of those that it samples with, since tools finish at different times in different processes. None: one
             device.
-        seed: Of the run.
+        seed: The seed of the run.
         vocab_size: Ids the tokenizer knows; padding rows at the end of the embedding are never drawn. None: all.
 
     Raises:
@@ -143,7 +142,7 @@ class Engine:
         """(name, program) of the weight sync and of the largest programs of sampling, from shapes alone.
 
         Args:
-            params: Of the policy, leaves of shape, dtype and sharding.
+            params: The parameters of the policy as leaves of shape, dtype and sharding.
         """
         yield from self._publisher.lower(params)
         for call in self.programs.largest(self.published_like(params)):
@@ -160,9 +159,9 @@ class Engine:
         the first ones and kept until `release`.
 
         Args:
-            sampler: From `publish`.
-            requests: Rendered: with the token ids of their prompts.
-            environment: Of these rollouts, which it numbers from 0.
+            sampler: What `publish` returned.
+            requests: Rendered requests, which have the token ids of their prompts.
+            environment: The environment of these rollouts, which it numbers from 0.
             options: Step, purpose, display and cancel policy; those of a training step 0 by default.
 
         Returns:
@@ -182,8 +181,8 @@ class Engine:
     def advance(self, timeout_s: float = math.inf) -> list[tuple[int, Trajectory]]:
         """(ticket, trajectory) of the rollouts that have finished; works until there are some, the time is over or
         nothing is left."""
-        found, self._finished = self._finished, []
-        return found if found or self._running is None else self._running.advance(timeout_s)
+        finished, self._finished = self._finished, []
+        return finished if finished or self._running is None else self._running.advance(timeout_s)
 
     def cancel(self, ticket: int) -> None:
         """Ends a rollout; `advance` returns it with stop `cancelled`."""
@@ -235,16 +234,16 @@ class Engine:
         if scheduler.device.sampler is not sampler:
             scheduler.adopt(sampler)
         tickets = scheduler.submit(requests, environment, options or RunOptions())
-        found: dict[int, Trajectory] = {}
-        while len(found) < len(tickets):
+        trajectories: dict[int, Trajectory] = {}
+        while len(trajectories) < len(tickets):
             for ticket, trajectory in scheduler.advance():
                 if ticket in tickets:
-                    found[ticket] = trajectory
+                    trajectories[ticket] = trajectory
                 else:
                     self._finished.append((ticket, trajectory))
         scheduler.count_into(before)
         stats.compilations = self.programs.compilations - compiled
-        return [found[ticket] for ticket in tickets], stats
+        return [trajectories[ticket] for ticket in tickets], stats
 
 
 def check_requests(requests: Sequence[RolloutRequest], config: RolloutConfig, vocab_size: int) -> None:

@@ -4,12 +4,16 @@ Every call goes through a table of executables. A program that is missing there 
 `compilations`, so no compilation goes unnoticed. On a mesh each data shard runs on its own slots, by `shard_map` over
 the row axes: there are no collectives between shards, and each shard leaves a chunk when its own rows have stopped. XLA
 partitions the heads.
+
+`SharedPrograms` run over the devices of several processes, one of which leads. Every call of a program passes `_run`,
+with its arrays still on the host. The leader sends the call to the others first, and each of these makes it with its
+own part of the weights, the pool and the slots. Reports are replicated, so the leader reads its own copy.
 """
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -39,8 +43,8 @@ from grpo_roc_jax.model.pool import (
     tile_width,
     token_places,
 )
-from grpo_roc_jax.model.sharding import SLOTS, platform_of
-from grpo_roc_jax.model.transformer import Params, compute_dtype, layer_shapes, layers_with
+from grpo_roc_jax.model.sharding import SLOTS, place_host, platform_of
+from grpo_roc_jax.model.transformer import Params, compute_dtype, layer_weights
 from grpo_roc_jax.rollout.by_layer import Part, Parts, append_by_layer, copy_by_layer, decode_by_layer
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.decode import (
@@ -69,18 +73,10 @@ def first_calls(lengths: tuple[int, ...]) -> tuple[int, ...]:
     many tokens in least time, if a call of n takes as long as n + `CALL_TOKENS`."""
     times, firsts = [0], [0]
     for tokens in range(1, 2 * lengths[-1] + 1):
-        taken = {n: n + CALL_TOKENS + times[max(0, tokens - n)] for n in reversed(lengths)}
-        firsts.append(min(taken, key=taken.__getitem__))
-        times.append(taken[firsts[-1]])
+        time_of = {n: n + CALL_TOKENS + times[max(0, tokens - n)] for n in reversed(lengths)}
+        firsts.append(min(time_of, key=time_of.__getitem__))
+        times.append(time_of[firsts[-1]])
     return tuple(firsts)
-
-
-def layer_weights(config: ModelConfig) -> float:
-    """Weights of a layer that a token is multiplied with, on average."""
-    shapes, experts = layer_shapes(config), config.experts
-    share = experts.per_token / experts.count if experts.count else 1.0
-    weights = {name: math.prod(shape) * (share if "experts" in axes else 1) for name, (shape, axes) in shapes.items()}
-    return sum(len(layers_with(name, config)) * size for name, size in weights.items()) / config.layers
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ class ProgramCost:
 
     name: str
     seconds: float
-    """To trace, lower and compile."""
+    """Seconds that tracing, lowering and compiling took."""
     temp_bytes: int
     """Scratch memory of a call per device. If it exceeds the size of the cache, a donation did not take effect."""
     cache_bytes: int = 0
@@ -102,7 +98,7 @@ def program_cost(name: str, started_s: float, executable: jax.stages.Compiled, c
     """The cost of a program just compiled.
 
     Args:
-        name: For tables.
+        name: The name of the program in tables.
         started_s: `time.perf_counter()` before it was lowered or compiled.
         executable: Gives its memory; 0 if the backend does not report it.
         cache_bytes: See `ProgramCost`.
@@ -178,7 +174,7 @@ class SamplerPrograms:
         sharable = -(-per_shard // 4) * ((rollout.max_prompt_tokens - 1) // rollout.block)
         sharable = min(sharable, blocks // 2) if on_cpu and per_shard > 1 else 0
         self.largest_size = PoolSize(blocks, rollout.block, per_shard, sharable)
-        """Of the pool of a shard; see `grow`."""
+        """The largest size that the pool of a shard can reach; see `grow`."""
         self._grown = 0
         parts = {-(-per_shard // part) for part in rollout.narrow}
         self.widths = (*sorted(width for width in parts if 4 <= width < per_shard), per_shard)
@@ -238,8 +234,8 @@ class SamplerPrograms:
         dtype, attends = compute_dtype(model), model.attends.index(True)
 
         def make() -> BlockPool:
-            whole = allocate(model, size, dtype, orders, self.shards)
-            return whole.replace(layers=(whole.layers[attends],), recurrent=())
+            pool = allocate(model, size, dtype, orders, self.shards)
+            return pool.replace(layers=(pool.layers[attends],), recurrent=())
 
         pool = self._run(ProgramCall(("timed pool", orders), make, (), (), self._rows(0)))
         q = self.place(np.zeros((slots, 1, model.heads, model.head_dim), dtype), *self._rows(0))
@@ -293,7 +289,7 @@ class SamplerPrograms:
 
     @property
     def size(self) -> PoolSize:
-        """Of the pool of a shard, as it is allocated now."""
+        """The size of the pool of a shard, as it is allocated now."""
         return self._sizes[self._grown] if self.rollout.kv_start else self.largest_size
 
     @cached_property
@@ -546,3 +542,43 @@ class SamplerPrograms:
             return pin(result, out)
 
         return run
+
+
+class SharedPrograms(SamplerPrograms):
+    """Programs on a mesh of several processes."""
+
+    send: Callable[[tuple], None] | None = None
+    """Takes (key, host arrays) of each call while this process leads; None while all make the same calls by themselves,
+    as for `warmup`."""
+
+    def place(self, value: np.ndarray, *spec: Any) -> np.ndarray:
+        """The array itself: `_run` places it when it has been sent."""
+        return value
+
+    def _run(self, call: ProgramCall) -> Any:
+        if self.send is not None:
+            self.send((call.key, [value for value in call.arguments if isinstance(value, np.ndarray)]))
+        pairs = zip(call.arguments, call.specs, strict=True)
+        placed = (
+            place_host(value, NamedSharding(self.mesh, spec)) if isinstance(value, np.ndarray) else value
+            for value, spec in pairs
+        )
+        return super()._run(replace(call, arguments=tuple(placed)))
+
+    def repeat(self, params: Params, calls: Iterable[tuple[tuple, list[np.ndarray]]]) -> None:
+        """Makes the calls that the leader sent."""
+        pool = slots = None
+        for (name, *sizes), arrays in calls:
+            if name == "allocate":
+                pool = None  # the pool before is freed first
+                pool = self.new_pool()
+            elif name == "slots":
+                slots = self.new_slots()
+            elif name == "grow":
+                pool = self.grow(pool)
+            elif name == "append":
+                pool = (self.append if len(sizes) == 2 else self.append_packed)(params, pool, *arrays)
+            elif name == "copy":
+                pool = self.copy(pool, *arrays)
+            else:
+                pool, slots, _ = self.decode(params, pool, slots, *arrays, width=sizes[0])

@@ -111,8 +111,8 @@ def layer_arguments(layers: Params, config: ModelConfig) -> Iterator[tuple[dict[
         return
     places = {name: layers_with(name, config) for name in layers}
     for i in range(config.layers):
-        held = {name: leaf for name, leaf in layers.items() if i in places[name]}
-        yield held, np.array([places[name].index(i) for name in sorted(held)], np.int32)
+        weights = {name: leaf for name, leaf in layers.items() if i in places[name]}
+        yield weights, np.array([places[name].index(i) for name in sorted(weights)], np.int32)
 
 
 def unstack(params: Params, config: ModelConfig, form: Published = PLAIN) -> Params:
@@ -126,8 +126,8 @@ def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = ()
     """Heads, hidden width or experts, and vocabulary are split over `tensor` if it divides them; replicated otherwise.
 
     Args:
-        config: Of the model.
-        mesh: Of the sampler.
+        config: The configuration of the model.
+        mesh: The mesh of the sampler.
         pairs: Names of additional low-rank leaves; they are small and replicated.
         weights: See `Published`.
     """
@@ -358,9 +358,9 @@ class Publisher:
             yield "weight_sync/1", self._move_ends.lower(split_ends(params))
             arguments = [*layer_arguments(params["layers"], self._config)]
             for move in dict.fromkeys(self._moves):
-                own = [of for of, other in zip(arguments, self._moves, strict=True) if other is move]
-                leaves, at = own[0]
-                yield f"weight_sync/{len(own)}", move.lower(leaves, jax.tree.map(partial(self._like, leaves), at))
+                alike = [of for of, other in zip(arguments, self._moves, strict=True) if other is move]
+                leaves, at = alike[0]
+                yield f"weight_sync/{len(alike)}", move.lower(leaves, jax.tree.map(partial(self._like, leaves), at))
         with jax.default_matmul_precision("highest"):
             yield "weight_check_trainer", self._training.lower(params, self._like(params, tokens))
             yield "weight_check_sampler", self._sampling.lower(published, self._like(published, tokens))

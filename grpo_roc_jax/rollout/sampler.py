@@ -17,10 +17,9 @@ from jax.sharding import Mesh
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import Params
-from grpo_roc_jax.rollout.collect import with_tools
+from grpo_roc_jax.rollout.collect import EpisodeSource, collect_episodes, with_tools
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import Engine, make_engine
-from grpo_roc_jax.rollout.episode_rows import EpisodeSource, collect_episodes
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
@@ -57,13 +56,13 @@ class Sampler:
         Args:
             model: The shape of the policy, with `vocab_size` set to at least that of the tokenizer.
             params: Its weights: those of a learner, of `load_params`, or of `init_params`.
-            tokenizer: From `load_tokenizer`.
+            tokenizer: What `load_tokenizer` returned.
             tools: The functions that the policy may call; by default those that `limits` enables, the Python tool
                 among them.
             rollout: Rows at a time, and the most tokens of a prompt, of a response and of turns.
             sampling: Temperature and the like.
             text: The chat template, the system text, and how observations are cut.
-            limits: Of the executor: processes, seconds, memory, isolation.
+            limits: The limits of the executor: processes, seconds, memory, isolation.
             mesh: The devices that slots and heads are divided over; by default the first one.
             seed: Random keys of tokens derive from it, from the step, the problem's place and the sample.
 
@@ -99,9 +98,9 @@ class Sampler:
         """A sampler of parts that the caller has made, with no weights yet.
 
         Args:
-            engine: From `make_engine`.
-            chat: Of the engine's stop ids.
-            executor: Started; None where nothing calls tools.
+            engine: What `make_engine` returned.
+            chat: A chat format with the engine's stop ids.
+            executor: A started executor, or None where nothing calls tools.
             episodes: Environments of the user's, which answer the policy; None where tools alone do.
             agents: `serving.agent_runs.AgentRuns`, whose programs ask the policy; None without.
         """
@@ -126,7 +125,7 @@ class Sampler:
         """Samples with these parameters from now on; rollouts in flight go on with them.
 
         Args:
-            params: Of the policy, in the layout of the trainer.
+            params: The parameters of the policy, in the layout of the trainer.
             version: Recorded with every token that they draw: the number of updates behind them.
 
         Raises:
@@ -147,7 +146,7 @@ class Sampler:
         Args:
             requests: At least one; requests of one call differ in `place` or in their samples.
             options: Step, purpose and display; those of training step 0 by default.
-            weights: From `engine.publish`; those of the last `publish` by default.
+            weights: What `engine.publish` returned; those of the last `publish` by default.
 
         Raises:
             ValueError: Nothing was published, or a prompt is too long.

@@ -7,35 +7,216 @@ and leave as they finish; `adopt` changes the weights between two chunks.
 
 A row takes blocks as it grows. If there are none left, the row that came last gives up its own: it is parked, keeps its
 slot and its tokens, and is written again when there is room. The oldest row is never parked, so one always goes on.
+
+`Admission` is the queue: free slots go to rows in order, rows of one prompt together, if the cache has room for what is
+expected of them (`Lengths`). The head of the queue is never skipped, so a long row waits for room but does not starve.
 """
 
 import logging
 import time
+from bisect import bisect_right, insort
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grpo_roc_jax.rollout.admission import Admission, Lengths, expand
-from grpo_roc_jax.rollout.blocks import Full
+from grpo_roc_jax.rollout.config import NoStepLimit, RolloutConfig
 from grpo_roc_jax.rollout.decode import ChunkReport
-from grpo_roc_jax.rollout.device_rows import DeviceRows, Write
+from grpo_roc_jax.rollout.device_rows import DeviceRows, Prompts, Write
 from grpo_roc_jax.rollout.programs import SamplerPrograms
-from grpo_roc_jax.rollout.prompts import Prompts
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import Finish, RolloutStats, RowEnvironment, RunOptions, TurnEnd, TurnReason
-from grpo_roc_jax.rollout.resume import awaits_observation, starting_point
-from grpo_roc_jax.rollout.submission import Row, RowSubmission
-from grpo_roc_jax.rollout.table import FREE, SlotTable
+from grpo_roc_jax.rollout.table import FREE, Full, SlotTable, awaits_observation, starting_point
 from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
+
+
+def expand(
+    requests: Sequence[RolloutRequest], step: int, budget: int, temperature: float
+) -> tuple[list[RolloutRequest], list[int]]:
+    """(a request for each single rollout, in order, with what it names not filled in; the number of its prompt).
+
+    Rows of one problem in one step have the same number where their prompts are equal: the engine writes that prompt
+    once and copies it to the others.
+
+    Args:
+        requests: Rendered requests.
+        step: The step of requests that name none; see `RunOptions.key_step`.
+        budget: The token budget of requests that name none.
+        temperature: The temperature of requests that name none.
+    """
+    rows: list[RolloutRequest] = []
+    prompts: list[int] = []
+    numbers: dict[tuple[int, int, bytes], int] = {}
+    for request in requests:
+        known = step if request.step is None else request.step
+        number = numbers.setdefault((known, request.place, request.prompt.tobytes()), len(numbers))
+        limit = budget if request.budget is None else request.budget
+        heat = temperature if request.temperature is None else request.temperature
+        single = replace(request, count=1, step=known, budget=limit, temperature=heat)
+        rows += [replace(single, first_sample=i) for i in request.samples]
+        prompts += [number] * request.count
+    return rows, prompts
+
+
+RESERVE = 0.35
+"""Share of a row's expected further tokens that is kept free for it. In simulated hours with the lengths of GRPO-RoC
+this holds twice the rows of whole reservations, and 1 % of the tokens are written again; without any, half are."""
+REMEMBERED = 1024
+"""Finished rows whose lengths are remembered."""
+
+
+class Lengths:
+    """What the finished rows say about the length of a row that has reached some length."""
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def add(self, length: int) -> None:
+        self._recent.append(length)
+        insort(self._sorted, length)
+        if len(self._recent) > REMEMBERED:
+            del self._sorted[bisect_right(self._sorted, self._recent.popleft()) - 1]
+
+    def reserved(self, length: np.ndarray, total: np.ndarray) -> np.ndarray:
+        """Tokens to keep room for, of rows with these lengths that end at `total` at the latest: the length and a share
+        of what is expected to follow. Rows longer than all others are expected to reach their end."""
+        known = np.asarray(self._sorted, np.float64)
+        longer = np.append(np.cumsum(known[::-1])[::-1], 0.0)
+        first = np.searchsorted(known, length, side="right")
+        count = len(known) - first
+        expected = np.where(count > 0, longer[first] / np.maximum(count, 1), total)
+        return length + np.ceil(RESERVE * np.maximum(np.minimum(expected, total) - length, 0)).astype(np.int64)
+
+
+class Admission:
+    """The queue of rows that have no slot yet. Every data shard has a group of its own to take rows from."""
+
+    def __init__(self, shards: int):
+        self._unopened: deque[deque[int]] = deque()
+        self._open: list[deque[int]] = [deque() for _ in range(shards)]
+        self._prompt_of: dict[int, int] = {}
+        self._siblings: Counter[int] = Counter()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._prompt_of)
+
+    def extend(
+        self, tickets: Sequence[int], rows: Sequence[RolloutRequest], prompts: Sequence[int], *, longest_first: bool
+    ) -> None:
+        """Appends rows.
+
+        Args:
+            tickets: The tickets of the rows.
+            rows: One rollout each; see `expand`.
+            prompts: Numbers of their prompts, which no earlier row has.
+            longest_first: Order the new prompts by decreasing remaining length instead of by arrival.
+        """
+        siblings: dict[int, deque[int]] = {}
+        for ticket, prompt in zip(tickets, prompts, strict=True):
+            siblings.setdefault(prompt, deque()).append(ticket)
+        order = list(siblings.values())
+        if longest_first:
+            # What is left to sample at most: rows that continue a prefix or an earlier step have less to do.
+            left = {ticket: row.budget - row.begun for ticket, row in zip(tickets, rows, strict=True)}
+            order.sort(key=lambda members: -max(left[ticket] for ticket in members))
+        self._unopened.extend(order)
+        self._prompt_of |= zip(tickets, prompts, strict=True)
+        self._siblings.update(prompts)
+
+    def siblings(self, prompt: int) -> int:
+        """Rows of a prompt that are still in the queue."""
+        return self._siblings[prompt]
+
+    def take(self, shard: int, fits: Callable[[int], bool]) -> int | None:
+        """The next row for a free slot of `shard`; None if the queue is empty or the row does not fit.
+
+        Rows of the prompt that the shard has opened come first, then those of a new prompt. When all prompts are open,
+        the shard takes a row from the shard with most left, and its prompt is written once more.
+        """
+        queue = self._open[shard]
+        while not queue and self._unopened:  # one whose rows were all withdrawn is empty
+            queue = self._open[shard] = self._unopened.popleft()
+        queue = queue or max(self._open, key=len)
+        if not queue or not fits(queue[0]):
+            return None
+        ticket = queue.popleft()
+        self._leave(ticket)
+        return ticket
+
+    def withdraw(self, ticket: int) -> bool:
+        """Takes a row that was not admitted out of the queue; False if it is not in the queue."""
+        if ticket not in self._prompt_of:
+            return False
+        next(queue for queue in (*self._open, *self._unopened) if ticket in queue).remove(ticket)
+        self._leave(ticket)
+        return True
+
+    def _leave(self, ticket: int) -> None:
+        prompt = self._prompt_of.pop(ticket)
+        self._siblings[prompt] -= 1
+        if not self._siblings[prompt]:
+            del self._siblings[prompt]
+
+    def left(self) -> list[int]:
+        """Tickets of the rows in the queue, ascending."""
+        return sorted(self._prompt_of)
+
+
+class RowSubmission:
+    """What the rows of one `submit` have in common. Its environment numbers them from 0."""
+
+    def __init__(
+        self, environment: RowEnvironment, options: RunOptions, config: RolloutConfig, tickets: range, now_s: float
+    ):
+        self.environment, self.progress, self.tickets = environment, options.progress, tickets
+        self.find_stop: Callable[[int, np.ndarray, np.ndarray], int | None] | None
+        self.find_stop = getattr(environment, "find_stop", None)
+        self.goes_on: Callable[[int, np.ndarray], bool] | None = getattr(environment, "goes_on", None)
+        self.completed: Callable[[int, Trajectory], Trajectory] | None = getattr(environment, "completed", None)
+        self.seated: Callable[[int, int], None] | None = getattr(environment, "seated", None)
+        self.drawn: Callable[[int, np.ndarray, np.ndarray], None] | None = getattr(environment, "drawn", None)
+        self.keep_cache = options.keep_cache
+        self.cancel_policy = options.cancel_policy if config.early_exit else None
+        self.before_chunk = options.before_chunk or (lambda: None)
+        self.step_limit = config.step_limit if options.purpose == "train" else NoStepLimit()
+        self.started_s, self.rounds, self.left = now_s, 0, len(tickets)
+
+    def show(self, table: SlotTable, tokens: int) -> None:
+        """Updates the progress display."""
+        if self.progress is not None:
+            mine = (table.row >= self.tickets.start) & (table.row < self.tickets.stop)
+            self.progress.update(
+                live=int((mine & table.live).sum()),
+                waiting=int((mine & table.waiting).sum()),
+                done=len(self.tickets) - self.left,
+                total=len(self.tickets),
+                tokens=tokens,
+            )
+
+
+@dataclass(eq=False)
+class Row:
+    """An unfinished rollout."""
+
+    request: RolloutRequest
+    prompt: int
+    """Number of its prompt."""
+    submission: RowSubmission
+    index: int
+    """The number of the row in its submission."""
+    slot: int = FREE
+
 
 log = logging.getLogger(__name__)
 POLL_S = 1.0
 """Longest single wait for tools; deadlines are checked in between."""
 SHARED_POLL_S = 0.01
-"""The same where several environments may answer."""
+"""Longest single wait for tools where several environments may answer."""
 
 
 class Scheduler:
@@ -62,7 +243,7 @@ class Scheduler:
         self.stats = RolloutStats()
         self.shard_tokens = np.zeros(self.shards, np.int64)
         self.device = DeviceRows(programs, config, sampler, self.table, self.stats)
-        self.prompts = Prompts(self.device, self.table, self.admission, self.stats)
+        self.prompts = Prompts(self.device, self.table, self.admission.siblings, self.stats)
 
     def submit(self, requests: Sequence[RolloutRequest], environment: RowEnvironment, options: RunOptions) -> range:
         """Tickets of the rollouts, request by request and sample by sample."""
@@ -166,13 +347,13 @@ class Scheduler:
         start = time.perf_counter()
         longest = POLL_S if len(self.submissions) == 1 else SHARED_POLL_S
         timeout = max(0.0, min(longest, self._until_deadline(), until_s - start)) if idle else 0.0
-        found = [(s, index, answer) for s in self.submissions for index, answer in s.environment.poll(timeout)]
+        answers = [(s, index, answer) for s in self.submissions for index, answer in s.environment.poll(timeout)]
         seconds = time.perf_counter() - start
         if idle:
             self.stats.tool_wait_s += seconds
         else:
             self.stats.environment_s += seconds
-        for submission, index, answer in found:
+        for submission, index, answer in answers:
             row = self.rows.get(submission.tickets[index])
             if row is None or row.slot == FREE or not table.waiting[row.slot]:
                 continue
@@ -202,14 +383,14 @@ class Scheduler:
 
     # Ends of turns and rows.
 
-    def _end_turn(self, slot: int, found: bool) -> None:
+    def _end_turn(self, slot: int, at_stop_text: bool) -> None:
         """Hands the turn of a stopped row to its environment."""
         table = self.table
         turn, row = table.end_turn(slot), self.rows[int(table.row[slot])]
         reason: TurnReason = "turn_length"
         if turn.end >= table.total[slot]:
             reason = "length"
-        elif found or self.is_stop[table.tokens[slot, turn.end - 1]]:
+        elif at_stop_text or self.is_stop[table.tokens[slot, turn.end - 1]]:
             reason = "stop"
         span = slice(turn.start, turn.end)
         ended = TurnEnd(
@@ -238,8 +419,8 @@ class Scheduler:
         table, ticket = self.table, int(self.table.row[slot])
         row = self.rows[ticket]
         trajectory = table.trajectory(slot, row.request, stop, time.perf_counter())
-        kept = trajectory.tokens[:-1] if row.submission.keep_cache else None
-        self.prompts.leave(slot, row.prompt, len(row.request.prompt) - 1, kept)
+        written = trajectory.tokens[:-1] if row.submission.keep_cache else None
+        self.prompts.leave(slot, row.prompt, len(row.request.prompt) - 1, written)
         table.free(slot)
         row.slot = FREE
         self.lengths.add(trajectory.length)
@@ -328,11 +509,11 @@ class Scheduler:
             return
         table, self.may_admit = self.table, False
         for shard in sorted(range(self.shards), key=lambda shard: self.device.blocks[shard].used):
-            own = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
-            parked = own[table.parked[own] & ~table.waiting[own]]
+            slots = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
+            parked = slots[table.parked[slots] & ~table.waiting[slots]]
             if not all(map(self._seat_again, parked[np.argsort(table.row[parked])].tolist())):
                 continue
-            for slot in own[table.row[own] == FREE].tolist():
+            for slot in slots[table.row[slots] == FREE].tolist():
                 ticket = self.admission.take(shard, self._fitting(shard))
                 if ticket is None:
                     break
@@ -351,23 +532,23 @@ class Scheduler:
     def _fits(self, shard: int, prompt: int, length: int, total: int) -> bool:
         """Whether there is room for a row with `length` tokens, beside what is expected of the rows of the shard."""
         table, blocks = self.table, self.device.blocks[shard]
-        own = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
-        own = own[table.occupied[own] & ~table.parked[own]]
-        lengths, totals = (np.append(of[own], one) for of, one in ((table.length, length), (table.total, total)))
+        seated = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
+        seated = seated[table.occupied[seated] & ~table.parked[seated]]
+        lengths, totals = (np.append(of[seated], new) for of, new in ((table.length, length), (table.total, total)))
         reserved = np.minimum(np.maximum(self.lengths.reserved(lengths, totals), lengths + self.device.ahead), totals)
         need = -(-reserved // blocks.size)
-        need[:-1] -= self.device.room()[own] // blocks.size
+        need[:-1] -= self.device.room()[seated] // blocks.size
         wanted = int(np.maximum(need, 0).sum())
-        if wanted <= blocks.free + self.prompts.kept(shard, prompt):
+        if wanted <= blocks.free + self.prompts.reserved(shard, prompt):
             return True
-        if not len(own):
+        if not len(seated):
             self.prompts.drop(shard)
             return True
-        while wanted > blocks.free + self.prompts.kept(shard, prompt) and self.device.enlarge():
+        while wanted > blocks.free + self.prompts.reserved(shard, prompt) and self.device.enlarge():
             pass
-        if wanted > blocks.free + self.prompts.kept(shard, prompt):
+        if wanted > blocks.free + self.prompts.reserved(shard, prompt):
             self.prompts.drop(shard)
-        return wanted <= blocks.free + self.prompts.kept(shard, prompt)
+        return wanted <= blocks.free + self.prompts.reserved(shard, prompt)
 
     def _occupy(self, slot: int, ticket: int) -> None:
         """Gives a slot to a row of the queue, and starts it."""
@@ -376,7 +557,7 @@ class Scheduler:
         row.slot = slot
         seated = self._seat(slot, again=False)
         if row.request.resume is not None and awaits_observation(row.request.resume):
-            self._end_turn(slot, found=True)
+            self._end_turn(slot, at_stop_text=True)
         elif seated:
             self.table.go(slot, self.config.max_turn_tokens)
 
@@ -426,7 +607,7 @@ class Scheduler:
     def _ensure(self, slot: int, columns: int) -> bool:
         """Room for that many columns of a row, if need be from younger rows; False if it is parked itself."""
         table, shard = self.table, slot // self.per_shard
-        own = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
+        slots = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
         while True:
             try:
                 self.device.grow(slot, columns)
@@ -434,7 +615,7 @@ class Scheduler:
             except Full:
                 if self.device.enlarge() or self.prompts.drop(shard):
                     continue
-                seated = own[table.occupied[own] & ~table.parked[own]]
+                seated = slots[table.occupied[slots] & ~table.parked[slots]]
                 youngest = int(seated[np.argmax(table.row[seated])])
                 self.stats.evictions += 1
                 self._park(youngest, int(table.length[youngest]) - 1)
@@ -461,22 +642,22 @@ class Scheduler:
         drew = count > 0
         self.shard_tokens += count.reshape(self.shards, -1).sum(axis=1)
         self.stats.sampled_tokens += int(count.sum())
-        found = self._stop_texts(np.flatnonzero(drew), count)
+        at_stop_text = self._stop_texts(np.flatnonzero(drew), count)
         last = table.tokens[np.arange(len(count)), np.maximum(table.length - 1, 0)]
         stopped = drew & ((table.length >= table.limit) | self.is_stop[last])
-        stopped[list(found)] = True
+        stopped[list(at_stop_text)] = True
         for slot in np.flatnonzero(drew).tolist():
             row, span = self.rows[int(table.row[slot])], slice(before[slot], table.length[slot])
             if row.submission.drawn is not None:
                 row.submission.drawn(row.index, table.tokens[slot, span].copy(), table.logprobs[slot, span].copy())
         for slot in np.flatnonzero(stopped & (table.length < table.limit)).tolist():
-            if slot not in found and self._goes_on(slot):
+            if slot not in at_stop_text and self._goes_on(slot):
                 stopped[slot] = False
                 table.go(slot, self.config.max_turn_tokens)
         for slot in np.flatnonzero(stopped).tolist():
             # The end of a row before it in this loop may have cancelled this one.
             if table.live[slot]:
-                self._end_turn(slot, found=slot in found)
+                self._end_turn(slot, at_stop_text=slot in at_stop_text)
 
     def _goes_on(self, slot: int) -> bool:
         """Whether the stop id that a row drew is part of its turn."""
@@ -486,7 +667,7 @@ class Scheduler:
 
     def _stop_texts(self, slots: np.ndarray, count: np.ndarray) -> set[int]:
         """Rows whose stop text ended in this chunk; they are rolled back to its end."""
-        table, found = self.table, set()
+        table, ended = self.table, set()
         for slot in slots.tolist():
             row = self.rows[int(table.row[slot])]
             if row.submission.find_stop is None:
@@ -501,9 +682,9 @@ class Scheduler:
                     f"find_stop kept {keep} of {drawn} new tokens; a stop text ends among the new tokens, so it must "
                     f"return 1 to {drawn}, or None"
                 )
-            found.add(slot)
+            ended.add(slot)
             table.roll_back(slot, drawn - keep)
             self.stats.sampled_tokens -= drawn - keep
             self.shard_tokens[slot // self.per_shard] -= drawn - keep
             self.stats.dropped_tokens += drawn - keep
-        return found
+        return ended

@@ -1,7 +1,7 @@
-"""What the update keeps and how many rows a call of it takes, where the settings leave that open.
+"""Chooses what the update keeps in memory and how many rows a call of it takes, where the settings leave this open.
 
-What is chosen is written to the run's directory, and a run that goes on takes it from there: each of these changes the
-order of sums, so that a choice made anew would change the last digits.
+The choice is written to the run directory, and a resumed run reads it from there. A new choice could change the order
+of floating-point sums, and with it the last digits of the results.
 """
 
 import dataclasses
@@ -32,29 +32,29 @@ log = logging.getLogger(__name__)
 FILE = "choices.json"
 
 SPARE = 0.7
-"""Share of the memory that is free, or this process's already, which an update may be chosen to fill: the arithmetic is
-within a quarter of what was measured."""
+"""Share of the available memory (free, or already taken by this process) that an update may be chosen to fill. The
+estimate was within a quarter of what was measured."""
 
 NARROW = 256
-"""Width below which writing what is kept costs a CPU more than computing it again: measured 1.16 times the time at 128,
-0.83 times at 576; between them nothing was measured."""
+"""Model width below which storing activations costs a CPU more time than recomputing them: storing took 1.16 times as
+long at width 128 and 0.83 times at 576. Widths in between were not measured."""
 
 NEARLY = 1.03
-"""Of two numbers of rows whose times differ by less, the smaller one is taken."""
+"""Two numbers of rows whose times differ by less than this factor count as equal; the smaller one is taken."""
 
 STEP = 4
-"""Factor between the numbers of rows that are tried; each of them is a program to compile."""
+"""Factor between the numbers of rows that are tried. Each of them is a program to compile."""
 
 MOST_TOKENS = {"cpu": 4096}
-"""Tokens of a device in the largest call that is tried, by platform."""
+"""Most tokens per device in the largest call that is tried, by platform."""
 ELSEWHERE = 65536
 
 FREED = ("sampler", "cache")
-"""Parts of `memory_parts` that make room for the update, but on a CPU."""
+"""Parts of `memory_parts` that are freed for the update on accelerators."""
 
 
 def free_bytes(mesh: Mesh) -> float:
-    """Bytes that the parts of an update may take on a device of the mesh; 0 if nothing says how many there are."""
+    """Bytes that the parts of an update may take on a device of the mesh; 0 if the amount of memory is unknown."""
     if platform_of(mesh) != "cpu":
         return SPARE * (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", 0)
     meminfo = Path("/proc/meminfo")
@@ -66,7 +66,7 @@ def free_bytes(mesh: Mesh) -> float:
 
 
 def _cgroup_bytes() -> float:
-    """What is left of the limit of this process's container; infinite without one."""
+    """Bytes left under the memory limit of this process's container; infinite without a limit."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit, now = ((folder / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
@@ -76,8 +76,9 @@ def _cgroup_bytes() -> float:
 
 
 def update_bytes(config: Config, model: ModelConfig, mesh: Mesh) -> float:
-    """Bytes of a device during the update, by arithmetic: those that stay, and the gradients of a micro-batch besides
-    their sum. On a CPU what is freed stays with the process, and so does what compilation took."""
+    """Estimated bytes of a device during the update: what stays resident, plus the gradients of a micro-batch in
+    addition to their sum. On a CPU, freed memory stays with the process, and so does the memory that compilation
+    took."""
     on_cpu = platform_of(mesh) == "cpu"
     parts = memory_parts(config, dataclasses.replace(model, compute_dtype=compute_dtype(model).name), mesh)
     freed = () if on_cpu or config.rollout.step_limit.lag else FREED
@@ -86,9 +87,9 @@ def update_bytes(config: Config, model: ModelConfig, mesh: Mesh) -> float:
 
 
 def named_update(config: Config, model: ModelConfig, mesh: Mesh, room: float) -> UpdateConfig:
-    """The settings of the update with a number in `vocab_chunk` and without `auto` in `remat`: on a CPU the fastest
-    that fit `room` bytes. On accelerators, where nothing was timed, `attention` if that fits or if the room is unknown,
-    else `full`."""
+    """The update settings with a number for `vocab_chunk` and a definite value for `remat`. On a CPU these are the
+    fastest settings that fit into `room` bytes. On accelerators, where nothing was timed, `remat` is `attention` if
+    that fits or if the memory is unknown, else `full`."""
     update, on_cpu = config.update, platform_of(mesh) == "cpu"
     remats = (("none",) if on_cpu and room and model.d_model >= NARROW else ()) + (
         ("attention", "full") if room else ("attention",)
@@ -97,12 +98,16 @@ def named_update(config: Config, model: ModelConfig, mesh: Mesh, room: float) ->
     remats = remats if update.remat == "auto" else (update.remat,)
     chunks = (update.vocab_chunk,) if update.vocab_chunk else chunks
     tried = [dataclasses.replace(update, remat=remat, vocab_chunk=chunk) for remat in remats for chunk in chunks]
-    fits = (one for one in tried if update_bytes(dataclasses.replace(config, update=one), model, mesh) <= room)
+    fits = (
+        candidate
+        for candidate in tried
+        if update_bytes(dataclasses.replace(config, update=candidate), model, mesh) <= room
+    )
     return next(fits, tried[-1])
 
 
 def with_update(config: Config, model: ModelConfig, mesh: Mesh) -> Config:
-    """The configuration with what `named_update` chooses now, for an estimate."""
+    """The configuration with the update settings that `named_update` would choose now, for an estimate."""
     return dataclasses.replace(config, update=named_update(config, model, mesh, free_bytes(mesh)))
 
 
@@ -110,15 +115,15 @@ def with_update(config: Config, model: ModelConfig, mesh: Mesh) -> Config:
 
 
 def rows_of_a_step(config: Config, trajectories: int) -> int:
-    """Packed rows that an optimizer step is expected to have: trajectories half as long as they may be, rows nine
-    tenths full."""
+    """Expected number of packed rows of an optimizer step, for trajectories of half the allowed length in rows that are
+    90 % full."""
     tokens = trajectories * config.rollout.max_row_tokens / 2
     return max(1, math.ceil(tokens / (0.9 * config.batch.row_length)))
 
 
 def row_counts(config: Config, model: ModelConfig, mesh: Mesh, room: float, wanted: int) -> tuple[int, ...]:
-    """Numbers of rows to try, ascending: powers of `STEP` for each device, up to the first that holds `wanted` rows, as
-    far as they fit `room` bytes; the usual number if the room is unknown."""
+    """Numbers of rows to try, in ascending order: powers of `STEP` for each device, up to the first that holds `wanted`
+    rows, as far as they fit into `room` bytes. If the memory is unknown, only the usual number."""
     shards = row_shards(mesh)
     if not room:
         return (math.ceil(USUAL_ROWS / shards) * shards,)
@@ -138,21 +143,21 @@ def row_counts(config: Config, model: ModelConfig, mesh: Mesh, room: float, want
 
 
 def best_rows(seconds: dict[int, float], wanted: int) -> int:
-    """The number of rows a call with which `wanted` rows take the least time; a call with too few rows takes as long
-    as a full one."""
-    whole = {rows: math.ceil(wanted / rows) * took for rows, took in seconds.items()}
-    least = min(whole.values())
-    return min(rows for rows, took in whole.items() if took <= NEARLY * least)
+    """The number of rows per call that processes `wanted` rows in the least time. A partly filled call takes as long as
+    a full one."""
+    seconds_in_all = {rows: math.ceil(wanted / rows) * took for rows, took in seconds.items()}
+    least = min(seconds_in_all.values())
+    return min(rows for rows, took in seconds_in_all.items() if took <= NEARLY * least)
 
 
 def timed_rows(
     counts: tuple[int, ...], config: Config, model: ModelConfig, update: Callable[[int], UpdateConfig], mesh: Mesh
 ) -> dict[int, float]:
-    """Seconds of forward and backward through a few layers, for each number of rows; infinite where it fails. All
-    processes must call this together.
+    """Seconds of forward and backward passes through a few layers, for each number of rows; infinite where a call
+    fails. All processes must call this together.
 
-    The layers are those of one period of the model, under a small vocabulary: their products are most of an update,
-    and the others gain from more rows in the same way.
+    The layers are those of one period of the model, under a small vocabulary. Their matrix products are most of an
+    update, and the remaining layers gain from more rows in the same way.
     """
     kinds = (model.windows.every, len(model.windows.sizes), len(model.extras.rotary_layers))
     period = math.lcm(*(max(1, count) for count in kinds))
@@ -175,7 +180,7 @@ def timed_rows(
 
 
 def _drawn(rows: int, length: int, segment: int, mesh: Mesh) -> TrainBatch:
-    """One micro-batch of trajectories of one length, on the mesh."""
+    """One micro-batch of trajectories of one length, placed on the mesh."""
     shape = (rows, length)
     at = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
     numbers = np.zeros(shape, np.float32)
@@ -200,15 +205,17 @@ def _drawn(rows: int, length: int, segment: int, mesh: Mesh) -> TrainBatch:
 def choose(
     config: Config, model: ModelConfig, mesh: Mesh, trajectories: int, room: float
 ) -> tuple[dict[str, Any], list[str]]:
-    """(values for the settings that `left_open` names, but attention, lines for the log). All processes must call this
-    together.
+    """Chooses the settings that `left_open` names, except attention. All processes must call this together.
 
     Args:
-        config: Of the run, with a path of attention named.
-        model: With its vocabulary.
-        mesh: Of the update.
-        trajectories: Most trajectories of an optimizer step.
-        room: See `free_bytes`; the least of all processes.
+        config: Configuration of the run, with a definite attention path.
+        model: Model configuration with its vocabulary size resolved.
+        mesh: Mesh of the update.
+        trajectories: Largest number of trajectories of an optimizer step.
+        room: Bytes available, see `free_bytes`; the smallest value of all processes.
+
+    Returns:
+        (value of each chosen setting, lines for the log).
     """
     lines, chosen = [], {}
     if not config.batch.rows:
@@ -239,7 +246,7 @@ def choose(
 
 
 def with_choices(config: Config, chosen: dict[str, Any]) -> Config:
-    """The configuration with these settings in place of those that it leaves open."""
+    """The configuration with the chosen values filled in."""
     for name, value in chosen.items():
         section, item = name.split(".")
         part = dataclasses.replace(getattr(config, section), **{item: value})
@@ -248,7 +255,7 @@ def with_choices(config: Config, chosen: dict[str, Any]) -> Config:
 
 
 def recorded(run_dir: Path, about: str, names: set[str]) -> dict[str, Any] | None:
-    """What was chosen in this directory for the same shapes, if it has all of these settings."""
+    """The choice recorded in this directory for the same shapes; None unless it has all of the settings `names`."""
     try:
         before = json.loads((run_dir / FILE).read_text(encoding="utf-8"))[about]
         return {name: before[name] for name in sorted(names)}
@@ -257,7 +264,8 @@ def recorded(run_dir: Path, about: str, names: set[str]) -> dict[str, Any] | Non
 
 
 def record(run_dir: Path, about: str, chosen: dict[str, Any]) -> None:
-    """Adds a choice to those of the directory; those for other shapes stay, so that a run with stages has all."""
+    """Records a choice in the run directory. Choices for other shapes stay, so that a run with stages keeps one for
+    each."""
     path = run_dir / FILE
     try:
         before = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -270,7 +278,7 @@ def record(run_dir: Path, about: str, chosen: dict[str, Any]) -> None:
 
 
 def left_open(config: Config) -> set[str]:
-    """The settings whose values a run chooses at its first start."""
+    """Names of the settings whose values a run chooses at its first start."""
     auto = {"update.attention", "update.remat"} & {
         f"update.{name}" for name, value in vars(config.update).items() if value == "auto"
     }
@@ -279,7 +287,7 @@ def left_open(config: Config) -> set[str]:
 
 
 def about(config: Config, mesh: Mesh) -> str:
-    """The shapes that a choice is for."""
+    """A description of the shapes that a choice is made for."""
     mesh_shape = " x ".join(str(mesh.shape[axis]) for axis in mesh.axis_names)
     rows = f"{config.batch.rows} rows" if config.batch.rows else "rows"
     length, rank = config.batch.row_length, config.lora.rank

@@ -1,4 +1,5 @@
-"""From a configuration to the parts that training, evaluation and chat share, checked against each other."""
+"""Makes, from a configuration, the parts that training, evaluation and chat share, and checks them against
+each other."""
 
 import datetime
 import os
@@ -35,6 +36,7 @@ from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.pod.program_cache import keep_programs
 from grpo_roc_jax.pod.team import Team
 from grpo_roc_jax.record.run_dir import saved_settings
+from grpo_roc_jax.reward.config import EnvironmentReward
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.rollout.sampler import Sampler
@@ -47,7 +49,7 @@ from grpo_roc_jax.settings.installing import install_command
 from grpo_roc_jax.settings.secrets import HIDDEN, hides_something
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig, TokenizerFile
-from grpo_roc_jax.text.glue import published_template
+from grpo_roc_jax.text.dialogue_text import published_template
 from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.registry import BUILT_IN, Registry, default_registry
@@ -57,7 +59,7 @@ from grpo_roc_jax.worlds.worlds import WORLD_PREFIX
 
 
 def refuse_hidden(config: Config) -> None:
-    """Refuses settings from the files of a run in which a secret was hidden.
+    """Refuses settings that were read from the files of a run in which a secret was hidden.
 
     Raises:
         ConfigError: There are such settings; the message names them.
@@ -77,20 +79,20 @@ def make_parts(
     registry: Registry | None = None,
     processes: Processes | None = None,
 ) -> Iterator[tuple[PolicyModel, GroupSampler]]:
-    """(the model on its mesh, what samples and scores with it) of a configuration. The executor is started; it and the
-    scorer are closed when the block ends.
+    """Makes (the model on its mesh, the group sampler) from a configuration. Starts the executor; closes it and the
+    scorer at the end of the block.
 
         with make_parts(config) as (policy, sampling):
             sampler, scorer = sampling.sampler, sampling.scorer
 
     Args:
-        config: Of the run.
-        registry: Own tools instead of the built-in ones that `tools.enabled` names.
-        processes: Of the run, from `processes.joined`; by default this one alone.
+        config: Configuration of the run.
+        registry: Tools to use instead of the built-in ones that `tools.enabled` names.
+        processes: Processes of the run, from `processes.joined`; by default this process alone.
 
     Raises:
-        ConfigError: Parts that do not fit each other (vocabulary, mesh, slots), weights that cannot be read, a reward
-            function that cannot be used, an executor that does not start.
+        ConfigError: Parts do not fit each other (vocabulary, mesh, slots), weights cannot be read, a reward function
+            cannot be used, or an executor does not start.
     """
     refuse_hidden(config)
     keep_programs()
@@ -120,7 +122,8 @@ def make_parts(
 
 @contextmanager
 def serving_parts(config: Config) -> Iterator[tuple[PolicyModel, Sampler]]:
-    """(the model on its mesh, what samples with it) of `load.serving_settings`: no tool, environment or scorer is made.
+    """Makes (the model on its mesh, its sampler) for the settings that `load.serving_settings` returns. No tool,
+    environment or scorer is made.
 
     Raises:
         ConfigError: See `make_parts`.
@@ -142,14 +145,14 @@ def serving_parts(config: Config) -> Iterator[tuple[PolicyModel, Sampler]]:
 
 @config_errors()
 def make_registry(config: Config) -> Registry:
-    """The tools that the executor runs: those that `tools.enabled` names, or the environment's class `uses`; and the
-    functions of `world:functions` where it is a source.
+    """The tools that the executor runs: those that `tools.enabled` names or, with an environment, those in its class
+    attribute `uses`. A source `world:functions` adds its functions.
 
     Raises:
-        ConfigError: There is no such tool, or no such environment.
+        ConfigError: There is no such tool or environment.
     """
     if classes := find_environments(config):
-        return default_registry(dict.fromkeys(name for one in classes for name in getattr(one, "uses", ())))
+        return default_registry(dict.fromkeys(name for cls in classes for name in getattr(cls, "uses", ())))
     registry = default_registry(config.tools.enabled)
     sources = (*config.data.sources, *(source for _, source in map(split_name, config.data.eval_sources)))
     if not any(source.startswith(f"{WORLD_PREFIX}{FUNCTIONS}:") for source in sources):
@@ -158,30 +161,32 @@ def make_registry(config: Config) -> Registry:
 
 
 def find_environments(config: Config) -> tuple[type, ...]:
-    """The classes of environments; none where tools alone answer the policy.
+    """The environment classes; empty where tools alone answer the policy.
 
     Raises:
-        ValueError: One cannot be found, or its server does not answer.
+        ValueError: A class cannot be found, or its server does not answer.
     """
     return classes_of(config.environment.factories())
 
 
 @config_errors()
 def tool_schemas(config: Config, registry: Registry) -> list[dict[str, Any]]:
-    """The schemas of all tools that the policy may call.
+    """The JSON schemas of all tools that the policy may call.
 
     Raises:
-        ConfigError: A tool of the environment has none, or its rewards would not be used, or there are none.
+        ConfigError: A tool of the environment has no schema, rewards of the environment would not be used, or no
+            environment returns rewards although they are asked for.
     """
     classes, names = find_environments(config), config.reward.names
+    paid = any(isinstance(part, EnvironmentReward) for part in config.reward.functions)
     if not classes:
-        if "environment" in names and not isinstance(config.environment, AgentCommand):
+        if paid and not isinstance(config.environment, AgentCommand):
             raise ValueError("reward.functions environment without an environment that pays; name one in environment")
         return registry.schemas
     pay = [
-        one.__name__ for one in classes if getattr(one, "get_reward", Environment.get_reward) != Environment.get_reward
+        cls.__name__ for cls in classes if getattr(cls, "get_reward", Environment.get_reward) != Environment.get_reward
     ]
-    if pay and "environment" not in names:
+    if pay and not paid:
         raise ValueError(
             f"environment {pay[0]} has get_reward, but reward.functions = {', '.join(names)}; add environment to them"
         )
@@ -190,10 +195,10 @@ def tool_schemas(config: Config, registry: Registry) -> list[dict[str, Any]]:
 
 @config_errors()
 def make_episodes(config: Config, registry: Registry) -> Episodes | None:
-    """What runs the environments of the user's; None where tools alone answer the policy.
+    """What runs the user's environments; None where tools alone answer the policy.
 
     Raises:
-        ConfigError: Their class cannot be used, or not sent to where they run.
+        ConfigError: An environment class cannot be used, or cannot be sent to the workers that run it.
     """
     if not isinstance(config.environment, Hosted):
         return None
@@ -213,13 +218,13 @@ def make_agents(config: Config, chat: ChatFormat, engine: Engine) -> Any:
         from grpo_roc_jax.serving.agent_runs import AgentRuns
     except ImportError as error:
         raise ValueError(f"environment agent needs the extra serve ({error}); {install_command('serve')}") from error
-    pays = any(part.kind == "environment" for part in config.reward.functions)
+    pays = {part.part for part in config.reward.functions if isinstance(part, EnvironmentReward)}
     return AgentRuns(config.environment, chat, engine, config.longest_trajectory, pays)
 
 
 @config_errors()
 def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, ChatFormat, ModelConfig, Mesh, Engine]:
-    """The parts that start nothing, made and checked against each other; compiles nothing.
+    """Makes the parts that start no process and checks them against each other. Compiles nothing.
 
     Raises:
         ConfigError: See `make_parts`.
@@ -252,10 +257,10 @@ def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, Cha
 
 
 def check_together(config: Config, mesh: Mesh) -> None:
-    """Refuses what processes that sample as one cannot do.
+    """Refuses settings that are not supported where several processes sample as one.
 
     Raises:
-        ValueError: With the settings and what to change.
+        ValueError: The message names the settings and what to change.
     """
     together, refused = processes_together(mesh), ""
     if config.rollout.step_limit.streams:
@@ -270,15 +275,16 @@ def check_together(config: Config, mesh: Mesh) -> None:
 
 
 def named_functions(config: Config) -> list[tuple[str, str]]:
-    """(setting, name) of the user's functions that a configuration names."""
-    found = [(f"method.{name}", getattr(config.method, name)) for name in ("edit_groups", "edit_rows")]
+    """(setting, name) of each user function that a configuration names."""
+    functions = [(f"method.{name}", getattr(config.method, name)) for name in ("edit_groups", "edit_rows")]
     for part in method_parts(config):
-        found += [(f"{part.prefix} {name}", getattr(part, name, "")) for name in ("function", "judge")]
-    return found + [("reward.functions", part.path) for part in config.reward.custom]
+        functions += [(f"{part.prefix} {name}", getattr(part, name, "")) for name in ("function", "judge")]
+    return functions + [("reward.functions", part.path) for part in config.reward.custom]
 
 
 def prompt_length(config: Config, chat: ChatFormat, suffix: str = "") -> Callable[[Problem], int]:
-    """Returns the number of tokens of a problem's prompt; raises ValueError if no environment is for the problem."""
+    """Returns a function that counts the tokens of a problem's prompt. It raises ValueError if no environment fits the
+    problem."""
 
     def length(problem: Problem) -> int:
         config.environment.name_for(problem)
@@ -288,8 +294,8 @@ def prompt_length(config: Config, chat: ChatFormat, suffix: str = "") -> Callabl
 
 
 def run_date(config: Config, run_dir: Path) -> str:
-    """The date that the chat template of a run renders: the one that is set, that of the run which goes on in
-    `run_dir`, or today's; empty for a template that asks for none."""
+    """The date that the chat template renders: the configured one, that of the run which is resumed in `run_dir`, or
+    today's; empty for a template that uses no date."""
     template = config.text.template
     if not isinstance(template, PublishedTemplate) or template.date:
         return getattr(template, "date", "")
@@ -298,23 +304,23 @@ def run_date(config: Config, run_dir: Path) -> str:
         return before["text.template.date"]
     try:
         asks = published_template(resolve_text(config), with_tools=config.text.tools_section).asks_date
-    except (ValueError, OSError):  # `check_components` says what is wrong with it
+    except (ValueError, OSError):  # `check_components` reports what is wrong with it
         return ""
     return datetime.date.today().isoformat() if asks else ""
 
 
 def with_date(config: Config, date: str) -> Config:
-    """The configuration with the date of `run_date`."""
+    """The configuration with `date` as the date of its chat template."""
     if not date:
         return config
     return replace(config, text=replace(config.text, template=replace(config.text.template, date=date)))
 
 
 def resolve_text(config: Config) -> TextConfig:
-    """The text settings with the tokenizer `model` replaced by the folder of `model.path`.
+    """The text settings, with the tokenizer `model` replaced by the directory of `model.path`.
 
     Raises:
-        ValueError: there is no `model.path`.
+        ValueError: `model.path` is empty.
     """
     source = config.text.tokenizer
     if source.kind != "model":
@@ -322,15 +328,15 @@ def resolve_text(config: Config) -> TextConfig:
     if not config.model.path:
         raise ValueError("text.tokenizer = model takes the tokenizer at model.path, which is empty; set one of them")
     folder = str(find_model(config.model.path))
-    own = {name: getattr(source, name) for name in ("eos_token", "pad_token", "added_tokens")}
-    return replace(config.text, tokenizer=TokenizerFile(path=folder, **own))
+    special_tokens = {name: getattr(source, name) for name in ("eos_token", "pad_token", "added_tokens")}
+    return replace(config.text, tokenizer=TokenizerFile(path=folder, **special_tokens))
 
 
 def resolve_model(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """The model configuration with the vocabulary filled in from the tokenizer.
+    """The model configuration with its vocabulary size filled in from the tokenizer.
 
     Raises:
-        ValueError: An explicit vocabulary that cannot hold the tokenizer's ids.
+        ValueError: An explicit vocabulary size is too small for the tokenizer's ids.
     """
     if model.vocab_size and model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
@@ -341,11 +347,11 @@ def resolve_model(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def fit_length(model: ModelConfig, tokens: int) -> ModelConfig:
-    """The model for rows of at most so many tokens: with the long factors of LongRoPE if they may exceed its first
-    length, as vLLM does by its `max_model_len`.
+    """The model configuration for rows of at most `tokens` tokens. LongRoPE takes its long factors if rows may exceed
+    the original context length, as vLLM does for its `max_model_len`.
 
     Raises:
-        ValueError: the model was made for shorter rows; the message names both lengths.
+        ValueError: The model was made for shorter rows; the message names both lengths.
     """
     if model.max_positions and tokens > model.max_positions:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A demonstration beside the rollouts of a problem, for plans that ask for one (`plan.second demonstrate`)."""
+"""Adds a demonstration to the rollouts of a problem, for plans that ask for one (`plan.second demonstrate`)."""
 
 import numpy as np
 
@@ -14,9 +14,9 @@ CLEAN = DemonstrationConfig(guess=0.0, wrong=0.0, repair=0.0, clean=1.0)
 
 
 def with_demonstration(scorer: Scorer, chat: ChatFormat, longest: int, group: Group) -> Group:
-    """The group with a scored demonstration after its rollouts; without one that fits, the group as it was.
+    """The group with a scored demonstration after its rollouts; unchanged if there is no demonstration that fits.
 
-    Worlds demonstrate themselves; other data has a column `solution`, which the answer follows.
+    Worlds demonstrate their own problems. Other data needs a column `solution`; the answer is appended to it.
     """
     trace = reference_trace(group.problem)
     if trace is None or not group.size:
@@ -28,7 +28,7 @@ def with_demonstration(scorer: Scorer, chat: ChatFormat, longest: int, group: Gr
 
 
 def reference_trace(problem: Problem) -> Trace | None:
-    """The right way to the answer; None where the data has none."""
+    """A correct solution of the problem as a trace; None where the data has none."""
     if problem.extra.get("family") in PROGRAMS:
         return demonstrate(problem, CLEAN, 0)
     solution = problem.extra.get("solution")
@@ -36,7 +36,7 @@ def reference_trace(problem: Problem) -> Trace | None:
 
 
 def demonstration(trace: Trace, chat: ChatFormat) -> Trajectory:
-    """The trace as a trajectory; it was not sampled, so its log-probabilities are 0."""
+    """The trace as a trajectory. It was not sampled, so its log-probabilities are 0."""
     tokens, mask = chat.trace_row(trace)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     spans = zip(edges[::2].tolist(), edges[1::2].tolist(), trace.turns, strict=True)

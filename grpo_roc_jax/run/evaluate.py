@@ -1,8 +1,8 @@
-"""Evaluation of a policy on held-out problems, by the same engine, executor and verifier as training: in one call, in
-parts that are on disk once they are scored, and as counts of how often each problem is solved.
+"""Evaluation of a policy on held-out problems, with the engine, executor and verifier of training: in one call, in
+parts that are saved once they are scored, and as counts of how often each problem is solved.
 
-A rollout depends on the place of its problem and not on its part, so the parts change no result, and an evaluation or a
-count that is stopped goes on with the problems that are left.
+The random numbers of a rollout depend on the index of its problem and not on the part, so the division into parts does
+not change results, and an interrupted evaluation or count continues with the remaining problems.
 """
 
 import json
@@ -16,7 +16,7 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems
-from grpo_roc_jax.method.planning import HIGH, LOW, RewardTokens, check_separation, reward_goal
+from grpo_roc_jax.method.planning import PromptEnd
 from grpo_roc_jax.method.shaping import prompt_suffix
 from grpo_roc_jax.record.accuracy import eval_metrics, summarize
 from grpo_roc_jax.record.metrics import JsonlWriter, parsed_row
@@ -27,7 +27,7 @@ from grpo_roc_jax.run.policy import PolicyModel
 from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts, sample_groups, sample_requests
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.progress import phase
-from grpo_roc_jax.types import PLAIN, Condition, Group, Metrics, Problem, RolloutRequest, Trajectory, Verdict
+from grpo_roc_jax.types import PLAIN, Group, Metrics, Problem, RolloutRequest, Trajectory, Verdict
 
 
 def evaluate_policy(
@@ -40,16 +40,16 @@ def evaluate_policy(
     temperature: float | None = None,
     weights: SamplerParams | None = None,
 ) -> tuple[float, Metrics, ScoredRollouts]:
-    """(avg@samples over all problems, metrics by source, the scored rollouts).
+    """Evaluates a policy; returns (avg@samples over all problems, metrics by source, the scored rollouts).
 
     Args:
-        config: Of the run.
-        sampling: As `open_policy` gives it.
-        problems: Held out from training.
+        config: Configuration of the run.
+        sampling: Group sampler, from `open_policy`.
+        problems: Problems held out from training.
         samples: Rollouts for each problem.
-        step: Of training; evaluation draws from random streams of its own.
-        temperature: Instead of `sampling.temperature`; 0 is greedy.
-        weights: From `engine.publish`; those that the sampler holds by default.
+        step: Training step; evaluation draws from random streams of its own.
+        temperature: Replaces `sampling.temperature`; 0 is greedy.
+        weights: From `engine.publish`; by default those that the sampler already has.
     """
     condition, suffix = prompt_end(config, step)
     extras = {"temperature": temperature, "condition": condition, "suffix": suffix}
@@ -59,51 +59,40 @@ def evaluate_policy(
     return table["all"][f"avg@{samples}"], eval_metrics(table), sampled
 
 
-def reward_token(config: Config) -> tuple[Condition, str]:
-    """(condition, end of the prompt) of evaluation: by default the high reward token, for policies trained with one."""
-    tokens = config.plan.condition
-    if isinstance(tokens, RewardTokens):
-        condition, form = {"high": HIGH, "low": LOW, "none": PLAIN}[tokens.evaluate], tokens.form
-    else:
-        form = config.sft.reward_tokens
-        condition = PLAIN if form == "none" else HIGH
-    return condition, reward_goal(condition, form)
+def prompt_end(config: Config, step: int) -> PromptEnd:
+    """(condition, end of the prompt) of evaluation after `step` steps: as the condition of the rollouts says,
+    or else that of the demonstrations, with the token budget."""
+    condition, text = config.plan.condition.evaluation() or config.sft.condition.evaluation() or (PLAIN, "")
+    return condition, text + prompt_suffix(config.shaping, step)
 
 
-def prompt_end(config: Config, step: int) -> tuple[Condition, str]:
-    """(condition, end of the prompt) of evaluation after `step` training steps: reward token and token budget."""
-    condition, goal = reward_token(config)
-    return condition, goal + prompt_suffix(config.shaping, step)
-
-
-def check_reward_tokens(config: Config, policy: PolicyModel, sampling: GroupSampler, trained: Any) -> list[str]:
-    """Lines on how the reward tokens change held-out success before training; none for methods without them.
+def check_before_training(config: Config, policy: PolicyModel, sampling: GroupSampler, trained: Any) -> list[str]:
+    """Lines on held-out success under the prompts that `plan.condition` compares; none where it compares none.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         policy: The model on its mesh.
-        sampling: Of the run.
+        sampling: Group sampler of the run.
         trained: Parameters of the training state after the supervised stage.
 
     Raises:
-        ConfigError: Success under the two differs by less than `plan.condition.separation`.
+        ConfigError: The condition refuses a policy of such success.
     """
-    tokens = config.plan.condition
-    if not isinstance(tokens, RewardTokens) or not tokens.separation or not config.steps:
+    prompt_ends = config.plan.condition.compared()
+    if not prompt_ends or not config.steps:
         return []
     weights, problems = sampling.sampler.engine.publish(policy.full(trained), 0), eval_problems(config.data)
     rates = []
-    for condition in (HIGH, LOW):
-        extras = {"condition": condition, "suffix": reward_goal(condition, tokens.form)}
+    for condition, text in prompt_ends:
+        extras = {"condition": condition, "suffix": text}
         options = RunOptions(0, "evaluate")
         sampled = sample_groups(sampling, weights, problems, config.eval.samples, options, **extras)
         correct = [group.correct for group in sampled.groups if group.size]
         rates.append(float(np.mean(np.concatenate(correct))) if correct else 0.0)
     try:
-        check_separation(*rates, tokens.separation)
+        return config.plan.condition.check_compared(rates)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return [f"held-out success {rates[0]:.3f} under the high reward token, {rates[1]:.3f} under the low one"]
 
 
 FILLS = 4
@@ -121,19 +110,20 @@ def count_solved(
     samples: int,
     step: int,
 ) -> Counts:
-    """The counts of these problems, those in the file `path` included, which the others are appended to.
+    """Counts how often each problem is solved. Counts already in the file `path` are reused, and new ones are appended
+    to it.
 
     Args:
-        path: Rows of `step` (the place of a problem in the list), `uid`, `solved` and `judged`.
-        sampling: Of the run.
-        publish: Returns the weights to sample with; called if there are problems left.
-        problems: In the order of the first call.
+        path: JSON lines with `step` (index of a problem in the list), `uid`, `solved` and `judged`.
+        sampling: Group sampler of the run.
+        publish: Returns the weights to sample with; called only if there are problems left.
+        problems: In the same order in each call.
         samples: Rollouts of each problem.
         step: Training steps of the policy.
     """
     once = sampling.processes.once
     counts = once(lambda: read_counts(path))
-    left = [(place, problem) for place, problem in enumerate(problems) if problem.uid not in counts]
+    left = [(index, problem) for index, problem in enumerate(problems) if problem.uid not in counts]
     if not left:
         return counts
     weights, file = publish(), JsonlWriter(path)
@@ -142,47 +132,48 @@ def count_solved(
     with phase("problems", steps=len(left), unit="problem") as counting:
         for first in range(0, len(left), size):
             part = left[first : first + size]
-            requests = [RolloutRequest(problem, place, samples) for place, problem in part]
+            requests = [RolloutRequest(problem, index, samples) for index, problem in part]
             groups = sample_requests(sampling, weights, requests, RunOptions(step, "evaluate")).groups
             rows = [{"uid": g.problem.uid, "solved": int(g.correct.sum()), "judged": g.size} for g in groups]
             counts |= {row["uid"]: (row["solved"], row["judged"]) for row in rows}
-            places = [place for place, _ in part]
+            places = [index for index, _ in part]
             once(lambda places=places, rows=rows: list(map(file.write, places, rows)))
             counting.step(first + len(part))
     return counts
 
 
 def part_size(sampling: GroupSampler, samples: int) -> int:
-    """Problems that are rolled out together."""
+    """Number of problems that are rolled out together."""
     return max(1, FILLS * sampling.rollout.slots // samples)
 
 
 def read_counts(path: Path) -> Counts:
-    """The counts in a file, but for damaged rows; none where there is no file."""
+    """Reads the counts in a file, skipping damaged rows; empty if there is no file."""
     lines = path.read_bytes().splitlines(True) if path.exists() else ()
     return {row["uid"]: (row["solved"], row["judged"]) for row in filter(None, map(parsed_row, lines))}
 
 
 PARTS = "parts"
-"""Folder of the parts; removed when all are scored."""
-ASKED_FILE = "asked.json"
-"""What the evaluation of a folder depends on."""
+"""Folder of the parts; removed when all of them are scored."""
+REQUEST_FILE = "asked.json"
+"""File with everything that the results in a folder depend on."""
 
 
 class Parts:
     """The scored parts of an evaluation in a folder.
 
     Args:
-        folder: Of the evaluation.
-        asked: What the results depend on; those of a stopped evaluation are used if it asked for the same.
+        folder: Folder of the evaluation.
+        request: Everything that the results depend on. Parts of an interrupted evaluation are reused if it had the
+            same.
 
     Raises:
         ConfigError: The folder holds parts of another evaluation.
     """
 
-    def __init__(self, folder: Path, asked: Any) -> None:
-        self.whole, self.folder = folder, folder / PARTS
-        text, path = json.dumps(asked, default=str), folder / ASKED_FILE
+    def __init__(self, folder: Path, request: Any) -> None:
+        self.target, self.folder = folder, folder / PARTS
+        text, path = json.dumps(request, default=str), folder / REQUEST_FILE
         self._known = path.is_file()
         if self._known and path.read_text(encoding="utf-8") != text:
             raise ConfigError(
@@ -193,13 +184,13 @@ class Parts:
         self._writer = TraceWriter(self.folder)
 
     def finished(self, step: int, problems: Sequence[Problem], samples: int) -> ScoredRollouts | None:
-        """The rollouts of an evaluation that has ended in this folder; None if it has not."""
-        return self.read(step, problems, samples, self.whole) if self._known else None
+        """The rollouts of an evaluation that was completed in this folder; None if there is none."""
+        return self.read(step, problems, samples, self.target) if self._known else None
 
     def read(
         self, number: int, problems: Sequence[Problem], samples: int, folder: Path | None = None
     ) -> ScoredRollouts | None:
-        """The rollouts of a part; None if they are not there."""
+        """The rollouts of a part; None if it is not saved."""
         records = list(read_trace(folder or self.folder, number, kind="eval"))
         if len(records) != samples * len(problems):
             return None
@@ -207,16 +198,16 @@ class Parts:
         for record in records:
             if record.group >= 0:
                 each[record.group].append((record.trajectory, record.verdict))
-        pairs = (tuple(zip(*found, strict=True)) or ((), ()) for found in each)
+        pairs = (tuple(zip(*rollouts, strict=True)) or ((), ()) for rollouts in each)
         groups = tuple(Group(problem, *pair) for problem, pair in zip(problems, pairs, strict=True))
         return ScoredRollouts(groups, tuple((r.problem, r.trajectory) for r in records if r.group < 0))
 
-    def write(self, number: int, found: ScoredRollouts) -> None:
-        """Keeps the rollouts of a part."""
-        self._writer.write(number, eval_records(number, found.groups, found.removed), kind="eval")
+    def write(self, number: int, rollouts: ScoredRollouts) -> None:
+        """Saves the rollouts of a part."""
+        self._writer.write(number, eval_records(number, rollouts.groups, rollouts.removed), kind="eval")
 
     def remove(self) -> None:
-        """Removes the folder."""
+        """Removes the folder of the parts."""
         shutil.rmtree(self.folder)
 
 
@@ -229,17 +220,17 @@ def sample_parts(
     parts: Parts,
     **extras: Any,
 ) -> ScoredRollouts:
-    """`sample_groups`, part after part; those that `parts` holds are read."""
+    """Like `sample_groups`, one part after the other. Parts that `parts` has saved are read instead."""
     size, each = part_size(sampling, samples), []
     with phase("evaluation", steps=len(problems), unit="problem") as evaluation:
         for number, first in enumerate(range(0, len(problems), size)):
             some = problems[first : first + size]
-            found = parts.read(number, some, samples)
-            if found is None:
+            rollouts = parts.read(number, some, samples)
+            if rollouts is None:
                 requests = [RolloutRequest(problem, first + i, samples, **extras) for i, problem in enumerate(some)]
-                found = sample_requests(sampling, weights, requests, options)
-                parts.write(number, found)
-            each.append(found)
+                rollouts = sample_requests(sampling, weights, requests, options)
+                parts.write(number, rollouts)
+            each.append(rollouts)
             evaluation.step(first + len(some))
-    groups, removed = (tuple(chain(*(getattr(found, name) for found in each))) for name in ("groups", "removed"))
+    groups, removed = (tuple(chain(*(getattr(rollouts, name) for rollouts in each))) for name in ("groups", "removed"))
     return ScoredRollouts(groups, removed)

@@ -1,4 +1,4 @@
-"""From a configuration to the learner of a run; and the teacher of on-policy distillation, a second policy, of any
+"""Makes the learner of a run from its configuration, and the teacher of on-policy distillation: a second policy, of any
 size, that scores what the first one sampled."""
 
 import math
@@ -25,12 +25,13 @@ from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def make_learner(config: Config, policy: PolicyModel, chat: ChatFormat) -> GroupLearner:
-    """The learner of a run; its functions compile at first use.
+    """The learner of a run. Its functions compile at first use.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         policy: From `make_parts`.
-        chat: Of its sampler; makes the prompts that a method trains under instead of those of the rollouts.
+        chat: Chat format of its sampler. It renders the prompts of methods that train under other prompts than those of
+            the rollouts.
 
     Raises:
         ConfigError: The teacher that the method names cannot be used.
@@ -55,28 +56,28 @@ def make_learner(config: Config, policy: PolicyModel, chat: ChatFormat) -> Group
 
 
 def takes_turns(config: Config, mesh: Mesh) -> bool:
-    """Whether rollouts go on between the micro-batches of an update. Over `data` gradients are added once, at its
-    end, so that it stays one program there."""
+    """Whether rollouts continue between the micro-batches of an update. With a mesh axis `data` above 1 the gradients
+    are reduced once, at the end of the update, which is then a single program."""
     limit = config.rollout.step_limit
     return limit.streams and limit.lag > 0 and mesh.shape["data"] == 1
 
 
 def most_rows(config: Config) -> int:
-    """Rows that one optimizer step can have."""
+    """Largest number of rows that one optimizer step can have."""
     group, plan = config.group, config.plan
     groups = math.ceil(group.problems / config.batch.updates.parts)
     rows = groups * group.size
     if config.resample.kind == "none":
         count = config.resample.sampled(group.size)
-        largest, whole = plan.budget.largest(count, group.problems), count * group.problems
+        largest, all_rows = plan.budget.largest(count, group.problems), count * group.problems
         # The groups of one round share its budget; those of several rounds may all be large ones.
         if largest > count:
-            rows = groups * largest if group.dynamic_sampling_rounds else min(whole, groups * largest)
+            rows = groups * largest if group.dynamic_sampling_rounds else min(all_rows, groups * largest)
     return rows + (1 + group.dynamic_sampling_rounds) * group.problems * plan.second.extra_rows
 
 
 def find_teacher(config: Config, tokenizer: Tokenizer) -> tuple[Config, ModelConfig] | None:
-    """(settings, model) of the teacher that a method names, with nothing loaded; None if it names none.
+    """(settings, model) of the teacher that a method names, without loading its weights; None if it names none.
 
     Raises:
         ConfigError: There is no such model, or its vocabulary or length does not fit.
@@ -88,41 +89,41 @@ def find_teacher(config: Config, tokenizer: Tokenizer) -> tuple[Config, ModelCon
     if not part.path:
         raise ConfigError(f"{name}; must be a run or the directory of a published model")
     try:
-        found = settings_for(part.path, (), name, dialogue=False)
-        other = load_tokenizer(resolve_text(found))
+        config_of_teacher = settings_for(part.path, (), name, dialogue=False)
+        other = load_tokenizer(resolve_text(config_of_teacher))
         check_vocabulary(tokenizer, other)
-        model = resolve_model(resolve_config(found.model), other)
+        model = resolve_model(resolve_config(config_of_teacher.model), other)
         model = fit_length(model, config.rollout.max_row_tokens)
     except (ConfigError, ValueError, OSError) as error:
         raise ConfigError(f"{name} cannot be the teacher: {error}") from error
-    return found, model
+    return config_of_teacher, model
 
 
-def check_vocabulary(own: Tokenizer, other: Tokenizer) -> None:
-    """Refuses a teacher to which the ids of the student mean something else.
+def check_vocabulary(student: Tokenizer, teacher: Tokenizer) -> None:
+    """Refuses a teacher whose token ids differ in meaning from those of the student.
 
     Raises:
-        ValueError: With the first id that differs.
+        ValueError: The message names the first id that differs.
     """
-    said = "a teacher must share the vocabulary of its student"
-    if other.vocab_size < own.vocab_size:
-        raise ValueError(f"it has {other.vocab_size} ids, and this run has {own.vocab_size}; {said}")
-    for token in range(own.vocab_size):
-        mine, others = own.decode([token]), other.decode([token])
+    requirement = "a teacher must share the vocabulary of its student"
+    if teacher.vocab_size < student.vocab_size:
+        raise ValueError(f"it has {teacher.vocab_size} ids, and this run has {student.vocab_size}; {requirement}")
+    for token in range(student.vocab_size):
+        mine, others = student.decode([token]), teacher.decode([token])
         if mine != others:
-            raise ValueError(f"id {token} is {others!r} there and {mine!r} in this run; {said}")
+            raise ValueError(f"id {token} is {others!r} there and {mine!r} in this run; {requirement}")
 
 
 def load_teacher(config: Config, policy: PolicyModel, tokenizer: Tokenizer) -> SecondPolicy | None:
-    """The teacher of a run on the mesh of its student; None if the method names none.
+    """Loads the teacher of a run onto the mesh of its student; None if the method names none.
 
     Raises:
-        ConfigError: It does not fit, or cannot be read.
+        ConfigError: The teacher does not fit or cannot be read.
     """
-    found = find_teacher(config, tokenizer)
-    if found is None:
+    teacher = find_teacher(config, tokenizer)
+    if teacher is None:
         return None
-    (settings, model), mesh = found, policy.mesh
+    (settings, model), mesh = teacher, policy.mesh
     with config_errors():
         check_divisible(model, mesh)
         like = PolicyModel(model, mesh, frozen_weights(settings, model, mesh), settings.lora)

@@ -1,4 +1,4 @@
-"""Opening a policy that was trained here or published: settings that fit it, its weights, its tools."""
+"""Opens a policy that was trained here or published: settings that fit it, its weights, its tools."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,25 +31,25 @@ PUBLISHED = """
 --text.tokenizer=model --text.tools_section=True --text.observation_tokens=512 --rollout.max_turns=10
 --rollout.append_lengths 32 128 512 --data.eval_problems=0
 """.split()  # noqa: SIM905 (a command line reads better as one)
-"""Settings for a published model, before those of the command line."""
+"""Settings for a published model; those of the command line override them."""
 LONGEST = 8192
-"""Most tokens of a whole dialogue with a published model that was made for longer texts."""
+"""Most tokens of a whole dialogue with a published model that supports longer texts."""
 DIALOGUE = 512
-"""Tokens that the cache of a dialogue has room for at first."""
+"""Tokens per row that the cache of a dialogue has room for at first."""
 
 
 def load_policy(policy: PolicyModel, source: str) -> tuple[int, Params]:
-    """(training step, parameters of the policy) of a run, one of its checkpoints, or a published model or adapter
-    (step 0).
+    """(training step, parameters of the policy) of a run, one of its checkpoints, or a published model or adapter (step
+    0).
 
     Raises:
-        ConfigError: No valid checkpoint, or one of another model.
+        ConfigError: There is no valid checkpoint, or it belongs to another model.
     """
     model, mesh, lora = policy.model, policy.mesh, policy.lora
     if is_run(source):
         run, step = split_checkpoint(source)
-        found, trained = load_trained(run / "checkpoints", model, mesh, lora, step)
-        return found, policy.full(trained)
+        restored_step, trained = load_trained(run / "checkpoints", model, mesh, lora, step)
+        return restored_step, policy.full(trained)
     if lora.rank:
         return 0, policy.full(load_pairs(source, lora, model, mesh))
     folder, shardings = find_model(model.path), param_shardings(model, mesh)
@@ -57,7 +57,7 @@ def load_policy(policy: PolicyModel, source: str) -> tuple[int, Params]:
 
 
 def load_pairs(source: str, lora: LowRank, model: ModelConfig, mesh: Mesh) -> Params:
-    """The pairs of a PEFT adapter directory, laid out on the mesh.
+    """The low-rank matrices of a PEFT adapter directory, laid out on the mesh.
 
     Raises:
         CheckpointError: They do not fit the model.
@@ -73,9 +73,9 @@ def settings_for(source: str, overrides: Sequence[str], prog: str, *, dialogue: 
     Args:
         source: A run, one of its checkpoints, or a published model or PEFT adapter: a directory or a hub id.
         overrides: `--section.field=value` words.
-        prog: Name in messages.
-        dialogue: One row on every device, and most of the tokens for what was said before; otherwise the run's slots,
-            and most of the tokens for the response.
+        prog: Program name in messages.
+        dialogue: If true, one row on every device, with most of its tokens for the earlier turns; otherwise the slots
+            of the run, with most tokens for the response.
     """
     words = _one_row() if dialogue else []
     if is_run(source):
@@ -90,27 +90,27 @@ def settings_for(source: str, overrides: Sequence[str], prog: str, *, dialogue: 
 
 
 def growing(config: Config) -> Config:
-    """The configuration with a cache that begins with `DIALOGUE` tokens a row and grows with what is said."""
+    """The configuration with a cache that starts at `DIALOGUE` tokens a row and grows with the dialogue."""
     rollout = config.rollout
     start, most = rollout.slots * DIALOGUE, rollout.kv_tokens or rollout.slots * rollout.max_row_tokens
     return config if start >= most else replace(config, rollout=replace(rollout, kv_start=start))
 
 
 SERVED = frozenset("name seed text model lora sharding distributed rollout sampling tools".split())  # noqa: SIM905
-"""Sections that say how a policy answers; all others are of training."""
+"""Sections that determine how a policy answers. All others concern training."""
 TRAINED = frozenset(["step_limit", "early_exit"])
-"""Settings of `rollout` that are of training too."""
+"""Settings of `rollout` that concern training only."""
 
 
 @config_errors()
 def serving_settings(source: str, overrides: Sequence[str], prog: str) -> Config:
-    """`settings_for` of a policy that only answers: settings of the learner, of data, rewards and environments are
-    those by default, whatever the run has, so that none of them stands in the way.
+    """Like `settings_for`, for a policy that only answers. Settings of the learner, of data, rewards and environments
+    take their defaults, whatever the run has, so that none of them can prevent serving.
 
     Args:
         source: A run, one of its checkpoints, or a published model or PEFT adapter.
         overrides: `--section.field=value` words.
-        prog: Name in messages.
+        prog: Program name in messages.
     """
     if any(word in ("--help", "-h") for word in overrides):
         return load_config(Config, list(overrides), prog=prog)
@@ -122,18 +122,18 @@ def serving_settings(source: str, overrides: Sequence[str], prog: str) -> Config
             layers.append(Layer(f"stage {index + 1}", dict(stages[index].get("set") or {})))
     else:
         layers = [read_words(published_words(source, overrides, dialogue=False))]
-    kept = [replace(layer, values=_served(layer.values)) for layer in layers]
+    served_files = [replace(layer, values=_served(layer.values)) for layer in layers]
     words = read_words(overrides)
-    served = [*kept, replace(words, values=_served(words.values))]
-    found = build(ServedSections, [replace(layer, values=_only_rows(layer.values)) for layer in served])
-    parts = 2 * found.sharding.sequence
-    fit = read_words([f"--batch.row_length={-(-found.rollout.max_row_tokens // parts) * parts}"])
+    served = [*served_files, replace(words, values=_served(words.values))]
+    sections = build(ServedSections, [replace(layer, values=_only_rows(layer.values)) for layer in served])
+    parts = 2 * sections.sharding.sequence
+    fit = read_words([f"--batch.row_length={-(-sections.rollout.max_row_tokens // parts) * parts}"])
     return build(Config, [*served, fit])
 
 
 @settings
 class ServedSections:
-    """What the length of a row follows from."""
+    """The sections that determine the length of a row."""
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
@@ -144,18 +144,21 @@ def _only_rows(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _served(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a layer that says how a policy answers; names that no section has are left to be refused."""
-    found = {name: value for name, value in values.items() if name in SERVED or name not in fields_of(Config)}
-    if isinstance(found.get("rollout"), Mapping):
-        found["rollout"] = {name: value for name, value in found["rollout"].items() if name not in TRAINED}
-    return found
+    """The part of a layer that determines how a policy answers. Unknown section names stay, so that they are refused
+    later."""
+    values_served = {name: value for name, value in values.items() if name in SERVED or name not in fields_of(Config)}
+    if isinstance(values_served.get("rollout"), Mapping):
+        values_served["rollout"] = {
+            name: value for name, value in values_served["rollout"].items() if name not in TRAINED
+        }
+    return values_served
 
 
 def published_words(source: str, overrides: Sequence[str], *, dialogue: bool) -> list[str]:
-    """Settings that fit a published model or adapter, as words of a command.
+    """Settings that fit a published model or adapter, as words of a command line.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: `source` is neither.
     """
     words: list[str] = []
     path, folder = source, find_model(source)
@@ -177,14 +180,16 @@ def published_words(source: str, overrides: Sequence[str], *, dialogue: bool) ->
         template = load_template(folder)
         words.append("--text.template=model")
         if not template.convention_for(()):
-            words.append("--text.calls=hermes")  # it says nothing of calls; the system text tells the model a form
+            words.append(
+                "--text.calls=hermes"
+            )  # the template says nothing about tool calls; the system text describes their format to the model
     except TemplateError:
         words.append("--text.system=default")
     return words
 
 
 def stage_of(run: Path, step: int | None) -> int:
-    """Index of the stage that a checkpoint of a run was saved in; the newest one without a step."""
+    """Index of the stage that a checkpoint of a run was saved in; of the newest checkpoint if `step` is None."""
     newest = newest_whole(run / "checkpoints") if step is None else None
     path = newest.path if newest else run / "checkpoints" / f"step_{step or 0:08d}"
     saved = saved_stage(path) if path.is_dir() else None
@@ -192,7 +197,7 @@ def stage_of(run: Path, step: int | None) -> int:
 
 
 def _base_model(adapter: Path, overrides: Sequence[str]) -> str:
-    """The path of the model that an adapter belongs to: `--model.path`, or what the adapter names."""
+    """The path of the model that an adapter belongs to: `--model.path`, or the one that the adapter names."""
     named = read_json_object(adapter / ADAPTER_CONFIG).get("base_model_name_or_path") or ""
     path = str(read_words(overrides).values.get("model", {}).get("path", named))
     try:
@@ -205,12 +210,12 @@ def _base_model(adapter: Path, overrides: Sequence[str]) -> str:
 
 
 def _one_row() -> list[str]:
-    """Settings for a copy of the parameters and one row on every device, however the run was sharded."""
+    """Settings for one copy of the parameters and one row on every device, however the run was sharded."""
     return [f"--rollout.slots={jax.device_count()}", "--sharding.data=-1", "--sharding.fsdp=1", "--sharding.tensor=1"]
 
 
 def is_run(source: str) -> bool:
-    """Whether it is a run or one of its checkpoints."""
+    """Whether `source` is a run or one of its checkpoints."""
     try:
         split_checkpoint(source)
     except ConfigError:
@@ -222,8 +227,7 @@ def is_run(source: str) -> bool:
 def open_policy(
     source: str, overrides: Sequence[str] = (), *, prog: str = "open_policy"
 ) -> Iterator[tuple[Config, GroupSampler]]:
-    """(configuration, what samples and scores with the policy) of a run or a published model, with its tools started
-    and its weights published.
+    """(configuration, group sampler) of a run or a published model, with its tools started and its weights published.
 
         with open_policy("runs/toy") as (config, sampling):
             rollouts, stats = sampling.sampler.roll_out(requests)
@@ -231,10 +235,10 @@ def open_policy(
     Args:
         source: A run, one of its checkpoints, or a published model or PEFT adapter: a directory or a hub id.
         overrides: `--section.field=value` words over the settings of the run.
-        prog: Name in messages.
+        prog: Program name in messages.
 
     Raises:
-        ConfigError: Neither a run nor a published model, or settings that do not fit.
+        ConfigError: `source` is neither a run nor a published model, or the settings do not fit it.
     """
     config = settings_for(source, overrides, prog)
     with make_parts(config) as (policy, sampling):

@@ -1,7 +1,7 @@
-"""Where a run's weights come from: random numbers, a published checkpoint, or one of these with an adapter.
+"""Where the weights of a run come from: random initialization, a published checkpoint, or one of these with an adapter.
 
-Under `lora: low_rank` the adapter alone is trained, saved and restored; the weights it adapts are loaded once, layer
-by layer in the compute dtype, and shared by trainer and sampler.
+Under `lora: low_rank` only the adapter is trained, saved and restored. The weights that it adapts are loaded once,
+layer by layer in the compute dtype, and shared by trainer and sampler.
 """
 
 import ctypes
@@ -56,14 +56,14 @@ class PolicyModel:
     """The model that is trained and sampled, on its devices."""
 
     model: ModelConfig
-    """With its shape from `model.path` and `vocab_size` resolved."""
+    """Model configuration, with its shape read from `model.path` and its `vocab_size` resolved."""
     mesh: Mesh
     base: Params | None = None
-    """The weights that the trained adapter belongs to; None when all parameters are trained."""
+    """The frozen weights that the trained adapter belongs to; None when all parameters are trained."""
     lora: Lora = FULL
 
     def full(self, trained: Params) -> Params:
-        """The parameters of the policy from those of the training state."""
+        """The parameters of the policy, from the parameters of the training state."""
         return full_params(self.base, trained, self.lora)
 
 
@@ -71,33 +71,35 @@ class PolicyModel:
 def measured_attention(
     update: UpdateConfig, batch: BatchConfig, segment: int, model: ModelConfig, mesh: Mesh
 ) -> tuple[str, dict[str, float]]:
-    """(path of attention in the update; measured seconds of each candidate, see `choose_attention`), once a process."""
+    """(attention path of the update, measured seconds of each candidate); see `choose_attention`. Measured once a
+    process."""
     names = paths(model, batch.row_length, mesh) if update.attention == "auto" else (update.attention,)
     rows = rows_per_micro_batch(batch, row_shards(mesh))
     return choose_attention(names, model, batch.row_length, rows, segment, mesh)
 
 
 def attention_of(config: Config, policy: PolicyModel) -> tuple[str, dict[str, float]]:
-    """`measured_attention` of a run."""
-    # Prompts and responses half as long as they may be, as plans take them too.
+    """`measured_attention` for the settings of a run."""
+    # Prompts and responses at half their maximum lengths, as plans assume too.
     segment = -(-config.rollout.max_row_tokens // 2)
     return measured_attention(config.update, config.batch, segment, policy.model, policy.mesh)
 
 
 def update_settings(config: Config, policy: PolicyModel) -> UpdateConfig:
-    """The settings of the update with its path of attention named."""
+    """The settings of the update with a definite attention path."""
     return replace(config.update, attention=attention_of(config, policy)[0])
 
 
 def describe_attention(config: Config, policy: PolicyModel) -> str:
-    """The path of attention in the update, with the measured times if there was a choice."""
+    """The attention path of the update as text, with the measured times if there was a choice."""
     return "attention of the update: " + describe_choice(
         attention_of(config, policy), "milliseconds a layer and micro-batch, forward and backward", 1e3, 2
     )
 
 
 def frozen_weights(config: Config, model: ModelConfig, mesh: Mesh) -> Params | None:
-    """The weights that an adapter belongs to, in the compute dtype, as a tuple of layers; None without one."""
+    """The frozen weights that an adapter belongs to, in the compute dtype, as a tuple of layers; None without an
+    adapter."""
     if not config.lora.rank:
         return None
     shardings = param_shardings(model, mesh)
@@ -111,8 +113,8 @@ def frozen_weights(config: Config, model: ModelConfig, mesh: Mesh) -> Params | N
 
 @config_errors()
 def initial_state(config: Config, model: ModelConfig, mesh: Mesh) -> TrainState:
-    """The training state at step 0, at rest: the published parameters at `model.path`, or random ones, or a fresh
-    adapter.
+    """The training state at step 0, as it is stored between updates: the published parameters at `model.path`, random
+    ones, or a fresh adapter.
 
     Raises:
         ConfigError: The published parameters cannot be read.
@@ -124,20 +126,27 @@ def initial_state(config: Config, model: ModelConfig, mesh: Mesh) -> TrainState:
 
 
 def at_rest(config: Config, state: TrainState) -> TrainState:
-    """The state as it is kept between two updates; see `optim.offload`."""
+    """The state as it is stored between two updates; see `optim.offload`."""
     return state.replace(opt_state=to_host(state.opt_state)) if config.optim.offload else state
 
 
 def split_checkpoint(path: str) -> tuple[Path, int | None]:
-    """(directory of a run, step) from that directory, its `checkpoints`, or one of these; no step means the newest.
+    """(directory of a run, step) from a run directory, its `checkpoints` folder, or one checkpoint. The step is None,
+    for the newest checkpoint, unless `path` names one.
 
     Raises:
-        ConfigError: there is no run.
+        ConfigError: There is no run at `path`.
     """
-    place = Path(path)
-    name = place.name.removeprefix("step_")
+    path_given = Path(path)
+    name = path_given.name.removeprefix("step_")
     step = int(name) if name.isdigit() else None
-    run = place.parent.parent if step is not None else place.parent if place.name == "checkpoints" else place
+    run = (
+        path_given.parent.parent
+        if step is not None
+        else path_given.parent
+        if path_given.name == "checkpoints"
+        else path_given
+    )
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} holds no config.yaml; name the directory of a run")
     return run, step
@@ -146,35 +155,36 @@ def split_checkpoint(path: str) -> tuple[Path, int | None]:
 def load_trained(
     checkpoints: Path, model: ModelConfig, mesh: Mesh, lora: Lora, step: int | None = None
 ) -> tuple[int, Params]:
-    """(training step, what is trained) of the newest valid checkpoint, or of that step, laid out on the mesh.
+    """(training step, trained parameters) of the newest valid checkpoint, or of the given step, laid out on the mesh.
 
     Raises:
-        ConfigError: There is none, or it is of another model.
+        ConfigError: There is no such checkpoint, or it belongs to another model.
     """
     shapes = jax.eval_shape(lambda: init_trained(jax.random.key(0), model, lora))
-    found = restore_params(checkpoints, place_shapes(shapes, trained_shardings(model, mesh, lora)), step=step)
-    if found is None:
+    restored = restore_params(checkpoints, place_shapes(shapes, trained_shardings(model, mesh, lora)), step=step)
+    if restored is None:
         which = "" if step is None else f" of step {step}"
         raise ConfigError(f"{checkpoints} holds no valid checkpoint{which}; name the directory of a run that saved one")
-    return found
+    return restored
 
 
 def frozen_like(model: ModelConfig, mesh: Mesh) -> Params:
-    """Shapes and places of `frozen_weights`, with nothing loaded."""
+    """Shapes and shardings of `frozen_weights`, without loading anything."""
     shapes = jax.eval_shape(lambda: unstack(init_params(jax.random.key(0), model), model))
     stacked = param_shardings(model, mesh)
-    layer = {name: NamedSharding(mesh, P(*place.spec[1:])) for name, place in stacked["layers"].items()}
-    layers = tuple({name: layer[name] for name in held} for held in shapes["layers"])
+    layer = {name: NamedSharding(mesh, P(*sharding.spec[1:])) for name, sharding in stacked["layers"].items()}
+    layers = tuple({name: layer[name] for name in leaves} for leaves in shapes["layers"])
     return place_shapes(shapes, stacked | {"layers": layers})
 
 
 def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int = 1) -> dict[str, float]:
-    """Bytes of what a device holds at most, by arithmetic from the settings. A compute dtype `auto` counts as bfloat16,
-    as on accelerators; `memory_lines` puts in its place what this machine computes in.
+    """Largest number of bytes that each part takes on a device, estimated from the settings. A compute dtype `auto`
+    counts as bfloat16, as on accelerators; `memory_lines` uses the compute dtype of this machine instead.
 
-    Counted are masters, AdamW's moments, the reference policy, gradients, the sampler's weights, the cache at its
-    largest, what the backward pass keeps of each layer, and the logits of one chunk with their gradient. XLA's own
-    scratch comes on top.
+    Counted are the master parameters, AdamW's moments, the reference policy, gradients, the sampler's weights, the
+    cache at its largest, what the backward pass keeps of each layer, and the logits of one chunk with their gradient.
+    XLA's own scratch memory comes on top. The frozen weights of an adapter stay in every program; the sampler reads the
+    same arrays, unless `fsdp` or `sequence` splits them, which makes it gather a copy.
     """
     compute = 4 if model.compute_dtype == "float32" else 2
     total = parameter_count(model)
@@ -188,26 +198,28 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
     tokens = (
         rows_per_micro_batch(config.batch, row_shards(mesh)) / row_shards(mesh) * config.batch.row_length / sequence
     )
-    kept = 4 * model.d_model
+    kept_bytes_per_layer = 4 * model.d_model
     if config.update.remat in ("attention", "auto"):
-        kept += compute * model.heads * model.head_dim
+        kept_bytes_per_layer += compute * model.heads * model.head_dim
     elif config.update.remat == "none":
-        kept += _activations(config, model, compute)
+        kept_bytes_per_layer += _activations(config, model, compute)
     columns = min(config.update.vocab_chunk or USUAL_CHUNK, model.vocab_size)
+    copied = not config.lora.rank or spread > tensor
     return {
         "masters": 4 * trained / spread,
         "moments": (8 if config.optim.moment_dtype == "float32" else 6) * trained / spread,
         **({"reference": 4 * trained / spread} if needs_reference(config) else {}),
         "gradients": 4 * trained / spread,
-        "frozen weights" if config.lora.rank else "sampler": (compute * total - spared) / tensor,
+        **({"frozen weights": compute * total / spread} if config.lora.rank else {}),
+        **({"sampler": (compute * total - spared) / tensor} if copied else {}),
         "cache": (per_token * rollout.shard_blocks(shards) * rollout.block + per_row * slots) / tensor,
-        "layers kept": tokens * model.layers * kept / tensor,
+        "layers kept": tokens * model.layers * kept_bytes_per_layer / tensor,
         "logits": 3 * 4 * tokens * columns / spread,
     }
 
 
 def cache_bytes(model: ModelConfig, compute: int, stored: str = "full") -> tuple[int, int]:
-    """Bytes of the cache (a token, a row), with so many bytes for a number of the compute dtype; `stored` is
+    """Bytes of the cache as (per token, per row). `compute` is the number of bytes of the compute dtype, `stored` is
     `RolloutConfig.cache_dtype`."""
     attends = sum(model.attends)
     per_row = (model.layers - attends) * row_bytes(model.delta, compute) if model.delta else 0
@@ -215,68 +227,80 @@ def cache_bytes(model: ModelConfig, compute: int, stored: str = "full") -> tuple
 
 
 def _activations(config: Config, model: ModelConfig, compute: int) -> int:
-    """Bytes a token and layer that the backward pass reads besides the layer's input when nothing is recomputed."""
+    """Bytes per token and layer that the backward pass reads in addition to the layer's input when nothing is
+    recomputed."""
     heads, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     width = model.d_ff * max(1, model.experts.per_token)
-    kept = 4 * model.d_model + compute * (2 * model.d_model + 2 * heads + 2 * kv + 3 * width)
-    # Where attention goes block by block, its scores are not kept; short rows take the reference.
+    activation_bytes = 4 * model.d_model + compute * (2 * model.d_model + 2 * heads + 2 * kv + 3 * width)
+    # Blockwise attention does not store its scores; short rows use the reference implementation, which does.
     scores = config.update.attention == "reference" or (
         config.update.attention == "auto" and config.batch.row_length < 256
     )
     if model.delta:
-        kept += round(kept_bytes(model.delta) * (1 - sum(model.attends) / model.layers))
-    return kept + (4 * model.heads * config.batch.row_length if scores else 0)
+        activation_bytes += round(kept_bytes(model.delta) * (1 - sum(model.attends) / model.layers))
+    return activation_bytes + (4 * model.heads * config.batch.row_length if scores else 0)
 
 
 def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
-    """`memory_parts` as text, in the dtype that the devices of the mesh compute in. On a CPU a further line says what
-    the process takes."""
+    """`memory_parts` as text, in the dtype that the devices of the mesh compute in. On a CPU a further line estimates
+    the memory of the process."""
     model = replace(model, compute_dtype=compute_dtype(model).name)
     parts = memory_parts(config, model, mesh)
     total = parameter_count(model)
     trained = parameter_count(model, config.lora)
     compute = compute_dtype(model).itemsize
     per_token, per_row = cache_bytes(sampler_config(model, mesh), compute, config.rollout.cache_dtype)
-    whole = sum(parts.values())
+    all_parts = sum(parts.values())
     runs_on = bool(config.rollout.step_limit.lag)
-    if config.optim.offload and not runs_on:  # moments are here when the sampler's weights and the cache are not
-        whole -= min(parts["moments"], parts.get("sampler", 0.0) + parts["cache"])
-    unit, size, form = ("GB", 1e9, ".2f") if whole >= 1e9 else ("MB", 1e6, ".1f")
+    if (
+        config.optim.offload and not runs_on
+    ):  # the moments are on the device only while the sampler's weights and the cache are not
+        all_parts -= min(parts["moments"], parts.get("sampler", 0.0) + parts["cache"])
+    unit, size, form = ("GB", 1e9, ".2f") if all_parts >= 1e9 else ("MB", 1e6, ".1f")
     away = {"moments": " (with the host while sampling)"} if config.optim.offload and not runs_on else {}
-    said = ", ".join(f"{name} {part / size:{form}}{away.get(name, '')}" for name, part in parts.items())
+    listed = ", ".join(f"{name} {part / size:{form}}{away.get(name, '')}" for name, part in parts.items())
     many = f"{total / 1e9:.3f} billion" if total >= 1e8 else f"{total / 1e6:.3f} million"
     return [
         f"model: {many} parameters, {trained / 1e6:.1f} million of them trained; {per_token / 1e3:.1f} kB of cache a "
         "token" + (f" and {per_row / 1e6:.1f} MB a row" if per_row else ""),
-        *(process_lines(whole + parts["gradients"], model, mesh) if platform_of(mesh) == "cpu" else []),
-        f"memory a device, {unit}: {said}; together {whole / size:{form}} of {mesh.size} device"
+        *(process_lines(all_parts + parts["gradients"], model, mesh) if platform_of(mesh) == "cpu" else []),
+        f"memory a device, {unit}: {listed}; together {all_parts / size:{form}} of {mesh.size} device"
         f"{'s' if mesh.size > 1 else ''}",
     ]
 
 
 COMPILING, COMPILING_LAYER = 280e6, 5e6
-"""Bytes that stay with the process after all programs of a run are compiled, and for each layer: 320 MB for 8 layers
-of width 512 and 420 MB for the 30 of SmolLM2-135M (jax 0.10.2)."""
+"""Bytes that stay with the process after all programs of a run are compiled, and bytes for each layer: 320 MB were
+measured for 8 layers of width 512, and 420 MB for the 30 of SmolLM2-135M (jax 0.10.2)."""
 
 
 def process_lines(devices: float, model: ModelConfig, mesh: Mesh) -> list[str]:
-    """The memory of a process whose devices are CPUs; `devices` are the bytes of each of them, with the gradients of a
-    micro-batch besides their sum. Elsewhere these take the place of the sampler's weights and the cache; here what is
-    freed of those mostly stays with the process."""
-    held, now = devices * len(mesh.local_devices), resident_bytes()
+    """The memory of a process whose devices are CPUs.
+
+    Here most of the memory that the sampler's weights and the cache took stays with the process after they are freed;
+    on accelerators the gradients of a micro-batch reuse it.
+
+    Args:
+        devices: Bytes of each device, with the gradients of a micro-batch in addition to their sum.
+        model: Model configuration.
+        mesh: Mesh of the update.
+    """
+    device_bytes, now = devices * len(mesh.local_devices), resident_bytes()
     compiling = COMPILING + COMPILING_LAYER * model.layers
-    said = f"devices {held / 1e6:.0f}, interpreter and libraries {now / 1e6:.0f}, compilation {compiling / 1e6:.0f}"
-    return [f"memory of this process at most, MB: {said}; together {(held + now + compiling) / 1e6:.0f}"]
+    parts = {"devices": device_bytes, "interpreter and libraries": now, "compilation": compiling}
+    listed = ", ".join(f"{name} {size / 1e6:.0f}" for name, size in parts.items())
+    return [f"memory of this process at most, MB: {listed}; together {sum(parts.values()) / 1e6:.0f}"]
 
 
 def matrix_count(model: ModelConfig) -> int:
-    """Numbers of the layers' matrices that `rollout.low_precision.weights` stores in fewer bits."""
+    """Number of matrix elements of the layers that `rollout.low_precision.weights` stores in fewer bits."""
     sizes = ((name, math.prod(shape)) for name, (shape, _) in layer_shapes(model).items() if name in MATRICES)
     return sum(size * len(layers_with(name, model)) for name, size in sizes)
 
 
+@cache
 def parameter_count(model: ModelConfig, lora: Lora | None = None) -> int:
-    """Parameters of a model, or those that are trained where `lora` is given; nothing is made."""
+    """Number of parameters of a model, or of the trained ones if `lora` is given. Allocates nothing."""
 
     def init() -> Params:
         key = jax.random.key(0)
@@ -286,13 +310,13 @@ def parameter_count(model: ModelConfig, lora: Lora | None = None) -> int:
 
 
 M_ARENA_MAX = -8
-"""Of glibc's `malloc.h`."""
+"""Parameter number of `mallopt`, from glibc's `malloc.h`."""
 
 
 def few_arenas() -> None:
-    """Lets the threads of this process share two arenas of glibc's heap, unless MALLOC_ARENA_MAX says otherwise.
+    """Limits the threads of this process to two arenas of glibc's heap, unless MALLOC_ARENA_MAX is set.
 
-    Each save of a checkpoint starts threads. With an arena for each of them freed memory is scattered, and the process
+    Each save of a checkpoint starts threads. With an arena for each thread, freed memory is fragmented and the process
     grows by 0.5 MB with each of the first forty saves.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -301,7 +325,8 @@ def few_arenas() -> None:
 
 
 def resident_bytes(key: str = "VmRSS") -> int:
-    """The memory that this process takes now, or at most so far with `VmHWM`; 0 where the system does not say."""
+    """Bytes of memory that this process takes now, or took at most with `VmHWM`; 0 where the system does
+    not report it."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), 0)

@@ -1,6 +1,6 @@
-"""What cannot work with these settings and these data, in words, before anything is computed.
+"""Finds settings that cannot work with the given data, before anything is computed.
 
-What contradicts itself is refused when the configuration is read. Here are combinations that run and teach nothing:
+Contradictions are refused when the configuration is read. This module reports combinations that run and learn nothing:
 rewards that cannot differ, groups that are always dropped, demonstrations longer than a rollout may be.
 """
 
@@ -17,17 +17,18 @@ from grpo_roc_jax.text.chat_format import ChatFormat, Trace
 from grpo_roc_jax.types import Problem
 
 LOOKED_AT = 32
-"""Problems and demonstrations of a generated source whose lengths are measured; of files all are."""
+"""Number of problems and demonstrations of a generated source whose lengths are measured. Files are
+measured in full."""
 
 
 @config_errors()
 def hindrances(config: Config, chat: ChatFormat, scorer: Scorer | None = None) -> list[str]:
-    """A line for each thing that cannot work, with the setting and its value; empty where nothing speaks against a run.
+    """A line for each thing that cannot work, with the setting and its value; empty if nothing speaks against the run.
 
     Args:
-        config: Of a run, or of one of its stages.
+        config: Configuration of a run, or of one of its stages.
         chat: Its chat format.
-        scorer: Calls the user's reward functions on two made-up trajectories; None leaves that out.
+        scorer: Calls the user's reward functions on two made-up trajectories; None leaves that check out.
     """
     lines = settings_against_learning(config)
     lines += too_long_problems(config, chat)
@@ -37,7 +38,7 @@ def hindrances(config: Config, chat: ChatFormat, scorer: Scorer | None = None) -
 
 
 def settings_against_learning(config: Config) -> list[str]:
-    """What the settings alone say."""
+    """Hindrances that follow from the settings alone."""
     lines: list[str] = []
     parts = config.reward.functions
     if parts and not hasattr(config.advantage, "weights") and not any(part.weight for part in parts):
@@ -64,7 +65,7 @@ def settings_against_learning(config: Config) -> list[str]:
 
 
 def too_long_problems(config: Config, chat: ChatFormat) -> list[str]:
-    """Generated problems whose prompts do not fit; those of files are counted where they are read."""
+    """Generated problems whose prompts do not fit. Problems in files are counted where they are read."""
     measure, most = prompt_length(config, chat), config.rollout.max_prompt_tokens
     return [
         f"{source}: {describe_lengths('prompts', lengths)}, of which {_share(lengths, most)} exceed "
@@ -75,7 +76,7 @@ def too_long_problems(config: Config, chat: ChatFormat) -> list[str]:
 
 
 def too_long_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
-    """Demonstrations that no rollout could repeat: longer than a response may be, or of more turns."""
+    """Demonstrations that no rollout could repeat: longer than a response may be, or with more turns."""
     lines, rollout = [], config.rollout
 
     def response(trace: Trace) -> int:
@@ -98,7 +99,8 @@ def too_long_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
 
 
 def equal_rewards(config: Config, chat: ChatFormat, scorer: Scorer) -> list[str]:
-    """Whether the user's functions, where there are no others, pay a finished and a cut trajectory alike."""
+    """Reports if the user's reward functions, where there are no others, give a finished and a truncated trajectory
+    equal rewards."""
     if not scorer.functions or len(scorer.functions) < len(config.reward.functions):
         return []
     first = first_problems(config.data, config.seed, 1)
@@ -108,9 +110,9 @@ def equal_rewards(config: Config, chat: ChatFormat, scorer: Scorer) -> list[str]
     paid = {name: _values(function, problem, rows) for name, function in scorer.functions.items()}
     if any(values is None or len({str(value) for value in values}) > 1 for values in paid.values()):
         return []
-    said = ", ".join(f"{name} {values[0]}" for name, values in paid.items())
+    rewards = ", ".join(f"{name} {values[0]}" for name, values in paid.items())
     return [
-        f"a finished and a cut trajectory get the same from every reward function ({said}): groups of equal rewards "
+        f"a finished and a cut trajectory get the same from every reward function ({rewards}): groups of equal rewards "
         f"teach nothing; `grpo-roc check-reward {next(iter(paid))}` tries more"
     ]
 
@@ -118,7 +120,7 @@ def equal_rewards(config: Config, chat: ChatFormat, scorer: Scorer) -> list[str]
 def _values(function: Callable, problem: Problem, rows: Sequence) -> list | None:
     try:
         return list(function(problem, rows))
-    except Exception:  # `Scorer.try_functions` says what
+    except Exception:  # `Scorer.try_functions` reports the error
         return None
 
 

@@ -1,8 +1,8 @@
-"""Batches of updates that were not finite or raised an alarm, and their replay (`grpo-roc replay`).
+"""Saves the batches of updates that were not finite or raised an alarm, and replays them (`grpo-roc replay`).
 
-A run keeps the rows of its first few such updates in `batches/step_N.npz`, with its configuration. The replay takes
-that file alone, on any machine: it loads the newest checkpoint from before the update, computes loss and gradient of
-the whole batch and of each row, and names the rows that are not finite or weigh most.
+A run saves the rows of its first few such updates in `batches/step_N.npz`, with its configuration. The replay needs
+only that file and a checkpoint, on any machine: it loads the newest checkpoint from before the update, computes loss
+and gradient of the whole batch and of each row, and names the rows that are not finite or have the largest gradients.
 """
 
 import json
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 FOLDER = "batches"
 KEPT_FILES = 5
-"""Of a run; the first ones are those that say how it began."""
+"""Most files of a run. The first failures are saved, since they show how the trouble began."""
 KEPT_BYTES = 1 << 28
-"""Of the arrays of one file; further rows are left out."""
+"""Most bytes of the arrays of one file; further rows are left out."""
 SHOWN = 5
 ONE_MACHINE = """
 --distributed=never --sharding.data=-1 --sharding.fsdp=1 --sharding.tensor=1 --sharding.sequence=1 --run_dir=
@@ -43,7 +43,7 @@ PROG = "grpo-roc replay"
 
 
 def keep_batch(run_dir: Path, config: Config, step: int, batches: Sequence[UpdateBatch], why: str) -> Path | None:
-    """Writes the rows of an update; None if enough are kept already or the disk fails."""
+    """Writes the rows of an update; None if enough files are saved already or the disk fails."""
     folder = run_dir / FOLDER
     path = folder / f"step_{step:08d}.npz"
     arrays: dict[str, np.ndarray] = {}
@@ -53,11 +53,11 @@ def keep_batch(run_dir: Path, config: Config, step: int, batches: Sequence[Updat
     for index, batch in enumerate(batches):
         for number, row in enumerate(batch.rows):
             values = {item.name: getattr(row, item.name) for item in fields(row)}
-            own = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-            size += sum(value.nbytes for value in own.values())
+            row_arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+            size += sum(value.nbytes for value in row_arrays.values())
             if size > KEPT_BYTES:
                 break
-            arrays |= {f"{index}/{number}/{name}": value for name, value in own.items()}
+            arrays |= {f"{index}/{number}/{name}": value for name, value in row_arrays.items()}
             scalars.append({name: value for name, value in values.items() if isinstance(value, float)})
         about["rows"].append(len(batch.rows))
     about["scalars"] = scalars
@@ -74,7 +74,7 @@ def keep_batch(run_dir: Path, config: Config, step: int, batches: Sequence[Updat
 
 @config_errors(KeyError, TypeError, AttributeError, EOFError, MemoryError, zipfile.BadZipFile)
 def read_batch(path: Path) -> tuple[dict[str, Any], list[list[TrainRow]]]:
-    """(what is known of the update, the rows of each optimizer step).
+    """(description of the update, rows of each optimizer step).
 
     Raises:
         ConfigError: The file cannot be read.
@@ -82,19 +82,19 @@ def read_batch(path: Path) -> tuple[dict[str, Any], list[list[TrainRow]]]:
     batches: list[list[TrainRow]] = []
     with np.load(path, allow_pickle=False) as archive:
         about = parse_json(str(archive["about"]), str(path))
-        found: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        row_arrays: dict[tuple[int, int], dict[str, np.ndarray]] = {}
         for name in archive.files:
             if name != "about":
                 index, number, field = name.split("/")
-                found.setdefault((int(index), int(number)), {})[field] = archive[name]
+                row_arrays.setdefault((int(index), int(number)), {})[field] = archive[name]
     batches = [[] for _ in about["rows"]]
-    for scalars, (index, number) in zip(about["scalars"], sorted(found), strict=True):
-        batches[index].append(TrainRow(**found[index, number], **scalars))
+    for scalars, (index, number) in zip(about["scalars"], sorted(row_arrays), strict=True):
+        batches[index].append(TrainRow(**row_arrays[index, number], **scalars))
     return about, batches
 
 
 def replay(path: Path, overrides: Sequence[str] = (), checkpoint: int | None = None) -> list[str]:
-    """The report of a replay, line by line.
+    """Replays an update; returns the lines of the report.
 
     Raises:
         ConfigError: The file or its checkpoint cannot be read.
@@ -123,40 +123,41 @@ def replay(path: Path, overrides: Sequence[str] = (), checkpoint: int | None = N
         return measured(learner, learner.start(params), rows, temperature)
 
     for rows, temperature in zip(batches, about["temperatures"], strict=True):
-        whole = sorted(measure(rows, temperature).items())
-        lines.append("  ".join([f"{len(rows)} rows:", *(f"{name} {value:.4g}" for name, value in whole)]))
+        metrics = sorted(measure(rows, temperature).items())
+        lines.append("  ".join([f"{len(rows)} rows:", *(f"{name} {value:.4g}" for name, value in metrics)]))
         lines += heaviest(rows, [measure([row], temperature) for row in rows])
     return lines
 
 
 def heaviest(rows: Sequence[TrainRow], alone: Sequence[Mapping[str, float]]) -> list[str]:
-    """The rows that are not finite, and those of the largest gradient, from the metrics of each by itself."""
+    """Describes the rows that are not finite and those with the largest gradients, from the metrics of
+    each row alone."""
     order = sorted(range(len(rows)), key=lambda i: -weight_of(alone[i]))
     lines = []
-    for i in order[: max(SHOWN, sum(weight_of(found) == math.inf for found in alone))]:
-        found, row = alone[i], rows[i]
-        said = "" if weight_of(found) < math.inf else f"NOT FINITE: {', '.join(faults_of(row))}; "
+    for i in order[: max(SHOWN, sum(weight_of(figures) == math.inf for figures in alone))]:
+        figures, row = alone[i], rows[i]
+        faults = "" if weight_of(figures) < math.inf else f"NOT FINITE: {', '.join(faults_of(row))}; "
         lines.append(
-            f"  row {i}: {said}loss {found['loss/value']:.4g}, gradient norm {found['update/grad_norm']:.4g}, "
+            f"  row {i}: {faults}loss {figures['loss/value']:.4g}, gradient norm {figures['update/grad_norm']:.4g}, "
             f"{row.length} tokens, {int(row.policy_mask.sum())} trained"
         )
     return lines
 
 
 def measured(learner: Learner, state: Any, rows: Sequence[TrainRow], temperature: float) -> dict[str, float]:
-    """Metrics of an optimizer step on these rows; the new state is dropped."""
+    """Metrics of an optimizer step on these rows. The new state is discarded."""
     _, metrics = learner.optimizer_step(state, learner.on_mesh(list(rows), temperature).packed)
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
-def weight_of(found: Mapping[str, float]) -> float:
-    """The gradient norm of a row; infinite if it or the loss is not finite."""
-    values = [found["loss/value"], found["update/grad_norm"]]
+def weight_of(figures: Mapping[str, float]) -> float:
+    """The gradient norm of a row; infinite if the norm or the loss is not finite."""
+    values = [figures["loss/value"], figures["update/grad_norm"]]
     return values[1] if all(map(math.isfinite, values)) else math.inf
 
 
 def faults_of(row: TrainRow) -> list[str]:
-    """The arrays of a row that hold NaN or infinity on the policy mask."""
+    """Names of the arrays of a row that have NaN or infinity on the policy mask."""
     arrays = {item.name: getattr(row, item.name) for item in fields(row)}
     inexact = {n: a for n, a in arrays.items() if isinstance(a, np.ndarray) and a.dtype.kind == "f"}
     names = [name for name, array in inexact.items() if not np.isfinite(array[row.policy_mask]).all()]

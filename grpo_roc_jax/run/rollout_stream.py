@@ -1,12 +1,12 @@
-"""Rollouts that run on from step to step (`rollout.step_limit stream`).
+"""Rollouts that continue from one training step to the next (`rollout.step_limit stream`).
 
-The engine holds the rollouts of this step and of `lag` steps to come. A step takes the oldest whole groups; the others
-go on under the next weights, and while the device computes an update. No row gets older than `lag` versions: the step
-waits for it, or drops it.
+The engine works on the rollouts of this step and of the `lag` steps to come. A step takes the oldest complete groups;
+the others continue under the next weights, and while the device computes an update. No row gets older than `lag`
+versions of the weights: the step waits for such a row, or drops it.
 
 With several processes all draw the same problems, and each rolls out and scores every `count`-th group. They take the
-same groups: each posts which of its groups are whole, and once these are enough all of them `gather` that
-list. Weights change in all of them at once, by the update.
+same groups: each process posts which of its groups are complete, and once these are enough all of them `gather` that
+list. The update changes the weights of all processes at once.
 """
 
 import time
@@ -25,8 +25,8 @@ from grpo_roc_jax.method.edit import joined
 from grpo_roc_jax.method.planning import Wave
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
-from grpo_roc_jax.rollout.resume import from_prompt
 from grpo_roc_jax.rollout.sampler import split
+from grpo_roc_jax.rollout.table import from_prompt
 from grpo_roc_jax.run.rounds import StepSamples, draw_problems, edited, numbered, opening_requests
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler, PartialGroup, ScoredRollouts, merge_stats, resumable, score
@@ -34,23 +34,24 @@ from grpo_roc_jax.types import Group, Metrics, RolloutRequest, Trajectory
 
 ESS = "mismatch/token_effective_sample_size"
 IDLE_S = 1e-3
-"""Pause of the host when rows wait for tools and the device is busy."""
+"""Seconds that the host sleeps when rows wait for tools and the device is busy."""
 ASK_S = 0.1
-"""Seconds that a process works before it asks the others for their whole groups, unless one of its rows ends before."""
+"""Seconds that a process works before it asks the others for their complete groups, unless one of its rows ends
+earlier."""
 
 
 @dataclass(eq=False)
 class OpenGroup:
-    """The rollouts of a problem that a step has not taken yet."""
+    """The rollouts of a problem that no step has taken yet."""
 
     number: int
-    """Of groups in the order in which they began; decides whose it is."""
+    """Number of the group in the order of submission; determines which process rolls it out."""
     parts: list[PartialGroup]
     """One for each request, without trajectories."""
     rows: list[list[Trajectory | None]]
-    """The trajectories of each part; None while they run, or where they are another process's."""
+    """The trajectories of each part; None while they run, and for rollouts of another process."""
     elsewhere: bool = False
-    """Whether it is whole in another process."""
+    """Whether the group is complete in another process."""
     scored: ScoredRollouts | None = None
 
     @property
@@ -58,53 +59,54 @@ class OpenGroup:
         return self.parts[0].born
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         return self.elsewhere or all(row is not None for row in chain.from_iterable(self.rows))
 
     def ended(self) -> list[PartialGroup]:
         return [replace(part, trajectories=tuple(rows)) for part, rows in zip(self.parts, self.rows, strict=True)]
 
 
-Place = tuple[OpenGroup, int, int]
-"""Where the trajectory of a row goes: its group, part, and index there."""
+Destination = tuple[OpenGroup, int, int]
+"""Where the trajectory of a row goes: its group, part, and index in that part."""
 
 
 class RolloutStream:
-    """Keeps the engine filled, and hands out whole groups, oldest first. One for a run."""
+    """Keeps the engine filled and returns complete groups, oldest first. A run has one of these."""
 
     def __init__(self, config: Config, sampling: GroupSampler, mesh: Mesh):
         """
         Args:
-            config: Of the run.
-            sampling: Of the run; its engine is this stream's alone, but for evaluations.
-            mesh: Of the update, during which the rollouts go on.
+            config: Configuration of the run.
+            sampling: Group sampler of the run. Only this stream and evaluations use its engine.
+            mesh: Mesh of the update, during which the rollouts continue.
         """
         self._config, self._sampling, self._engine = config, sampling, sampling.sampler.engine
         self._mesh, self._limit, self._count = mesh, config.rollout.step_limit, config.group.problems
         self._processes, self._begun = sampling.processes, 0
-        """Of the run; groups that have begun."""
+        """Processes of the run; number of groups submitted so far."""
         self._open: list[OpenGroup] = []
-        """In the order in which they began."""
-        self._running: dict[int, Place] = {}
-        """By ticket."""
+        """Open groups in the order of submission."""
+        self._running: dict[int, Destination] = {}
+        """Destination of each running row, by the ticket that the engine gave it."""
         self._label = (-1, 0)
-        """Step and number of the round that began last, as random keys hold them."""
+        """Step and number of the newest round, as random keys use them."""
         self._rng = np.random.default_rng()
         self._failure: Exception | None = None
         self._dropped, self._worked_s, self._alarmed = 0, 0.0, False
 
     @property
     def meanwhile(self) -> Callable[[], None] | None:
-        """What the host does while the device computes an update. On several CPU devices nothing, since programs with
+        """What the host does while the device computes an update. None on several CPU devices, since programs with
         collectives would share their threads."""
         several = jax.default_backend() == "cpu" and self._mesh.size > 1
         return None if several or not self._limit.lag else self._work
 
     def next_round(self, run: RunState, weights: SamplerParams) -> StepSamples:
-        """The oldest whole groups, scored, as many as a step has problems; others begin in their place.
+        """Returns the oldest complete groups, scored, as many as a step has problems, and submits others in their
+        place.
 
         Raises:
-            Exception: What failed while the device computed the update before.
+            Exception: The failure of a round of the engine during the last update.
         """
         if self._failure is not None:
             raise self._failure
@@ -113,19 +115,19 @@ class RolloutStream:
         self._drop_stale(run)
         self._fill(run, weights)
         sampled = time.perf_counter()
-        taken = self._take(run.step)
-        wave = self._scored(taken)
+        groups_of_step = self._take(run.step)
+        wave = self._scored(groups_of_step)
         sampled = time.perf_counter() - sampled
         parts = iter(wave.groups)
-        groups = [joined(Group(g.parts[0].problem, (), ()), *(next(parts) for _ in g.parts)) for g in taken]
-        found = edited(self._config, self._sampling, groups, [wave])
-        return replace(found, plan_s=time.perf_counter() - begun - sampled)
+        groups = [joined(Group(g.parts[0].problem, (), ()), *(next(parts) for _ in g.parts)) for g in groups_of_step]
+        samples = edited(self._config, self._sampling, groups, [wave])
+        return replace(samples, plan_s=time.perf_counter() - begun - sampled)
 
     def after_update(self, run: RunState, groups: Sequence[Group], metrics: Metrics) -> tuple[Metrics, str]:
-        """(metrics of the groups that were trained on, text of an alarm that was not raised before or ""); leaves what
-        goes on in `run.partial`, for a checkpoint."""
-        said = self._processes.gather((self._cut(), self._dropped, self._worked_s), uninterrupted=True)
-        cuts, dropped, worked = zip(*said, strict=True)
+        """Returns (metrics of the groups that were trained on, text of an alarm that was not raised before, or "").
+        Leaves the rows that continue in `run.partial`, for a checkpoint."""
+        reports = self._processes.gather((self._cut(), self._dropped, self._worked_s), uninterrupted=True)
+        cuts, dropped, worked = zip(*reports, strict=True)
         run.partial = self._with_rows(cuts)
         effective, low = metrics.get(ESS, 1.0), self._limit.min_effective
         text = (
@@ -133,17 +135,17 @@ class RolloutStream:
             f"rollout.step_limit.min_effective = {low:g}; lower rollout.step_limit.lag or optim.lr"
         )
         alarm, self._alarmed = text if effective < low and not self._alarmed else "", effective < low
-        found = age_metrics(groups, run.step) | {
+        age = age_metrics(groups, run.step) | {
             "rollout/dropped_stale": float(sum(dropped)),
             "time/overlapped_s": max(worked),
         }
         self._dropped, self._worked_s = 0, 0.0
-        return found, alarm
+        return age, alarm
 
-    # Beginning.
+    # Submitting groups.
 
     def _fill(self, run: RunState, weights: SamplerParams) -> None:
-        """Begins rounds until there is one for this step and for each of `lag` steps to come."""
+        """Begins rounds until there is one for this step and for each of the `lag` steps to come."""
         config, chat = self._config, self._sampling.sampler.chat
         while len(self._open) <= self._limit.lag * self._count:
             step = run.step + len(self._open) // self._count
@@ -159,20 +161,21 @@ class RolloutStream:
             requests = numbered(opening, index * self._count, Counter())
             parts = [PartialGroup(r.problem, (), step, r.place, r.temperature, run.step) for r in requests]
             mine = self._add(parts, [[None] * request.count for request in requests])
-            self._submit([r for r, own in zip(requests, mine, strict=True) if own], RunOptions(step), weights)
+            self._submit([r for r, is_mine in zip(requests, mine, strict=True) if is_mine], RunOptions(step), weights)
 
     def _add(self, parts: Sequence[PartialGroup], rows: Sequence[list[Trajectory | None]]) -> list[bool]:
-        """Opens groups: parts of one problem follow each other. Whether each part is this process's."""
+        """Opens groups; parts of the same problem must be adjacent. Returns for each part whether this process rolls it
+        out."""
         mine = []
         for _, some in groupby(zip(parts, rows, strict=True), key=lambda pair: (pair[0].step, pair[0].place)):
             group = OpenGroup(self._begun, *map(list, zip(*some, strict=True)))
             self._begun += 1
             self._open.append(group)
-            mine += [self._own(group)] * len(group.parts)
+            mine += [self._is_mine(group)] * len(group.parts)
         return mine
 
-    def _own(self, group: OpenGroup) -> bool:
-        """Whether this process rolls it out."""
+    def _is_mine(self, group: OpenGroup) -> bool:
+        """Whether this process rolls the group out."""
         return group.number % self._processes.count == self._processes.index
 
     def _submit(self, requests: Sequence[RolloutRequest], options: RunOptions, weights: SamplerParams) -> None:
@@ -182,7 +185,7 @@ class RolloutStream:
         running = set(self._running.values())
         empty = [
             (group, i, j)
-            for group in filter(self._own, self._open)
+            for group in filter(self._is_mine, self._open)
             for i, rows in enumerate(group.rows)
             for j, row in enumerate(rows)
             if row is None and (group, i, j) not in running
@@ -192,8 +195,8 @@ class RolloutStream:
         self._running |= zip(self._engine.submit(weights, *arguments), empty, strict=True)
 
     def _restore(self, run: RunState, weights: SamplerParams) -> None:
-        """Goes on with what a checkpoint holds. Keys and values of the cache are computed with the weights of now; a
-        row whose tool session is lost begins again."""
+        """Continues with the rows of a checkpoint. Keys and values of the cache are computed with the current weights.
+        A row whose tool session is lost starts again."""
         cuts, run.partial = run.partial, ()
         if not cuts or self._open:
             return
@@ -201,62 +204,62 @@ class RolloutStream:
         mine = self._add([replace(part, trajectories=()) for part in cuts], ended)
         requests = [
             part.continuation(cut if resumable(cut) else from_prompt(cut))
-            for part, own in zip(cuts, mine, strict=True)
+            for part, is_mine in zip(cuts, mine, strict=True)
             for cut in part.trajectories
-            if own and cut.stop == "cancelled"
+            if is_mine and cut.stop == "cancelled"
         ]
         last = max((part.step, part.place) for part in cuts)
         self._label = (last[0], last[1] // self._count)
         self._rng = np.random.default_rng([self._config.seed, last[0], 2])
         self._submit(requests, RunOptions(run.step), weights)
 
-    # Taking.
+    # Taking complete groups.
 
     def _take(self, trained: int) -> list[OpenGroup]:
-        """The oldest whole groups, once no unfinished one would become too old."""
+        """The oldest complete groups, once no unfinished group would become too old."""
         engine, lag, processes = self._engine, self._limit.lag, self._processes
         drops = lag > 0 and self._limit.late == "drop"
-        self._ask()  # also tells of groups that became whole during the update
+        self._ask()  # also tells the others about groups that were completed during the update
         while processes.count == 1 or not processes.stopping:
             late = late_groups(self._open, trained, lag) if drops else []
-            for ticket in [ticket for ticket, place in self._running.items() if place[0] in late]:
+            for ticket in [ticket for ticket, destination in self._running.items() if destination[0] in late]:
                 self._dropped += 1
                 engine.cancel(ticket)
             if may_take(self._open, self._count, trained, lag, drops=drops):
                 break
             self._work_on()
-        self._mark_whole(processes.gather(self._whole()))
-        taken = oldest_whole(self._open, self._count)
-        self._open = [group for group in self._open if group not in taken]
-        return taken
+        self._mark_complete(processes.gather(self._complete_numbers()))
+        complete = oldest_whole(self._open, self._count)
+        self._open = [group for group in self._open if group not in complete]
+        return complete
 
     def _work_on(self) -> None:
-        """Until a row ends, or for a moment where groups of other processes may become whole meanwhile."""
+        """Runs the engine until a row ends, or for `ASK_S` if other processes may complete groups meanwhile."""
         engine, several = self._engine, self._processes.count > 1
-        found = engine.advance(ASK_S if several else np.inf) if self._running else []
-        if not (found or several):
+        ended = engine.advance(ASK_S if several else np.inf) if self._running else []
+        if not (ended or several):
             raise RuntimeError(f"the engine has lost {len(self._running)} rollouts that a step waits for")
-        self._accept(found)
+        self._accept(ended)
         if several:
             if not self._running:
                 time.sleep(ASK_S / 5)
             self._ask()
 
     def _ask(self) -> None:
-        """Tells the other processes which groups are whole here, and hears which are there. A process decides on what
-        it has told alone, else it would wait in `gather` for others that wait for its groups."""
+        """Exchanges with the other processes which groups are complete. A process decides only on what it has told the
+        others; otherwise it would wait in `gather` while the others wait for its groups."""
         if self._processes.count > 1:
-            self._mark_whole(self._processes.post(self._whole()))
+            self._mark_complete(self._processes.post(self._complete_numbers()))
 
-    def _whole(self) -> str:
-        """The numbers of this process's whole groups."""
-        return ",".join(str(group.number) for group in self._open if self._own(group) and group.whole)
+    def _complete_numbers(self) -> str:
+        """The numbers of this process's complete groups."""
+        return ",".join(str(group.number) for group in self._open if self._is_mine(group) and group.complete)
 
-    def _mark_whole(self, lists: Sequence[str]) -> None:
-        """Marks the groups that other processes list as whole."""
+    def _mark_complete(self, lists: Sequence[str]) -> None:
+        """Marks the groups that other processes list as complete."""
         numbers = {int(number) for text in lists for number in text.split(",") if number}
         for group in self._open:
-            group.elsewhere = not self._own(group) and group.number in numbers
+            group.elsewhere = not self._is_mine(group) and group.number in numbers
 
     def _accept(self, finished: Sequence[tuple[int, Trajectory]]) -> None:
         for ticket, trajectory in finished:
@@ -264,46 +267,47 @@ class RolloutStream:
                 group, part, index = self._running.pop(ticket)
                 group.rows[part][index] = trajectory
 
-    def _scored(self, taken: Sequence[OpenGroup]) -> ScoredRollouts:
-        """The groups scored, with the statistics of the engine since the last call."""
-        own = [*filter(self._own, taken)]
-        self._score([group for group in own if group.scored is None])
+    def _scored(self, complete: Sequence[OpenGroup]) -> ScoredRollouts:
+        """The scored groups, with the statistics of the engine since the last call."""
+        local = [*filter(self._is_mine, complete)]
+        self._score([group for group in local if group.scored is None])
         stats = self._engine.take_stats()
         if not self._open:
             self._engine.release()
-        found = self._processes.gather(([group.scored for group in own], stats))
-        parts = [iter(scored) for scored, _ in found]
-        each = [with_problems(next(parts[g.number % len(parts)]), g.parts) for g in taken]
-        stats = merge_stats([one for _, one in found]) if len(found) > 1 else stats
-        rows = sum(len(rows) for group in taken for rows in group.rows)
+        gathered = self._processes.gather(([group.scored for group in local], stats))
+        parts = [iter(scored) for scored, _ in gathered]
+        each = [with_problems(next(parts[g.number % len(parts)]), g.parts) for g in complete]
+        stats = merge_stats([share for _, share in gathered]) if len(gathered) > 1 else stats
+        rows = sum(len(rows) for group in complete for rows in group.rows)
         return ScoredRollouts(
-            tuple(part for one in each for part in one.groups),
-            tuple(pair for one in each for pair in one.removed),
-            dict(sum((Counter(one.counts) for one in each), Counter())),
-            tuple(fault for one in each for fault in one.faults),
+            tuple(part for share in each for part in share.groups),
+            tuple(pair for share in each for pair in share.removed),
+            dict(sum((Counter(share.counts) for share in each), Counter())),
+            tuple(fault for share in each for fault in share.faults),
             replace(stats, rollouts=rows),
-            unscored=dict(sum((Counter(one.unscored) for one in each), Counter())),
+            unscored=dict(sum((Counter(share.unscored) for share in each), Counter())),
         )
 
     def _score(self, groups: Sequence[OpenGroup]) -> None:
-        """Scores groups together. What is found belongs to all of them; the first one holds counts and faults."""
+        """Scores groups together. Counts and faults concern all of them and are stored with the first one."""
         if not groups:
             return
         parts = [group.ended() for group in groups]
-        found = score(self._sampling.scorer, list(chain.from_iterable(parts)), (), RolloutStats(), keeps_partial=False)
-        shares = split(found.groups, map(len, parts))
+        scored = score(self._sampling.scorer, list(chain.from_iterable(parts)), (), RolloutStats(), keeps_partial=False)
+        shares = split(scored.groups, map(len, parts))
         for group, share in zip(groups, shares, strict=True):
             group.scored = ScoredRollouts(tuple(share))
-        groups[0].scored = replace(found, groups=tuple(shares[0]))
+        groups[0].scored = replace(scored, groups=tuple(shares[0]))
 
     def _drop_stale(self, run: RunState) -> None:
-        """Drops groups that no update may train on any more: left in the buffer by dynamic sampling, or restored."""
+        """Drops groups that no update may train on any more: those left in the buffer by dynamic sampling,
+        or restored."""
         lag = self._limit.lag
         if not lag:
             return
         stale = [group for group in self._open if group.born + lag < run.step]
-        mine = [*filter(self._own, stale)]
-        for ticket in [ticket for ticket, place in self._running.items() if place[0] in mine]:
+        mine = [*filter(self._is_mine, stale)]
+        for ticket in [ticket for ticket, destination in self._running.items() if destination[0] in mine]:
             del self._running[ticket]
             self._engine.cancel(ticket)
         self._open = [group for group in self._open if group not in stale]
@@ -312,16 +316,16 @@ class RolloutStream:
         self._dropped += sum(row is None or row.stop != "cancelled" for row in rows)
         self._dropped += sum(g.size for g in old) if self._processes.first else 0
 
-    # Between.
+    # During the update.
 
     def _work(self) -> None:
-        """A round of the engine, and the scores of a whole group. A failure waits until the update is complete."""
+        """Runs one round of the engine and scores one complete group. A failure is raised only after the update."""
         begun = time.perf_counter()
         try:
             if self._failure is None:
                 self._accept(self._engine.advance(0.0))
-                own = filter(self._own, self._open)
-                self._score([group for group in own if group.whole and group.scored is None][:1])
+                local = filter(self._is_mine, self._open)
+                self._score([group for group in local if group.complete and group.scored is None][:1])
         except Exception as error:
             self._failure = error
         spent = time.perf_counter() - begun
@@ -330,54 +334,54 @@ class RolloutStream:
             time.sleep(IDLE_S)
 
     def _cut(self) -> list[tuple[Trajectory, ...]]:
-        """The rows of each part that is open here, unfinished ones as they are now; they go on."""
-        cuts = {place: self._engine.cut(ticket) for ticket, place in self._running.items()}
+        """The rows of each part that is open here; unfinished rows are copied in their present state and continue."""
+        cuts = {destination: self._engine.cut(ticket) for ticket, destination in self._running.items()}
         return [
             tuple(cuts[group, i, j] if row is None else row for j, row in enumerate(rows))
-            for group in filter(self._own, self._open)
+            for group in filter(self._is_mine, self._open)
             for i, rows in enumerate(group.rows)
         ]
 
     def _with_rows(self, cuts: Sequence[Sequence[tuple[Trajectory, ...]]]) -> tuple[PartialGroup, ...]:
-        """Everything that is open, with the rows that each process has of it."""
+        """All open groups, with the rows that each process has of them."""
         rows = [*map(iter, cuts)]
-        own = ((rows[group.number % len(rows)], part) for group in self._open for part in group.parts)
-        return tuple(replace(part, trajectories=next(source)) for source, part in own)
+        pairs = ((rows[group.number % len(rows)], part) for group in self._open for part in group.parts)
+        return tuple(replace(part, trajectories=next(source)) for source, part in pairs)
 
 
-def with_problems(found: ScoredRollouts, parts: Sequence[PartialGroup]) -> ScoredRollouts:
-    """The rollouts of these parts, with the problems that the caller holds in place of those of another process."""
-    pairs = zip(found.groups, parts, strict=True)
-    return replace(found, groups=tuple(replace(group, problem=part.problem) for group, part in pairs))
+def with_problems(rollouts: ScoredRollouts, parts: Sequence[PartialGroup]) -> ScoredRollouts:
+    """The rollouts of these parts, with the problem objects of the caller instead of copies from another process."""
+    pairs = zip(rollouts.groups, parts, strict=True)
+    return replace(rollouts, groups=tuple(replace(group, problem=part.problem) for group, part in pairs))
 
 
 def oldest(group: Group) -> int:
-    """Version of the oldest token that the policy drew."""
+    """Version of the weights that sampled the oldest policy token of the group."""
     versions = [trajectory.versions[trajectory.policy_mask] for trajectory in group.trajectories]
     return min((int(each.min()) for each in versions if each.size), default=0)
 
 
 def age_metrics(groups: Sequence[Group], trained: int) -> Metrics:
-    """How many versions the tokens of these groups are behind the policy that trains on them, and how many of the
-    trajectories have tokens of several."""
+    """Metrics of how many versions the tokens of these groups lag behind the policy that trains on them, and of the
+    share of trajectories with tokens of several versions."""
     each = [trained - t.versions[t.policy_mask] for group in groups for t in group.trajectories if t.policy_mask.any()]
     ages = np.concatenate(each) if each else np.zeros(1)
     return {
         "rollout/lag_mean": float(ages.mean()),
         "rollout/lag_max": float(ages.max()),
-        "rollout/partial_share": float(np.mean([np.ptp(own) > 0 for own in each])) if each else 0.0,
+        "rollout/partial_share": float(np.mean([np.ptp(versions) > 0 for versions in each])) if each else 0.0,
     }
 
 
 class Begun(Protocol):
-    """The rollouts of a problem, begun and not taken."""
+    """The rollouts of a problem that have begun and that no step has taken."""
 
     @property
     def born(self) -> int:
-        """Version of the weights that they began with."""
+        """Version of the weights that sampled their first tokens."""
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether all of them have ended."""
 
 
@@ -385,31 +389,31 @@ G = TypeVar("G", bound=Begun)
 
 
 def oldest_whole(groups: Sequence[G], count: int) -> list[G]:
-    """As many whole groups as a step takes, if there are so many; `groups` are in the order of their births."""
-    return [group for group in groups if group.whole][:count]
+    """The oldest complete groups, as many as a step takes or fewer; `groups` must be in the order of their births."""
+    return [group for group in groups if group.complete][:count]
 
 
 def late_groups(groups: Sequence[G], trained: int, lag: int) -> list[G]:
-    """Unfinished groups that would be older than `lag` versions at the next step."""
-    return [group for group in groups if not group.whole and group.born + lag <= trained]
+    """Unfinished groups that would be more than `lag` versions old at the next step."""
+    return [group for group in groups if not group.complete and group.born + lag <= trained]
 
 
 def may_take(groups: Sequence[Begun], count: int, trained: int, lag: int, *, drops: bool = False) -> bool:
-    """Whether a step takes its `oldest_whole` now.
+    """Whether a step takes its `oldest_whole` groups now.
 
     Args:
-        groups: All that are open, in the order of their births.
-        count: Groups that a step takes.
+        groups: All open groups, in the order of their births.
+        count: Number of groups that a step takes.
         trained: Version of the weights that the step trains.
-        lag: Versions that a group may be older than that.
-        drops: Whether those that become too old are dropped. If not, no more old ones are left over than the steps to
-            come can take in time, unless the step takes old ones alone.
+        lag: Most versions that a group may be older than that.
+        drops: Whether groups that become too old are dropped. If not, no more old groups are left over than the steps
+            to come can take in time, unless the step takes only old ones.
     """
-    taken = oldest_whole(groups, count)
-    if len(taken) < count or late_groups(groups, trained, lag):
+    complete = oldest_whole(groups, count)
+    if len(complete) < count or late_groups(groups, trained, lag):
         return False
     for ahead in range(1, 0 if drops else lag + 1):
-        due, of_these = (sum(g.born + lag <= trained + ahead for g in some) for some in (groups, taken))
+        due, of_these = (sum(g.born + lag <= trained + ahead for g in some) for some in (groups, complete))
         if due - of_these > ahead * count and of_these < count:
             return False
     return True

@@ -1,7 +1,7 @@
 """The rollouts of a step: problems are drawn, rolled out in the waves that the plan asks for, and merged into groups.
 
-A step has one round, or several under dynamic sampling. A plain method has one wave of equal requests; its round is a
-single call of the sampler.
+A step has one round, or several under dynamic sampling. A plain method has one wave of equal requests, and its round is
+a single call of the sampler.
 """
 
 import functools
@@ -37,50 +37,53 @@ class StepSamples:
     """What was sampled for a training step, or in one of its rounds."""
 
     groups: tuple[Group, ...] = ()
-    """As selection sees them: merged, one for each problem, then completed groups of earlier steps, all after the
-    user's edit and with demonstrations."""
+    """The groups that selection sees: merged, one for each problem, then completed groups of earlier steps, all after
+    the user's edit and with demonstrations."""
     selections: tuple[Selection, ...] = ()
-    """One for each group, once selected."""
+    """One for each group, after selection."""
     waves: tuple[ScoredRollouts, ...] = ()
     rolled: tuple[Group, ...] = ()
-    """`groups` as they were sampled: before the edit and without demonstrations. Figures of sampling are theirs."""
+    """`groups` as they were sampled, before the edit and without demonstrations. Sampling metrics are computed from
+    these."""
     outside: tuple[Group, ...] = ()
-    """Scored trajectories that no group holds any more: replaced failures, drafts, written hints, explanations."""
+    """Scored trajectories that are in no group any more: replaced failures, drafts, written hints, explanations."""
     explanations: tuple[Group, ...] = ()
-    """The successful rollouts among those that saw the answer; they train as supervised rows (ExPO)."""
+    """The successful rollouts among those that saw the answer; they train as supervised rows."""
     partial: tuple[PartialGroup, ...] = ()
-    """Groups with rows that the step's deadline cut, for the next round or step; `groups` holds none of them."""
+    """Groups with rows that the step's deadline cut, for the next round or step; `groups` contains none of them."""
     skipped: int = 0
-    """Requests left out because their extended prompt would not fit."""
+    """Number of requests left out because their extended prompt would not fit."""
     plan_s: float = 0.0
     """Seconds of a round without those of sampling and scoring."""
     select_s: float = 0.0
 
     @property
     def sampled(self) -> int:
-        """Trajectories rolled out."""
+        """Number of trajectories rolled out."""
         return sum(wave.stats.rollouts for wave in self.waves)
 
     @property
     def failures(self) -> Mapping[str, FailureCount]:
-        """Rollouts that ended by failures of environments or agents, by kind."""
+        """Number of rollouts that ended by failures of environments or agents, by kind of failure."""
         return merge_failures(wave.stats.failures for wave in self.waves)
 
     @property
     def counts(self) -> Counter[str]:
-        """Trajectories by verdict status, removed ones included."""
+        """Number of trajectories by verdict status, including removed ones."""
         return sum((Counter(wave.counts) for wave in self.waves), Counter())
 
     @property
     def unscored(self) -> str:
-        """Why no trajectory has a score, with the reward functions that left it so; else empty."""
+        """Why no trajectory has a score, with the reward functions that caused it; empty if one has a score."""
         names = sum((Counter(wave.unscored) for wave in self.waves), Counter())
         return describe_unscored(self.counts, names, [fault for wave in self.waves for fault in wave.faults])
 
     def metrics(self) -> Metrics:
-        """Figures of sampling, planning and selection."""
+        """Metrics of sampling, planning and selection."""
         engine = aggregate([w.stats.metrics() for w in self.waves], [w.stats.rollouts for w in self.waves])
-        found = rollout_metrics(self.rolled, self.counts) | selection_metrics(self.groups, self.selections)
+        sampled_and_selected = rollout_metrics(self.rolled, self.counts) | selection_metrics(
+            self.groups, self.selections
+        )
         plan = {
             "plan/waves": float(len(self.waves)),
             "plan/outside": float(sum(group.size for group in self.outside)),
@@ -89,14 +92,14 @@ class StepSamples:
             "time/plan_s": self.plan_s,
             "time/select_s": self.select_s,
         }
-        return engine | found | plan
+        return engine | sampled_and_selected | plan
 
 
 def merge_rounds(rounds: Sequence[StepSamples]) -> StepSamples:
-    """The rounds of a step as one; only the last one can leave partial groups."""
+    """Merges the rounds of a step. Only the last one can leave partial groups."""
 
     def every(name: str) -> tuple:
-        return tuple(item for one in rounds for item in getattr(one, name))
+        return tuple(item for round_ in rounds for item in getattr(round_, name))
 
     return StepSamples(
         every("groups"),
@@ -106,32 +109,35 @@ def merge_rounds(rounds: Sequence[StepSamples]) -> StepSamples:
         every("outside"),
         every("explanations"),
         rounds[-1].partial,
-        sum(one.skipped for one in rounds),
-        sum(one.plan_s for one in rounds),
-        sum(one.select_s for one in rounds),
+        sum(round_.skipped for round_ in rounds),
+        sum(round_.plan_s for round_ in rounds),
+        sum(round_.select_s for round_ in rounds),
     )
 
 
 def draw_problems(
     config: Config, stream: Iterator[list[Problem]], state: AlgoState, rng: np.random.Generator
 ) -> list[Problem]:
-    """The problems of a round: the next of the stream, or a choice among as many times more as `plan.problems` says."""
+    """The problems of a round: the next ones of the stream, or a choice among a multiple of them, see
+    `plan.problems`."""
     pool = [problem for _ in range(config.plan.problems.pool) for problem in next(stream)]
     return [pool[i] for i in choose_problems(pool, config.group.problems, config.plan, state, rng)]
 
 
-def numbered(requests: Sequence[RolloutRequest], first_place: int, taken: Counter[int]) -> list[RolloutRequest]:
-    """The requests of a round with places from `first_place` on and samples after those `taken` of each problem, to
-    which they are added."""
-    found = []
+def numbered(requests: Sequence[RolloutRequest], first_place: int, sampled: Counter[int]) -> list[RolloutRequest]:
+    """Numbers the requests of a round: their places start at `first_place`, their samples after the `sampled` ones of
+    each problem. `sampled` is updated."""
+    numbered_requests = []
     for request in requests:
-        found.append(replace(request, place=first_place + request.place, first_sample=taken[request.place]))
-        taken[request.place] += request.count
-    return found
+        numbered_requests.append(
+            replace(request, place=first_place + request.place, first_sample=sampled[request.place])
+        )
+        sampled[request.place] += request.count
+    return numbered_requests
 
 
 class WaveSampler:
-    """Sends the waves of one round to the sampler, with places and samples numbered through the step."""
+    """Sends the waves of one round to the sampler, numbering places and samples through the step."""
 
     def __init__(
         self,
@@ -144,23 +150,23 @@ class WaveSampler:
     ):
         """
         Args:
-            sampling: Of the run.
+            sampling: Group sampler of the run.
             weights: From `engine.publish`.
             step: Training step.
-            first_place: Problems already sampled in this step.
+            first_place: Number of problems already sampled in this step.
             partial: Groups to continue with the first wave.
         """
         self._sampling, self._weights = sampling, weights
         self._step, self._first_place, self._partial = step, first_place, partial
-        self._taken: Counter[int] = Counter()
+        self._sampled: Counter[int] = Counter()
         self.done: list[ScoredRollouts] = []
         self.seconds = 0.0
-        """Spent on sampling and scoring."""
+        """Seconds spent on sampling and scoring."""
 
     def roll_out(self, requests: Sequence[RolloutRequest]) -> tuple[Group, ...]:
         """The scored groups of the next wave, one for each request."""
         started = time.perf_counter()
-        requests = numbered(requests, self._first_place, self._taken)
+        requests = numbered(requests, self._first_place, self._sampled)
         wave = sample_requests(self._sampling, self._weights, requests, RunOptions(self._step), self._partial)
         self._partial = ()
         self.done.append(wave)
@@ -176,9 +182,9 @@ def run_round(
     rng: np.random.Generator,
     waves: WaveSampler,
 ) -> StepSamples:
-    """Rolls the problems out, wave after wave until the plan asks for no more.
+    """Rolls the problems out, wave after wave, until the plan asks for no more.
 
-    Completed groups of earlier steps are appended to those of the problems; `rng` is the planner's.
+    Completed groups of earlier steps are appended to those of the problems. `rng` is the generator of the planner.
     """
     begun, chat = time.perf_counter(), sampling.sampler.chat
     thought = functools.partial(thought_length, tokenizer=chat.tokenizer)
@@ -198,9 +204,9 @@ def run_round(
         notes = config.plan.second.notes(requests, results)
         explained += config.plan.second.supervised(requests, results)
     groups += [group for wave in waves.done for group in wave.completed]
-    found = edited(config, sampling, groups, waves.done)
+    samples = edited(config, sampling, groups, waves.done)
     return replace(
-        found,
+        samples,
         explanations=tuple(explained),
         partial=tuple(group for wave in waves.done for group in wave.partial),
         skipped=skipped,
@@ -211,8 +217,8 @@ def run_round(
 def edited(
     config: Config, sampling: GroupSampler, groups: Sequence[Group], waves: Sequence[ScoredRollouts]
 ) -> StepSamples:
-    """The groups of these waves as selection sees them: after the user's edit, with a demonstration where the plan adds
-    one."""
+    """The groups of these waves as selection sees them: after the user's edit, with a demonstration where the plan asks
+    for one."""
     rolled, edit = groups, resolve("method.edit_groups", config.method.edit_groups)
     if edit is not None:
         groups = [edit(group) for group in groups]
@@ -224,14 +230,15 @@ def edited(
 
 
 def opening_requests(config: Config, chat: ChatFormat, wave: Wave) -> list[RolloutRequest]:
-    """The first wave, with what shaping says at the end of prompts; prompts that do not fit give way to plain ones."""
+    """The first wave, with the prompt suffixes of the shaping. Extended prompts that do not fit are replaced by plain
+    ones."""
     text = prompt_suffix(config.shaping, wave.state.step)
     requests = with_suffix(first_wave(wave, config.plan), text)
     return plain_where_too_long(config, chat, requests, wave.problems)
 
 
 def fits(config: Config, chat: ChatFormat, request: RolloutRequest) -> bool:
-    """Whether an extended prompt, and a token after a prefix, have room; prompts are never cut."""
+    """Whether an extended prompt fits, and after a prefix at least one more token. Prompts are never cut."""
     longer = request.suffix or request.condition
     prompt = chat.prompt_ids(request.problem, request.suffix) if longer else ()
     prefix = len(request.prefix) + len(opening_ids(chat, request.prefix_text))
@@ -251,53 +258,55 @@ def plain_where_too_long(
 
 
 def left_out(waves: Sequence[ScoredRollouts], groups: Sequence[Group]) -> list[Group]:
-    """The scored trajectories of these waves that the groups do not hold, as groups."""
-    held = {trajectory for group in groups for trajectory in group.trajectories}  # equal to itself alone
+    """The scored trajectories of these waves that are not in `groups`, as groups."""
+    in_groups = {
+        trajectory for group in groups for trajectory in group.trajectories
+    }  # trajectories compare by identity
     out = []
     for result in (group for wave in waves for group in wave.groups):
-        pairs = [pair for pair in result.pairs if pair[0] not in held]
+        pairs = [pair for pair in result.pairs if pair[0] not in in_groups]
         if pairs:
             out.append(Group(result.problem, tuple(t for t, _ in pairs), tuple(v for _, v in pairs)))
     return out
 
 
 def thought_length(trajectory: Trajectory, tokenizer: Tokenizer) -> int:
-    """Tokens of the first turn before its thought closes; all of them if it never does."""
+    """Number of tokens of the first turn before its thought closes; all of them if it never does."""
     if not trajectory.turns:
         return 0
     ids = trajectory.tokens[trajectory.turns[0].start : trajectory.turns[0].end]
-    place = tokenizer.decode(ids).find(THOUGHT_CLOSE)
-    if place < 0:
+    close_at = tokenizer.decode(ids).find(THOUGHT_CLOSE)
+    if close_at < 0:
         return len(ids)
     low, high = 0, len(ids)
-    while low < high:  # the most tokens whose text ends before the tag begins
+    while low < high:  # the largest number of tokens whose text ends before the tag begins
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if len(tokenizer.decode(ids[:middle])) <= place else (low, middle - 1)
+        low, high = (middle, high) if len(tokenizer.decode(ids[:middle])) <= close_at else (low, middle - 1)
     return low
 
 
 class AccountsOpen(RuntimeError):
-    """Problems, rollouts, groups or tokens got lost, or came twice."""
+    """Problems, rollouts, groups or tokens were lost or counted twice."""
 
 
 def check_accounts(
     samples: StepSamples,
-    taken: Sequence[Group],
+    trained: Sequence[Group],
     batches: Sequence,
     before: tuple[int, int, int],
     after: tuple[int, int, int],
 ) -> None:
-    """Closes the accounts of a step.
+    """Checks that no problem, rollout, group or token of a step was lost or counted twice.
 
     Args:
-        samples: Of the step.
-        taken: Groups that came from the buffer.
+        samples: What the step sampled.
+        trained: Groups that came from the buffer.
         batches: `learner.learner.UpdateBatch`es of them, those of the first epoch first.
         before: `RolloutBuffer.counts` before the step.
-        after: The same after it.
+        after: The same after the step.
 
     Raises:
-        AccountsOpen: With each account that does not close.
+        AccountsOpen: The message lists each pair of numbers that differ.
     """
     added, out, waiting = np.subtract(after, before).tolist()
     pairs = {
@@ -311,7 +320,7 @@ def check_accounts(
             added,
         ),
         "groups added = taken + those that wait now and did not before": (added, out + waiting),
-        **_rows(taken, batches),
+        **_rows(trained, batches),
     }
     wrong = [f"{name}: {there} and {here}" for name, (there, here) in pairs.items() if there != here]
     if wrong:
@@ -319,19 +328,19 @@ def check_accounts(
 
 
 def _rollouts(samples: StepSamples) -> tuple[int, int]:
-    """Rows that the engine ended, and what became of them; an earlier part of a partial group counts there again."""
+    """(rows that the engine ended, sum of what became of them). An earlier part of a partial group counts again."""
     ended = sum(wave.stats.rollouts for wave in samples.waves)
     scored = sum(sum(wave.counts.values()) for wave in samples.waves)
-    found = sum(group.size for wave in samples.waves for group in (*wave.groups, *wave.completed))
+    scored_count = sum(group.size for wave in samples.waves for group in (*wave.groups, *wave.completed))
     removed = sum(len(wave.removed) for wave in samples.waves)
-    if any(wave.partial or wave.completed for wave in samples.waves):  # a rollout may be here in part
-        return scored, found + removed
-    return ended, found + removed
+    if any(wave.partial or wave.completed for wave in samples.waves):  # a rollout may have been scored in part
+        return scored, scored_count + removed
+    return ended, scored_count + removed
 
 
-def _rows(taken: Sequence[Group], batches: Sequence) -> dict[str, tuple[int, int]]:
-    """Trajectories and tokens of the groups against those of the packed rows, of the first pass over them."""
-    rows = sum(group.size for group in taken)
+def _rows(trained: Sequence[Group], batches: Sequence) -> dict[str, tuple[int, int]]:
+    """Trajectories and tokens of the groups, each paired with the count in the packed rows of the first epoch."""
+    rows = sum(group.size for group in trained)
     seen = tokens = packed = 0
     for batch in batches:
         if seen >= rows:
@@ -339,6 +348,6 @@ def _rows(taken: Sequence[Group], batches: Sequence) -> dict[str, tuple[int, int
         seen += len(batch.rows)
         tokens += sum(row.length for row in batch.rows)
         packed += int(np.sum(batch.placement.length[: len(batch.rows)]))
-    if not taken or not batches:
+    if not trained or not batches:
         return {}
     return {"trajectories taken = rows": (rows, seen), "tokens of the rows = packed": (tokens, packed)}

@@ -16,7 +16,7 @@ from grpo_roc_jax.types import Group, Verdict
 
 @dataclass
 class RunState:
-    """The state of a run; between two steps, all of it is in the checkpoint."""
+    """The state of a run. Between two steps all of it is in the checkpoint."""
 
     train: TrainState
     reference: Any
@@ -25,22 +25,22 @@ class RunState:
     method: AlgoState
     buffer: RolloutBuffer = field(default_factory=RolloutBuffer)
     step: int = 0
-    """Training steps done."""
+    """Number of completed training steps."""
     sampled: int = 0
-    """Trajectories sampled so far."""
+    """Number of trajectories sampled so far."""
     accuracy_before: float | None = None
     partial: tuple[PartialGroup, ...] = ()
-    """Groups with rows that a deadline cut, or that run on, to be continued in the next step."""
+    """Groups with rows that a deadline cut or that are still running, to be continued in the next step."""
     progress: StageProgress = field(default_factory=StageProgress)
-    """Among the stages of a run that has any."""
+    """Position among the stages of a run with stages."""
 
     def bundle(self) -> Bundle:
-        """A snapshot; its host part does not change when the run continues."""
+        """A snapshot of the state. Its host part does not change when the run continues."""
         host = {
             "data": self.stream.get_state(),
             "sampled": self.sampled,
             "accuracy_before": self.accuracy_before,
-            "buffer": {"added": self.buffer.added, "taken": self.buffer.taken},
+            "buffer": {"added": self.buffer.added, "taken": self.buffer.removed},
             "carried": [[group.step, group.place, group.temperature, group.born] for group in self.partial],
         }
         if self.progress.index >= 0:
@@ -50,7 +50,8 @@ class RunState:
         return Bundle({"state": self.train, "reference": self.reference}, host, arrays, self.step)
 
     def load(self, bundle: Bundle, *, position: bool = True) -> None:
-        """Returns to the state that `bundle` was taken of; without `position` but for the place in the data."""
+        """Returns to the state that `bundle` was taken of. With `position=False` the position in the data is left
+        alone."""
         self.train, self.reference = bundle.train["state"], bundle.train["reference"]
         if position:
             self.stream.set_state(bundle.host["data"])
@@ -65,6 +66,6 @@ class RunState:
 
 
 def _unscored(partial: PartialGroup) -> Group:
-    """The rollouts as a group, for the checkpoint; its verdicts are placeholders."""
+    """The rollouts as a group, for the checkpoint. Its verdicts are placeholders."""
     verdict = Verdict(0.0, "infrastructure", None, 0, 0, 0, False, 0)
     return Group(partial.problem, partial.trajectories, (verdict,) * len(partial.trajectories))

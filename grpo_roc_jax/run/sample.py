@@ -1,4 +1,4 @@
-"""Requests to scored groups under one policy: the part of the pipeline that training and evaluation share."""
+"""From requests to scored groups under one policy: the part of the pipeline that training and evaluation share."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,27 +13,26 @@ from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.reward.score import Scorer
 from grpo_roc_jax.rollout.collect import collect_while_free
 from grpo_roc_jax.rollout.config import RolloutConfig
-from grpo_roc_jax.rollout.progress import RolloutLines, RolloutProgress
 from grpo_roc_jax.rollout.publish import SamplerParams
-from grpo_roc_jax.rollout.records import FailureCount, RolloutStats, RunOptions
+from grpo_roc_jax.rollout.records import FailureCount, RolloutLines, RolloutProgress, RolloutStats, RunOptions
 from grpo_roc_jax.rollout.sampler import Sampler, split
 from grpo_roc_jax.types import Group, Problem, RolloutRequest, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
 class GroupSampler:
-    """What turns requests into scored groups, in all processes of a run together; made by `components.make_parts`."""
+    """Turns requests into scored groups, in all processes of a run together; made by `components.make_parts`."""
 
     sampler: Sampler
     scorer: Scorer
     processes: Processes
-    """That share the work of sampling."""
+    """Processes that share the work of sampling."""
     resample: Selector
-    """The selection of the run: under `rollout.early_exit` the rest of a group ends once its quota is decided."""
+    """Selection of the run. Under `rollout.early_exit` the rest of a group is cancelled once its quota is decided."""
     size: int
-    """Trajectories of a group that selection keeps."""
+    """Number of trajectories of a group that selection keeps."""
     progress: RolloutProgress | RolloutLines | None = None
-    """Display of rollouts; None draws nothing."""
+    """Progress display of rollouts; None displays nothing."""
 
     @property
     def rollout(self) -> RolloutConfig:
@@ -42,25 +41,25 @@ class GroupSampler:
 
 @dataclass(frozen=True, eq=False)
 class PartialGroup:
-    """The rollouts of a group some of which the deadline of a step cut; these are continued in the next step."""
+    """The rollouts of a group of which the deadline of a step cut some; these are continued in the next step."""
 
     problem: Problem
     trajectories: tuple[Trajectory, ...]
-    """Not scored yet."""
+    """Trajectories so far; not scored yet."""
     step: int
-    """Step in which it was begun; part of its random keys."""
+    """Step in which the group was begun; part of its random keys."""
     place: int
     """Index of the problem in that step."""
     temperature: float | None
     born: int = -1
-    """Version of the weights when it was begun; -1 where nothing bounds its age."""
+    """Version of the weights when the group was begun; -1 where its age is not limited."""
 
     @property
     def resumable(self) -> bool:
         return any(map(resumable, self.trajectories))
 
     def requests(self) -> list[RolloutRequest]:
-        """One for each rollout that is to be continued."""
+        """One request for each rollout that is to be continued."""
         return [self.continuation(trajectory) for trajectory in self.trajectories if resumable(trajectory)]
 
     def continuation(self, trajectory: Trajectory) -> RolloutRequest:
@@ -76,35 +75,35 @@ class PartialGroup:
         )
 
     def continued(self, trajectories: Iterable[Trajectory]) -> "PartialGroup":
-        """The group with the trajectories that `requests` led to."""
+        """The group with the trajectories that its `requests` led to."""
         later = iter(trajectories)
         return replace(self, trajectories=tuple(next(later) if resumable(t) else t for t in self.trajectories))
 
 
 def resumable(trajectory: Trajectory) -> bool:
-    """Whether a rollout was cut and can be continued. The state of a tool session is lost when it is closed."""
+    """Whether a rollout was cut and can be continued. It cannot if it used a tool session, whose state is lost."""
     return trajectory.stop == "cancelled" and not any(result.session_id for result in trajectory.results)
 
 
 @dataclass(frozen=True, eq=False)
 class ScoredRollouts:
-    """The scored rollouts of a list of requests, such as one wave."""
+    """The scored rollouts of a list of requests, for example of one wave."""
 
     groups: tuple[Group, ...] = ()
     """One for each request, without trajectories that could not be scored."""
     removed: tuple[tuple[Problem, Trajectory], ...] = ()
-    """Trajectories that left their group: infrastructure failures, cancelled, or not scored."""
+    """Trajectories removed from their group: infrastructure failures, cancelled ones, or ones without a score."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Trajectories by verdict status, removed ones included."""
+    """Number of trajectories by verdict status, including removed ones."""
     faults: tuple[str, ...] = ()
     """Messages of custom reward functions that failed."""
     stats: RolloutStats = field(default_factory=RolloutStats)
     completed: tuple[Group, ...] = ()
     """Groups of earlier steps that are complete now."""
     partial: tuple[PartialGroup, ...] = ()
-    """Groups to continue in the next step; their places in `groups` are empty."""
+    """Groups to continue in the next step; their entries in `groups` are empty."""
     unscored: dict[str, int] = field(default_factory=dict)
-    """Trajectories that left because of a reward function, by its name."""
+    """Number of trajectories that a reward function left without a score, by name of the function."""
 
 
 def sample_requests(
@@ -114,21 +113,22 @@ def sample_requests(
     options: RunOptions,
     partial: Sequence[PartialGroup] = (),
 ) -> ScoredRollouts:
-    """Rolls the requests out and scores them; with several processes each does its share and all get everything. What
-    does not fit their slots at once goes request by request to the process that has a free slot first.
+    """Rolls the requests out and scores them. With several processes each does a share, and all of them get every
+    result. Requests that do not fit into the slots at once go, one by one, to the process that has a free slot
+    first.
 
     Args:
-        sampling: Of the run.
+        sampling: Group sampler of the run.
         weights: From `engine.publish`.
         requests: At least one rollout in all.
-        options: Without a display, that of the run is used.
+        options: Options of the submission; without a display, that of the run is used.
         partial: Groups of the step before, to be continued in any process.
 
     Raises:
         Preempted: One of the processes received a signal to stop.
     """
     processes, fixed = sampling.processes, divided_before(sampling, requests)
-    taken = [index for index, _ in processes.share(requests[:fixed])]
+    numbers = [index for index, _ in processes.share(requests[:fixed])]
     options = replace(options, before_chunk=processes.check_stop)
     queue = None if fixed == len(requests) else processes.numbers(fixed, len(requests))
     try:
@@ -137,20 +137,20 @@ def sample_requests(
                 sampled = ScoredRollouts()
             elif queue is None:
                 cut = [group for _, group in processes.share(partial)]
-                sampled = sample_share(sampling, weights, [requests[index] for index in taken], options, cut)
+                sampled = sample_share(sampling, weights, [requests[index] for index in numbers], options, cut)
             else:
-                sampled = sample_while_free(sampling, weights, requests, taken, queue, options)
+                sampled = sample_while_free(sampling, weights, requests, numbers, queue, options)
     except Preempted:
         if processes.count == 1:
             raise
-        taken, sampled = [], ScoredRollouts()  # dropped: the exchange stops all processes at the same point
-    parts = processes.gather((taken, sampled))
+        numbers, sampled = [], ScoredRollouts()  # discarded: the exchange stops all processes at the same point
+    parts = processes.gather((numbers, sampled))
     if len(parts) == 1:
         return sampled
     problems = [*(request.problem for request in requests), *(group.problem for group in partial)]
     order = {problem.uid: i for i, problem in reversed([*enumerate(problems)])}
     removed = [pair for _, part in parts for pair in part.removed]
-    # Problems that came from other processes are replaced by the values that the caller holds.
+    # Problems that came from other processes are replaced by the objects of the caller.
     groups = {index: group for indices, part in parts for index, group in zip(indices, part.groups, strict=True)}
     return ScoredRollouts(
         tuple(replace(groups[i], problem=request.problem) for i, request in enumerate(requests)),
@@ -166,14 +166,14 @@ def sample_requests(
 
 @contextmanager
 def leading(sampling: GroupSampler, weights: SamplerParams) -> Iterator[bool]:
-    """Whether this process rolls requests out within the block. One that follows another in a team first repeats the
-    programs of that one, until it has sampled."""
+    """Whether this process rolls requests out within the block. A process that follows another one in a team first
+    repeats the programs of its leader, until the leader has sampled."""
     team = sampling.processes.team
     if team is None:
         yield True
         return
     programs = sampling.sampler.engine.programs
-    _ = programs.attention  # if it is measured, all do so together
+    _ = programs.attention  # if attention is measured, all processes must measure together
     if not team.leads:
         programs.repeat(weights.params, team.calls())
         yield False
@@ -186,9 +186,9 @@ def leading(sampling: GroupSampler, weights: SamplerParams) -> Iterator[bool]:
 
 
 def divided_before(sampling: GroupSampler, requests: Sequence[RolloutRequest]) -> int:
-    """How many of the requests are divided among the processes before they begin: as many as all slots hold. All, where
-    a limit of time counts from the beginning, where rollouts of training go on meanwhile, or where no tools of the
-    run's answer."""
+    """Number of requests that are divided among the processes in advance: as many as all slots hold. It is all of them
+    if a time limit counts from the beginning, if rollouts of training continue meanwhile, or if an environment
+    answers."""
     processes, rollout, sampler = sampling.processes, sampling.rollout, sampling.sampler
     limit = rollout.step_limit
     alone = sampler.agents is None and sampler.episodes is None and not (limit.seconds or limit.streams)
@@ -205,18 +205,18 @@ def sample_share(
     options: RunOptions,
     partial: Sequence[PartialGroup] = (),
 ) -> ScoredRollouts:
-    """`sample_requests` for what falls to this process, which may be nothing.
+    """Like `sample_requests`, for the requests of this process; there may be none.
 
-    Under `rollout.step_limit: partial` a training group with cut rows is not scored but returned as partial. What was
-    begun before comes first, so that each rollout ends after some steps.
+    Under `rollout.step_limit: partial` a training group with cut rows is not scored but returned as partial. Groups
+    begun in earlier steps come first, so that each rollout ends after some steps.
     """
     if not requests and not partial:
         return ScoredRollouts()
     trains = options.purpose == "train"
     resumed = [group.requests() for group in partial]
-    asked = [*chain.from_iterable(resumed), *requests]
-    rows, stats = sampling.sampler.roll_out(asked, own_options(sampling, asked, options), weights)
-    before = len(asked) - len(requests)
+    submitted = [*chain.from_iterable(resumed), *requests]
+    rows, stats = sampling.sampler.roll_out(submitted, own_options(sampling, submitted, options), weights)
+    before = len(submitted) - len(requests)
     old, new = split([row for (row,) in rows[:before]], map(len, resumed)), rows[before:]
     begun = [
         PartialGroup(request.problem, tuple(rows), options.step, request.place, request.temperature)
@@ -228,7 +228,7 @@ def sample_share(
 
 
 def own_options(sampling: GroupSampler, requests: Sequence[RolloutRequest], options: RunOptions) -> RunOptions:
-    """The options of a submission of these requests."""
+    """The options for submitting these requests."""
     exits = sampling.rollout.early_exit and options.purpose == "train"
     policy = EarlyExit(sampling.scorer, sampling.resample, sampling.size, requests) if exits else None
     return replace(options, progress=options.progress or sampling.progress, cancel_policy=policy)
@@ -238,12 +238,12 @@ def sample_while_free(
     sampling: GroupSampler,
     weights: SamplerParams,
     requests: Sequence[RolloutRequest],
-    taken: list[int],
+    indices: list[int],
     queue: Iterator[int],
     options: RunOptions,
 ) -> ScoredRollouts:
-    """The scored rollouts of the requests with the numbers `taken`, and of those that `queue` gives whenever a slot is
-    free; their numbers are appended to `taken`."""
+    """The scored rollouts of the requests with the indices `indices`, and of those that `queue` gives whenever a slot
+    is free; the indices of these are appended to `indices`."""
     sampler = sampling.sampler
 
     def submit(some: Sequence[RolloutRequest]) -> range:
@@ -253,13 +253,13 @@ def sample_while_free(
         number = next(queue, None)
         if number is None:
             return None
-        taken.append(number)
+        indices.append(number)
         return requests[number]
 
-    rows, stats = collect_while_free(sampler.engine, submit, [requests[i] for i in taken], take)
+    rows, stats = collect_while_free(sampler.engine, submit, [requests[i] for i in indices], take)
     begun = [
-        PartialGroup(requests[i].problem, tuple(found), options.step, requests[i].place, requests[i].temperature)
-        for i, found in zip(taken, rows, strict=True)
+        PartialGroup(requests[i].problem, tuple(trajectories), options.step, requests[i].place, requests[i].temperature)
+        for i, trajectories in zip(indices, rows, strict=True)
     ]
     return score(sampling.scorer, begun, (), stats, keeps_partial=False)
 
@@ -272,7 +272,7 @@ def score(
     *,
     keeps_partial: bool,
 ) -> ScoredRollouts:
-    """The groups begun in this wave and those continued in it, scored where no rollout is left to resume.
+    """Scores the groups begun in this wave and those continued in it, except groups with a rollout left to resume.
 
     With `keeps_partial` a group with resumable rollouts stays unscored.
     """
@@ -282,8 +282,10 @@ def score(
     scored = scorer.score_all([group.problem for group in every], judged)
     removed = []
     for group, trajectories in zip(scored.groups, judged, strict=True):
-        kept = {trajectory.sample for trajectory in group.trajectories}
-        removed += [(group.problem, trajectory) for trajectory in trajectories if trajectory.sample not in kept]
+        scored_samples = {trajectory.sample for trajectory in group.trajectories}
+        removed += [
+            (group.problem, trajectory) for trajectory in trajectories if trajectory.sample not in scored_samples
+        ]
     ended = zip(scored.groups[len(begun) :], waits[len(begun) :], strict=True)
     return ScoredRollouts(
         scored.groups[: len(begun)],
@@ -298,19 +300,20 @@ def score(
 
 
 class EarlyExit:
-    """A cancel policy: the rest of a group, once the number of each kind of trajectory that selection keeps is decided.
+    """A cancel policy: it cancels the rest of a group once the number of successes and failures that selection keeps is
+    decided.
 
-    Each trajectory is scored as it ends, by itself, and once more with its group. Groups of another size than the
-    plain wave's (pilots, second waves) run to their end.
+    Each trajectory is scored alone as it ends, and once more with its group. Groups of another size than the plain
+    wave's (pilots, second waves) run to their end.
     """
 
     def __init__(self, scorer: Scorer, resample: Selector, size: int, requests: Sequence[RolloutRequest]):
         """
         Args:
-            scorer: Of the run.
-            resample: How it selects.
-            size: Trajectories of a group that are kept.
-            requests: Whose rollouts these are, in order.
+            scorer: Scorer of the run.
+            resample: Selection of the run.
+            size: Number of trajectories of a group that are kept.
+            requests: The requests of the submission, in order.
         """
         self._scorer, self._resample, self._keep = scorer, resample, size
         plain = resample.sampled(size)
@@ -320,7 +323,7 @@ class EarlyExit:
         self._left = [set(range(low, high)) for low, high in pairwise(edges)]
         self._plain = [request.count == plain for request in requests]
         self._ended = [[0, 0] for _ in requests]
-        """Failures and successes."""
+        """Numbers of failures and successes that have ended, for each request."""
 
     def __call__(self, row: int, trajectory: Trajectory) -> Sequence[int]:
         group = self._group[row]
@@ -328,7 +331,7 @@ class EarlyExit:
         if row not in left or not self._plain[group]:
             return ()
         left.remove(row)
-        for correct in self._scorer(self._problems[group], [trajectory]).correct:  # none if it cannot be scored
+        for correct in self._scorer(self._problems[group], [trajectory]).correct:  # empty if it cannot be scored
             ended[int(correct)] += 1
         if not self._resample.quota_decided(*ended, len(left), self._keep):
             return ()
@@ -344,16 +347,16 @@ def sample_groups(
     options: RunOptions | None = None,
     **extras: Any,
 ) -> ScoredRollouts:
-    """`samples` rollouts of each problem, all alike: one group for each problem.
+    """`samples` rollouts of each problem under equal requests: one group for each problem.
 
     `extras` are further fields of every `RolloutRequest`: `condition`, `suffix`, `temperature`.
     """
-    requests = [RolloutRequest(problem, place, samples, **extras) for place, problem in enumerate(problems)]
+    requests = [RolloutRequest(problem, index, samples, **extras) for index, problem in enumerate(problems)]
     return sample_requests(sampling, weights, requests, options or RunOptions())
 
 
 def merge_failures(parts: Iterable[Mapping[str, FailureCount]]) -> dict[str, FailureCount]:
-    """Counts by kind as one."""
+    """Adds up counts by kind of failure."""
     merged: dict[str, FailureCount] = {}
     for part in parts:
         for kind, count in part.items():
@@ -362,7 +365,7 @@ def merge_failures(parts: Iterable[Mapping[str, FailureCount]]) -> dict[str, Fai
 
 
 def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
-    """The counts of several engines as those of one: counts add up; times and sizes are those of the largest."""
+    """Merges the statistics of several engines: counts add up; times and sizes are those of the largest."""
     largest = {"cache_tokens", "compilations", "steps", "seconds"}
     merged: dict[str, Any] = {}
     for item in fields(RolloutStats):

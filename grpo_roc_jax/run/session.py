@@ -1,11 +1,12 @@
-"""What a run holds open: its locked directory, its policy, sampler and writers; and what is saved when a step fails."""
+"""What a run keeps open: its locked directory, its policy, sampler and writers; and what is saved when a step fails."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -26,10 +27,11 @@ from grpo_roc_jax.record.metrics import CompilationCounter, Writer, make_writer
 from grpo_roc_jax.record.run_dir import PACKAGES, Start, choose_run_dir, decide, locked, versions
 from grpo_roc_jax.record.storage import copied, is_address
 from grpo_roc_jax.record.trace import TraceWriter
-from grpo_roc_jax.rollout.progress import RolloutLines, RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
+from grpo_roc_jax.rollout.records import RolloutLines, RolloutProgress
 from grpo_roc_jax.run.choices import about, choose, free_bytes, left_open, record, recorded, with_choices
 from grpo_roc_jax.run.components import describe_device, make_parts, resolve_model, run_date, with_date
+from grpo_roc_jax.run.durations import EVALUATION, SUPERVISED, TRAINING, expected, remembered
 from grpo_roc_jax.run.learning import find_teacher, most_rows
 from grpo_roc_jax.run.policy import PolicyModel, attention_of, describe_attention, few_arenas
 from grpo_roc_jax.run.sample import GroupSampler
@@ -37,7 +39,7 @@ from grpo_roc_jax.run.start import held_out
 from grpo_roc_jax.run.summary import next_lines
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Alarms, Stopped, Watchdog
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
-from grpo_roc_jax.settings.progress import Narrator, narrated, phase
+from grpo_roc_jax.settings.progress import Narrator, describe_seconds, narrated, phase
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools.memory_bound import describe_memory
@@ -45,37 +47,37 @@ from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Problem
 
 SEEN_S = 10
-"""Seconds that a file of the first process may take to be seen by the others."""
+"""Seconds that other processes wait for a file of the first process to become visible."""
 
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """A run directory that this start has locked, and what it does with it."""
+    """A run directory that this process has locked, and how the run starts in it."""
 
     config: Config
-    """Of its stage, in a run with stages."""
+    """Configuration, in a run with stages that of the current stage."""
     run_dir: Path
     start: Start
     processes: Processes
-    whole: Config
-    """With all stages; what `config.yaml` holds."""
+    all_stages: Config
+    """Configuration with all stages; the content of `config.yaml`."""
     stage: int = 0
     progress: StageProgress | None = None
-    """At the end of the session before, in this process."""
+    """Progress at the end of the previous session in this process."""
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The stages of the run; none for a plain run."""
-        return self.whole.stages or ()
+        """The stages of the run; empty for a plain run."""
+        return self.all_stages.stages or ()
 
 
 @contextmanager
 def claimed(config: Config, force: bool = False) -> Iterator[Claim]:
-    """Joins the other processes, locks the run directory, and decides what happens with a run that is there."""
-    with joined(config.distributed) as processes, ExitStack() as held:
+    """Joins the other processes, locks the run directory, and decides what happens to a run that is already there."""
+    with joined(config.distributed) as processes, ExitStack() as resources:
         run_dir = processes.once(lambda: choose_run_dir(config.name, config.run_dir, config.resume))
-        processes.once(lambda: held.enter_context(locked(run_dir)))
-        processes.once(lambda: held.enter_context(copied(config.run_dir, run_dir, config.resume == "auto")))
+        processes.once(lambda: resources.enter_context(locked(run_dir)))
+        processes.once(lambda: resources.enter_context(copied(config.run_dir, run_dir, config.resume == "auto")))
         check_alike(processes, config, run_dir)
         config = with_date(config, processes.once(lambda: run_date(config, run_dir)))
         fresh = config.resume == "never"
@@ -85,10 +87,10 @@ def claimed(config: Config, force: bool = False) -> Iterator[Claim]:
 
 
 def state_leaves(config: Config) -> dict[str, list]:
-    """Name -> [shape, dtype] of the arrays of a run's training state, without making them.
+    """Name -> [shape, dtype] of the arrays of a run's training state, without allocating them.
 
     Raises:
-        ConfigError: A tokenizer or model that cannot be read.
+        ConfigError: A tokenizer or model cannot be read.
     """
     with config_errors():
         model = resolve_model(config.model, load_tokenizer(config.text))
@@ -103,16 +105,17 @@ def state_leaves(config: Config) -> dict[str, list]:
 
 
 def check_alike(processes: Processes, config: Config, run_dir: Path) -> None:
-    """Refuses processes that were started with other settings or versions than the first, or see another directory.
+    """Refuses processes that were started with other settings or versions than the first, or that see another
+    directory.
 
     Raises:
-        ConfigError: In all of them, with the process and the difference.
+        ConfigError: Raised in all processes; the message names the process and the difference.
     """
     if processes.count == 1:
         return
-    own = {name: str(value) for name, value in flatten(config) if not name.startswith("distributed.")}
-    own |= {"version": __version__, **versions(PACKAGES), "sees the run directory": str(appears(run_dir / "lock"))}
-    first, *others = processes.gather(own)
+    settings = {name: str(value) for name, value in flatten(config) if not name.startswith("distributed.")}
+    settings |= {"version": __version__, **versions(PACKAGES), "sees the run directory": str(appears(run_dir / "lock"))}
+    first, *others = processes.gather(settings)
     for index, other in enumerate(others, 1):
         names = [name for name in first | other if first.get(name) != other.get(name)]
         if names:
@@ -123,7 +126,7 @@ def check_alike(processes: Processes, config: Config, run_dir: Path) -> None:
 
 
 def appears(path: Path) -> bool:
-    """Whether a file that another process has made is seen here; network file systems show it after seconds."""
+    """Whether a file that another process has made becomes visible here. Network file systems can take seconds."""
     for _ in range(SEEN_S):
         if path.exists():
             return True
@@ -133,7 +136,7 @@ def appears(path: Path) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class TrainingSession:
-    """What a run holds open from its first line to its last."""
+    """What a run keeps open from its start to its end."""
 
     config: Config
     run_dir: Path
@@ -149,15 +152,16 @@ class TrainingSession:
     watchdog: Watchdog
     events: Events
     alarms: Alarms | None
-    """None without a section `watch`."""
+    """None if the configuration has no section `watch`."""
     claim: Claim
     held_out_left_out: int
-    """Held-out problems whose prompts are too long."""
+    """Number of held-out problems whose prompts are too long."""
+    narrator: Narrator
 
 
 @contextmanager
 def telling(say: Callable[[str], None]) -> Iterator[Narrator]:
-    """The narrator of a session, which speaks through `say` at first and to whom it spoke before in the end."""
+    """Makes `say` the output of the narrator within the block and restores the previous output at its end."""
     with narrated(say) as narrator:
         before, narrator.say = (narrator.say, narrator.drawn), say
         try:
@@ -175,25 +179,27 @@ def early_lines(config: Config, processes: Processes) -> Callable[[str], None]:
 
 @contextmanager
 def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSession]:
-    """Builds the parts of a run in a claimed directory; all are closed in turn at the end."""
+    """Builds the parts of a run in a claimed directory. All of them are closed, in reverse order, at the end."""
     config, run_dir, processes = claim.config, claim.run_dir, claim.processes
     few_arenas()
-    with ExitStack() as held:
-        narrator = held.enter_context(telling(early_lines(config, processes)))
-        held.enter_context(phase("run", routine=True))  # for what no other phase covers, closing included
-        preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())
+    with ExitStack() as resources:
+        narrator = resources.enter_context(telling(early_lines(config, processes)))
+        if processes.first:
+            resources.enter_context(remembered(config, narrator))
+        resources.enter_context(phase("run", routine=True))  # for time that no other phase covers, closing included
+        preemption = resources.enter_context(Preemption(raises=processes.count == 1).installed())
         processes.preemption = preemption
-        compilations = held.enter_context(CompilationCounter())
-        policy, sampling = held.enter_context(make_parts(config, registry=tools, processes=processes))
+        compilations = resources.enter_context(CompilationCounter())
+        policy, sampling = resources.enter_context(make_parts(config, registry=tools, processes=processes))
         config, chosen = choose_open(config, policy, processes, run_dir)
         chat, executor = sampling.sampler.chat, sampling.sampler.executor
         find_teacher(config, chat.tokenizer)
         problems, notes = held_out(config, chat)
-        checkpointer = held.enter_context(
+        checkpointer = resources.enter_context(
             Checkpointer(run_dir / "checkpoints", config.checkpoint, logs=run_dir if processes.first else None)
         )
         with config_errors(ModuleNotFoundError):
-            writer = held.enter_context(make_writer(run_dir, config) if processes.first else Writer([]))
+            writer = resources.enter_context(make_writer(run_dir, config) if processes.first else Writer([]))
         narrator.say = writer.say
         for note in [*chosen, *notes]:
             writer.say(note)
@@ -205,8 +211,8 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
         watch = config.watch or WatchConfig()
         events = Events(run_dir if processes.first else None, partial(writer.say, event=True))
         watchdog = Watchdog(run_dir, watch, lambda: [f"call {name}" for name in getattr(executor, "in_flight", ())])
-        held.enter_context(noticed(watch.notice_url))
-        held.enter_context(watchdog.watching())
+        resources.enter_context(noticed(watch.notice_url))
+        resources.enter_context(watchdog.watching())
         yield TrainingSession(
             config,
             run_dir,
@@ -224,12 +230,14 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
             Alarms(watch, events) if config.watch else None,
             claim,
             notes.left_out,
+            narrator,
         )
 
 
 def choose_open(config: Config, policy: PolicyModel, processes: Processes, run_dir: Path) -> tuple[Config, list[str]]:
-    """(the configuration with what `run.choices` chooses in place of what it leaves open, lines for the log). A run
-    that goes on takes what it took before: each choice changes the order of sums, and with it the last digits."""
+    """(the configuration with the values that `run.choices` chooses for open settings, lines for the log). A resumed
+    run takes its recorded choices: each choice changes the order of floating-point sums, and with it the last
+    digits."""
     names = left_open(config)
     if not names:
         return config, []
@@ -244,15 +252,16 @@ def choose_open(config: Config, policy: PolicyModel, processes: Processes, run_d
         chosen["update.attention"] = attention_of(config, policy)[0]
         lines += [describe_attention(config, policy)] if attention_of(config, policy)[1] else []
     room = min(float(of) for of in processes.gather(free_bytes(mesh)))
-    more, said = choose(with_choices(config, chosen), model, mesh, most_rows(config), room)
+    more, more_lines = choose(with_choices(config, chosen), model, mesh, most_rows(config), room)
     chosen |= more
     processes.once(lambda: record(run_dir, shapes, chosen))
-    return with_choices(config, chosen), lines + said
+    return with_choices(config, chosen), lines + more_lines
 
 
 @contextmanager
 def state_kept(session: TrainingSession) -> Iterator[None]:
-    """Saves the state after the last finished step if the block fails, and notes on the exception what is on disk.
+    """Saves the state after the last finished step if the block fails, and adds a note on what is saved to the
+    exception.
 
     Raises:
         Stopped: The run was asked to stop, and its state could not be saved.
@@ -266,31 +275,35 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
         processes = session.sampling.processes
         if not isinstance(error, ConfigError) and (lost := processes.lost(error)):
             raise lost from error
-        # All processes are here after these two, or none is; a fault of one must not make it wait for the others.
+        # Either all processes get here after these two errors or none does; after an error of one process, it must not
+        # wait for the others.
         together = isinstance(error, Preempted | Stopped) or processes.count == 1
-        if together and session.checkpointer.held is not None:
-            kept, words = session.checkpointer.save_held()
+        if together and session.checkpointer.latest is not None:
+            saved, words = session.checkpointer.save_latest()
             if isinstance(error, Preempted) and session.watchdog.ending:
                 raise Stopped(INFRASTRUCTURE_STATUS, f"{session.watchdog.ending}; {words}") from error
-            if isinstance(error, Preempted) and not kept:
+            if isinstance(error, Preempted) and not saved:
                 raise Stopped(INFRASTRUCTURE_STATUS, f"interrupted, and {words}") from error
             error.add_note(f"{words}; the same command with --resume auto goes on")
-            for line in next_lines(session.run_dir, None, getattr(error, "status", None)) if kept else ():
+            for line in next_lines(session.run_dir, None, getattr(error, "status", None)) if saved else ():
                 session.writer.say(line)
         raise
 
 
 def announce(session: TrainingSession, config: Config) -> None:
-    """The first lines of a run: what it will do, derived settings, devices, isolation of tools.
+    """Writes the first lines of a run: what it will do, derived settings, devices, isolation of tools.
 
     Args:
-        session: Of the run.
-        config: Of its stage.
+        session: Session of the run.
+        config: Configuration of its stage.
     """
     policy, sampler, writer = session.policy, session.sampling.sampler, session.writer
     reached = sampler.executor.capabilities
     missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
-    writer.say(plan_line(config, session.start, len(session.held_out), session.run_dir))
+    seconds, source = expected(config, policy.model, len(session.held_out), session.narrator.usual)
+    writer.say(plan_line(config, session.start, len(session.held_out), session.run_dir, seconds))
+    if seconds:
+        writer.say(f"minutes of the plan: {source}; what is left is measured as the phases go on")
     if is_address(config.run_dir):
         writer.say(f"run directory: {session.run_dir}, copied to {hidden(config.run_dir)}")
     writer.say(f"tools: isolation {reached.level}{missing}")
@@ -303,21 +316,32 @@ def announce(session: TrainingSession, config: Config) -> None:
         writer.say(line)
 
 
-def plan_line(config: Config, start: Start, held_out: int, run_dir: Path) -> str:
-    """What a run is about to do: "plan: supervised stage, 400 steps; then 30 steps ...; written to runs/toy".
+def plan_line(
+    config: Config, start: Start, held_out: int, run_dir: Path, seconds: Mapping[str, float] = MappingProxyType({})
+) -> str:
+    """What a run is about to do: "plan: supervised stage, 400 steps, about 2 min; then 30 steps ...; written to
+    runs/toy".
 
     Args:
-        config: Of its stage.
-        start: Fresh, or at a step.
-        held_out: Problems of an evaluation.
-        run_dir: Of the run.
+        config: Configuration of the stage.
+        start: Whether the run is fresh or resumes at a step.
+        held_out: Number of problems of an evaluation.
+        run_dir: Directory of the run.
+        seconds: Of a supervised step, of a step and of an evaluation, by the names of their phases; what is missing is
+            not told.
     """
-    parts = [f"supervised stage, {config.sft.steps} steps"] if config.sft.steps and start.kind == "fresh" else []
-    if held_out and start.kind == "fresh":
-        parts.append(f"evaluation on {held_out} problems")
+
+    def about(phase: str, count: int = 1) -> str:
+        return f", about {describe_seconds(seconds[phase] * count)}" if phase in seconds else ""
+
+    parts, fresh = [], start.kind == "fresh"
+    if config.sft.steps and fresh:
+        parts.append(f"supervised stage, {config.sft.steps} steps{about(SUPERVISED, config.sft.steps)}")
+    if held_out and fresh:
+        parts.append(f"evaluation on {held_out} problems{about(EVALUATION)}")
     if left := config.steps - start.step:
         sampled = config.group.problems * config.resample.sampled(config.group.size)
-        parts.append(f"{left} step{'s' * (left > 1)} of {sampled} rollouts")
+        parts.append(f"{left} step{'s' * (left > 1)} of {sampled} rollouts{about(TRAINING, left)}")
         if held_out:
             every = f" every {config.eval.every} steps and" if 0 < config.eval.every < left else ""
             parts.append(f"evaluation{every} at the end")

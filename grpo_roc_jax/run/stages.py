@@ -1,6 +1,6 @@
-"""Runs with stages: each stage is a session of its own, which goes on from the newest checkpoint in the same directory
-with the settings of its stage. So everything that a session builds fits its stage, and a run that was stopped anywhere
-goes on as if it had not been."""
+"""Runs with stages. Each stage is a session of its own with the settings of the stage; it continues from the newest
+checkpoint in the same directory. Everything that a session builds therefore fits its stage, and an interrupted run
+continues as if it had not been interrupted."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,11 +31,11 @@ def first_stage(claim: Claim) -> Claim:
 
 def at_stage(claim: Claim, index: int) -> Claim:
     """The claim with the settings of one stage."""
-    return replace(claim, config=replace(claim.whole.staged()[index], steps=claim.whole.steps), stage=index)
+    return replace(claim, config=replace(claim.all_stages.staged()[index], steps=claim.all_stages.steps), stage=index)
 
 
 def next_claim(claim: Claim, run: RunState) -> Claim | None:
-    """What follows a session: the next stage; None where the run ends."""
+    """The claim of the next stage; None where the run ends."""
     following = run.progress.following(claim.stages, run.step)
     if following >= len(claim.stages) or run.step >= claim.config.steps:
         return None
@@ -49,8 +49,8 @@ def stage_over(session: TrainingSession, run: RunState) -> bool:
 
 
 def observe(session: TrainingSession, run: RunState, metrics: Metrics) -> Metrics:
-    """Shows metrics of a step or an evaluation to the conditions of the stage; returns the number of the stage, from 1,
-    as a metric."""
+    """Shows the metrics of a step or an evaluation to the conditions of the stage. Returns the number of the stage,
+    from 1, as a metric."""
     claim = session.claim
     if not claim.stages:
         return {}
@@ -61,15 +61,15 @@ def observe(session: TrainingSession, run: RunState, metrics: Metrics) -> Metric
 
 @config_errors()
 def enter_stage(session: TrainingSession, run: RunState, data: Mapping[str, Any] | None) -> None:
-    """Begins the stage of the session, or goes on with it. A plain run stays as it is.
+    """Begins the stage of the session, or continues it. A plain run stays as it is.
 
-    Groups that wait and rollouts that were cut belong to the stage before and are dropped. The position in the data is
-    kept where the data are the same.
+    Waiting groups and cut rollouts belong to the stage before and are dropped. The position in the data is kept if both
+    stages have the same data.
 
     Args:
-        session: Of the stage.
-        run: As restored, but for the position in the data.
-        data: That position; None for a fresh run.
+        session: Session of the stage.
+        run: State as restored, except for the position in the data.
+        data: Position in the data; None for a fresh run.
     """
     claim = session.claim
     if not claim.stages:
@@ -84,14 +84,14 @@ def enter_stage(session: TrainingSession, run: RunState, data: Mapping[str, Any]
     try:
         if data is not None:
             run.stream.set_state(data)
-    except ValueError:  # other data than those of the stage before
+    except ValueError:  # the stage before had other data
         if run.progress.index == claim.stage and not begins:
             raise
-    session.checkpointer.held = run.bundle()
+    session.checkpointer.latest = run.bundle()
 
 
 def begin_stage(session: TrainingSession, run: RunState) -> None:
-    """The state at the first step of a stage; `restart` says what of it is fresh."""
+    """Sets the state for the first step of a stage; `restart` says which parts of it are reset."""
     claim, config, policy = session.claim, session.config, session.policy
     stage = claim.stages[claim.stage]
     run.progress = StageProgress(claim.stage, run.step, ((),) * len(stage.until))
@@ -105,21 +105,22 @@ def begin_stage(session: TrainingSession, run: RunState) -> None:
     if "reference" in stage.restart:
         run.reference = reference_copy(config, run)
     left = f"; {dropped} groups of the stage before are dropped" if dropped else ""
-    said = f"{stage.name} begins, {claim.stage + 1} of {len(claim.stages)}{left}"
-    session.events.note(run.step + 1, "stage", said)
+    text = f"{stage.name} begins, {claim.stage + 1} of {len(claim.stages)}{left}"
+    session.events.note(run.step + 1, "stage", text)
 
 
 def leave_out_solved(session: TrainingSession, run: RunState, begins: bool) -> None:
-    """The data without the problems that the policy at the start of the stage solves in all of `drop_solved` rollouts.
+    """Leaves out of the data the problems that the policy at the start of the stage solves in all of `drop_solved`
+    rollouts.
 
-    The counts are written to `difficulty_N.jsonl` of the run directory as they come, so that a run that is stopped goes
-    on with the other problems. When the stage begins they also enter the table of problems.
+    The counts are written to `difficulty_N.jsonl` of the run directory as they come, so that an interrupted run
+    continues with the remaining problems. When the stage begins they also enter the table of problems.
     """
     claim, config, sampler = session.claim, session.config, session.sampling.sampler
     path, chat = session.run_dir / f"difficulty_{claim.stage + 1}.jsonl", sampler.chat
     length, longest = prompt_length(config, chat), config.rollout.max_prompt_tokens
-    found = training_problems(config.data, config.seed, Notes(), length, longest)
-    problems = [problem for _, rows in found for problem in rows]
+    sources = training_problems(config.data, config.seed, Notes(), length, longest)
+    problems = [problem for _, rows in sources for problem in rows]
     begun, samples = run.progress.began, claim.stages[claim.stage].drop_solved
     counts = count_solved(
         path,
@@ -135,5 +136,5 @@ def leave_out_solved(session: TrainingSession, run: RunState, begins: bool) -> N
     if begins:
         won, tried = (np.array([counts[uid][i] for uid in known], np.float64) for i in (0, 1))
         run.method = visited(run.method, known, won, tried, config.method.tracker_decay)
-        said = f"{len(solved)} of {len(problems)} problems are solved in all of {samples} rollouts and left out"
-        session.events.note(run.step + 1, "solved", said)
+        text = f"{len(solved)} of {len(problems)} problems are solved in all of {samples} rollouts and left out"
+        session.events.note(run.step + 1, "solved", text)

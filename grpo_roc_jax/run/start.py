@@ -1,4 +1,4 @@
-"""Where a run starts: its data, fresh parameters and an empty memory, then the supervised stage."""
+"""The start of a run: its data, fresh parameters and an empty method memory, then the supervised stage."""
 
 import logging
 from collections.abc import Collection
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @config_errors()
 def problem_stream(config: Config, chat: ChatFormat, left_out: Collection[str] = ()) -> Stream[Problem]:
-    """The training problems of a run, without those of the uids `left_out`."""
+    """The training problems of a run, without those whose uids are in `left_out`."""
     return make_problem_stream(
         config.data,
         problems=config.group.problems,
@@ -41,18 +41,19 @@ def problem_stream(config: Config, chat: ChatFormat, left_out: Collection[str] =
 
 @config_errors()
 def held_out(config: Config, chat: ChatFormat) -> tuple[list[Problem], Notes]:
-    """(held-out problems whose prompts fit, findings of reading them)."""
+    """(held-out problems whose prompts fit, notes on reading them)."""
     notes = Notes()
     problems = eval_problems(config.data, notes)
     length, longest = prompt_length(config, chat), config.rollout.max_prompt_tokens
-    kept = fitting_problems(problems, length, longest, config.data, notes, "held out: ")
-    if problems and not kept:
+    fitting = fitting_problems(problems, length, longest, config.data, notes, "held out: ")
+    if problems and not fitting:
         raise ValueError("\n".join(["no held-out problem is left", *notes]))
-    return kept, notes
+    return fitting, notes
 
 
 def data_lines(config: Config, chat: ChatFormat, scorer: Scorer | None = None) -> list[str]:
-    """Reads all data of a run as its start does; what is found, file by file. A scorer tries its functions too.
+    """Reads all data of a run as its start does. Returns lines on each file. With a scorer, reward functions are tried
+    too.
 
     Raises:
         ConfigError: A source cannot be used.
@@ -65,8 +66,8 @@ def data_lines(config: Config, chat: ChatFormat, scorer: Scorer | None = None) -
 
 
 def try_rewards(scorer: Scorer, chat: ChatFormat, stream: Stream[Problem]) -> list[str]:
-    """Calls each reward function once, on two made-up trajectories of the first problem: what is wrong with one is
-    found before hours of training. The stream stays where it was.
+    """Calls each reward function once, on two made-up trajectories of the first problem, so that errors in it show up
+    before hours of training. The position of the stream does not change.
 
     Raises:
         RewardError: A function returns something else than it should.
@@ -81,16 +82,16 @@ def try_rewards(scorer: Scorer, chat: ChatFormat, stream: Stream[Problem]) -> li
 
 
 def fresh_run(config: Config, policy: PolicyModel, sampling: GroupSampler) -> RunState:
-    """The state of a run before anything was trained: parameters, optimizer, data stream, the method's memory. Reward
-    functions are tried first, on two made-up trajectories.
+    """The state of a run before training: parameters, optimizer, data stream, the method's memory. Reward functions are
+    tried first, on two made-up trajectories.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         policy: From `make_parts`.
         sampling: From `make_parts`.
 
     Raises:
-        ConfigError: Problems or published parameters that cannot be used.
+        ConfigError: Problems or published parameters cannot be used.
         RewardError: A reward function returns something else than it should.
     """
     chat = sampling.sampler.chat
@@ -103,26 +104,28 @@ def fresh_run(config: Config, policy: PolicyModel, sampling: GroupSampler) -> Ru
 
 
 def reference_copy(config: Config, run: RunState) -> Any:
-    """The policy of a run as its reference, if the method needs one: a copy, since the update donates the buffers of
-    the policy, and a step of the reference its own."""
+    """A copy of the policy as its reference, if the method needs one. It must be a copy, since the update donates the
+    buffers of the policy, and an update of the reference donates its own."""
     return jax.tree.map(jnp.copy, run.train.params) if compose.needs_reference(config) else ()
 
 
 def cold_start(
     config: Config, policy: PolicyModel, chat: ChatFormat, run: RunState, writer: Writer | None = None
 ) -> None:
-    """Trains a fresh run on demonstrations for `sft.steps`, and makes the result its reference policy.
+    """Trains a fresh run on demonstrations for `sft.steps` steps and makes the result its reference policy.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         policy: From `make_parts`.
-        chat: Of its sampler.
+        chat: Chat format of its sampler.
         run: From `fresh_run`; its parameters, optimizer state and reference are replaced.
-        writer: Takes metrics and notes; None drops them.
+        writer: Receives metrics and notes; None discards them.
     """
     if config.sft.steps:
-        run.reference = ()  # its memory is free for the supervised stage
-        run.train = run.train.replace(opt_state=())  # the stage has moments of its own, and new ones follow it
+        run.reference = ()  # frees its memory for the supervised stage
+        run.train = run.train.replace(
+            opt_state=()
+        )  # the stage has moments of its own, and reinforcement learning starts with new ones
         params = supervise(config, policy, chat, run.train.params, writer or Writer([]))
         run.train = at_rest(config, start_train_state(params, policy.model, config.optim, policy.mesh, config.lora))
         run.reference = reference_copy(config, run)

@@ -1,4 +1,4 @@
-"""Metrics of a step's groups: one function for all that was sampled, one for the result of selection."""
+"""Metrics of the groups of a step: one function for all that was sampled, one for the result of selection."""
 
 import math
 from collections import Counter
@@ -17,16 +17,16 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _reward(values: Sequence[float]) -> float:
-    """Mean of rewards or of their spread; NaN, which files have as null, where nothing was scored."""
+    """Mean of the values; NaN, which is written to files as null, if there are none."""
     return float(np.mean(values)) if len(values) else math.nan
 
 
 def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metrics:
-    """Figures over everything that was sampled, before any selection.
+    """Metrics over everything that was sampled, before selection.
 
     Args:
-        groups: Scored, one a problem.
-        counts: Trajectories by verdict status, removed ones included; logged as shares of all.
+        groups: Scored groups, one for each problem.
+        counts: Number of trajectories by verdict status, including removed ones; logged as shares of all.
     """
     pairs = [pair for group in groups for pair in group.pairs if traits_of(pair[0].condition.kind).attempt]
     verdicts = [verdict for _, verdict in pairs]
@@ -49,15 +49,17 @@ def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metri
         "rollout/truncated": _mean([t.truncated for t, _ in pairs]),
         "rollout/sampled": float(total),
     }
+    for name in sorted({name for trajectory, _ in pairs for name in trajectory.rewards}):
+        metrics[f"environment/{name}"] = _mean([t.rewards[name] for t, _ in pairs if name in t.rewards])
     return metrics | {f"verdict/{status}": count / total for status, count in sorted(counts.items())}
 
 
 def describe_unscored(counts: Mapping[str, int], unscored: Mapping[str, int], faults: Sequence[str]) -> str:
-    """What left a step without a score, and the functions that did; empty if a trajectory has one.
+    """Why a step has no score, and the functions that caused it; empty if a trajectory has a score.
 
     Args:
-        counts: Trajectories by verdict status, removed ones included.
-        unscored: Trajectories that a reward function left unscored, by its name.
+        counts: Number of trajectories by verdict status, including removed ones.
+        unscored: Number of trajectories that a reward function left without a score, by name of the function.
         faults: Messages of functions that failed.
     """
     lost = {name: counts.get(name, 0) for name in ("not_scored", "infrastructure", "cancelled")}
@@ -88,25 +90,27 @@ def why_nothing_kept(metrics: Metrics) -> str:
 
 
 def _repeats_a_call(trajectory: Trajectory) -> bool:
-    """Whether a call is made twice word for word: the early sign of tool-use collapse (rStar issue 52)."""
+    """Whether a tool call is repeated verbatim: an early sign of tool-use collapse (rStar issue 52)."""
     calls = [call.raw for turn in trajectory.turns for call in turn.calls]
     return len(set(calls)) < len(calls)
 
 
 def selection_metrics(groups: Sequence[Group], selections: Sequence[Selection]) -> Metrics:
-    """What selection kept and dropped, and the tool errors of the kept successes."""
-    kept = [group.verdicts[i] for group, selection in zip(groups, selections, strict=True) for i in selection.indices]
+    """Metrics of what selection kept and dropped, and of the tool errors of the kept successes."""
+    kept_verdicts = [
+        group.verdicts[i] for group, selection in zip(groups, selections, strict=True) for i in selection.indices
+    ]
     equal = [group for group in groups if group.size and flat(group.rewards)]
     sampled = sum(group.size for group in groups)
     why = Counter(reason for selection in selections for reason in selection.reasons if reason != "kept")
     return {
-        "roc/kept": float(len(kept)),
-        "roc/dropped": float(sampled - len(kept)),
+        "roc/kept": float(len(kept_verdicts)),
+        "roc/dropped": float(sampled - len(kept_verdicts)),
         "roc/groups_kept": float(sum(selection.kept for selection in selections)),
         "roc/groups": float(len(groups)),
         "roc/all_correct": float(sum(group.correct.all() for group in equal)),
         "roc/all_wrong": float(sum(not group.correct.any() for group in equal)),
-        "roc/tool_error_in_correct_kept": tool_error_share([v for v in kept if v.status == "correct"]),
-        "roc/reward_kept": _reward([verdict.reward for verdict in kept]),
+        "roc/tool_error_in_correct_kept": tool_error_share([v for v in kept_verdicts if v.status == "correct"]),
+        "roc/reward_kept": _reward([verdict.reward for verdict in kept_verdicts]),
         **{f"roc/dropped_{reason}": float(count) for reason, count in sorted(why.items())},
     }

@@ -1,4 +1,4 @@
-"""Results of a run: `summary.json`, the closing lines, and a sample trajectory on the way."""
+"""Results of a run: `summary.json`, the closing lines, and sample trajectories during the run."""
 
 import json
 import logging
@@ -28,9 +28,9 @@ PROG = "python -m grpo_roc_jax"
 
 
 def summarize_rows(rows: Sequence[Metrics]) -> dict[str, Any]:
-    """Figures of a run from its metrics by step; None if no step has them.
+    """Figures of a run from its metrics of each step; None where no step has them.
 
-    The metrics store a value that was not finite as null. Means leave it out; `max_logprob_gap` becomes None.
+    The metrics file stores values that are not finite as null. Means leave them out; `max_logprob_gap` becomes None.
     """
 
     def values(name: str) -> np.ndarray:
@@ -56,8 +56,8 @@ def summarize_rows(rows: Sequence[Metrics]) -> dict[str, Any]:
 
 
 def write_summary(run_dir: Path, config: Config, **measured: Any) -> dict[str, Any]:
-    """Writes `summary.json` and returns it: the measured values, figures of the metrics, and the environment. A number
-    that is not finite is null, and a disk that fails is logged: a run that has ended stays so.
+    """Writes and returns `summary.json`: the measured values, figures from the metrics, and the environment. Numbers
+    that are not finite are written as null. A disk failure is logged and not raised, since the run has ended.
 
     `tool_error_in_correct` is over all sampled rollouts before selection, averaged over the last third of the steps.
     """
@@ -85,7 +85,12 @@ def write_summary(run_dir: Path, config: Config, **measured: Any) -> dict[str, A
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """What `write_summary` wrote. Raises OSError or ValueError if it cannot be read."""
+    """Reads what `write_summary` wrote.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is not JSON.
+    """
     return read_json_object(run_dir / SUMMARY_FILE)
 
 
@@ -97,9 +102,9 @@ def summary_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
         return "-" if value is None else format(value, form)
 
     dropped = {name: count for name, count in summary.get("left_out", {}).items() if count}
-    said = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in dropped.items())
+    causes = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in dropped.items())
     return [
-        *([f"left out, since they are too long: {said}"] if said else []),
+        *([f"left out, since they are too long: {causes}"] if causes else []),
         f"accuracy on held-out problems: {shown('accuracy_before')} -> {shown('accuracy_after')}",
         "failing tool calls inside correct trajectories: "
         f"{shown('tool_error_in_correct_first')} -> {shown('tool_error_in_correct')} (last third)",
@@ -112,12 +117,12 @@ def summary_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
 
 
 def next_lines(run_dir: Path, summary: dict[str, Any] | None, status: int | None = None) -> list[str]:
-    """Three things to do next.
+    """Suggests up to three commands to run next.
 
     Args:
-        run_dir: Of the run.
-        summary: Of a run that has ended; None for one that was stopped or has failed.
-        status: Exit status of a run that was stopped for one of the reasons of `run.watch`.
+        run_dir: Directory of the run.
+        summary: Summary of a run that has ended; None for one that was stopped or has failed.
+        status: Exit status of a run that was stopped for one of the reasons in `run.watch`.
     """
     run = shlex.quote(str(run_dir))
     alarms = [event for event in read_events(run_dir) if event.get("action") or event["event"] == "stalled"]
@@ -132,20 +137,21 @@ def next_lines(run_dir: Path, summary: dict[str, Any] | None, status: int | None
             else (f"{PROG} plot {run}", "its curves as a picture"),
             INFRASTRUCTURE_STATUS: (f"{PROG} doctor", "what this machine can do"),
         }.get(status, (f"{PROG} chat {run}", "ask the policy that is saved"))
-        found = [(f"the same command with --run_dir {run} --resume auto", "goes on from here"), view, third]
+        commands = [(f"the same command with --run_dir {run} --resume auto", "goes on from here"), view, third]
     elif not summary["steps"]:
-        found = [(f"the same command of train with --run_dir {run} --resume auto", "reinforcement learning"), view]
-        found.append((f"{PROG} chat {run}", "ask the policy"))
+        commands = [(f"the same command of train with --run_dir {run} --resume auto", "reinforcement learning"), view]
+        commands.append((f"{PROG} chat {run}", "ask the policy"))
     else:
         measured = (f"{PROG} evaluate {run} --samples 16", "its accuracy, from more samples")
         curves = (f"{PROG} plot {run}", "its curves as a picture")
-        found = [view, (f"{PROG} chat {run}", "ask it"), curves if summary["accuracy_after"] is None else measured]
-    width = max(len(command) for command, _ in found)
-    return ["next:", *(f"  {command:<{width}}  # {words}" for command, words in found)]
+        commands = [view, (f"{PROG} chat {run}", "ask it"), curves if summary["accuracy_after"] is None else measured]
+    width = max(len(command) for command, _ in commands)
+    return ["next:", *(f"  {command:<{width}}  # {words}" for command, words in commands)]
 
 
 def one_of(records: Sequence[TraceRecord], step: int, decode: Callable[[Sequence[int]], str]) -> TraceRecord | None:
-    """One trajectory of the step with its context, from another place in each step; None without groups."""
+    """One trajectory of the step, with its context. Its position in the list changes with the step. None without
+    groups."""
     scored = [record for record in records if record.group >= 0 and record.verdict is not None]
     if not scored:
         return None

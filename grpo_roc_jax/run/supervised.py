@@ -1,4 +1,4 @@
-"""The supervised stage: demonstrator traces through the same rows, packing and update as RL, with a likelihood loss."""
+"""The supervised stage: demonstration traces go through the rows, packing and update of RL, with a likelihood loss."""
 
 import time
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from grpo_roc_jax.learner.update import (
     make_update_step,
     start_train_state,
 )
-from grpo_roc_jax.method.planning import HIGH, LOW, reward_goal
+from grpo_roc_jax.method.planning import Conditioning, PlainPrompts
 from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.record.metrics import Writer
@@ -38,44 +38,38 @@ from grpo_roc_jax.text.chat_format import ChatFormat, Trace
 from grpo_roc_jax.types import TrainRow
 
 
-def trace_rows(traces: Sequence[Trace], chat: ChatFormat, form: str = "none") -> list[TrainRow]:
+def trace_rows(traces: Sequence[Trace], chat: ChatFormat, condition: Conditioning | None = None) -> list[TrainRow]:
     """Rows whose loss is the mean negative log-likelihood of the batch's policy tokens, in nats.
 
     Args:
         traces: Demonstrations.
         chat: Prompt, turns and observations as ids.
-        form: `sft.reward_tokens`: `token` or `text` for the reward-conditioned stage, in which every prompt ends with
-            the reward token of its trace's outcome (arXiv:2602.03025, app. B).
+        condition: Extends the prompt of each demonstration by its outcome; None adds nothing.
     """
-    encoded = [chat.trace_row(trace, _goal(trace, form)) for trace in traces]
+    condition = condition or PlainPrompts()
+    encoded = [encoded_trace(trace, chat, condition) for trace in traces]
     total = max(sum(int(mask.sum()) for _, mask in encoded), 1)
     return [supervised_row(tokens, mask, 1.0 / total) for tokens, mask in encoded]
 
 
-def _goal(trace: Trace, form: str) -> str:
-    """The reward token at the end of its prompt; empty in a stage without them."""
-    return "" if form == "none" else reward_goal(HIGH if succeeded(trace) else LOW, form)
+def encoded_trace(trace: Trace, chat: ChatFormat, condition: Conditioning) -> tuple[np.ndarray, np.ndarray]:
+    """(token ids, mask of those that the policy writes) of a demonstration under a condition."""
+    return chat.trace_row(trace, condition.demonstrated(trace.problem, lambda: succeeded(trace)))
 
 
-def succeeded(trace: Trace) -> bool:
-    """Whether a demonstration reaches its goal: as its source says, or else by its final answer.
-
-    Raises:
-        ValueError: Neither an outcome nor a reference answer is there.
-    """
+def succeeded(trace: Trace) -> bool | None:
+    """Whether a demonstration reaches its goal: as its source says, or else by its final answer. None where neither an
+    outcome nor a reference answer is there."""
     if "success" in trace.problem.extra:
         return bool(trace.problem.extra["success"])
     if not trace.problem.answer:
-        raise ValueError(
-            f"trace {trace.problem.uid!r} has neither an outcome nor a reference answer, so it gets no reward token; "
-            "give its file a column reward, or set sft.reward_tokens none"
-        )
+        return None
     answer = find_answer(trace.turns).answer
     return answer is not None and decide(answer, trace.problem.answer) is True
 
 
 def supervised_row(tokens: np.ndarray, mask: np.ndarray, weight: float) -> TrainRow:
-    """A row with advantage 1 on the mask: under loss kind `nll` its loss is -weight * log p."""
+    """A row with advantage 1 on the mask. Under loss kind `nll` its loss is -weight * log p."""
     zeros = np.zeros(len(tokens), np.float32)
     return TrainRow(
         tokens=tokens,
@@ -89,7 +83,7 @@ def supervised_row(tokens: np.ndarray, mask: np.ndarray, weight: float) -> Train
 
 
 def supervised_optim(config: Config) -> OptimConfig:
-    """AdamW of the run with the stage's own learning rate: warm-up, then cosine to a tenth at its last step."""
+    """AdamW of the run with the stage's own learning rate: warm-up, then cosine decay to a tenth at its last step."""
     steps = config.sft.steps
     return replace(
         config.optim,
@@ -107,20 +101,20 @@ def trace_stream(config: Config, chat: ChatFormat) -> Stream[Trace]:
         config.data,
         traces=config.sft.traces,
         seed=config.seed,
-        row_length=lambda trace: len(chat.trace_row(trace, _goal(trace, config.sft.reward_tokens))[0]),
+        row_length=lambda trace: len(encoded_trace(trace, chat, config.sft.condition)[0]),
         max_row_tokens=config.batch.row_length,
     )
 
 
 FIRST_ROWS, ROWS_EVERY = (1, 2, 5, 10), 20
-"""Steps that write a row of metrics, besides the last one."""
+"""Steps that write a row of metrics, and the interval of further ones; the last step writes one too."""
 
 
 def supervise(config: Config, policy: PolicyModel, chat: ChatFormat, params: Any, writer: Writer) -> Any:
-    """The parameters after `sft.steps` steps on traces of `data.trace_sources`.
+    """Trains for `sft.steps` steps on traces of `data.trace_sources` and returns the parameters.
 
     Raises:
-        ConfigError: Traces that cannot be used, or none that fits into a row; nothing is cut.
+        ConfigError: Traces cannot be used, or none fits into a row; traces are never cut.
     """
     optim, model, mesh = supervised_optim(config), policy.model, policy.mesh
     update = update_settings(config, policy)
@@ -150,17 +144,17 @@ def supervised_steps(
     state: TrainState,
     bound: int,
 ) -> TrainState:
-    """The training state after all steps; `bound` are the micro-batches of a step at most."""
+    """The training state after all steps. `bound` is the largest number of micro-batches of a step."""
     started, memory, shards = time.perf_counter(), Halvings(mesh), row_shards(mesh)
     under_way: Any = None
     stage.at(0, "compiling the update")
     for step in range(1, config.sft.steps + 1):
         reach("sft")
         with config_errors():
-            rows = trace_rows(next(stream), chat, config.sft.reward_tokens)
+            rows = trace_rows(next(stream), chat, config.sft.condition)
             batch, placement = pack(rows, config.batch, bound, shards)
         state, metrics = memory.run("sft", partial(step_fn, state), shard_batch(batch, mesh), donated=state)
-        # One step ahead keeps the device busy; more would keep a signal waiting for all of them.
+        # One step ahead keeps the device busy; with more, a signal would have to wait for all of them.
         jax.block_until_ready(under_way)
         under_way = metrics
         if step in FIRST_ROWS or step % ROWS_EVERY == 0 or step == config.sft.steps:

@@ -1,5 +1,5 @@
-"""What watches a run: the limits that end it, with an exit status for each; the alarms of section `watch`; and the
-watchdog, a thread that says where the run is when a part of a step takes too long."""
+"""Watches a run: the limits that end it, with an exit status for each; the alarms of section `watch`; and the watchdog,
+a thread that reports where the run is when a part of a step takes too long."""
 
 import faulthandler
 import logging
@@ -40,18 +40,18 @@ class Watch:
         self._limits = limits
         self._empty = self._skipped = self._broken = 0
         self._passed = False
-        """Some rollout did not fail."""
+        """Whether some rollout has ended without a failure."""
         self._named = ""
-        """The commonest failure of an environment or agent in the last step that had one, for messages."""
+        """The most frequent failure of an environment or agent in the last step that had one, for messages."""
         self._kinds: set[str] = set()
 
     def recall(self, rows: Sequence[Metrics]) -> None:
-        """Counts the steps before a resume, whose rows these are."""
+        """Counts the steps before a resume. `rows` are their metrics."""
         for row in rows:
             lost = row.get("rollout/stop_failed", 0.0) + row.get("rollout/stop_infrastructure", 0.0)
             self._passed = self._passed or lost < 1
             if "time/step_s" in row:
-                with suppress(Stopped, KeyError):  # versions add metrics
+                with suppress(Stopped, KeyError):  # metrics may be missing in rows of other versions
                     self.look(row)
 
     def new_failures(self, failures: Mapping[str, FailureCount]) -> list[str]:
@@ -61,16 +61,23 @@ class Watch:
         return [failures[kind].text for kind in sorted(new)]
 
     def look_at_failures(self, failures: Mapping[str, FailureCount], rollouts: int) -> None:
-        """Takes the failures of environments and agents of each step in turn, by kind, and the number of its rollouts.
+        """Checks the failures of environments and agents of a step. Must be called for each step in turn.
+
+        Args:
+            failures: Failures of the step, by kind.
+            rollouts: Number of rollouts of the step.
 
         Raises:
-            Stopped: All rollouts of the step ended by one failure. One that the policy caused ends a run in which no
-                rollout has gone better so far.
+            Stopped: All rollouts of the step ended by one failure. A failure that the policy caused ends a run only if
+                no rollout has ended without failure so far.
         """
-        before, self._passed = self._passed, self._passed or sum(one.count for one in failures.values()) < rollouts
+        before, self._passed = (
+            self._passed,
+            self._passed or sum(failure.count for failure in failures.values()) < rollouts,
+        )
         if not failures:
             return
-        worst = max(failures.values(), key=lambda one: one.count)
+        worst = max(failures.values(), key=lambda failure: failure.count)
         self._named = f"; {worst.count} of {rollouts} rollouts of the last such step: {worst.text}"
         alike = worst.count >= rollouts > 0
         if alike and (not worst.by_policy or (worst.same and not before)):
@@ -82,7 +89,11 @@ class Watch:
             )
 
     def look(self, metrics: Metrics) -> None:
-        """Raises `Stopped` when a limit is reached; takes the metrics of each step in turn."""
+        """Checks the metrics of a step against the limits. Must be called for each step in turn.
+
+        Raises:
+            Stopped: A limit is reached.
+        """
         limits = self._limits
         lost = metrics.get("verdict/infrastructure", 0.0) + metrics.get("verdict/not_scored", 0.0)
         self._broken = self._broken + 1 if lost > limits.infrastructure_share else 0
@@ -123,20 +134,21 @@ RULES = (
     ("sample_size", "loss/effective_sample_size", "below"),
     ("answers", "rollout/answers", "above"),
 )
-"""Alarm (a setting of `watch`), its metric, and on which side of the threshold it is raised; `times` is above so many
-times the median of the last steps."""
+"""Alarm (a setting of `watch`), its metric, and on which side of the threshold it is raised. `times` means above so
+many times the median of the last steps."""
 LEAST_HISTORY = 5
-"""Steps before a jump can be seen."""
+"""Number of steps before a jump can be detected."""
 LARGE_GAP = 1.0
-"""Nats between the log-probabilities of a token in sampling and in training that no rounding of float32 explains."""
+"""Difference in nats between the log-probabilities of a token in sampling and in training that rounding in float32
+cannot explain."""
 
 
 class GapCheck:
-    """Notes a step whose sampler and trainer disagree about a token by more than rounding can; in every run, with and
-    without a section `watch`. An event is raised once until the gap is back."""
+    """Reports a step whose sampler and trainer disagree about a token by more than rounding can explain; in every run,
+    with or without a section `watch`. The event is not repeated until the gap has become small again."""
 
     def __init__(self, events: Events, *, exact: bool):
-        """`exact`: whether the two compute the same numbers but for their rounding in float32."""
+        """`exact`: whether sampler and trainer compute the same numbers except for rounding in float32."""
         self._events, self._exact, self._large = events, exact, False
 
     def look(self, step: int, metrics: Metrics) -> bool:
@@ -155,10 +167,10 @@ class GapCheck:
 
 
 class Alarms:
-    """Looks at the metrics of each step in turn.
+    """Checks the metrics of each step in turn.
 
-    A level has to be crossed in `watch.steps` steps in a row, a jump in one; an alarm is raised once until its metric
-    is back.
+    A level must be crossed in `watch.steps` steps in a row, a jump in one. An alarm is not repeated until its metric is
+    back within the threshold.
     """
 
     def __init__(self, config: WatchConfig, events: Events | None = None):
@@ -168,11 +180,11 @@ class Alarms:
 
     @property
     def longest(self) -> int:
-        """Steps before a resume that matter."""
+        """Number of steps before a resume that the alarms need."""
         return self._config.history + self._config.steps
 
     def recall(self, rows: Sequence[Metrics]) -> None:
-        """Takes the steps before a resume, whose rows these are, without raising anything."""
+        """Takes the metrics of the steps before a resume without raising alarms."""
         for row in rows:
             if "time/step_s" in row:
                 list(self._raised(row))
@@ -181,7 +193,7 @@ class Alarms:
         """The names of the alarms that this step raises.
 
         Raises:
-            Stopped: One of them is among `watch.stop`.
+            Stopped: One of them is listed in `watch.stop`.
         """
         raised, last = [], ""
         for name, metric, value, threshold in self._raised(metrics):
@@ -212,21 +224,21 @@ class Alarms:
 log = logging.getLogger(__name__)
 
 GRACE_S = 60.0
-"""Seconds that an orderly end may take; then the process ends at once, and its newest checkpoint stands."""
+"""Seconds that an orderly end may take. After that the process is ended at once; its newest checkpoint remains."""
 SHOWN = 20
-"""Points in a report."""
+"""Number of points in a report."""
 
 
 class Watchdog:
-    """Watches the points that the thread which made it reaches (`settings.points`).
+    """Watches the points of execution that its creating thread passes (`settings.points`).
 
-    The time from a point to the next one may be `watch.stall_factor` times the longest that this took before, but at
-    least `watch.stall_floor_s`. A process that was stopped as a whole is not blamed for that time.
+    The time from one point to the next may be `watch.stall_factor` times the longest such time so far, and at least
+    `watch.stall_floor_s`. Time in which the whole process was suspended does not count.
 
     Args:
-        run_dir: Where reports are written.
+        run_dir: Directory that reports are written to.
         config: Factor, floor, and whether `stalled` ends the run.
-        in_flight: What the run waits for, in lines.
+        in_flight: Returns lines on what the run is waiting for.
     """
 
     def __init__(self, run_dir: Path, config: WatchConfig, in_flight: Callable[[], Sequence[str]] = lambda: ()):
@@ -238,7 +250,7 @@ class Watchdog:
         self._poll_s = min(5.0, config.stall_floor_s / 4)
         self._ended = threading.Event()
         self.ending = ""
-        """Why the run was asked to end; empty while it was not."""
+        """Why the run was asked to end; empty if it was not."""
 
     @contextmanager
     def watching(self) -> Iterator["Watchdog"]:
@@ -268,7 +280,7 @@ class Watchdog:
         while not self._ended.wait(self._poll_s):
             now, at = time.monotonic(), self._at
             if (late := now - looked - self._poll_s) > self._poll_s:
-                self._at = at = (at[0], at[1] + late)  # the whole process stood still
+                self._at = at = (at[0], at[1] + late)  # the whole process was suspended
             looked = now
             if at == reported or now - at[1] <= self.limit_s(at[0]):
                 continue
@@ -279,13 +291,13 @@ class Watchdog:
                 self._end(text)
 
     def _report(self, text: str) -> Path:
-        """Writes what is in flight and the stacks of all threads."""
+        """Writes a report on what is in flight and the stacks of all threads."""
         path = self._run_dir / f"stalled_{int(time.time())}.txt"
         with suppress(OSError), open(path, "w", encoding="utf-8") as file:
             now = time.monotonic()
             points = [f"  {name}, {now - when:.1f} s ago" for name, when in self._last]
             print(text, "last points:", *points, "in flight:", sep="\n", file=file)
-            with suppress(Exception):  # of a run in any state
+            with suppress(Exception):  # must not fail in any state of the run
                 print(*(f"  {hidden(line)}" for line in self._in_flight()), sep="\n", file=file)
             print("stacks:", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)

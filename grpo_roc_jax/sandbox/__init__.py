@@ -1,4 +1,4 @@
-"""Run Python programs that nobody trusts: fast, isolated, with typed results. Needs nothing of the rest of the library.
+"""Runs untrusted Python programs: fast, isolated, with typed results. Needs nothing of the rest of the library.
 
 from grpo_roc_jax.sandbox import Executor, Program
 

@@ -41,7 +41,8 @@ INEXACT = re.compile(
 
 @dataclass
 class ProgramOutcome:
-    """A result as far as it is known; every field except `suspicious` is one of `types.ToolResult`, with its default.
+    """The part of a result that is known so far; every field except `suspicious` is one of `types.ToolResult`, with its
+    default.
 
     `decide` fills in how the program ended, the executor process the output and the times.
     """
@@ -58,7 +59,7 @@ class ProgramOutcome:
     traceback: str = ""
     echo: str = ""
     policy_denied: bool = False
-    """From `error_type` to here: what the child reported."""
+    """The fields from `error_type` to here are what the child reported."""
     stdout: str = ""
     stderr: str = ""
     stdout_bytes: int = 0
@@ -86,12 +87,12 @@ class ProgramOutcome:
         }
 
 
-_DEFAULTS = {one.name: one.default for one in fields(ProgramOutcome)}
+_DEFAULTS = {field_.name: field_.default for field_ in fields(ProgramOutcome)}
 _NOT_A_FIELD = ("stdout", "stderr", "suspicious")
 
 
 def parse_record(data: bytes, nonce: bytes, keep: int) -> ProgramOutcome | None:
-    """The child's report; None if it is malformed. `keep`: characters of the last expression that are kept."""
+    """The child's report; None if it is malformed. `keep` is the most characters of the last expression."""
     if data[:NONCE_BYTES] != nonce or data[NONCE_BYTES : 2 * NONCE_BYTES] != nonce:
         return None
     size = data[2 * NONCE_BYTES : 2 * NONCE_BYTES + 8]
@@ -193,14 +194,14 @@ class PendingCall:
     started: float = 0.0
     deadline: float = 0.0
     worker: object = None
-    """The `WorkerLink` that runs it."""
+    """The `WorkerLink` that runs the call."""
     nonce: bytes = b""
     """Starts the record; known only to the executor process and the child."""
     fds: tuple[int, ...] = ()
     """Memory files of stdout, stderr and the record, while it runs."""
 
     def open_files(self) -> tuple[int, ...]:
-        """Create the files code, stdin, stdout, stderr and record. If that raises OSError, nothing stays open."""
+        """Creates the files code, stdin, stdout, stderr and record. If that raises OSError, nothing stays open."""
         self.nonce = os.urandom(16).hex().encode()
         files: list[int] = []
         try:
@@ -249,7 +250,7 @@ def needs_packages(code: bytes) -> bool:
 
 
 def read_ends(fd: int, size: int, keep: int) -> tuple[str, bool]:
-    """Text of a stream, without its middle if it is longer than `keep` bytes, and whether that was left out."""
+    """Text of a stream, without its middle if it is longer than `keep` bytes, and whether the middle was left out."""
     if size <= keep:
         return os.pread(fd, keep, 0).decode("utf-8", "replace"), False
     half = keep // 2

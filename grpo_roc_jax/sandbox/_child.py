@@ -85,7 +85,7 @@ class ProgramSettings:
 
 
 class ProgramNamespace:
-    """The namespace that code runs in, and the sources so far."""
+    """The namespace in which code runs, and the sources so far."""
 
     def __init__(self, settings):
         self.settings, self.sources, self.flags = settings, {}, 0
@@ -129,13 +129,13 @@ class ProgramNamespace:
 
     def echo(self, report, value):
         """Note the repr of the last expression, cut in the middle if it is long."""
-        text, kept = repr(value), self.settings.output_bytes
+        text, most = repr(value), self.settings.output_bytes
         if len(text) > self.settings.kill_bytes:
             report.kind = "output_limit"
-        if len(text) > min(kept, self.settings.kill_bytes):
+        if len(text) > min(most, self.settings.kill_bytes):
             report.truncated = True
-        if len(text) > kept:
-            half = kept // 2
+        if len(text) > most:
+            half = most // 2
             text = text[:half] + "\n" + CUT_NOTE % (len(text) - 2 * half) + "\n" + text[-half:]
         report.echo = text
 
@@ -369,8 +369,8 @@ def _run_cell(program, settings, control, fds, data, idle):
 
 
 def read_all(descriptor):
-    pieces, place = [], 0
-    while piece := _pread(descriptor, 1 << 20, place):
+    pieces, offset = [], 0
+    while piece := _pread(descriptor, 1 << 20, offset):
         pieces.append(piece)
-        place += len(piece)
+        offset += len(piece)
     return b"".join(pieces).decode("utf-8", "surrogatepass").removeprefix("\ufeff")

@@ -73,9 +73,9 @@ def pivot_root(new_root: str, put_old: str) -> None:
     syscall("pivot_root", PIVOT_ROOT, os.fsencode(new_root), os.fsencode(put_old))
 
 
-def set_capabilities(kept: tuple[int, ...] = ()) -> None:
+def set_capabilities(capabilities: tuple[int, ...] = ()) -> None:
     """Keep exactly these capabilities, permitted and effective, none inheritable."""
-    mask = sum(1 << capability for capability in kept)
+    mask = sum(1 << capability for capability in capabilities)
     low, high = mask & 0xFFFFFFFF, mask >> 32
     syscall("capset", CAPSET, struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", low, low, 0, high, high, 0))
 
@@ -113,6 +113,6 @@ def collapse_heap() -> None:
 
 
 def supported() -> str:
-    """Why no isolation level can be reached on this machine; empty if one may be."""
+    """Why no isolation level can be reached on this machine; empty if a level may be reachable."""
     missing = f"{sys.platform} has none of the kernel's isolation calls; use Linux or a remote executor"
     return "" if sys.platform == "linux" else missing

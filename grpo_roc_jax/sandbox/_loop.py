@@ -1,4 +1,4 @@
-"""What the executor process waits for: its event loop, its connection to the trainer, and how many calls it runs.
+"""The event loop of the executor process, its connection to the trainer, and the number of calls that it runs.
 
 Standard library only.
 """
@@ -15,14 +15,15 @@ from . import _messages, _wire
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 TOGETHER_S = 0.01
-"""While calls wait for workers, results are sent together at this interval: the trainer is not needed to keep workers
-busy, and waking it for each result costs it more than reading one. Short compared with the time in the queue."""
+"""While calls wait for workers, results are collected and sent at this interval in seconds: the trainer is not needed
+to keep workers busy, and waking it for each result costs it more than reading one. Short compared with the time in
+the queue."""
 PAUSE_S, STEP_S = 5.0, 0.5
-"""Time without a change before the width grows again, and the time for each further call."""
+"""Seconds without a change before the width grows again, and seconds for each further call."""
 
 
 class EventLoop:
-    """One turn waits for the next event or timer and calls what is due."""
+    """Each turn waits for the next event or timer and calls what is due."""
 
     def __init__(self) -> None:
         self.selector = selectors.EpollSelector()
@@ -59,7 +60,7 @@ class TrainerLink:
     ) -> None:
         self.loop, self.sock, self.on_message = loop, sock, on_message
         self._reader, self._out = _wire.FrameReader(), bytearray()
-        self._held = self._timed = False
+        self._pending = self._timed = False
         """Whether results wait to be sent, and whether a timer will send them."""
         sock.setblocking(False)
         loop.watch(sock, self._on_event)
@@ -84,11 +85,11 @@ class TrainerLink:
     def send_soon(self, message: _messages.Message, *parts: bytes) -> None:
         """Send a message together with others of this turn of the loop, or of `TOGETHER_S` while calls wait."""
         self._out += _wire.pack_frame(_messages.encode(message), *parts)
-        self._held = True
+        self._pending = True
 
     def end_turn(self, *, calls_wait: bool) -> None:
         """Send the results of this turn, or hold them a little longer while calls wait for workers."""
-        if not self._held:
+        if not self._pending:
             return
         if not calls_wait:
             self.flush()
@@ -98,7 +99,7 @@ class TrainerLink:
 
     def flush(self) -> None:
         """Send what the socket accepts now; the rest is sent when it accepts more."""
-        self._held = self._timed = False
+        self._pending = self._timed = False
         try:
             while self._out:
                 del self._out[: self.sock.send(self._out[: 1 << 18])]
@@ -108,13 +109,15 @@ class TrainerLink:
 
 
 class Width:
-    """How many calls may run at a time: falls at once while the host is short of something, and grows back slowly."""
+    """The number of calls that may run at a time: it falls at once if the host is short of something, and grows back
+    slowly."""
 
     def __init__(self, loop: EventLoop, full: int) -> None:
         self.loop, self.full, self.calls = loop, full, full
 
     def narrow(self, running: int, least: int | None = None) -> None:
-        """Let fewer calls than the `running` ones run for a while, but at least `least` (default: four per core)."""
+        """Limits the number of calls for a while to fewer than the `running` ones, but at least to `least` (default:
+        four per core)."""
         least = least or 4 * len(os.sched_getaffinity(0))
         was_full = self.calls == self.full
         self.calls = min(self.calls, max(least, 3 * running // 4))

@@ -132,7 +132,7 @@ class Capabilities:
     """Layers that a stronger level would add, and why they are missing."""
     layers: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of the preloaded modules."""
+    """Versions of the preloaded modules."""
     workers: int = 0
 
 
@@ -186,9 +186,9 @@ class RunCode:
     n: int
     seed: int
     cell: bool = False
-    """The program is a cell of the worker's session; the first one turns the worker into a session."""
+    """Whether the program is a cell of the worker's session; the first cell turns the worker into a session."""
     exact: bool = False
-    """Running the cell again may give another state."""
+    """Whether running the cell again may lead to another state."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def encode(message: Message) -> dict[str, Any]:
 
 @cache
 def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    return tuple((one.name, one.default) for one in fields(kind))
+    return tuple((field_.name, field_.default) for field_ in fields(kind))
 
 
 def decode(header: dict[str, Any], kinds: Kinds) -> Message:
@@ -290,7 +290,7 @@ def decode(header: dict[str, Any], kinds: Kinds) -> Message:
 
 def _build(kind: Any, values: dict[str, Any]) -> Any:
     """A dataclass whose nested dataclasses are objects in JSON, and whose tuples are lists."""
-    types = {one.name: one.type for one in fields(kind)}
+    types = {field_.name: field_.type for field_ in fields(kind)}
     for name, value in values.items():
         if is_dataclass(types[name]):
             values[name] = _build(types[name], value)

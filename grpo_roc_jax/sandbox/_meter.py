@@ -13,11 +13,11 @@ from ._wire import file_size, make_memory_file
 
 FIRST_TICK_S, LONGEST_TICK_S = 0.004, 0.05
 PATIENCE_S = 10.0
-"""Time beyond its wall-clock limit that a starved call may take, if the kernel reports its wait for a core."""
+"""Seconds beyond its wall-clock limit that a starved call may take, if the kernel reports its wait for a core."""
 BLIND_PATIENCE_S = 2.0
-"""The same if the kernel does not report it."""
+"""Seconds as above if the kernel does not report the wait."""
 KERNEL_PATIENCE_S = 0.5
-"""Time beyond its limit in which a call may wait inside the kernel."""
+"""Seconds beyond its limit for which a call may wait inside the kernel."""
 STARVED_SHARE = 0.02
 """In that case, a call that had less than this share of a core since the last check counts as asleep."""
 LONGEST_CHECK_S = 0.5
@@ -28,22 +28,22 @@ LONG_S, LONG_NICE = 0.02, 10
 """CPU time after which a call gets a lower priority, and what is added to its niceness. Most calls need a quarter of
 that time; on busy cores each of them would have to share with endless loops otherwise."""
 THOROUGH_S, THOROUGH_CPU_S, THOROUGH_BYTES = 0.25, 0.02, 1 << 20
-"""Time between two thorough looks at the files of a running program. At the end of a cell there is one only if the
-session has used this much CPU time, or written this much, since the last one: less cannot take much space."""
+"""Seconds between two thorough checks of the files of a running program. At the end of a cell there is one only if the
+session has used this much CPU time, or written this many bytes, since the last one: less cannot take much space."""
 STOP_S = 0.5
-"""Longest time until a program counts as stopped: a thread that waits for the disk stops later."""
+"""Longest time in seconds until a program counts as stopped: a thread that waits for the disk stops later."""
 
 
 def children_of(parent: int, proc: int | None = None) -> list[int]:
     """Process ids of a process's children, from /proc or another such directory that is open as `proc`."""
-    own, found = str(parent).encode(), []
+    parent_bytes, children = str(parent).encode(), []
     for name in os.listdir("/proc" if proc is None else proc):
         if name.isdigit():
             with contextlib.suppress(OSError, IndexError):
                 stat_line = read_at(proc, f"{name}/stat" if proc is not None else f"/proc/{name}/stat")
-                if stat_line.rpartition(b")")[2].split()[1] == own:
-                    found.append(int(name))
-    return found
+                if stat_line.rpartition(b")")[2].split()[1] == parent_bytes:
+                    children.append(int(name))
+    return children
 
 
 def read_at(directory: int | None, path: str) -> bytes:
@@ -122,8 +122,8 @@ class Meter:
         if used > LONG_S and self.may_slow:
             self.may_slow = False
             with contextlib.suppress(OSError):
-                own = os.getpriority(os.PRIO_PROCESS, 0)
-                os.setpriority(os.PRIO_PGRP, self.pid, min(19, own + LONG_NICE))
+                niceness = os.getpriority(os.PRIO_PROCESS, 0)
+                os.setpriority(os.PRIO_PGRP, self.pid, min(19, niceness + LONG_NICE))
         kill_bytes = self.limits.output_kill_mb << 20
         if any(file_size(fd) > kill_bytes for fd in self.outputs):
             return "output"
@@ -200,15 +200,15 @@ class Meter:
 
 
 class FileCount:
-    """Adds up the files of a program where no mount of its own limits them: at L0 and L2.
+    """Adds up the files of a program if no mount of its own limits them: at L0 and L2.
 
-    A running program may move, hide and delete files while they are counted. So a count that finds an error or too much
-    is made again while the program is stopped; what cannot be measured even then counts as too much.
+    A running program may move, hide and delete files while they are counted. A count that finds an error or too much is
+    therefore repeated while the program is stopped; what cannot be measured even then counts as too much.
 
     Args:
         pid: The child of the `Worker`.
         copy: Process id of the copy of a session, which may have deleted files open too; 0 if there is none.
-        drop_copy: Ends it, which is tried before the session counts as over its limit.
+        drop_copy: Ends the copy; called before the session counts as over its limit.
     """
 
     def __init__(
@@ -292,17 +292,17 @@ class FileCount:
         """The limit that the files seem to exceed, or ""; a `thorough` look finds those that only a mapping holds."""
         try:
             sizes, count = self.named()
-            held = 0
+            memory_bytes = 0
             for pid in self.processes() if thorough else [self.pid]:
                 try:
-                    held += self.deleted(pid, sizes, thorough=thorough)
+                    memory_bytes += self.deleted(pid, sizes, thorough=thorough)
                 except OSError:
                     if pid == self.pid or not has_ended(str(pid)):
                         raise
             why = self.limit_of(sizes, count)
             if not why and self.memory_device is not None:
-                used = private_memory(self.pid) - self.private + held
-                why = "memory" if held and used > self.limits.memory_mb << 20 else ""
+                used = private_memory(self.pid) - self.private + memory_bytes
+                why = "memory" if memory_bytes and used > self.limits.memory_mb << 20 else ""
         except OSError:
             return "scratch"
         if thorough and not why:
@@ -334,7 +334,7 @@ class FileCount:
 
     def deleted(self, pid: int, sizes: dict[int, int], *, thorough: bool) -> int:
         """Add the files without a name that a process holds to `sizes`; returns the bytes of its memory files."""
-        held: dict[int, int] = {}
+        memory_files: dict[int, int] = {}
         for table in self.tables(pid) if thorough else [f"/proc/{pid}/fd"]:
             for name in os.listdir(table):
                 info = os.stat(f"{table}/{name}")
@@ -342,10 +342,10 @@ class FileCount:
                     if info.st_dev == self.device:
                         sizes[info.st_ino] = 512 * info.st_blocks
                     elif info.st_dev == self.memory_device:
-                        held[info.st_ino] = 512 * info.st_blocks
+                        memory_files[info.st_ino] = 512 * info.st_blocks
         if thorough:
             self.add_mapped(pid, sizes)
-        return sum(held.values())
+        return sum(memory_files.values())
 
     def tables(self, pid: int) -> list[str]:
         """Directories of the descriptors of a process. At L0 its threads may have tables of their own."""
@@ -393,14 +393,14 @@ def await_stop(pid: int) -> bool:
     deadline = time.monotonic() + STOP_S
     while time.monotonic() < deadline:
         try:
-            found = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            change = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # it is no child of this process
             if has_ended(str(pid)):
                 return False
             if read_at(None, f"/proc/{pid}/stat").rpartition(b")")[2].split()[0] == b"T":
                 return True
         else:
-            if found:
-                return found.si_code == os.CLD_STOPPED
+            if change:
+                return change.si_code == os.CLD_STOPPED
         time.sleep(0.0001)
     return True

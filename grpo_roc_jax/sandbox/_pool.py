@@ -14,11 +14,11 @@ from ._calls import PendingCall
 from ._messages import IsolationPlan
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 5.0
-"""Pause before a lost worker is replaced; it doubles while no worker stays up."""
+"""Seconds before a lost worker is replaced; doubled while no worker stays up."""
 STORM = 8
-"""Workers lost in a row, with no call answered in between, after which the breaker is open."""
+"""Number of workers lost in a row, with no call answered in between, that opens the breaker."""
 SPAWN_LIMIT_S, ROOT_LIMIT_S = 20.0, 120.0
-"""Until a worker that does not come up is killed, and a root that does not finish its imports."""
+"""Seconds until a worker that does not come up, or a root that does not finish its imports, is killed."""
 
 
 class ProcessLink:

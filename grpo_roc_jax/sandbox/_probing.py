@@ -1,6 +1,7 @@
-"""What a host offers, and what the executor process makes of it: isolation level, plan, number of workers.
+"""Probes what a host offers, and derives the isolation level, the plan and the number of workers.
 
-Isolation levels are found by doing each step in a throw-away child, never by version numbers. Standard library only.
+Isolation levels are found by performing each step in a throw-away child, never by version numbers. Standard library
+only.
 """
 
 import contextlib
@@ -208,7 +209,7 @@ def _try_uid(base: str) -> str:
 
 class Startup(NamedTuple):
     settings: ExecutorSettings
-    """As the trainer sent them, reduced to what the host has room for."""
+    """Settings from the trainer, reduced to what the host has room for."""
     plan: IsolationPlan
     ready: Capabilities
     """The answer to the trainer, without what roots report."""
@@ -245,11 +246,11 @@ def prepare(settings: ExecutorSettings) -> Startup:
 
 def tasks_of_user() -> int:
     """Tasks of this user on the host, which RLIMIT_NPROC counts."""
-    own, total = os.geteuid(), 0
+    uid, total = os.geteuid(), 0
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError):
-                if os.stat(f"/proc/{name}").st_uid == own:
+                if os.stat(f"/proc/{name}").st_uid == uid:
                     total += len(os.listdir(f"/proc/{name}/task"))
     return total
 

@@ -8,9 +8,10 @@ import threading
 import time
 
 PAUSE_S, BUSY_PAUSE_S = 0.5, 0.02
-"""Time between two looks for something to delete, and after one that found something: workers wait if much is left."""
+"""Seconds between two searches for something to delete, and after a search that found something: workers wait if much
+is left."""
 LAST_S = 2.0
-"""Time that the executor deletes at its end, before it leaves the rest to `rm`."""
+"""Seconds for which the executor deletes files at its end, before it leaves the rest to `rm`."""
 PREFIX = "grpo-tools-"
 OWNER = "owner"
 """File in a base directory that holds the process id of its executor."""
@@ -26,7 +27,7 @@ def make_base(parent: str) -> str:
 
 def abandoned(parent: str) -> list[str]:
     """Base directories of this user that killed executors could not remove."""
-    found = []
+    bases = []
     for name in os.listdir(parent):
         base = os.path.join(parent, name)
         with contextlib.suppress(OSError, ValueError):
@@ -35,8 +36,8 @@ def abandoned(parent: str) -> list[str]:
             with open(os.path.join(base, OWNER)) as file:
                 owner = int(file.read())
             if not os.path.exists(f"/proc/{owner}"):
-                found.append(base)
-    return found
+                bases.append(base)
+    return bases
 
 
 class ScratchCleanup:
@@ -82,16 +83,16 @@ def remove_tree(top: str, stop: threading.Event) -> None:
         with contextlib.suppress(OSError):
             os.chmod(directory, 0o700)
             with os.scandir(directory) as entries:
-                found = list(entries)
-            for entry in found:
+                listed = list(entries)
+            for entry in listed:
                 with contextlib.suppress(OSError):
                     if not entry.is_dir(follow_symlinks=False):
                         os.unlink(entry.path)
                         continue
                     moved += 1
-                    place = os.path.join(top, f".{time.monotonic_ns()}-{moved}")
-                    os.rename(entry.path, place)
-                    todo.append(place)
+                    target = os.path.join(top, f".{time.monotonic_ns()}-{moved}")
+                    os.rename(entry.path, target)
+                    todo.append(target)
             if directory != top:
                 os.rmdir(directory)
     with contextlib.suppress(OSError):

@@ -116,17 +116,17 @@ def _unless(bits: int, otherwise: int) -> list[bytes]:
     return [_op(JSET, bits, 0, 1), _ret(otherwise)]
 
 
-def _cases(values: tuple[int, ...], found: int) -> list[bytes]:
+def _cases(values: tuple[int, ...], action: int) -> list[bytes]:
     """Return `found` if the loaded argument is one of the values."""
-    return [step for value in values for step in (_op(JEQ, value, 0, 1), _ret(found))]
+    return [step for value in values for step in (_op(JEQ, value, 0, 1), _ret(action))]
 
 
-def _one_of(index: int, values: tuple[int, ...], otherwise: int, found: int = ALLOW) -> list[bytes]:
+def _one_of(index: int, values: tuple[int, ...], otherwise: int, action: int = ALLOW) -> list[bytes]:
     """Allow the call, or return `found`, if the low 32 bits of an argument are one of the values."""
     body = [_load_arg(index)]
     for position, value in enumerate(values):
         body.append(_op(JEQ, value, len(values) - position, 0))
-    return [*body, _ret(otherwise), _ret(found)]
+    return [*body, _ret(otherwise), _ret(action)]
 
 
 def _ranges(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -226,13 +226,13 @@ class Filter:
     def __init__(self, program: bytes) -> None:
         self._buffer = ctypes.create_string_buffer(program, len(program))
         mark = struct.pack("<I", PID_MARK)
-        self._places = [place for place in range(4, len(program), 8) if program[place : place + 4] == mark]
+        self._places = [offset for offset in range(4, len(program), 8) if program[offset : offset + 4] == mark]
         self._struct = _Program(len(program) // 8, ctypes.addressof(self._buffer))
 
     def install(self, pid: int, *, listener: bool = False) -> int:
         """Restrict this process permanently; returns the listener's descriptor if one is requested, else 0."""
-        for place in self._places:
-            struct.pack_into("<I", self._buffer, place, pid)
+        for offset in self._places:
+            struct.pack_into("<I", self._buffer, offset, pid)
         flags = FLAG_NEW_LISTENER if listener else 0
         return _kernel.syscall("seccomp", _kernel.SECCOMP, 1, flags, ctypes.byref(self._struct))
 

@@ -284,7 +284,7 @@ class LiveSession:
             _wire.discard(files)
 
     def receive(self) -> str:
-        """Receive a message of the session: its cell is done, or it could not be copied; "" if there is none."""
+        """Receives a message of the session: its cell is done, or it could not be copied; "" if there is none."""
         try:
             data = self.sock.recv(64, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -415,7 +415,7 @@ class LiveSession:
         """Kill all processes below the worker except the session and its copy, which stays stopped."""
         if self.copy is not None:
             self.signal_copy(signal.SIGSTOP)
-        kept = {self.pid, self.copy_pid}
+        expected = {self.pid, self.copy_pid}
         proc = self.worker.host_proc
         parents = [int(os.readlink("self", dir_fd=proc))]
         while parents:
@@ -423,7 +423,7 @@ class LiveSession:
                 parents.append(child)
                 with contextlib.suppress(OSError, IndexError):
                     inner = read_at(proc, f"{child}/status").partition(b"\nNSpid:")[2].split(b"\n")[0].split()[-1]
-                    if int(inner) not in kept:
+                    if int(inner) not in expected:
                         os.kill(int(inner), signal.SIGKILL)
         reap_except({self.pid})
 

@@ -67,9 +67,9 @@ class SessionTable:
     def remove(self, call: PendingCall) -> None:
         """Forget a cell that has not been started."""
         state = self.states.get(call.session)
-        for place in (self.ready, *([state.queue] if state else [])):
-            if call in place:
-                place.remove(call)
+        for queue in (self.ready, *([state.queue] if state else [])):
+            if call in queue:
+                queue.remove(call)
         if state is not None and state.running is call:
             state.running = None
             self._advance(state)

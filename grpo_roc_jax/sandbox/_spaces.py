@@ -15,7 +15,7 @@ INNER_ID = 1000
 SCRATCH = "/scratch"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SPACES = k.CLONE_NEWNS | k.CLONE_NEWPID | k.CLONE_NEWNET | k.CLONE_NEWIPC | k.CLONE_NEWUTS
-KEPT = (k.CAP_DAC_READ_SEARCH, k.CAP_KILL, k.CAP_SETGID, k.CAP_SETUID, k.CAP_SYS_ADMIN, k.CAP_SYS_NICE)
+WORKER_CAPABILITIES = (k.CAP_DAC_READ_SEARCH, k.CAP_KILL, k.CAP_SETGID, k.CAP_SETUID, k.CAP_SYS_ADMIN, k.CAP_SYS_NICE)
 """What a worker needs, all within its namespaces: to renew its scratch mount, drop users, end programs, and lower the
 priority of long ones."""
 
@@ -104,11 +104,11 @@ def build_root(base: str, read: Iterable[str], *, proc: bool) -> bool:
 
 def _outermost(paths: Iterable[str]) -> list[str]:
     """The existing paths that are not inside another one."""
-    kept: list[str] = []
+    outermost: list[str] = []
     for path in sorted({os.path.normpath(path) for path in paths if os.path.exists(path)}):
-        if not any(path == other or path.startswith(other + "/") for other in kept):
-            kept.append(path)
-    return kept
+        if not any(path == other or path.startswith(other + "/") for other in outermost):
+            outermost.append(path)
+    return outermost
 
 
 def _bind(source: str, target: str, *, devices: bool = False) -> None:

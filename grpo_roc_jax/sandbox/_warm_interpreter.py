@@ -1,4 +1,4 @@
-"""A root: a single-threaded warm interpreter that workers are forked from; standard library and `preload` only.
+"""A root: a single-threaded warm interpreter from which workers are forked. Standard library and `preload` only.
 
 It never sees a program. Every child starts with its memory: imported modules, the caches of a short warm-up, a heap on
 huge pages, all of it frozen for the garbage collector.

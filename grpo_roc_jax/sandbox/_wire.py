@@ -19,9 +19,9 @@ MAX_FRAME = 16 << 20
 MAX_DATAGRAM = 1 << 16
 MAX_FDS = 8
 LARGEST_PAGE = 2 << 20
-"""Bytes of the pages that memory files get where the host gives them huge ones."""
+"""Bytes of the pages of memory files on hosts that give them huge pages."""
 ROOM = 1 << 18
-"""Bytes that are read at once."""
+"""Number of bytes that are read at once."""
 PREFIX = struct.Struct("<II")
 _quote = json.encoder.encode_basestring_ascii
 encode_json = json.JSONEncoder(separators=(",", ":")).encode

@@ -72,7 +72,7 @@ class Worker:
         for name in [name for name in sys.modules if name.startswith(__package__)]:
             del sys.modules[name]
         _kernel.empty_bounding_set()
-        _kernel.set_capabilities(_spaces.KEPT if plan.namespaces else ())
+        _kernel.set_capabilities(_spaces.WORKER_CAPABILITIES if plan.namespaces else ())
         # Programs of the same user cannot read this process then. Children enable it for themselves again.
         _kernel.prctl("prctl(PR_SET_DUMPABLE)", _kernel.PR_SET_DUMPABLE, 0)
 
@@ -337,11 +337,11 @@ def end_children(strays: Callable[[], list[int]], seconds: float = math.inf) -> 
             time.sleep(0.0005)
 
 
-def reap_except(kept: set[int]) -> None:
+def reap_except(spared: set[int]) -> None:
     """Reap ended children up to the first of those in `kept`, which somebody else waits for."""
     with contextlib.suppress(ChildProcessError):
         while True:
-            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if found is None or found.si_pid in kept:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None or ended.si_pid in spared:
                 return
-            os.waitpid(found.si_pid, 0)
+            os.waitpid(ended.si_pid, 0)

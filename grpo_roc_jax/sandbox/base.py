@@ -1,4 +1,5 @@
-"""The bookkeeping that all executors of programs share: ids, results, waiting and counting. Subclasses run them."""
+"""The bookkeeping that all executors of programs share: ids, results, waiting and counting. Subclasses run the
+programs."""
 
 import asyncio
 import contextlib
@@ -18,9 +19,9 @@ from grpo_roc_jax.sandbox.shared_results import SharedResults
 
 log = logging.getLogger(__name__)
 SAMPLES = 4096
-"""Latencies that are kept, for the percentiles of `stats`."""
+"""Number of latencies that are stored, for the percentiles of `stats`."""
 COUNT_AT = 256
-"""Results that are collected before they are counted together."""
+"""Number of results that are collected before they are counted together."""
 counted_of = attrgetter(
     "kind", "truncated", "policy_denied", "rolled_back", "stdout_bytes", "stderr_bytes", "max_rss_kb", "wall_ms",
     "cpu_ms", "queue_ms",
@@ -55,7 +56,7 @@ class ProgramExecutor:
         raise NotImplementedError
 
     def _proven(self, tickets: list[Ticket]) -> bool:
-        """Whether nothing of the executor's kept these calls from running. Called with `_mutex`."""
+        """Whether no failure of the executor kept these calls from running. Called with `_mutex`."""
         return True
 
     def _drop(self, ids: list[str]) -> None:
@@ -131,7 +132,8 @@ class ProgramExecutor:
         self._finish_with(call_id, vars(result))
 
     def _finish_with(self, call_id: str, fields: Mapping[str, Any]) -> None:
-        """Build a result from its fields and deliver it. Called without `_mutex`: the text of a result may be long.
+        """Builds a result from its fields and delivers it. Called without `_mutex`, since the text of a result may be
+        long.
 
         With thousands of results per step each copy counts, so the result is made without its `__init__`.
         """
@@ -139,14 +141,14 @@ class ProgramExecutor:
         if ticket is None:
             return
         result = object.__new__(ToolResult)
-        whole = vars(result)
-        whole.update(EMPTY)
-        whole.update(fields)
-        whole["observation"] = self._observation(result, ticket.program.code)
+        attributes = vars(result)
+        attributes.update(EMPTY)
+        attributes.update(fields)
+        attributes["observation"] = self._observation(result, ticket.program.code)
         if not result.isolation:
-            whole["isolation"] = self.capabilities.level
+            attributes["isolation"] = self.capabilities.level
         if ticket.attempt > result.attempt:
-            whole["attempt"] = ticket.attempt
+            attributes["attempt"] = ticket.attempt
         with self._mutex:
             if self._tickets.pop(call_id, None) is None:
                 return
@@ -163,7 +165,7 @@ class ProgramExecutor:
             self._share(other)
 
     def _observation(self, result: ToolResult, code: str) -> str:
-        """The text that stands for a result in a dialogue; empty where programs are no part of one."""
+        """The text of a result in a dialogue; empty if programs are not part of one."""
         return ""
 
     def _announce(self) -> None:
@@ -176,7 +178,7 @@ class ProgramExecutor:
             self._ready.wait_for(lambda: satisfied() or self._closed, timeout_s)
 
     def _expect(self, amount: int) -> None:
-        """Note that `amount` more results are awaited outside `_await`; negative once they have arrived."""
+        """Records that `amount` more results are awaited outside `_await`; negative once they have arrived."""
 
     def _count(self) -> None:
         """Count the collected results; many at once take a tenth of the time that they take one by one."""
@@ -195,8 +197,8 @@ class ProgramExecutor:
         self._uncounted.clear()
 
     def poll(self, timeout_s: float = 0.0, ids: Container[str] | None = None) -> list[tuple[str, ToolResult]]:
-        """Results in the order in which the calls ended. Waits at most `timeout_s` for the first. With `ids` those of
-        other calls stay for their own caller."""
+        """Results in the order in which the calls ended. Waits at most `timeout_s` for the first. With `ids`, results
+        of other calls stay for their own caller."""
         if ids is None:
             self._await(lambda: self._finished, timeout_s)
         else:

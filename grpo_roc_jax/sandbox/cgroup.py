@@ -16,7 +16,7 @@ from grpo_roc_jax.sandbox.program import IsolationUnavailable
 PREFIX = "grpo-tools-"
 CONTROLLERS = ("memory", "pids")
 END_S = 2.0
-"""Time that the processes of a group have to end."""
+"""Seconds that the processes of a group have to end."""
 REMEDY = (
     "run where the user may make groups (a systemd session, `systemd-run --user --scope`, or a container with a "
     "writable /sys/fs/cgroup), or name such a directory in tools.executor.parent"
@@ -30,14 +30,14 @@ class CgroupLimits:
     memory_mb: int = 16384
     """Memory, files in memory included, in MiB. The kernel ends the largest program beyond it."""
     processes: int = 4096
-    """Processes and threads."""
+    """Number of processes and threads."""
     parent: str = ""
     """Directory of the group to make it in; empty tries the group of this process and the one above it."""
 
 
 @dataclass(frozen=True)
 class Cgroup:
-    """A group of this trainer."""
+    """A control group of this trainer."""
 
     directory: Path
 
@@ -74,7 +74,7 @@ def make_cgroup(limits: CgroupLimits) -> Cgroup:
 
 
 def own_groups(proc: Path = Path("/proc/self")) -> list[Path]:
-    """Directories of the group of this process and the one above it, where the host mounts version 2.
+    """Directories of the group of this process and the one above it, if the host mounts version 2.
 
     A group with processes of its own cannot pass its controllers on, so the one above is often the first that can.
     """
@@ -87,8 +87,8 @@ def own_groups(proc: Path = Path("/proc/self")) -> list[Path]:
         raise FileNotFoundError("no cgroups of version 2 are mounted")
     entries = (proc / "cgroup").read_text().splitlines()
     name = next(line for line in entries if line.startswith("0::")).removeprefix("0::")
-    own = Path(mount) / os.path.relpath(name, root)
-    return [own, own.parent] if own != Path(mount) else [own]
+    group = Path(mount) / os.path.relpath(name, root)
+    return [group, group.parent] if group != Path(mount) else [group]
 
 
 def _make_in(parent: Path, limits: CgroupLimits) -> Cgroup:
@@ -113,7 +113,7 @@ def _make_in(parent: Path, limits: CgroupLimits) -> Cgroup:
 
 
 def _removed(directory: Path) -> bool:
-    """Removes a group without processes; whether it is gone."""
+    """Removes a group without processes. Returns whether it is gone."""
     with contextlib.suppress(OSError):
         directory.rmdir()
     return not directory.exists()

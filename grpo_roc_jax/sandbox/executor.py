@@ -2,9 +2,9 @@
 
 One executor process is started by exec; frames go over a socket pair. `submit` sends at once what the socket accepts.
 
-A thread that waits for a result attends the connection, one at a time: a thread that only reads results and hands them
-over would cost several times as much. One thread of the executor, the keeper, attends the connection while no other
-thread waits: it sends what the socket did not accept, reads for `asyncio`, and replaces a process that has ended.
+A thread that waits for a result attends the connection, one thread at a time: a thread that only reads results and
+hands them over would cost several times as much. The keeper, a thread of the executor, attends the connection while no
+other thread waits: it sends what the socket did not accept, reads for `asyncio`, and replaces a process that has ended.
 """
 
 import contextlib
@@ -29,15 +29,16 @@ from grpo_roc_jax.sandbox.result import ToolResult
 
 log = logging.getLogger(__name__)
 IN_FLIGHT = 4096
-"""Calls handed to the executor process at once; further ones wait in the trainer and are counted."""
+"""Most calls handed to the executor process at once; further ones wait in the trainer and are counted."""
 RESTARTS = 5
-"""Executor processes lost within `RESTART_WINDOW_S` before this executor gives up."""
+"""Number of executor processes lost within `RESTART_WINDOW_S` after which this executor gives up."""
 RESTART_WINDOW_S = 60.0
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0, 60.0, 60.0, 60.0)
-"""Before a start that failed is tried again, while calls wait; after the last one this executor gives up."""
+"""Seconds before each retry of a failed start, while calls wait; after the last retry this executor gives up."""
 BEAT_S, SILENT_BEATS = 1.0, 30
-"""Time between looks for a sign of life while calls run, and looks in a row without one after which the process counts
-as frozen. Beats are counted instead of seconds, so that a trainer that was frozen itself blames nobody."""
+"""Seconds between checks for a sign of life while calls run, and number of checks in a row without one after which the
+process counts as frozen. Checks are counted instead of seconds, so that a trainer that was frozen itself blames
+nobody."""
 STATS_LIMIT_S = 2.0
 
 
@@ -64,18 +65,18 @@ class Executor(ProgramExecutor):
         self._cgroup = cgroup
         self._start_timeout_s = start_timeout_s
         self._host: ExecutorProcess | None = None
-        self._held: deque[Ticket] = deque()
+        self._queued: deque[Ticket] = deque()
         """Calls that are sent once a process is running and fewer calls are in flight."""
         self._broken = ""
         """Why no process can be started any more; empty while one can."""
         self._down = False
-        """The connection has ended, and the keeper has not made another one yet."""
+        """Whether the connection has ended and the keeper has not made another one yet."""
         self._reader = 0
         """Thread that attends the connection now; 0 for none."""
         self._followers = 0
-        """Threads that wait for what the reader receives, or for their turn."""
+        """Number of threads that wait for what the reader receives, or for their turn."""
         self._expected = 0
-        """Results that are awaited outside `_await`."""
+        """Number of results that are awaited outside `_await`."""
         self._keeper: threading.Thread | None = None
         self._wake_reader = self._wake_keeper = -1
         self._poller = select.poll()
@@ -84,7 +85,8 @@ class Executor(ProgramExecutor):
         self._lost_at: deque[float] = deque(maxlen=RESTARTS)
         self._sessions, self._gone_sessions = set(), set()
         self._beat_at, self._heard, self._silent = 0.0, True, 0
-        """When the last look for a sign of life was, whether there was one since, and looks in a row without one."""
+        """Time of the last check for a sign of life, whether there was one since, and number of checks in a row without
+        one."""
         self._numbers: dict[int, dict[str, float]] = {}
         self._stats_requested = 0
 
@@ -117,7 +119,7 @@ class Executor(ProgramExecutor):
         self._poller.register(host.link, select.POLLIN)
 
     def _has_work(self) -> bool:
-        return bool(self._host.unsent or self._expected or self._held or self._silent)
+        return bool(self._host.unsent or self._expected or self._queued or self._silent)
 
     def _await(self, satisfied: Callable[[], Any], timeout_s: float | None) -> None:
         """Read until `satisfied` holds, the executor is closed or the time is over; wait while another thread reads.
@@ -223,7 +225,8 @@ class Executor(ProgramExecutor):
                 self._recover()
 
     def _look_for_life(self) -> None:
-        """Once a beat while calls run: ask a silent process for its numbers, and give it up if it stays silent."""
+        """Runs once a beat while calls run: asks a silent process for its numbers, and gives it up if it
+        stays silent."""
         with self._mutex:
             now = time.monotonic()
             if self._down or self._closed or now - self._beat_at < BEAT_S:
@@ -252,9 +255,9 @@ class Executor(ProgramExecutor):
             if self._broken:
                 self._finish(ticket.program.id, ToolResult("sandbox_error", error_message=self._broken))
             elif self._down:
-                self._held.append(ticket)
+                self._queued.append(ticket)
             elif len(self._sent) >= IN_FLIGHT:
-                self._held.append(ticket)
+                self._queued.append(ticket)
                 self._counts["held_back"] += 1
                 self._ask_for_attention()
             else:
@@ -282,17 +285,17 @@ class Executor(ProgramExecutor):
             self._ask_for_attention()
 
     def _send_held(self) -> None:
-        while self._held and len(self._sent) < IN_FLIGHT:
-            self._send_call(self._held.popleft())
+        while self._queued and len(self._sent) < IN_FLIGHT:
+            self._send_call(self._queued.popleft())
 
     def _proven(self, tickets: list[Ticket]) -> bool:
         down = self._down or self._broken or self._silent > 1  # a living process answers within a beat
-        return not tickets or not (down or any(ticket.attempt > 1 or ticket in self._held for ticket in tickets))
+        return not tickets or not (down or any(ticket.attempt > 1 or ticket in self._queued for ticket in tickets))
 
     def _drop(self, ids: list[str]) -> None:
         with self._mutex:
             dropped = set(ids)
-            self._held = deque(ticket for ticket in self._held if ticket.program.id not in dropped)
+            self._queued = deque(ticket for ticket in self._queued if ticket.program.id not in dropped)
             self._sent -= dropped
             self._send(_messages.CancelCalls(ids))
 
@@ -313,7 +316,7 @@ class Executor(ProgramExecutor):
             self._send(_messages.RequestStats(number))
         self._await(lambda: number in self._numbers, STATS_LIMIT_S)
         numbers |= self._numbers.pop(number, {})
-        numbers["tools/held"] = float(len(self._held))
+        numbers["tools/held"] = float(len(self._queued))
         numbers["tools/restarts"] = float(len(self._lost_at))
         return numbers
 
@@ -327,7 +330,7 @@ class Executor(ProgramExecutor):
             self._finish_with(message.id, fields)
             with self._mutex:
                 self._sent.discard(message.id)
-                if self._held:
+                if self._queued:
                     self._send_held()
         elif isinstance(message, _messages.Failed):
             log.error("the tool executor process ended with an error:\n%s", message.message)
@@ -388,8 +391,8 @@ class Executor(ProgramExecutor):
         lost = [self._tickets[call_id] for call_id in self._sent if call_id in self._tickets]
         self._sent.clear()
         if self._broken:
-            lost += self._held
-            self._held.clear()
+            lost += self._queued
+            self._queued.clear()
         message = self._broken or "the executor process ended while the call ran"
         for ticket in lost:
             if self._broken or ticket.attempt > 1 or ticket.program.session is not None:

@@ -1,8 +1,8 @@
-"""What every HTTP server of the package asks of a request before it reads it: who may ask, for how long, how many.
+"""What every HTTP server of the package checks before it reads a request: who sends it, for how long, how many.
 
-Programs on this machine may ask, and whoever holds the token; a page in a browser may not, under whatever name it
-reaches the server. The head and the body of a request share one deadline. When all connections are in use, a new one
-takes the place of the connection that has waited longest without a request. Standard library only.
+Programs on this machine may send requests, and so may whoever holds the token; a page in a browser may not, under
+whatever name it reaches the server. The head and the body of a request share one deadline. When all connections are in
+use, a new one replaces the connection that has waited longest without a request. Standard library only.
 """
 
 import hmac
@@ -21,17 +21,18 @@ from typing import Any, Generic, TypeVar
 
 log = logging.getLogger(__name__)
 REQUEST_S = 30.0
-"""From the first byte of a request, or from the connection, to the end of its body."""
+"""Seconds from the first byte of a request, or from the connection, to the end of its body."""
 IDLE_S = 120.0
-"""How long a connection may wait for its next request."""
+"""Seconds that a connection may wait for its next request."""
 SEND_S = 60.0
-"""How long a client may take for an answer."""
+"""Seconds that a client may take to receive an answer."""
 LINGER_S = 2.0
-"""How long what a refused client still sends is thrown away, so that it reads the answer before the connection ends."""
+"""Seconds for which data from a refused client is discarded, so that it reads the answer before the connection ends."""
 LINGER_BYTES = 64 << 20
 JSON_TYPES = ("application/json", "text/json")
 SAME_SITE = ("none", "same-origin")
-"""Values of `Sec-Fetch-Site` for requests that no other site has caused: typed addresses, and the page's own."""
+"""Values of `Sec-Fetch-Site` for requests that no other site has caused: typed addresses, and the page's
+own requests."""
 PORTS = {"http": ":80", "https": ":443"}
 
 Link = TypeVar("Link", bound=Hashable)
@@ -39,7 +40,7 @@ Link = TypeVar("Link", bound=Hashable)
 
 @dataclass(frozen=True)
 class RequestHead:
-    """The headers that decide who asks; empty where a header is absent. A header that comes twice has both values."""
+    """The headers that identify the sender; empty if a header is absent. A header that occurs twice has both values."""
 
     method: str
     host: str = ""
@@ -51,7 +52,7 @@ class RequestHead:
 
     @classmethod
     def read(cls, method: str, values: Callable[[str], Any]) -> "RequestHead":
-        """The head of a request; `values` gives all values of a header."""
+        """The head of a request; `values` returns all values of a header."""
         names = ("Host", "Origin", "Sec-Fetch-Site", "Content-Type", "Authorization")
         return cls(method, *(",".join(values(name) or ()) for name in names))
 
@@ -60,10 +61,10 @@ def refusal(head: RequestHead, token: str, variable: str, port: int | None = Non
     """Status and reason if a request is refused; None if it may be answered.
 
     Args:
-        head: Of the request.
-        token: That requests must carry; empty for none, and then the request must name this machine.
+        head: Head of the request.
+        token: Token that requests must carry; if it is empty, the request must name this machine as its host.
         variable: Name of the environment variable with the token, for the message.
-        port: That `Host` must name; None for any.
+        port: Port that `Host` must name; None for any.
     """
     if head.site and head.site not in SAME_SITE:
         return 403, f"another site asked (Sec-Fetch-Site is {head.site!r:.80}); ask from a program, or from this page"
@@ -91,7 +92,7 @@ def _is_origin_of(origin: str, host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address, maybe with a port, means this host alone."""
+    """Whether a name or address, possibly with a port, means only this host."""
     try:
         name = urllib.parse.urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
@@ -100,22 +101,23 @@ def is_loopback(host: str) -> bool:
 
 
 class Connections(Generic[Link]):
-    """The open connections of a server, up to a number; thread-safe."""
+    """The open connections of a server, up to a maximum number; thread-safe."""
 
     def __init__(self, most: int):
         self.most = most
         self._mutex = threading.Lock()
         self._busy: set[Link] = set()
         self._new: dict[Link, None] = {}
-        """Without a request that was let in so far, the oldest first."""
+        """Connections without an accepted request so far, the oldest first."""
         self._idle: dict[Link, None] = {}
-        """Between two requests, the longest first."""
+        """Connections between two requests, the longest idle first."""
 
     def __len__(self) -> int:
         return len(self._busy) + len(self._new) + len(self._idle)
 
     def open(self, link: Link) -> Link | None:
-        """Counts a new connection; the one to close for it: another that waits, or itself if none does."""
+        """Counts a new connection. Returns the connection to close in exchange: one that waits, or the new one if none
+        does."""
         with self._mutex:
             if len(self) < self.most:
                 self._new[link] = None
@@ -129,24 +131,24 @@ class Connections(Generic[Link]):
             return oldest
 
     def begin(self, link: Link) -> None:
-        """A request of this connection was let in."""
+        """Marks a request of this connection as accepted."""
         with self._mutex:
             if self._new.pop(link, self) is None or self._idle.pop(link, self) is None:
                 self._busy.add(link)
 
     def is_new(self, link: Link) -> bool:
-        """Whether no request of this connection was let in so far."""
+        """Whether no request of this connection has been accepted so far."""
         return link in self._new
 
     def end(self, link: Link) -> None:
-        """Its request was answered."""
+        """Marks its request as answered."""
         with self._mutex:
             if link in self._busy:
                 self._busy.remove(link)
                 self._idle[link] = None
 
     def close(self, link: Link) -> None:
-        """The connection is closed."""
+        """Marks the connection as closed."""
         with self._mutex:
             self._busy.discard(link)
             self._new.pop(link, None)
@@ -154,7 +156,7 @@ class Connections(Generic[Link]):
 
 
 class GuardedServer(ThreadingHTTPServer):
-    """A thread for each connection, up to a number of connections."""
+    """A server with a thread for each connection, up to a maximum number of connections."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -185,7 +187,7 @@ class GuardedServer(ThreadingHTTPServer):
 
 
 class DeadlineReader(io.RawIOBase):
-    """What a connection receives until a time, however slowly it comes."""
+    """Reads from a connection until a deadline, however slowly the data arrives."""
 
     def __init__(self, link: socket.socket):
         self._link, self.until_s = link, 0.0
@@ -215,7 +217,7 @@ class GuardedHandler(BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(self._reader)
         self._answered = False
         self.unread = 0
-        """Bytes of a request that were left where they are; the connection ends with it."""
+        """Number of bytes of a request that were left unread; the connection is closed after it."""
 
     def handle_one_request(self) -> None:
         now = time.monotonic
@@ -225,17 +227,17 @@ class GuardedHandler(BaseHTTPRequestHandler):
                 self.rfile.peek(1)
             self._reader.until_s = now() + REQUEST_S
             super().handle_one_request()
-        except OSError:  # it is late, or has gone
+        except OSError:  # the client is late, or has closed the connection
             self.close_connection = True
         self._answered = True
         self.server.connections.end(self.connection)
 
     def head(self) -> RequestHead:
-        """What decides whether it is let in."""
+        """The head of the request, which decides whether it is accepted."""
         return RequestHead.read(self.command, self.headers.get_all)
 
     def admitted(self) -> None:
-        """The request is let in; its connection is not closed for others."""
+        """Accepts the request; its connection is not closed in favor of others."""
         self.server.connections.begin(self.connection)
 
     def reply(self, status: int, content: bytes, kind: str = "application/json", **headers: str) -> None:

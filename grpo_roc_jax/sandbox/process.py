@@ -1,4 +1,4 @@
-"""The executor process as the trainer holds it: started by exec, one connection, ended by hanging up."""
+"""The executor process from the trainer's side: started by exec, one connection, ended by closing it."""
 
 import contextlib
 import logging
@@ -19,17 +19,18 @@ from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable
 
 log = logging.getLogger(__name__)
 END_S = 10.0
-"""Time the process has to end its programs and clean up."""
+"""Seconds that the process has to end its programs and clean up."""
 
 
 def resolved(settings: ExecutorSettings) -> ExecutorSettings:
-    """The settings with the size of the pool chosen, where they leave it open."""
+    """The settings with the size of the pool resolved, if they leave it open."""
     size = settings.pool_size or workers_for(len(settings.cpu_list) or len(os.sched_getaffinity(0)))
     return replace(settings, pool_size=size, root_count=settings.root_count or max(1, size // 4))
 
 
 def workers_for(cores: int) -> int:
-    """Programs in flight on so many cores: many, since one that loops for ever must not hold up the others."""
+    """Number of programs in flight for so many cores: many, since one that loops for ever must not hold up
+    the others."""
     return 16 * cores if cores <= 16 else max(256, 2 * cores)
 
 

@@ -1,4 +1,4 @@
-"""A program to run, and what an executor keeps of it until it has a result."""
+"""A program to run, and the data that an executor has on it until it has a result."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ class Ticket:
     program: Program
     attempt: int = 1
     sink: Callable[[ToolResult], None] | None = None
-    """Takes the result; None delivers it through `poll`."""
+    """Receives the result; None delivers it through `poll`."""
     can_share: bool = False
-    """The result may be that of another program with the same text and input."""
+    """Whether the result may be that of another program with the same text and input."""
 
     @property
     def text(self) -> tuple[str, str]:
-        """What decides the result of a program without a session: its code and its input."""
+        """What determines the result of a program without a session: its code and its input."""
         return self.program.code, self.program.stdin
 
 

@@ -1,4 +1,4 @@
-"""How a call of a tool ended: the one value that the sandbox gives back."""
+"""How a tool call ended: the one value that the sandbox returns."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -32,7 +32,7 @@ class ToolResult:
     stdout: str = ""
     stderr: str = ""
     echo: str = ""
-    """repr of the last expression; empty when there is none or it is None."""
+    """repr of the last expression; empty if there is none or it is None."""
     error_type: str = ""
     error_message: str = ""
     error_line: int | None = None
@@ -65,10 +65,10 @@ class ToolResult:
 
     @property
     def counts_as_error(self) -> bool:
-        """True for what the policy caused; belongs in the numerator of the tool-error rate."""
+        """Whether the policy caused the outcome, so that it counts in the numerator of the tool-error rate."""
         return self.kind in ERROR_KINDS
 
     @property
     def infra(self) -> bool:
-        """True for infrastructure failures; such calls leave numerator and denominator."""
+        """Whether it is an infrastructure failure; such calls count in neither numerator nor denominator."""
         return self.kind in INFRA_KINDS

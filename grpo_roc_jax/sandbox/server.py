@@ -24,7 +24,7 @@ MAX_BODY = 16 << 20
 MAX_PROGRAM = 8 << 20
 """Longest program or input, in bytes; frames to the executor process are limited to 16 MiB."""
 MAX_CONNECTIONS = 512
-"""Connections at a time, each of which has a thread; a further one takes the place of one that waits."""
+"""Most connections at a time, each with a thread; a further one replaces one that waits."""
 
 
 def answer_of(result: ToolResult) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def make_handler(service: Service) -> type[GuardedHandler]:
             if len(size) > 12 or int(size) > MAX_BODY:
                 return self.turn_down(413, f"Content-Length is {size:.80}; must be at most {MAX_BODY}")
             body = self.rfile.read(int(size))
-            if len(body) < int(size):  # the client has gone
+            if len(body) < int(size):  # the client has closed the connection
                 self.close_connection = True
             elif self.path != "/run_code":
                 self.answer(404, {"detail": "not found"})
@@ -125,13 +125,13 @@ def make_handler(service: Service) -> type[GuardedHandler]:
                 self.answer(*run_request(service, body))
 
         def let_in(self) -> bool:
-            """Whether the request may be answered; if not, it was refused."""
-            found = refusal(self.head(), service.token, TOKEN_VARIABLE)
-            if found is None:
+            """Whether the request may be answered; if not, a refusal has been sent."""
+            refused = refusal(self.head(), service.token, TOKEN_VARIABLE)
+            if refused is None:
                 self.admitted()
             else:
-                self.turn_down(*found)
-            return found is None
+                self.turn_down(*refused)
+            return refused is None
 
         def turn_down(self, status: int, reason: str) -> None:
             self.refuse(status, json.dumps({"detail": reason}).encode())

@@ -1,4 +1,4 @@
-"""One run of a program for all calls of it, where the executor shares results."""
+"""Runs a program once for all calls of it, if the executor shares results."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -6,21 +6,22 @@ from typing import Any
 
 from grpo_roc_jax.sandbox.program import Ticket
 
-KEPT = 1024
-"""Results that are remembered; the one that was not used for longest is forgotten first."""
+REMEMBERED = 1024
+"""Number of results that are remembered; the least recently used one is forgotten first."""
 SHARED_KINDS = frozenset({"ok", "exception", "syntax_error"})
-"""Results that the program alone decides. Limits and the host have a part in the others, so each call runs itself."""
+"""Kinds of results that depend only on the program. Limits and the host influence the others, so these
+calls each run."""
 NO_TIME = {"wall_ms": 0.0, "cpu_ms": 0.0, "queue_ms": 0.0}
 
 
 class SharedResults:
-    """Which calls run, and which take the result of another call. The executor's mutex guards it."""
+    """Decides which calls run, and which take the result of another call. The executor's mutex guards it."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, str], dict[str, Any] | None] = OrderedDict()
         """Program -> fields of its result; None if each call of it runs."""
         self._waiting: dict[tuple[str, str], list[Ticket]] = {}
-        """Program -> the calls of it that are in flight. The first one runs."""
+        """Program -> calls of it that are in flight. The first one runs."""
 
     def result_of(self, ticket: Ticket) -> dict[str, Any] | None:
         """Fields of the result of an earlier call, if there is one."""
@@ -29,7 +30,7 @@ class SharedResults:
         return self._known.get(ticket.text)
 
     def joins(self, ticket: Ticket) -> bool:
-        """Whether another call that runs will bring the result. If not, this one has to run."""
+        """Whether another running call will deliver the result. If not, this call must run."""
         if ticket.text in self._known:
             return False
         waiting = self._waiting.setdefault(ticket.text, [])
@@ -44,12 +45,12 @@ class SharedResults:
             return []
         del self._waiting[text]
         self._known[text] = {**fields, **NO_TIME} if fields["kind"] in SHARED_KINDS else None
-        if len(self._known) > KEPT:
+        if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return waiting[1:]
 
     def leave(self, ticket: Ticket) -> Ticket | None:
-        """Take out a cancelled call. Returns the call that has to run in its place, if others wait for it."""
+        """Removes a cancelled call. Returns the call that must run instead, if others wait for its result."""
         waiting = self._waiting.get(ticket.text, [])
         led = bool(waiting) and waiting[0] is ticket
         waiting[:] = [other for other in waiting if other is not ticket]

@@ -2,13 +2,33 @@
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from grpo_roc_jax.environments.failure import Failure, ending, one_line
 
-MOST_REWARD_BYTES = 4096
+MOST_PAY_BYTES = 1 << 16
 MOST_REWARD = 1e6
 """Largest absolute value of a reward; beyond it a loss in float32 could overflow."""
+PAY_FORM = "must be one number, or an object with reward, calls, or numbers by name"
+PAY_RANGE = f"must be between {-MOST_REWARD:g} and {MOST_REWARD:g}"
+
+MOST_PARTS = 32
+"""Named numbers of a rollout."""
+PART_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
+
+
+@dataclass(frozen=True)
+class Pay:
+    """The numbers that an agent gave for its rollout."""
+
+    reward: float | None = None
+    """At the end, in addition to `calls`; None if it gave none."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers, by name."""
+    calls: Mapping[str, float] | tuple[float | None, ...] = ()
+    """For single calls: by the id of the answer, or for each call in the order of the answers."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +37,7 @@ class ProgramEnd:
 
     status: int | None
     """None if it was killed after its time."""
-    reward: float | None
+    pay: Pay = Pay()
     errors: str = ""
     """The end of its error output."""
     unread: str = ""
@@ -35,19 +55,49 @@ class ProgramEnd:
         return Failure(text, f"agent: {said}: {kind}" if kind else text, ending(self.errors), by_policy)
 
 
-def read_reward(content: bytes) -> tuple[float | None, str]:
-    """(the number that a program wrote as its reward, or the `reward` of the object; what is wrong with it). None and
-    an empty text if it wrote nothing."""
-    if len(content) > MOST_REWARD_BYTES:
-        return None, f"more than {MOST_REWARD_BYTES} bytes; must be one number, or an object with reward"
+def read_pay(content: bytes) -> tuple[Pay, str]:
+    """(the numbers that a program wrote: one number, or an object; what is wrong with them).
+
+    Of an object, `reward` is the reward of the rollout, `calls` holds rewards of single calls, and every other number
+    is kept by its name. No numbers and an empty text if it wrote nothing.
+    """
+    if len(content) > MOST_PAY_BYTES:
+        return Pay(), f"more than {MOST_PAY_BYTES} bytes; {PAY_FORM}"
     if not content.strip():
-        return None, ""
+        return Pay(), ""
     try:
         value = json.loads(content)
-        value = value["reward"] if isinstance(value, dict) else value
-        number = float(None if isinstance(value, str | bool) else value)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None, f"{content[:80]!r}; must be one number, or an object with reward"
-    if not abs(number) <= MOST_REWARD:
-        return None, f"{number}; must be between {-MOST_REWARD:g} and {MOST_REWARD:g}"
-    return number, ""
+    except (ValueError, RecursionError):
+        return Pay(), f"{content[:80]!r}; {PAY_FORM}"
+    try:
+        if not isinstance(value, dict):
+            return Pay(_number("reward", value)), ""
+        reward = _number("reward", value["reward"]) if "reward" in value else None
+        calls = _read_calls(value.get("calls", []))
+        named = {name: item for name, item in value.items() if name not in ("reward", "calls")}
+        parts = {name: _number(name, item) for name, item in named.items() if isinstance(item, int | float)}
+    except (ValueError, OverflowError) as error:
+        return Pay(), str(error)
+    if reward is None and not parts and not calls:
+        return Pay(), f"{content[:80]!r}; {PAY_FORM}"
+    wrong = [name for name in parts if not PART_NAME.fullmatch(name)]
+    if wrong or len(parts) > MOST_PARTS:
+        said = f"the name {wrong[0][:80]!r}" if wrong else f"{len(parts)} names"
+        return Pay(), f"{said}; must be up to {MOST_PARTS} names of letters, digits and _ . -, no digit first"
+    return Pay(reward, parts, calls), ""
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or (isinstance(value, bool) and name == "reward"):
+        raise ValueError(f"{name} is {str(value)[:80]!r}; {PAY_FORM}")
+    if not abs(value) <= MOST_REWARD:
+        raise ValueError(f"{name} is {str(value)[:80]}; {PAY_RANGE}")
+    return float(value)
+
+
+def _read_calls(value: Any) -> Mapping[str, float] | tuple[float | None, ...]:
+    if isinstance(value, dict):
+        return {name: _number(f"calls[{name!r:.80}]", item) for name, item in value.items()}
+    if isinstance(value, list):
+        return tuple(None if item is None else _number(f"calls[{i}]", item) for i, item in enumerate(value))
+    raise ValueError(f"calls is {type(value).__name__}; must be a list in the order of the answers, or by their ids")

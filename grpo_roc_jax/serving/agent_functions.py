@@ -13,11 +13,11 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from grpo_roc_jax.serving.agent_ends import ProgramEnd, read_reward
+from grpo_roc_jax.serving.agent_ends import Pay, ProgramEnd, read_pay
 from grpo_roc_jax.settings.callables import resolve
 
 AgentFunction = Callable[[Mapping[str, Any], str, str], Awaitable[Any]]
-"""(columns of the problem, base URL, API key) -> reward: a number, an object with `reward`, or None for none."""
+"""(columns of the problem, base URL, API key) -> its numbers, as `agent_ends.read_pay` reads them, or None for none."""
 
 
 class FunctionHost:
@@ -61,8 +61,8 @@ class FunctionHost:
             running.cancel()
         finally:
             self.live -= 1
-        reward, unread = (None, "") if value is None else read_reward(_as_json(value))
-        return ProgramEnd(status, reward, errors, unread, "", time.perf_counter() - started)
+        pay, unread = (Pay(), "") if value is None else read_pay(_as_json(value))
+        return ProgramEnd(status, pay, errors, unread, "", time.perf_counter() - started)
 
     async def _call(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
         return await self._function(row, base_url, api_key)

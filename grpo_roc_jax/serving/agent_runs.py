@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import IO, Any, get_args
@@ -29,7 +29,7 @@ from grpo_roc_jax.rollout.collect import stable_seed
 from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
-from grpo_roc_jax.serving.agent_ends import MOST_REWARD_BYTES, ProgramEnd, read_reward
+from grpo_roc_jax.serving.agent_ends import MOST_PAY_BYTES, Pay, ProgramEnd, read_pay
 from grpo_roc_jax.serving.agent_functions import FunctionHost
 from grpo_roc_jax.serving.dialogues import Dialogues
 from grpo_roc_jax.serving.joining import RecordedCall, join, joined
@@ -72,6 +72,8 @@ class AgentSession:
     """Its last answer was cut by the token budget."""
     broken: bool = False
     """Its last call was answered with a fault of the server."""
+    trained: frozenset[str] = frozenset()
+    """Agents whose answers train; empty: all."""
     calls: list[RecordedCall] = field(default_factory=list)
 
     @property
@@ -87,23 +89,48 @@ class AgentSession:
             )
         return stable_seed(self.request.place, self.request.first_sample, self.asked) % PLACES
 
-    def record(self, choice: SampledChoice) -> None:
+    def record(self, choice: SampledChoice, answer: str, agent: str) -> None:
         ids = np.asarray(choice.ids, np.int32)
         logprobs = np.asarray(choice.logprobs, np.float32)
-        self.calls.append(RecordedCall(choice.prompt, ids, logprobs, choice.versions, choice.begun))
+        trains = not self.trained or agent in self.trained
+        self.calls.append(
+            RecordedCall(choice.prompt, ids, logprobs, choice.versions, choice.begun, answer, agent, trains)
+        )
         self.cut, self.broken = choice.finish_reason == "length", False
 
     def refused(self, error: RequestRefused) -> None:
         self.broken = error.status >= 500 or error.status == BUSY_STATUS
         self.full = self.full or error.code == "context_length_exceeded"
 
-    def outcome(self, end: ProgramEnd, on_failure: OnFailure, pays: bool) -> tuple[StopReason, Failure | None]:
+    def paid(self, end: ProgramEnd) -> tuple[list[RecordedCall], ProgramEnd]:
+        """(the calls with their rewards, the end whose reward is all that was paid). What names no call is unread."""
+        given = end.pay.calls
+        if not given:
+            return self.calls, end
+        answers = list(dict.fromkeys(call.answer for call in self.calls))
+        if isinstance(given, tuple):
+            if len(given) > len(answers):
+                said = (
+                    f"calls has {len(given)} numbers for {len(answers)} calls; give one each, in order, or by their ids"
+                )
+                return self.calls, replace(end, pay=Pay(), unread=said)
+            given = {answer: number for answer, number in zip(answers, given, strict=False) if number is not None}
+        if unknown := [name for name in given if name not in answers]:
+            said = f"calls names {unknown[0]!r:.80}; must be the id of an answer that this rollout got"
+            return self.calls, replace(end, pay=Pay(), unread=said)
+        calls = [replace(call, reward=given.get(call.answer, 0.0)) for call in self.calls]
+        total = (end.pay.reward or 0.0) + sum(call.reward for call in calls)
+        return calls, replace(end, pay=replace(end.pay, reward=total))
+
+    def outcome(
+        self, end: ProgramEnd, on_failure: OnFailure, pays: frozenset[str]
+    ) -> tuple[StopReason, Failure | None]:
         """The typed outcome, and what failed. A program that fails once it has answers fails on what the policy said.
 
         Args:
             end: Of the program.
             on_failure: Whether that scores 0.
-            pays: Its reward counts.
+            pays: Names of its numbers that count; the reward has an empty one.
         """
         if end.status is None:
             late = "took too long and asked nothing"
@@ -120,17 +147,27 @@ class AgentSession:
         if end.status and stop == "eos":
             zero = on_failure == "zero"
             return "failed" if zero else "infrastructure", end.failure(f"status {end.status}", by_policy=zero)
-        if pays and not end.status and end.reward is None:
-            return stop, end.failure(no_reward(end))
+        if not any(call.trains for call in self.calls):
+            names = ", ".join(sorted({call.agent for call in self.calls}))
+            said = f"no answer to {', '.join(sorted(self.trained))} (environment.trained); {names[:200]} asked"
+            return "infrastructure", end.failure(said)
+        given = {*end.pay.parts, *([] if end.pay.reward is None else [""])}
+        if pays and not end.status and not pays & given:
+            return stop, end.failure(no_reward(end, pays))
         return stop, None
 
 
-def no_reward(end: ProgramEnd) -> str:
+def no_reward(end: ProgramEnd, pays: frozenset[str] = frozenset([""])) -> str:
     """What to say of a program without a reward."""
     if end.unread:
         return f"its reward was not read: {end.unread}"
+    if end.pay.parts or end.pay.reward is not None:
+        given = ", ".join([*([] if end.pay.reward is None else ["reward"]), *end.pay.parts])
+        return (
+            f"it gave {given[:200]}, but none of what reward.functions pays: {', '.join(n or 'reward' for n in pays)}"
+        )
     said = f"it gave no reward (a program writes it to the descriptor in {REWARD_VARIABLE}, a function returns it)"
-    if read_reward(end.printed.encode())[0] is not None:
+    if read_pay(end.printed.encode())[0] != Pay():
         said += "; its last line is a number, but what it prints is not read, since the policy may have written it"
     return said
 
@@ -138,16 +175,24 @@ def no_reward(end: ProgramEnd) -> str:
 class AgentRuns:
     """Runs the program of `environment agent` once for each rollout."""
 
-    def __init__(self, choice: AgentCommand, chat: ChatFormat, engine: Engine, longest: int, pays: bool = False):
+    def __init__(
+        self, choice: AgentCommand, chat: ChatFormat, engine: Engine, longest: int, pays: Collection[str] = ()
+    ):
         """
         Args:
             choice: The program.
             chat: Writes prompts and reads turns.
             engine: Samples.
             longest: Most tokens of the conversations of a rollout together.
-            pays: Whether the rewards of programs count.
+            pays: Names of the numbers of a program that count; its reward has an empty one.
         """
-        self._choice, self._chat, self._engine, self._longest, self._pays = choice, chat, engine, longest, pays
+        self._choice, self._chat, self._engine, self._longest, self._pays = (
+            choice,
+            chat,
+            engine,
+            longest,
+            frozenset(pays),
+        )
         self._seen: set[str] = set()
         """Kinds of failures that were logged."""
         self._words, self._token = shlex.split(choice.command), secrets.token_urlsafe(16)
@@ -185,7 +230,7 @@ class AgentRuns:
         ]
         sessions = {
             f"{one.place}-{one.first_sample}-{secrets.token_hex(4)}": AgentSession(
-                one, options.key_step, config.max_turns
+                one, options.key_step, config.max_turns, trained=frozenset(self._choice.trained)
             )
             for one in singles
         }
@@ -231,7 +276,8 @@ class AgentRuns:
         stats.rollouts, stats.stops = len(sessions), dict.fromkeys(get_args(StopReason), 0)
         found = []
         for session, end in zip(sessions.values(), ends, strict=True):
-            rows = join(session.calls)
+            calls, end = session.paid(end)
+            rows = [row for row in join(calls) if row.mask.any() or not session.trained]
             stop, failure = session.outcome(end, self._choice.on_failure, self._pays)
             trajectory = self._empty(session) if not rows else None
             if trajectory is None:
@@ -243,9 +289,10 @@ class AgentRuns:
                 failure = noted(failure, self._seen, "environment")
                 stats.environment_faults += not failure.by_policy
                 stats.count_failure(failure.kind, failure.text, by_policy=failure.by_policy)
-            reward = 0.0 if stop == "failed" else end.reward
+            reward, parts = (0.0, {}) if stop == "failed" else (end.pay.reward, end.pay.parts)
             fault = failure.whole if failure is not None else ""
-            found.append(replace(trajectory, stop=stop, reward=reward, seconds=end.seconds, fault=fault))
+            trajectory = replace(trajectory, stop=stop, reward=reward, rewards=parts, seconds=end.seconds, fault=fault)
+            found.append(trajectory)
         return found
 
     def _empty(self, session: AgentSession) -> Trajectory:
@@ -283,11 +330,11 @@ class AgentRuns:
                 program = subprocess.Popen(words, env=found, start_new_session=True, pass_fds=[writing], **pipes)
             except (OSError, ValueError) as error:  # a prompt may hold what no argument can
                 os.close(reading)
-                return ProgramEnd(127, None, str(error))
+                return ProgramEnd(127, Pay(), str(error))
             finally:
                 os.close(writing)
         out, errors = Printed(program.stdout), Printed(program.stderr)
-        paid = Printed(os.fdopen(reading, "rb"), first=MOST_REWARD_BYTES + 1)
+        paid = Printed(os.fdopen(reading, "rb"), first=MOST_PAY_BYTES + 1)
         self._programs.add(program)
         try:
             status: int | None = program.wait(self._choice.timeout_s)
@@ -297,9 +344,9 @@ class AgentRuns:
             end_group(program)
             self._programs.discard(program)
             self._server.endpoint.forget(name)
-        reward, unread = read_reward(paid.content())
-        printed = out.text().strip().rpartition("\n")[2][:MOST_REWARD_BYTES]
-        return ProgramEnd(status, reward, errors.text(), unread, printed, time.perf_counter() - started)
+        pay, unread = read_pay(paid.content())
+        printed = out.text().strip().rpartition("\n")[2][:MOST_PAY_BYTES]
+        return ProgramEnd(status, pay, errors.text(), unread, printed, time.perf_counter() - started)
 
     def _kill(self) -> None:
         if self._function is not None:

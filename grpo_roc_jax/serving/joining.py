@@ -26,6 +26,14 @@ class RecordedCall:
     versions: np.ndarray
     begun: int = 0
     """Last ids of the prompt that the turn begins with: the request wrote them, the policy went on."""
+    answer: str = ""
+    """Id of the answer; choices of one request share it."""
+    agent: str = ""
+    """Who asked."""
+    trains: bool = True
+    """Whether what was sampled trains; else it is context, where a conversation goes on after it."""
+    reward: float = 0.0
+    """For this call."""
 
 
 class Conversation:
@@ -35,7 +43,7 @@ class Conversation:
         self.tokens, self.mask = np.zeros(0, np.int32), np.zeros(0, bool)
         self.logprobs, self.versions = np.zeros(0, np.float32), np.zeros(0, np.int32)
         self.spans: list[tuple[int, int]] = []
-        self.begun: list[int] = []
+        self.calls: list[RecordedCall] = []
 
     def continued_by(self, call: RecordedCall) -> bool:
         """Whether the prompt of a call begins with all of this row."""
@@ -45,12 +53,13 @@ class Conversation:
     def add(self, call: RecordedCall) -> None:
         """Appends what the call adds: the rest of its prompt as context, then what was sampled."""
         gap, n = len(call.prompt) - len(self.tokens), len(call.ids)
+        logprobs, versions = (call.logprobs, call.versions) if call.trains else (np.zeros(n), np.full(n, -1))
         self.tokens = np.concatenate([call.prompt, call.ids]).astype(np.int32)
-        self.mask = np.concatenate([self.mask, np.zeros(gap, bool), np.ones(n, bool)])
-        self.logprobs = np.concatenate([self.logprobs, np.zeros(gap, np.float32), call.logprobs]).astype(np.float32)
-        self.versions = np.concatenate([self.versions, np.full(gap, -1), call.versions]).astype(np.int32)
+        self.mask = np.concatenate([self.mask, np.zeros(gap, bool), np.full(n, call.trains)])
+        self.logprobs = np.concatenate([self.logprobs, np.zeros(gap, np.float32), logprobs]).astype(np.float32)
+        self.versions = np.concatenate([self.versions, np.full(gap, -1), versions]).astype(np.int32)
         self.spans.append((len(self.tokens) - n, len(self.tokens)))
-        self.begun.append(call.begun)
+        self.calls.append(call)
 
 
 def join(calls: Sequence[RecordedCall]) -> list[Conversation]:
@@ -76,11 +85,11 @@ def joined(
     starts = np.cumsum([0, *(len(row.tokens) for row in kept)]).tolist()
     turns = []
     for row, start in zip(kept, starts, strict=False):
-        for (low, high), begun in zip(row.spans, row.begun, strict=True):
-            if low == high:
+        for (low, high), call in zip(row.spans, row.calls, strict=True):
+            if low == high or not call.trains:
                 continue
-            parsed = chat.parse_turn(row.tokens[low - begun : high])
-            turns.append(Turn(start + low, start + high, parsed.text, parsed.calls))
+            parsed = chat.parse_turn(row.tokens[low - call.begun : high])
+            turns.append(Turn(start + low, start + high, parsed.text, parsed.calls, reward=call.reward))
 
     def whole(name: str) -> np.ndarray:
         return np.concatenate([getattr(row, name) for row in kept])

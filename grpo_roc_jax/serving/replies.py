@@ -89,7 +89,7 @@ class ReplyForm:
     def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig):
         self.body, self.tokenizer = body, tokenizer
         self.asked: Asked = read_asked(self._sampling_fields(), sampling)
-        self.model = field_of(body, "model", str, "policy")
+        self.model = self.agent = field_of(body, "model", str, "policy")
         self.prompts: list[np.ndarray] = []
         self.choices: list[SampledChoice] = []
         self.id, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())

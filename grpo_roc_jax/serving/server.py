@@ -36,6 +36,8 @@ from grpo_roc_jax.text.chat_format import ChatFormat
 log = logging.getLogger(__name__)
 TOKEN_VARIABLE = "GRPO_SERVE_TOKEN"
 """Environment variable with the bearer token."""
+AGENT_HEADER = "X-Agent"
+"""Header with the name of who asks; without it the name is that of the model."""
 RECENT = 1024
 """Requests whose times the metrics describe."""
 STALLED_S = 60.0
@@ -79,8 +81,8 @@ class CallSession(Protocol):
             RequestRefused: The session takes no further call.
         """
 
-    def record(self, choice: SampledChoice) -> None:
-        """Notes an answer that was sent."""
+    def record(self, choice: SampledChoice, answer: str, agent: str) -> None:
+        """Notes an answer that was sent, by its id, and the name of who asked."""
 
     def refused(self, error: RequestRefused) -> None:
         """Notes that a call was answered with an error."""
@@ -206,7 +208,7 @@ class Endpoint:
                 for index, event, value in events:
                     pieces += self._pieces_of(form, form.choices[index], event, value, begun)
                     if event == "ended" and session is not None:
-                        session.record(form.choices[index])
+                        session.record(form.choices[index], form.id, form.agent)
                 yield pieces
         finally:
             self.running -= set(jobs)
@@ -464,6 +466,7 @@ class SamplingHandler(EndpointHandler):
         known = self.endpoint.session(name)
         try:
             form = self.endpoint.form(path, body, name)
+            form.agent = self.request.headers.get(AGENT_HEADER) or form.model
             if path == COUNT_TOKENS:
                 self.finish({"input_tokens": sum(map(len, form.prompts))})
                 return

@@ -15,11 +15,11 @@ from typing import Any
 from grpo_roc_jax.settings.other_names import close_to
 
 _GIVEN: ContextVar[Mapping[str, Callable]] = ContextVar("functions")
-"""Functions passed in the running context, by the name that the configuration uses."""
+"""Functions passed in the current context, by the name that the configuration uses."""
 
 
 def import_file(path: str) -> ModuleType:
-    """The module of a Python file, or of a dotted name; what it defines as a kind can then be chosen.
+    """The module of a Python file or of a dotted name. The kinds that it defines can be chosen afterwards.
 
     Raises:
         ImportError: There is no such file or module, or it fails; the message names the line.
@@ -34,7 +34,7 @@ def import_file(path: str) -> ModuleType:
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ImportError(f"there is no file {path!r}")
-    # Two files of one name are two modules.
+    # two files with the same name are two modules
     name = f"grpo_roc_jax_user.{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
@@ -52,7 +52,7 @@ def import_file(path: str) -> ModuleType:
 
 @contextmanager
 def given(functions: Mapping[str, Callable] | None) -> Iterator[None]:
-    """Within the block, a setting that holds one of these names stands for that function."""
+    """Within the block, a setting with one of these names refers to that function."""
     token = _GIVEN.set({**_GIVEN.get({}), **(functions or {})})
     try:
         yield
@@ -61,13 +61,13 @@ def given(functions: Mapping[str, Callable] | None) -> Iterator[None]:
 
 
 def passed(name: str) -> Callable[..., Any] | None:
-    """The function that was passed under a name in the running context; None if there is none."""
+    """The function that was passed under a name in the current context; None if there is none."""
     return _GIVEN.get({}).get(name)
 
 
 def public_callables(module: ModuleType) -> list[str]:
-    """Names of the functions and classes that a module defines itself, in the order of its text; all of its public ones
-    where it defines none."""
+    """Names of the functions and classes that a module defines, in the order of its text; if it defines none, all of
+    its public ones."""
     names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
     return [name for name in names if getattr(vars(module)[name], "__module__", "") == module.__name__] or names
 
@@ -84,8 +84,8 @@ def resolve(setting: str, name: str) -> Callable[..., Any] | None:
     """
     if not name:
         return None
-    if (found := passed(name)) is not None:
-        return found
+    if (function := passed(name)) is not None:
+        return function
     module, separator, attribute = name.rpartition(":")
     hint = (
         "write package.module:function or file.py:function, or pass the function: train(config, functions={name: ...})"
@@ -94,7 +94,7 @@ def resolve(setting: str, name: str) -> Callable[..., Any] | None:
         holder = import_file(module) if separator else None
     except ImportError as error:
         raise ValueError(f"{setting} = {name!r}: {error}; {hint}") from error
-    found = getattr(holder, attribute, None)
+    function = getattr(holder, attribute, None)
     if holder is not None and not hasattr(holder, attribute):
         names = public_callables(holder)
         near = close_to(attribute, names)
@@ -103,6 +103,6 @@ def resolve(setting: str, name: str) -> Callable[..., Any] | None:
             + (f"did you mean {near!r}? " if near else "")
             + (f"it has {', '.join(names)}" if names else f"it defines no function; {hint}")
         )
-    if not callable(found):
+    if not callable(function):
         raise ValueError(f"{setting} = {name!r} is no function; {hint}")
-    return found
+    return function

@@ -19,8 +19,8 @@ from grpo_roc_jax.settings import helping
 from grpo_roc_jax.settings.callables import import_file
 from grpo_roc_jax.settings.layers import (
     ConfigError,
+    KeyPath,
     Layer,
-    Place,
     config_errors,
     known_keys,
     merge,
@@ -48,39 +48,40 @@ T = TypeVar("T")
 
 
 def load_config(config_type: type[T], argv: Sequence[str], *, prog: str, default_file: str = "") -> T:
-    """The configuration that `argv` asks for: YAML files first, then overrides, left to right.
+    """The configuration that `argv` describes: YAML files first, then overrides, left to right.
 
     Args:
         config_type: A `@settings` dataclass with a default for every field; nested ones are sections.
-        argv: Leading words that neither start with `-` nor hold `=` are YAML files; none means `default_file`.
+        argv: Leading words that neither start with `-` nor contain `=` are YAML files; without any, `default_file`.
         prog: Name shown by `--help`.
         default_file: Looked up in `CONFIG_DIR`; empty for none.
 
     Raises:
-        ConfigError: A file that is missing or no mapping, an unknown key (with the nearest known one), a value that its
-            setting refuses (with file and line), or a combination that a section refuses.
+        ConfigError: A file is missing or not a mapping, a key is unknown (the message has the nearest known one), a
+            setting refuses its value (with file and line), or a section refuses a combination.
         SystemExit: After `--help`.
     """
     words, files = list(argv), []
     while words and not words[0].startswith("-") and "=" not in words[0]:
         files.append(words.pop(0))
-    asked = [i for i, word in enumerate(words) if word in ("--help", "-h")]
+    help_positions = [i for i, word in enumerate(words) if word in ("--help", "-h")]
     layers = [layer for name in files or [default_file] if name for layer in file_layers(find_config(name))]
-    layers.append(read_words(words[: asked[0]] if asked else words))
+    layers.append(read_words(words[: help_positions[0]] if help_positions else words))
     _keep_words(layers)
     for path in _method_files(config_type, layers):
         try:
             import_file(path)
         except ImportError as error:
             raise ConfigError(f"{config_type.files_setting}: {error}") from error
-    if asked:
-        print(helping.help_text(config_type, words[asked[0] + 1 :], prog))
+    if help_positions:
+        print(helping.help_text(config_type, words[help_positions[0] + 1 :], prog))
         raise SystemExit(0)
     return build(config_type, layers)
 
 
 def build(config_type: type[T], layers: Sequence[Layer], below: T | None = None) -> T:
-    """The configuration of these layers, the lowest first, over the whole configuration `below` if one is given.
+    """Builds the configuration from layers, the lowest first, on top of the complete configuration `below` if one is
+    given.
 
     Raises:
         ConfigError: See `load_config`.
@@ -97,14 +98,15 @@ def build(config_type: type[T], layers: Sequence[Layer], below: T | None = None)
     try:
         config = adapter(config_type).validate_python(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_said(found, places) for found in error.errors())) from error
+        raise ConfigError("\n".join(_message(problem, places) for problem in error.errors())) from error
     if hasattr(config, "staged"):
         config.staged(places)
     return config
 
 
 def _keep_words(layers: Sequence[Layer]) -> None:
-    """Takes settings of the command line, which is the last layer, out of the stages of the files: it overrides all."""
+    """Removes settings that the command line, the last layer, sets from the stages of the files, since it overrides
+    all."""
     for layer in layers[:-1]:
         stages = layer.values.get("stages")
         for stage in stages if isinstance(stages, list) else ():
@@ -117,7 +119,7 @@ def _keep_words(layers: Sequence[Layer]) -> None:
 
 
 def file_layers(path: Path, over: tuple[Path, ...] = ()) -> Iterator[Layer]:
-    """The layers of a file, those of its `base` first; `over` are the files that it is the base of.
+    """The layers of a file, those of its `base` first. `over` are the files whose base it is.
 
     Raises:
         ConfigError: There is no such file, or it is its own base.
@@ -139,7 +141,8 @@ def file_layers(path: Path, over: tuple[Path, ...] = ()) -> Iterator[Layer]:
 
 
 def find_config(name: str) -> Path:
-    """The path of a recipe: as given, or by name in the configs directory, with `configs/` before it or without."""
+    """The path of a recipe, given as a path, or as a name in the configs directory with or without `configs/` before
+    it."""
     inside = name.removeprefix("configs/")
     folders = [CONFIG_DIR / inside]
     if inside.startswith("methods/"):
@@ -155,13 +158,13 @@ def find_config(name: str) -> Path:
 
 
 def dump_yaml(config: Any) -> str:
-    """The whole configuration as YAML that `load_config` reads back to an equal value, but for secrets, which are
-    hidden: what comes of it is printed and kept in files."""
+    """The whole configuration as YAML that `load_config` reads back to an equal value. Secrets are hidden, since the
+    text is printed and saved in files."""
     return yaml.safe_dump(without_secrets(as_mapping(config)), sort_keys=False, allow_unicode=True)
 
 
 def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(`section.field`, value) of every setting, of a configuration or of one read back from YAML."""
+    """(`section.field`, value) of every setting of a configuration, or of one read back from YAML."""
     for name, value in as_mapping(config).items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{name}.")
@@ -170,19 +173,19 @@ def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _method_files(config_type: type, layers: Sequence[Layer]) -> list[str]:
-    """The files with kinds of the user's: as for every list, those of the highest layer that names any."""
-    found: Any = None
+    """The files with the user's kinds: as for every list, those of the highest layer that names any."""
+    names: Any = None
     for layer in layers:
         value: Any = layer.values
         for name in getattr(config_type, "files_setting", "").split("."):
             value = opened(value)
             value = value.get(name) if isinstance(value, dict) else None
-        found = found if value is None else value
-    return [] if found is None else list(map(str, listed_words(found)))
+        names = names if value is None else value
+    return [] if names is None else list(map(str, listed_words(names)))
 
 
 def _with_hint(message: str, config_type: type, layer: Layer) -> str:
-    """The refusal of an unknown key with what to write instead: see `other_names.advice`."""
+    """The refusal of an unknown key, extended by what to write instead; see `other_names.advice`."""
     if not message.startswith("unknown key '"):
         return message
     key = message.split("'")[1]
@@ -199,7 +202,7 @@ BOUNDS = {
     "less_than": ("below", "lt"),
     "multiple_of": ("a multiple of", "multiple_of"),
 }
-"""Types of pydantic's errors: words for the bound, and its name in the error's context."""
+"""pydantic's error types: words for the bound, and its name in the error's context."""
 PLAIN = {
     "dict": "a mapping",
     "dataclass": "a mapping",
@@ -209,26 +212,26 @@ PLAIN = {
     "string": "a text",
     "tuple": "a list",
 }
-"""What a type is called, by the first part of the error's type."""
+"""What a type is called in messages, by the first part of pydantic's error type."""
 
 
-def _said(found: dict[str, Any], places: dict[Place, str]) -> str:
-    """The message of one refused value: the setting, what was got, where it was written, the constraint."""
-    reason, context, got = found["type"], found.get("ctx", {}), found["input"]
-    place = tuple(map(str, found["loc"]))
+def _message(problem: dict[str, Any], places: dict[KeyPath, str]) -> str:
+    """The message for one refused value: the setting, what was given, where it was written, the constraint."""
+    reason, context, got = problem["type"], problem.get("ctx", {}), problem["input"]
+    path = tuple(map(str, problem["loc"]))
     if reason == "setting":
-        place, got = (*place, context["key"]), got[context["key"]]
+        path, got = (*path, context["key"]), got[context["key"]]
     if reason in ("value_error", "assertion_error"):  # of a section as a whole; the message names its settings
-        text = str(context.get("error", found["msg"]))
+        text = str(context.get("error", problem["msg"]))
         named = [tuple(name.split(".")) for name in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", text)]
-        written = [places[name] for name in named if name in places] or [_where(place, places) if place else ""]
+        written = [places[name] for name in named if name in places] or [_where(path, places) if path else ""]
         return f"{text} ({written[0]})" if written[0] else text
-    where = _where(place, places)
+    where = _where(path, places)
     at = f" ({where})" if where else ""
     if reason == "unexpected_keyword_argument":
-        return f"unknown key '{'.'.join(place)}'{at}"
+        return f"unknown key '{'.'.join(path)}'{at}"
     if reason == "missing":
-        return f"{'.'.join(place)} has no default; give it a value"
+        return f"{'.'.join(path)} has no default; give it a value"
     if reason in BOUNDS:
         word, limit = BOUNDS[reason]
         constraint = f"must be {word} {context[limit]:g}"
@@ -240,21 +243,20 @@ def _said(found: dict[str, Any], places: dict[Place, str]) -> str:
     elif reason == "too_short":
         constraint = "must have at least one entry"
     elif reason in ("kind", "setting"):
-        constraint = found["msg"]
+        constraint = problem["msg"]
     elif reason == "finite_number":
         constraint = "must be a finite number"
     else:
-        constraint = f"must be {PLAIN.get(reason.split('_')[0], found['msg'])}"
+        constraint = f"must be {PLAIN.get(reason.split('_')[0], problem['msg'])}"
     if reason == "kind" and isinstance(got, dict):
         got = got.get("kind", got)
-    return f"{'.'.join(place)} = {as_text(got)}{at}: {constraint}"
+    return f"{'.'.join(path)} = {as_text(got)}{at}: {constraint}"
 
 
-def _where(place: Place, places: dict[Place, str]) -> str:
-    """Where a setting was written: itself, something below it, or the nearest section above; empty for a default."""
-    below = next((where for at, where in places.items() if at[: len(place)] == place), "")
+def _where(path: KeyPath, places: dict[KeyPath, str]) -> str:
+    """Where a setting was written: the setting itself, something below it, or the nearest section above; empty for a
+    default."""
+    below = next((where for at, where in places.items() if at[: len(path)] == path), "")
     return (
-        places.get(place)
-        or below
-        or next((places[place[:n]] for n in range(len(place), 0, -1) if place[:n] in places), "")
+        places.get(path) or below or next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), "")
     )

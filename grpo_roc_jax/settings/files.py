@@ -1,7 +1,7 @@
-"""Files that others wrote, read whole: within bounds, and with one message for whatever is wrong with them.
+"""Reads files from other sources completely, within limits, and with one form of message for all errors.
 
-JSON and YAML have ways to take all memory, all time or all of the stack: aliases that double at each line, lists within
-lists by the thousand, numbers of a million digits, a file without an end. Nobody needs them.
+JSON and YAML can take all memory, time or stack: aliases that double at each line, lists nested a thousand times,
+numbers with a million digits, a file without an end. No useful file needs these.
 """
 
 import json
@@ -14,15 +14,15 @@ from typing import Any
 import yaml
 
 MOST_BYTES = 256 << 20
-"""Of a file of JSON, which a tokenizer can be."""
+"""Largest JSON file in bytes; a tokenizer can be large."""
 MOST_YAML_BYTES = 1 << 19
-"""Of a file of YAML, whose parser reads some 100 kB a second."""
+"""Largest YAML file in bytes; its parser reads some 100 kB a second."""
 MOST_VALUES = 100_000
-"""Of a file of YAML, aliases counted as often as they stand for something."""
+"""Most values of a YAML file; an alias counts each time it is used."""
 DEEPEST = 100
-"""Levels of lists and mappings."""
+"""Most levels of nested lists and mappings."""
 LONGEST_NUMBER = 100
-"""Characters of a number in YAML, which may be written in any base, also by parts of 60 (`1:30:00`)."""
+"""Most characters of a number in YAML, which may be written in any base, also by parts of 60 (`1:30:00`)."""
 
 
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -32,14 +32,14 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
     """The text of a file.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is no regular file, too long, or not UTF-8.
+        OSError: The file cannot be read.
+        ValueError: It is not a regular file, is too long, or is not UTF-8.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is no regular file")
-    if found.st_size > most_bytes:
-        raise ValueError(f"{path} has {found.st_size} bytes; must be at most {most_bytes}")
+    if status.st_size > most_bytes:
+        raise ValueError(f"{path} has {status.st_size} bytes; must be at most {most_bytes}")
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -47,49 +47,51 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
-    """The value in a file of JSON.
+    """The value in a JSON file.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
         ValueError: See `read_text` and `parse_json`; the message names the file.
     """
     return parse_json(read_text(path, most_bytes), str(path))
 
 
 def read_json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The object in a file of JSON. Raises as `read_json`, and ValueError for any other value."""
-    found = read_json(path, most_bytes)
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a JSON {type(found).__name__}; must be an object")
-    return found
+    """The object in a JSON file. Raises like `read_json`, and ValueError for any other value."""
+    value = read_json(path, most_bytes)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a JSON {type(value).__name__}; must be an object")
+    return value
 
 
 def parse_json(text: str | bytes, name: str) -> Any:
-    """The value of a text.
+    """The value of a JSON text.
 
     Args:
         text: JSON.
-        name: Of the file, for messages.
+        name: Name of the file, for messages.
 
     Raises:
-        ValueError: It is no JSON, or nested too deeply.
+        ValueError: The text is not JSON, or is nested too deeply.
     """
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError(f"{name}: JSON is nested too deeply; must have at most {DEEPEST} levels") from None
     except ValueError as error:
         raise ValueError(f"{name} is no JSON: {error}") from error
-    if depth_over(found, DEEPEST):
+    if depth_over(value, DEEPEST):
         raise ValueError(f"{name}: JSON is nested too deeply; must have at most {DEEPEST} levels")
-    return found
+    return value
 
 
 def depth_over(value: Any, most: int) -> bool:
-    """Whether lists and mappings are within each other at more levels than `most`."""
+    """Whether lists and mappings are nested more than `most` levels deep."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(most):
-        inner = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
+        inner = [
+            child for container in level for child in (container.values() if isinstance(container, dict) else container)
+        ]
         level = [child for child in inner if isinstance(child, dict | list)]
         if not level:
             return False
@@ -98,7 +100,7 @@ def depth_over(value: Any, most: int) -> bool:
 
 @contextmanager
 def yaml_errors(name: str) -> Iterator[None]:
-    """Within the block, whatever PyYAML raises is a ValueError that names the file."""
+    """Turns whatever PyYAML raises within the block into a ValueError that names the file."""
     try:
         yield
     except RecursionError:
@@ -111,17 +113,17 @@ def yaml_root(loader: yaml.SafeLoader, name: str) -> yaml.Node | None:
     """The node of a whole text; None for an empty one.
 
     Args:
-        loader: Of the text.
-        name: Of the file, for messages.
+        loader: Loader of the text.
+        name: Name of the file, for messages.
 
     Raises:
-        ValueError: It is no YAML, or stands for too much.
+        ValueError: The text is not YAML, or its aliases expand to too much.
     """
     loader.name = name
     with yaml_errors(name):
         root = loader.get_single_node()
     waiting, values = [] if root is None else [(root, 1)], 0
-    while waiting:  # each node as often as it stands for something
+    while waiting:  # each node counts as often as aliases refer to it
         node, level = waiting.pop()
         values += 1
         if level > DEEPEST:
@@ -141,10 +143,10 @@ def yaml_root(loader: yaml.SafeLoader, name: str) -> yaml.Node | None:
 
 
 def parse_yaml(text: str, name: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """The value of a text of YAML.
+    """The value of a YAML text.
 
     Raises:
-        ValueError: It is no YAML, or stands for too much.
+        ValueError: The text is not YAML, or its aliases expand to too much.
     """
     with yaml_errors(name):
         made = loader(text)
@@ -154,13 +156,13 @@ def parse_yaml(text: str, name: str, loader: type[yaml.SafeLoader] = yaml.SafeLo
 
 
 def read_yaml_mapping(path: Path) -> Mapping[str, Any]:
-    """The mapping in a file of YAML; empty for an empty file.
+    """The mapping in a YAML file; empty for an empty file.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: See `read_text` and `parse_yaml`, or the value is another one.
+        OSError: The file cannot be read.
+        ValueError: See `read_text` and `parse_yaml`, or the value is not a mapping.
     """
-    found = parse_yaml(read_text(path, MOST_YAML_BYTES), str(path))
-    if found is not None and not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}; must be a mapping")
-    return found or {}
+    value = parse_yaml(read_text(path, MOST_YAML_BYTES), str(path))
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}; must be a mapping")
+    return value or {}

@@ -17,7 +17,7 @@ from grpo_roc_jax.settings.files import MOST_YAML_BYTES, parse_yaml, read_text, 
 from grpo_roc_jax.settings.options import NO_SWITCH, Axis, as_text, defaults_of, fields_of, takes_switch, type_of
 from grpo_roc_jax.settings.secrets import hidden
 
-Place = tuple[str, ...]
+KeyPath = tuple[str, ...]
 """Names from the root to a value, such as ("advantage", "k")."""
 COMMAND_LINE = "command line"
 
@@ -31,7 +31,7 @@ class ConfigError(ValueError):
 
 @contextmanager
 def config_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Within the block (or a function that it decorates) an OSError, a ValueError or one of `kinds` becomes a
+    """Turns an OSError, a ValueError or one of `kinds` within the block (or the decorated function) into a
     `ConfigError` with the same message."""
     try:
         yield
@@ -47,11 +47,11 @@ class Word(str):
 
 @dataclass
 class Layer:
-    """The values of one file, or of the command line."""
+    """The values of one file or of the command line."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
-    places: dict[Place, str] = field(default_factory=dict)
+    places: dict[KeyPath, str] = field(default_factory=dict)
     """Where each value was written, such as `toy.yaml, line 3`."""
 
 
@@ -71,10 +71,10 @@ _Loader.add_implicit_resolver(BOOL_TAG, re.compile(r"^(?:true|True|false|False)$
 
 
 def read_yaml(path: Path) -> Layer:
-    """The values of one file; its `base` is left in them.
+    """The values of one file, including its `base`.
 
     Raises:
-        ConfigError: The file is no YAML, no mapping, or gives a key twice.
+        ConfigError: The file is not YAML, is not a mapping, or gives a key twice.
     """
     layer = Layer(path.name)
     try:
@@ -95,21 +95,21 @@ def read_yaml(path: Path) -> Layer:
     return layer
 
 
-def _plain(loader: yaml.SafeLoader, node: yaml.Node, place: Place, layer: Layer) -> Any:
-    """The value of a node, with the line of every value under it noted."""
-    layer.places[place] = f"{layer.name}, line {node.start_mark.line + 1}"
+def _plain(loader: yaml.SafeLoader, node: yaml.Node, path: KeyPath, layer: Layer) -> Any:
+    """The value of a node. The line of every value in it is recorded in `layer.places`."""
+    layer.places[path] = f"{layer.name}, line {node.start_mark.line + 1}"
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(loader, item, (*place, str(i)), layer) for i, item in enumerate(node.value)]
+        return [_plain(loader, item, (*path, str(i)), layer) for i, item in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
         return _scalar(loader, node)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key = str(_scalar(loader, key_node))
-        if key in found:
+        if key in values:
             line = key_node.start_mark.line + 1
-            raise ConfigError(f"{layer.name}, line {line}: {'.'.join((*place, key))} is given twice; keep one of them")
-        found[key] = _plain(loader, value_node, (*place, key), layer)
-    return found
+            raise ConfigError(f"{layer.name}, line {line}: {'.'.join((*path, key))} is given twice; keep one of them")
+        values[key] = _plain(loader, value_node, (*path, key), layer)
+    return values
 
 
 @config_errors()
@@ -139,10 +139,10 @@ def read_words(words: Sequence[str]) -> Layer:
         values = [value] if equals else []
         while rest and not _is_name(rest[0]):
             values.append(rest.pop(0))
-        place = tuple(name.replace("-", "_").split("."))
+        path = tuple(name.replace("-", "_").split("."))
         given = Word(values[0]) if len(values) == 1 else [Word(value) for value in values] if values else True
-        _put(layer.values, place, given)
-        layer.places[place] = COMMAND_LINE
+        _put(layer.values, path, given)
+        layer.places[path] = COMMAND_LINE
     return layer
 
 
@@ -150,9 +150,9 @@ def _is_name(word: str) -> bool:
     return word.startswith("--") or bool(re.match(r"[a-z][a-z_0-9]*(\.[a-z_0-9]+)*=", word))
 
 
-def _put(values: dict[str, Any], place: Place, value: Any) -> None:
-    """Sets a value; a kind and the settings of that kind may come in either order."""
-    *parents, last = place
+def _put(values: dict[str, Any], path: KeyPath, value: Any) -> None:
+    """Sets a value. A kind and the settings of that kind may come in either order."""
+    *parents, last = path
     for name in parents:
         below = opened(values.setdefault(name, {}))  # `--advantage '{kind: pass_at_k, k: 4}' --advantage.of.scale none`
         if not isinstance(below, dict):  # `--advantage pass_at_k --advantage.k 4`
@@ -167,94 +167,94 @@ def _put(values: dict[str, Any], place: Place, value: Any) -> None:
 
 
 def opened(value: Any) -> Any:
-    """Words that are one mapping as that mapping; other values as they are."""
+    """Words that form one mapping are returned as that mapping; other values are unchanged."""
     words = value if isinstance(value, list) else [value]
-    one = bool(words) and all(isinstance(word, Word) for word in words) and words[0].startswith("{")
-    if not one or (len(words) > 1 and _are_mappings(words)):
+    is_mapping = bool(words) and all(isinstance(word, Word) for word in words) and words[0].startswith("{")
+    if not is_mapping or (len(words) > 1 and _are_mappings(words)):
         return value
-    found = _parsed(" ".join(words))
-    return found if isinstance(found, dict) else value
+    parsed = _parsed(" ".join(words))
+    return parsed if isinstance(parsed, dict) else value
 
 
 def _are_mappings(words: Sequence[str]) -> bool:
-    """Whether each word that begins a mapping ends it."""
+    """Whether each word that begins a mapping also ends it."""
     return all(word[-1:] == "}" for word in words if word[:1] == "{")
 
 
 # ---- merging -------------------------------------------------------------------------------------------------------
 
 
-def is_axis(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, Axis)
+def is_axis(field_type: Any) -> bool:
+    return isinstance(field_type, type) and issubclass(field_type, Axis)
 
 
-def is_section(found: Any) -> bool:
-    return isinstance(found, type) and is_dataclass(found) and not issubclass(found, Axis)
+def is_section(field_type: Any) -> bool:
+    return isinstance(field_type, type) and is_dataclass(field_type) and not issubclass(field_type, Axis)
 
 
-def item_axis(found: Any) -> type[Axis] | None:
+def item_axis(field_type: Any) -> type[Axis] | None:
     """The axis whose kinds a field lists, such as `shaping`; None for other fields."""
-    parts = typing.get_args(found) if typing.get_origin(found) is tuple else ()
+    parts = typing.get_args(field_type) if typing.get_origin(field_type) is tuple else ()
     return parts[0] if parts and is_axis(parts[0]) else None
 
 
-def merge(cls: type, below: dict[str, Any], layer: Layer, above: dict[str, Any], place: Place = ()) -> dict[str, Any]:
-    """The values of a section under those of a higher layer.
+def merge(cls: type, below: dict[str, Any], layer: Layer, above: dict[str, Any], path: KeyPath = ()) -> dict[str, Any]:
+    """The values of a section, overridden by those of a higher layer.
 
     Another `kind` in the higher layer starts from that kind's defaults; a list replaces a list.
 
     Args:
         cls: Dataclass of the section.
-        below: Whole values of the section so far.
+        below: Complete values of the section so far.
         layer: The higher layer, for messages.
-        above: Its values for this section.
-        place: Of the section.
+        above: Values of the higher layer for this section.
+        path: Names from the root to the section.
 
     Raises:
-        ConfigError: A key that the section does not have, with the nearest one that exists.
+        ConfigError: A key does not exist in the section; the message has the nearest one that does.
     """
     merged = dict(below)
     for name, value in above.items():
-        here = (*place, name)
+        here = (*path, name)
         if name not in fields_of(cls):
             while isinstance(value, dict) and value:  # to the name that was written out
                 here, value = (*here, next(iter(value))), next(iter(value.values()))
             raise ConfigError(f"unknown key '{'.'.join(here)}' ({layer.places.get(here, layer.name)})")
-        found = type_of(cls, name)
+        field_type = type_of(cls, name)
         where = layer.places.get(here, layer.name)
-        if is_section(found):
+        if is_section(field_type):
             value = opened(value)
             if not isinstance(value, dict):
                 raise ConfigError(f"{'.'.join(here)} = {as_text(value)} ({where}): is a section; set one of its fields")
-            merged[name] = merge(found, below.get(name, {}), layer, value, here)
+            merged[name] = merge(field_type, below.get(name, {}), layer, value, here)
             continue
-        value = _typed(value, found)
-        if is_axis(found):
-            merged[name] = _merge_kind(found, below.get(name), layer, value, here)
-        elif item_axis(found) and isinstance(value, dict):
-            merged[name] = _merge_items(item_axis(found), below.get(name, []), layer, value, here)
+        value = _typed(value, field_type)
+        if is_axis(field_type):
+            merged[name] = _merge_kind(field_type, below.get(name), layer, value, here)
+        elif item_axis(field_type) and isinstance(value, dict):
+            merged[name] = _merge_items(item_axis(field_type), below.get(name, []), layer, value, here)
         else:
-            _check_one_value(value, found, here, where)
+            _check_one_value(value, field_type, here, where)
             merged[name] = value
     return merged
 
 
-def _check_one_value(value: Any, found: Any, place: Place, where: str) -> None:
-    """Refuses a name without a value, unless its setting is a switch, and several values for one."""
-    if isinstance(value, bool) and not takes_switch(found):
-        said = f"--{'.'.join(place)} has no value; write --{'.'.join(place)} VALUE"
+def _check_one_value(value: Any, field_type: Any, path: KeyPath, where: str) -> None:
+    """Refuses a name without a value, unless its setting is a switch, and several values for a single one."""
+    if isinstance(value, bool) and not takes_switch(field_type):
+        missing = f"--{'.'.join(path)} has no value; write --{'.'.join(path)} VALUE"
         raise ConfigError(
-            said if where == COMMAND_LINE else f"{'.'.join(place)} = {as_text(value)} ({where}): {NO_SWITCH}"
+            missing if where == COMMAND_LINE else f"{'.'.join(path)} = {as_text(value)} ({where}): {NO_SWITCH}"
         )
-    if isinstance(value, list) and typing.get_origin(found) is not tuple and where == COMMAND_LINE:
+    if isinstance(value, list) and typing.get_origin(field_type) is not tuple and where == COMMAND_LINE:
         raise ConfigError(
-            f"{'.'.join(place)} = {' '.join(value)} ({where}): must be one value, got {len(value)}; put quotes "
+            f"{'.'.join(path)} = {' '.join(value)} ({where}): must be one value, got {len(value)}; put quotes "
             "around a text with spaces"
         )
 
 
-def _merge_kind(axis: type[Axis], below: Any, layer: Layer, above: Any, place: Place) -> Any:
-    """A choice of kind under a higher layer's."""
+def _merge_kind(axis: type[Axis], below: Any, layer: Layer, above: Any, path: KeyPath) -> Any:
+    """A choice of kind, overridden by that of a higher layer."""
     if not isinstance(above, dict | str):
         return above  # refused where it is read
     above = above if isinstance(above, dict) else {"kind": above}
@@ -265,31 +265,31 @@ def _merge_kind(axis: type[Axis], below: Any, layer: Layer, above: Any, place: P
     if str(name) not in axis.kinds:
         return {**above, "kind": name}  # refused with the list of kinds where it is read
     chosen = axis.kinds[str(name)]
-    own = {key: value for key, value in above.items() if key != "kind" and key in fields_of(chosen)}
+    kind_settings = {key: value for key, value in above.items() if key != "kind" and key in fields_of(chosen)}
     foreign = {key: value for key, value in above.items() if key != "kind" and key not in fields_of(chosen)}
     same = {key: value for key, value in below.items() if key != "kind"} if below.get("kind") == name else {}
     same = {**defaults_of(chosen), **same}
-    return {"kind": str(name), **merge(chosen, same, layer, own, place), **foreign}
+    return {"kind": str(name), **merge(chosen, same, layer, kind_settings, path), **foreign}
 
 
-def _merge_items(axis: type[Axis], below: list, layer: Layer, above: dict[str, Any], place: Place) -> list:
-    """A list of kinds of which some are changed by name: `--shaping.overlong.limit 4096`."""
+def _merge_items(axis: type[Axis], below: list, layer: Layer, above: dict[str, Any], path: KeyPath) -> list:
+    """A list of kinds, some of which are changed by name: `--shaping.overlong.limit 4096`."""
     above = dict(above)
     listed = above.pop("kind", None)
     if listed is not None:
         if isinstance(listed, str) and listed in axis.kinds:  # one item, written without brackets
-            own = {key: above.pop(key) for key in [*above] if key in fields_of(axis.kinds[listed])}
-            below = [{"kind": str(listed), **own}]
+            item_settings = {key: above.pop(key) for key in [*above] if key in fields_of(axis.kinds[listed])}
+            below = [{"kind": str(listed), **item_settings}]
         else:
             below = _typed(listed, tuple[axis, ...])
     items = [item if isinstance(item, dict) else axis.spelled_out(str(item)) for item in below]
     names = [  # an item is named by what was written, or by its kind
-        item["kind"] if isinstance(found, dict) or item["kind"] in above else str(found)
-        for found, item in zip(below, items, strict=True)
+        item["kind"] if isinstance(written, dict) or item["kind"] in above else str(written)
+        for written, item in zip(below, items, strict=True)
     ]
-    here = ".".join(place)
+    here = ".".join(path)
     for name in above.keys() - set(names):
-        where = layer.places.get((*place, name), layer.name)
+        where = layer.places.get((*path, name), layer.name)
         if name not in axis.kinds:
             raise ConfigError(f"{here}.{name} ({where}): unknown kind '{name}'; must be one of {axis.names()}")
         raise ConfigError(
@@ -298,9 +298,9 @@ def _merge_items(axis: type[Axis], below: list, layer: Layer, above: dict[str, A
         )
     merged = []
     for index, (name, item) in enumerate(zip(names, below, strict=True)):
-        start = (*place, name)
-        held = [(at, where) for at, where in layer.places.items() if at[: len(start)] == start]
-        layer.places.update({(*place, str(index), *at[len(start) :]): where for at, where in held})
+        start = (*path, name)
+        noted = [(at, where) for at, where in layer.places.items() if at[: len(start)] == start]
+        layer.places.update({(*path, str(index), *at[len(start) :]): where for at, where in noted})
         merged.append(_merge_kind(axis, item, layer, above[name], start) if name in above else item)
     return merged
 
@@ -310,13 +310,13 @@ def listed(value: Any) -> list:
     return _typed(value, tuple[str, ...])
 
 
-def _typed(value: Any, found: Any) -> Any:
+def _typed(value: Any, field_type: Any) -> Any:
     """A value in the form that its setting reads: words of the command line are split and parsed by their type."""
-    several = typing.get_origin(found) is tuple
+    several = typing.get_origin(field_type) is tuple
     words = value if isinstance(value, list) else [value]
     if words and all(isinstance(word, Word) for word in words):
         text = " ".join(words)
-        if text[:1] in ("[", "{") and (several or is_axis(found)):
+        if text[:1] in ("[", "{") and (several or is_axis(field_type)):
             each = text[0] == "{" and _are_mappings(words)
             value = _parsed(f"[{', '.join(words)}]" if several and each else text)
             return value[0] if isinstance(value, list) and len(value) == 1 and text[0] == "{" else value
@@ -326,8 +326,8 @@ def _typed(value: Any, found: Any) -> Any:
             return _parsed(f"[{', '.join(words)}]")
         if several:
             return [part.strip() for word in words for part in word.split(",") if part.strip()]
-        if typing.get_origin(found) is typing.Literal and len(words) == 1:
-            return next((choice for choice in typing.get_args(found) if str(choice) == text), value)
+        if typing.get_origin(field_type) is typing.Literal and len(words) == 1:
+            return next((choice for choice in typing.get_args(field_type) if str(choice) == text), value)
         return value
     if several and not isinstance(value, list | tuple | dict):
         return [value]  # one item, written without brackets
@@ -345,24 +345,24 @@ def _parsed(text: str) -> Any:
 
 
 def known_keys(cls: type, prefix: str = "", within: tuple[type, ...] = ()) -> Iterator[str]:
-    """Every setting as `section.field`, those of all kinds included.
+    """Every setting as `section.field`, including those of all kinds.
 
     Args:
         cls: Section or kind.
         prefix: Its name with a dot.
-        within: The kinds that it is part of; a kind may hold another of its own axis.
+        within: The kinds that it is part of; a kind may contain another kind of its own axis.
     """
     for name in fields_of(cls):
-        found = type_of(cls, name)
-        if is_section(found):
-            yield from known_keys(found, f"{prefix}{name}.", within)
+        field_type = type_of(cls, name)
+        if is_section(field_type):
+            yield from known_keys(field_type, f"{prefix}{name}.", within)
             continue
         yield f"{prefix}{name}"
-        axis = found if is_axis(found) else item_axis(found)
+        axis = field_type if is_axis(field_type) else item_axis(field_type)
         if axis is None:
             continue
         yield f"{prefix}{name}.kind"
         for kind_name, chosen in axis.choices().items():
             if chosen not in within:
-                middle = "" if is_axis(found) else f"{kind_name}."
+                middle = "" if is_axis(field_type) else f"{kind_name}."
                 yield from known_keys(chosen, f"{prefix}{name}.{middle}", (*within, chosen))

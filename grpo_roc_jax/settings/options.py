@@ -39,7 +39,7 @@ PositiveShare = Annotated[float, Gt(0), Le(1)]
 InnerShare = Annotated[float, Gt(0), Lt(1)]
 
 NO_SWITCH = "must be a value other than true and false"
-"""Message for a switch given to a setting of another type, where it would pass as 1 or 0."""
+"""Message for a switch given to a setting of another type, for which it would be read as 1 or 0."""
 
 _CHECKS = ConfigDict(extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
@@ -51,7 +51,8 @@ def settings(cls: type[T]) -> type[T]:
 
 
 class Axis:
-    """Base of everything that is chosen by kind; subclass it once for an axis, and that class for each kind."""
+    """Base class of everything that is chosen by kind. Subclass it once for an axis, and subclass that for
+    each kind."""
 
     axis: ClassVar[str] = ""
     """Name of the axis, given by its base class: `class Advantage(Axis, axis="advantage")`."""
@@ -60,7 +61,8 @@ class Axis:
     kinds: ClassVar[dict[str, type]] = {}
     """Kinds of the axis by name."""
     other: ClassVar[str] = ""
-    """The kind whose `path` a text is that names no kind; empty where such a text is an error."""
+    """The kind for a text that is not the name of a kind; the text becomes its `path`. Empty where such a text is an
+    error."""
 
     def __init_subclass__(cls, axis: str = "", **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -87,14 +89,14 @@ class Axis:
         name = value["kind"]
         if name not in cls.kinds:
             near, recipe = close_to(str(name), cls.kinds), use_recipe(name)
-            said = f"unknown kind '{name}'; must be one of {cls.names()}"
-            said += f"; {recipe}" if recipe else f"; did you mean '{near}'?" if near else ""
-            raise PydanticCustomError("kind", "{said}", {"said": said})
+            text = f"unknown kind '{name}'; must be one of {cls.names()}"
+            text += f"; {recipe}" if recipe else f"; did you mean '{near}'?" if near else ""
+            raise PydanticCustomError("kind", "{text}", {"text": text})
         return adapter(cls.kinds[name]).validate_python(value)
 
     @classmethod
     def spelled_out(cls, text: str) -> dict[str, Any]:
-        """The mapping that a plain text is short for."""
+        """The mapping that a plain text abbreviates."""
         other = cls.other and text not in cls.kinds
         return {"kind": cls.other, "path": text} if other else {"kind": text}
 
@@ -107,13 +109,13 @@ class Axis:
             return value
         if value.get("kind", cls.kind) != cls.kind:
             raise PydanticCustomError("kind", "must be kind {kind}", {"kind": cls.kind})
-        own = {key: item for key, item in value.items() if key != "kind"}
-        for key, item in own.items():
+        kind_settings = {key: item for key, item in value.items() if key != "kind"}
+        for key, item in kind_settings.items():
             if key not in fields_of(cls):
                 raise PydanticCustomError("setting", "{said}", {"said": cls.misplaced(key), "key": key})
             if isinstance(item, bool) and not takes_switch(type_of(cls, key)):
                 raise PydanticCustomError("setting", "{said}", {"said": NO_SWITCH, "key": key})
-        return own
+        return kind_settings
 
     @classmethod
     def choices(cls) -> dict[str, type]:
@@ -128,11 +130,11 @@ class Axis:
     @classmethod
     def misplaced(cls, key: str) -> str:
         """The message for a setting that this kind does not have."""
-        owners = [other for other, found in sorted(cls.kinds.items()) if key in fields_of(found)]
-        own = ", ".join(fields_of(cls)) or "no settings"
+        owners = [other for other, kind_class in sorted(cls.kinds.items()) if key in fields_of(kind_class)]
+        setting_names = ", ".join(fields_of(cls)) or "no settings"
         if owners:
-            return f"is a setting of kind {', '.join(owners)}; kind {cls.kind} has {own}"
-        return f"kind {cls.kind} has no such setting; it has {own}"
+            return f"is a setting of kind {', '.join(owners)}; kind {cls.kind} has {setting_names}"
+        return f"kind {cls.kind} has no such setting; it has {setting_names}"
 
 
 def kind(name: str) -> Callable[[type[T]], type[T]]:
@@ -149,10 +151,10 @@ def kind(name: str) -> Callable[[type[T]], type[T]]:
             raise TypeError(f"{cls.__name__}: kind {name!r} has no axis; derive it from one, such as Advantage")
         cls.kind = name
         made = settings(cls)
-        held = cls.kinds.get(name)
-        if held is not None and (held.__module__, held.__qualname__) != (cls.__module__, cls.__qualname__):
+        existing = cls.kinds.get(name)
+        if existing is not None and (existing.__module__, existing.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(
-                f"kind {name!r} exists already: {inspect.getsourcefile(held)}; choose another name for the one in "
+                f"kind {name!r} exists already: {inspect.getsourcefile(existing)}; choose another name for the one in "
                 f"{inspect.getsourcefile(cls)}"
             )
         cls.kinds[name] = made
@@ -174,55 +176,57 @@ def fields_of(cls: type) -> dict[str, dataclasses.Field]:
 
 def type_of(cls: type, name: str) -> Any:
     """The type of a field without its constraints, and without None."""
-    found = typing.get_type_hints(cls, include_extras=False)[name]
-    if typing.get_origin(found) in (typing.Union, types.UnionType):
-        own = [part for part in typing.get_args(found) if part is not type(None)]
-        return own[0] if len(own) == 1 else found
-    return found
+    hint = typing.get_type_hints(cls, include_extras=False)[name]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        alternatives = [part for part in typing.get_args(hint) if part is not type(None)]
+        return alternatives[0] if len(alternatives) == 1 else hint
+    return hint
 
 
-def takes_switch(found: Any) -> bool:
+def takes_switch(field_type: Any) -> bool:
     """Whether true and false are values of a type."""
-    return found in (bool, Any) or bool in typing.get_args(found)
+    return field_type in (bool, Any) or bool in typing.get_args(field_type)
 
 
 def default_of(field: dataclasses.Field) -> Any:
-    """A field's default; `dataclasses.MISSING` where it has none."""
+    """A field's default; `dataclasses.MISSING` if it has none."""
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 def defaults_of(cls: type) -> dict[str, Any]:
-    """The defaults of a section or kind as plain nested values; fields without one are left out."""
-    found = {name: default_of(field) for name, field in fields_of(cls).items()}
-    return {name: as_mapping(value) for name, value in found.items() if value is not dataclasses.MISSING}
+    """The defaults of a section or kind as plain nested values; fields without a default are left out."""
+    defaults = {name: default_of(field) for name, field in fields_of(cls).items()}
+    return {name: as_mapping(value) for name, value in defaults.items() if value is not dataclasses.MISSING}
 
 
 def described(cls: type) -> dict[str, str]:
     """The docstring of each field."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         for name, info in getattr(base, "__pydantic_fields__", {}).items():
             if info.description:
-                found[name] = inspect.cleandoc(info.description)
-    return {name: text for name, text in found.items() if name in fields_of(cls)}
+                descriptions[name] = inspect.cleandoc(info.description)
+    return {name: text for name, text in descriptions.items() if name in fields_of(cls)}
 
 
 def is_left_out(cls: type, name: str, value: Any) -> bool:
-    """Whether a field is a section, or a list of them, that is not there by default."""
+    """Whether a field is a section, or a list of sections, that is absent by default."""
     if value is not None or fields_of(cls)[name].default is not None:
         return False
-    found = type_of(cls, name)
-    return dataclasses.is_dataclass(found) or typing.get_origin(found) is tuple
+    field_type = type_of(cls, name)
+    return dataclasses.is_dataclass(field_type) or typing.get_origin(field_type) is tuple
 
 
 def as_mapping(value: Any) -> Any:
-    """Settings as plain nested values, with `kind` first where there is one; a kind without settings is its name."""
+    """Settings as plain nested values, with `kind` first if there is one; a kind without settings becomes its name."""
     if isinstance(value, Axis):
-        own = {name: as_mapping(getattr(value, name)) for name in fields_of(type(value))}
-        return {"kind": value.kind, **own} if own else value.kind
+        kind_settings = {name: as_mapping(getattr(value, name)) for name in fields_of(type(value))}
+        return {"kind": value.kind, **kind_settings} if kind_settings else value.kind
     if dataclasses.is_dataclass(value):
-        found = {name: getattr(value, name) for name in fields_of(type(value))}
-        return {name: as_mapping(item) for name, item in found.items() if not is_left_out(type(value), name, item)}
+        section_values = {name: getattr(value, name) for name in fields_of(type(value))}
+        return {
+            name: as_mapping(item) for name, item in section_values.items() if not is_left_out(type(value), name, item)
+        }
     if isinstance(value, Mapping):
         return {name: as_mapping(item) for name, item in value.items()}
     if isinstance(value, tuple | list):
@@ -231,7 +235,7 @@ def as_mapping(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """A value on one line as in a YAML file; strings without quotes unless these are needed."""
+    """A value on one line, as in a YAML file; strings have quotes only if these are needed."""
     if isinstance(value, str):
         clear = value.strip() == value != "" and "\n" not in value
         return str(value) if clear else json.dumps(value, ensure_ascii=False)

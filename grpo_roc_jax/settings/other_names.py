@@ -1,6 +1,7 @@
 """What settings of other projects are called here: one table for messages and for the page docs/coming_from.md.
 
-It is data and imports nothing. `tests/test_coming_from.py` holds every name on its right side to the configuration.
+It is data and imports nothing. `tests/test_coming_from.py` checks every name on its right side against the
+configuration.
 """
 
 import difflib
@@ -13,13 +14,13 @@ CONFIG_DIR = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKA
 """Where the recipes are: inside the package when installed from a wheel, next to it in a checkout. Bare names such as
 `toy.yaml` are looked up here too."""
 CONTRIB_METHODS = _PACKAGE / "contrib" / "methods"
-"""Recipes beside methods that the core does not name. They are read, and named, as if they were in `methods/` of
+"""Recipes of methods that the core does not name. They are read, and named, as if they were in `methods/` of
 `CONFIG_DIR`."""
 CLOSE = 0.66
-"""Least similarity (`difflib`) of a suggestion: `toi` and `toy` have 0.67, `learning_rate` and `final_ratio`
-0.58. A suggestion that is not meant costs more than none."""
+"""Least similarity (`difflib`) of a suggestion: `toi` and `toy` have 0.67, `learning_rate` and `final_ratio` 0.58. A
+wrong suggestion costs more than none."""
 METHOD = "a recipe"
-"""What a setting of another project is that chooses a method."""
+"""Marks a setting of another project that chooses a method."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class OtherName:
     project: str
     theirs: str
     ours: str
-    """A setting, `METHOD`, or empty where nothing corresponds."""
+    """A setting of this project, `METHOD`, or empty if nothing corresponds."""
     note: str = ""
-    """What differs; for readers of the page and of a message."""
+    """What differs, for readers of the page and of a message."""
 
 
 def _rows(project: str, *rows: tuple[str, ...]) -> tuple[OtherName, ...]:
@@ -199,7 +200,7 @@ OTHER_NAMES = (
         ("env.id", "environment", "environment verifiers"),
     ),
 )
-"""Read in TRL 1.16 (`GRPOConfig`), verl 0.9, google-tunix 0.1.7 and prime-rl in November 2026."""
+"""From TRL 1.16 (`GRPOConfig`), verl 0.9, google-tunix 0.1.7 and prime-rl in November 2026."""
 
 METHOD_NAMES = {
     "reinforce_plus_plus": "reinforce_pp",
@@ -211,14 +212,15 @@ METHOD_NAMES = {
     "roc": "grpo_roc",
     "grporoc": "grpo_roc",
 }
-"""Method as another project writes it -> its recipe."""
+"""Name of a method in another project -> its recipe."""
 COMMAND_NAMES = {"rl": "train", "grpo": "train", "run": "train", "inference": "serve", "vllm_serve": "serve"}
 COMMAND_NAMES |= {"eval": "evaluate", "generate": "chat", "init": "new", "env": "doctor", "convert": "export"}
 """Command of another project -> the one here."""
 
 
 def other_name(key: str) -> OtherName | None:
-    """The setting of another project that a key is, written in full, with a section before it, or without its own."""
+    """The setting of another project that matches a key, written in full, with a section before it, or
+    without its own."""
     for row in OTHER_NAMES:  # in full, or a plain name in any section
         if key == row.theirs or ("." not in row.theirs and key.endswith(f".{row.theirs}")):
             return row
@@ -226,7 +228,7 @@ def other_name(key: str) -> OtherName | None:
 
 
 def recipe_of(name: object) -> str:
-    """The recipe of a method, `methods/NAME.yaml`; empty where there is none of that name."""
+    """The recipe of a method, `methods/NAME.yaml`; empty if there is none of that name."""
     plain = str(name).strip().lower().replace("-", "_").replace(" ", "_").removesuffix(".yaml")
     plain = METHOD_NAMES.get(plain, plain)
     folders = (CONFIG_DIR / "methods", CONTRIB_METHODS)
@@ -235,17 +237,17 @@ def recipe_of(name: object) -> str:
 
 
 def use_recipe(name: object) -> str:
-    """Advice to take the recipe of a method; empty where there is none."""
+    """Advice to take the recipe of a method; empty if there is none."""
     recipe = recipe_of(name)
     return f"{name} is a recipe: `grpo-roc train {recipe}`, or copy its few settings" if recipe else ""
 
 
 def advice(key: str, value: object, known: Collection[str]) -> str:
-    """What to write instead of an unknown key: what another project's setting is here, else the nearest one; empty for
-    none.
+    """What to write instead of an unknown key: the counterpart of another project's setting, else the nearest key;
+    empty if there is neither.
 
     Args:
-        key: As it was written, `section.field`.
+        key: The key as it was written, `section.field`.
         value: Its value; the name of a method leads to its recipe.
         known: Every setting.
     """
@@ -264,10 +266,10 @@ def advice(key: str, value: object, known: Collection[str]) -> str:
 
 
 def nearest(key: str, known: Sequence[str]) -> str:
-    """The known key that somebody who wrote `key` most likely meant; empty for none.
+    """The known key that was most likely meant by `key`; empty if none is close.
 
-    The right name in another section comes first, then one that is spelt nearly so: section and name both at least
-    `CLOSE`.
+    The right name in another section comes first, then one with a similar spelling: section and name must both have at
+    least `CLOSE`.
     """
     section, _, tail = key.rpartition(".")
     same = [name for name in known if name.rpartition(".")[2] == tail]
@@ -278,11 +280,11 @@ def nearest(key: str, known: Sequence[str]) -> str:
     return max(here or near, key=lambda name: (_alike(name, key), -name.count(".")), default="")
 
 
-def _alike(one: str, other: str) -> float:
-    return 1.0 if one == other else difflib.SequenceMatcher(None, one, other).ratio()
+def _alike(left: str, right: str) -> float:
+    return 1.0 if left == right else difflib.SequenceMatcher(None, left, right).ratio()
 
 
 def close_to(name: str, names: Collection[str]) -> str:
-    """The name that is spelt nearly like `name`; empty for none."""
+    """The name with the most similar spelling; empty if none is close."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=CLOSE)
     return near[0] if near else ""

@@ -1,6 +1,6 @@
-"""Named points that a run passes. Faults are injected at them, and the watchdog sees progress there.
+"""Named points of execution that a run passes. Faults can be injected at them, and the watchdog sees progress there.
 
-A point costs a look at an empty tuple while nothing listens. Faults come from the variable `GRPO_ROC_FAULTS` or from
+If nothing listens, a point costs one check of an empty tuple. Faults come from the variable `GRPO_ROC_FAULTS` or from
 `injected`, as a list of `POINT=ACTION[@WHEN]`, and are drawn from a seed:
 
     GRPO_ROC_FAULTS="checkpoint.commit=kill@2,reward.function=raise@p0.1,seed=7"
@@ -78,13 +78,13 @@ class InjectedFault(RuntimeError):
 
 
 def reach(name: str) -> None:
-    """Says that the run is at a point; what a fault raises there comes from here."""
+    """Marks that the run has reached a point. Listeners are called; an injected fault is raised from here."""
     for listener in _listeners:
         listener(name)
 
 
 def spoiled(name: str, value: T) -> T:
-    """The value, or what a fault makes of it."""
+    """Returns the value, or the value changed by an injected fault."""
     return value if _faults is None else _faults.spoil(name, value)
 
 
@@ -104,7 +104,7 @@ def injected(text: str | None = None) -> Iterator[Counter[str]]:
     """Injects faults within the block; yields how often each one happened.
 
     Args:
-        text: See the module; None takes the environment variable.
+        text: Faults in the form described in the module; None takes the environment variable.
 
     Raises:
         ConfigError: An unknown point or action.
@@ -145,7 +145,7 @@ class Faults:
         self._draws = {fault: random.Random(f"{seed} {fault}") for fault in self._faults}
         self._seen: Counter[Fault] = Counter()
         self.happened: Counter[str] = Counter()
-        """By `point=action`."""
+        """Number of times that each fault happened, by `point=action`."""
 
     def reach(self, name: str) -> None:
         for fault in self._due(name):
@@ -172,12 +172,12 @@ def read_fault(word: str) -> Fault:
     """The fault of `POINT=ACTION[@WHEN]`.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The word has another form, or names an unknown action.
     """
-    found = FAULT.fullmatch(word)
-    if found is None:
+    match = FAULT.fullmatch(word)
+    if match is None:
         raise ConfigError(f"{VARIABLE}: {word!r}; must be POINT=ACTION[@WHEN], such as update=term@2")
-    point, action, seconds, chance, when, on = found.groups()
+    point, action, seconds, chance, when, on = match.groups()
     if point not in POINTS:
         near = close_to(point, POINTS)
         raise ConfigError(f"{VARIABLE}: no point {point!r}" + (f"; did you mean {near!r}?" if near else ""))
@@ -192,7 +192,7 @@ def read_fault(word: str) -> Fault:
 
 
 def act(fault: Fault) -> None:
-    """Does what a fault says."""
+    """Performs the action of a fault."""
     if fault.action in ERRNOS:
         number = ERRNOS[fault.action]
         raise OSError(number, f"{os.strerror(number)} (injected at {fault.point})")

@@ -1,9 +1,9 @@
-"""Secrets that somebody typed into a setting or a command do not reach the files, logs and services of a run.
+"""Keeps secrets that were typed into a setting or a command out of the files, logs and services of a run.
 
-A secret is told by its place: the user information of an address, a part of its query, the value of an option or of a
-variable whose name says so, a header, or a token that begins as those of a known service do. The other settings stay as
-they are. `token_variable` and its like keep secrets out of settings altogether. Everything that modules of this package
-log passes here, whatever shows it.
+A secret is recognized by its context: the user information of an address, a part of its query, the value of an option
+or of a variable whose name suggests it, a header, or a token with the prefix of a known service. Other settings stay
+unchanged. `token_variable` and similar settings keep secrets out of the configuration altogether. Everything that
+modules of this package log passes through here, whatever displays it.
 """
 
 import logging
@@ -34,13 +34,13 @@ _RULES = tuple(
         (r"\b(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza|nvapi-)[A-Za-z0-9_-]{12,}", 0),
     )
 )
-"""Pattern and what stands for it, in the order in which they are tried."""
+"""Patterns and their replacements, in the order in which they are applied."""
 _WORD = re.compile(_OPTION, re.IGNORECASE)
-"""A word that the next word is the value of."""
+"""A word whose value is the next word."""
 
 
 def hidden(text: str) -> str:
-    """The text with `<hidden>` in place of what looks like a secret that was typed."""
+    """The text with `<hidden>` in place of what looks like a typed secret."""
     if not isinstance(text, str) or len(text) < 4:
         return text
     for pattern, instead in _RULES:
@@ -77,7 +77,7 @@ _make_record = logging.getLogRecordFactory()
 
 
 def _record(*arguments: Any, **more: Any) -> logging.LogRecord:
-    """A record of the log; those of this package hide secrets in their message and in the text of their exception."""
+    """Makes a log record. Records of this package hide secrets in their message and in the text of their exception."""
     record = _make_record(*arguments, **more)
     if record.name.partition(".")[0] == __package__.partition(".")[0]:
         try:

@@ -1,9 +1,9 @@
-"""Tool calls in sampled text: where one begins and ends, what its JSON says, and what is wrong with it.
+"""Tool calls in sampled text: where a call begins and ends, what its JSON says, and what is wrong with it.
 
-A call is read from its opening mark on: its JSON decides where it ends, so a closing mark inside a string does not. The
-same test stops the engine (`text.turns`).
+A call is read from its opening mark on. Its JSON decides where it ends, so a closing mark inside a string does not end
+it. The engine uses the same test to stop a turn (`text.turns`).
 
-The messages of malformed calls are part of observations: a change of wording changes what the policy reads.
+The messages of malformed calls are part of observations: changing their wording changes what the policy reads.
 """
 
 import json
@@ -22,10 +22,11 @@ THOUGHTS = (
     ("[THINK]", "[/THINK]"),
     ("<|channel>thought", "<channel|>"),
 )
-"""Marks around thoughts: of most models, of the built-in templates, of Magistral, of Gemma 4."""
+"""Marks around thoughts: those of most models, of the built-in templates, of Magistral, of Gemma 4."""
 Tools = Sequence[Mapping[str, Any]]
 State = Literal["closed", "open", "broken"]
-"""Of a call: complete; the text ends inside it, so that more could complete it; neither."""
+"""State of a call. `closed`: complete. `open`: the text ends inside it, so that more text could complete it. `broken`:
+neither."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -36,17 +37,17 @@ class CallSpan:
     start: int
     end: int
     calls: tuple[ToolCall, ...]
-    """In order; malformed ones with their fault."""
+    """The calls in order; malformed ones have a fault."""
     state: State
     ended: bool = True
-    """Its closing mark is there. One that is not ended counts only if the policy ended its turn, and nothing after it
-    is a call that is closed."""
+    """Whether its closing mark is there. A call without one counts only if the policy ended its turn and no closed call
+    follows it."""
 
 
 def without_thoughts(text: str) -> str:
-    """A text without its closed thoughts, the first of which may have begun before it; in linear time.
+    """The text without its closed thoughts; the first thought may have begun before the text. Takes linear time.
 
-    Every mark counts, wherever it stands: for texts of messages. `text.turns` reads what was sampled.
+    Every mark counts, wherever it stands: this function is for texts of messages. Sampled text is read by `text.turns`.
     """
     for opening, closing in THOUGHTS:
         *thoughts, last = text.split(closing)
@@ -63,9 +64,9 @@ _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])*+')
 
 
 def json_span(text: str, at: int) -> tuple[State, int]:
-    """Where the JSON object, array or string at `at` ends: ("closed", the place after it), ("open", length of the
-    text), or ("broken", the first character that cannot belong to it). Looks at brackets and strings only; in linear
-    time."""
+    """The end of the JSON object, array or string at `at`: ("closed", index after it), ("open", length of the text), or
+    ("broken", index of the first character that cannot belong to it). Looks only at brackets and strings; takes
+    linear time."""
     depth = 0
     while True:
         at = _FILL.match(text, at).end() if depth else at
@@ -91,12 +92,12 @@ def json_span(text: str, at: int) -> tuple[State, int]:
 
 
 def after_space(text: str, at: int) -> int:
-    """The place of the next character that is no white space."""
+    """Index of the next character that is not white space."""
     return _SPACE.match(text, at).end()
 
 
 def begins(text: str, at: int, mark: str) -> State:
-    """Whether `mark` stands at `at`: `closed` if it does, `open` if the text ends within it, else `broken`."""
+    """Whether `mark` stands at `at`: `closed` if it does, `open` if the text ends within the mark, else `broken`."""
     if text.startswith(mark, at):
         return "closed"
     return "open" if len(text) - at < len(mark) and mark.startswith(text[at:]) else "broken"
@@ -106,10 +107,11 @@ def begins(text: str, at: int, mark: str) -> State:
 
 
 def parse_call(raw: str | None, tools: Tools = ()) -> ToolCall:
-    """A call from the text between its tags (None: no opening tag); a fault becomes a message to the policy.
+    """Parses a call from the text between its tags (None if there is no opening tag). A fault becomes a message to the
+    policy.
 
     The arguments may be an object, or a string that holds one; `parameters` is an alias of `arguments`. They may be
-    left out for one of `tools` that requires none. Never raises.
+    left out for a tool in `tools` that requires none. Never raises.
     """
     if raw is None:
         return malformed("", f"{CALL_CLOSE} without {CALL_OPEN}")
@@ -124,7 +126,7 @@ def parse_call(raw: str | None, tools: Tools = ()) -> ToolCall:
 
 
 def call_of(call: object, raw: str, tools: Tools = ()) -> ToolCall:
-    """A call from its decoded JSON; a fault becomes a message to the policy."""
+    """Makes a call from its decoded JSON. A fault becomes a message to the policy."""
     if not isinstance(call, dict):
         return malformed(raw, f"must be a JSON object, not {type(call).__name__}")
     name = call.get("name")
@@ -148,7 +150,7 @@ def call_of(call: object, raw: str, tools: Tools = ()) -> ToolCall:
 
 
 def functions_of(tools: Tools) -> dict[str, Mapping[str, Any]]:
-    """The functions of tools by name; the schema of one may stand under `function` or alone."""
+    """The functions of tools by name; a schema may stand under `function` or alone."""
     functions = (tool.get("function", tool) for tool in tools)
     return {str(function.get("name")): function for function in functions if isinstance(function, Mapping)}
 
@@ -180,9 +182,9 @@ def malformed(raw: str, message: str, name: str = "") -> ToolCall:
 
 
 def block_end(text: str, at: int) -> tuple[State, int, int]:
-    """What stands after an opening tag: (state, end of the text between the tags, end of the closing tag).
+    """The text after an opening tag: (state, end of the text between the tags, end of the closing tag).
 
-    JSON there ends the call by itself: a closing tag inside one of its strings does not. In what is no JSON the first
+    If the text is JSON, the JSON ends the call: a closing tag inside one of its strings does not. Otherwise the first
     closing tag ends the call.
     """
     begin = after_space(text, at)

@@ -21,9 +21,9 @@ import numpy as np
 from grpo_roc_jax.text.calls import CALL_OPEN, THOUGHTS, Tools
 from grpo_roc_jax.text.config import DEFAULT_INSTRUCTION, REWARD_TOKENS, TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
+from grpo_roc_jax.text.dialogue_text import choose_glue
 from grpo_roc_jax.text.escape import ObservationEncoder, dialogue_tags
 from grpo_roc_jax.text.forms import plain_name
-from grpo_roc_jax.text.glue import choose_glue
 from grpo_roc_jax.text.templates import PROBE_IDS, PROBE_NAMES, Glue
 from grpo_roc_jax.text.tokenizer import Tokenizer, published_ends
 from grpo_roc_jax.text.turns import StopTest, TurnParts, read_turn
@@ -32,27 +32,27 @@ from grpo_roc_jax.types import Problem, ToolCall
 log = logging.getLogger(__name__)
 ANSWER_CLOSE = "</answer>"
 STOP_REACH = 32
-"""Most ids that a stop text can span; no stop text has so many bytes."""
+"""Most ids that a stop text can span; no stop text has more bytes."""
 OTHER_TOOLS = 256
-"""Most chat formats that are cached for conversations with tools of their own."""
+"""Most chat formats that are cached for conversations with their own tools."""
 Pieces = list[int | str]
 """Special ids and plain text. Adjacent texts are encoded as one, as the tokenizer would encode the whole dialogue."""
 
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """What one sampled turn says."""
+    """The content of one sampled turn."""
 
     text: str
-    """Decoded, without the end token that closed it."""
+    """Decoded text, without the end token that closed it."""
     calls: tuple[ToolCall, ...]
-    """Calls to answer, in order; malformed ones carry their fault. Calls beyond the limit of a turn, before an answer
-    in the same turn, or inside a thought are left out."""
+    """Calls to answer, in order; malformed ones have a fault. Calls beyond the limit of a turn, before an answer in the
+    same turn, or inside a thought are left out."""
     ended_by: Literal["tool_call", "answer", "eos", "none"]
     """`tool_call`: there are calls to answer. `answer`: an answer block closes after the last call. `eos`: neither, and
     the policy closed the turn. `none`: neither, and a limit cut the turn."""
     closed: bool = False
-    """The sampled ids end with the token that ends such a turn, so what follows must not add one."""
+    """Whether the sampled ids end with the token that ends such a turn, so that the next text must not add one."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ class ChatFormat:
         self._reward_token = re.compile("(" + "|".join(map(re.escape, REWARD_TOKENS)) + ")")
         end = tokenizer.special(glue.end)
         self.end_id = tokenizer.eos_id if end is None else end
-        """Ends a turn."""
+        """Id that ends a turn."""
         end = tokenizer.special(glue.call_end or glue.end)
         self.call_end_id = self.end_id if end is None else end
-        """Ends a turn of calls."""
+        """Id that ends a turn of calls."""
         others = {i for text in convention.end_tokens if (i := tokenizer.special(text)) is not None}
         self._closing_ids = frozenset({self.end_id, *others})
         self._call_closing_ids = frozenset({self.call_end_id, *(others if self.call_end_id == self.end_id else ())})
@@ -121,16 +121,16 @@ class ChatFormat:
         ends = [re.escape(text) for i in sorted(self._end_ids) if (text := tokenizer.decode([i])).strip()]
         self._end_text = re.compile("|".join(ends) or r"(?!)")
         self.stop_texts = tuple(tag for tag in stop_tags if tokenizer.special(tag) is None)
-        """Texts that end a turn and are no single token; see `find_stop`."""
+        """Texts that end a turn and are not a single token; see `find_stop`."""
         opened = [_opens(text) for text in (glue.prompt_close, glue.observation_close)]
-        # The built-in templates open a thought for every model, also for those that have never seen its mark.
+        # The built-in templates open a thought for every model, also for models that do not know its mark.
         strict = all(opened) and not glue.prompt_close.endswith("<reason>")
         self._thoughts = {"opened": any(opened), "strict": strict}
         self._stop_tags = tuple(stop_tags)
         self._stop = StopTest(convention, ANSWER_CLOSE, tools=tools, **self._thoughts)
         instruction = DEFAULT_INSTRUCTION if config.instruction == "default" else config.instruction
         self.instruction = instruction + "\n\n" if instruction else ""
-        """Text before the problem, with the empty line between them."""
+        """Text before the problem, with the empty line that separates them."""
         self._prompt_open = self._glued(glue.prompt_open + self.instruction)
         self._prompt_close = self._glued(glue.prompt_close)
         self._user_open = self._glued(glue.user_open)
@@ -143,11 +143,11 @@ class ChatFormat:
         self._other_tools: dict[str, ChatFormat] = {}
 
     def _glued(self, text: str) -> Pieces:
-        """`_own`, but the text that ends a turn becomes the end id even if the vocabulary lacks it."""
+        """Like `_trusted`, but the text that ends a turn becomes the end id even if the vocabulary lacks it."""
         first, *rest = text.split(self.glue.end)
-        return self._own(first) + [piece for part in rest for piece in (self.end_id, *self._own(part))]
+        return self._trusted(first) + [piece for part in rest for piece in (self.end_id, *self._trusted(part))]
 
-    def _own(self, text: str) -> Pieces:
+    def _trusted(self, text: str) -> Pieces:
         """Trusted text: tags become special ids if the tokenizer has them."""
         parts = (part for part in self._tag.split(text) if part)
         return [part if (token := self.tokenizer.special(part)) is None else token for part in parts]
@@ -168,13 +168,13 @@ class ChatFormat:
         """
         pieces = [*self._prompt_open, problem.prompt]
         for part in self._reward_token.split(suffix):
-            pieces += self._own(part) if part in REWARD_TOKENS else [part]
+            pieces += self._trusted(part) if part in REWARD_TOKENS else [part]
         return self._ids([*pieces, *self._prompt_close])
 
     def turn_ids(self, text: str) -> list[int]:
         """Ids that a policy samples to write `text`: up to the first stop, or closed by the end token."""
         stop = self._stop.end(text, self._stop_tags)
-        pieces = self._said(text if stop is None else text[:stop])
+        pieces = self._turn_pieces(text if stop is None else text[:stop])
         # The text before the turn keeps tokenizers that begin a text with a space from adding one.
         before = self._ids([self._before_turn])
         ids = self._ids([self._before_turn, *pieces])
@@ -186,21 +186,21 @@ class ChatFormat:
             return ids
         return [*ids, self.call_end_id if self.call_end_id != self.end_id and self.calls_of(text) else self.end_id]
 
-    def _said(self, text: str) -> Pieces:
-        """`_own` of a turn, but a token that would end it is plain text inside the arguments of a call."""
+    def _turn_pieces(self, text: str) -> Pieces:
+        """Like `_trusted` for a turn, but a token that would end it is plain text inside the arguments of a call."""
         if not self._end_text.search(text):
-            return self._own(text)
+            return self._trusted(text)
         pieces: Pieces = []
         at = 0
         for span in self._parts(text).spans:
             for end in self._end_text.finditer(text, span.start, span.end):
                 if span.state == "closed" and end.end() < span.end:
-                    pieces += [*self._own(text[at : end.start()]), end.group()]
+                    pieces += [*self._trusted(text[at : end.start()]), end.group()]
                     at = end.end()
-        return [*pieces, *self._own(text[at:])]
+        return [*pieces, *self._trusted(text[at:])]
 
     def calls_of(self, text: str) -> list[ToolCall]:
-        """The calls of a whole turn, those beyond the limit included."""
+        """The calls of a complete turn, including those beyond the limit."""
         return [call for span in self._parts(text).spans for call in span.calls]
 
     def before_calls(self, text: str) -> str:
@@ -209,7 +209,7 @@ class ChatFormat:
         return text[: spans[0].start] if spans else text
 
     def split(self, text: str) -> tuple[str, str] | None:
-        """(thought, what follows it) of a turn, where these are messages of their own; else None."""
+        """(thought, text after it) of a turn, if the template writes these as separate messages; else None."""
         return self._convention.split(text)
 
     @property
@@ -234,8 +234,8 @@ class ChatFormat:
         return self._ids([*end, *self._user_open, text, *self._prompt_close])
 
     def raw_ids(self, text: str) -> list[int]:
-        """Ids of trusted text with nothing around it: tags in it become special ids."""
-        return self._ids(self._own(text))
+        """Ids of trusted text with nothing around it; tags in it become special ids."""
+        return self._ids(self._trusted(text))
 
     def observation_ids(
         self, observations: Sequence[str], *, closed: bool = False, calls: Sequence[ToolCall] = ()
@@ -260,7 +260,7 @@ class ChatFormat:
         return self._observations.shown(observation)
 
     def shown_ids(self, shown: Sequence[str], *, closed: bool, calls: Sequence[ToolCall]) -> list[int]:
-        """`observation_ids` of texts that `shown` returned."""
+        """`observation_ids` for texts that `shown` returned."""
         answered = [calls[i] if i < len(calls) else None for i in range(len(shown))]
         ids = [self._convention.reply_id(call, i) for i, call in enumerate(answered)]
         names = [plain_name(call.name) if call is not None and call.name else "tool" for call in answered]
@@ -277,7 +277,7 @@ class ChatFormat:
 
     def find_stop(self, new_ids: Iterable[int], before: Sequence[int] = ()) -> int | None:
         """How many of `new_ids` to keep, at least 1, if a turn is over at one of `stop_texts` that ends among them;
-        None if it goes on. A stop text inside a thought, or inside the arguments of a call, is held back.
+        None if the turn goes on. A stop text inside a thought, or inside the arguments of a call, does not count.
 
         Args:
             new_ids: Ids drawn since the last call.
@@ -299,25 +299,25 @@ class ChatFormat:
         )
 
     def goes_on(self, ids: Sequence[int]) -> bool:
-        """Whether a turn goes on although it ends with one of `stop_ids`: with a tag inside a thought, or inside the
-        arguments of a call. `ids` are those of the turn."""
+        """Whether a turn goes on although it ends with one of `stop_ids`, because that tag is inside a thought or
+        inside the arguments of a call. `ids` are those of the turn."""
         if not len(ids) or int(ids[-1]) not in self._tag_ids:
             return False
         text = self.tokenizer.decode([int(i) for i in ids])
         return self._stop.end(text, self._stop_tags, beyond=len(text) - 1) is None
 
     def parse_turn(self, ids: Iterable[int]) -> ParsedTurn:
-        """The calls of a sampled turn and how it ended; never raises, in time linear in its length."""
+        """The calls of a sampled turn and how it ended. Never raises; takes time linear in the length of the turn."""
         ids = [int(i) for i in ids]
         over = bool(ids) and ids[-1] in self._end_ids
         text = self.tokenizer.decode(ids[:-1] if over else ids)
         parts = self._parts(text)
-        found = [call for span in parts.spans if over or span.ended for call in span.calls]
-        calls = tuple(found[: self.config.max_calls_per_turn])
+        all_calls = [call for span in parts.spans if over or span.ended for call in span.calls]
+        calls = tuple(all_calls[: self.config.max_calls_per_turn])
         last_call = max((span.end for span in parts.spans if span.ended), default=0)
-        if found and not self._convention.stop_text:  # the end of the turn ends its calls, whatever follows them
+        if all_calls and not self._convention.stop_text:  # the end of the turn ends its calls, whatever follows them
             last_call = len(text)
-        # What an opening mark begins and no call follows is text as well.
+        # An opening mark and the text after it are text too if no call follows.
         plain = [*parts.plain, *((span.start, span.end) for span in parts.spans if span.state == "broken")]
         answer = max((text.rfind(ANSWER_CLOSE, *part) for part in plain), default=-1)
         answered = answer >= last_call
@@ -325,7 +325,7 @@ class ChatFormat:
         closed = bool(ids) and ids[-1] in closing
         if answered:
             return ParsedTurn(text, (), "answer", closed)
-        # A turn that a token limit cut keeps its complete calls for the record; the rollout ends before running them.
+        # The complete calls of a turn that a token limit cut are recorded; the rollout ends without running them.
         ended_by = "tool_call" if calls else "eos" if over else "none"
         return ParsedTurn(text, calls, ended_by, closed)
 
@@ -349,16 +349,18 @@ class ChatFormat:
         if self._convention is hermes:
             return before + rest
         calls = hermes.find_calls(rest, over=True, tools=self._tools)
-        said = rest.partition(CALL_OPEN)[0]
-        if self._convention.thought is not None:  # thoughts and calls are messages of their own
-            return before + (self._convention.write_calls(said, calls) if calls else self._convention.write_text(rest))
-        return self._convention.write_calls((before + said).rstrip("\n"), calls) if calls else before + rest
+        before_call = rest.partition(CALL_OPEN)[0]
+        if self._convention.thought is not None:  # thoughts and calls are separate messages
+            return before + (
+                self._convention.write_calls(before_call, calls) if calls else self._convention.write_text(rest)
+            )
+        return self._convention.write_calls((before + before_call).rstrip("\n"), calls) if calls else before + rest
 
     def call_opening(self, name: str = "") -> str:
-        """The text with which a turn begins that calls a tool at once, up to where the policy must choose.
+        """The beginning of a turn that calls a tool at once, up to the first choice of the policy.
 
         Args:
-            name: Of the tool; empty leaves it to the policy.
+            name: Name of the tool; if empty, the policy chooses it.
         """
         calls = [(name, {}), (name, {"a": 1})] if name else [("b", {}), ("c", {})]
         turns = [CONVENTIONS["hermes"].write_calls("</reason>", [ToolCall(*call, "")]) for call in calls]

@@ -40,7 +40,7 @@ class TokenizerSource(Axis, axis="text.tokenizer"):
 
     other = "file"
     path: ClassVar[str] = ""
-    """Of a file or folder; empty for the built-in ones."""
+    """Path of a file or folder; empty for the built-in tokenizers."""
     eos_token: ClassVar[str] = ""
     pad_token: ClassVar[str] = ""
     added_tokens: ClassVar[tuple[str, ...]] = ()
@@ -66,9 +66,9 @@ class PublishedTokenizer(TokenizerSource):
     """Text of the padding token; empty looks it up and falls back to the end token. Masks never come from ids, so a
     padding id equal to the end id is harmless."""
     added_tokens: tuple[str, ...] = ()
-    """Special tokens appended to the vocabulary, such as `<|high_reward|> <|low_reward|>` for RC-GRPO; those it has
-    already change nothing. Their rows of the embedding are those that the model keeps free (267 in Qwen3, of 151 936),
-    and the supervised stage trains them; a model without free rows is refused. Exports hold them."""
+    """Special tokens appended to the vocabulary, such as `<|high_reward|> <|low_reward|>` for RC-GRPO; tokens that it
+    already has change nothing. They use the embedding rows that the model leaves unused (267 in Qwen3, of 151 936),
+    and the supervised stage trains them; a model without unused rows is refused. Exported models contain them."""
 
     def __post_init__(self) -> None:
         if not all(self.added_tokens) or len(set(self.added_tokens)) != len(self.added_tokens):
@@ -77,7 +77,7 @@ class PublishedTokenizer(TokenizerSource):
 
 @kind("model")
 class ModelTokenizer(PublishedTokenizer):
-    """That of `model.path`."""
+    """The tokenizer of `model.path`."""
 
 
 @kind("file")
@@ -86,7 +86,7 @@ class TokenizerFile(PublishedTokenizer):
     `package:NAME`); its path alone is enough."""
 
     path: str = ""
-    """Of the file or folder."""
+    """Path of the file or folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,7 +145,7 @@ class PublishedTemplate(Template):
 
     @property
     def given(self) -> dict[str, Any]:
-        """`variables` by name, and `date_string`, which Llama's templates read, if there is a date."""
+        """`variables` by name, and `date_string`, which Llama's templates read, if a date is set."""
         day = datetime.date.fromisoformat(self.date).strftime("%d %b %Y") if self.date else ""
         values = {"date_string": day} if day else {}
         for text in self.variables:

@@ -52,9 +52,9 @@ class HermesCalls(CallForm):
         state, end, after = block_end(text, begin)
         return CallSpan(opened, after, (parse_call(text[begin:end], tools),), state, ended=after > end)
 
-    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
-        texts = (call.raw if call.fault else f"\n{as_json(call, 'arguments')}\n" for call in calls)
-        return "\n".join([said, *(f"{CALL_OPEN}{text}{CALL_CLOSE}" for text in texts)])
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+        written = (call.raw if call.fault else f"\n{as_json(call, 'arguments')}\n" for call in calls)
+        return "\n".join([text_before, *(f"{CALL_OPEN}{text}{CALL_CLOSE}" for text in written)])
 
 
 class XmlCalls(HermesCalls):
@@ -98,7 +98,7 @@ class XmlCalls(HermesCalls):
         return CallSpan(opened, after, (malformed(raw, fault, head[1].strip()),), state, ended=close >= 0)
 
     def _values(self, text: str, at: int) -> tuple[State, int, list[tuple[str, str]]]:
-        """(state, end of `</function>` or of what could be read, the names and texts of the parameters)."""
+        """(state, end of `</function>` or of the readable part, names and texts of the parameters)."""
         values: list[tuple[str, str]] = []
         cuts: dict[str, int] = {}
         while True:
@@ -126,7 +126,7 @@ class XmlCalls(HermesCalls):
 
     @staticmethod
     def _value_end(text: str, at: int, closing: str) -> tuple[State, int]:
-        """Where the closing mark of a value begins: one that a further parameter or the end of the call follows."""
+        """Where the closing mark of a value begins. It must be followed by another parameter or the end of the call."""
         while (end := text.find(closing, at)) >= 0:
             after = after_space(text, end + len(closing))
             if any(begins(text, after, mark) != "broken" for mark in ("<parameter=", "</function>")):
@@ -140,8 +140,8 @@ class XmlCalls(HermesCalls):
         arguments = {key: typed(value, known.get(key, {})) for key, value in values}
         return call_of({"name": name.strip(), "arguments": arguments}, raw)
 
-    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
-        return "\n".join([said, *map(self._written, calls)])
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+        return "\n".join([text_before, *map(self._written, calls)])
 
     def _written(self, call: ToolCall) -> str:
         if call.fault:
@@ -185,10 +185,10 @@ class LlamaCalls(CallForm):
         return min((span for span in spans if span is not None), key=lambda span: span.start, default=None)
 
     def _after_tag(self, text: str, at: int, tools: Tools) -> CallSpan | None:
-        """What follows the first mark that stands before JSON, else the last mark."""
+        """The call after the first tag that is followed by JSON, or else after the last tag."""
         tag = begin = -1
-        while (found := text.find(self._tag, at)) >= 0:
-            tag, at = found, found + len(self._tag)
+        while (position := text.find(self._tag, at)) >= 0:
+            tag, at = position, position + len(self._tag)
             begin = after_space(text, at)
             if text[begin : begin + 1] in ("{", "["):
                 return self._object(text, tag, begin, tools)
@@ -208,7 +208,7 @@ class LlamaCalls(CallForm):
         return CallSpan(start, end, (parse_call(raw, tools),), "closed")
 
     def _on_a_line(self, text: str, at: int, tools: Tools) -> CallSpan | None:
-        """The next object that begins a line, if it gives parameters, or names a tool that needs none."""
+        """The next object at the start of a line that has parameters, or names a tool that needs none."""
         idle = {name for name in functions_of(tools) if requires_nothing(name, tools)}
         given = -1
         while (line := self._line.search(text, at)) is not None:
@@ -228,9 +228,9 @@ class LlamaCalls(CallForm):
             at = end
         return None
 
-    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
         texts = "; ".join(call.raw if call.fault else as_json(call, "parameters") for call in calls)
-        return f"{said}{self._tag}{texts}" if said.strip() or not self._begins.match(texts) else texts
+        return f"{text_before}{self._tag}{texts}" if text_before.strip() or not self._begins.match(texts) else texts
 
     def observation(self, text: str) -> Mapping[str, Any]:
         return {"role": "ipython", "content": text}
@@ -247,15 +247,18 @@ class GemmaCalls(CallForm):
         if opened is None:
             return None
         begin = opened.end()
-        found = fence_end(text, begin)
-        end, after = found or (len(text), len(text))
+        fence = fence_end(text, begin)
+        end, after = fence or (len(text), len(text))
         calls = tuple(python_calls(text[begin + 1 : end]))
-        return CallSpan(opened.start(), after, calls, "closed" if found else "open", ended=found is not None)
+        return CallSpan(opened.start(), after, calls, "closed" if fence else "open", ended=fence is not None)
 
-    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
         texts = (call.raw.strip() if call.fault else _as_python(call) for call in calls)
         return "\n".join(
-            [*([said.rstrip()] if said.strip() else []), *(f"```tool_code\n{text}\n```" for text in texts)]
+            [
+                *([text_before.rstrip()] if text_before.strip() else []),
+                *(f"```tool_code\n{text}\n```" for text in texts),
+            ]
         )
 
     def observation(self, text: str) -> Mapping[str, Any]:
@@ -310,11 +313,11 @@ class MistralCalls(CallForm):
             return CallSpan(tag, end, (fault,), state, ended=state == "closed" or further >= 0)
         return CallSpan(tag, end, (call_of(call, json.dumps(call), tools),), "closed")
 
-    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
         if self._marked:
-            return said + "".join(f"{self._tag}{self._marked_text(call)}" for call in calls)
+            return text_before + "".join(f"{self._tag}{self._marked_text(call)}" for call in calls)
         texts = (f'{as_json(call, "arguments")[:-1]}, "id": "{CALL_ID.format(i)}"}}' for i, call in enumerate(calls, 1))
-        return f"{said}{self._tag} [{', '.join(texts)}]"
+        return f"{text_before}{self._tag} [{', '.join(texts)}]"
 
     def _marked_text(self, call: ToolCall) -> str:
         return f"{call.name}{self._arguments}{json.dumps(dict(call.arguments), ensure_ascii=False)}"
@@ -334,10 +337,10 @@ CONVENTIONS: dict[str, CallConvention] = {
 def _listed_calls(raw: str, tools: Tools) -> list[ToolCall]:
     """The calls of a JSON list, or of one object."""
     try:
-        found = json.loads(raw)
+        decoded = json.loads(raw)
     except (RecursionError, ValueError):
         return [parse_call(raw)]
-    return [call_of(call, json.dumps(call), tools) for call in (found if isinstance(found, list) else [found])]
+    return [call_of(call, json.dumps(call), tools) for call in (decoded if isinstance(decoded, list) else [decoded])]
 
 
 def _code_call(body: str, tools: Tools) -> ToolCall:

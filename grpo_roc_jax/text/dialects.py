@@ -1,6 +1,6 @@
 """Further forms of tool calls: GLM, DeepSeek, Kimi K2, Granite, Phi-4-mini, Llama 3.2 and OLMo 3 (as Python),
-FunctionGemma, Gemma 4, gpt-oss (harmony). Each names the public text that it follows. `CodeCalls` is of no family: the
-shortest form, for models that learn to call here."""
+FunctionGemma, Gemma 4, gpt-oss (harmony). Each names the public text that it follows. `CodeCalls` belongs to no
+model family: it is the shortest form, for models that learn to call here."""
 
 import json
 import re
@@ -97,7 +97,8 @@ class GlmCalls(CallForm):
 
     @staticmethod
     def _value_end(text: str, at: int) -> int:
-        """Where the closing mark of a value begins: one that a further key or the end of the call follows; or -1."""
+        """Where the closing mark of a value begins, or -1. It must be followed by another key or the end
+        of the call."""
         while (end := text.find("</arg_value>", at)) >= 0:
             after = after_space(text, end + len("</arg_value>"))
             if any(begins(text, after, mark) != "broken" for mark in ("<arg_key>", CALL_CLOSE)):
@@ -105,15 +106,15 @@ class GlmCalls(CallForm):
             at = end + 1
         return -1
 
-    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
         texts = (
             f"{CALL_OPEN}{call.raw}{CALL_CLOSE}" if call.fault else or_json(self, call, self._written, _hermes)
             for call in calls
         )
-        return "\n".join([self.write_text(said), *texts])
+        return "\n".join([self.write_text(text_before), *texts])
 
-    def write_text(self, said: str) -> str:
-        return f"\n{said.strip()}" if said.strip() else ""
+    def write_text(self, text: str) -> str:
+        return f"\n{text.strip()}" if text.strip() else ""
 
     @staticmethod
     def _written(call: ToolCall) -> str:
@@ -147,11 +148,11 @@ class DeepSeekCalls(CallForm):
         self._fenced = fenced
 
     def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
-        found = text.find(self._begin, at)
-        if found < 0:
+        position = text.find(self._begin, at)
+        if position < 0:
             return None
-        begin = found + len(self._begin)
-        start = found - len(self._first) if text.endswith(self._first, at, found) else found
+        begin = position + len(self._begin)
+        start = position - len(self._first) if text.endswith(self._first, at, position) else position
         head = self._head.match(text, begin)
         if head is None:
             return self._unread(text, start, begin, begin, "must be a name, the separator and a JSON object")
@@ -181,10 +182,10 @@ class DeepSeekCalls(CallForm):
         raw, after = (text[begin:], len(text)) if close < 0 else (text[begin:close], close + len(self._end))
         return CallSpan(start, after, (malformed(raw, message, name),), state, ended=close >= 0)
 
-    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
         between = "\n" if self._fenced else ""
         texts = (f"{self._begin}{call.raw if call.fault else self._written(call)}{self._end}" for call in calls)
-        return f"{said}{self._first}{between.join(texts)}{self._last}"
+        return f"{text_before}{self._first}{between.join(texts)}{self._last}"
 
     def _written(self, call: ToolCall) -> str:
         if self._fenced:
@@ -206,12 +207,12 @@ class KimiCalls(CallForm):
     _head = re.compile(r"\s*(?:functions\.)?([^\s<:]+)(?::(\d{1,9}))?\s*<\|tool_call_argument_begin\|>\s*(?=\{)")
 
     def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
-        found = text.find(self._begin, at)
-        if found < 0:
+        position = text.find(self._begin, at)
+        if position < 0:
             return None
-        begin = found + len(self._begin)
-        first = text.rfind(self._first, at, found)
-        start = first if first >= 0 and not text[first + len(self._first) : found].strip() else found
+        begin = position + len(self._begin)
+        first = text.rfind(self._first, at, position)
+        start = first if first >= 0 and not text[first + len(self._first) : position].strip() else position
         head = self._head.match(text, begin)
         state, end = json_span(text, head.end()) if head else ("broken", begin)
         if head is not None and state == "closed":
@@ -229,23 +230,23 @@ class KimiCalls(CallForm):
         fault = malformed(raw, "must be functions.NAME:0, the mark of arguments and a JSON object")
         return CallSpan(start, after, (fault,), state, ended=close >= 0)
 
-    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
         texts = (
             f"{self._begin}{call.raw if call.fault else self._written(call, i)}{self._end}"
             for i, call in enumerate(calls)
         )
-        return f"{said}{self._first}{''.join(texts)}{self._last}"
+        return f"{text_before}{self._first}{''.join(texts)}{self._last}"
 
-    def _written(self, call: ToolCall, place: int) -> str:
-        return f"functions.{call.name}:{place}{self._sep}{_arguments(call)}"
+    def _written(self, call: ToolCall, index: int) -> str:
+        return f"functions.{call.name}:{index}{self._sep}{_arguments(call)}"
 
-    def reply_id(self, call: ToolCall | None, place: int) -> str:
+    def reply_id(self, call: ToolCall | None, index: int) -> str:
         head = self._head.match(call.raw) if call else None
-        number = place if head is None or head[2] is None else int(head[2])
+        number = index if head is None or head[2] is None else int(head[2])
         return self.probe_id(plain_name(call.name if call and call.name else "tool"), number)
 
-    def probe_id(self, name: str, place: int) -> str:
-        return f"functions.{name}:{place}"
+    def probe_id(self, name: str, index: int) -> str:
+        return f"functions.{name}:{index}"
 
 
 class JsonListCalls(CallForm):
@@ -279,18 +280,18 @@ class JsonListCalls(CallForm):
             fault = parse_call(text[opened.end() : after])
             return CallSpan(opened.start(), after, (fault,), state, ended=further is not None)
         try:
-            found = json.loads(raw)
+            decoded = json.loads(raw)
         except (RecursionError, ValueError):
-            found = None
-        listed = found if isinstance(found, list) else [found]
-        calls = [parse_call(raw)] if found is None else [call_of(call, json.dumps(call), tools) for call in listed]
+            decoded = None
+        listed = decoded if isinstance(decoded, list) else [decoded]
+        calls = [parse_call(raw)] if decoded is None else [call_of(call, json.dumps(call), tools) for call in listed]
         close = after_space(text, end)
         closed = bool(self._closing) and text.startswith(self._closing, close)
         return CallSpan(opened.start(), close + len(self._closing) if closed else end, tuple(calls), "closed")
 
-    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
         texts = (call.raw if call.fault else as_json(call, "arguments") for call in calls)
-        return f"{said}{self.openings[0]}[{', '.join(texts)}]{self._closing}"
+        return f"{text_before}{self.openings[0]}[{', '.join(texts)}]{self._closing}"
 
 
 class GraniteCalls(JsonListCalls):
@@ -329,8 +330,8 @@ class PythonCalls(CallForm):
             if opened < 0:
                 return None
             return self._sequence(text, opened, opened + len(self._tags[0]), self._tags[1], "\n")
-        found = self._list.search(text, at)
-        return self._sequence(text, found.start(), found.end(), "]", ",") if found else None
+        opening = self._list.search(text, at)
+        return self._sequence(text, opening.start(), opening.end(), "]", ",") if opening else None
 
     def _sequence(self, text: str, start: int, begin: int, closing: str, between: str) -> CallSpan:
         """The calls from `begin` to the closing mark."""
@@ -361,7 +362,7 @@ class PythonCalls(CallForm):
             at = end
 
     def _cut(self, text: str, start: int, begin: int, calls: list[ToolCall]) -> CallSpan:
-        """Calls that the end of the text cuts off: none of them is run, since more may have been meant."""
+        """Calls that the end of the text cuts off. None of them is run, since more may have been intended."""
         return CallSpan(start, len(text), (malformed(text[begin:], CUT_OFF),), "open", ended=False)
 
     @staticmethod
@@ -388,11 +389,11 @@ class PythonCalls(CallForm):
                 return malformed(name + raw, fault, name)
         return call_of({"name": name, "arguments": arguments}, name + raw)
 
-    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
         texts = [call.raw.strip() if call.fault else self._written(call) for call in calls]
         if self._tags:
-            return f"{said}{self._tags[0]}{chr(10).join(texts)}{self._tags[1]}"
-        return f"{said.rstrip()}\n[{', '.join(texts)}]" if said.strip() else f"[{', '.join(texts)}]"
+            return f"{text_before}{self._tags[0]}{chr(10).join(texts)}{self._tags[1]}"
+        return f"{text_before.rstrip()}\n[{', '.join(texts)}]" if text_before.strip() else f"[{', '.join(texts)}]"
 
     def _written(self, call: ToolCall) -> str:
         values = (
@@ -410,16 +411,16 @@ class OlmoCalls(PythonCalls):
 
 
 class GemmaFunctionCalls(CallForm):
-    """`call:name{key:value}` between marks, with strings between marks of their own; the output follows in the same
+    """`call:name{key:value}` between marks, with strings between marks of their own. The output follows in the same
     turn.
 
-    A string that holds its mark is written as JSON. Source: the chat templates of Gemma 4 and FunctionGemma.
+    A string that contains its mark is written as JSON. Source: the chat templates of Gemma 4 and FunctionGemma.
 
     Args:
-        begin: Before a call.
-        end: After it.
-        quote: Around a string.
-        response: With what the policy ends a turn of calls, and the output begins.
+        begin: Mark before a call.
+        end: Mark after a call.
+        quote: Mark around a string.
+        response: Ends a turn of calls, and begins the output.
         turn_end: Ends any other turn.
         thought: Marks around a thought, if the family has any.
     """
@@ -468,8 +469,8 @@ class GemmaFunctionCalls(CallForm):
         message = CUT_OFF if state == "open" else "must be call:NAME{key:value}"
         return CallSpan(opened, after, (malformed(raw, message, name),), state, ended=close >= 0)
 
-    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
-        return said + "".join(f"{self._begin}{self._written(call)}{self._end}" for call in calls)
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+        return text_before + "".join(f"{self._begin}{self._written(call)}{self._end}" for call in calls)
 
     def _written(self, call: ToolCall) -> str:
         return call.raw if call.fault else f"call:{call.name}{self._values.write(dict(call.arguments))}"
@@ -496,7 +497,7 @@ class HarmonyCalls(CallForm):
 
     def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
         while (head := self._message.search(text, at)) is not None:
-            to = next((found for part in head.groups() if part and (found := self._to.search(part))), None)
+            to = next((recipient for part in head.groups() if part and (recipient := self._to.search(part))), None)
             if to is None:
                 at = head.end()
                 continue
@@ -521,8 +522,12 @@ class HarmonyCalls(CallForm):
         call = _json_call(name, "", raw) if empty else malformed(raw, "the arguments are no JSON object", name)
         return CallSpan(start, close, (call,), "closed" if empty else state, ended=over is not None)
 
-    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
-        before = f"<|channel|>commentary<|message|>{said.strip()}<|end|><|start|>assistant" if said.strip() else ""
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+        before = (
+            f"<|channel|>commentary<|message|>{text_before.strip()}<|end|><|start|>assistant"
+            if text_before.strip()
+            else ""
+        )
         return before + "<|call|><|start|>assistant".join(map(self._written, calls))
 
     @staticmethod
@@ -530,18 +535,18 @@ class HarmonyCalls(CallForm):
         arguments = call.raw if call.fault else _arguments(call)
         return f" to=functions.{plain_name(call.name)}<|channel|>commentary json<|message|>{arguments}"
 
-    def write_text(self, said: str) -> str:
-        return f"<|channel|>final<|message|>{said}"
+    def write_text(self, text: str) -> str:
+        return f"<|channel|>final<|message|>{text}"
 
     def split(self, text: str) -> tuple[str, str] | None:
-        """(what was said on the channel `analysis`, the rest that names no recipient)."""
+        """(text on the channel `analysis`, the other text without a recipient)."""
         thoughts, rest, at = [], [], 0
         while (head := self._message.search(text, at)) is not None:
             over = self._over.search(text, head.end())
             at = over.start() if over else len(text)
-            said, header = text[head.end() : at], " ".join(filter(None, head.groups()))
+            content, header = text[head.end() : at], " ".join(filter(None, head.groups()))
             if not self._to.search(header):
-                (thoughts if "analysis" in header else rest).append(said)
+                (thoughts if "analysis" in header else rest).append(content)
         return "\n".join(thoughts), "\n".join(rest)
 
 
@@ -589,9 +594,9 @@ class CodeCalls(CallForm):
         name = PYTHON_TOOL if PYTHON_TOOL in takers else takers[0]
         return call_of({"name": name, "arguments": {"code": body}}, body)
 
-    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
         texts = (call.raw if call.fault else self._written(call) for call in calls)
-        return "\n".join([said, *(f"{self._open}{text}{self._close}" for text in texts)])
+        return "\n".join([text_before, *(f"{self._open}{text}{self._close}" for text in texts)])
 
     def _written(self, call: ToolCall) -> str:
         code = call.arguments.get("code")

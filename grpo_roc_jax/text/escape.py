@@ -1,8 +1,9 @@
-"""Plain text that must not imitate the marks of the dialogue: escaped, cut to a token budget, and checked as ids.
+"""Makes outside text safe, so that it cannot imitate the marks of the dialogue: escapes it, cuts it to a token budget,
+and checks its ids.
 
 In many published vocabularies the protocol tags are ordinary text, so keeping special ids out of an observation is not
 enough: its characters must not spell a tag either. Schemas of tools stand inside the trusted text of a prompt, although
-servers, data sets and requests write them: they are escaped too.
+servers, data sets and requests write them, so they are escaped too.
 """
 
 import json
@@ -106,7 +107,7 @@ class ObservationEncoder:
         return self._checked(cut)
 
     def _cut(self, first: list[int], last: list[int], room: int, characters: int) -> str:
-        """`room` tokens of the two ends of a text of so many characters; characters cut in half are left out."""
+        """`room` tokens from the two ends of a text with so many characters; partial characters are dropped."""
         decode = self._tokenizer.decode
         head = decode(first[: room - room // 2]).rstrip("\ufffd")
         tail = decode(last[len(last) - room // 2 :]).lstrip("\ufffd")
@@ -114,8 +115,8 @@ class ObservationEncoder:
         return head + decode(omitted[: self._limit - room]) + tail
 
     def _checked(self, text: str) -> str:
-        """`text` if its ids forge nothing. Else it is escaped once more, as the tokenizer's normalizer can make tags
-        out of other characters; if that does not help, it is withheld."""
+        """`text` if its ids contain no mark. Otherwise it is escaped once more, since the tokenizer's normalizer can
+        make tags out of other characters; if that does not help, the text is withheld."""
         encode, decode = self._tokenizer.encode, self._tokenizer.decode
         if not self._forges(ids := encode(text)):
             return text
@@ -138,12 +139,12 @@ def _forgery_pattern(tags: Iterable[str], marks: Iterable[str]) -> re.Pattern[st
     """Matches what could pass for a tag: protocol tags and marks in any case and spacing, `<|name|>`, exact tags."""
     patterns = [r"<\s{0,4}\|", *map(re.escape, tags)]
     # A mark counts with its end only: `<function=` is one of Qwen3-Coder, `<function f at 0x7f>` an ordinary output.
-    for found, opening, closing in (
+    for group, opening, closing in (
         (PROTOCOL_TAGS, "<", r"\b"),
         (marks, "<", r"\s{0,4}[>=]"),
         (marks, r"\[", r"\s{0,4}\]"),
     ):
-        names = {mark.strip("</[>") for mark in found if mark[0] == opening[-1]}
+        names = {mark.strip("</[>") for mark in group if mark[0] == opening[-1]}
         if names:
             any_name = "|".join(sorted(map(re.escape, names)))
             patterns.append(rf"{opening}\s{{0,4}}/?\s{{0,4}}(?:{any_name}){closing}")
@@ -151,5 +152,6 @@ def _forgery_pattern(tags: Iterable[str], marks: Iterable[str]) -> re.Pattern[st
 
 
 def _escaped(match: str) -> str:
-    """The match made harmless; specials that do not start with `<` get a zero-width break after their first letter."""
+    """The match made harmless. Special tokens that do not start with `<` get a zero-width space after their first
+    letter."""
     return "&lt;" + match[1:] if match.startswith("<") else match[0] + "\u200b" + match[1:]

@@ -1,4 +1,4 @@
-"""What the dialogue needs to know about a form of tool calls, and what the forms share."""
+"""What the dialogue needs to know about a form of tool calls, and code that the forms share."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from grpo_roc_jax.text.calls import CallSpan, Tools, call_id, functions_of
 from grpo_roc_jax.types import ToolCall
 
 CALL_ID = "{:09d}"
-"""Id of the n-th call of a turn that has none of its own: nine letters and digits, as Mistral's templates require."""
+"""Id of the n-th call of a turn, for calls without an id: nine letters and digits, as Mistral's templates require."""
 PYTHON_TOOL = "python_code_with_standard_io"
 """Name of the tool that runs a program: the library's own, and that of rStar2-Agent."""
 _UNFIT = re.compile(r"[^A-Za-z0-9_.:-]")
@@ -25,19 +25,19 @@ class CallForm:
     turn_end: str = ""
     """Token by which the policy ends a turn without calls, where the template writes `past_ends` for it later."""
     past_ends: tuple[str, ...] = ()
-    """Tokens by which the template ends turns of the past."""
+    """Tokens by which the template ends earlier turns."""
     thoughts: tuple[tuple[str, str], ...] = ()
     """Marks around thoughts, besides those that all forms know."""
     thought: tuple[str, str] | None = None
-    """What a demonstration writes around a thought; None for what the template does."""
+    """Marks that a demonstration writes around a thought; None for those of the template."""
     thinks_if: str = ""
-    """Text of a prompt in which the model is to think so; empty if it always is."""
+    """Text in the prompt that makes the model think in this way; empty if it always does."""
     openings: tuple[str, ...] = ()
     """Marks with which calls begin."""
     marks: tuple[str, ...] = ()
     """Further marks that no text from outside may spell."""
     how_to: str = ""
-    """What the list of tools of a built-in template says of writing a call; empty for an example of one."""
+    """Instructions for writing a call in the tool list of a built-in template; empty to show an example instead."""
 
     def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
         """The first call, or block of calls, that begins at `at` or later; never raises.
@@ -58,41 +58,42 @@ class CallForm:
                 inside is malformed.
             tools: As in `next_call`.
         """
-        found: list[ToolCall] = []
+        calls: list[ToolCall] = []
         at = 0
         while (span := self.next_call(text, at, tools)) is not None:
             if span.ended or over:
-                found += span.calls
+                calls += span.calls
             at = span.end
-        return found
+        return calls
 
-    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
         """A turn of text followed by calls, in the form that `find_calls` reads; used to write demonstrations."""
         raise NotImplementedError
 
-    def write_text(self, said: str) -> str:
-        """A turn without calls."""
-        return said
+    def write_text(self, text: str) -> str:
+        """A turn without calls, as the form writes it."""
+        return text
 
     def split(self, text: str) -> tuple[str, str] | None:
-        """(thought, what follows it) of a turn, where the form has messages of their own for them."""
+        """(thought, text after it) of a turn, if the form has separate messages for them; else None."""
         return None
 
     def observation(self, text: str) -> Mapping[str, Any]:
         """The chat message that returns a tool's output."""
         return {"role": "tool", "name": "tool", "content": text}
 
-    def reply_id(self, call: ToolCall | None, place: int) -> str:
-        """The id under which the output of the call at `place` (from 0) returns: the policy's own if it gave one."""
-        return (call_id(call.raw) if call else "") or CALL_ID.format(place + 1)
+    def reply_id(self, call: ToolCall | None, index: int) -> str:
+        """The id under which the output of the call with index `index` (from 0) returns: the policy's own if it gave
+        one."""
+        return (call_id(call.raw) if call else "") or CALL_ID.format(index + 1)
 
-    def probe_id(self, name: str, place: int) -> str:
+    def probe_id(self, name: str, index: int) -> str:
         """An id of a call in this form, for a template that checks it or reads the name of the tool from it."""
-        return CALL_ID.format(place + 1)
+        return CALL_ID.format(index + 1)
 
 
 def plain_name(name: str) -> str:
-    """A tool's name as it may stand in the text around an output: no other characters, and not long."""
+    """A tool's name reduced to characters that are safe in the text around an output, and cut to a short length."""
     return _UNFIT.sub("_", name)[:64]
 
 
@@ -117,18 +118,18 @@ def _resolved(schema: Any, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _types(schema: Any) -> set[str]:
-    """The JSON types that a schema admits; text where it does not say."""
+    """The JSON types that a schema admits; text if it names none."""
     if not isinstance(schema, Mapping):
         return {"string"}
     options = schema.get("anyOf") or schema.get("oneOf")
     if options:
         return set().union(*map(_types, options))
-    found = schema.get("type", "string")
-    return {found} if isinstance(found, str) else set(found)
+    types = schema.get("type", "string")
+    return {types} if isinstance(types, str) else set(types)
 
 
 def typed(value: str, schema: Mapping[str, Any]) -> Any:
-    """A value from its text: JSON (or Python's True, False, None) if the schema admits no text, else the text."""
+    """A value from its text. It is read as JSON (or Python's True, False, None) if the schema admits no text."""
     if "string" in _types(schema):
         return value
     try:
@@ -138,7 +139,7 @@ def typed(value: str, schema: Mapping[str, Any]) -> Any:
 
 
 def schema_of(call: ToolCall) -> Tools:
-    """A tool that takes what a call gives it: text as text, everything else as JSON."""
+    """Schema of a tool that takes the arguments of `call`: text as text, everything else as JSON."""
     given = {key: {"type": "string" if isinstance(value, str) else "object"} for key, value in call.arguments.items()}
     return [{"type": "function", "function": {"name": call.name, "parameters": {"properties": given}}}]
 
@@ -146,8 +147,8 @@ def schema_of(call: ToolCall) -> Tools:
 def or_json(
     form: CallForm, call: ToolCall, write: Callable[[ToolCall], str], fallback: Callable[[ToolCall], str]
 ) -> str:
-    """A call as `write` writes it, or, where the form cannot tell its values from its marks, as JSON."""
+    """A call as `write` writes it, or as JSON if the form cannot distinguish its values from its marks."""
     text = write(call)
-    found = form.find_calls(text, over=False, tools=schema_of(call))
-    same = [(read.name, read.arguments, read.fault) for read in found] == [(call.name, call.arguments, None)]
+    calls = form.find_calls(text, over=False, tools=schema_of(call))
+    same = [(read.name, read.arguments, read.fault) for read in calls] == [(call.name, call.arguments, None)]
     return text if same else fallback(call)

@@ -1,4 +1,4 @@
-"""Calls that are written as Python, and values in the notation of Gemma's function calls."""
+"""Calls written as Python, and values in the notation of Gemma's function calls."""
 
 import ast
 import json
@@ -15,7 +15,7 @@ _CLOSINGS = {
     for quote in ('"""', "'''", '"', "'")
 }
 DEEPEST = 100
-"""Nested values of a Gemma call."""
+"""Most levels of nested values in a Gemma call."""
 
 
 def string_end(text: str, at: int) -> tuple[State, int]:
@@ -34,27 +34,27 @@ _FENCE = re.compile(r"[\"'#]|\n[^\S\n]*```")
 
 
 def fence_end(text: str, at: int) -> tuple[int, int] | None:
-    """(end of the Python text that begins at `at`, end of the fence that closes it); None if none does.
+    """(end of the Python text that begins at `at`, end of the fence that closes it); None if no fence closes it.
 
-    The fence begins a line. One inside a string or a comment is none.
+    The fence must begin a line. A fence inside a string or a comment does not count.
     """
-    while (found := _FENCE.search(text, at)) is not None:
-        mark = found.group()
+    while (fence := _FENCE.search(text, at)) is not None:
+        mark = fence.group()
         if mark == "#":
-            at = text.find("\n", found.end())
+            at = text.find("\n", fence.end())
             if at < 0:
                 return None
         elif mark[0] == "\n":
-            return found.start(), found.end()
+            return fence.start(), fence.end()
         else:
-            state, at = string_end(text, found.start())
+            state, at = string_end(text, fence.start())
             if state == "open":
                 return None
     return None
 
 
 def bracket_end(text: str, at: int) -> tuple[State, int, list[int]]:
-    """Where the bracket at `at` of Python text ends, with the places of the commas directly inside it."""
+    """The end of the bracket at `at` of Python text, with the indices of the commas directly inside it."""
     depth, commas, here = 0, [], at
     while True:
         plain = _PLAIN.match(text, here).end()
@@ -82,7 +82,7 @@ def bracket_end(text: str, at: int) -> tuple[State, int, list[int]]:
 
 
 def python_value(text: str, *, as_json: bool) -> Any:
-    """A literal: JSON first with `as_json`, else Python first; raises ValueError for anything else."""
+    """A literal, read as JSON first with `as_json`, else as Python first. Raises ValueError for anything else."""
     readers = (json.loads, _python) if as_json else (_python, json.loads)
     for read in readers:
         try:
@@ -94,7 +94,7 @@ def python_value(text: str, *, as_json: bool) -> Any:
 
 def _python(text: str) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in the policy's strings
+        warnings.simplefilter("ignore", SyntaxWarning)  # the policy's strings may have invalid escapes
         value = ast.literal_eval(text)
     json.dumps(value, ensure_ascii=False, allow_nan=True).encode()
     return value
@@ -104,7 +104,7 @@ def python_call(source: str) -> ToolCall:
     """`name(a=1, b="x")`, optionally inside `print(...)`; argument values are literals."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in the policy's strings
+            warnings.simplefilter("ignore", SyntaxWarning)  # the policy's strings may have invalid escapes
             call = ast.parse(source.strip(), mode="eval").body
     except SyntaxError as error:
         return malformed(source, f"not readable as a Python call: {error.msg}")
@@ -114,17 +114,17 @@ def python_call(source: str) -> ToolCall:
 
 
 def python_calls(source: str) -> list[ToolCall]:
-    """The calls of a block, one a line or statement; a block that is no sequence of calls is one malformed call."""
+    """The calls of a block, one a line or statement. A block that is not a sequence of calls is one malformed call."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
             statements = ast.parse(source.strip()).body
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return [python_call(source)]
-    if len(statements) < 2 or not all(isinstance(one, ast.Expr) for one in statements):
+    if len(statements) < 2 or not all(isinstance(statement, ast.Expr) for statement in statements):
         return [python_call(source)]
-    parts = [ast.get_source_segment(source.strip(), one) or "" for one in statements]
-    return [_call_of_node(one.value, part) for one, part in zip(statements, parts, strict=True)]
+    parts = [ast.get_source_segment(source.strip(), statement) or "" for statement in statements]
+    return [_call_of_node(statement.value, part) for statement, part in zip(statements, parts, strict=True)]
 
 
 def _call_of_node(call: ast.expr, source: str) -> ToolCall:
@@ -158,7 +158,7 @@ class Ended(Exception):
 
 
 class Broken(Exception):
-    """A character that cannot stand where it does; its place."""
+    """A character that is not allowed at its position; holds that position."""
 
 
 class GemmaValues:
@@ -172,11 +172,11 @@ class GemmaValues:
         self._quote = quote
 
     def read(self, text: str, at: int, depth: int = 0) -> tuple[Any, int]:
-        """(value at `at`, the place after it).
+        """(value at `at`, index after it).
 
         Raises:
-            Ended: The text ends inside it.
-            Broken: It is none.
+            Ended: The text ends inside the value.
+            Broken: There is no value.
         """
         at = self._next(text, at)
         if depth > DEEPEST:
@@ -200,10 +200,10 @@ class GemmaValues:
         return word.group(), word.end()
 
     def write(self, value: Any) -> str:
-        """A value; keys in the order of the templates."""
+        """A value as text; keys are in the order of the templates."""
         if isinstance(value, str):
-            taken = self._quote in value
-            return json.dumps(value, ensure_ascii=False) if taken else f"{self._quote}{value}{self._quote}"
+            has_quote = self._quote in value
+            return json.dumps(value, ensure_ascii=False) if has_quote else f"{self._quote}{value}{self._quote}"
         if isinstance(value, dict):
             parts = (f"{self._key(key)}:{self.write(part)}" for key, part in sorted_keys(value))
             return "{" + ",".join(parts) + "}"
@@ -244,10 +244,10 @@ class GemmaValues:
         return text[begin:end], end + len(self._quote)
 
     def _object(self, text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         at = self._next(text, at)
         if text[at] == "}":
-            return found, at + 1
+            return values, at + 1
         while True:
             at = self._next(text, at)
             if text[at] == '"' or self._quoted(text, at):
@@ -260,25 +260,25 @@ class GemmaValues:
             at = self._next(text, at)
             if text[at] != ":":
                 raise Broken(at)
-            found[key], at = self.read(text, at + 1, depth + 1)
+            values[key], at = self.read(text, at + 1, depth + 1)
             at = self._next(text, at)
             if text[at] == "}":
-                return found, at + 1
+                return values, at + 1
             if text[at] != ",":
                 raise Broken(at)
             at += 1
 
     def _list(self, text: str, at: int, depth: int) -> tuple[list[Any], int]:
-        found: list[Any] = []
+        items: list[Any] = []
         at = self._next(text, at)
         if text[at] == "]":
-            return found, at + 1
+            return items, at + 1
         while True:
             value, at = self.read(text, at, depth + 1)
-            found.append(value)
+            items.append(value)
             at = self._next(text, at)
             if text[at] == "]":
-                return found, at + 1
+                return items, at + 1
             if text[at] != ",":
                 raise Broken(at)
             at += 1

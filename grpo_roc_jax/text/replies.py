@@ -9,22 +9,22 @@ class UnmatchedReply(ValueError):
     def __init__(self, message: str, reply: int | None = None):
         super().__init__(message)
         self.reply = reply
-        """Index of the result, if it is one's."""
+        """Index of the result, or None if the error concerns a call."""
 
 
 def in_order_of_calls(
     calls: Sequence[tuple[str | None, str]], replies: Sequence[tuple[str | None, str]], *, strict: bool = False
 ) -> list[int]:
-    """Indices of the results of a turn in the order of its calls.
+    """Indices of the results of a turn, in the order of its calls.
 
-    They are matched by id. Where neither side has ids they stand in the order of the calls, or, of tools that are
-    called once, go by name (the role `function` of older requests).
+    Results are matched by id. If neither side has ids they are taken in the order of the calls or, for tools that are
+    called once, matched by name (the role `function` of older requests).
 
     Args:
-        calls: Id, if it has one, and name of each call. None at all: the turn has its calls as text, and results are
-            taken as they stand.
-        replies: Id of the call that it answers, and name of the tool, of each result; either may be missing.
-        strict: Ids of calls must be answered by id even if there is one call only.
+        calls: Id, if it has one, and name of each call. Empty if the turn has its calls as text; results are then taken
+            in their order.
+        replies: Id of the answered call, and name of the tool, of each result; either may be missing.
+        strict: Whether calls with ids must be answered by id even if there is only one call.
 
     Raises:
         UnmatchedReply: An id is unknown, missing, or given twice, or a call has no result.

@@ -1,7 +1,8 @@
-"""A jinja environment for templates that come from anybody: a small program can otherwise write 10 GB, or never end.
+"""A jinja environment for templates from untrusted sources. Without limits a small template can write 10 GB of text, or
+never end.
 
 Every operation whose result is longer than its operands is checked before or right after it runs: repeating, joining,
-formatting, filters, methods of texts. Rounds of loops count, and a rendering has a deadline.
+formatting, filters, methods of texts. Iterations of loops are counted, and a rendering has a deadline.
 """
 
 import functools
@@ -15,23 +16,23 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_TEXT = 1 << 24
-"""Characters of a rendered conversation, or of a text on the way there; items of a list."""
+"""Most characters of a rendered conversation or an intermediate text, and most items of a list."""
 MOST_ROUNDS = 1_000_000
-"""Rounds of all loops of a rendering."""
+"""Most iterations of all loops of a rendering."""
 MOST_NUMBER = 1 << 20
-"""An argument that says how wide or how long something is."""
+"""Largest argument that determines how wide or how long something is."""
 MOST_EXPONENT = 64
 LONGEST_S = 10.0
-"""Seconds of a rendering."""
+"""Most seconds of a rendering."""
 WIDTH = re.compile(r"[0-9]{7}")
-"""In a format such as `%10000000d`, whose output would be that long."""
+"""Matches widths of a million and more in a format such as `%10000000d`, whose output would be that long."""
 FORMATS = ("format", "format_map", "do_format")
 WIDE = ("center", "ljust", "rjust", "zfill", "expandtabs", "do_center", "do_indent", "do_batch", "do_slice", "tojson")
-"""Methods and filters with a number that says how much they write."""
+"""Methods and filters with a number that determines how much they write."""
 
 
 class UnboundedTemplate(jinja2.TemplateRuntimeError):
-    """A template that writes too much or does not end."""
+    """The template writes too much or does not end."""
 
 
 def too_long(value: Any) -> bool:
@@ -39,14 +40,14 @@ def too_long(value: Any) -> bool:
 
 
 def checked(value: Any) -> Any:
-    """The value. Raises UnboundedTemplate if it is too long."""
+    """Returns the value; raises UnboundedTemplate if it is too long."""
     if too_long(value):
         raise UnboundedTemplate(f"the chat template makes a text or list of more than {MOST_TEXT} characters or items")
     return value
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Raises UnboundedTemplate instead of taking all memory or all time."""
+    """A jinja environment that raises UnboundedTemplate before a template takes all memory or time."""
 
     intercepted_binops = frozenset(["*", "**", "%", "+"])
 
@@ -83,13 +84,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """Joins the output of a macro or of a block that is assigned."""
-        found, length = [], 0
+        pieces, length = [], 0
         for part in parts:
-            found.append(part)
+            pieces.append(part)
             length += len(part)
             if length > MOST_TEXT:
                 raise UnboundedTemplate(f"the chat template makes a text of more than {MOST_TEXT} characters")
-        return "".join(found)
+        return "".join(pieces)
 
     def bounded_filter(self, function: Any) -> Any:
         """A filter whose arguments and result are checked."""
@@ -106,11 +107,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         self._tick()
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        sizes = [len(one) if isinstance(one, str | list | tuple) else one for one in (left, right)]
+        sizes = [len(operand) if isinstance(operand, str | list | tuple) else operand for operand in (left, right)]
         if numbers:
             if operator == "**" and (abs(left) > MOST_NUMBER or abs(right) > MOST_EXPONENT):
                 raise UnboundedTemplate(f"the chat template raises {left} to the power of {right}")
-            if any(isinstance(one, int) and one.bit_length() > MOST_NUMBER for one in (left, right)):
+            if any(isinstance(operand, int) and operand.bit_length() > MOST_NUMBER for operand in (left, right)):
                 raise UnboundedTemplate("the chat template computes with numbers of a million digits")
         elif operator == "*" and all(isinstance(size, int) for size in sizes) and sizes[0] * sizes[1] > MOST_TEXT:
             raise UnboundedTemplate(f"the chat template repeats something to a length of {sizes[0] * sizes[1]}")
@@ -143,12 +144,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if name in ("join", "do_join"):
             lists = [value for value in values if isinstance(value, Sized) and not isinstance(value, str)]
             between = max(map(len, texts), default=0)
-            if sum(len(one) for one in lists) * between > MOST_TEXT:
+            if sum(len(item) for item in lists) * between > MOST_TEXT:
                 raise UnboundedTemplate(f"the chat template makes a text of more than {MOST_TEXT} characters")
 
     def _listed(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments with lists in place of iterators, whose lengths count."""
-        return tuple([*self._counting(one)] if isinstance(one, Iterator) else one for one in arguments)
+        """The arguments with iterators replaced by lists, whose lengths can be checked."""
+        return tuple(
+            [*self._counting(argument)] if isinstance(argument, Iterator) else argument for argument in arguments
+        )
 
     def _tick(self) -> None:
         if self._until_s and time.monotonic() > self._until_s:
@@ -161,7 +164,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._tick()
 
     def _counted(self, items: Any) -> Any:
-        """What a loop goes over, its rounds counted."""
+        """The items that a loop iterates over; iterations are counted."""
         if isinstance(items, Sized):
             self._count(len(items))
             return items
@@ -173,7 +176,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             yield item
 
     def _joined(self, items: list[Any]) -> str:
-        """The operator `~`."""
+        """Implements the operator `~`."""
         return self.concat(map(str, items))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -185,7 +188,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 if isinstance(value, nodes.Concat):
                     setattr(node, field, _joining(value))
                 elif isinstance(value, list):
-                    setattr(node, field, [_joining(one) if isinstance(one, nodes.Concat) else one for one in value])
+                    setattr(node, field, [_joining(item) if isinstance(item, nodes.Concat) else item for item in value])
         return tree.set_environment(self)
 
 

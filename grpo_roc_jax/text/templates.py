@@ -26,7 +26,7 @@ from grpo_roc_jax.types import ToolCall
 
 Message = Mapping[str, Any]
 USER = "xUSERx"
-"""Placeholders that no template changes are letters without spaces around them."""
+"""Placeholders for texts: letters without spaces around them, which no template changes."""
 
 
 class TemplateError(ValueError):
@@ -38,31 +38,32 @@ class Glue:
     """The trusted text around problems, turns and observations; tags in it become special ids."""
 
     prompt_open: str
-    """Before the problem: start, system message and tools, the user's header."""
+    """Text before the problem: start, system message and tools, the user's header."""
     prompt_close: str
-    """From the end of the user message to the start of the policy's turn."""
+    """Text from the end of the user message to the start of the policy's turn."""
     end: str
-    """Ends a turn of the policy."""
+    """Text that ends a turn of the policy."""
     user_open: str
-    """From the end token of the policy's turn to the next user message."""
+    """Text from the end token of the policy's turn to the next user message."""
     observation_open: str
-    """From the end token of the policy's turn to the first observation."""
+    """Text from the end token of the policy's turn to the first observation."""
     observation_between: str
-    """Between the observations of one turn."""
+    """Text between the observations of one turn."""
     observation_close: str
-    """From the last observation to the start of the policy's next turn."""
+    """Text from the last observation to the start of the policy's next turn."""
     json_observations: bool = False
-    """The template writes observations as JSON strings."""
+    """Whether the template writes observations as JSON strings."""
     as_user: bool = False
-    """The template has no message for observations: they are `<tool_response>` blocks of a user message."""
+    """Whether the template has no message for observations, so that they are `<tool_response>` blocks of a user
+    message."""
     thought_open: str = ""
-    """Before the thought of a demonstrated turn; empty if `prompt_close` has opened it."""
+    """Text before the thought of a demonstrated turn; empty if `prompt_close` has opened it."""
     thought_close: str = "</reason>"
-    """After the thought of a demonstrated turn."""
+    """Text after the thought of a demonstrated turn."""
     marks: tuple[str, ...] = ()
     """Beginnings of the template's marks, such as `<think` and `[/INST`; no observation may imitate them."""
     call_end: str = ""
-    """Ends a turn of calls, where that is another token than `end`."""
+    """Text that ends a turn of calls, if it differs from `end`."""
 
 
 _MARK = re.compile(r"</?[A-Za-z][\w-]{1,30}(?=[>=])|\[/?[A-Z][A-Z_]{1,30}(?=\])|<</?SYS(?=>>)")
@@ -82,9 +83,9 @@ class ChatTemplate:
         self.marks = tuple(sorted(set(_MARK.findall(source))))
         """Beginnings of the marks that it mentions, special tokens or not."""
         self.thinks = "</think>" in source
-        """The template marks thoughts with `<think>`."""
+        """Whether the template marks thoughts with `<think>`."""
         self.asks_date = "strftime_now" in source
-        """The template renders today's date."""
+        """Whether the template renders today's date."""
         self._given = dict(special_tokens) | settings.given
         try:
             self._template = _environment(settings.date).from_string(source)
@@ -120,11 +121,11 @@ class ChatTemplate:
 
     @cached_property
     def convention(self) -> str:
-        """Name of the calling convention that the template uses; `hermes` if it says nothing of calls."""
+        """Name of the calling convention that the template uses; `hermes` if it does not mention calls."""
         return self.convention_for(()) or "hermes"
 
     def convention_for(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Name of the calling convention that reads a call as this template writes it; empty if it says nothing of
+        """Name of the calling convention that reads a call as this template writes it; empty if it does not mention
         calls.
 
         A template that writes no call may still name the marks of one.
@@ -146,15 +147,15 @@ class ChatTemplate:
         return next((name for name, signs in SIGNS if any(sign in self._source for sign in signs)), "")
 
     def _written_calls(self, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-        """Name of a convention, and a turn of one structured call as the template writes it; empty if it writes none.
-        Those come first whose own writing is in the turn."""
+        """(name of a convention, a turn of one structured call as the template writes it, or "" if it writes none).
+        Conventions whose own form occurs in the turn come first."""
         turns = {name: self.written_call(form, tools) for name, form in CONVENTIONS.items()}
         exact = {name: CONVENTIONS[name].write_calls("", [PROBE]).strip() in turn for name, turn in turns.items()}
         yield from sorted(turns.items(), key=lambda turn: not exact[turn[0]])
 
     def written_call(self, form: CallConvention, tools: Sequence[Mapping[str, Any]]) -> str:
-        """What a template writes for a turn of one call, with the ids of this form; its arguments as an object, else
-        as JSON text, which some templates require."""
+        """What a template writes for a turn of one call, with the ids of this form. Its arguments are passed as an
+        object, or as JSON text if the template requires that."""
         for arguments in (dict(PROBE.arguments), json.dumps(PROBE.arguments, ensure_ascii=False)):
             call = {"id": form.probe_id(PROBE.name, 0), "type": "function", "function": {"name": PROBE.name}}
             call["function"]["arguments"] = arguments
@@ -197,8 +198,8 @@ SIGNS = (
 
 def reads_back(convention: CallConvention, text: str) -> bool:
     """Whether a convention reads the probe from a turn as a template writes it."""
-    found = convention.find_calls(text, over=True, tools=_PROBE_TOOLS)
-    return [(call.name, call.arguments, call.fault) for call in found] == [(PROBE.name, PROBE.arguments, None)]
+    calls = convention.find_calls(text, over=True, tools=_PROBE_TOOLS)
+    return [(call.name, call.arguments, call.fault) for call in calls] == [(PROBE.name, PROBE.arguments, None)]
 
 
 class _Generation(jinja2.ext.Extension):
@@ -212,7 +213,8 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _environment(date: str) -> jinja2.Environment:
-    """The sandboxed jinja environment that published templates are written for; its clock stands at `date` if given."""
+    """The sandboxed jinja environment that published templates are written for. `date`, if given, is its
+    current date."""
 
     def refuse(message: str) -> None:
         raise TemplateError(f"the chat template refuses: {message}")
@@ -242,12 +244,12 @@ def load_template(
     """The chat template of a model directory, or the one in `settings.file` with the directory's special tokens.
 
     Args:
-        folder: With `chat_template.jinja`, `chat_template.json` or `tokenizer_config.json`.
-        settings: Its file, variables and date.
-        with_tools: Prefers the template named `tool_use` if the directory has several.
+        folder: Has `chat_template.jinja`, `chat_template.json` or `tokenizer_config.json`.
+        settings: File, variables and date of the template.
+        with_tools: Whether to prefer the template named `tool_use` if the directory has several.
 
     Raises:
-        TemplateError: There is none.
+        TemplateError: There is no template.
     """
     config = read_json(folder / "tokenizer_config.json")
     specials = {
@@ -260,16 +262,16 @@ def load_template(
         return ChatTemplate(path.read_text(encoding="utf-8"), specials, str(path), settings)
     if settings.file:
         raise TemplateError(f"text.template.file = {settings.file!r} is not a file; name a jinja template")
-    found = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(found, list):
-        named = {entry["name"]: entry["template"] for entry in found}
-        found = (named.get("tool_use") if with_tools else None) or named.get("default")
-    if not isinstance(found, str):
+    source = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = (named.get("tool_use") if with_tools else None) or named.get("default")
+    if not isinstance(source, str):
         raise TemplateError(
             f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); set "
             "text.template to chatml, or name one in text.template.file"
         )
-    return ChatTemplate(found, specials, str(folder), settings)
+    return ChatTemplate(source, specials, str(folder), settings)
 
 
 # ---- splitting a template ------------------------------------------------------------------------------------------
@@ -278,7 +280,7 @@ TURN, FIRST, SECOND = "xTURNx", "xFIRSTx", "xSECONDx"
 PROBE_IDS = ("xCALLxID1", "xCALLxID2")
 """Placeholders of the ids of calls in the text around observations: nine characters, as Mistral's templates require."""
 PROBE_NAMES = ("xNAMExOFx1", "xNAMExOFx2")
-"""Placeholders of the names of the tools there."""
+"""Placeholders of the names of tools in the text around observations."""
 
 
 def make_glue(
@@ -309,7 +311,7 @@ def make_glue(
 
     def observed(*texts: str) -> str:
         return _first_accepted(
-            lambda said: rendered(said, *_answers(convention, texts, as_user)),
+            lambda turn: rendered(turn, *_answers(convention, texts, as_user)),
             (_calls(len(texts)), _calls(1), {"role": "assistant", "content": TURN}),
             (end, *convention.end_tokens, *ends),
         )
@@ -321,7 +323,7 @@ def make_glue(
     as_user = False
     try:
         as_user = FIRST not in observed(FIRST)
-    except TemplateError:  # of templates that know two roles only
+    except TemplateError:  # for templates that know two roles only
         as_user = True
     before, after = _around(observed(FIRST), FIRST, template)
     between = _around(observed(FIRST, SECOND), FIRST, template)[1]
@@ -373,14 +375,14 @@ def _answers(convention: CallConvention, texts: Sequence[str], as_user: bool) ->
         return [{"role": "user", "content": "\n".join(message["content"] for message in messages)}]
     ids = [{"name": name, "tool_call_id": own_id} for name, own_id in zip(PROBE_NAMES, PROBE_IDS, strict=True)]
     return [
-        {**message, **{key: value for key, value in own.items() if key == "tool_call_id" or key in message}}
-        for message, own in zip(messages, ids, strict=False)
+        {**message, **{key: value for key, value in id_fields.items() if key == "tool_call_id" or key in message}}
+        for message, id_fields in zip(messages, ids, strict=False)
     ]
 
 
 def _first_accepted(render: Callable[[Message], str], turns: Sequence[Message], ends: Sequence[str]) -> str:
-    """The conversation with the first of these turns that the template renders and closes before the output, else the
-    last."""
+    """The conversation with the first of these turns that the template renders and closes before the output, or else
+    with the last."""
     for turn in turns[:-1]:
         try:
             text = render(turn)
@@ -393,15 +395,15 @@ def _first_accepted(render: Callable[[Message], str], turns: Sequence[Message], 
 
 
 def _call_end(text: str, ends: Sequence[str], template: ChatTemplate) -> str:
-    """The token that ends a turn of calls, of the text between what it says and its output: the first of `ends` if that
-    is there, else the one that stands first."""
-    found = sorted((text.find(end), end) for end in ends if end and end in text)
-    if not found:
+    """The token that ends a turn of calls, found in the text between its calls and their output: the first of `ends` if
+    that is there, else the earliest one."""
+    ends_found = sorted((text.find(end), end) for end in ends if end and end in text)
+    if not ends_found:
         raise TemplateError(
             f"{template.origin}: no end token between a turn and the output of its call; got {text!r}, which holds "
             f"none of {list(ends)}"
         )
-    return ends[0] if ends[0] in text else found[0][1]
+    return ends[0] if ends[0] in text else ends_found[0][1]
 
 
 def _after_turn(text: str, ends: Sequence[str], template: ChatTemplate) -> tuple[str, str]:
@@ -412,15 +414,15 @@ def _after_turn(text: str, ends: Sequence[str], template: ChatTemplate) -> tuple
         raise TemplateError(
             f"{template.origin}: no end token after a turn; got {close_turn!r}, which holds none of {ends}"
         )
-    place, end = min(positions.items())
-    if close_turn[:place].strip():
-        raise TemplateError(f"{template.origin}: writes {close_turn[:place]!r} between a turn and its end token")
-    return end, close_turn[place + len(end) :]
+    position, end = min(positions.items())
+    if close_turn[:position].strip():
+        raise TemplateError(f"{template.origin}: writes {close_turn[:position]!r} between a turn and its end token")
+    return end, close_turn[position + len(end) :]
 
 
 def _around(text: str, mark: str, template: ChatTemplate) -> tuple[str, str]:
-    before, found, after = text.partition(mark)
-    if not found or mark in after:
+    before, marker, after = text.partition(mark)
+    if not marker or mark in after:
         raise TemplateError(
             f"{template.origin}: the content of a message must be rendered exactly once and unchanged; got {text!r}"
         )
@@ -435,29 +437,29 @@ def check_append_only(
     system: str = "",
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """Where the template would rewrite earlier turns; empty if rendering only ever appends.
+    """Describes where the template would rewrite earlier turns; empty if rendering only ever appends.
 
     A conversation of two tool turns with thinking is grown with the glue and compared, after each turn, with the
     template's rendering of the whole conversation. If the template refuses it, the turns are structured calls.
     """
     refused = ""
-    # Where turns of calls end by a token of their own, no output follows a turn of text.
+    # If turns of calls end by a token of their own, no output follows a turn of text.
     for structured in (False, True) if glue.call_end in ("", glue.end) else (True,):
         messages, grown = _start(system), glue.prompt_open + USER + glue.prompt_close
         for i in range(2):
             if structured:
-                said, turn = None, _calls(1)
+                sampled, turn = None, _calls(1)
             else:
-                said, turn = _thought(glue, f"{TURN}{i + 1}")
+                sampled, turn = _thought(glue, f"{TURN}{i + 1}")
             messages += [turn, *_answers(convention, [f"{FIRST}{i}"], glue.as_user)]
             tail = (glue.call_end or glue.end) + glue.observation_open + f"{FIRST}{i}" + glue.observation_close
             try:
-                whole = template.render(messages, tools=tools, add_generation_prompt=True)
+                rendering = template.render(messages, tools=tools, add_generation_prompt=True)
             except TemplateError as error:
                 refused = refused or f"after tool turn {i + 1}: {error}"
                 break
-            grown = _grown(grown, said, tail, whole)
-            if difference := _first_difference(grown, whole):
+            grown = _grown(grown, sampled, tail, rendering)
+            if difference := _first_difference(grown, rendering):
                 return f"after tool turn {i + 1}: {difference}"
         else:
             return ""
@@ -465,28 +467,30 @@ def check_append_only(
 
 
 def _thought(glue: Glue, text: str) -> tuple[str, Message]:
-    """(what the policy samples to think and write `text`, the message of it)."""
+    """(what the policy samples to think and write `text`, the message for it)."""
     opening, thought = "<think>\n", "first\n</think>\n\n"
     before = glue.prompt_close.rstrip()
     if before.endswith("</think>"):
         return text, {"role": "assistant", "content": text}
-    said = thought + text if before.endswith("<think>") else opening + thought + text
-    return said, {"role": "assistant", "content": opening + thought + text}
+    sampled = thought + text if before.endswith("<think>") else opening + thought + text
+    return sampled, {"role": "assistant", "content": opening + thought + text}
 
 
-def _grown(grown: str, said: str | None, tail: str, whole: str) -> str:
-    """The dialogue after one more turn. Spaces before the turn are the policy's to sample, and so is the text of a
-    structured call (`said` is None), which is taken from the rendering `whole`."""
-    rest = whole[len(grown) :]
-    if said is not None:
-        return grown + rest[: len(rest) - len(rest.lstrip())] + said + tail
+def _grown(grown: str, sampled: str | None, tail: str, rendering: str) -> str:
+    """The dialogue after one more turn. The policy samples the spaces before the turn. If `sampled` is None the turn is
+    a structured call, whose text is taken from `rendering`."""
+    rest = rendering[len(grown) :]
+    if sampled is not None:
+        return grown + rest[: len(rest) - len(rest.lstrip())] + sampled + tail
     call = rest.removesuffix(tail)
     return grown + (call if TURN in call else TURN) + tail
 
 
-def _first_difference(grown: str, whole: str) -> str:
-    if grown == whole:
+def _first_difference(grown: str, rendering: str) -> str:
+    if grown == rendering:
         return ""
-    at = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), min(len(grown), len(whole)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(grown, rendering, strict=False)) if a != b), min(len(grown), len(rendering))
+    )
     near = slice(max(0, at - 40), at + 40)
-    return f"sampled {grown[near]!r}, rendered {whole[near]!r}"
+    return f"sampled {grown[near]!r}, rendered {rendering[near]!r}"

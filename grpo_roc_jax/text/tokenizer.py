@@ -1,4 +1,4 @@
-"""Ids <-> text: SentencePiece models, `tokenizer.json` files and bytes, under one small protocol.
+"""Converts between ids and text: SentencePiece models, `tokenizer.json` files and bytes, under one small protocol.
 
 `encode` takes plain text and never returns a special id, whatever the text says. Only `text.chat_format` writes special
 ids, one by one, through `special`. Sampled ids are never re-encoded; `decode` serves parsing and display.
@@ -27,7 +27,7 @@ KNOWN_EOS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|endoftext|>", "</s>
 KNOWN_PAD = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<unk>")
 
 KNOWN_MARKS = (*CHATML_TAGS, *PROTOCOL_TAGS, "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]")
-"""Role and call tokens that a SentencePiece model may hold as user-defined symbols."""
+"""Role and call tokens that a SentencePiece model may define as user-defined symbols."""
 
 PLAIN_SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 """How an added special token is matched, as `tokenizer.json` writes it: exactly, at any position."""
@@ -42,9 +42,9 @@ class Tokenizer(Protocol):
     vocab_size: int
     """One more than the largest id."""
     eos_id: int
-    """Ends a turn when no other token does."""
+    """Id that ends a turn when no other token does."""
     pad_id: int
-    """Fills rows; may equal `eos_id`, since masks come from lengths."""
+    """Id that fills rows; may equal `eos_id`, since masks come from lengths."""
     special_ids: frozenset[int]
     """Ids that plain text never produces."""
 
@@ -61,8 +61,8 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that an id adds to a text; of a part of a character, its bytes. A space that `decode` drops at the
-        start of a text is among them."""
+        """The bytes that an id adds to a text, possibly part of a character. They include a space that `decode` drops
+        at the start of a text."""
         ...
 
 
@@ -197,17 +197,17 @@ class JsonTokenizer:
 
     def __init__(self, spec: dict[str, Any], *, eos_token: str = "", pad_token: str = "", origin: str = "tokenizer"):
         added = {token["content"]: token["id"] for token in spec.get("added_tokens") or () if token["content"].strip()}
-        kept = [token for token in spec.get("added_tokens") or () if not token["content"].strip()]
+        whitespace_tokens = [token for token in spec.get("added_tokens") or () if not token["content"].strip()]
         self._specials = added
         self.special_ids = frozenset(added.values())
         after = _after_specials(spec.get("pre_tokenizer"))
         decoder = spec.get("decoder") if after == spec.get("pre_tokenizer") else _without_strip(spec.get("decoder"))
         self._full = tokenizers.Tokenizer.from_str(json.dumps(spec | {"decoder": decoder}))
-        plain = spec | {"added_tokens": kept, "pre_tokenizer": after}
+        plain = spec | {"added_tokens": whitespace_tokens, "pre_tokenizer": after}
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(plain))
         # Ids of added tokens follow their position in the list, so the remaining ones get other ids in the copy.
         self._byte_level = '"ByteLevel"' in json.dumps(spec.get("decoder"))
-        self._renumbered = {self._plain.token_to_id(token["content"]): token["id"] for token in kept}
+        self._renumbered = {self._plain.token_to_id(token["content"]): token["id"] for token in whitespace_tokens}
         for tokenizer in (self._full, self._plain):
             tokenizer.no_truncation()
             tokenizer.no_padding()
@@ -237,8 +237,10 @@ class JsonTokenizer:
             # A vocabulary may also hold the special text as an ordinary piece: split the text inside each occurrence.
             ids = [i for part in self._inside.split(text) for i in self._plain_ids(part)]
         if not self.special_ids.isdisjoint(ids):
-            found = sorted(self.special_ids.intersection(ids))
-            raise ValueError(f"plain text was encoded to the special ids {found}; use a tokenizer that separates them")
+            special = sorted(self.special_ids.intersection(ids))
+            raise ValueError(
+                f"plain text was encoded to the special ids {special}; use a tokenizer that separates them"
+            )
         return ids
 
     def _plain_ids(self, text: str) -> list[int]:
@@ -265,7 +267,7 @@ class JsonTokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte in vocabularies of bytes: printable ones stand for themselves, others follow from 256 on."""
+    """Character -> byte in byte-level vocabularies: printable bytes stand for themselves, others follow from 256 on."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), ord("\xff") + 1)]
     others = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -276,8 +278,8 @@ BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def _after_specials(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A pre-tokenizer that adds no space at the start of a text if it only adds one at the start of a dialogue: plain
-    text here comes after special tokens."""
+    """A pre-tokenizer that adds no space at the start of a text, if it would only add one at the start of a dialogue.
+    Plain text here comes after special tokens."""
     if not pre_tokenizer:
         return pre_tokenizer
     changed = dict(pre_tokenizer)
@@ -289,7 +291,7 @@ def _after_specials(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | No
 
 
 def _without_strip(decoder: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A decoder that keeps the first space of a text, where encoding adds none."""
+    """A decoder that keeps the first space of a text, for vocabularies whose encoding adds none."""
     if not decoder or "decoders" not in decoder:
         return decoder
     return decoder | {"decoders": [part for part in decoder["decoders"] if part["type"] != "Strip"]}
@@ -310,18 +312,18 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
         raise ValueError("text.tokenizer = model stands for the tokenizer at model.path, which is not resolved here")
     path = tokenizer_path(source)
     if path.is_dir():
-        found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
-        if not found:
+        files = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
+        if not files:
             raise ValueError(
                 f"text.tokenizer: {path} holds neither tokenizer.json nor tokenizer.model; name a folder with one"
             )
-        path = found[0]
+        path = files[0]
     if not path.is_file():
         raise ValueError(
             f"text.tokenizer = {source.path!r} is not a file or folder; must be 'toy', 'bytes', a SentencePiece "
             ".model, a tokenizer.json, a folder with one of them, or a GGUF file"
         )
-    published = path.suffix == ".json" or path.name == "tokenizer.model"  # with the files of a model directory
+    published = path.suffix == ".json" or path.name == "tokenizer.model"  # with the other files of a model directory
     named = _named_tokens(path.parent / "tokenizer_config.json") if published else {}
     names = {name: getattr(source, name) or named.get(name, "") for name in ("eos_token", "pad_token")}
     if path.suffix not in (".model", ".json"):
@@ -338,20 +340,21 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
 
 @contextmanager
 def damaged(path: Path) -> Iterator[None]:
-    """Within the block, what a library raises for a tokenizer that it cannot read is a ValueError that names it."""
+    """Turns errors that a library raises for an unreadable tokenizer within the block into a ValueError that names the
+    path."""
     try:
         yield
     except (ValueError, OSError):
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of a library in Rust
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by a library in Rust
             raise
-        said = f"{type(error).__name__}: {error!s:.300}"
-        raise ValueError(f"{path} is no tokenizer that can be read: {said}") from error
+        problem = f"{type(error).__name__}: {error!s:.300}"
+        raise ValueError(f"{path} is no tokenizer that can be read: {problem}") from error
 
 
 def tokenizer_path(source: TokenizerSource) -> Path:
-    """The file or folder of a tokenizer; of a GGUF file the folder of its model.
+    """The file or folder of a tokenizer; for a GGUF file the folder of its model.
 
     Raises:
         ValueError: The GGUF file cannot be used.
@@ -369,8 +372,8 @@ def published_ends(source: TokenizerSource) -> frozenset[int]:
     """Ids that end a text by the `generation_config.json` beside the tokenizer, of which there may be several."""
     if not source.path:
         return frozenset()
-    found = read_json(published_folder(source) / "generation_config.json").get("eos_token_id")
-    return frozenset(found if isinstance(found, list) else () if found is None else (found,))
+    end_ids = read_json(published_folder(source) / "generation_config.json").get("eos_token_id")
+    return frozenset(end_ids if isinstance(end_ids, list) else () if end_ids is None else (end_ids,))
 
 
 def with_added_tokens(spec: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""A sampled turn from left to right: its thoughts, its calls, and whether it is over at a stop text.
+"""Reads a sampled turn from left to right: its thoughts, its calls, and whether it is over at a stop text.
 
-Inside a thought only the mark that closes it counts, and inside a call only the call's own end: a call that a thought
-mentions is none, and marks inside the arguments of a call are text. The engine's stop and the parser of turns read
-turns by the same function.
+Inside a thought only the mark that closes it counts, and inside a call only the call's own end: a call mentioned in a
+thought is not run, and marks inside the arguments of a call are text. The engine's stop test and the parser of turns
+use the same function.
 """
 
 from collections.abc import Sequence
@@ -12,48 +12,48 @@ from grpo_roc_jax.text.calls import THOUGHTS, CallSpan, Tools
 from grpo_roc_jax.text.forms import CallForm
 
 MOST_MENTIONS = 64
-"""Calls within one thought that are looked at, and stop texts that one turn may hold back."""
+"""Most calls within one thought that are examined, and most stop texts that one turn may ignore."""
 CLOSINGS = tuple(closing for _, closing in THOUGHTS)
 
 
 @dataclass(frozen=True)
 class TurnParts:
-    """What a turn consists of."""
+    """The parts of a turn."""
 
     spans: tuple[CallSpan, ...]
-    """Calls outside thoughts."""
+    """Calls outside of thoughts."""
     plain: tuple[tuple[int, int], ...]
-    """Ranges of the text outside calls and closed thoughts."""
+    """Ranges of the text outside of calls and closed thoughts, as (start, end)."""
     thinks: bool
-    """A thought is open at the end."""
+    """Whether a thought is open at the end."""
 
 
 def read_turn(text: str, form: CallForm, *, opened: bool, strict: bool = False, tools: Tools = ()) -> TurnParts:
-    """The parts of a turn; never raises, in linear time.
+    """The parts of a turn. Never raises; takes linear time.
 
     A closing mark of a thought without an opening one ends a thought that began with the turn. If the prompt has not
-    opened that thought, complete calls before the mark count all the same. What stands in a thought that is not closed
-    is text, but no call of it counts.
+    opened that thought, complete calls before the mark count all the same. A thought that is not closed is text, but
+    its calls do not count.
 
     Args:
-        text: Of the turn, without its end token.
+        text: Text of the turn, without its end token.
         form: How its calls are written.
-        opened: The prompt has opened a thought.
-        strict: Such a thought is open until it is closed. Otherwise a turn that never closes it has none.
+        opened: Whether the prompt has opened a thought.
+        strict: Whether such a thought is open until it is closed. Otherwise a turn that never closes it has no thought.
         tools: JSON schemas.
     """
     return _Reader(text, form, tools).parts(opened, strict)
 
 
 class _Reader:
-    """Reads one turn. Searches go forward only, so that each mark is looked for once."""
+    """Reads one turn. Searches only go forward, so that each mark is searched once."""
 
     def __init__(self, text: str, form: CallForm, tools: Tools):
         self._text, self._form, self._tools = text, form, tools
         self._places: dict[str, int] = {}
         self._span: CallSpan | None = None
         self._searched = -1
-        """Calls that begin from here on have been searched for; the first of them is `_span`."""
+        """Calls that begin at or after this index have been searched; the first of them is `_span`."""
 
     def parts(self, opened: bool, strict: bool) -> TurnParts:
         text = self._text
@@ -83,12 +83,12 @@ class _Reader:
         return TurnParts(tuple(spans), tuple(plain), thinks)
 
     def _find(self, mark: str, at: int) -> int:
-        """Where a mark stands next; the length of the text if it does not."""
-        place = self._places.get(mark, -1)
-        if place < at:
-            place = self._text.find(mark, at)
-            place = self._places[mark] = len(self._text) if place < 0 else place
-        return place
+        """Index of the next occurrence of a mark; the length of the text if there is none."""
+        position = self._places.get(mark, -1)
+        if position < at:
+            position = self._text.find(mark, at)
+            position = self._places[mark] = len(self._text) if position < 0 else position
+        return position
 
     def _next_call(self, at: int) -> CallSpan | None:
         known = self._searched >= 0 and self._searched <= at and (self._span is None or self._span.start >= at)
@@ -97,47 +97,46 @@ class _Reader:
         return self._span
 
     def _next_thought(self, at: int) -> tuple[int, int, str] | None:
-        """(place of the next opening mark, its end, the closing mark that belongs to it)."""
+        """(index of the next opening mark, its end, the closing mark that belongs to it); None if there is none."""
         pairs = (*self._form.thoughts, *THOUGHTS)
-        place, opening, closing = min(
+        position, opening, closing = min(
             ((self._find(mark, at), mark, close) for mark, close in pairs), key=lambda x: x[0]
         )
-        return (place, place + len(opening), closing) if place < len(self._text) else None
+        return (position, position + len(opening), closing) if position < len(self._text) else None
 
     def _closing(self, at: int, marks: Sequence[str]) -> int | None:
-        """The end of the first of these marks that stands in no complete call."""
+        """The end of the first of these marks outside of complete calls; None if there is none."""
         mentions = 0
         while True:
-            place, mark = min((self._find(mark, at), mark) for mark in marks)
-            if place == len(self._text):
+            position, mark = min((self._find(mark, at), mark) for mark in marks)
+            if position == len(self._text):
                 return None
             span = self._next_call(at) if mentions < MOST_MENTIONS else None
-            if span is None or span.start >= place:
-                return place + len(mark)
+            if span is None or span.start >= position:
+                return position + len(mark)
             mentions += 1
             at = span.end if span.state == "closed" else span.start + 1
 
     def _first_closing(self, opened: bool) -> tuple[int | None, list[CallSpan]]:
-        """(end of the mark that closes a thought which began with the turn, if there is one; the complete calls before
-        it)."""
+        """(end of the mark that closes a thought which began with the turn, or None; the complete calls before it)."""
         at = mentions = 0
         before: list[CallSpan] = []
         while True:
-            place, mark = min((self._find(mark, at), mark) for mark in CLOSINGS)
-            if place == len(self._text):
+            position, mark = min((self._find(mark, at), mark) for mark in CLOSINGS)
+            if position == len(self._text):
                 return None, []
             thought = None if opened else self._next_thought(at)
             span = self._next_call(at) if mentions < MOST_MENTIONS else None
-            if span is not None and span.start < min(place, thought[0] if thought else place):
+            if span is not None and span.start < min(position, thought[0] if thought else position):
                 mentions += 1
                 if span.state == "open" and not opened:
                     return None, []
                 before += [span] if span.state == "closed" else []
                 at = span.end if span.state == "closed" else span.start + 1
-            elif thought is not None and thought[0] < place:
+            elif thought is not None and thought[0] < position:
                 return None, []
             else:
-                return place + len(mark), before
+                return position + len(mark), before
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,8 @@ class StopTest:
 
     form: CallForm
     answer: str
-    """The stop text that ends a turn wherever it stands but inside a call; the others close a call."""
+    """The stop text of an answer, which ends a turn anywhere except inside a call. The other stop texts
+    close a call."""
     tools: Tools
     opened: bool
     strict: bool
@@ -168,22 +168,22 @@ class StopTest:
         return stray or not parts.thinks
 
     def end(self, text: str, stops: Sequence[str], *, beyond: int = 0) -> int | None:
-        """Where the first of these stop texts ends at which the turn is over; None if it goes on.
+        """The end of the first of these stop texts at which the turn is over; None if it goes on.
 
-        At most `MOST_MENTIONS` of them are held back; the next one ends the turn whatever it stands in.
+        At most `MOST_MENTIONS` of them are ignored; the next one ends the turn wherever it stands.
 
         Args:
-            text: Of the turn so far.
-            stops: The texts.
-            beyond: Those that end up to here are known to be held back.
+            text: The turn so far.
+            stops: The stop texts.
+            beyond: Stop texts that end up to this index are known to be ignored.
         """
-        at = held = 0
+        at = ignored = 0
         while True:
-            places = [(place, len(stop)) for stop in stops if (place := text.find(stop, at)) >= 0]
+            places = [(position, len(stop)) for stop in stops if (position := text.find(stop, at)) >= 0]
             if not places:
                 return None
-            place, length = min(places)
-            held += 1
-            if place + length > beyond and (held > MOST_MENTIONS or self.over(text[: place + length])):
-                return place + length
-            at = place + length
+            position, length = min(places)
+            ignored += 1
+            if position + length > beyond and (ignored > MOST_MENTIONS or self.over(text[: position + length])):
+                return position + length
+            at = position + length

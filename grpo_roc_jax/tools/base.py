@@ -1,5 +1,5 @@
-"""Calls of tools on top of an executor of programs: arguments are checked, trusted functions run in the trainer, and
-every result gets the text that the policy sees."""
+"""Tool calls on top of an executor of programs: arguments are checked, trusted functions run in the trainer, and every
+result gets the text that the policy sees."""
 
 import threading
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from grpo_roc_jax.tools.registry import Job, Registry, default_registry
 
 
 class BaseExecutor(ProgramExecutor):
-    """A `ToolExecutor` whose subclasses run the programs that calls come to."""
+    """A `ToolExecutor` whose subclasses run the programs of calls."""
 
     def __init__(self, config: ToolsConfig, registry: Registry | None = None, **pool: Any) -> None:
         super().__init__(share_results=config.share_results, **pool)

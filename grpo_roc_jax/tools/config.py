@@ -21,7 +21,7 @@ from grpo_roc_jax.settings.options import (
 )
 
 LEVELS = ("L0", "L1", "L2", "L3", "L4")
-"""Isolation levels from weakest to strongest; `sandbox` says what each adds."""
+"""Isolation levels from weakest to strongest; the documentation of `sandbox` says what each adds."""
 
 
 class Executor(Axis, axis="tools.executor"):
@@ -67,7 +67,7 @@ class RemoteService(Executor):
     reads: ClassVar[tuple[str, ...]] = (
         "executor", "enabled", "wall_s", "output_kb", "observation", "hide_addresses", "share_results",
     )  # fmt: skip
-    """Settings of `tools` that have an effect beside those of this kind."""
+    """Settings of `tools` that have an effect in addition to those of this kind."""
 
     url: str = "http://127.0.0.1:8080"
     """Base address. Requests carry the bearer token in the environment variable `GRPO_TOOLS_TOKEN`, if it is set."""
@@ -187,8 +187,10 @@ class ToolsConfig:
                 "lower min_level as well for weaker isolation"
             )
         if isinstance(self.executor, RemoteService):
-            fields = {name: one for name, one in fields_of(ToolsConfig).items() if name not in self.executor.reads}
-            unread = [name for name, one in fields.items() if getattr(self, name) != default_of(one)]
+            fields = {
+                name: setting for name, setting in fields_of(ToolsConfig).items() if name not in self.executor.reads
+            }
+            unread = [name for name, setting in fields.items() if getattr(self, name) != default_of(setting)]
             if unread:
                 raise ValueError(
                     f"tools.{unread[0]} = {as_text(getattr(self, unread[0]))} has no effect with tools.executor "
@@ -198,22 +200,22 @@ class ToolsConfig:
 
     @property
     def pool_size(self) -> int:
-        """Workers after the automatic choice."""
+        """Number of workers; resolves the automatic choice."""
         if self.workers:
             return self.workers
         return workers_for(len(parse_cpus(self.cpus)) if self.cpus else len(os.sched_getaffinity(0)))
 
     @property
     def root_count(self) -> int:
-        """Warm interpreters after the automatic choice."""
+        """Number of warm interpreters; resolves the automatic choice."""
         return self.roots or max(1, self.pool_size // 4)
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Core numbers of a list such as `0-3,8`.
+    """The core numbers of a list such as `0-3,8`.
 
     Raises:
-        ValueError: the text is no such list.
+        ValueError: The text is not such a list.
     """
     cores: set[int] = set()
     for part in text.split(","):

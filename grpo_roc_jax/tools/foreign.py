@@ -1,7 +1,8 @@
 """Tools whose schemas come from elsewhere: other packages, servers, data sets. jsonschema checks their arguments.
 
-Such schemas lack `properties`, use `$ref`, lists of types, booleans in place of schemas or nested requirements, all of
-which are valid JSON Schema (draft 2020-12). What is written here is the form around them and the words for the policy.
+Such schemas may lack `properties`, use `$ref`, lists of types, booleans in place of schemas or nested requirements, all
+of which is valid JSON Schema (draft 2020-12). This module normalizes the form around them and words the errors for the
+policy.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +46,7 @@ def normalized(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ForeignSignature(Signature):
-    """A description whose arguments jsonschema checks; `$ref` is followed within the schema alone."""
+    """A description whose arguments jsonschema checks; `$ref` is followed within the schema only."""
 
     model: None = None
 
@@ -71,10 +72,12 @@ class ForeignSignature(Signature):
             return f"argument {extra!r:.80} is not known; expected: {', '.join(known)}"
         if error.validator == "type":
             kinds = error.validator_value
-            said = f"must be {kinds if isinstance(kinds, str) else ' or '.join(kinds)}, got {json_type(error.instance)}"
+            problem = (
+                f"must be {kinds if isinstance(kinds, str) else ' or '.join(kinds)}, got {json_type(error.instance)}"
+            )
         else:
-            said = error.message[:200]
-        return f"argument {path[0]!r} {place_of(path[1:], arguments[path[0]])}{said}" if path else said
+            problem = error.message[:200]
+        return f"argument {path[0]!r} {place_of(path[1:], arguments[path[0]])}{problem}" if path else problem
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class ForeignTool(Tool):
     """A tool with a schema of its own."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
-    """As `normalized` returns it."""
+    """The schema as `normalized` returns it."""
 
     @property
     def name(self) -> str:
@@ -109,7 +112,7 @@ def foreign_tool(schema: Mapping[str, Any], function: Callable[..., Any]) -> For
     )
     try:
         for error in tool.signature._validator.iter_errors({name: None for name in given["parameters"]["properties"]}):
-            del error  # what is wrong with the values does not matter; references are followed on the way
+            del error  # errors in the values do not matter here; references are followed on the way
     except Unresolvable as unknown:
         raise ValueError(f"tool {given['name']!r}: its schema refers to what it does not hold: {unknown}") from unknown
     return tool

@@ -1,6 +1,6 @@
 """What a caller and an executor agree on: calls, capabilities, errors and the methods of `ToolExecutor`.
 
-A decode loop calls `submit` when a row has emitted a complete call and `poll` between its steps; neither waits.
+A decode loop calls `submit` when a row has emitted a complete call, and `poll` between its steps; neither waits.
 Results are matched to calls by id and arrive in the order in which the calls end.
 """
 

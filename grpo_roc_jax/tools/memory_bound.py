@@ -1,4 +1,4 @@
-"""The most memory that all programs of an executor can take together, which only a cgroup limits as one."""
+"""The most memory that all programs of an executor can take together. Only a cgroup limits this sum."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ def program_bytes(config: ToolsConfig) -> int:
 
 
 def host_bytes() -> int:
-    """Memory of the host, or the limit of this process's control group if that is lower."""
+    """Bytes of memory of the host, or the limit of this process's control group if that is lower."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = Path(name).read_text(encoding="utf-8").strip() if os.path.exists(name) else ""
@@ -28,7 +28,7 @@ def host_bytes() -> int:
 
 
 def describe_memory(config: ToolsConfig) -> str:
-    """The sum in words, with what limits it; empty where programs run elsewhere."""
+    """A line with the sum and what limits it; empty if programs run elsewhere."""
     if isinstance(config.executor, PoolInCgroup):
         return f"programs share {config.executor.memory_mb * MIB / GIB:.1f} GiB of memory, the limit of their cgroup"
     if not isinstance(config.executor, LocalPool | RayActors):

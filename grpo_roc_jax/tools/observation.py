@@ -15,7 +15,7 @@ TERMINAL_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,256}(?
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SURROGATES = re.compile(r"[\ud800-\udfff]")
 ADDRESSES = re.compile(r"\bat 0x[0-9a-fA-F]{6,16}\b")
-"""As in the default repr of objects; addresses differ from run to run."""
+"""Addresses as in the default repr of objects; they differ from run to run."""
 LIBRARY_PATHS = re.compile(r'(?:(?<=File ")|^)/[^"\n:]*?/lib/python3\.\d+/(?:site-packages/)?', re.M)
 SCRATCH_NAME = re.compile(r"grpo-tools-\w{8}/w\d+-\d+-\d+")
 UNBROKEN = re.compile(r"[^\s\"':]+")
@@ -36,7 +36,7 @@ def observe(result: ToolResult, code: str, config: ToolsConfig) -> str:
     """The observation text of a result, before any token budget; quotes the line of an error from `code`."""
     text = _rstar2(result, code, config) if config.observation == "rstar2" else _plain(result, code, config)
     if "/" not in text and "at 0x" not in text and text.replace("\n", "").isprintable():
-        return text  # most output; nothing below can match
+        return text  # most outputs end here; nothing below can match
     text = LIBRARY_PATHS.sub("", sanitize(text))
     if SCRATCH_NAME.search(text):
         text = UNBROKEN.sub(_hide_scratch, text)
@@ -52,11 +52,11 @@ def sanitize(text: str) -> str:
 def _hide_scratch(unbroken: re.Match[str]) -> str:
     """Replace scratch directories, from the first slash on. Time is linear in the text, which the policy can choose."""
     text, pieces, done = unbroken.group(), [], 0
-    for found in SCRATCH_NAME.finditer(text):
-        start = text.find("/", done, found.start())
+    for match in SCRATCH_NAME.finditer(text):
+        start = text.find("/", done, match.start())
         if start >= 0:
             pieces += [text[done:start], "/scratch"]
-            done = found.end()
+            done = match.end()
     return "".join([*pieces, text[done:]])
 
 
@@ -67,9 +67,9 @@ def _plain(result: ToolResult, code: str, config: ToolsConfig) -> str:
     if result.kind != "ok":
         blocks.append(f"[{result.kind}] {_what(result, config)}{_where(result, code)}")
     if result.session_id and (result.exit_code is not None or result.signal is not None):
-        kept = "it was rolled back to the state before this cell"
+        rolled_back = "it was rolled back to the state before this cell"
         lost = "it was restarted empty; define again what is needed"
-        blocks.append(f"[session] {kept if result.rolled_back else lost}")
+        blocks.append(f"[session] {rolled_back if result.rolled_back else lost}")
     text = "\n".join(block.rstrip("\n") for block in blocks if block)
     return text if text.strip() else "[no output]"
 
@@ -120,11 +120,11 @@ def _rstar2(result: ToolResult, code: str, config: ToolsConfig) -> str:
         if result.kind == "timeout":
             stderr += "Suicide from timeout."
         else:
-            place = f" at line {result.error_line}" if result.error_line is not None else ""
+            at_line = f" at line {result.error_line}" if result.error_line is not None else ""
             quoted = _source_line(result, code)
             kind = result.error_type or result.kind
             detail = result.error_message or _what(result, config)
-            stderr += f"{kind}{place}: {detail}" + (f"\n  {quoted}" if quoted else "")
+            stderr += f"{kind}{at_line}: {detail}" + (f"\n  {quoted}" if quoted else "")
     if stdout:
         lines.append(f"stdout: {stdout}")
     if stderr:

@@ -12,7 +12,7 @@ from grpo_roc_jax.tools.registry import Registry
 
 
 def settings_of(config: ToolsConfig) -> ExecutorSettings:
-    """The configuration as the executor process gets it, automatic choices made."""
+    """The configuration as the executor process receives it, with automatic choices resolved."""
     limits = {field.name: getattr(config, field.name) for field in fields(ProgramLimits) if field.name != "nproc"}
     cpus = tuple(sorted(parse_cpus(config.cpus))) if config.cpus else ()
     names = {field.name for field in fields(ExecutorSettings)} - {"limits", "cpu_list"}

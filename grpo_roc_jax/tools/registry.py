@@ -33,30 +33,30 @@ TYPE_ERRORS = {
     "bool_type": "boolean", "dict_type": "object", "float_type": "number", "int_type": "integer", "list_type": "array",
     "none_required": "null", "string_type": "string",
 }  # fmt: skip
-"""pydantic's name of the error -> the JSON type that was expected."""
+"""pydantic's name of an error -> the JSON type that was expected."""
 JSON_VALUES = frozenset((
     "any", "none", "bool", "int", "float", "str", "literal", "list", "dict", "nullable", "union", "definitions",
     "definition-ref", "default", "model", "model-fields", "model-field", "typed-dict", "typed-dict-field",
 ))  # fmt: skip
-"""pydantic's names of the types whose JSON values are the values themselves."""
+"""pydantic's names of the types whose JSON values equal the Python values."""
 UNKNOWN_ARGUMENT = ("extra_forbidden", "invalid_key")
 MAX_TOOL_NAME = 128
 MAX_DESCRIPTION = 4000
-"""Characters of a description in a schema from outside, of the tool or of a parameter; longer ones are cut."""
+"""Most characters of a description in an outside schema, of the tool or of a parameter; longer ones are cut."""
 MAX_SCHEMA = 64_000
-"""Characters of such a schema as JSON."""
+"""Most characters of an outside schema as JSON."""
 TOOL_NAME = re.compile(rf"[\w./:-]{{1,{MAX_TOOL_NAME}}}")
 
 
 def outside_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool from a server or a data set, as it may stand in a prompt: long descriptions are cut, so that
-    nobody else fills the prompt. `text.escape.plain_tools` escapes what imitates a mark of the dialogue.
+    """The schema of a tool from a server or a data set in a form that may stand in a prompt. Long descriptions are cut,
+    so that outsiders cannot fill the prompt. `text.escape.plain_tools` escapes what imitates a mark of the dialogue.
 
     Args:
-        function: With `name`, `description` and `parameters`.
+        function: Mapping with `name`, `description` and `parameters`.
 
     Raises:
-        ValueError: Its name is not made of letters, digits and `_ . / : -`, is too long, or the schema is.
+        ValueError: The name is not made of letters, digits and `_ . / : -`, or the name or the schema is too long.
     """
     name = str(function.get("name"))
     if not TOOL_NAME.fullmatch(name):
@@ -137,11 +137,11 @@ class Signature:
 
     def _describe(self, errors: list[Any], arguments: Mapping[str, Any]) -> str:
         """The first error in words: a missing argument, else the first wrong one in the order of the arguments."""
-        missing = [one["loc"][0] for one in errors if one["type"] == "missing" and len(one["loc"]) == 1]
+        missing = [error["loc"][0] for error in errors if error["type"] == "missing" and len(error["loc"]) == 1]
         if missing:
             return f"argument {missing[0]!r} is missing"
         order = list(arguments)
-        first = min(errors, key=lambda one: order.index(one["loc"][0]))
+        first = min(errors, key=lambda error: order.index(error["loc"][0]))
         name, *inner = first["loc"]
         if first["type"] in UNKNOWN_ARGUMENT and not inner:
             return f"argument {name!r:.80} is not known; expected: {', '.join(self.parameters['properties'])}"
@@ -153,7 +153,7 @@ class Signature:
 
 
 def place_of(path: list[int | str], value: Any) -> str:
-    """The place of an error inside a value, in words."""
+    """The location of an error inside a value, in words."""
     words = ""
     for part in path:
         if isinstance(value, Mapping) and part in value:
@@ -188,7 +188,9 @@ def _signature_of(function: Callable[..., Any], bound: bool) -> Signature:
     if not text:
         raise ValueError(f"tool {name!r} has no docstring; the policy reads it to learn what the tool does")
     document = docstring_parser.parse(text)
-    described = {one.arg_name: " ".join((one.description or "").split()) for one in document.params}
+    described = {
+        argument_name.arg_name: " ".join((argument_name.description or "").split()) for argument_name in document.params
+    }
     hints = get_type_hints(function, include_extras=True)
     parameters = list(inspect.signature(function).parameters.values())[bound:]
     fields: dict[str, Any] = {}
@@ -199,7 +201,7 @@ def _signature_of(function: Callable[..., Any], bound: bool) -> Signature:
         if hint is object:
             raise ValueError(f"{name}.{parameter.name}: type {hint!r} has no JSON schema; use Any for any value")
         default = ... if parameter.default is parameter.empty else None
-        # Names of arguments are aliases, since some, such as `copy` or `_x`, cannot be names of a model's fields.
+        # Arguments are named by aliases, since some names, such as `copy` or `_x`, cannot be fields of a model.
         fields[f"argument_{number}"] = (hint, Field(default, alias=parameter.name))
     try:
         model = create_model(name, __base__=Arguments, **fields)
@@ -207,11 +209,11 @@ def _signature_of(function: Callable[..., Any], bound: bool) -> Signature:
     except PydanticUserError as error:
         message = f"tool {name!r}: a parameter's type has no JSON schema ({error.message}); "
         raise ValueError(message + "use str, int, float, bool, Literal, list, dict or TypedDict") from error
-    properties = {one: dict(part) for one, part in made.get("properties", {}).items()}
-    for one, part in properties.items():
+    properties = {argument_name: dict(part) for argument_name, part in made.get("properties", {}).items()}
+    for argument_name, part in properties.items():
         part.pop("default", None)
-        if described.get(one):
-            part["description"] = described[one]
+        if described.get(argument_name):
+            part["description"] = described[argument_name]
     schema = {"type": "object", "properties": properties, "required": made.get("required", [])}
     if "$defs" in made:
         schema["$defs"] = made["$defs"]
@@ -271,7 +273,7 @@ class Registry:
         return iter(self._tools.values())
 
     def get(self, name: str) -> Tool | None:
-        """The tool of that name, if there is one."""
+        """The tool of that name; None if there is none."""
         return self._tools.get(name)
 
     def add(self, function: Callable[..., Any], *, where: Literal["sandbox", "trainer"] = "sandbox") -> Tool:
@@ -293,7 +295,7 @@ class Registry:
         return tool
 
     def prepare(self, name: str, arguments: Any, session: str | None) -> Job | ToolResult:
-        """The job of a call, or the result that says what is wrong with it."""
+        """The job of a call, or the result that says what is wrong with the call."""
         tool = self._tools.get(name)
         if tool is None:
             known = ", ".join(self._tools)
@@ -330,7 +332,7 @@ class ToolUnavailable(Exception):
 
 
 class TooLate(Exception):
-    """An awaited tool exceeded its time; its own `TimeoutError` is an error like any other."""
+    """An awaited tool exceeded its time. A `TimeoutError` of its own is an error like any other."""
 
 
 async def await_for(value: Awaitable[Any], limit_s: float | None) -> Any:
@@ -351,7 +353,7 @@ async def await_for(value: Awaitable[Any], limit_s: float | None) -> Any:
 
 
 async def _contained(value: Awaitable[Any]) -> Any:
-    """The value; an exit that it asks for would end the event loop, and is an error instead."""
+    """Awaits the value. A request to exit would end the event loop, so it is turned into an error."""
     try:
         return await value
     except (SystemExit, KeyboardInterrupt) as error:
@@ -374,7 +376,8 @@ def failed_result(error: Exception, limit_s: float | None) -> ToolResult:
 
 
 def tool_of_function(function: Callable[..., Any], where: Literal["sandbox", "trainer"]) -> Tool:
-    """A tool made of a function. Raises ValueError without a schema, or without source if it runs in the sandbox."""
+    """A tool made from a function. Raises ValueError if it has no schema, or no source although it runs in
+    the sandbox."""
     signature_of(function)  # raises if there is none
     if where == "trainer":
 

@@ -1,6 +1,6 @@
-"""What the page asks about runs, as values that JSON holds; reads the directories of the runs and nothing else.
+"""Answers to the page's questions about runs, as values that JSON can hold. Reads only the directories of the runs.
 
-The page does the filtering itself: it holds the index of every step (`blocks`), and asks for single trajectories.
+The page does the filtering itself: it has the index of every step (`blocks`), and asks for single trajectories.
 """
 
 import json
@@ -24,7 +24,7 @@ from grpo_roc_jax.settings.files import parse_json
 from grpo_roc_jax.view.curves import RunData, by_label, load_runs
 
 EVENT_ROWS = 10_000
-"""Newest events that are shown."""
+"""Largest number of newest events that are shown."""
 Block = tuple[str, int]
 """Kind and step of a file of the log."""
 
@@ -38,16 +38,16 @@ class Runs:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = [Path(path) for path in paths]
-        found = []
+        loaded = []
         for path in self.paths:
             if not (path / FILE).exists() and not trace_files(path):
                 raise FileNotFoundError(f"{path} has neither {FILE} nor trajectories; name the directory of a run")
-            found += load_runs([str(path)]) if (path / FILE).exists() else [RunData(path, [], {})]
-        self.labels = {str(run.path): label for label, members in by_label(found).items() for run in members}
+            loaded += load_runs([str(path)]) if (path / FILE).exists() else [RunData(path, [], {})]
+        self.labels = {str(run.path): label for label, members in by_label(loaded).items() for run in members}
         self._accuracy = lru_cache(maxsize=4096)(self._measured)
 
     def state(self) -> list[dict[str, Any]]:
-        """Names of the runs, and a stamp of every file, which changes with its content."""
+        """Names of the runs, and a stamp of every file that changes with its content."""
         return [
             {
                 "name": str(path),
@@ -67,61 +67,63 @@ class Runs:
         return {"steps": [row["step"] for row in rows], "columns": columns, "events": events(path, columns, rows)}
 
     def blocks(self, run: int, wanted: Iterable[Block]) -> Iterator[bytes]:
-        """The index of each file of the log; those that are gone by now are left out."""
+        """The index of each file of the log; files that no longer exist are left out."""
         logs = self._logs(run)
         return (index.load(logs[block], *block) for block in wanted if block in logs)
 
-    def trajectory(self, run: int, block: Block, place: int) -> dict[str, Any] | None:
-        """One trajectory with all that is known of it; None without it."""
-        return next(iter(self.trajectories(run, block, [place])), None)
+    def trajectory(self, run: int, block: Block, row: int) -> dict[str, Any] | None:
+        """All details of one trajectory; None if it does not exist."""
+        return next(iter(self.trajectories(run, block, [row])), None)
 
     def trajectories(self, run: int, block: Block, places: Iterable[int]) -> list[dict[str, Any]]:
-        """Trajectories of a file of the log, those at places that it has."""
+        """Trajectories of a file of the log; indices that the file does not have are skipped."""
         log = self._logs(run).get(block)
-        found = list(lines(log, block, places)) if log else []
-        return [details(from_json(parse_json(line, f"a line of step {block[1]}")), self._pieces(run)) for line in found]
+        log_lines = list(lines(log, block, places)) if log else []
+        return [
+            details(from_json(parse_json(line, f"a line of step {block[1]}")), self._pieces(run)) for line in log_lines
+        ]
 
     def search(self, run: int, text: str, wanted: Iterable[Block]) -> dict[str, list[int]]:
-        """Block -> places of the trajectories whose text holds this, ASCII letters in either case."""
+        """Block -> indices of the trajectories whose text contains `text`, ignoring the case of ASCII letters."""
         sought = _folded(text)
-        found: dict[str, list[int]] = {}
+        matches: dict[str, list[int]] = {}
         logs = self._logs(run)
         for block in wanted:
-            for place, line in enumerate(lines(logs[block], block) if block in logs else ()):
+            for row, line in enumerate(lines(logs[block], block) if block in logs else ()):
                 end = line.rfind(b', "tokens": "')
                 if sought in line[:end].lower() and any(sought in _folded(part) for part in texts(index.parsed(line))):
-                    found.setdefault(f"{block[0]}.{block[1]}", []).append(place)
-        return found
+                    matches.setdefault(f"{block[0]}.{block[1]}", []).append(row)
+        return matches
 
     def evaluations(self) -> dict[str, Any]:
-        """Accuracy with 95% intervals of every evaluation by source, and paired differences of some of them."""
-        rows, whole = [], []
+        """Accuracy with 95% intervals of every evaluation by source, and paired differences between some of them."""
+        rows, evaluated = [], []
         for run, path in enumerate(self.paths):
-            held = [(log, step) for log, kind, step in trace_files(path) if kind == "eval"]
-            for log, step in held:
-                found, row = self._accuracy(log, _stamp(log), step)
+            logs = [(log, step) for log, kind, step in trace_files(path) if kind == "eval"]
+            for log, step in logs:
+                accuracies, row = self._accuracy(log, _stamp(log), step)
                 rows += [{"run": run, "step": step, **entry} for entry in row]
-                whole.append((run, step, found))
-        pairs = [(last, first) for first, last in _ends(whole)]
-        newest = [last for _, last in _ends(whole)]
+                evaluated.append((run, step, accuracies))
+        pairs = [(last, first) for first, last in _ends(evaluated)]
+        newest = [last for _, last in _ends(evaluated)]
         pairs += [(other, newest[0]) for other in newest[1:]]
         return {"rows": rows, "differences": [difference(*pair) for pair in pairs if pair[0] is not pair[1]]}
 
     def _measured(self, log: Path, stamp: str, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """(accuracy by problem, a row by source); `stamp` is a key of the cache alone."""
+        """(accuracy by problem, a row by source). `stamp` only serves as a key of the cache."""
         by_source: dict[str, dict[str, list[bool]]] = {}
         for row in index.rows(index.load(log, "eval", step)):
             if row["status"] != "unscored":
                 uid, source = row["problem"][:2]
                 by_source.setdefault(source, {}).setdefault(uid, []).append(row["status"] == "correct")
         means = {s: {uid: float(np.mean(c)) for uid, c in problems.items()} for s, problems in by_source.items()}
-        every = {uid: value for found in means.values() for uid, value in found.items()}
+        every = {uid: value for by_problem in means.values() for uid, value in by_problem.items()}
         rows = []
-        for source, found in (means | ({ALL: every} if len(means) > 1 else {})).items():
-            values = np.array(list(found.values()))
+        for source, by_problem in (means | ({ALL: every} if len(means) > 1 else {})).items():
+            values = np.array(list(by_problem.values()))
             low, high = bootstrap(values)
             rows.append(
-                {"source": source, "problems": len(found), "mean": float(values.mean()), "low": low, "high": high}
+                {"source": source, "problems": len(by_problem), "mean": float(values.mean()), "low": low, "high": high}
             )
         return every, rows
 
@@ -140,16 +142,16 @@ def _read_pieces(folder: Path, stamp: str) -> dict[int, str]:
 
 
 def lines(log: Path, block: Block, places: Iterable[int] | None = None) -> Iterator[bytes]:
-    """Lines of a file of the log: all, or those at these places."""
+    """Lines of a file of the log: all, or those with these indices."""
     if places is None:
         with open(log, "rb") as file:
             yield from file
         return
     offsets = json.loads(index.load(log, *block))["columns"]["offset"]
     with open(log, "rb") as file:
-        for place in places:
-            if 0 <= place < len(offsets):
-                file.seek(offsets[place])
+        for row in places:
+            if 0 <= row < len(offsets):
+                file.seek(offsets[row])
                 yield file.readline()
 
 
@@ -193,7 +195,7 @@ def details(record: TraceRecord, pieces: Mapping[int, str]) -> dict[str, Any]:
 
 
 def texts(line: Mapping[str, Any]) -> Iterator[str]:
-    """Everything in a parsed line that people search: prompts, turns, calls, outputs, answers."""
+    """All texts of a parsed line that can be searched: prompts, turns, calls, outputs, answers."""
     yield line["problem"]["prompt"]
     yield from line["context"]
     yield (line["verdict"] or {}).get("answer") or ""
@@ -206,7 +208,7 @@ def texts(line: Mapping[str, Any]) -> Iterator[str]:
 
 def events(path: Path, columns: Mapping[str, Sequence[float | None]], rows: Sequence[Mapping[str, float]]) -> list[Any]:
     """Alarms: {step, name, text} from `events.jsonl` and from metrics named `alarm/...` that are not 0."""
-    found = [
+    alarms = [
         {"step": row["step"], "name": name.removeprefix("alarm/"), "text": f"{value:g}"}
         for name in columns
         if name.startswith("alarm/")
@@ -214,15 +216,16 @@ def events(path: Path, columns: Mapping[str, Sequence[float | None]], rows: Sequ
         if value
     ]
     noted = read_events(path)[-EVENT_ROWS:]
-    found += [{"step": event["step"], "name": event["event"], "text": event["text"]} for event in noted]
-    return sorted(found, key=lambda event: event["step"])
+    alarms += [{"step": event["step"], "name": event["event"], "text": event["text"]} for event in noted]
+    return sorted(alarms, key=lambda event: event["step"])
 
 
 def difference(first: tuple[int, int, dict], second: tuple[int, int, dict]) -> dict[str, Any]:
-    """Accuracy of one evaluation less that of another on the problems of both, and on how many they agree."""
-    (run, step, one), (run_two, step_two, two) = first, second
-    shared = sorted(one.keys() & two.keys())
-    a, b = (np.array([found[uid] for uid in shared], np.float64) for found in (one, two))
+    """Accuracy of one evaluation minus that of another on their common problems, and the number of problems on which
+    they agree."""
+    (run, step, first_scores), (run_two, step_two, second_scores) = first, second
+    shared = sorted(first_scores.keys() & second_scores.keys())
+    a, b = (np.array([scores[uid] for uid in shared], np.float64) for scores in (first_scores, second_scores))
     low, high = bootstrap(a - b)
     won, lost = a >= 0.5, b >= 0.5
     counts = {"both": won & lost, "first": won & ~lost, "second": ~won & lost, "neither": ~won & ~lost}
@@ -233,12 +236,12 @@ def difference(first: tuple[int, int, dict], second: tuple[int, int, dict]) -> d
     }  # fmt: skip
 
 
-def _ends(whole: Sequence[tuple[int, int, dict]]) -> list[tuple[Any, Any]]:
+def _ends(evaluated: Sequence[tuple[int, int, dict]]) -> list[tuple[Any, Any]]:
     """(first, last) evaluation of each run."""
     by_run: dict[int, list[Any]] = {}
-    for entry in whole:
+    for entry in evaluated:
         by_run.setdefault(entry[0], []).append(entry)
-    return [(found[0], found[-1]) for found in by_run.values()]
+    return [(of_run[0], of_run[-1]) for of_run in by_run.values()]
 
 
 def block_of(name: str) -> Block:
@@ -247,10 +250,10 @@ def block_of(name: str) -> Block:
     Raises:
         ValueError: The name has another form.
     """
-    found = re.fullmatch(r"(step|eval)\.(\d{1,12})", name)
-    if not found:
+    match = re.fullmatch(r"(step|eval)\.(\d{1,12})", name)
+    if not match:
         raise ValueError(f"no block is named {name!r}; must be like step.12")
-    return found[1], int(found[2])
+    return match[1], int(match[2])
 
 
 def _number(value: float | None) -> float | None:
@@ -268,7 +271,7 @@ def _folded(text: str) -> bytes:
 
 def _stamp(path: Path) -> str:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return ""
-    return f"{found.st_size}-{found.st_mtime_ns}"
+    return f"{status.st_size}-{status.st_mtime_ns}"

@@ -1,7 +1,8 @@
-"""Trajectories as ATIF, the format of Harbor, with token ids and log-probabilities: written one on a line, and read.
+"""Trajectories in ATIF, the format of Harbor, with token ids and log-probabilities: written one on a line, and read.
 
-The user asks, each turn is a step of the agent with its calls and their results, and an environment's reply is a step
-of the user. A file of other origin can be read if its steps have token ids and each prompt continues the steps before.
+The first message comes from the user, each turn is a step of the agent with its calls and their results, and an
+environment's reply is a step of the user. A file of other origin can be read if its steps have token ids and each
+prompt continues the steps before.
 
 Source: ATIF 1.8 as the models of `harbor` 0.25 define it.
 """
@@ -18,10 +19,10 @@ from grpo_roc_jax.record.trace import TraceRecord, from_json, to_line
 from grpo_roc_jax.settings.files import parse_json, read_text
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
-OWN = "grpo_roc"
-"""Key in `extra` of what ATIF has no place for: a line of the trajectory log without the arrays below."""
+EXTRA_KEY = "grpo_roc"
+"""Key in `extra` of what ATIF has no field for: a line of the trajectory log without the arrays below."""
 BESIDE = ("tokens", "logprobs")
-"""Arrays of a line that the steps hold."""
+"""Arrays of a line that are stored in the steps."""
 
 Document = Mapping[str, Any]
 
@@ -34,7 +35,7 @@ def to_atif(record: TraceRecord) -> dict[str, Any]:
         steps.append(_agent_step(turn, trajectory))
         if turn.reply:
             steps.append({"source": "user", "message": turn.reply})
-    own = {name: value for name, value in json.loads(to_line(record)).items() if name not in BESIDE}
+    fields = {name: value for name, value in json.loads(to_line(record)).items() if name not in BESIDE}
     end = trajectory.turns[-1].end if trajectory.turns else 0
     reward = {} if record.verdict is None else {"reward": float(record.verdict.reward)}
     return {
@@ -44,7 +45,7 @@ def to_atif(record: TraceRecord) -> dict[str, Any]:
         "agent": {"name": "grpo-roc-jax", "version": str(trajectory.versions.max(initial=-1))},
         "steps": [{"step_id": number, **step} for number, step in enumerate(steps, 1)],
         "final_metrics": {"total_completion_tokens": int(trajectory.policy_mask.sum()), "extra": reward},
-        "extra": {OWN: own, "token_ids_after": trajectory.tokens[end:].tolist()},
+        "extra": {EXTRA_KEY: fields, "token_ids_after": trajectory.tokens[end:].tolist()},
     }
 
 
@@ -71,7 +72,8 @@ def from_atif(document: Document) -> TraceRecord:
     """The record of a document.
 
     Raises:
-        ValueError: It has no steps with token ids and log-probabilities, or a prompt does not continue what precedes.
+        ValueError: It has no steps with token ids and log-probabilities, or a prompt does not continue what precedes
+            it.
     """
     name = document.get("trajectory_id") or "a trajectory"
     steps = [step for step in document.get("steps", ()) if (step.get("metrics") or {}).get("completion_token_ids")]
@@ -80,13 +82,13 @@ def from_atif(document: Document) -> TraceRecord:
     spans, logprobs = [], []
     for step in steps:
         given = step["metrics"]
-        prompt, said = given.get("prompt_token_ids") or [], given["completion_token_ids"]
-        if prompt[: len(tokens)] != tokens or len(given.get("logprobs") or ()) != len(said):
+        prompt, completion = given.get("prompt_token_ids") or [], given["completion_token_ids"]
+        if prompt[: len(tokens)] != tokens or len(given.get("logprobs") or ()) != len(completion):
             raise ValueError(
                 f"{name}, step {step['step_id']}: its prompt must continue the tokens before it, and each token "
                 "sampled needs a log-probability"
             )
-        tokens = [*prompt, *said]
+        tokens = [*prompt, *completion]
         spans.append((len(prompt), len(tokens)))
         logprobs += given["logprobs"]
     tokens += extra.get("token_ids_after") or []
@@ -97,9 +99,9 @@ def from_atif(document: Document) -> TraceRecord:
         mask[start:end] = True
     sampled = np.zeros(len(tokens), np.float32)
     sampled[mask] = logprobs
-    if OWN in extra:
+    if EXTRA_KEY in extra:
         arrays = {"tokens": np.array(tokens, np.int32), "logprobs": sampled}
-        return from_json(extra[OWN] | {key: codec.encode_array(value) for key, value in arrays.items()})
+        return from_json(extra[EXTRA_KEY] | {key: codec.encode_array(value) for key, value in arrays.items()})
     return _foreign(document, steps, spans, (np.array(tokens, np.int32), mask, sampled))
 
 
@@ -113,7 +115,7 @@ def _foreign(
     turns = tuple(_turn(step, *span) for step, span in zip(steps, spans, strict=True))
     tokens, mask, logprobs = arrays
     name = str(document.get("trajectory_id") or document.get("session_id") or "atif")
-    asked = next((_text(step["message"]) for step in document["steps"] if step["source"] == "user"), "")
+    question = next((_text(step["message"]) for step in document["steps"] if step["source"] == "user"), "")
     versions = np.where(mask, 0, -1).astype(np.int32)
     trajectory = Trajectory(tokens, mask, logprobs, versions, spans[0][0], turns, "eos", 0)
     reward = ((document.get("final_metrics") or {}).get("extra") or {}).get("reward")
@@ -125,7 +127,7 @@ def _foreign(
     return TraceRecord(
         0,
         -1,
-        Problem(name, asked, "", (document.get("agent") or {}).get("name", "atif")),
+        Problem(name, question, "", (document.get("agent") or {}).get("name", "atif")),
         trajectory,
         verdict,
         False,
@@ -134,7 +136,7 @@ def _foreign(
 
 
 def _turn(step: Document, start: int, end: int) -> Turn:
-    answers = {one.get("source_call_id"): one for one in (step.get("observation") or {}).get("results", ())}
+    answers = {result.get("source_call_id"): result for result in (step.get("observation") or {}).get("results", ())}
     calls, results = [], []
     for call in step.get("tool_calls") or ():
         calls.append(ToolCall(call["function_name"], call["arguments"], json.dumps(call["arguments"])))

@@ -15,9 +15,9 @@ from grpo_roc_jax.settings.files import read_yaml_mapping
 from grpo_roc_jax.types import Metrics
 
 NOT_COMPARED = ("seed", "name", "run_dir", "resume", "log.", "checkpoint.")
-"""Settings, or their prefixes, in which runs with one label may differ."""
+"""Settings, or prefixes of settings, in which runs with one label may differ."""
 USED = {"sampled": "rollout/sampled", "tokens": "rollout/sampled_tokens", "seconds": "time/step_s"}
-"""Axis -> the metric that is added up along it; the remaining axis is `step`."""
+"""Axis -> the metric that is summed along it; the remaining axis is `step`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ def load_runs(patterns: Sequence[str]) -> list[RunData]:
     Raises:
         FileNotFoundError: A pattern matches no run.
     """
-    found: dict[Path, RunData] = {}
+    loaded: dict[Path, RunData] = {}
     for pattern in patterns:
         label, _, where = pattern.rpartition("=") if not Path(pattern).exists() else ("", "", pattern)
         paths = [Path(path) for path in sorted(glob.glob(where))]
@@ -58,8 +58,8 @@ def load_runs(patterns: Sequence[str]) -> list[RunData]:
         if not runs:
             raise FileNotFoundError(f"{where!r} matches no directory with a metrics.jsonl; name the directory of a run")
         for path in runs:
-            found.setdefault(path, RunData(path, read_metrics(path), _settings(path), label))
-    return list(found.values())
+            loaded.setdefault(path, RunData(path, read_metrics(path), _settings(path), label))
+    return list(loaded.values())
 
 
 def by_label(runs: Sequence[RunData], group_by: Sequence[str] = (), each: bool = False) -> dict[str, list[RunData]]:
@@ -131,7 +131,7 @@ def last_third(rows: Sequence[Metrics], metric: str) -> float:
 
 
 def _line(rows: Sequence[Metrics], metric: str, x: str) -> tuple[np.ndarray, np.ndarray]:
-    """(x, value) of the rows that have the metric; for an axis of `USED`, x is what was used so far."""
+    """(x, value) of the rows that have the metric; for an axis of `USED`, x is the amount used so far."""
     places, values, used = [], [], 0.0
     for row in rows:
         used += row.get(USED.get(x, ""), 0.0)
@@ -159,8 +159,8 @@ def _settings(path: Path) -> dict[str, Any]:
     file = path / "config.yaml"
     if not file.exists():
         return {}
-    found = flatten(read_yaml_mapping(file))
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found}
+    flat = flatten(read_yaml_mapping(file))
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in flat}
 
 
 def _compared(run: RunData) -> dict[str, Any]:
@@ -204,8 +204,8 @@ def _directory_names(runs: Sequence[RunData]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def _unused(label: str, taken: Any) -> str:
-    number, found = 2, label
-    while found in taken:
-        found, number = f"{label} ({number})", number + 1
-    return found
+def _unused(label: str, used: Any) -> str:
+    number, candidate = 2, label
+    while candidate in used:
+        candidate, number = f"{label} ({number})", number + 1
+    return candidate

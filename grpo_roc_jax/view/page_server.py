@@ -1,8 +1,8 @@
-"""The page on loopback: GET alone, two kinds of addresses (the page, and questions with numbers), no file names.
+"""Serves the page on loopback: only GET, two kinds of addresses (the page, and questions with numbers), no file names.
 
-Text of the policy cannot act in the page: it is set as text, and the policy of the page allows its own script and
-style, by their hashes, and requests to itself. A request whose `Host` is another name than loopback is refused, so no
-name that resolves to this machine reaches the traces.
+Text of the policy cannot act in the page: it is inserted as text, and the content security policy of the page allows
+only its own script and style, by their hashes, and requests to itself. A request whose `Host` is not loopback is
+refused, so no other name that resolves to this machine reaches the traces.
 """
 
 import contextlib
@@ -39,22 +39,22 @@ class PageHandler(GuardedHandler):
     server: PageServer
 
     def do_GET(self) -> None:
-        """Answers the page or a question."""
-        if found := refusal(self.head(), "", "", self.server.server_port):
-            return self._refuse(*found)
+        """Answers a request for the page or a question."""
+        if reply := refusal(self.head(), "", "", self.server.server_port):
+            return self._refuse(*reply)
         self.admitted()
         path, _, query = self.path.partition("?")
         if path == "/":
             return self._send(200, self.server.page, "text/html; charset=utf-8")
         try:
-            found = answer(self.server.runs, path.removeprefix("/api/"), dict(urllib.parse.parse_qsl(query)))
+            reply = answer(self.server.runs, path.removeprefix("/api/"), dict(urllib.parse.parse_qsl(query)))
         except (KeyError, ValueError, IndexError) as error:
             return self._refuse(404, f"no such thing: {error}")
-        except OSError as error:  # a run that is removed or continued while it is read
+        except OSError as error:  # a run may be removed or continued while it is read
             return self._refuse(503, f"the run cannot be read: {error}")
-        except Exception as error:  # a damaged line costs its own answer
+        except Exception as error:  # a damaged line affects only its own answer
             return self._refuse(500, f"the log cannot be read: {type(error).__name__}: {error!s:.300}")
-        self._send(200, found, "application/json")
+        self._send(200, reply, "application/json")
 
     def _refuse(self, status: int, why: str) -> None:
         self._send(status, why.encode("utf-8", "replace"), "text/plain; charset=utf-8")
@@ -72,7 +72,7 @@ class PageHandler(GuardedHandler):
             self.reply(status, content, kind, **headers)
 
 
-def answer(runs: Runs, name: str, asked: dict[str, str]) -> bytes:
+def answer(runs: Runs, name: str, query: dict[str, str]) -> bytes:
     """The answer to a question, as JSON.
 
     Raises:
@@ -82,20 +82,20 @@ def answer(runs: Runs, name: str, asked: dict[str, str]) -> bytes:
         return dumps(runs.state())
     if name == "evaluations":
         return dumps(runs.evaluations())
-    run = int(asked["run"])
+    run = int(query["run"])
     if not 0 <= run < len(runs.paths):
         raise IndexError(f"run {run} of {len(runs.paths)}")
     if name == "metrics":
         return dumps(runs.metrics(run))
     if name == "blocks":
-        return b"[" + b",".join(runs.blocks(run, _blocks(asked))) + b"]"
+        return b"[" + b",".join(runs.blocks(run, _blocks(query))) + b"]"
     if name == "search":
-        return dumps(runs.search(run, asked["text"], _blocks(asked)))
+        return dumps(runs.search(run, query["text"], _blocks(query)))
     if name == "trajectory":
-        found = runs.trajectory(run, block_of(asked["block"]), int(asked["row"]))
-        if found is None:
-            raise KeyError(f"trajectory {asked['block']}.{asked['row']}")
-        return dumps(found)
+        trajectory = runs.trajectory(run, block_of(query["block"]), int(query["row"]))
+        if trajectory is None:
+            raise KeyError(f"trajectory {query['block']}.{query['row']}")
+        return dumps(trajectory)
     raise KeyError(name)
 
 
@@ -103,5 +103,5 @@ def dumps(value: Any) -> bytes:
     return json.dumps(finite(value)).encode("ascii")
 
 
-def _blocks(asked: dict[str, str]) -> list[Block]:
-    return [block_of(name) for name in asked["blocks"].split(",") if name]
+def _blocks(query: dict[str, str]) -> list[Block]:
+    return [block_of(name) for name in query["blocks"].split(",") if name]

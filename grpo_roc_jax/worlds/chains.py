@@ -1,11 +1,12 @@
 """A world of dependent calls: `world:chain:LEVEL` asks for two to four computations, each on the result before.
 
 `37*58, reverse, mod 7?` takes three calls, since a demonstrated program does one step. Level 1 has two steps, level 2
-three, and from level 3 on there are four. The faults are those of careless code: a missing import, a range that ends
-one too early, a string taken for a number.
+three, and levels from 3 on have four. The faults are those of careless code: a missing import, a range that ends one
+too early, a string used as a number.
 
 Every answer is one of seven, so that a guess can be right. `world:chain-luckyN:LEVEL` sets how often: the answer is
-`FAVORED` in N of 100 problems, which is what demonstrated guesses say. Without it a guess is right in one of seven.
+`FAVORED` in N of 100 problems, which is the answer of demonstrated guesses. Without it a guess is right in one of seven
+problems.
 """
 
 import math
@@ -20,7 +21,7 @@ import numpy as np
 CHAIN = "chain"
 """Name of the family."""
 FAVORED = 3
-"""The answer that guesses name."""
+"""The answer of demonstrated guesses."""
 MODULUS = 7
 MOST_LUCKY = 95
 _NAME = re.compile(rf"{CHAIN}(?:-lucky(\d+))?")
@@ -33,11 +34,11 @@ class ChainStep:
     text: str
     value: Callable[..., int]
     right: str
-    """Prints the value."""
+    """Program that prints the value."""
     broken: str
-    """Fails."""
+    """Program that fails."""
     wrong: str
-    """Runs and prints something else (occasionally the value, by chance)."""
+    """Program that runs and prints something else (occasionally the value, by chance)."""
 
 
 def _two(rng: np.random.Generator) -> tuple[int, int]:
@@ -105,19 +106,19 @@ LAST = ChainStep(
 
 
 def is_chain(family: str) -> bool:
-    """Whether the family is this one, with its dial or without.
+    """Whether the family is this one, with or without `-luckyN`.
 
     Raises:
-        ValueError: The dial is out of range.
+        ValueError: N is out of range.
     """
-    found = _NAME.fullmatch(family)
-    if found and int(found[1] or 0) > MOST_LUCKY:
-        raise ValueError(f"world family {family!r}: lucky{found[1]}; must be at most {MOST_LUCKY} of 100")
-    return found is not None
+    match = _NAME.fullmatch(family)
+    if match and int(match[1] or 0) > MOST_LUCKY:
+        raise ValueError(f"world family {family!r}: lucky{match[1]}; must be at most {MOST_LUCKY} of 100")
+    return match is not None
 
 
 def draw_chain(family: str) -> Callable[[np.random.Generator, int], tuple[str, str, dict[str, Any]]]:
-    """(rng, level) -> prompt, answer, extra of a problem; its steps are found by `chain_steps`."""
+    """(rng, level) -> prompt, answer, extra columns of a problem; `chain_steps` returns its steps."""
     lucky = _NAME.fullmatch(family)[1]
     return partial(_draw, None if lucky is None else int(lucky) / 100)
 

@@ -34,11 +34,11 @@ class DemonstrationPrograms:
     """Programs of one family, as format strings over the numbers of a problem."""
 
     right: str
-    """Prints the answer."""
+    """Program that prints the answer."""
     broken: str
-    """Fails with an error that is typical of this family."""
+    """Program that fails with an error that is typical of this family."""
     wrong: str
-    """Runs and prints something else (occasionally the answer, by chance)."""
+    """Program that runs and prints something else (occasionally the answer, by chance)."""
 
 
 PROGRAMS: dict[str, DemonstrationPrograms] = {
@@ -96,7 +96,7 @@ def demonstrate(problem: Problem, config: DemonstrationConfig, seed: int) -> Tra
     Args:
         problem: From `world_problem`; its numbers are in `extra`.
         config: Shares of the kinds.
-        seed: Another seed gives other mistakes for the same problem.
+        seed: Seed of the mistakes.
 
     Raises:
         ValueError: The problem does not come from a world.
@@ -135,10 +135,10 @@ def _demonstrate_chain(problem: Problem, kind: str, rng: np.random.Generator) ->
     if kind == "guess":
         calls = [_faulty_call(steps[0], values, fault)] * int(rng.integers(2))
         return _trace(problem, kind, calls, str(FAVORED), "by heart")
-    for place, step in enumerate(steps):
-        if kind == "repair" and place == flawed:
+    for number, step in enumerate(steps):
+        if kind == "repair" and number == flawed:
             calls.append(_faulty_call(step, values, fault))
-        call = _call_text((step.wrong if kind == "wrong" and place == flawed else step.right).format(*values))
+        call = _call_text((step.wrong if kind == "wrong" and number == flawed else step.right).format(*values))
         calls.append(call)
         values = (run_call(call).stdout.strip(),)
     return _trace(problem, kind, calls)

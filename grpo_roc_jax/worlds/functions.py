@@ -120,8 +120,8 @@ def _draw_step(rng: np.random.Generator, shelf: Shelf, *, everything: bool) -> t
         box, n = str(rng.choice(boxes)), int(rng.integers(1, 6))
         return f"put {n} in {box}", ("put", {"box": box, "n": n})
     box = str(rng.choice(full))
-    held = shelf.boxes[box]
-    n = held if everything else int(rng.integers(1, min(held, 5) + 1))
+    content = shelf.boxes[box]
+    n = content if everything else int(rng.integers(1, min(content, 5) + 1))
     amount = "all" if everything else str(n)
     if kind == "take":
         return f"take {amount} from {box}", ("take", {"box": box, "n": n})
@@ -172,23 +172,23 @@ def replayed(calls: Sequence[Call]) -> dict[str, int]:
 
 
 def demonstrate_functions(problem: Problem, kind: str, rng: np.random.Generator) -> Trace:
-    """A trace that does the task cleanly, with a repaired fault, wrongly, or not at all; `extra["success"]` says
+    """A trace that does the task cleanly, with a repaired fault, wrongly, or not at all. `extra["success"]` says
     whether the task was solved.
 
     Args:
-        problem: Of this world.
+        problem: A problem of this world.
         kind: One of the kinds of `DemonstrationConfig`; `guess` claims to be done without a call.
         rng: Draws the faults.
     """
     gold: list[Call] = [(name, dict(arguments)) for name, arguments in problem.extra["calls"]]
-    place = int(rng.integers(len(gold)))
+    index = int(rng.integers(len(gold)))
     texts = [call_text(call) for call in gold]
     if kind == "guess":
         texts = []
     elif kind == "wrong":
-        texts[place : place + 1] = _slip(gold[place], rng)
+        texts[index : index + 1] = _slip(gold[index], rng)
     elif kind == "repair":
-        texts.insert(place, _fault(gold[place], rng))
+        texts.insert(index, _fault(gold[index], rng))
     shelf, done, observations = Shelf(), [], []
     for text in texts:
         result = _run(shelf, text)
@@ -203,14 +203,14 @@ def demonstrate_functions(problem: Problem, kind: str, rng: np.random.Generator)
 
 
 def _slip(call: Call, rng: np.random.Generator) -> list[str]:
-    """Replaces a step by nothing, or by the same call with one thing more."""
+    """Replaces a step by nothing, or by the same call with one more thing."""
     if rng.random() < 0.5:
         return []
     return [call_text((call[0], call[1] | {"n": call[1]["n"] + 1}))]
 
 
 def _fault(call: Call, rng: np.random.Generator) -> str:
-    """A call that fails: too much, a misspelled function, no such box, or truncated JSON."""
+    """A call that fails: too large a number, a misspelled function, an unknown box, or truncated JSON."""
     name, arguments = call
     faults = [
         call_text(("take", {"box": arguments["box"], "n": 99})),

@@ -12,13 +12,13 @@ NUMBER = re.compile(r"\d+")
 
 
 def last_number(text: str) -> str:
-    """The last number in a text; empty without one."""
-    found = NUMBER.findall(text)
-    return found[-1] if found else ""
+    """The last number in a text; empty if there is none."""
+    numbers = NUMBER.findall(text)
+    return numbers[-1] if numbers else ""
 
 
 class GuessingGame(Environment):
-    """A secret number: each guess is answered by `up` or `low`, and the right one pays 1."""
+    """A game with a secret number: each guess is answered by `up` or `low`, and the right one has reward 1."""
 
     def reset(self, problem: Problem) -> None:
         self.secret = int(problem.answer)
@@ -33,8 +33,8 @@ class GuessingGame(Environment):
 
 
 class Bank(Environment):
-    """Orders of payment: each that is carried out in its turn pays its share. The last one ends the episode, and so
-    does a turn without a call."""
+    """Orders of payment. Each order that is carried out in its turn gives its share of the reward. The last one ends
+    the episode, and so does a turn without a call."""
 
     def reset(self, problem: Problem) -> None:
         self.balances = dict(problem.extra["balances"])
@@ -84,10 +84,10 @@ class CorrectingUser(Environment):
         self.wish = problem.answer
 
     def step(self, turn: Turn) -> Observation:
-        said = last_number(turn.text)
-        if said == self.wish:
+        number = last_number(turn.text)
+        if number == self.wish:
             return Observation(reward=1.0, done=True)
-        if len(said) != len(self.wish):
+        if len(number) != len(self.wish):
             return Observation(f"{len(self.wish)} digits")
-        place = next(i for i, (a, b) in enumerate(zip(said, self.wish, strict=True)) if a != b)
-        return Observation(f"no, digit {place + 1} is {self.wish[place]}")
+        digit_index = next(i for i, (a, b) in enumerate(zip(number, self.wish, strict=True)) if a != b)
+        return Observation(f"no, digit {digit_index + 1} is {self.wish[digit_index]}")

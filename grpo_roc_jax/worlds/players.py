@@ -31,7 +31,7 @@ Player = Callable[[Problem, Sequence[Turn], str, np.random.Generator], str]
 
 @dataclass(frozen=True)
 class PlayedWorld:
-    """A game: its environment, its problems, and a player of every skill."""
+    """A game: its environment, its problems, and a scripted player for each kind of demonstration."""
 
     environment: str
     """Module and class; imported when it is played."""
@@ -58,21 +58,22 @@ def _play_guess(problem: Problem, turns: Sequence[Turn], kind: str, rng: np.rand
 
 
 def _draw_bank(rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
-    """Two orders, each for all that an account holds, which only a look or a refusal tells; at level 1 one digit."""
+    """Two orders, each for all that an account holds, which only `look` or a refused payment reveals; at level 1
+    balances have one digit."""
     balances = {name: int(rng.integers(1, 4 * level + 1)) for name in ACCOUNTS}
-    held, orders = dict(balances), []
+    remaining, orders = dict(balances), []
     for _ in range(2):
-        a = str(rng.choice([name for name in ACCOUNTS if held[name]]))
+        a = str(rng.choice([name for name in ACCOUNTS if remaining[name]]))
         b = str(rng.choice([name for name in ACCOUNTS if name != a]))
-        orders.append((a, b, held[a]))
-        held[a], held[b] = 0, held[b] + held[a]
+        orders.append((a, b, remaining[a]))
+        remaining[a], remaining[b] = 0, remaining[b] + remaining[a]
     prompt = ", ".join(f"{a} to {b}" for a, b, _ in orders)
     return prompt, "paid", {"balances": balances, "orders": [list(order) for order in orders]}
 
 
 def _play_bank(problem: Problem, turns: Sequence[Turn], kind: str, rng: np.random.Generator) -> str:
-    """A good player looks before each payment. `guess` pays what comes to its mind, once for each order, and says that
-    it is done; `repair` begins with more than there is, and learns from the refusal."""
+    """A good player looks before each payment. `guess` pays arbitrary amounts, once for each order, and says that it is
+    done; `repair` begins with too large an amount, and learns from the refusal."""
     orders = problem.extra["orders"]
     if kind == "guess" and len(turns) == len(orders):
         return "done"
@@ -96,21 +97,21 @@ def _call(name: str, **arguments: Any) -> str:
 
 def _draw_correct(rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
     digits = rng.integers(1, 10, size=1 + level)
-    asked = digits.copy()
-    place = int(rng.integers(len(digits)))
-    asked[place] = (asked[place] + rng.integers(1, 9) - 1) % 9 + 1
-    return "write " + "".join(map(str, asked)), "".join(map(str, digits)), {"asked": "".join(map(str, asked))}
+    mistaken = digits.copy()
+    digit_index = int(rng.integers(len(digits)))
+    mistaken[digit_index] = (mistaken[digit_index] + rng.integers(1, 9) - 1) % 9 + 1
+    return "write " + "".join(map(str, mistaken)), "".join(map(str, digits)), {"asked": "".join(map(str, mistaken))}
 
 
 def _play_correct(problem: Problem, turns: Sequence[Turn], kind: str, rng: np.random.Generator) -> str:
     if not turns:
         return problem.extra["asked"]
-    said, words = turns[-1].text, turns[-1].reply.split()
-    place, digit = int(words[2]) - 1, words[4]
+    number, words = turns[-1].text, turns[-1].reply.split()
+    digit_index, digit = int(words[2]) - 1, words[4]
     careless = kind in ("guess", "wrong") or (kind == "repair" and len(turns) == 1)
     if careless and rng.random() < 0.7:
-        place = int(rng.choice([other for other in range(len(said)) if other != place]))
-    return said[:place] + digit + said[place + 1 :]
+        digit_index = int(rng.choice([other for other in range(len(number)) if other != digit_index]))
+    return number[:digit_index] + digit + number[digit_index + 1 :]
 
 
 def _draw_corridor(rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
@@ -137,7 +138,7 @@ def demonstrate_played(problem: Problem, family: str, kind: str, rng: np.random.
     """A game as a trace; `extra["success"]` says whether it was won.
 
     Args:
-        problem: Of this family.
+        problem: A problem of this family.
         family: A name in `PLAYED`.
         kind: `clean` plays well, `repair` errs at times, `guess` and `wrong` play badly.
         rng: Draws the choices.
@@ -150,9 +151,9 @@ def demonstrate_played(problem: Problem, family: str, kind: str, rng: np.random.
     paid, done = 0.0, False
     while not done and len(turns) < world.turns + problem.extra["level"] - 1:
         turn = _with_results(environment, world.play(opened, turns, kind, rng))
-        said = checked_observation(environment.step(turn))
-        turns.append(replace(turn, reply=said.text))
-        paid, done = paid + said.reward, said.done or not (turn.calls or said.text)
+        reply = checked_observation(environment.step(turn))
+        turns.append(replace(turn, reply=reply.text))
+        paid, done = paid + reply.reward, reply.done or not (turn.calls or reply.text)
     environment.close()
     labelled = replace(opened, extra={**problem.extra, "success": paid > 1 - 1e-6})
     shown = tuple(tuple(result.observation for result in turn.results) for turn in turns[:-1])
@@ -160,16 +161,16 @@ def demonstrate_played(problem: Problem, family: str, kind: str, rng: np.random.
 
 
 def _with_results(environment: Any, text: str) -> Turn:
-    """The turn of a player, whose calls are run."""
+    """The turn of a player; its calls are run."""
     calls = tuple(parse_call(block) for block in call_blocks(text)[0])
     return Turn(0, 0, text, calls, tuple(_result(environment, call) for call in calls))
 
 
 def _result(environment: Any, call: ToolCall) -> ToolResult:
-    found = method_tools(type(environment)).prepare(call.name, call.arguments, None)
-    if not isinstance(found, ToolResult):
+    outcome = method_tools(type(environment)).prepare(call.name, call.arguments, None)
+    if not isinstance(outcome, ToolResult):
         try:
-            found = returned_result(getattr(environment, call.name)(**call.arguments))
+            outcome = returned_result(getattr(environment, call.name)(**call.arguments))
         except ValueError as error:
-            found = failed_result(error, None)
-    return replace(found, observation=observe(found, "", ToolsConfig()))
+            outcome = failed_result(error, None)
+    return replace(outcome, observation=observe(outcome, "", ToolsConfig()))

@@ -7,10 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from reference import random_params
 from rich.console import Console
-from test_train import TINY
-from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.commands import export
 from grpo_roc_jax.commands.chat import ChatConfig, Dialogue, converse, main, to_json
@@ -30,6 +27,9 @@ from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import train
 from grpo_roc_jax.types import ToolResult, Trajectory, Turn
+from tests.helpers.reference import random_params
+from tests.test_train import TINY
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
 SHORT = ["--tools.workers=2", "--tools.preload=[]", "--rollout.max_response_tokens=24"]
 CALL = '{"name": "python_code_with_standard_io", "arguments": {"code": "print(6*7)"}}'

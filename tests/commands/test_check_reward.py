@@ -5,9 +5,9 @@ import sys
 import types
 
 import pytest
-from demo import write_run
 
 from grpo_roc_jax.commands.check_reward import check_reward, main
+from tests.helpers.demo import write_run
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from test_evaluate import TINY, gold
 
 from grpo_roc_jax.commands.difficulty import kept_rows, main
 from grpo_roc_jax.config import Config
@@ -15,7 +14,8 @@ from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointe
 from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
 from grpo_roc_jax.types import Group, Problem
-from tests.samples import make_trajectory, make_verdict
+from tests.commands.test_evaluate import TINY, gold
+from tests.helpers.samples import make_trajectory, make_verdict
 
 
 def group(name, correct):

@@ -71,5 +71,35 @@ def test_the_command_for_an_extra_names_the_packages_of_the_project_file(extra):
     assert words[:2] == ["pip", "install"] and names[0] == names[1]
 
 
-def test_an_extra_that_is_not_listed_is_named():
-    assert install_command("absent") == "pip install 'grpo-roc-jax[absent]'"
+class Listed(dict):
+    """Metadata of a package."""
+
+    def get_all(self, name):
+        return self.get(name)
+
+
+@pytest.mark.parametrize("urls", [["Source, https://host/x"], ["Docs, https://host/y", "Source, https://host/x"]])
+def test_an_extra_that_is_not_listed_is_named_with_the_address_of_the_project(monkeypatch, urls):
+    monkeypatch.setattr(metadata, "metadata", lambda name: Listed({"Project-URL": urls}))
+    assert install_command("absent") == "pip install 'grpo-roc-jax[absent] @ git+https://host/x'"
+
+
+def test_without_metadata_a_message_names_the_checkout(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "metadata", missing)
+    monkeypatch.setattr(metadata, "requires", missing)
+    assert install_command("gpu") == "pip install '.[gpu]'"
+
+
+def test_one_address_stands_for_the_project_where_it_is_named():
+    """README and messages say what pyproject.toml says; no other page has an address of its own."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (address,) = project["urls"].values()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert address in readme
+    pages = [
+        path for path in (ROOT / "docs").glob("*.md") if re.search(r"\.invalid\b", path.read_text(encoding="utf-8"))
+    ]
+    assert not pages

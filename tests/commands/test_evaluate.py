@@ -5,9 +5,7 @@ import json
 
 import jax
 import pytest
-from reference import random_params
 from rich.console import Console
-from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.commands.evaluate import EvaluateConfig, chosen_problems, main, show_table
 from grpo_roc_jax.commands.export import export_model, text_files
@@ -22,6 +20,8 @@ from grpo_roc_jax.run.components import make_parts, resolve_model
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
+from tests.helpers.reference import random_params
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
 TINY = (
     "--model.d_model=32 --model.layers=1 --model.heads=2 --model.kv_heads=1 --model.head_dim=16 --model.d_ff=32 "

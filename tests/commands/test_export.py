@@ -1,15 +1,11 @@
 """Exported directories: transformers computes the same from them, and no partial directory is left."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from published_models import logits_of, need_transformers, random_tokens
-from reference import random_params
 
 from grpo_roc_jax.commands.export import TextFiles, atomically, export_model, text_files
 from grpo_roc_jax.model.config import ModelConfig, SlidingWindows, SomeExtras
@@ -21,9 +17,9 @@ from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig, TokenizerFile
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem
-
-sys.path.insert(0, str(Path(__file__).parent / "text"))
-from test_templates import make_directory
+from tests.helpers.published_models import logits_of, need_transformers, random_tokens
+from tests.helpers.reference import random_params
+from tests.text.test_templates import make_directory
 
 SMALL = ModelConfig(
     d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=24, vocab_size=96, qk_norm=True, max_positions=64

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_readme import TINY
 
 import grpo_roc_jax as g
 from grpo_roc_jax.__main__ import main
 from grpo_roc_jax.data.problems import read_rows
+from tests.test_readme import TINY
 
 MODULES = ("tools", "rewards", "test_project")
 

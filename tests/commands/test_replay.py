@@ -4,14 +4,14 @@ import json
 
 import numpy as np
 import pytest
-from test_train import TINY
-from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.commands.replay import main
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.run.replay import KEPT_FILES, keep_batch, read_batch
 from grpo_roc_jax.train import main as train
+from tests.test_train import TINY
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
 WORDS = [*TINY, "--steps=3", "--resume=auto", "--checkpoint.keep=9"]
 

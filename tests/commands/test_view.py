@@ -11,11 +11,11 @@ from unittest import mock
 import numpy as np
 import pytest
 from rich.console import Console
-from samples import make_group
 
 from grpo_roc_jax.commands import view
 from grpo_roc_jax.record import trace
 from grpo_roc_jax.record.segments import faults, headline, segments
+from tests.helpers.samples import make_group
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from fake_hub import COMMIT, fake_hub
 
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.hub import load_hub
 from grpo_roc_jax.data.pipeline import make_problem_stream
+from tests.helpers.fake_hub import COMMIT, fake_hub
 
 datasets = pytest.importorskip("datasets")
 

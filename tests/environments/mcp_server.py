@@ -22,6 +22,13 @@ def add(k: Annotated[int, Field(description="How much.")], twice: bool = False) 
 
 
 @server.tool()
+def words() -> str:
+    """Says the words of the command, and writes them to standard error."""
+    print("asked for", *sys.argv[2:], file=sys.stderr, flush=True)
+    return " ".join(sys.argv[2:])
+
+
+@server.tool()
 def refuse(why: str) -> str:
     """Refuses."""
     raise ToolError(f"no: {why}")
@@ -37,6 +44,7 @@ async def sleep() -> str:
 @server.tool()
 def die() -> str:
     """Ends the server."""
+    print("out of ink", file=sys.stderr, flush=True)
     os._exit(3)
 
 
@@ -51,7 +59,7 @@ if __name__ == "__main__":
             return text[:200]
 
         del sys.argv[1]
-    if sys.argv[1:]:
+    if sys.argv[1:] and sys.argv[1] != "words":
         server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
     else:
         server.run("stdio")

@@ -273,3 +273,13 @@ class Reader(Environment):
         if said == "unprepared":
             raise RuntimeError("no session")
         return Observation(f"next {int(said)}", reward=1.0)
+
+
+class Several(Environment):
+    """Gives several numbers at its end."""
+
+    def step(self, turn):
+        return Observation(reward=0.5, done=True)
+
+    def get_reward(self):
+        return {"speed": 3, "absent": None}

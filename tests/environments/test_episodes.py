@@ -7,16 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_collect import CALL, PROBLEM, Instant, turn
 
 from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses
 from grpo_roc_jax.environments.environment import method_tools
-from grpo_roc_jax.environments.episode import Answer
+from grpo_roc_jax.environments.episode import Answer, BadAnswer, checked_pay
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.reward.config import EnvironmentReward, RewardConfig, TruncatedScored
 from grpo_roc_jax.reward.score import make_scorer
-from grpo_roc_jax.rollout.collect import render
-from grpo_roc_jax.rollout.episode_rows import EpisodeEnvironment, EpisodeSource, collect_episodes
+from grpo_roc_jax.rollout.collect import EpisodeEnvironment, EpisodeSource, collect_episodes, render
 from grpo_roc_jax.rollout.records import Finish, RolloutStats, RunOptions, Wait
 from grpo_roc_jax.settings.callables import import_file
 from grpo_roc_jax.text.chat_format import make_chat
@@ -24,6 +22,7 @@ from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools import ToolsConfig
 from grpo_roc_jax.types import RolloutRequest, ToolCall, Trajectory, Turn
+from tests.rollout.test_collect import CALL, PROBLEM, Instant, turn
 
 FILE = str(Path(__file__).parent / "sample_environments.py")
 MADE = import_file(FILE)
@@ -346,3 +345,14 @@ def test_a_class_that_no_process_can_import_is_refused():
 
     with given({"mine": Local}), pytest.raises(ValueError, match="name it by its path"):
         Episodes(EnvironmentClass(path="mine", host=HostProcesses(1)), ToolsConfig())
+
+
+def test_get_reward_gives_several_numbers(chat, worlds):
+    play = Play(chat, worlds("Several"))
+    assert play.say("so") == "answer"
+    (one,) = play.end()
+    assert (one.reward, one.rewards) == (None, {"speed": 3.0}) and not one.fault
+    assert checked_pay({"reward": 1, "speed": 0.5, "absent": None}) == (1.0, {"speed": 0.5})
+    assert checked_pay(2) == (2.0, {}) and checked_pay(None) == (None, {})
+    with pytest.raises(BadAnswer, match=r"get_reward\(\)\['speed'\] is str; must be a number or None"):
+        checked_pay({"speed": "x"})

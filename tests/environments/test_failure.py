@@ -4,8 +4,6 @@ import json
 import logging
 
 import pytest
-from servers import two_call_chat
-from test_episodes import FILE, Play
 
 from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses, HostThreads
 from grpo_roc_jax.environments.episodes import Episodes
@@ -14,6 +12,8 @@ from grpo_roc_jax.reward.config import EnvironmentReward, FormatReward, RewardCo
 from grpo_roc_jax.reward.score import make_scorer
 from grpo_roc_jax.tools import ToolsConfig, ToolUnavailable
 from grpo_roc_jax.types import Problem
+from tests.environments.test_episodes import FILE, Play
+from tests.helpers.servers import two_call_chat
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,14 @@
 import time
 
 import pytest
-from servers import two_call_chat
-from test_episodes import FILE, LOOK, Play
 
 from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses, HostThreads
 from grpo_roc_jax.environments.environment import Observation, classes_of
 from grpo_roc_jax.environments.episode import MOST_TEXT, checked_observation
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.tools import ToolsConfig
+from tests.environments.test_episodes import FILE, LOOK, Play
+from tests.helpers.servers import two_call_chat
 
 FAULTS = ("exits", "cancels itself", "cannot be sent", "writes to every connection", "forks and dies")
 
@@ -55,7 +55,7 @@ def test_a_flood_of_text_is_cut_before_it_is_encoded(chat, episodes):
 
 
 def test_a_function_that_cannot_make_an_environment_is_said_at_the_start():
-    from test_episodes import MADE
+    from tests.environments.test_episodes import MADE
 
     with pytest.raises(ValueError, match="environment: cannot be made: OSError: no display"):
         classes_of({"": MADE.make_doomed})

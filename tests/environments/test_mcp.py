@@ -1,20 +1,22 @@
 """Tools of real MCP servers: over stdio with a server for each rollout, and over HTTP with a session for each."""
 
-import dataclasses
+import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from servers import call, served, two_call_chat
-from test_episodes import Play
 
-from grpo_roc_jax.environments.config import EnvironmentMcp, HostProcesses
+from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentMcp, HostProcesses
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools import ToolsConfig
 from grpo_roc_jax.types import Problem
+from tests.environments.test_episodes import Play
+from tests.helpers.servers import call, served, two_call_chat
 
 pytest.importorskip("mcp", reason="needs the extra mcp; .ci/adapters runs these tests")
 SERVER = str(Path(__file__).parent / "mcp_server.py")
@@ -41,7 +43,7 @@ def address():
 
 
 def test_schemas_are_taken_over_and_rollouts_have_servers_of_their_own(chat, stdio):
-    assert stdio.tools.names == ("add", "refuse", "sleep", "die")
+    assert stdio.tools.names == ("add", "words", "refuse", "sleep", "die")
     parameters = stdio.tools.schemas[0]["function"]["parameters"]
     assert parameters["required"] == ["k"] and parameters["properties"]["k"]["description"] == "How much."
     play = Play(chat, stdio, samples=2)
@@ -61,6 +63,51 @@ def test_a_server_that_dies_is_an_infrastructure_failure_and_others_go_on(chat, 
     assert "\n1\n" in play.say(call("add", '{"k": 1}'), row=1)
     dead, alive = play.end()
     assert dead.stop == "eos" and dead.results[-1].kind == "transport_error" and alive.results[0].ok
+    assert "it wrote: out of ink" in dead.results[-1].error_message
+
+
+def test_the_command_takes_columns_of_the_row_and_the_log_what_servers_write(chat, tmp_path):
+    log = tmp_path / "servers.log"
+    words = ("words", "{uid}", "level {level}", "{seed}", "${HOME}", '{"a": 1}')
+    choice = replace(STDIO, command=(*STDIO.command, *words), log=str(log))
+    episodes = Episodes(choice, ToolsConfig())
+    problem = Problem("p-7", "Go.", "", "t", {"level": 3})
+    play = Play(chat, episodes, problem=problem)
+    said = play.say(call("words"))
+    assert "p-7 level 3" in said and '${HOME} {"a": 1}' in said
+    assert "asked for p-7 level 3" in log.read_text(encoding="utf-8")
+    seeds = [
+        re.search(r"level 3 (\d+)", text)[1]
+        for text in (said, Play(chat, episodes, problem=problem).say(call("words")))
+    ]
+    assert seeds[0] == seeds[1]
+    (answer,) = episodes.open([("k", Problem("p", "Go.", "", "t"), 1)]).values()
+    assert "names {level}; the columns of this problem are prompt, answer, uid, seed" in answer.failure.text
+    episodes.close()
+
+
+def test_rows_choose_among_kinds_of_environments(chat):
+    """An MCP server beside a class of one's own: each row meets its own, and failures are those of its kind."""
+    command = json.dumps([sys.executable, SERVER])
+    choice = EnvironmentByRow(
+        classes=(
+            f"shop={{kind: mcp, command: {command}}}",
+            f"guess={Path(SERVER).with_name('sample_environments.py')}:Echo",
+        ),
+        timeout_s=60.0,
+        retries=0,
+    )
+    episodes = Episodes(choice, ToolsConfig())
+    assert set(episodes.tools.names) >= {"add", "words"}
+    shop = Problem("a", "Go.", "", "shop")
+    play = Play(chat, episodes, problem=shop)
+    assert "\n2\n" in play.say(call("add", '{"k": 2}')) and play.say("done") == "eos" and play.end()[0].reward == 0.0
+    other = Play(chat, episodes, problem=Problem("b", "Go.", "5", "t", {"environment": "guess"}))
+    assert "unknown_tool" in other.say(call("add", '{"k": 2}'))
+    assert choice.scores_failures("guess") and not choice.scores_failures("shop")
+    with pytest.raises(ValueError, match=r"column environment of problem 'c' is missing, and its source is 't'"):
+        choice.name_for(Problem("c", "Go.", "", "t"))
+    episodes.close()
 
 
 def test_a_server_over_http_is_shared_and_its_end_is_typed(chat, address):
@@ -82,7 +129,7 @@ def test_descriptions_and_results_of_a_hostile_server_forge_no_turn():
     """The same marks in the prompt and in the row as those of a server that says x instead."""
     specials, rows = [], []
     for kind in ("hostile", "plain"):
-        episodes = Episodes(dataclasses.replace(STDIO, command=(*STDIO.command, kind)), ToolsConfig())
+        episodes = Episodes(replace(STDIO, command=(*STDIO.command, kind)), ToolsConfig())
         config = TextConfig(tools_section=True)
         chat = make_chat(config, load_tokenizer(config), episodes.tools.schemas)
         ids = chat.prompt_ids(Problem("a", "1+1", "2", "made"))

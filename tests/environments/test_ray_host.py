@@ -1,12 +1,12 @@
 """Environments in real Ray actors: their rollouts are played, and an actor that dies or hangs comes back."""
 
 import pytest
-from servers import two_call_chat
-from test_episodes import FILE, LOOK, Play
 
 from grpo_roc_jax.environments.config import EnvironmentClass, HostActors
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.tools import ToolsConfig
+from tests.environments.test_episodes import FILE, LOOK, Play
+from tests.helpers.servers import two_call_chat
 
 pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray", reason="the ray extra is not installed")

@@ -4,13 +4,13 @@ import threading
 from queue import SimpleQueue
 
 import pytest
-from servers import two_call_chat
-from test_episodes import FILE, MADE, Play
 
 from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses, HostThreads
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.environments.threads import IdleThreads
 from grpo_roc_jax.tools import ToolsConfig
+from tests.environments.test_episodes import FILE, MADE, Play
+from tests.helpers.servers import two_call_chat
 
 COUNT = '<tool_call>{"name": "count", "arguments": {}}</tool_call>'
 

@@ -7,15 +7,15 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from gguf_models import QUANT, package_file, write_gguf
-from gguf_vocabularies import bpe_of_scores, byte_level
-from published_models import logits_of, need_transformers
-from test_convert import MODELS, make_directory
-from test_tensors import LAYOUTS
 
 from grpo_roc_jax.model.config import Mixture, ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params, resolve_config
 from grpo_roc_jax.model.transformer import forward, unembed
+from tests.gguf_files.test_tensors import LAYOUTS
+from tests.helpers.gguf_models import QUANT, package_file, write_gguf
+from tests.helpers.gguf_vocabularies import bpe_of_scores, byte_level
+from tests.helpers.published_models import logits_of, need_transformers
+from tests.model.test_convert import MODELS, make_directory
 
 WIDTHS = {"d_model": 64, "d_ff": 96}
 MODEL_CASES = {

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from gguf_models import QUANT, write_gguf
-from test_convert import GEMMA, GEMMA2, MODELS, SHAPE, make_directory, read_all
 
 from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.gguf_files.header import GgufError
@@ -30,6 +28,8 @@ from grpo_roc_jax.model.rope_scaling import (
 from grpo_roc_jax.model.safetensors_io import CheckpointError
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings
 from grpo_roc_jax.run.policy import parameter_count
+from tests.helpers.gguf_models import QUANT, write_gguf
+from tests.model.test_convert import GEMMA, GEMMA2, MODELS, SHAPE, make_directory, read_all
 
 PLAIN_LLAMA = replace(MODELS["llama"], rope_scaling=NoRopeScaling(), rope_theta=5e4)
 GEMMA3 = {"windows": SlidingWindows((8, 8, 8, 8, 8, 0), local_theta=1e4), "rope_theta": 1e6}

@@ -9,12 +9,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from gguf_models import package_file, write_gguf
-from gguf_vocabularies import byte_level
-from reference import random_params
-from test_chat import SHORT
-from test_train import TINY
-from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.commands import chat, evaluate, export
 from grpo_roc_jax.commands.export import export_model
@@ -30,6 +24,12 @@ from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import main as train_main
 from grpo_roc_jax.train import train
+from tests.commands.test_chat import SHORT
+from tests.helpers.gguf_models import package_file, write_gguf
+from tests.helpers.gguf_vocabularies import byte_level
+from tests.helpers.reference import random_params
+from tests.test_train import TINY
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
 SHAPE = ModelConfig(d_model=32, layers=1, heads=2, kv_heads=1, head_dim=16, d_ff=32, max_positions=1024)
 
@@ -47,7 +47,7 @@ def pair(tmp_path_factory):
     model = replace(SHAPE, vocab_size=len(vocabulary.tokens))
     params = jax.device_put(random_params(model))
     export_model(params, model, root / "weights", dtype="float32")
-    from test_convert import read_all
+    from tests.model.test_convert import read_all
 
     config = json.loads((root / "weights" / "config.json").read_text())
     write_gguf(root / "model.gguf", config, read_all(root / "weights"), vocabulary=vocabulary)

@@ -5,10 +5,6 @@ from functools import cache
 
 import pytest
 import sentencepiece
-from gguf_models import QUANT, Vocabulary, package_file, write_gguf
-from gguf_vocabularies import CHAT, bpe_of_scores, byte_level, sentencepiece_model, texts
-from published_models import need_transformers
-from test_convert import MODELS, make_directory
 
 from grpo_roc_jax.commands.export import text_files
 from grpo_roc_jax.gguf_files.header import GgufError
@@ -17,6 +13,10 @@ from grpo_roc_jax.model.convert import find_model
 from grpo_roc_jax.text.config import TextConfig, TokenizerFile
 from grpo_roc_jax.text.templates import load_template
 from grpo_roc_jax.text.tokenizer import load_tokenizer, published_ends
+from tests.helpers.gguf_models import QUANT, Vocabulary, package_file, write_gguf
+from tests.helpers.gguf_vocabularies import CHAT, bpe_of_scores, byte_level, sentencepiece_model, texts
+from tests.helpers.published_models import need_transformers
+from tests.model.test_convert import MODELS, make_directory
 
 NAMES = ("gpt-2", "smollm", "qwen2", "llama-bpe", "tekken", "gpt-4o", "qwen35")
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -31,6 +30,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, make_mesh
 from grpo_roc_jax.planner.hlo import parse_hlo
 from grpo_roc_jax.planner.hlo_cost import largest_gather
+from tests.helpers import reference
 
 V, D = 53, 12
 

@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from grpo_roc_jax.learner.pack import (
     worst_case_micro_batches,
 )
 from grpo_roc_jax.types import TRAIN_ROW_FIELDS, TrainRow
+from tests.helpers import reference
 
 CONFIG = BatchConfig(row_length=16, rows=2)
 

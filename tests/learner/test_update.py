@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import reference
 
 from grpo_roc_jax.learner.loss import UpdateConfig, batch_loss, policy_logprobs
 from grpo_roc_jax.learner.pack import BatchConfig, pack, unpack, worst_case_micro_batches
@@ -36,6 +35,7 @@ from grpo_roc_jax.model.sharding import (
 )
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.planner.hlo import arrays, device_groups, parse_hlo
+from tests.helpers import reference
 
 MODEL = ModelConfig(d_model=16, layers=2, heads=8, kv_heads=8, head_dim=4, d_ff=24, vocab_size=40)
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=2, max_grad_norm=0.01, weight_decay=0.1)

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from method_groups import batch_of, make_group, method
 
 from grpo_roc_jax.settings.callables import given
+from tests.helpers.method_groups import batch_of, make_group, method
 
 
 def values(rewards, state=None, *, groups=None, rng=None, **settings):

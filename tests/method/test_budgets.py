@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from method_groups import method
 
 from grpo_roc_jax.method.planning import HIGH, LOW, check_separation, reward_conditions, reward_goal
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import PLAIN, Problem
+from tests.helpers.method_groups import method
 
 
 def test_hard_and_easy():

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_groups import make_group
 
 from benchmarks import first_step
 from grpo_roc_jax.config import Config
@@ -31,6 +30,7 @@ from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.planning import choose_problems
 from grpo_roc_jax.settings.cli import CONFIG_DIR, ConfigError, load_config
 from grpo_roc_jax.types import Condition, Group
+from tests.helpers.method_groups import make_group
 
 METHODS = load_methods()
 CORE = """

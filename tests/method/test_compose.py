@@ -7,7 +7,6 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_groups import make_group, method
 
 from grpo_roc_jax.method.compose import (
     Scores,
@@ -19,6 +18,7 @@ from grpo_roc_jax.method.compose import (
 )
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import given
+from tests.helpers.method_groups import make_group, method
 
 OBSERVED = {"observation": [2, 0, 1, 0]}
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from method_groups import make_group, method
 
 from grpo_roc_jax import text
 from grpo_roc_jax.commands.export import export_model
@@ -29,6 +28,7 @@ from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import OWN_SPECIALS, ByteTokenizer, load_tokenizer
 from grpo_roc_jax.train import main
 from grpo_roc_jax.types import Turn
+from tests.helpers.method_groups import make_group, method
 
 OLD, NOW = np.float32([-1, -0.5, -2]), np.float32([-0.8, -1.5, -2])
 PATH = {"kind": "teacher", "path": "x"}

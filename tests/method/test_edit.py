@@ -1,11 +1,11 @@
 """Groups with trajectories exchanged, or under another prompt."""
 
 import numpy as np
-from method_groups import make_group, make_trajectory, method
 
 from grpo_roc_jax.method import edit
 from grpo_roc_jax.method.compose import train_rows
 from grpo_roc_jax.method.state import AlgoState
+from tests.helpers.method_groups import make_group, make_trajectory, method
 
 
 def test_replace_failures():

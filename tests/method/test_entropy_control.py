@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_groups import make_group, method
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.learner.group_learner import GroupLearner
@@ -17,6 +16,7 @@ from grpo_roc_jax.method.compose import Scores, method_metrics, next_state, trai
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.settings.cli import ConfigError
+from tests.helpers.method_groups import make_group, method
 
 OLD, NOW = np.array([[-0.2, -1.9], [-0.2, -2.5]]), np.array([[-0.1, -2.0], [-0.2, -3.0]])
 """The vector of the specification: A = 1, 1, -1, -1, and covariances 1.225, -0.675, -1.125, 1.675."""

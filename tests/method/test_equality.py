@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from method_groups import make_group, method
 
 from grpo_roc_jax.method.advantage import flat
 from grpo_roc_jax.method.compose import resample_group, train_rows
@@ -10,6 +9,7 @@ from grpo_roc_jax.method.features import features
 from grpo_roc_jax.method.roc import MaxVariance
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.run.statistics import selection_metrics
+from tests.helpers.method_groups import make_group, method
 
 PARTS = np.array([81.3, 0.013, 17.77, 0.5, 9.01, 3.1, 0.7, 8.397], np.float32)
 """They sum to 120.79 in float32, up to the order in which they are added."""

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_groups import make_group, method
 
 from grpo_roc_jax.method.compose import (
     Scores,
@@ -32,7 +31,8 @@ from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.options import default_of, fields_of, type_of
 from grpo_roc_jax.types import Condition
 from tests.endurance.golden import golden_group
-from tests.knobs import digest
+from tests.helpers.knobs import digest
+from tests.helpers.method_groups import make_group, method
 
 LISTS = ("shaping", "advantage.adjust", "weights.masks", "weights.factors")
 """Axes of which a method has a list."""
@@ -58,7 +58,7 @@ ELSEWHERE = {
         ("plan.budget", "predicted", name): "the fixed groups have one wording: tests/method/test_budgets.py"
         for name in ("half_life", "sharpness", "prior")
     },
-    ("plan.condition", "reward_tokens", "separation"): "evaluate.check_reward_tokens: tests/test_reward_tokens.py",
+    ("plan.condition", "reward_tokens", "separation"): "evaluate.check_before_training: tests/test_reward_tokens.py",
     ("plan.condition", "reward_tokens", "evaluate"): "evaluate.prompt_end: tests/test_reward_tokens.py",
 }
 VALUES = {

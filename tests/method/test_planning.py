@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import numpy as np
-from method_groups import make_group, method
 
 from grpo_roc_jax.method.planning import Wave, best_text, first_wave, gathered, next_wave, with_suffix
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.types import Condition, Problem, RolloutRequest
+from tests.helpers.method_groups import make_group, method
 
 
 def problems(*uids, **extra):

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_groups import make_group, method
 
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import train_rows
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.types import Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
+from tests.helpers.method_groups import make_group, method
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "plugins"
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_groups import make_group, method
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.learner.group_learner import GroupLearner, mixture
@@ -17,6 +16,7 @@ from grpo_roc_jax.method.divergence import divergence, later_sums
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.surrogate import kl_estimate
 from grpo_roc_jax.settings.cli import ConfigError
+from tests.helpers.method_groups import make_group, method
 
 GAPS = [[0.5, -1.0], [0.2, 0.0, 0.4]]
 """log p - log p_ref of the policy tokens; the first two are the specification's."""

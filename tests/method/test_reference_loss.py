@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_groups import make_group, method
 
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import BatchConfig, pack
 from grpo_roc_jax.method.compose import resample_group, subset, train_rows
 from grpo_roc_jax.method.reference import grpo_roc_loss
 from grpo_roc_jax.method.state import AlgoState
+from tests.helpers.method_groups import make_group, method
 
 KEEP, SAMPLED = 4, 8
 

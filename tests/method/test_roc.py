@@ -8,7 +8,6 @@ import time
 
 import numpy as np
 import pytest
-from method_groups import call, make_group, make_verdict, method, result
 
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import resample_group, subset
@@ -28,6 +27,7 @@ from grpo_roc_jax.method.roc import (
 )
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import Group, Problem, ToolResult, Trajectory, Turn
+from tests.helpers.method_groups import call, make_group, make_verdict, method, result
 
 
 def rng(seed=0):

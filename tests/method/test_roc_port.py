@@ -4,11 +4,11 @@ the indices below are what its code keeps of these groups."""
 import random
 
 import pytest
-from method_groups import make_verdict, method
-from test_roc import random_rollout, rng
 
 from grpo_roc_jax.method.roc import select_group
 from grpo_roc_jax.types import Group, Problem
+from tests.helpers.method_groups import make_verdict, method
+from tests.method.test_roc import random_rollout, rng
 
 KEPT = {
     (0, 32, 16): [0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15, 22],

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from method_groups import make_group, method
 
 from grpo_roc_jax.method.features import features
 from grpo_roc_jax.method.shaping import prompt_suffix, shape_rewards
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import given
+from tests.helpers.method_groups import make_group, method
 
 
 def close(actual, expected, atol=1e-5):

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_groups import method
 
 from grpo_roc_jax.method.surrogate import clipped_surrogate, kl_estimate, segment_logratio
 from grpo_roc_jax.settings.cli import ConfigError
+from tests.helpers.method_groups import method
 
 MASK = np.array([[1, 1, 1], [1, 1, 0]], bool)
 OLD = np.array([[-1, -2, -1], [-1, -1, 0]], np.float32)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from method_groups import make_group, method, shaped
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.learner.group_learner import GroupLearner
@@ -28,6 +27,7 @@ from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem, Turn
 from grpo_roc_jax.worlds.worlds import world_problem
+from tests.helpers.method_groups import make_group, method, shaped
 
 
 def close(actual, expected, atol=1e-5):

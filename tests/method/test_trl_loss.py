@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_groups import make_group
-from published_models import VOCAB, need_reference, need_transformers, save_model
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.learner.loss import batch_loss, token_logprobs
@@ -24,6 +22,8 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.transformer import forward
 from grpo_roc_jax.run.components import fit_length
+from tests.helpers.method_groups import make_group
+from tests.helpers.published_models import VOCAB, need_reference, need_transformers, save_model
 
 pytestmark = pytest.mark.slow  # 40 s of processor time, half of it imports
 PROMPT, LONGEST, GROUPS, SIZE = 4, 12, 3, 4

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from method_groups import make_group, method
 
 from examples.plugins.turn_rewards import clean
 from grpo_roc_jax.method.advantage import same_state, turn_pay
@@ -16,6 +15,7 @@ from grpo_roc_jax.reward.config import FunctionReward, RewardConfig
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.types import Condition, Problem, ToolCall, ToolResult, Turn
+from tests.helpers.method_groups import make_group, method
 
 
 def acted(*talks, rewards, pay=None):

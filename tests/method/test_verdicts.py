@@ -10,8 +10,13 @@ import functools
 
 import numpy as np
 import pytest
-from method_groups import make_group, method, shaped
-from test_kind_settings import (
+
+from grpo_roc_jax.method.compose import initial_state, next_state, train_rows
+from grpo_roc_jax.method.planning import choose_problems
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.settings.callables import given
+from tests.helpers.method_groups import make_group, method, shaped
+from tests.method.test_kind_settings import (
     AXES,
     alike,
     doubled,
@@ -25,11 +30,6 @@ from test_kind_settings import (
     says,
     some_group,
 )
-
-from grpo_roc_jax.method.compose import initial_state, next_state, train_rows
-from grpo_roc_jax.method.planning import choose_problems
-from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.settings.callables import given
 
 KINDS = [(name, kind) for name, axis in AXES.items() for kind in axis.kinds]
 RIGHT = np.array([[0, 0, 0, 1, 0, 0, 1, 0], [1, 0, 0, 0, 1, 0, 1, 0], [0] * 8, [0, 1, 1, 0, 1, 0, 1, 1]], bool)

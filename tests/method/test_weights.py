@@ -1,10 +1,10 @@
 """Token weights: normalizers, masks, length preference, sampler mismatch."""
 
 import numpy as np
-from method_groups import method
 
 from grpo_roc_jax.method.weights import ratio_segments
 from grpo_roc_jax.types import Trajectory, Turn
+from tests.helpers.method_groups import method
 
 
 def close(actual, expected, atol=1e-6):

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 
 from grpo_roc_jax.model import attention
 from grpo_roc_jax.model.attention import AttentionBlocks, make_attention
 from grpo_roc_jax.model.attention_mask import first_key_blocks
+from tests.helpers import reference
 
 attend_reference = jax.jit(attention.attend_reference, static_argnames="cap")
 attend_blocked = jax.jit(attention.attend_blocked, static_argnums=0)

@@ -14,7 +14,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from reference import random_params
 
 from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, NoWindows, SlidingWindows, SomeExtras
@@ -33,6 +32,7 @@ from grpo_roc_jax.model.safetensors_io import (
 )
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings
 from grpo_roc_jax.model.transformer import init_params
+from tests.helpers.reference import random_params
 
 SHAPE = {"d_model": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "d_ff": 24, "vocab_size": 96}
 GEMMA = {"norm_offset": True, "post_norms": True, "activation": "gelu_tanh"}

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from published_models import random_tokens, save_model
 
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import TrainBatch
@@ -20,6 +19,7 @@ from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.safetensors_io import read_directory
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings, shard_batch
 from grpo_roc_jax.model.transformer import _scan_periods, forward, init_params, take_layer, unembed
+from tests.helpers.published_models import random_tokens, save_model
 
 DELTA = GatedDelta(key_heads=2, value_heads=6, key_dim=4, value_dim=5, conv=3)
 B, T = 2, 150

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import random_params
 
 from grpo_roc_jax.model.config import Mixture, ModelConfig
 from grpo_roc_jax.model.experts import GROUPED_FLAG, check_grouped, mix_experts, route
@@ -18,6 +17,7 @@ from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import SingleTurn
 from grpo_roc_jax.types import Problem, RolloutRequest
+from tests.helpers.reference import random_params
 
 MODEL = ModelConfig(
     d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=12, vocab_size=64, experts=Mixture(4, 2)

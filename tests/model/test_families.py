@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from published_models import CASES, ONE_PER_FAMILY, logits_of, need_transformers, random_tokens, save_model
 
 from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.model.attention import AttentionBlocks, attend_blocked
@@ -16,6 +15,14 @@ from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, PoolWriter, allocate, re
 from grpo_roc_jax.model.transformer import Execution, Params, final_hidden, forward, take_layer, unembed
 from grpo_roc_jax.rollout.decode import run_layers
 from grpo_roc_jax.run.components import fit_length
+from tests.helpers.published_models import (
+    CASES,
+    ONE_PER_FAMILY,
+    logits_of,
+    need_transformers,
+    random_tokens,
+    save_model,
+)
 
 TOLERANCE = 1e-4
 LENGTH = 40

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, head_copies, make_mesh, param_shardings
 from grpo_roc_jax.rollout.publish import Publisher, repeat_heads, sampler_config
-from tests import reference
+from tests.helpers import reference
 from tests.learner import test_update
 
 FEW = ModelConfig(

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from published_models import logits_of, need_reference, need_transformers, random_tokens, save_model
-from reference import random_params
 
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import TrainBatch
@@ -33,6 +31,8 @@ from grpo_roc_jax.model.safetensors_io import CheckpointError
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch
 from grpo_roc_jax.model.transformer import forward, take_layer, unembed
 from grpo_roc_jax.rollout.publish import Publisher
+from tests.helpers.published_models import logits_of, need_reference, need_transformers, random_tokens, save_model
+from tests.helpers.reference import random_params
 
 MODEL = ModelConfig(d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=24, vocab_size=64, qk_norm=True)
 DELTA = GatedDelta(key_heads=1, value_heads=2, key_dim=4, value_dim=6, every=2)

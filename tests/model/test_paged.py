@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreted import interpreted  # noqa: F401
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -15,6 +14,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.paged import attend_table, check_paged
 from grpo_roc_jax.model.pool import in_turn
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from tests.helpers.interpreted import interpreted  # noqa: F401
 
 CONFIG = ModelConfig(d_model=16, layers=1, heads=4, kv_heads=2, head_dim=128, vocab_size=11, compute_dtype="float32")
 S, K, H = 16, 2, 128

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreted import interpreted  # noqa: F401
 
 from grpo_roc_jax.model.config import ModelConfig, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.pool import (
@@ -22,6 +21,7 @@ from grpo_roc_jax.model.pool import (
     readers_of,
     token_places,
 )
+from tests.helpers.interpreted import interpreted  # noqa: F401
 
 CONFIG = ModelConfig(d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, vocab_size=11)
 LIMITED = replace(CONFIG, windows=SlidingWindows((5, 0)), extras=SomeExtras(attention_cap=1.5))

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from published_models import ONE_PER_FAMILY, make_config, need_transformers
 
 from grpo_roc_jax.model.families import UnsupportedModelError
 from grpo_roc_jax.model.published import note, read_config, same_model, without_effect, write_config
+from tests.helpers.published_models import ONE_PER_FAMILY, make_config, need_transformers
 
 
 def saved(config, folder) -> dict:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from reference import random_params
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import (
@@ -18,6 +17,7 @@ from grpo_roc_jax.model.sharding import (
     shard_batch,
     slot_shards,
 )
+from tests.helpers.reference import random_params
 
 MODEL = ModelConfig(d_model=16, heads=4, kv_heads=2, head_dim=4, d_ff=32, vocab_size=24, tie_embeddings=False)
 

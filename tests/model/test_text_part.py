@@ -6,8 +6,6 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from published_models import TEXT, logits_of, need_transformers, random_tokens
-from test_convert import MODELS, make_directory, read_all, rewrite
 
 from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.model.config import ModelConfig
@@ -16,6 +14,8 @@ from grpo_roc_jax.model.families import UnsupportedModelError
 from grpo_roc_jax.model.published import read_config, same_model
 from grpo_roc_jax.model.transformer import forward, unembed
 from grpo_roc_jax.run.policy import parameter_count
+from tests.helpers.published_models import TEXT, logits_of, need_transformers, random_tokens
+from tests.model.test_convert import MODELS, make_directory, read_all, rewrite
 
 ONE_VISION_LAYER = {"hidden_size": 16, "num_heads": 2, "depth": 1, "intermediate_size": 16, "out_hidden_size": 32}
 SIGLIP = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}

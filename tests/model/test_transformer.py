@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 
 from grpo_roc_jax.model import transformer
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import param_axes, unembed
+from tests.helpers import reference
 
 
 @partial(jax.jit, static_argnums=4)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from published_configs import CONFIGS
 
 from benchmarks.first_step import groups_of
 from grpo_roc_jax.commands import plan as plan_command
@@ -41,6 +40,7 @@ from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.run.policy import cache_bytes, parameter_count
 from grpo_roc_jax.settings.cli import load_config
+from tests.helpers.published_configs import CONFIGS
 
 LAYERS, WIDTH, ROWS = 5, 64, 16
 
@@ -417,7 +417,7 @@ def test_topologies_by_name():
 def test_a_gpu_has_the_memory_that_jax_takes():
     chip = parse_topology("h200:8", {}).chip
     assert chip.usable_bytes == 0.75 * 141e9 and parse_topology("v5e:2x2", {}).chip.usable_bytes == 16e9
-    needs = Needs("update", arguments=120e9)
+    needs = Needs("update", arguments=110e9)
     assert not needs.fits(chip)
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         assert needs.fits(parse_topology("h200:8", {name: "0.9"}).chip)
@@ -546,9 +546,11 @@ def test_a_time_is_the_longest_of_its_three_bounds():
 
 
 def test_memory_is_what_lies_there_at_once():
-    needs = Needs("a", arguments=10e9, results=8e9, aliased=8e9, temporaries=3e9, resident=2e9)
-    assert needs.total == 15e9 and needs.fits(CHIPS["v5e"])
-    assert not replace(needs, resident=4e9).fits(CHIPS["v5e"]) and not Needs("a", refused="no room").fits(CHIPS["v5e"])
+    needs = Needs("a", arguments=10e9, results=8e9, aliased=8e9, temporaries=2e9, resident=2e9)
+    assert needs.total == 14e9 and needs.fits(CHIPS["v5e"])
+    assert not replace(needs, resident=2.5e9).fits(CHIPS["v5e"]) and not Needs("a", refused="no room").fits(
+        CHIPS["v5e"]
+    )
 
 
 def test_a_step_adds_its_programs_up():

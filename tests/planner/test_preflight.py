@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from test_train import config_in
 
 from grpo_roc_jax import train
 from grpo_roc_jax.planner.preflight import MIB, host_parts
@@ -11,6 +10,7 @@ from grpo_roc_jax.rollout.programs import ProgramCost
 from grpo_roc_jax.run.components import check_components, make_registry
 from grpo_roc_jax.run.policy import parameter_count
 from grpo_roc_jax.settings.cli import dump_yaml
+from tests.test_train import config_in
 
 REFERENCE = ["--surrogate.kl=k3", "--surrogate.kl.coef=0.01", "--optim.offload=True"]
 

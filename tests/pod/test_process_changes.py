@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_processes import LIMIT_S, ended, params_of, said, start, whole_text
 
 from grpo_roc_jax.record import checkpoint_files as files
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
+from tests.pod.test_processes import LIMIT_S, ended, params_of, said, start, whole_text
 
 STEPS = 6
 DIVIDED = ("--group.problems=4", "--sft.steps=0")

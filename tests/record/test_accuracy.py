@@ -7,7 +7,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from samples import make_group, make_trajectory
 
 from grpo_roc_jax.record.accuracy import (
     all_at_k,
@@ -23,6 +22,7 @@ from grpo_roc_jax.record.accuracy import (
     summarize,
 )
 from grpo_roc_jax.types import Group, Problem, Verdict
+from tests.helpers.samples import make_group, make_trajectory
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])

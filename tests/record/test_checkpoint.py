@@ -236,18 +236,18 @@ def test_only_a_first_save_that_was_interrupted_starts_again(tmp_path):
 
 def test_a_held_state_is_saved_once_and_what_is_on_disk_is_said(tmp_path, monkeypatch):
     with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
-        checkpointer.held = dataclasses.replace(bundle_of(3), step=3)
-        assert checkpointer.save_held() == checkpointer.save_held() == (True, "the state after step 3 is saved")
+        checkpointer.latest = dataclasses.replace(bundle_of(3), step=3)
+        assert checkpointer.save_latest() == checkpointer.save_latest() == (True, "the state after step 3 is saved")
         assert checkpointer.saved == [3] and checkpointer.has(3) and not checkpointer.has(4)
-        checkpointer.held = dataclasses.replace(bundle_of(4), step=4)
+        checkpointer.latest = dataclasses.replace(bundle_of(4), step=4)
         with monkeypatch.context() as patched:
             patched.setattr(files, "write_host", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-            saved, words = checkpointer.save_held()
+            saved, words = checkpointer.save_latest()
         assert not saved and "step 4 is not saved" in words and "No space" in words and "step_00000003" in words
         checkpointer.save(5, bundle_of(5))
         assert checkpointer.has(5) and 5 not in checkpointer.saved, "it is being written"
-        jax.tree.map(lambda leaf: leaf.delete(), checkpointer.held.train)
-        assert "the update that failed had replaced it" in checkpointer.save_held()[1]
+        jax.tree.map(lambda leaf: leaf.delete(), checkpointer.latest.train)
+        assert "the update that failed had replaced it" in checkpointer.save_latest()[1]
 
 
 def test_another_model_is_refused_with_the_difference(tmp_path):

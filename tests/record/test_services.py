@@ -6,13 +6,13 @@ import types
 from dataclasses import dataclass, field
 
 import pytest
-from method_groups import method
-from samples import make_group
-from test_trace import run_step
 
 from grpo_roc_jax.record import loggers
 from grpo_roc_jax.record.metrics import LogConfig, Trackio, WandbOffline, make_writer
 from grpo_roc_jax.record.tables import COLUMNS, tables
+from tests.helpers.method_groups import method
+from tests.helpers.samples import make_group
+from tests.record.test_trace import run_step
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from grpo_roc_jax.record.run_dir import choose_run_dir, locked
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.points import InjectedFault, injected
 from grpo_roc_jax.train import main
-from tests.bucket import served
+from tests.helpers.bucket import served
 
 
 @pytest.fixture(params=["file", "gs"])

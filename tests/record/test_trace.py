@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from method_groups import method
-from samples import make_group
 
 from grpo_roc_jax.method.compose import resample_group, subset, train_rows
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.record import trace
+from tests.helpers.method_groups import method
+from tests.helpers.samples import make_group
 
 
 def assert_same(a, b):

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from method_groups import method
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.advantage import turn_pay
@@ -21,6 +20,7 @@ from grpo_roc_jax.reward.score import make_scorer
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Trajectory, Turn
+from tests.helpers.method_groups import method
 
 RIGHT, WRONG = (rf"<answer>\boxed{{{value}}}</answer>" for value in (42, 41))
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import numpy as np
-from rollout_fakes import one_rollout
 
-from grpo_roc_jax.rollout.admission import REMEMBERED, Admission, Lengths, expand
+from grpo_roc_jax.rollout.scheduler import REMEMBERED, Admission, Lengths, expand
+from tests.helpers.rollout_fakes import one_rollout
 
 
 def make(groups, *, shards=1, longest_first=False):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from grpo_roc_jax.rollout.blocks import BlockLedger, Chain, Full
+from grpo_roc_jax.rollout.table import BlockLedger, Chain, Full
 
 SIZE = 4
 

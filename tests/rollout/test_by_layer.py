@@ -5,18 +5,19 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from reference import random_params
-from rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests
-from test_engine import assert_same
-from test_recurrent import MODEL as RECURRENT
 
 from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.model.transformer import layer_weights
 from grpo_roc_jax.rollout import programs
 from grpo_roc_jax.rollout.by_layer import layer_kinds
 from grpo_roc_jax.rollout.config import LowPrecision, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.publish import ProbeByLayer, probe_tokens, sampling_probe, unstack
+from tests.helpers.reference import random_params
+from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests
+from tests.rollout.test_engine import assert_same
+from tests.rollout.test_recurrent import MODEL as RECURRENT
 
 NARROW = replace(ROLLOUT, slots=16, narrow=(4,))
 
@@ -109,7 +110,7 @@ def test_who_shares_layers():
         for model, on in ((small, None), (large, None), (large, mesh))
     ]
     assert shares == [False, True, False]
-    assert programs.layer_weights(large) == pytest.approx(3.54e6, rel=0.01)
+    assert layer_weights(large) == pytest.approx(3.54e6, rel=0.01)
     mixed = replace(large, experts=Mixture(8, 2))
-    attention = programs.layer_weights(large) - 3 * 576 * 1536
-    assert programs.layer_weights(mixed) == pytest.approx(attention + 2 * 3 * 576 * 1536 + 8 * 576, rel=0.01)
+    attention = layer_weights(large) - 3 * 576 * 1536
+    assert layer_weights(mixed) == pytest.approx(attention + 2 * 3 * 576 * 1536 + 8 * 576, rel=0.01)

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreted import interpreted  # noqa: F401
-from rollout_fakes import one_rollout
 
 from grpo_roc_jax.model.config import ModelConfig, SlidingWindows
 from grpo_roc_jax.model.pool import IN_PLACE, PAGED, PoolSize, allocate
@@ -31,6 +29,8 @@ from grpo_roc_jax.rollout.decode import (
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.publish import unstack
 from grpo_roc_jax.rollout.records import SingleTurn
+from tests.helpers.interpreted import interpreted  # noqa: F401
+from tests.helpers.rollout_fakes import one_rollout
 
 MODEL = ModelConfig(
     d_model=8, layers=1, heads=2, kv_heads=1, head_dim=128, d_ff=8, vocab_size=16, compute_dtype="float32"
@@ -181,7 +181,7 @@ def test_a_chunk_computes_all_rows_unless_told_fewer(monkeypatch):
 def test_logits_are_gathered_on_a_mesh_without_tensor():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     logits = jnp.ones((2, 4))
-    assert decode._whole(logits, mesh).sharding.is_fully_replicated and decode._whole(logits, None) is logits
+    assert decode._gathered(logits, mesh).sharding.is_fully_replicated and decode._gathered(logits, None) is logits
 
 
 def test_the_cost_of_a_program_has_the_cache_of_one_shard(monkeypatch):

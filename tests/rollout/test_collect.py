@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import random_params
-from rollout_fakes import changed
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.rollout.collect import ToolEnvironment, collect
@@ -19,6 +17,8 @@ from grpo_roc_jax.text.chat_format import ANSWER_CLOSE, ParsedTurn, make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import ByteTokenizer, load_tokenizer
 from grpo_roc_jax.types import Problem, RolloutRequest, ToolCall, ToolResult, Trajectory, Turn
+from tests.helpers.reference import random_params
+from tests.helpers.rollout_fakes import changed
 
 PROBLEM = Problem("p", "37*58=?", "2146", "test")
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>'

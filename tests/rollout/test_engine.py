@@ -8,19 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import random_params
-from rollout_fakes import (
-    MODEL,
-    ROLLOUT,
-    STOPS,
-    FakeTools,
-    changed,
-    engine_for,
-    make_requests,
-    one_rollout,
-    run,
-    sharp_params,
-)
 
 from grpo_roc_jax.learner.loss import UpdateConfig, policy_logprobs
 from grpo_roc_jax.learner.update import OptimConfig, state_like
@@ -33,6 +20,19 @@ from grpo_roc_jax.rollout import decode, programs
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import SingleTurn
+from tests.helpers.reference import random_params
+from tests.helpers.rollout_fakes import (
+    MODEL,
+    ROLLOUT,
+    STOPS,
+    FakeTools,
+    changed,
+    engine_for,
+    make_requests,
+    one_rollout,
+    run,
+    sharp_params,
+)
 
 WIDTH = 128
 
@@ -380,7 +380,7 @@ def hanging_chunks(engine, params):
 
 
 def test_logits_that_stay_split_are_refused_before_they_hang(monkeypatch):
-    monkeypatch.setattr(decode, "_whole", lambda logits, mesh: logits)
+    monkeypatch.setattr(decode, "_gathered", lambda logits, mesh: logits)
     mesh = make_mesh(ShardingConfig(fsdp=2, tensor=2), jax.devices()[:4])
     engine = make_engine(SPLIT, replace(ROLLOUT, slots=8), SamplingConfig(), STOPS, mesh)
     found = hanging_chunks(engine, state_like(SPLIT, OptimConfig(), mesh).params)

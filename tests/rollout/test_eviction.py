@@ -6,15 +6,15 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from reference import random_params
-from rollout_fakes import ROLLOUT, STOPS, FakeTools, make_requests
-from test_recurrent import MODEL as RECURRENT
-from test_recurrent import StopText, gap
-from test_routes import MIXED
 
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
+from tests.helpers.reference import random_params
+from tests.helpers.rollout_fakes import ROLLOUT, STOPS, FakeTools, make_requests
+from tests.rollout.test_recurrent import MODEL as RECURRENT
+from tests.rollout.test_recurrent import StopText, gap
+from tests.rollout.test_routes import MIXED
 
 SHORT = replace(ROLLOUT, kv_tokens=192, block=16, narrow=())
 """Six slots, and room for a row and a half of the longest."""

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests, one_rollout, run, sharp_params
-from test_engine import assert_same
 
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, allocate, cache_orders, enlarge
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.rollout import programs
-from grpo_roc_jax.rollout.blocks import BlockLedger, Full
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import SingleTurn
+from grpo_roc_jax.rollout.table import BlockLedger, Full
+from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests, one_rollout, run, sharp_params
+from tests.rollout.test_engine import assert_same
 
 SMALL = replace(ROLLOUT, block=8, kv_start=32)
 

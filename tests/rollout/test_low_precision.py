@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.model.config import Mixture
@@ -17,6 +16,7 @@ from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.publish import Publisher, StaleWeightsError
 from grpo_roc_jax.run.policy import cache_bytes
 from grpo_roc_jax.settings.cli import ConfigError
+from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests
 
 SMALL = replace(MODEL, layers=1, vocab_size=100)
 

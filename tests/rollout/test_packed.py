@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_fakes import MODEL, ROLLOUT, make_requests, run, sharp_params
-from test_engine import assert_same
 
 from grpo_roc_jax.model.config import SlidingWindows
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, allocate, tile_count, tile_width
@@ -17,6 +15,8 @@ from grpo_roc_jax.rollout.decode import SamplerModel, append, append_packed
 from grpo_roc_jax.rollout.device_rows import PackTaker, Write
 from grpo_roc_jax.rollout.programs import CALL_TOKENS, first_calls
 from grpo_roc_jax.rollout.publish import unstack
+from tests.helpers.rollout_fakes import MODEL, ROLLOUT, make_requests, run, sharp_params
+from tests.rollout.test_engine import assert_same
 
 BLOCK, BLOCKS = 8, 40
 NONE = BLOCKS

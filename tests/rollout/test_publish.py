@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from reference import random_params
-from rollout_fakes import MODEL, sharp_params
 
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings
 from grpo_roc_jax.rollout.publish import Publisher, StaleWeightsError, localize, unstack
+from tests.helpers.reference import random_params
+from tests.helpers.rollout_fakes import MODEL, sharp_params
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from published_models import need_transformers
-from rollout_fakes import ROLLOUT, STOPS, FakeTools, changed, make_requests, one_rollout
 
 from grpo_roc_jax.model.config import GatedDelta, ModelConfig, SomeExtras
 from grpo_roc_jax.model.convert import save_params
@@ -19,7 +17,9 @@ from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout.config import NoStepLimit, PartialRows, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.rollout.resume import awaits_observation
+from grpo_roc_jax.rollout.table import awaits_observation
+from tests.helpers.published_models import need_transformers
+from tests.helpers.rollout_fakes import ROLLOUT, STOPS, FakeTools, changed, make_requests, one_rollout
 
 DELTA = GatedDelta(key_heads=2, value_heads=4, key_dim=6, value_dim=10, every=2)
 MODEL = ModelConfig(

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import random_params
-from rollout_fakes import MODEL, PROBLEM, ROLLOUT, STOPS, FakeTools, make_requests
 
 from grpo_roc_jax.learner.loss import UpdateConfig, policy_logprobs
 from grpo_roc_jax.learner.pack import BatchConfig, pack
@@ -20,6 +18,8 @@ from grpo_roc_jax.record.codec import groups_from_tree, groups_to_tree
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.types import Group, Verdict
+from tests.helpers.reference import random_params
+from tests.helpers.rollout_fakes import MODEL, PROBLEM, ROLLOUT, STOPS, FakeTools, make_requests
 
 MIXED = replace(MODEL, layers=2, experts=Mixture(8, 2, replay=True))
 LENGTH = 128

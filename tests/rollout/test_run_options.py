@@ -7,7 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from rich.console import Console
-from rollout_fakes import (
+
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.record.loggers import ConsoleWriter
+from grpo_roc_jax.rollout.config import DroppedRows, PartialRows, RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.rollout.records import Finish, RolloutProgress, RunOptions, SingleTurn, Wait, rollout_display
+from grpo_roc_jax.rollout.table import awaits_observation
+from tests.helpers.rollout_fakes import (
     EOS,
     MODEL,
     ROLLOUT,
@@ -20,14 +27,6 @@ from rollout_fakes import (
     run,
     sharp_params,
 )
-
-from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.record.loggers import ConsoleWriter
-from grpo_roc_jax.rollout.config import DroppedRows, PartialRows, RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import make_engine
-from grpo_roc_jax.rollout.progress import RolloutProgress, rollout_display
-from grpo_roc_jax.rollout.records import Finish, RunOptions, SingleTurn, Wait
-from grpo_roc_jax.rollout.resume import awaits_observation
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.rollout.config import SamplingConfig
-from grpo_roc_jax.rollout.sampling import _bisect, sample, trajectory_keys, uniforms
+from grpo_roc_jax.rollout.decode import _bisect, sample, trajectory_keys, uniforms
 
 V = 300
 

@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from rollout_fakes import MODEL, FakeTools, one_rollout
-from test_stream import assert_same_tokens, engine_of
 
 from grpo_roc_jax.model.transformer import init_params
+from tests.helpers.rollout_fakes import MODEL, FakeTools, one_rollout
+from tests.rollout.test_stream import assert_same_tokens, engine_of
 
 
 @pytest.mark.parametrize("lengths", [(40, 36, 35), (36, 40, 34), (34, 20, 40)])

@@ -14,9 +14,8 @@ from grpo_roc_jax.planner.hlo_cost import largest_gather
 from grpo_roc_jax.planner.topology import parse_topology, topology_devices
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
-from grpo_roc_jax.rollout.programs import SamplerPrograms
-from grpo_roc_jax.rollout.shared_programs import SharedPrograms
-from tests.rollout.rollout_fakes import MODEL, ROLLOUT, STOPS
+from grpo_roc_jax.rollout.programs import SamplerPrograms, SharedPrograms
+from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS
 
 
 def values(argument):

@@ -4,19 +4,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rollout_fakes import ROLLOUT, one_rollout
-from test_collect import CALL, Instant, environment, turn
 
 from grpo_roc_jax.rollout import scheduler as scheduling
 from grpo_roc_jax.rollout.decode import ChunkReport
-from grpo_roc_jax.rollout.device_rows import DeviceRows, Flight, Write
-from grpo_roc_jax.rollout.prompts import Prompts
+from grpo_roc_jax.rollout.device_rows import DeviceRows, Flight, Prompts, Write
 from grpo_roc_jax.rollout.records import Finish, RolloutStats
 from grpo_roc_jax.rollout.scheduler import Scheduler
 from grpo_roc_jax.rollout.table import SlotTable
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
+from tests.helpers.rollout_fakes import ROLLOUT, one_rollout
+from tests.rollout.test_collect import CALL, Instant, environment, turn
 
 STOP = 3
 
@@ -182,7 +181,7 @@ def test_a_stop_id_exactly_at_the_budget_ends_the_row_by_length(table, budget, r
     scheduler.table, scheduler.stats, scheduler.is_stop = table, RolloutStats(), np.arange(16) == STOP
     scheduler.rows = {0: SimpleNamespace(index=0, submission=SimpleNamespace(environment=policy))}
     scheduler._finish = lambda slot, why: ended.append(why)
-    scheduler._end_turn(0, found=False)
+    scheduler._end_turn(0, at_stop_text=False)
     assert (seen, ended) == ([reason], [stop])
 
 
@@ -200,7 +199,7 @@ def test_every_call_of_a_rollout_has_a_seed_of_its_own():
 def test_a_prompt_that_ends_in_a_block_of_another_row_is_not_kept(table, device):
     """Two rows of one prompt drew the same tokens, so that they share the block in which the prompt ends. What is cut
     from it for the next row would be a copy that nobody makes."""
-    prompts = Prompts(device, table, SimpleNamespace(siblings=lambda _: 1), RolloutStats())
+    prompts = Prompts(device, table, lambda _: 1, RolloutStats())
     tokens = np.arange(41, dtype=np.int32)
     prompts.provide(0, 9, tokens[:21], 20, again=False)
     device.grow(0, 40)
@@ -208,7 +207,7 @@ def test_a_prompt_that_ends_in_a_block_of_another_row_is_not_kept(table, device)
     prompts.park(0, 9, tokens[:32])
     assert [prompts.provide(slot, 9, tokens, 20, again=True) for slot in (1, 0)] == [32, 32]
     prompts.leave(0, 9, 20)
-    assert not prompts.kept(0, 9)
+    assert not prompts.reserved(0, 9)
     device.flush()
     assert prompts.provide(0, 9, tokens[:21], 20, again=False) == 16
     assert [(write.slot, write.start, len(write.ids)) for write in device._prompts] == [(0, 16, 4)]

@@ -6,10 +6,10 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from rollout_fakes import ROLLOUT, FakeTools, changed, engine_for, make_requests, run, sharp_params
 
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.records import RunOptions, SingleTurn
+from tests.helpers.rollout_fakes import ROLLOUT, FakeTools, changed, engine_for, make_requests, run, sharp_params
 
 TIGHT = replace(ROLLOUT, block=16, kv_tokens=ROLLOUT.max_row_tokens)
 

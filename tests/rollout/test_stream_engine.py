@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_executor import FakeExecutor
-from rollout_fakes import ROLLOUT, FakeTools, changed, engine_for, make_requests, run, sharp_params
-from test_stream import assert_same_tokens, drain, engine_of
 
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.rollout.resume import from_prompt
+from grpo_roc_jax.rollout.table import from_prompt
 from grpo_roc_jax.tools.interface import CodeCall
+from tests.helpers.fake_executor import FakeExecutor
+from tests.helpers.rollout_fakes import ROLLOUT, FakeTools, changed, engine_for, make_requests, run, sharp_params
+from tests.rollout.test_stream import assert_same_tokens, drain, engine_of
 
 
 @pytest.fixture(scope="module")

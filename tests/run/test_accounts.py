@@ -4,9 +4,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from samples import make_group
-from test_train import TINY
-from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.run.buffer import RolloutBuffer
@@ -14,6 +11,9 @@ from grpo_roc_jax.run.rounds import AccountsOpen, StepSamples, check_accounts
 from grpo_roc_jax.run.sample import ScoredRollouts
 from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.train import main
+from tests.helpers.samples import make_group
+from tests.test_train import TINY
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
 
 def step():

@@ -1,16 +1,10 @@
 """The one mutable container: order, counts, exact state."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "method"))
-
-from method_groups import make_group
 
 from grpo_roc_jax.run.buffer import RolloutBuffer
 from grpo_roc_jax.types import Group
+from tests.helpers.method_groups import make_group
 
 
 def groups(*uids):
@@ -30,7 +24,7 @@ def test_oldest_first():
     buffer.add(groups("d"))
     assert uids(buffer.take(9)) == ["c", "d"]
     assert buffer.take(1) == []
-    assert (buffer.added, buffer.taken, len(buffer)) == (4, 4, 0)
+    assert (buffer.added, buffer.removed, len(buffer)) == (4, 4, 0)
 
 
 def test_state_round_trip():
@@ -41,7 +35,7 @@ def test_state_round_trip():
     other.load(buffer.state())
     buffer.take(2)  # the state is a copy
     assert uids(other.take(5)) == ["b", "c"]
-    assert (other.added, other.taken) == (3, 3)
+    assert (other.added, other.removed) == (3, 3)
 
 
 def test_refusals():

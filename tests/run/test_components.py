@@ -3,7 +3,6 @@
 import datetime
 
 import pytest
-from knobs_host import tokenizer_folder
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.record.run_dir import describe_run
@@ -13,6 +12,7 @@ from grpo_roc_jax.run.session import claimed, open_session
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem
+from tests.helpers.knobs_host import tokenizer_folder
 
 
 def words(template, *more):

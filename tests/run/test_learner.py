@@ -6,9 +6,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from samples import make_group
-from test_update import MODEL, ONE, UPDATE, batch_on, mesh_of, state_on, step_of
-from test_update import rows as rows  # a fixture
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.learner.group_learner import GroupLearner
@@ -19,6 +16,9 @@ from grpo_roc_jax.method.compose import Scores
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.run.learning import takes_turns
 from grpo_roc_jax.settings.points import injected
+from tests.helpers.samples import make_group
+from tests.learner.test_update import MODEL, ONE, UPDATE, batch_on, mesh_of, state_on, step_of
+from tests.learner.test_update import rows as rows  # a fixture
 
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=0, eps=1e-2)
 """With the usual `eps` Adam's first step moves a parameter by the learning rate even if its gradient is rounding."""

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_train import TINY
+
+from tests.test_train import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 JUDGES = '''

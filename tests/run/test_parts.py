@@ -1,20 +1,16 @@
 """Scored parts of an evaluation on disk, and the counts of solved problems."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "method"))
-from method_groups import make_group, make_trajectory
 
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.run import evaluate
 from grpo_roc_jax.run.evaluate import Parts, sample_parts
 from grpo_roc_jax.run.sample import ScoredRollouts
 from grpo_roc_jax.settings.cli import ConfigError
+from tests.helpers.method_groups import make_group, make_trajectory
 
 SAMPLING = SimpleNamespace(rollout=SimpleNamespace(slots=1), processes=Processes())
 GROUPS = [make_group(pay, uid=uid) for uid, pay in {"a": [1, 0], "b": [1, 1], "c": [0, 0], "d": [1, 0]}.items()]

@@ -6,9 +6,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from reference import random_params
-from test_train import TINY
-from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.commands.export import export_model, main
 from grpo_roc_jax.config import Config
@@ -21,6 +18,9 @@ from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import train
+from tests.helpers.reference import random_params
+from tests.test_train import TINY
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
 SHAPE = ModelConfig(d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=16, qk_norm=True, max_positions=64)
 

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from samples import make_group
-from test_train import TINY
-from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.compose import scoring_rows
@@ -22,6 +19,9 @@ from grpo_roc_jax.record.trace import TraceWriter, eval_records, read_trace
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.train import train
 from grpo_roc_jax.types import ARRAYS
+from tests.helpers.samples import make_group
+from tests.test_train import TINY
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
 # ---- arrays --------------------------------------------------------------------------------------------------------
 

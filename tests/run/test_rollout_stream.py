@@ -10,7 +10,6 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from test_train import config_in
 
 from grpo_roc_jax.config import Config, read_config
 from grpo_roc_jax.data.pipeline import make_problem_stream
@@ -25,8 +24,9 @@ from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.train import sample_step
 from grpo_roc_jax.types import Group, Problem
-from tests.run.stream_fakes import SAMPLES, faked, opened, play
-from tests.samples import make_group, make_trajectory
+from tests.helpers.samples import make_group, make_trajectory
+from tests.helpers.stream_fakes import SAMPLES, faked, opened, play
+from tests.test_train import config_in
 
 PROBLEMS = 3
 
@@ -134,7 +134,7 @@ def test_groups_that_wait_in_the_buffer_are_dropped_when_they_are_too_old(made):
     run.step, engine.version = 5, 5
     run.buffer.add([rows, make_group(1, 2, step=4)])
     stream.next_round(run, 5)
-    assert len(run.buffer) == 1 and run.buffer.added == run.buffer.taken + 1
+    assert len(run.buffer) == 1 and run.buffer.added == run.buffer.removed + 1
     assert stream.after_update(run, [], {})[0]["rollout/dropped_stale"] == 2.0
 
 

@@ -29,7 +29,7 @@ from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import main
 from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, Turn
-from tests.samples import make_group
+from tests.helpers.samples import make_group
 
 TOKENIZER = load_tokenizer(TextConfig(tokenizer="bytes"))
 CHAT = make_chat(TextConfig(tokenizer="bytes"), TOKENIZER)
@@ -103,7 +103,7 @@ def test_left_out_is_what_the_groups_do_not_hold():
 
 @pytest.mark.parametrize("text", ["think</reason><tool_call>", "think", "</reason>x", ""])
 def test_thought_length(text):
-    ids = np.asarray(CHAT._ids(CHAT._own(text)), np.int32)
+    ids = np.asarray(CHAT.raw_ids(text), np.int32)
     group: Group = make_group(0, 1)
     tokens = np.concatenate([[1, 2], ids]).astype(np.int32)
     turns = (Turn(2, len(tokens), text),)

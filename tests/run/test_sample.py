@@ -15,7 +15,7 @@ from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run import sample
 from grpo_roc_jax.run.sample import EarlyExit
 from grpo_roc_jax.types import Group, Problem, RolloutRequest
-from tests.samples import make_trajectory, make_verdict
+from tests.helpers.samples import make_trajectory, make_verdict
 
 PROBLEMS = [Problem(f"p{i}", "?", "1", "test") for i in range(3)]
 

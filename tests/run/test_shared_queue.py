@@ -17,7 +17,7 @@ from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
 from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run import sample
 from grpo_roc_jax.types import Group, Problem, RolloutRequest
-from tests.samples import make_trajectory, make_verdict
+from tests.helpers.samples import make_trajectory, make_verdict
 
 SLOTS = 3
 COUNTS = (2, 2, 2, 2, 0, 3, 1)

@@ -10,8 +10,6 @@ from unittest import mock
 
 import jax.numpy as jnp
 import pytest
-from test_train import TINY, numbers, params_hash
-from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.learner.update import TrainState
@@ -29,6 +27,8 @@ from grpo_roc_jax.run.stages import at_stage, enter_stage, next_claim, observe, 
 from grpo_roc_jax.run.watch import Stopped
 from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
 from grpo_roc_jax.train import main, train
+from tests.test_train import TINY, numbers, params_hash
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
 STAGES = """
 steps: 9
@@ -148,7 +148,7 @@ def fakes(stages, stage, progress, *, step=5, carried=None):
 def test_a_stage_begins_without_what_the_one_before_left(stages):
     session, run = fakes(stages, 1, StageProgress(0, 0))
     enter_stage(session, run, 3)
-    assert run.progress == StageProgress(1, 5, ((), ())) and session.checkpointer.held == "held"
+    assert run.progress == StageProgress(1, 5, ((), ())) and session.checkpointer.latest == "held"
     assert (len(run.buffer), run.buffer.counts, run.partial) == (0, (1, 1, 0), ())
     assert session.noted == [(6, "stage", "long begins, 2 of 3; 2 groups of the stage before are dropped")]
     assert run.stream.place == 3 and observe(session, run, {}) == {"stage": 2.0}
@@ -180,7 +180,7 @@ def test_what_an_evaluation_decided_is_carried_to_the_next_session(stages):
     """The checkpoint of a step is written before its evaluation, so it does not hold what the conditions read there."""
     over = StageProgress(1, 3, ((0.5, 0.5), (9.0, 9.0)))
     session, run = fakes(stages, 2, StageProgress(1, 3, ((0.5,), (9.0,))), carried=over)
-    session.claim = dataclasses.replace(session.claim, whole=read_config(stages, "--data.world_problems=6"))
+    session.claim = dataclasses.replace(session.claim, all_stages=read_config(stages, "--data.world_problems=6"))
     with mock.patch.object(run_stages, "leave_out_solved"), mock.patch.object(run_stages, "start_train_state") as fresh:
         enter_stage(session, run, 3)
     assert run.progress.index == 2 and fresh.call_count == 1
@@ -196,7 +196,7 @@ def test_a_session_is_opened_for_each_stage(stages, tmp_path, monkeypatch):
     @contextlib.contextmanager
     def open_session(claim, tools):
         opened.append((claim.stage, claim.start.kind, claim.config.rollout.max_response_tokens))
-        yield SimpleNamespace(claim=claim, checkpointer=SimpleNamespace(save_held=saved.pop))
+        yield SimpleNamespace(claim=claim, checkpointer=SimpleNamespace(save_latest=saved.pop))
 
     def begin(session):
         run.progress = StageProgress(

@@ -6,14 +6,14 @@ import sys
 
 import numpy as np
 import pytest
-from test_train import TINY
-from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import CompilationCounter, read_metrics
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.train import main, train
+from tests.test_train import TINY
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
 
 def one_argument(problem):

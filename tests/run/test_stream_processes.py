@@ -19,7 +19,7 @@ from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.rollout.config import RolloutConfig, StreamedRows
 from grpo_roc_jax.run import sample
 from grpo_roc_jax.run.rollout_stream import age_metrics
-from tests.run.stream_fakes import SAMPLES, faked, opened, play
+from tests.helpers.stream_fakes import SAMPLES, faked, opened, play
 
 PROBLEMS, STEPS = 3, 5
 

@@ -11,7 +11,7 @@ from grpo_roc_jax.run.rollout_stream import late_groups, may_take, oldest_whole
 @dataclass(eq=False)
 class Open:
     born: int
-    whole: bool = True
+    complete: bool = True
 
 
 def groups(*born, running=()):
@@ -35,7 +35,7 @@ def test_no_more_old_groups_are_left_than_the_next_step_takes():
     """Two a step, lag 2: three of version 1 are due at step 3, and step 2 would leave all of them."""
     found = groups(1, 1, 1, 2, 2, 2, running=(0, 1, 2))
     assert not may_take(found, 2, 2, 2) and may_take(found, 2, 2, 2, drops=True)
-    found[0].whole = True
+    found[0].complete = True
     assert may_take(found, 2, 2, 2), "it takes one of them, and leaves two"
 
 
@@ -51,11 +51,11 @@ def test_whatever_ends_first_no_group_is_taken_too_old(lag):
         pending, begun = [], 0
         for trained in range(steps):
             while begun < (trained + lag + 1) * count:
-                pending.append(Open(trained, whole=False))
+                pending.append(Open(trained, complete=False))
                 begun += 1
             while not may_take(pending, count, trained, lag):
-                running = [group for group in pending if not group.whole]
-                running[rng.integers(len(running))].whole = True
+                running = [group for group in pending if not group.complete]
+                running[rng.integers(len(running))].complete = True
             taken = oldest_whole(pending, count)
             assert len(taken) == count and all(trained - group.born <= lag for group in taken)
             pending = [group for group in pending if group not in taken]

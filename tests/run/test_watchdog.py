@@ -4,13 +4,13 @@ import re
 import time
 
 import pytest
-from test_train import TINY
 
 from grpo_roc_jax.config import WatchConfig
 from grpo_roc_jax.run import watch as watchdog
 from grpo_roc_jax.run.watch import Watchdog
 from grpo_roc_jax.settings.points import injected, reach
 from grpo_roc_jax.train import main
+from tests.test_train import TINY
 
 
 @pytest.mark.slow

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from arena import descendants, wait_until
-from test_sessions import spent, stat_of
 
 from grpo_roc_jax.sandbox import _probing, isolation
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
 from grpo_roc_jax.types import ToolResult
+from tests.helpers.arena import descendants, wait_until
+from tests.sandbox.test_sessions import spent, stat_of
 
 SCRATCH_MB = 16
 WALL_S = 2.5

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import pytest
-from arena import Arena
-from attacks import ATTACKS, FORGING, HOSTILE, Attack
 
 from grpo_roc_jax.sandbox import _probing, isolation
+from tests.helpers.arena import Arena
+from tests.helpers.attacks import ATTACKS, FORGING, HOSTILE, Attack
 
 LEVELS = isolation.LEVELS
 

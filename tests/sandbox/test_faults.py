@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from arena import descendants, resident_kb, wait_until
 
 from grpo_roc_jax.sandbox import _meter, _pool, _probing, _session_table, _supervisor, process
 from grpo_roc_jax.sandbox import executor as executor_module
@@ -25,6 +24,7 @@ from grpo_roc_jax.tools import (
 )
 from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.python import settings_of
+from tests.helpers.arena import descendants, resident_kb, wait_until
 
 TOOL = "python_code_with_standard_io"
 

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from labelled import LABELLED
 
 from grpo_roc_jax.sandbox.result import ERROR_KINDS
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor, observe
+from tests.helpers.labelled import LABELLED
 
 CONFIG = ToolsConfig(workers=4, roots=1, wall_s=2.0, cpu_s=2.0, observation="rstar2")
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from arena import descendants, wait_until
 
 from grpo_roc_jax.sandbox import _probing, _session, _supervisor, isolation
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
 from grpo_roc_jax.types import ToolResult
+from tests.helpers.arena import descendants, wait_until
 
 LEVELS = isolation.LEVELS
 

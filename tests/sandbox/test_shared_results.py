@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from fake_executor import FakeExecutor
 
 from grpo_roc_jax.sandbox import shared_results
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
 from grpo_roc_jax.types import ToolResult
+from tests.helpers.fake_executor import FakeExecutor
 
 TOOL = "python_code_with_standard_io"
 SHARED = ToolsConfig(share_results=True)
@@ -76,7 +76,7 @@ def test_the_next_call_runs_when_the_one_that_ran_is_cancelled():
 
 
 def test_the_result_that_was_not_used_for_longest_is_forgotten(monkeypatch):
-    monkeypatch.setattr(shared_results, "KEPT", 2)
+    monkeypatch.setattr(shared_results, "REMEMBERED", 2)
     ran: list[str] = []
     with FakeExecutor(lambda program: ran.append(program.code) or ToolResult("ok"), config=SHARED) as executor:
         for i, code in enumerate(["x", "y", "x", "z", "x", "y"]):

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from arena import wait_until
 
 from grpo_roc_jax.sandbox import _wire
 from grpo_roc_jax.sandbox import executor as executor_module
@@ -21,6 +20,7 @@ from grpo_roc_jax.sandbox._messages import ExecutorStats, SubmitCall, encode
 from grpo_roc_jax.sandbox._supervisor import Supervisor
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, default_registry, make_executor
 from grpo_roc_jax.tools.base import BaseExecutor
+from tests.helpers.arena import wait_until
 
 TOOL = "python_code_with_standard_io"
 

@@ -6,18 +6,24 @@ import urllib.request
 
 IMPORTED = []
 IMPORTED.append(len(IMPORTED))
+FORMS = {"chat/completions": "messages", "responses": "input", "messages": "messages"}
+"""The field with what is said, by the path."""
 
 
-def request(base_url, api_key, messages):
-    body = {"model": "policy", "messages": messages, "max_tokens": 6}
-    headers = {"Authorization": f"Bearer {api_key}"}
-    asked = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
+def request(base_url, api_key, said, path="chat/completions", model="policy", agent=None):
+    body = {"model": model, FORMS[path]: said, "max_tokens": 6, "max_output_tokens": 6}
+    headers = {"Authorization": f"Bearer {api_key}"} | ({"X-Agent": agent} if agent else {})
+    asked = urllib.request.Request(f"{base_url}/{path}", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(asked, timeout=60) as answer:
-        return json.load(answer)["choices"][0]["message"]["content"]
+        return json.load(answer)
+
+
+def said_in(answer):
+    return answer["choices"][0]["message"]["content"]
 
 
 async def ask(base_url, api_key, messages):
-    said = await asyncio.to_thread(request, base_url, api_key, messages)
+    said = said_in(await asyncio.to_thread(request, base_url, api_key, messages))
     return [*messages, {"role": "assistant", "content": said}]
 
 
@@ -52,4 +58,52 @@ async def huge(row, base_url, api_key):
 
 
 def plain(row, base_url, api_key):
+    return 1.0
+
+
+SYSTEM = {"role": "system", "content": "Plan."}
+
+
+async def pays_by_id(row, base_url, api_key):
+    """Three calls, each in another form of the endpoint: the second is paid by its id."""
+    question, ids = [{"role": "user", "content": row["prompt"]}], []
+    for path in FORMS:
+        answer = await asyncio.to_thread(request, base_url, api_key, question, path)
+        ids.append(answer["id"])
+    return {"reward": 1.0, "calls": {ids[1]: 0.25}}
+
+
+async def pays_in_order(row, base_url, api_key):
+    messages = await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
+    await ask(base_url, api_key, [*messages, {"role": "user", "content": "go on"}])
+    return {"calls": [0.5, None]}
+
+
+async def pays_nobody(row, base_url, api_key):
+    await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
+    return {"reward": 1.0, "calls": {"chatcmpl-other": 1.0}}
+
+
+async def pays_too_many(row, base_url, api_key):
+    await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
+    return {"reward": 1.0, "calls": [1.0, 2.0]}
+
+
+async def by_name(row, base_url, api_key):
+    await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
+    return {"reward": 1.0, "speed": 0.5, "done": True, "note": "text"}
+
+
+async def only_names(row, base_url, api_key):
+    await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
+    return {"speed": 0.5, "style": -2}
+
+
+async def team(row, base_url, api_key):
+    """A planner by model name, a writer by header who goes on from what the planner said, a critic of its own."""
+    question = [{"role": "user", "content": row["prompt"]}]
+    plan = said_in(await asyncio.to_thread(request, base_url, api_key, question, model="planner"))
+    longer = [*question, {"role": "assistant", "content": plan}, {"role": "user", "content": "write"}]
+    await asyncio.to_thread(request, base_url, api_key, longer, model="planner", agent="writer")
+    await asyncio.to_thread(request, base_url, api_key, [SYSTEM, *question], model="critic")
     return 1.0

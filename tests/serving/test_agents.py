@@ -1,36 +1,41 @@
 """Training through the endpoint: programs that ask over HTTP become trajectories, whatever becomes of the programs."""
 
+import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import ROLLOUT, small_policy
-from test_readme import TINY
 
 import grpo_roc_jax as g
 from grpo_roc_jax.environments.config import AgentCommand
+from grpo_roc_jax.record.codec import TRAJECTORY_ARRAYS, trajectory_from_json, trajectory_to_json
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
+from grpo_roc_jax.reward.score import environment_pay, make_scorer
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.serving.agent_ends import read_reward
+from grpo_roc_jax.run.statistics import rollout_metrics
+from grpo_roc_jax.serving.agent_ends import Pay, read_pay
 from grpo_roc_jax.serving.agent_runs import AgentRuns
 from grpo_roc_jax.serving.sampling_loop import SamplingLoop
 from grpo_roc_jax.settings.callables import import_file
 from grpo_roc_jax.types import Problem, RolloutRequest
+from tests.helpers.serving import ROLLOUT, small_policy
+from tests.test_readme import TINY
 
 SCRIPT = Path(__file__).with_name("agent_script.py")
 
 
-def collected(what, count=1, longest=ROLLOUT.max_row_tokens, timeout_s=60.0, **choice):
+def collected(what, count=1, longest=ROLLOUT.max_row_tokens, timeout_s=60.0, pays=("",), **choice):
     chat, shared, params = small_policy()
     engine = type(shared)(shared.programs, shared._publisher, shared.seed)
     if "function" not in choice:
         choice["command"] = f"{sys.executable} {SCRIPT} '{what}'"
-    runs = AgentRuns(AgentCommand(timeout_s=timeout_s, **choice), chat, engine, longest, True)
+    runs = AgentRuns(AgentCommand(timeout_s=timeout_s, **choice), chat, engine, longest, pays)
     try:
         answer = "5" if "function" in choice else "5 or"
         request = RolloutRequest(Problem("p", "2+3=", answer, "t"), 4, count, first_sample=1)
@@ -129,6 +134,68 @@ def test_what_becomes_of_a_function_has_a_typed_outcome(name, stop, turns, rewar
     assert stats.stops[one.stop] == 1
 
 
+def test_single_calls_are_paid_by_id_or_in_order():
+    """In all forms of the endpoint; the pay of calls adds to the reward, as that of turns does in environments."""
+    ((one,), _) = collected("", function=f"{FUNCTIONS}:pays_by_id")
+    assert one.reward == 1.25 and [turn.reward for turn in one.turns] == [0.0, 0.25, 0.0] and not one.fault
+    assert environment_pay(one) == (0.0, 0.25, 1.0)
+    ((one,), _) = collected("", function=f"{FUNCTIONS}:pays_in_order")
+    assert one.reward == 0.5 and [turn.reward for turn in one.turns] == [0.5, 0.0] and not one.fault
+    for name, said in (("pays_nobody", "'chatcmpl-other'; must be the id"), ("pays_too_many", "2 numbers for 1 calls")):
+        ((one,), _) = collected("", function=f"{FUNCTIONS}:{name}")
+        assert one.reward is None and said in one.fault and not any(turn.reward for turn in one.turns)
+
+
+def test_several_numbers_are_channels():
+    ((one,), _) = collected("", function=f"{FUNCTIONS}:by_name")
+    assert (one.reward, one.rewards) == (1.0, {"speed": 0.5, "done": 1.0}) and not one.fault
+    ((names,), _) = collected("", function=f"{FUNCTIONS}:only_names", pays=("speed",))
+    assert (names.reward, names.rewards) == (None, {"speed": 0.5, "style": -2.0}) and not names.fault
+    ((none,), _) = collected("", function=f"{FUNCTIONS}:only_names")
+    assert "it gave speed, style, but none of what reward.functions pays: reward" in none.fault
+    parts = [{"kind": "environment"}, {"kind": "environment", "part": "speed", "weight": 2.0}]
+    parts.append({"kind": "environment", "part": "done", "weight": 0.0})
+    config = g.read_config("toy.yaml", f"--reward.functions={json.dumps(parts)}", "--environment=a:b").reward
+    scorer = make_scorer(config)
+    scored = scorer.score_all([Problem("p", "q", "5", "t")] * 2, [[one], [replace(names, reward=None)]])
+    first, second = (group.verdicts for group in scored.groups)
+    assert first[0].channels == {"environment": 1.0, "speed": 0.5, "done": 1.0} and first[0].reward == 2.0
+    assert first[0].status == "correct" and second == () and scored.unscored == {"environment": 1}
+    assert (
+        trajectory_from_json(trajectory_to_json(one), {n: getattr(one, n) for n in TRAJECTORY_ARRAYS}).rewards
+        == one.rewards
+    )
+    assert rollout_metrics(scored.groups, scored.counts)["environment/speed"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("trained", "agents"),
+    [
+        ((), "planner writer critic"),
+        (("planner",), "planner"),
+        (("writer", "critic"), "writer critic"),
+        (("critic",), "critic"),
+    ],
+)
+def test_which_agents_train_is_a_setting(trained, agents):
+    ((whole,), _) = collected("", function=f"{FUNCTIONS}:team")
+    sampled = dict(zip(("planner", "writer", "critic"), whole.turns, strict=True))
+    ((one,), stats) = collected("", function=f"{FUNCTIONS}:team", trained=trained)
+    assert one.reward == 1.0 and stats.environment_faults == 0
+    texts = [sampled[name].text for name in agents.split()]
+    assert [turn.text for turn in one.turns] == texts, "the same ids, of these alone"
+    spans = [(turn.start, turn.end) for turn in one.turns]
+    assert one.policy_mask.sum() == sum(b - a for a, b in spans) and all(one.policy_mask[a:b].all() for a, b in spans)
+    assert not one.logprobs[~one.policy_mask].any() and set(one.versions[~one.policy_mask]) == {-1}
+    assert len(one.parts) == (2 if "critic" in agents and len(agents) > 6 else 0)
+
+
+def test_an_agent_that_never_asked_is_named():
+    ((one,), stats) = collected("", function=f"{FUNCTIONS}:team", trained=("Planner",))
+    assert one.stop == "infrastructure" and not one.policy_mask.any() and stats.environment_faults == 1
+    assert "no answer to Planner (environment.trained); critic, planner, writer asked" in one.fault
+
+
 def test_a_function_that_cannot_be_called_is_refused_with_what_to_write():
     for name, message in (("plain", "async def rollout"), ("absent", "absent"), ("", "neither command nor function")):
         function = f"{FUNCTIONS}:{name}" if name else ""
@@ -141,7 +208,7 @@ def test_a_function_that_cannot_be_called_is_refused_with_what_to_write():
 def test_a_program_that_is_not_there_and_a_run_that_is_interrupted():
     chat, shared, params = small_policy()
     engine = type(shared)(shared.programs, shared._publisher, shared.seed)
-    runs = AgentRuns(AgentCommand(command="/nowhere/agent {prompt}"), chat, engine, 99, True)
+    runs = AgentRuns(AgentCommand(command="/nowhere/agent {prompt}"), chat, engine, 99, [""])
     request = RolloutRequest(Problem("p", "2+3=", "5", "t"), 0)
     ((one,), _) = runs.collect(engine.publish(params, 1), [request], RunOptions())
     assert one.stop == "infrastructure" and not one.policy_mask.any() and "No such file" in one.fault
@@ -230,7 +297,7 @@ def test_a_program_that_fails_after_a_fault_of_the_server_is_no_failure_of_the_p
             "a function returns it); its last line is a number, but what it",
         ),
         ("twice", None, "must be one number, or an object with reward"),
-        ("flooded", None, "more than 4096 bytes"),
+        ("flooded", None, "more than 65536 bytes"),
         ("nan", None, "nan; must be between -1e+06 and 1e+06"),
         ("huge", None, "1000000000.0; must be between"),
         ("text", None, "must be one number"),
@@ -244,11 +311,16 @@ def test_the_reward_is_what_a_program_writes_to_its_descriptor(what, reward, wor
 
 
 def test_the_reward_by_hand():
-    assert read_reward(b" 1\n") == (1.0, "") and read_reward(b'{"reward": 1e6}') == (1e6, "")
-    assert read_reward(b"") == read_reward(b" \n") == (None, "")
+    assert read_pay(b" 1\n") == (Pay(1.0), "") and read_pay(b'{"reward": 1e6}') == (Pay(1e6), "")
+    assert read_pay(b"") == read_pay(b" \n") == (Pay(), "")
+    both = b'{"reward": 1, "speed": 2, "right": true, "note": "x", "calls": {"a": 1}}'
+    assert read_pay(both) == (Pay(1.0, {"speed": 2.0, "right": 1.0}, {"a": 1.0}), "")
+    assert read_pay(b'{"calls": [1, null]}') == (Pay(None, {}, (1.0, None)), "")
+    many = json.dumps({f"a{i}": i for i in range(40)}).encode()
     for wrong in (b"true", b"[1]", b"{}", b"\xff", b"inf", b"1" + b"0" * 400, b'{"reward": "1"}', b'{"reward": null}'):
-        found, said = read_reward(wrong)
-        assert found is None and said, wrong
+        assert read_pay(wrong)[0] == Pay() and read_pay(wrong)[1], wrong
+    for wrong in (b'{"speed": NaN}', b'{"a b": 1}', b'{"1": 1}', many, b'{"calls": 1}', b'{"calls": {"a": "x"}}'):
+        assert read_pay(wrong)[0] == Pay() and read_pay(wrong)[1], wrong
 
 
 def test_the_one_liners_of_the_page_reach_the_descriptor(tmp_path):
@@ -263,4 +335,4 @@ def test_the_one_liners_of_the_page_reach_the_descriptor(tmp_path):
         subprocess.run(words, env=environment, pass_fds=[writing], check=True)
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
-            assert read_reward(pipe.read())[0] == 0.5, words
+            assert read_pay(pipe.read())[0] == Pay(0.5), words

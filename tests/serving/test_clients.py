@@ -4,11 +4,11 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from serving import ROLLOUT, WEATHER, scripted, served
 
 from grpo_roc_jax.serving.agent_runs import AgentSession
 from grpo_roc_jax.serving.joining import join
 from grpo_roc_jax.types import Problem, RolloutRequest
+from tests.helpers.serving import ROLLOUT, WEATHER, scripted, served
 
 openai = pytest.importorskip("openai", reason="needs the openai client: pip install openai")
 ASK = [{"role": "user", "content": "What is two and three?"}]

@@ -5,13 +5,13 @@ import time
 
 import numpy as np
 import pytest
-from serving import WEATHER
 
 from grpo_roc_jax.serving.dialogues import Dialogues, TurnAnswer, read_answer
 from grpo_roc_jax.serving.refusal import RequestRefused
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import ToolCall
+from tests.helpers.serving import WEATHER
 
 ASKED = {"role": "user", "content": "Weather in Ulm?"}
 CALLED = 'I look it up.</reason>Now:<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'

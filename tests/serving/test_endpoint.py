@@ -11,8 +11,6 @@ import time
 import numpy as np
 import pytest
 import yaml
-from serving import ROLLOUT, WEATHER, Served, served, small_policy
-from test_readme import TINY
 
 import grpo_roc_jax as g
 from grpo_roc_jax.commands.serve import main
@@ -25,6 +23,8 @@ from grpo_roc_jax.serving.sampling_loop import JobRows
 from grpo_roc_jax.serving.server import ServerLimits
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
 from grpo_roc_jax.types import Problem, RolloutRequest
+from tests.helpers.serving import ROLLOUT, WEATHER, Served, served, small_policy
+from tests.test_readme import TINY
 
 HELLO = [{"role": "user", "content": "What is 2 + 3, and why is it so? Say it in a few words."}]
 

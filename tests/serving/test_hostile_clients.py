@@ -6,15 +6,15 @@ import socket
 import sys
 
 import pytest
-from serving import served, small_policy
-from test_agents import collected
-from test_endpoint import HELLO, wait_for
 
 from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.serving import server as server_module
 from grpo_roc_jax.serving.agent_runs import AgentRuns
 from grpo_roc_jax.types import Problem, RolloutRequest
+from tests.helpers.serving import served, small_policy
+from tests.serving.test_agents import collected
+from tests.serving.test_endpoint import HELLO, wait_for
 
 
 @pytest.fixture(scope="module")

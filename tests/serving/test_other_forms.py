@@ -4,12 +4,12 @@ conversation for the join, whatever a client sends back of it. Their own clients
 import json
 
 import pytest
-from serving import WEATHER, scripted, served
 
 from grpo_roc_jax.serving.agent_runs import AgentSession
 from grpo_roc_jax.serving.joining import join, joined
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.types import Problem, RolloutRequest
+from tests.helpers.serving import WEATHER, scripted, served
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 PLAN = "I look.</reason>" + CALL

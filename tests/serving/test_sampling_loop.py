@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from serving import scripted
 
-from grpo_roc_jax.rollout.admission import Admission
 from grpo_roc_jax.rollout.records import RolloutStats
+from grpo_roc_jax.rollout.scheduler import Admission
 from grpo_roc_jax.serving import sampling_loop
 from grpo_roc_jax.serving.sampling_loop import SampleJob, SamplingLoop
 from grpo_roc_jax.types import Problem, RolloutRequest
+from tests.helpers.serving import scripted
 
 
 class Chunks:

@@ -4,7 +4,8 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from serving import WEATHER, scripted, small_policy
+
+from tests.helpers.serving import WEATHER, scripted, small_policy
 
 vf = pytest.importorskip("verifiers.v1", reason="needs the extra verifiers; .ci/adapters runs this")
 ASK = [{"role": "user", "content": "Rain in Rome?"}]

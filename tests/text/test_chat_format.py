@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tokenizer import qwen_like
 from tokenizers import normalizers
 
 from grpo_roc_jax.text.calls import call_blocks, without_thoughts
@@ -20,6 +19,7 @@ from grpo_roc_jax.text.conventions import CONVENTIONS
 from grpo_roc_jax.text.escape import ObservationEncoder
 from grpo_roc_jax.text.tokenizer import OWN_SPECIALS, ByteTokenizer, JsonTokenizer, load_tokenizer
 from grpo_roc_jax.types import Problem
+from tests.text.test_tokenizer import qwen_like
 
 PROBLEM = Problem("p", "37*58=?", "2146", "test")
 CALL = '{"name": "python_code_with_standard_io", "arguments": {"code": "print(37*58)"}}'

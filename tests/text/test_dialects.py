@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from published_models import need_reference
-from test_chat_format import BareBytes
-from test_templates import FOLDER, PROBLEM, make_directory
 
 from grpo_roc_jax.text.calls import call_blocks
 from grpo_roc_jax.text.chat_format import Trace, make_chat
@@ -24,6 +21,9 @@ from grpo_roc_jax.text.turns import MOST_MENTIONS, read_turn
 from grpo_roc_jax.tools.foreign import foreign_tool
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import ToolCall
+from tests.helpers.published_models import need_reference
+from tests.text.test_chat_format import BareBytes
+from tests.text.test_templates import FOLDER, PROBLEM, make_directory
 
 PARAMETERS = {
     "code": {"type": "string"},
@@ -523,7 +523,7 @@ WRITES_NO_CALLS = ("phi", "granite")
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    import test_templates
+    from tests.text import test_templates
 
     def make(name):
         _, end, specials = FAMILIES[name]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from published_models import need_reference
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from grpo_roc_jax.text.calls import call_id
@@ -25,6 +24,7 @@ from grpo_roc_jax.text.templates import (
 from grpo_roc_jax.text.tokenizer import JsonTokenizer, load_tokenizer
 from grpo_roc_jax.tools.registry import default_registry
 from grpo_roc_jax.types import Problem, ToolCall
+from tests.helpers.published_models import need_reference
 
 FOLDER = Path(__file__).parent / "templates"
 SPECIALS = {

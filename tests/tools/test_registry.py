@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import pytest
 from pydantic import Field
-from sample_tools import area
 
 from grpo_roc_jax.tools import Registry, ToolUnavailable, default_registry
 from grpo_roc_jax.tools.foreign import foreign_tool, normalized
 from grpo_roc_jax.tools.registry import MAX_DESCRIPTION, Job, TooLate, failed_result
 from grpo_roc_jax.types import ToolResult
+from tests.helpers.sample_tools import area
 
 IO = "python_code_with_standard_io"
 

@@ -9,9 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from arena import wait_until
-from fake_executor import FakeExecutor
-from sample_tools import area
 
 from grpo_roc_jax.sandbox.base import percentile
 from grpo_roc_jax.tools import (
@@ -26,6 +23,9 @@ from grpo_roc_jax.tools import (
 from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.config import parse_cpus
 from grpo_roc_jax.types import ToolResult
+from tests.helpers.arena import wait_until
+from tests.helpers.fake_executor import FakeExecutor
+from tests.helpers.sample_tools import area
 
 TOOL = "python_code_with_standard_io"
 

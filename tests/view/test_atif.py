@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_trace import assert_same
 
 from grpo_roc_jax.commands import view
 from grpo_roc_jax.record.trace import TraceRecord, TraceWriter
 from grpo_roc_jax.types import Problem
 from grpo_roc_jax.view.atif import from_atif, read_atif, to_atif
-from tests.samples import make_trajectory, make_verdict
+from tests.helpers.samples import make_trajectory, make_verdict
+from tests.record.test_trace import assert_same
 
 PROBLEM = Problem("p:1", "37*58=?", "2146", "products", {"level": 1})
 FOREIGN = {

@@ -1,6 +1,7 @@
 """The page in Chromium: what it draws, that text of a run never acts, and that it shows the numbers of the log.
 
-`GRPO_ROC_SCREENSHOTS=docs/images pytest -m slow tests/view/test_browser.py` renews the pictures of the docs.
+With `GRPO_ROC_RUNS` (a directory of recorded runs) and `GRPO_ROC_SCREENSHOTS=docs/images` it renews the pictures of the
+docs; docs/view.md has the commands.
 """
 
 import dataclasses
@@ -14,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from demo import TOKENIZER, records, write_run
 
 from grpo_roc_jax.commands import view
 from grpo_roc_jax.record import index, trace
@@ -22,6 +22,7 @@ from grpo_roc_jax.types import ToolCall, ToolResult
 from grpo_roc_jax.view.answers import Runs
 from grpo_roc_jax.view.curves import curve, load_runs
 from grpo_roc_jax.view.page_server import PageServer
+from tests.helpers.demo import TOKENIZER, records, write_run
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -97,24 +98,57 @@ def opened(page, address):
     return page
 
 
+@pytest.fixture(scope="module")
+def pictured(demo):
+    """(runs whose curves are shown, a run whose groups are shown): recorded ones, if there are some."""
+    folder = os.environ.get("GRPO_ROC_RUNS")
+    if not folder:
+        return demo, demo[0]
+    return [f"{folder}/toy"], f"{folder}/words"
+
+
+def steps_of(run):
+    return [step for _, kind, step in trace.trace_files(Path(run) / "trajectories") if kind == "step"]
+
+
+def telling_group(run):
+    """(step, group, place, place) of the group in which most differs: the places of a success with a failed call and
+    of a clean one."""
+    best = (False,)
+    for step in steps_of(run):
+        members = {}
+        for place, record in enumerate(trace.read_trace(run, step)):
+            members.setdefault(record.group, []).append((place, record))
+        for group, group_records in members.items():
+            right = [(place, r) for place, r in group_records if r.verdict.status == "correct"]
+            failed = [place for place, r in right if r.verdict.tool_errors]
+            clean = [place for place, r in right if r.verdict.tool_calls and not r.verdict.tool_errors]
+            if failed and clean:
+                kinds = {(r.verdict.status, r.why, r.verdict.tool_errors > 0) for _, r in group_records}
+                ranked = any(r.why == "penalty" for _, r in group_records)
+                best = max(best, (ranked, len(kinds), step, group, failed[0], clean[0]))
+    return best[-4:]
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_every_view_is_drawn_and_fits(chromium, serve, demo, tmp_path, form):
-    base = serve(*demo)
-    place = next(i for i, record in enumerate(trace.read_trace(demo[0], 6)) if record.scored is not None)
+def test_every_view_is_drawn_and_fits(chromium, serve, pictured, tmp_path, form):
+    several, shown = pictured
+    base, alone = serve(*several), serve(shown)
+    at, group, repaired, clean = telling_group(shown)
     views = {
-        "curves": "#/curves",
-        "rollouts": "#/rollouts",
-        "group": "#/group?g=0.step.6.0&with=0.step.12.0",
-        "pair": "#/group?g=0.step.6.0&a=0.step.6.0&b=0.step.6.1",
-        "trajectory": "#/t?id=0.step.6.1",
-        "tokens": f"#/t?id=0.step.6.{place}&by=ratio",
-        "evaluations": "#/evals",
+        "curves": f"{base}#/curves",
+        "rollouts": f"{alone}#/rollouts",
+        "group": f"{alone}#/group?g=0.step.{at}.{group}",
+        "pair": f"{alone}#/group?g=0.step.{at}.{group}&a=0.step.{at}.{repaired}&b=0.step.{at}.{clean}",
+        "trajectory": f"{alone}#/t?id=0.step.{at}.{repaired}",
+        "tokens": f"{alone}#/t?id=0.step.{at}.{repaired}&by=logprob",
+        "evaluations": f"{base}#/evals",
     }
     context = chromium.new_context(**FORMS[form])
     page = context.new_page()
     seen = watch(page)
     for name, address in views.items():
-        opened(page, base + address)
+        opened(page, address)
         page.wait_for_timeout(100)
         wide = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
         assert wide[0] <= wide[1], (form, name)

@@ -1,48 +1,36 @@
-"""The runs that the tests of the page show obey the method: selection, penalties and advantages are its own."""
+"""The runs that the page is shown with obey the method: selection, penalties and advantages are its own."""
 
-import numpy as np
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-from demo import write_run
 
-from grpo_roc_jax.method.roc import quota
-from grpo_roc_jax.record import trace
-from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.config import read_config
+from tests.helpers.demo import method, write_run
+from tests.helpers.selection import check_selection
+
+RECORDED = os.environ.get("GRPO_ROC_RUNS", "")
+"""Directory of the runs of which docs/ has pictures; see docs/view.md."""
 
 
-@pytest.mark.parametrize("resample", ["roc", "none"])
-def test_every_record_obeys_the_selection(tmp_path, resample):
-    """By the rules of the paper, computed here anew from the records alone."""
-    size = 16
-    keep = size // 2 if resample == "roc" else size
-    run = write_run(tmp_path / "run", steps=4, groups=6, size=size, settings={"resample": resample})
-    reasons = set()
-    for step in range(1, 5):
-        groups = {}
-        for record in trace.read_trace(run, step):
-            groups.setdefault(record.group, []).append(record)
-        for records in groups.values():
-            right = [r for r in records if r.verdict.status == "correct"]
-            wrong = [r for r in records if r.verdict.status != "correct"]
-            kept = [r for r in records if r.kept]
-            reasons |= {r.why for r in records}
-            if not right or not wrong:
-                assert {(r.kept, r.why, r.advantages is None) for r in records} == {(False, "equal_rewards", True)}
-                continue
-            failures, successes = quota(len(wrong), len(right), keep, 2, 2)
-            assert (sum(r.kept for r in wrong), sum(r.kept for r in right)) == (failures, successes)
-            assert {r.why for r in wrong} <= {"kept", "quota"} and {r.why for r in right} <= {"kept", "penalty"}
-            assert all((r.why == "kept") == r.kept == (r.advantages is not None) for r in records)
-            best = max([r.penalties["total"] for r in right if r.kept], default=0)
-            assert all(r.penalties["total"] >= best for r in right if not r.kept)
-            paid = np.array([r.verdict.reward for r in kept])
-            for r, reward in zip(kept, paid, strict=True):
-                mask = r.trajectory.policy_mask
-                assert np.allclose(r.advantages[mask], (reward - paid.mean()) / paid.std(ddof=1), rtol=1e-3)
-                assert not r.advantages[~mask].any()
-    rows = {row["step"]: row for row in read_metrics(run)}
-    for step in range(1, 5):
-        records = list(trace.read_trace(run, step))
-        assert rows[step]["roc/kept"] == sum(r.kept for r in records)
-        assert rows[step]["rollout/reward"] == pytest.approx(np.mean([r.verdict.reward for r in records]))
-    expected = {"kept", "penalty", "quota"} if resample == "roc" else {"kept"}
-    assert reasons - {"equal_rewards"} == expected
+@pytest.mark.parametrize(("resample", "reasons"), [("roc", {"kept", "penalty", "quota"}), ("none", {"kept"})])
+def test_every_record_of_the_tests_obeys_the_selection(tmp_path, resample, reasons):
+    run = write_run(tmp_path / "run", steps=4, groups=6, size=16, settings={"resample": resample})
+    assert check_selection(run, method(resample, 16)) - {"equal_rewards"} == reasons
+
+
+@pytest.mark.slow
+def test_every_record_of_a_real_run_obeys_the_selection(tmp_path):
+    words = ["toy.yaml", "--sft.steps=80", "--steps=2", "--data.eval_problems=8", "--log.traces=1", "--run_dir=run"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-m", "grpo_roc_jax", "train", *words], cwd=tmp_path, check=True, env=environment)
+    assert "kept" in check_selection(tmp_path / "run", read_config(str(tmp_path / "run/config.yaml")))
+
+
+@pytest.mark.skipif(not RECORDED, reason="GRPO_ROC_RUNS names no recorded runs")
+@pytest.mark.parametrize("name", ["toy", "words"])
+def test_every_record_of_the_pictures_obeys_the_selection(name):
+    run = Path(RECORDED) / name
+    assert "kept" in check_selection(run, read_config(str(run / "config.yaml")))

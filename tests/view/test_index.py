@@ -5,10 +5,10 @@ import json
 
 import numpy as np
 import pytest
-from samples import make_group
 
 from grpo_roc_jax.record import index, trace
 from grpo_roc_jax.view.answers import Runs
+from tests.helpers.samples import make_group
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import threading
 
 import numpy as np
 import pytest
-from demo import write_run
 
 from grpo_roc_jax.record import index, trace
 from grpo_roc_jax.record.accuracy import bootstrap
@@ -15,6 +14,7 @@ from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.view.answers import Runs, block_of, difference
 from grpo_roc_jax.view.page_server import PageServer
 from grpo_roc_jax.view.pages import policy
+from tests.helpers.demo import write_run
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from grpo_roc_jax.types import Problem, Turn
 
 
 class GymnasiumGame(Environment):
-    """A game whose actions and observations are texts; its observations are messages of a user, its rewards are paid
+    """A game whose actions and observations are texts. Its observations are messages of a user, its rewards are given
     turn by turn. Derive a class that names the game."""
 
     game: ClassVar[str] = ""
@@ -43,20 +43,20 @@ class CorridorGame(gymnasium.Env):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
-        self.place, self.lamp = (int(i) for i in self.np_random.choice(self.rooms, 2, replace=False))
+        self.room, self.lamp = (int(i) for i in self.np_random.choice(self.rooms, 2, replace=False))
         return self._seen(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        if action == "take" and self.place == self.lamp:
+        if action == "take" and self.room == self.lamp:
             return "taken", 1.0, True, False, {}
         move = {"east": 1, "west": -1}.get(action, 0)
-        self.place = min(max(self.place + move, 0), self.rooms - 1)
+        self.room = min(max(self.room + move, 0), self.rooms - 1)
         return self._seen(), 0.0, False, False, {}
 
     def _seen(self) -> str:
-        if self.place == self.lamp:
+        if self.room == self.lamp:
             return "lamp here"
-        return "lamp " + ("east" if self.lamp > self.place else "west")
+        return "lamp " + ("east" if self.lamp > self.room else "west")
 
 
 gymnasium.register("grpo-roc/Corridor-v0", entry_point=CorridorGame, max_episode_steps=6)

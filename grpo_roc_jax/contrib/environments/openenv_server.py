@@ -1,6 +1,7 @@
-"""A server of OpenEnv as an environment: a session for each rollout; its tools are called, or turns are its actions.
+"""An OpenEnv server as an environment: a session for each rollout. Either its tools are called, or turns are its
+actions.
 
-Source: the package `openenv`, version 0.10; its client speaks with any server by plain dictionaries.
+Source: the package `openenv`, version 0.10; its client communicates with any server by plain dictionaries.
 """
 
 import json
@@ -19,25 +20,25 @@ from grpo_roc_jax.types import Problem, ToolResult, Turn
 REFUSED = "code: VALIDATION_ERROR"
 """How the client writes that a server cannot read an action."""
 OF_THE_SERVER = ("transport_error", "timeout")
-"""Errors of a call that are no fault of the caller."""
+"""Errors of a call that are not the caller's fault."""
 
 
 class Session(GenericEnvClient):
-    """A client that connects once: a second connection would be another episode, which nobody has reset."""
+    """A client that connects only once: a second connection would be another episode, without a reset."""
 
     first: Any = None
     """The socket of the session."""
 
     async def _connect_async(self) -> Any:
-        found = await super()._connect_async()
+        connected = await super()._connect_async()
         self.first = self.first or self._ws
         if self._ws is not self.first:
             raise ConnectionError("the session with the server was lost")
-        return found
+        return connected
 
 
 class OpenEnvEnvironment(Environment):
-    """A session with a server. Its rewards are paid by turn, and it ends the rollout."""
+    """A session with a server. The server's rewards are given by turn, and it decides when the rollout ends."""
 
     choice: ClassVar[EnvironmentOpenEnv]
 
@@ -45,21 +46,23 @@ class OpenEnvEnvironment(Environment):
         self._session = session_of(self.choice)
         self._paid, self._done = 0.0, False
         seed = problem.extra.get("seed", self.seed % (1 << 31))
-        return self._text((await self._asked(self._session.reset(**{**problem.extra, "seed": seed}))).observation)
+        return self._text(
+            (await self._server_answer(self._session.reset(**{**problem.extra, "seed": seed}))).observation
+        )
 
     async def call_tool(self, name: str, /, **arguments: Any) -> ToolResult:
         action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
-        answer = await self._asked(self._session.step(action))
+        answer = await self._server_answer(self._session.step(action))
         try:
             return call_result(self._take(answer))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:  # no fault of the policy
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # not the policy's fault
             raise ToolUnavailable(f"OpenEnv server: malformed answer: {type(error).__name__}: {error}") from error
 
     async def step(self, turn: Turn) -> Observation | None:
         text = ""
         if self.choice.action and not turn.calls:
             try:
-                answer = await self._asked(self._session.step({self.choice.action: said_in(turn)}))
+                answer = await self._server_answer(self._session.step({self.choice.action: said_in(turn)}))
             except ValueError as error:
                 text = str(error)
             else:
@@ -72,7 +75,7 @@ class OpenEnvEnvironment(Environment):
             await self._session.close()
 
     def _take(self, result: Any) -> Mapping[str, Any]:
-        """The observation of a step, whose reward is kept for the end of the turn."""
+        """The observation of a step; its reward is added at the end of the turn."""
         self._paid += float(result.reward or 0.0)
         self._done = self._done or bool(result.done)
         return result.observation
@@ -84,10 +87,10 @@ class OpenEnvEnvironment(Environment):
         return json.dumps(shown) if shown else ""
 
     @staticmethod
-    async def _asked(answer: Any) -> Any:
+    async def _server_answer(answer: Any) -> Any:
         try:
             return await answer
-        except Exception as error:  # the client passes on what its socket raises
+        except Exception as error:  # the client passes on errors of its socket
             if REFUSED in str(error):
                 raise ValueError("the server cannot read this action") from error
             raise ToolUnavailable(f"OpenEnv server: {type(error).__name__}: {error}") from error
@@ -99,8 +102,8 @@ def call_result(seen: Mapping[str, Any]) -> ToolResult:
         if error["error_type"] in OF_THE_SERVER:
             raise ToolUnavailable(f"OpenEnv server: {error['message']}")
         return ToolResult("exception", error_type="ToolError", error_message=error["message"][:500])
-    found = seen["result"]
-    return ToolResult("ok", echo=content_text(found) if isinstance(found, Mapping) else str(found))
+    outcome = seen["result"]
+    return ToolResult("ok", echo=content_text(outcome) if isinstance(outcome, Mapping) else str(outcome))
 
 
 def content_text(result: Mapping[str, Any]) -> str:
@@ -110,17 +113,17 @@ def content_text(result: Mapping[str, Any]) -> str:
 
 
 def session_of(choice: EnvironmentOpenEnv) -> Session:
-    """A client, which connects with its first question."""
+    """A client, which connects with its first request."""
     headers = bearer(choice.token_variable)
     return Session(base_url=choice.url, message_timeout_s=choice.timeout_s, headers=headers)
 
 
 @lru_cache
 def openenv_class(choice: EnvironmentOpenEnv) -> type[OpenEnvEnvironment]:
-    """The environment of a server, which is asked for its tools if turns are no actions.
+    """The environment of a server. The server is asked for its tools unless turns are its actions.
 
     Raises:
-        ValueError: It does not answer, or has no tools.
+        ValueError: The server does not answer, or has no tools.
     """
     try:
         schemas = outcome(partial(_schemas, choice), choice.timeout_s, choice.retries)

@@ -1,7 +1,7 @@
-"""Tasksets of verifiers as environments: its harness asks for turns over an endpoint on loopback, the policy answers.
+"""Tasksets of verifiers as environments: its harness requests turns over an endpoint on loopback, the policy answers.
 
-A harness sends its whole conversation with each request. What it adds to the last one is what the policy reads next, so
-a rollout keeps the token ids that were sampled; a harness that alters earlier messages cannot be followed.
+A harness sends its whole conversation with each request. What it adds to the previous one is what the policy reads
+next, so a rollout keeps the token ids that were sampled. A harness that alters earlier messages cannot be followed.
 
 Source: the package `verifiers`, version 0.4, its interface `verifiers.v1`.
 """
@@ -23,23 +23,53 @@ from verifiers.v1.utils.loaders import resolve_env_config
 from grpo_roc_jax.environments.config import EnvironmentVerifiers
 from grpo_roc_jax.environments.connection import Connection, outcome
 from grpo_roc_jax.environments.environment import Environment, Observation
+from grpo_roc_jax.settings.files import parse_yaml
 from grpo_roc_jax.tools.registry import ToolUnavailable
 from grpo_roc_jax.types import Problem, ToolResult, Turn
 
 MOST_TASKS = 10_000
-"""Tasks that are read of a taskset, which may be endless."""
+"""Most tasks that are read of a taskset, which may be endless."""
 MODEL = "policy"
 
 Message = Mapping[str, Any]
 
 
+def read_taskset(text: str) -> dict[str, Any]:
+    """The settings of a taskset that is written `ID` or `ID?NAME=VALUE&NAME=VALUE`; dots in a name are nested ones."""
+    name, _, words = text.partition("?")
+    return nested({"id": name}, [word for word in words.split("&") if word])
+
+
+def nested(settings: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """The settings with those of `NAME=VALUE` words: values are read as YAML, dots in a name lead into mappings.
+
+    Raises:
+        ValueError: A word has no `=`, or leads into a value that is no mapping.
+    """
+    for word in words:
+        name, equals, value = word.partition("=")
+        *path, last = name.split(".")
+        inner: Any = settings
+        for part in path:
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
+        if not equals or not last or not isinstance(inner, dict):
+            raise ValueError(
+                f"setting {word!r} of verifiers: must be NAME=VALUE, with dots in NAME for nested settings"
+            )
+        inner[last] = parse_yaml(value, f"setting {name} of verifiers")
+    return settings
+
+
 def taskset_problems(taskset: str) -> Iterator[Problem]:
     """A problem for each task of a taskset; its column `task` says which one it is."""
-    loaded = vf.load_taskset(resolve_env_config({"taskset": {"id": taskset}}).taskset)
+    loaded, name = (
+        vf.load_taskset(resolve_env_config({"taskset": read_taskset(taskset)}).taskset),
+        taskset.split("?")[0],
+    )
     for number, task in enumerate(islice(loaded, MOST_TASKS)):
         extra = {"task": number, "key": task.key}
         yield Problem(
-            f"{taskset}:{task.key}", task.data.prompt_text, str(getattr(task.data, "answer", "")), taskset, extra
+            f"{taskset}:{task.key}", task.data.prompt_text, str(getattr(task.data, "answer", "")), name, extra
         )
 
 
@@ -51,7 +81,7 @@ class Desk:
     tasks: Sequence[Any]
     context: vf.ModelContext
     rows: dict[str, "VerifiersEnvironment"] = field(default_factory=dict)
-    """By the id of the trace, which each request carries."""
+    """Rows by the id of their trace, which each request carries."""
 
     async def play(self, number: int, row: "VerifiersEnvironment") -> Any:
         """Runs the episode of a task, whose requests go to `row`."""
@@ -65,26 +95,29 @@ class Desk:
 def environment_of(choice: EnvironmentVerifiers) -> Any:
     """The environment of verifiers that the settings describe."""
     agent = {"harness": {"id": choice.harness}, "runtime": {"type": choice.runtime}}
-    return vf.load_environment(resolve_env_config({"taskset": {"id": choice.taskset}, "agent": agent}))
+    settings = nested({"taskset": read_taskset(choice.taskset), "agent": agent}, choice.settings)
+    return vf.load_environment(resolve_env_config(settings))
 
 
 @asynccontextmanager
 async def desk(choice: EnvironmentVerifiers) -> AsyncIterator[Desk]:
     """The environment while it serves, with an endpoint for its harness."""
     environment = environment_of(choice)
-    found: list[Desk] = []
+    desks: list[Desk] = []
 
     async def answer(request: web.Request) -> web.Response:
-        row = found[0].rows.get(request.headers.get("X-Session-ID", ""))
+        row = desks[0].rows.get(request.headers.get("X-Session-ID", ""))
         if row is None:
             return web.json_response({"error": {"message": "this episode has ended"}}, status=404)
         body = await request.json()
-        whole = await row._asked(body)
+        chat_completion = await row._answer_request(body)
         if not body.get("stream"):
-            return web.json_response(whole)
-        (only,) = whole["choices"]
+            return web.json_response(chat_completion)
+        (only,) = chat_completion["choices"]
         parts = [{"delta": only["message"]}, {"delta": {}, "finish_reason": only["finish_reason"]}]
-        chunks = [{**whole, "object": "chat.completion.chunk", "choices": [{"index": 0, **part}]} for part in parts]
+        chunks = [
+            {**chat_completion, "object": "chat.completion.chunk", "choices": [{"index": 0, **part}]} for part in parts
+        ]
         lines = [*map(json.dumps, chunks), "[DONE]"]
         return web.Response(text="".join(f"data: {line}\n\n" for line in lines), content_type="text/event-stream")
 
@@ -98,8 +131,8 @@ async def desk(choice: EnvironmentVerifiers) -> AsyncIterator[Desk]:
         client = vf.EvalClientConfig(base_url=url, api_key_var="GRPO_ROC_NO_KEY")
         tasks = list(islice(environment.taskset, MOST_TASKS))
         async with environment.serving():
-            found.append(Desk(environment, tasks, vf.ModelContext(model=MODEL, client=client)))
-            yield found[0]
+            desks.append(Desk(environment, tasks, vf.ModelContext(model=MODEL, client=client)))
+            yield desks[0]
     finally:
         await runner.cleanup()
 
@@ -120,7 +153,8 @@ async def shared_desk(choice: EnvironmentVerifiers) -> Desk:
 
 
 class VerifiersEnvironment(Environment):
-    """An episode of a task: the harness runs calls and speaks as user, and the task's rewards are paid at the end."""
+    """An episode of a task: the harness runs calls and speaks as the user, and the task's rewards are
+    given at the end."""
 
     choice: ClassVar[EnvironmentVerifiers]
     answers_calls = True
@@ -129,14 +163,14 @@ class VerifiersEnvironment(Environment):
         body = await self._begin(await shared_desk(self.choice), problem.extra["task"], problem.extra["key"])
         if (offered := tools_of(body)) != list(self.schemas):
             raise ValueError(f"the harness offers other tools for this task: {str(offered)[:200]}")
-        system = [text_of(one) for one in self._messages if one["role"] in ("system", "developer")]
-        asked = "\n\n".join(text_of(one) for one in self._messages if one["role"] == "user")
-        if not asked.startswith(problem.prompt):
-            raise ValueError(f"the harness asks {asked[:80]!r}, which does not begin with the prompt of the task")
-        return "\n\n".join([asked.removeprefix(problem.prompt), *system])
+        system = [text_of(message) for message in self._messages if message["role"] in ("system", "developer")]
+        user_text = "\n\n".join(text_of(message) for message in self._messages if message["role"] == "user")
+        if not user_text.startswith(problem.prompt):
+            raise ValueError(f"the harness asks {user_text[:80]!r}, which does not begin with the prompt of the task")
+        return "\n\n".join([user_text.removeprefix(problem.prompt), *system])
 
     async def _begin(self, desk: Desk, number: int, key: str) -> Message:
-        """Starts the episode; its first request."""
+        """Starts the episode and returns its first request."""
         if number >= len(desk.tasks) or desk.tasks[number].key != key:
             raise ValueError(f"task {number} of taskset {self.choice.taskset!r} is another one than when it was read")
         self._desk, self._requests = desk, asyncio.Queue()
@@ -149,8 +183,8 @@ class VerifiersEnvironment(Environment):
         self._messages = body["messages"]
         return body
 
-    async def _asked(self, body: Message) -> Message:
-        """The answer to a request of the harness, when the policy has given it."""
+    async def _answer_request(self, body: Message) -> Message:
+        """The answer to a request of the harness, once the policy has given it."""
         answer = asyncio.get_running_loop().create_future()
         self._requests.put_nowait((body, answer))
         return await answer
@@ -164,24 +198,28 @@ class VerifiersEnvironment(Environment):
         if (body := await self._next()) is None:
             return Observation(results=(ToolResult("ok"),) * len(ids), done=True)
         known, messages = len(self._messages), body["messages"]
-        if messages[:known] != self._messages or [one["role"] for one in messages[known : known + 1]] != ["assistant"]:
+        if messages[:known] != self._messages or [message["role"] for message in messages[known : known + 1]] != [
+            "assistant"
+        ]:
             raise ValueError("the harness altered earlier messages, so its conversation cannot be followed")
         self._messages, added = messages, messages[known + 1 :]
-        outputs = {one["tool_call_id"]: text_of(one) for one in added if one["role"] == "tool"}
-        said = "\n\n".join(text_of(one) for one in added if one["role"] != "tool")
+        outputs = {message["tool_call_id"]: text_of(message) for message in added if message["role"] == "tool"}
+        text = "\n\n".join(text_of(message) for message in added if message["role"] != "tool")
         if set(outputs) != set(ids):
             raise ValueError(f"the harness answered the calls {sorted(outputs)} of {sorted(ids)}")
-        if said:
-            said = "\n\n".join([*outputs.values(), said])
-        return Observation(said, results=tuple(ToolResult("ok", echo=outputs[name]) for name in ids))
+        if text:
+            text = "\n\n".join([*outputs.values(), text])
+        return Observation(text, results=tuple(ToolResult("ok", echo=outputs[name]) for name in ids))
 
-    async def get_reward(self) -> float:
+    async def get_reward(self) -> float | dict[str, float | None]:
         if not self._episode.done():
             return 0.0  # cut by the budget or the limit of turns
         episode = self._episode.result()
         if not episode.ok:
             raise ToolUnavailable(f"verifiers: {faults_of(episode)}")
-        return float(episode.traces[0].reward)
+        trace = episode.traces[0]
+        scores = {name: None if one is None else one.score for name, one in trace.rewards.items()}
+        return {**trace.metrics, **scores, "reward": float(trace.reward)}
 
     async def close(self) -> None:
         if hasattr(self, "_episode"):
@@ -203,10 +241,10 @@ class VerifiersEnvironment(Environment):
 
 def completion(turn: Turn, ids: Mapping[str, int]) -> dict[str, Any]:
     """A turn as a chat completion, with the calls that the harness is to run."""
-    *thought, said = re.split(r"</reason>|</think>", turn.text, maxsplit=1)
+    *thought, reply = re.split(r"</reason>|</think>", turn.text, maxsplit=1)
     for call in turn.calls:
-        said = re.sub(r"<[^<>]*>\s*" + re.escape(call.raw) + r"\s*</[^<>]*>", "", said)
-    message: dict[str, Any] = {"role": "assistant", "content": re.sub(r"</?answer>", "", said).strip() or None}
+        reply = re.sub(r"<[^<>]*>\s*" + re.escape(call.raw) + r"\s*</[^<>]*>", "", reply)
+    message: dict[str, Any] = {"role": "assistant", "content": re.sub(r"</?answer>", "", reply).strip() or None}
     if thought:
         message["reasoning_content"] = re.sub(r"^\s*<[^<>]*>", "", thought[0]).strip()
     if ids:
@@ -244,7 +282,7 @@ def faults_of(episode: Any) -> str:
 
 @lru_cache
 def verifiers_class(choice: EnvironmentVerifiers) -> type[VerifiersEnvironment]:
-    """The environment of a taskset; the first request of its first task says which tools its harness offers.
+    """The environment of a taskset. The first request of its first task tells which tools its harness offers.
 
     Raises:
         ValueError: It cannot be loaded or begun.

@@ -22,10 +22,10 @@ from grpo_roc_jax.tools.python import settings_of
 from grpo_roc_jax.tools.registry import Registry
 
 POLL_S = 0.25
-"""Time that an actor waits for a first result before it answers a poll."""
+"""Seconds that an actor waits for a first result before it answers a poll."""
 RESTARTS = 3
 RECOVERY_S = 60.0
-"""Time that an actor has to restart."""
+"""Seconds that an actor has to restart."""
 
 
 class PoolActor:
@@ -95,8 +95,10 @@ class RayExecutor(BaseExecutor):
         for index in range(len(self._actors)):
             for body in (self._send, self._receive):
                 threading.Thread(target=body, args=(index,), daemon=True, name=f"ray-tool-{index}").start()
-        weakest = min((one for one, _ in reached), key=lambda one: level_number(one.level))
-        return dataclasses.replace(weakest, workers=sum(one.workers for one, _ in reached))
+        weakest = min(
+            (capabilities for capabilities, _ in reached), key=lambda capabilities: level_number(capabilities.level)
+        )
+        return dataclasses.replace(weakest, workers=sum(capabilities.workers for capabilities, _ in reached))
 
     def _launch(self, ticket: Ticket) -> None:
         program = ticket.program
@@ -147,7 +149,7 @@ class RayExecutor(BaseExecutor):
                 self._finish(call_id, result)
 
     def _recover(self, index: int, ids: list[str], error: Exception) -> None:
-        """Give the calls of a lost actor to others, and wait until Ray has restarted it."""
+        """Gives the calls of a lost actor to others, and waits until Ray has restarted it."""
         with self._guard:
             self._down.add(index)
             self._gone |= {session for session, home in self._homes.items() if home == index}

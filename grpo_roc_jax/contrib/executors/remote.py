@@ -40,7 +40,7 @@ MAX_ANSWER = 64 << 20
 """Longest answer that is accepted, in bytes."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 BATCH_WAIT_S = 0.01
-"""How long the first call of a batch waits for others."""
+"""Seconds that the first call of a batch waits for others."""
 
 
 HARNESS = """
@@ -99,10 +99,10 @@ class ServiceRun:
     stderr: str
     timed_out: bool
     failed: bool
-    """The exit code was not 0."""
+    """Whether the exit code was not 0."""
     seconds: float
     exit_code: int | None = None
-    """None if the service does not report it."""
+    """Exit code; None if the service does not report it."""
 
 
 def wrap(cells: list[str], nonce: str, seed: int, keep: int) -> str:
@@ -113,8 +113,8 @@ def wrap(cells: list[str], nonce: str, seed: int, keep: int) -> str:
 
 def take_trailer(stderr: str, nonce: str, keep: int) -> tuple[str, ProgramOutcome | None]:
     """stderr without the trailer, and what the trailer reports."""
-    head, found, rest = stderr.rpartition("\n" + nonce)
-    if not found:
+    head, separator, rest = stderr.rpartition("\n" + nonce)
+    if not separator:
         return stderr, None
     with contextlib.suppress(ValueError, RecursionError):
         return head, reported(json.loads(rest.split("\n", 1)[0]), keep)
@@ -448,14 +448,14 @@ class CodeJudgeExecutor(HttpExecutor):
     def _send_batch(self, batch: list[JudgeRequest], timeout_s: float) -> None:
         """Set the answer of every submission, or the same error for all."""
         try:
-            body = {"type": "batch", "submissions": [one.body for one in batch]}
+            body = {"type": "batch", "submissions": [submission.body for submission in batch]}
             answers = self._exchange("POST", self.path, body, timeout_s).get("results")
             if not isinstance(answers, list) or len(answers) != len(batch):
                 raise TransportError(f"{self.path} did not answer each of {len(batch)} submissions")
         except Exception as error:
             fault = error if isinstance(error, TransportError) else TransportError(f"{type(error).__name__}: {error}")
-            for one in batch:
-                one.answer.set_exception(fault)
+            for submission in batch:
+                submission.answer.set_exception(fault)
             return
-        for one, answer in zip(batch, answers, strict=True):
-            one.answer.set_result(answer)
+        for submission, answer in zip(batch, answers, strict=True):
+            submission.answer.set_result(answer)

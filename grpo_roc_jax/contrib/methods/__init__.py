@@ -1,7 +1,7 @@
-"""Methods beside the core: one file for each, with its recipe beside it (`NAME.py`, `NAME.yaml`).
+"""Methods outside the core: one file for each, with its recipe next to it (`NAME.py`, `NAME.yaml`).
 
-`config` imports this package where it exists, and so a new file here is a new choice in every configuration. Nothing of
-the core names a file of this folder: without the folder, the package has fewer kinds and recipes.
+`config` imports this package if it exists, so that a new file here is a new choice in every configuration. The core
+names no file of this folder: without the folder, the package has fewer kinds and recipes.
 """
 
 import importlib

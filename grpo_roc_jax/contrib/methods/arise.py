@@ -45,16 +45,16 @@ class Skills(Conditioning):
     intro: str = "Skill: "
     """Text before the skill."""
 
-    def requests(self, place: int, count: int, wave: Wave) -> list[RolloutRequest]:
-        problem = wave.problems[place]
+    def requests(self, index: int, count: int, wave: Wave) -> list[RolloutRequest]:
+        problem = wave.problems[index]
         ranked = np.argsort(-self.utilities(wave.state), kind="stable")[: self.cache].tolist()
         scorer: Callable[[Problem, list[str]], Sequence[float]] = resolve("plan.condition.scorer", self.scorer) or words
         scores = np.asarray(scorer(problem, [self.library[i] for i in ranked]), np.float64)
         chosen = choose_skill(scores, self.sigma, wave.rng, least=self.least, explore=self.explore)
         if chosen < 0:
-            return [RolloutRequest(problem, place, count)]
+            return [RolloutRequest(problem, index, count)]
         skill, text = Condition(SKILL, ranked[chosen] + 1), self.library[ranked[chosen]]
-        return [RolloutRequest(problem, place, count, 0, skill, f"\n{self.intro}{text}")]
+        return [RolloutRequest(problem, index, count, 0, skill, f"\n{self.intro}{text}")]
 
     def utilities(self, state: AlgoState) -> np.ndarray:
         """float64[skills]; 1/2 before anything was seen."""
@@ -66,9 +66,9 @@ class Skills(Conditioning):
     def next_memory(
         self, sampled: Sequence[Group], trained: Sequence[Group], method: Any, state: AlgoState
     ) -> Mapping[str, np.ndarray]:
-        found = [features(group) for group in sampled]
-        rewards, paid = shape_rewards(found, method.shaping, state), self.utilities(state).copy()
-        used = np.concatenate([f.levels * (np.array(f.conditions, object) == "skill") for f in found])
+        feature_list = [features(group) for group in sampled]
+        rewards, paid = shape_rewards(feature_list, method.shaping, state), self.utilities(state).copy()
+        used = np.concatenate([f.levels * (np.array(f.conditions, object) == "skill") for f in feature_list])
         for skill in set(used.tolist()) - {0}:
             mean = float(np.concatenate(rewards)[used == skill].mean())
             paid[skill - 1] = self.decay * paid[skill - 1] + (1 - self.decay) * mean
@@ -80,17 +80,17 @@ class SkillBonus(Shaping):
     """R + bonus for a success that was shown a skill (ARISE, arXiv:2603.16060)."""
 
     bonus: float = 1.0
-    """Pay beside the reward of the task."""
+    """Reward in addition to that of the task."""
 
-    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
-        return rewards + self.bonus * (found.correct & (np.array(found.conditions, object) == "skill"))
+    def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
+        return rewards + self.bonus * (features.correct & (np.array(features.conditions, object) == "skill"))
 
 
 def choose_skill(
     logprobs: np.ndarray, sigma: float, rng: np.random.Generator, *, least: float = 0.35, explore: float = 0.1
 ) -> int:
-    """Index of the skill to show, -1 for none: the likeliest under softmax(log-probability / sigma), if likely enough;
-    with probability `explore` any."""
+    """Index of the skill to show, or -1 for none: the likeliest under softmax(log-probability / sigma), if it is likely
+    enough; with probability `explore` a random one."""
     if rng.random() < explore:
         return int(rng.integers(len(logprobs)))
     shares = np.exp((logprobs - logprobs.max()) / sigma)
@@ -100,6 +100,6 @@ def choose_skill(
 
 def words(problem: Problem, skills: Sequence[str]) -> list[float]:
     """A stand-in for the policy's likelihood: log of (1 + words shared with the problem) / (1 + words)."""
-    own = set(problem.prompt.lower().split())
-    sizes = [(len(own & set(text.lower().split())), len(set(text.split()))) for text in skills]
+    prompt_words = set(problem.prompt.lower().split())
+    sizes = [(len(prompt_words & set(text.lower().split())), len(set(text.split()))) for text in skills]
     return [float(np.log((1 + shared) / (1 + size))) for shared, size in sizes]

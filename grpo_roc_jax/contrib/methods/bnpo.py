@@ -25,11 +25,11 @@ class Beta(Scale):
             raise ValueError(f"advantage.scale beta: low = {self.low}; must be below high = {self.high}")
 
     def batch(self, centered: Sequence[np.ndarray], rewards: Sequence[np.ndarray]) -> list[np.ndarray]:
-        found, width = np.concatenate([*rewards, [self.low]]), self.high - self.low
+        pooled, width = np.concatenate([*rewards, [self.low]]), self.high - self.low
         rounding = EQUAL_TOLERANCE * max(abs(self.low), abs(self.high))
-        if found.min() < self.low - rounding or found.max() > self.high + rounding:
+        if pooled.min() < self.low - rounding or pooled.max() > self.high + rounding:
             raise ConfigError(
-                f"advantage.scale beta: shaped rewards reach from {found.min():g} to {found.max():g}, but must "
+                f"advantage.scale beta: shaped rewards reach from {pooled.min():g} to {pooled.max():g}, but must "
                 f"be within {self.low:g} and {self.high:g}; set advantage.scale.low and advantage.scale.high to the "
                 "least and the largest reward that can be"
             )

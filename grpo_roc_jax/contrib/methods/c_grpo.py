@@ -17,8 +17,8 @@ class Quality(Shaping):
     quality_channel: str = "quality"
     """Reward channel with the quality; a custom reward function provides it."""
 
-    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
-        quality = channel(found, self.quality_channel, self.prefix)
+    def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
+        quality = channel(features, self.quality_channel, self.prefix)
         top = float(np.max(quality, initial=0.0))
         scaled = quality / top if top > 0 else np.zeros(len(quality))
-        return np.where(found.correct, (1 - self.weight) * rewards + self.weight * scaled, rewards)
+        return np.where(features.correct, (1 - self.weight) * rewards + self.weight * scaled, rewards)

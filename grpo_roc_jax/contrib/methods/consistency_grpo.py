@@ -1,4 +1,4 @@
-"""Consistency GRPO: rollouts of several wordings of a problem, paid for saying much and for saying equally much.
+"""Consistency GRPO: rollouts of several wordings of a problem, rewarded for saying much and for saying equally much.
 
 Source: arXiv:2512.12858, known here by a summary of its formulas; the weights are this project's. The wordings are
 those of `plan.condition paraphrases`: a column of the data, or templates as a stand-in for a paraphraser.
@@ -30,17 +30,17 @@ class Stability(Shaping):
 
     overwrites = True
 
-    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
+    def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
         measure: Callable[[str], float] = resolve("shaping.entropy", self.entropy) or word_entropy
-        values = np.array([measure("\n".join(texts)) for texts in found.texts], np.float64)
-        return stability_rewards(values, found.levels, self.helpfulness, self.stability)
+        values = np.array([measure("\n".join(texts)) for texts in features.texts], np.float64)
+        return stability_rewards(values, features.levels, self.helpfulness, self.stability)
 
 
 def stability_rewards(entropies: np.ndarray, wordings: np.ndarray, helpfulness: float, stability: float) -> np.ndarray:
     """float64[G] from the entropies of the texts and the numbers of the wordings that they answer.
 
-    The largest gap is that between texts of different wordings. Where all entropies are equal, nobody says more than
-    others and everybody is stable.
+    The largest gap is that between texts of different wordings. If all entropies are equal, no text says more than
+    others and all are stable.
     """
     other = wordings[:, None] != wordings
     if not other.any():

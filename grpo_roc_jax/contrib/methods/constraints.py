@@ -52,9 +52,9 @@ class Constraints(Deviation, Adjustment):
         self, sampled: Sequence[Group], trained: Sequence[Group], method: Any, state: AlgoState
     ) -> Mapping[str, np.ndarray]:
         """clip(lambda + lr (target - mean), 0, max): ascent on the multipliers."""
-        kept = [features(group) for group in trained]
-        if not kept or not self.channels:
+        feature_list = [features(group) for group in trained]
+        if not feature_list or not self.channels:
             return {}
-        held = [[channel(f, name, self.prefix) for f in kept] for name in self.channels]
-        means = np.array([np.concatenate(values).mean() for values in held])
+        channel_values = [[channel(f, name, self.prefix) for f in feature_list] for name in self.channels]
+        means = np.array([np.concatenate(values).mean() for values in channel_values])
         return {DUALS: np.clip(state.memory[DUALS] + self.lr * (np.array(self.targets) - means), 0.0, self.max)}

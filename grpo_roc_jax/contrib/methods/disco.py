@@ -15,5 +15,5 @@ class Disco(Constrained):
     tau: Positive = 10.0
     """Temperature over the failures' scores."""
 
-    def coefficients(self, scores: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
-        return contrast(scores, found.correct, 1 / max(int(found.correct.sum()), 1), self.tau)
+    def coefficients(self, scores: np.ndarray, rewards: np.ndarray, features: Features) -> np.ndarray:
+        return contrast(scores, features.correct, 1 / max(int(features.correct.sum()), 1), self.tau)

@@ -18,9 +18,9 @@ class Drift(Mask):
     """Mean of recorded minus scored log-probability, in nats per token, above which a failure is left out."""
 
     def tokens(self, masks: list[np.ndarray], advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
-        kept = []
+        remaining = []
         for trajectory, mask, advantage, now in zip(batch.trajectories, masks, advantages, batch.scores, strict=True):
             drift = np.mean(trajectory.logprobs - now, where=mask) if mask.any() else 0.0
             left = drift > self.threshold and advantage[mask].sum() < 0
-            kept.append(np.zeros_like(mask) if left else mask)
-        return kept
+            remaining.append(np.zeros_like(mask) if left else mask)
+        return remaining

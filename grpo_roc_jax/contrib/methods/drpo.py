@@ -19,7 +19,7 @@ class Drpo(Constrained):
     max_length: AtLeast1 = 8192
     """Longest response, in policy tokens: the unit of length."""
 
-    def coefficients(self, scores: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
-        logits = (1 - found.lengths[found.correct].astype(np.float64) / self.max_length) / self.length_temperature
+    def coefficients(self, scores: np.ndarray, rewards: np.ndarray, features: Features) -> np.ndarray:
+        logits = (1 - features.lengths[features.correct].astype(np.float64) / self.max_length) / self.length_temperature
         shares = np.exp(logits - logits.max(initial=-np.inf))
-        return contrast(scores, found.correct, shares / shares.sum() if len(shares) else shares, self.tau)
+        return contrast(scores, features.correct, shares / shares.sum() if len(shares) else shares, self.tau)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_roc_jax.method.edit import taken
+from grpo_roc_jax.method.edit import take_trajectories
 from grpo_roc_jax.method.planning import SecondWave, Wave, failed_places
 from grpo_roc_jax.settings.options import AtLeast1, NotNegative, kind
 from grpo_roc_jax.types import Condition, Group, RolloutRequest, condition_kind
@@ -33,10 +33,10 @@ class Explain(SecondWave):
     def next(self, wave: Wave) -> list[RolloutRequest]:
         if wave.number > 1 or not self.supervised_weight(wave.state.step):
             return []
-        problems = {place: wave.problems[place] for place in failed_places(wave)}
+        problems = {index: wave.problems[index] for index in failed_places(wave)}
         return [
-            RolloutRequest(problem, place, self.count, 0, Condition(EXPLANATION), f"\n{self.intro}{problem.answer}")
-            for place, problem in problems.items()
+            RolloutRequest(problem, index, self.count, 0, Condition(EXPLANATION), f"\n{self.intro}{problem.answer}")
+            for index, problem in problems.items()
         ]
 
     def supervised_weight(self, step: int) -> float:
@@ -46,4 +46,4 @@ class Explain(SecondWave):
         """The successful rollouts of a wave that saw the answer; others would teach errors."""
         pairs = zip(requests, results, strict=True)
         shown = [result for request, result in pairs if request.condition.kind == EXPLANATION and result.correct.any()]
-        return [taken(result, np.flatnonzero(result.correct)) for result in shown]
+        return [take_trajectories(result, np.flatnonzero(result.correct)) for result in shown]

@@ -14,5 +14,5 @@ class Focal(Adjustment):
     exponent: NotNegative = 1.0
     """0 weights all groups alike."""
 
-    def group(self, advantages: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
-        return advantages * (1 - found.correct.mean()) ** self.exponent
+    def group(self, advantages: np.ndarray, rewards: np.ndarray, features: Features) -> np.ndarray:
+        return advantages * (1 - features.correct.mean()) ** self.exponent

@@ -22,7 +22,7 @@ class Grao(Estimator):
     """Weight of the term that compares a rollout with the demonstration."""
 
     def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
-        shown = [np.array([c == DEMONSTRATION for c in found.conditions], bool) for found in batch.features]
+        shown = [np.array([c == DEMONSTRATION for c in features.conditions], bool) for features in batch.features]
         return [self.coefficients(rewards, mask) for rewards, mask in zip(batch.rewards, shown, strict=True)]
 
     def coefficients(self, rewards: np.ndarray, shown: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""GroupRank: the scores that a policy gives a group of documents, paid by their order and by their distribution.
+"""GroupRank: the scores that a policy gives a group of documents, rewarded by their order and by their distribution.
 
 Source: arXiv:2511.11653, whose reward sums recall, a ranking metric and a match of the score distributions. Its
 formulas were not available: the metrics at a cutoff, the equal weights and exp(-KL) are this project's reading.
@@ -24,7 +24,7 @@ class Ranking(GradedReward):
     another number of scores (GroupRank, arXiv:2511.11653)."""
 
     top: AtLeast1 = 10
-    """Documents that count in recall and NDCG."""
+    """Number of documents that count in recall and NDCG."""
     judge: str = ""
     """Function of a problem -> the relevance of each of its documents, such as a call of a language model. Empty: the
     numbers of the reference answer."""

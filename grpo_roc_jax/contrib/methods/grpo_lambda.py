@@ -21,11 +21,11 @@ class DynamicLength(Shaping):
     """Largest cut of a success's reward."""
 
     def batch(self, rewards: Sequence[np.ndarray], groups: Sequence[Features], state: AlgoState) -> list[np.ndarray]:
-        accuracy = np.array([np.mean(found.correct) for found in groups])
+        accuracy = np.array([np.mean(features.correct) for features in groups])
         chosen = set(np.argsort(-accuracy, kind="stable")[: int(np.ceil(self.fraction * len(groups)))])
         shaped = []
-        for g, found in enumerate(groups):
-            won, n = found.correct, found.lengths
+        for g, features in enumerate(groups):
+            won, n = features.correct, features.lengths
             shaped.append(won.astype(np.float64))
             if g in chosen and won.any():
                 spread = max(float(np.std(n[won])), 1e-6)

@@ -1,4 +1,4 @@
-"""HiLL: several written hints for each problem that every rollout failed, paid for what rollouts make of them.
+"""HiLL: several written hints for each problem that every rollout failed, rewarded by their effect on rollouts.
 
 Source: arXiv:2604.00698. The paper trains a second model to write. Here the policy writes its own hints, a stand-in for
 that model. `rewarded`, as `method.edit_rows`, computes the rewards of the hints, for which it scores the hinted
@@ -43,18 +43,18 @@ class RivalHints(SecondWave):
     def next(self, wave: Wave) -> list[RolloutRequest]:
         if wave.number == 1:
             levels = range(1, self.count + 1)
-            return [self._writer(wave.problems[place], place, k) for place in failed_places(wave) for k in levels]
+            return [self._writer(wave.problems[index], index, k) for index in failed_places(wave) for k in levels]
         groups = enumerate(wave.groups if wave.number == 2 else ())
         return [
-            RolloutRequest(g.problem, place, self.rollouts, 0, Condition(HINT, k), f"\n{self.intro}{text}")
-            for place, g in groups
+            RolloutRequest(g.problem, index, self.rollouts, 0, Condition(HINT, k), f"\n{self.intro}{text}")
+            for index, g in groups
             for k, text in hints_of(g).items()
             if not gives_away(g.problem, text)
         ]
 
-    def _writer(self, problem: Problem, place: int, level: int) -> RolloutRequest:
+    def _writer(self, problem: Problem, index: int, level: int) -> RolloutRequest:
         solution = problem.extra.get(self.column, problem.answer)
-        return RolloutRequest(problem, place, 1, 0, Condition(WRITER, level), f"\n{self.ask}{solution}")
+        return RolloutRequest(problem, index, 1, 0, Condition(WRITER, level), f"\n{self.ask}{solution}")
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
         if request.condition.kind == WRITER:  # its reward is not that of an attempt
@@ -112,13 +112,13 @@ def rewarded(rows: Sequence[TrainRow], groups: Sequence[Group], policy) -> list[
     plain, first = with_plain_prompts(groups, prompts), 0
     scores = policy.score(policy.trained, plain)
     for group, moved in zip(groups, plain, strict=True):
-        own, now = rows[first : first + group.size], scores[first : first + group.size]
+        group_rows, now = rows[first : first + group.size], scores[first : first + group.size]
         first += group.size
         # The same response after another prompt: its tokens keep their order.
-        spans = zip(own, group.trajectories, moved.trajectories, now, strict=True)
+        spans = zip(group_rows, group.trajectories, moved.trajectories, now, strict=True)
         gaps = [float((s[m.policy_mask] - r.logprobs_old[t.policy_mask]).mean()) for r, t, m, s in spans]
         values = hint_advantages(group, np.array(gaps))
-        for row, value in zip(own, values if values is not None else [None] * len(own), strict=True):
+        for row, value in zip(group_rows, values if values is not None else [None] * len(group_rows), strict=True):
             filled = row.advantages if value is None else np.full(row.length, value, np.float32)
             out.append(dataclasses.replace(row, advantages=filled))
     return out

@@ -1,4 +1,5 @@
-"""What the methods with hints share: hints of the data, and what problems failed by every rollout get."""
+"""Code that the methods with hints share: hints from the data, and a second wave for problems that every rollout
+failed."""
 
 from grpo_roc_jax.method.planning import SecondWave, Wave, failed_places
 from grpo_roc_jax.settings.options import AtLeast1, kind, settings
@@ -39,11 +40,11 @@ class Hinted(DataHints, SecondWave):
 
     def next(self, wave: Wave) -> list[RolloutRequest]:
         requests = []
-        for place in failed_places(wave):
-            problem = wave.problems[place]
+        for index in failed_places(wave):
+            problem = wave.problems[index]
             if wave.number <= min(len(self.hints(problem)), self.levels):
                 condition, text = Condition(HINT, wave.number), self.text(problem, wave.number)
-                requests.append(RolloutRequest(problem, place, wave.groups[place].size, 0, condition, text))
+                requests.append(RolloutRequest(problem, index, wave.groups[index].size, 0, condition, text))
         return requests
 
 

@@ -19,10 +19,10 @@ class Draft(SecondWave):
     def next(self, wave: Wave) -> list[RolloutRequest]:
         if wave.number > 1:
             return []
-        some = [(place, g) for place, g in enumerate(wave.groups) if g.size]
+        some = [(index, g) for index, g in enumerate(wave.groups) if g.size]
         return [
-            RolloutRequest(g.problem, place, g.size, 0, Condition(DRAFT), f"\n{self.intro}{best_text(g)}")
-            for place, g in some
+            RolloutRequest(g.problem, index, g.size, 0, Condition(DRAFT), f"\n{self.intro}{best_text(g)}")
+            for index, g in some
         ]
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:

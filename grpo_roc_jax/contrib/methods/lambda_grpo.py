@@ -52,12 +52,12 @@ class LearnedLength(Factor):
         """The exponent follows the advantages that trained, without what an adjustment draws at random."""
         if not trained:
             return {}
-        exponent, found = state.recall(EXPONENT, 0.0), [features(group) for group in trained]
-        rewards = shape_rewards(found, method.shaping, state)
+        exponent, feature_list = state.recall(EXPONENT, 0.0), [features(group) for group in trained]
+        rewards = shape_rewards(feature_list, method.shaping, state)
         steady = replace(method.advantage, adjust=tuple(a for a in method.advantage.adjust if not a.draws))
-        batch = MethodBatch(trained, found, rewards, (), state, weights=reward_weights(method))
+        batch = MethodBatch(trained, feature_list, rewards, (), state, weights=reward_weights(method))
         values = steady.trajectories(batch)
-        slope = exponent_gradient([f.lengths for f in found], values, exponent, self.strength)
+        slope = exponent_gradient([f.lengths for f in feature_list], values, exponent, self.strength)
         return {EXPONENT: np.array([np.clip(exponent + self.lr * slope, -self.bound, self.bound)])}
 
 

@@ -30,12 +30,12 @@ class AlignedCalls(Advantage):
 
     def tokens(self, batch: MethodBatch) -> list[np.ndarray]:
         out = []
-        for group, found in zip(batch.groups, batch.features, strict=True):
-            main = z_score(np.where(found.well_formed, 0.1 + 0.9 * found.correct, 0.0), ddof=0)
+        for group, features in zip(batch.groups, batch.features, strict=True):
+            main = z_score(np.where(features.well_formed, 0.1 + 0.9 * features.correct, 0.0), ddof=0)
             for trajectory, value, calls in zip(group.trajectories, main, self.of_calls(group, batch), strict=True):
                 out.append(np.full(trajectory.length, value, np.float32))
-                for turn, own in zip(calling(trajectory), calls, strict=True):
-                    out[-1][turn.start : turn.end] = own
+                for turn, credit in zip(calling(trajectory), calls, strict=True):
+                    out[-1][turn.start : turn.end] = credit
         return out
 
     def of_calls(self, group: Group, batch: MethodBatch) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""MASA: the policy predicts how it will fare, and learns from the rollouts whether it was right.
+"""MASA: the policy predicts how well it will do, and its rollouts show whether the prediction was right.
 
 Source: arXiv:2510.03259. Not included are its efficient variant, which skips problems by their predictions, and the
 supervised rounds on the best predictions.
@@ -19,7 +19,7 @@ from grpo_roc_jax.settings.options import AtLeast1, kind
 from grpo_roc_jax.types import Condition, Group, RolloutRequest, condition_kind, traits_of
 
 PREDICTION = condition_kind("prediction", attempt=False)
-"""Condition of a prediction of how the policy will fare."""
+"""Condition of a prediction of how well the policy will do."""
 
 OUT_OF = 8
 """Attempts that a predicted pass count is out of."""
@@ -41,7 +41,7 @@ class Predict(SecondWave):
         return self.count
 
     def next(self, wave: Wave) -> list[RolloutRequest]:
-        places = [place for place, group in enumerate(wave.groups) if group.size] if wave.number == 1 else []
+        places = [index for index, group in enumerate(wave.groups) if group.size] if wave.number == 1 else []
         condition = Condition(PREDICTION)
         return [RolloutRequest(wave.problems[i], i, self.count, 0, condition, f"\n{self.ask}") for i in places]
 
@@ -56,7 +56,10 @@ def prediction_score(text: str, group: Group) -> float:
     """Mean of the three scores of a prediction, given the rollouts that it predicts."""
     words = [notions(own_text(group, i)) for i in range(group.size)]
     correct = group.correct.tolist()
-    seen = [Counter(w for own, c in zip(words, correct, strict=True) if c == side for w in own) for side in (1, 0)]
+    seen = [
+        Counter(w for response_words, c in zip(words, correct, strict=True) if c == side for w in response_words)
+        for side in (1, 0)
+    ]
     numbers = [min(int(digits), 10**6) for digits in re.findall(r"\d{1,9}", text)[:2]]
     lengths = [int(np.count_nonzero(t.policy_mask)) for t, c in zip(group.trajectories, correct, strict=True) if c]
     passes = pass_score(numbers[0] / OUT_OF, float(group.correct.mean())) if numbers else 0.0
@@ -97,8 +100,10 @@ class ByRole(Estimator):
     """The estimate of one role."""
 
     def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
-        roles = [np.array(["" if traits_of(c).attempt else c for c in found.conditions]) for found in batch.features]
-        out = [np.zeros(found.size) for found in batch.features]
+        roles = [
+            np.array(["" if traits_of(c).attempt else c for c in features.conditions]) for features in batch.features
+        ]
+        out = [np.zeros(features.size) for features in batch.features]
         for role in sorted({role for row in roles for role in row.tolist()}):
             members = [np.flatnonzero(row == role) for row in roles]
             for total, rows, values in zip(out, members, self.of.estimate(batch.only(members)), strict=True):

@@ -16,7 +16,7 @@ from grpo_roc_jax.types import Group
 class Median(Baseline):
     """The median of the group (MC-GRPO, arXiv:2601.22582)."""
 
-    def values(self, rewards: np.ndarray, found: Features) -> np.ndarray | float:
+    def values(self, rewards: np.ndarray, features: Features) -> np.ndarray | float:
         return rewards if flat(rewards) else float(np.median(rewards))
 
 
@@ -47,7 +47,7 @@ class RescaleNonzero(Adjustment):
     """Times the size of the group over the number of its non-zero advantages, so that a zeroed pivot does not shrink
     the step (MC-GRPO, arXiv:2601.22582)."""
 
-    def group(self, advantages: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
+    def group(self, advantages: np.ndarray, rewards: np.ndarray, features: Features) -> np.ndarray:
         nonzero = np.count_nonzero(advantages)
         return advantages * (len(advantages) / nonzero) if nonzero else advantages
 

@@ -37,10 +37,10 @@ class TruncationMask(Adjustment):
         if batch.rng is None:
             raise ValueError("advantage.adjust truncation_mask draws at random; pass rng to train_rows")
         out = []
-        for a, found, group in zip(advantages, batch.features, batch.groups, strict=True):
+        for a, features, group in zip(advantages, batch.features, batch.groups, strict=True):
             repeating = np.array([repeats(t.tokens[t.prompt_length :]) for t in group.trajectories], bool)
-            drawn = batch.rng.random(found.size) < self.probability
-            out.append(np.where(found.truncated & found.correct & ~repeating & drawn, 0.0, a))
+            drawn = batch.rng.random(features.size) < self.probability
+            out.append(np.where(features.truncated & features.correct & ~repeating & drawn, 0.0, a))
         return out
 
 
@@ -96,5 +96,5 @@ def diversity(token_rows: Sequence[np.ndarray]) -> float:
         ids = np.asarray(row).astype(np.uint64)
         pairs = (ids[:-1] << np.uint64(32)) | ids[1:]
         grams.append(pairs[:-2] * MIX + pairs[2:])
-    whole = np.sort(np.concatenate(grams))  # ten times as fast as np.unique, which hashes
-    return (1 + np.count_nonzero(whole[1:] != whole[:-1])) / len(whole) if len(whole) else 1.0
+    hashes = np.sort(np.concatenate(grams))  # ten times as fast as np.unique, which hashes
+    return (1 + np.count_nonzero(hashes[1:] != hashes[:-1])) / len(hashes) if len(hashes) else 1.0

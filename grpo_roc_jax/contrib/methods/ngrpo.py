@@ -14,7 +14,7 @@ class VirtualMax(Baseline):
     reward: float = 1.0
     """The best possible reward."""
 
-    def values(self, rewards: np.ndarray, found: Features) -> np.ndarray | float:
+    def values(self, rewards: np.ndarray, features: Features) -> np.ndarray | float:
         return float(np.append(rewards, self.reward).mean())
 
 

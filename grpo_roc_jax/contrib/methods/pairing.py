@@ -44,5 +44,5 @@ class Outcome(Shaping):
 
     overwrites = True
 
-    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
-        return np.where(found.correct, 1.0, -self.negative)
+    def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
+        return np.where(features.correct, 1.0, -self.negative)

@@ -18,9 +18,9 @@ class WinRate(Shaping):
 
     overwrites = True
 
-    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
-        judge, n = resolve("shaping.judge", self.judge) or tidier, found.size
-        wins = np.asarray(judge(found), np.float64)
+    def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
+        judge, n = resolve("shaping.judge", self.judge) or tidier, features.size
+        wins = np.asarray(judge(features), np.float64)
         if wins.shape != (n, n) or not np.allclose((wins + wins.T)[~np.eye(n, dtype=bool)], 1):
             raise ValueError(
                 f"shaping.judge returned shape {wins.shape}; it must be [{n},{n}] with 1 for a win and 0 for the loss "
@@ -29,7 +29,7 @@ class WinRate(Shaping):
         return (wins.sum(axis=1) - np.diag(wins)) / max(n - 1, 1)
 
 
-def tidier(found: Features) -> np.ndarray:
+def tidier(features: Features) -> np.ndarray:
     """[G,G]: a correct trajectory wins against a wrong one, among equals the one with fewer failed calls."""
-    rank = 2.0 * found.correct * (1 + found.tool_errors.max(initial=0)) - found.tool_errors
+    rank = 2.0 * features.correct * (1 + features.tool_errors.max(initial=0)) - features.tool_errors
     return 0.5 * (1 + np.sign(rank[:, None] - rank[None, :]))

@@ -1,4 +1,4 @@
-"""PS-GRPO: rollouts of several wordings of a problem, paid for saying the same. Source: arXiv:2510.04392 (Con-RAG).
+"""PS-GRPO: rollouts of several wordings of a problem, rewarded for agreeing. Source: arXiv:2510.04392 (Con-RAG).
 
 Paraphrases come from a column of the data; `templates` stand in for them where it is missing. The paper compares texts
 by BLEU or a judge; `similarity` names such a function, and the share of common words stands in for it.
@@ -31,17 +31,17 @@ class Paraphrases(Conditioning):
 
     resumable = False
 
-    def requests(self, place: int, count: int, wave: Wave) -> list[RolloutRequest]:
-        wordings = self.wordings(wave.problems[place])
+    def requests(self, index: int, count: int, wave: Wave) -> list[RolloutRequest]:
+        wordings = self.wordings(wave.problems[index])
         shares = [len(range(i, count, len(wordings))) for i in range(len(wordings))]
         return [
-            RolloutRequest(problem, place, share, 0, Condition(PARAPHRASE, i) if i else PLAIN)
+            RolloutRequest(problem, index, share, 0, Condition(PARAPHRASE, i) if i else PLAIN)
             for i, (problem, share) in enumerate(zip(wordings, shares, strict=True))
             if share
         ]
 
     def wordings(self, problem: Problem) -> list[Problem]:
-        """The problem itself first."""
+        """The wordings of a problem, the problem itself first."""
         texts = problem.extra.get(self.column) or [t.replace("{prompt}", problem.prompt) for t in self.templates]
         return [problem, *(replace(problem, prompt=str(text)) for text in texts)]
 
@@ -55,17 +55,17 @@ class Agreement(Shaping):
 
     overwrites = True
 
-    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
+    def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
         similar: Callable[[str, str], float] = resolve("shaping.similarity", self.similarity) or common_words
-        out = np.zeros(found.size)
-        for i in range(found.size):
-            others = np.flatnonzero(found.levels != found.levels[i])
+        out = np.zeros(features.size)
+        for i in range(features.size):
+            others = np.flatnonzero(features.levels != features.levels[i])
             if len(others):
-                out[i] = np.mean([similar(found.replies[i], found.replies[j]) for j in others])
+                out[i] = np.mean([similar(features.replies[i], features.replies[j]) for j in others])
         return out
 
 
 def common_words(first: str, second: str) -> float:
     """Words in both over words in either; 0 for two empty texts. A stand-in for BLEU or a judge."""
-    one, two = set(first.split()), set(second.split())
-    return len(one & two) / max(len(one | two), 1)
+    first_words, second_words = set(first.split()), set(second.split())
+    return len(first_words & second_words) / max(len(first_words | second_words), 1)

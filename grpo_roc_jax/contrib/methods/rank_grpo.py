@@ -1,7 +1,7 @@
 """Rank-GRPO: an advantage for each position of a list, over the group. Source: arXiv:2510.20150.
 
-The items of the paper are the entries of a recommendation list; here they are the turns of a trajectory, with the
-rewards that reward functions pay by turn (what no turn was paid for itself is paid for the last one).
+The items of the paper are the entries of a recommendation list. Here they are the turns of a trajectory, with the
+rewards that reward functions give by turn; the part of the reward that no turn was given belongs to the last one.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Positions(Deviation, Advantage):
         return out
 
     def by_position(self, pays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """float64[items] of each trajectory of a group, from what each item was paid."""
+        """float64[items] of each trajectory of a group, from the reward of each item."""
         out = [np.full(len(pay), -self.overflow) for pay in pays]
         for k in range(min(self.items, max(map(len, pays), default=0))):
             rows = [i for i, pay in enumerate(pays) if k < len(pay)]

@@ -28,35 +28,35 @@ class ConditionalRoc(ResampleOnCorrect):
         if config.plan.condition.kind != "reward_tokens":
             raise ValueError("resample rc_roc without plan.condition reward_tokens has nothing to tell apart; use roc")
 
-    def choose(self, found: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
+    def choose(self, features: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
         if self.conditions == "low_last":
-            low = np.array([kind == LOW.kind for kind in found.conditions])
-            return select_roc(found.correct, penalties + ABOVE_PENALTIES * low, keep, self, rng)
-        if len(set(found.conditions)) > 1:
-            return stratified_roc(found, penalties, keep, self, rng)
-        return select_roc(found.correct, penalties, keep, self, rng)
+            low = np.array([kind == LOW.kind for kind in features.conditions])
+            return select_roc(features.correct, penalties + ABOVE_PENALTIES * low, keep, self, rng)
+        if len(set(features.conditions)) > 1:
+            return stratified_roc(features, penalties, keep, self, rng)
+        return select_roc(features.correct, penalties, keep, self, rng)
 
     def quota_decided(self, negatives: int, positives: int, left: int, keep: int) -> bool:
         return self.conditions != "stratify" and super().quota_decided(negatives, positives, left, keep)
 
 
 def stratified_roc(
-    found: Features, penalties: np.ndarray, keep: int, config: ConditionalRoc, rng: np.random.Generator
+    features: Features, penalties: np.ndarray, keep: int, config: ConditionalRoc, rng: np.random.Generator
 ) -> np.ndarray:
     """`roc` with the places of the successes shared among conditions in proportion, largest remainders first."""
-    positive, negative = np.flatnonzero(found.correct), np.flatnonzero(~found.correct)
+    positive, negative = np.flatnonzero(features.correct), np.flatnonzero(~features.correct)
     _, k_pos = quota(len(negative), len(positive), keep, config.min_negative, config.min_positive)
-    chosen = select_roc(found.correct, penalties, keep, config, rng)
+    chosen = select_roc(features.correct, penalties, keep, config, rng)
     if not k_pos:
         return chosen
-    conditions = np.array(found.conditions)[positive]
+    conditions = np.array(features.conditions)[positive]
     names, counts = np.unique(conditions, return_counts=True)
     exact = counts * k_pos / len(positive)
     places = np.floor(exact).astype(int)
     for index in np.argsort(places - exact, kind="stable")[: k_pos - places.sum()]:
         places[index] += 1
-    kept = [chosen[~found.correct[chosen]]]
+    parts = [chosen[~features.correct[chosen]]]
     for name, count in zip(names, places, strict=True):
         members = positive[conditions == name]
-        kept.append(members[np.argsort(penalties[members], kind="stable")[:count]])
-    return np.sort(np.concatenate(kept))
+        parts.append(members[np.argsort(penalties[members], kind="stable")[:count]])
+    return np.sort(np.concatenate(parts))

@@ -14,7 +14,7 @@ class Rebel(ScoreBased):
     eta: float = 1.0
     """Factor on reward differences."""
 
-    def coefficients(self, scores: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
+    def coefficients(self, scores: np.ndarray, rewards: np.ndarray, features: Features) -> np.ndarray:
         """-2 sum_j (x_i - x_j) / #pairs with x = s - eta R."""
         n = len(scores)
         if n < 2:

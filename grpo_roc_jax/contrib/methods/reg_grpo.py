@@ -19,7 +19,7 @@ class Reg(Deviation, ScoreBased):
     """Least deviation of the log-ratios that they are divided by, in nats. Right after sampling they are all 0, and the
     gradient is 2 / floor times that of GRPO: a small floor makes it huge, which clipping of the norm hides."""
 
-    def coefficients(self, scores: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
+    def coefficients(self, scores: np.ndarray, rewards: np.ndarray, features: Features) -> np.ndarray:
         """With u = (2/G)(A - z): (u - mean u - z sum(u z) / (G - 1)) / std, the last term of the bracket only where
         the deviation is above its floor."""
         if flat(rewards):

@@ -32,5 +32,5 @@ class Repetition(Factor):
         each = [tokens[turn.start : turn.end] for turn in turns if turn.end - turn.start >= self.n]
         if not each:
             return 0.0
-        grams = np.concatenate([np.lib.stride_tricks.sliding_window_view(own, self.n) for own in each])
+        grams = np.concatenate([np.lib.stride_tricks.sliding_window_view(turn_tokens, self.n) for turn_tokens in each])
         return 1.0 - len(np.unique(grams, axis=0)) / len(grams)

@@ -1,4 +1,4 @@
-"""Job screening: what a structured verdict about an application is paid, criterion by criterion.
+"""Job screening: the reward of a structured verdict about an application, criterion by criterion.
 
 Source: arXiv:2511.16073, whose released code has these numbers. Its fourth criterion, the share of the required skills
 in the reference evaluation, does not read the reply and so is the same for all rollouts of a problem; it is left out.
@@ -17,13 +17,13 @@ SELECTS = frozenset({"SELECTED", "APPROVE", "CONSIDER", "STRONGLY_CONSIDER"})
 STATUS = re.compile(r"[A-Za-z_]+")
 SCORE = re.compile(r"(?<![\d.])-?\d{1,6}")
 DECISIONS = {(True, True): 2.0, (False, True): -2.0, (False, False): 0.0, (True, False): -1.0}
-"""Pay by (selected, should be selected)."""
+"""Reward by (selected, should be selected)."""
 
 
 @kind("screening")
 class Screening(GradedReward):
     """0.4 status + 0.2 score + 0.2 experience of a verdict such as `SELECTED 75` or `{"status": "SELECTED", "score":
-    75}`; what is no verdict counts as `REJECTED 0` (arXiv:2511.16073)."""
+    75}`. A reply without a verdict counts as `REJECTED 0` (arXiv:2511.16073)."""
 
     column: str = "years"
     """Column of the data with the applicant's years of experience, for the stand-in of `judge`."""
@@ -45,7 +45,7 @@ class Screening(GradedReward):
         return pay
 
     def banded(self, problem: Problem, score: int) -> float:
-        """The stand-in for a judge."""
+        """The stand-in for a judge: bands of the years of experience."""
         years = problem.extra.get(self.column)
         return 0.0 if years is None else experience(score, float(years))
 

@@ -1,10 +1,10 @@
-"""RGR-GRPO: a rubric pays (`reward.functions criteria`) and guides a second attempt. Source: arXiv:2511.12344.
+"""RGR-GRPO: a rubric gives rewards (`reward.functions criteria`) and guides a second attempt. Source: arXiv:2511.12344.
 
-The attempt sees all criteria instead of the failed ones alone. Its ratio is that of the policy without the guidance to
+The attempt sees all criteria instead of only the failed ones. Its ratio is that of the policy without the guidance to
 the policy with it, clipped as usual; the paper's shaping of that ratio was not available.
 """
 
-from grpo_roc_jax.method.edit import joined, taken
+from grpo_roc_jax.method.edit import joined, take_trajectories
 from grpo_roc_jax.method.planning import SecondWave, Wave, best_text, standings
 from grpo_roc_jax.settings.options import kind
 from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, condition_kind
@@ -42,4 +42,4 @@ class Refine(SecondWave):
         if not result.size or standings(result)[0] <= max(before):
             return group
         worst = before.index(min(before))
-        return joined(taken(group, [i for i in range(group.size) if i != worst]), result)
+        return joined(take_trajectories(group, [i for i in range(group.size) if i != worst]), result)

@@ -47,13 +47,13 @@ class Serial(SecondWave):
     def next(self, wave: Wave) -> list[RolloutRequest]:
         """The first trajectory's first thought, stopped at random places; each is continued once."""
         requests = []
-        for place, group in enumerate(wave.groups if wave.number == 1 else ()):
+        for index, group in enumerate(wave.groups if wave.number == 1 else ()):
             if not group.size:
                 continue
             full = group.trajectories[0]
             ids = full.tokens[full.turns[0].start : full.turns[0].end] if full.turns else full.tokens[:0]
             length = len(ids) if self.cut == "turn" or wave.thought is None else wave.thought(full)
-            plain = RolloutRequest(wave.problems[place], place, 1, condition=Condition(CUT), prefix_text=self.stop)
+            plain = RolloutRequest(wave.problems[index], index, 1, condition=Condition(CUT), prefix_text=self.stop)
             points = cut_points(length, self.cuts, wave.rng)
             requests += [replace(plain, prefix=tuple(ids[:point].tolist())) for point in points]
         return requests
@@ -74,8 +74,8 @@ class SerialExits(Shaping):
 
     overwrites = True
 
-    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
-        return np.where(found.correct, 2.0 ** (1.0 - np.cumsum(found.correct)), 0.0)
+    def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
+        return np.where(features.correct, 2.0 ** (1.0 - np.cumsum(features.correct)), 0.0)
 
 
 def cut_points(length: int, count: int, rng: np.random.Generator) -> np.ndarray:

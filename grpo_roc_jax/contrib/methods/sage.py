@@ -21,10 +21,10 @@ class HintLevel(DataHints, Conditioning):
 
     resumable = helps = False
 
-    def requests(self, place: int, count: int, wave: Wave) -> list[RolloutRequest]:
-        problem, level = wave.problems[place], int(problem_rates(wave)["level"][place])
+    def requests(self, index: int, count: int, wave: Wave) -> list[RolloutRequest]:
+        problem, level = wave.problems[index], int(problem_rates(wave)["level"][index])
         text = self.text(problem, level)
-        return [RolloutRequest(problem, place, count, 0, Condition(HINT, level) if text else PLAIN, text)]
+        return [RolloutRequest(problem, index, count, 0, Condition(HINT, level) if text else PLAIN, text)]
 
     def next_table(self, uids: Sequence[str], state: AlgoState) -> AlgoState:
         """One level up where the accuracy of the last visit is at most 0.1, one down where it exceeds 0.35."""
@@ -54,17 +54,17 @@ class WrittenHints(SecondWave):
         level = (wave.number + 1) // 2
         places = failed_places(wave) if level <= self.levels else []
         if wave.number % 2:
-            return [self._writer(wave.problems[place], place, level) for place in places]
-        texts = {place: f"\n{self.intro}{wave.notes[place]}" for place in places if place in wave.notes}
+            return [self._writer(wave.problems[index], index, level) for index in places]
+        texts = {index: f"\n{self.intro}{wave.notes[index]}" for index in places if index in wave.notes}
         return [
-            RolloutRequest(wave.problems[place], place, wave.groups[place].size, 0, Condition(HINT, level), text)
-            for place, text in texts.items()
+            RolloutRequest(wave.problems[index], index, wave.groups[index].size, 0, Condition(HINT, level), text)
+            for index, text in texts.items()
         ]
 
-    def _writer(self, problem: Problem, place: int, level: int) -> RolloutRequest:
+    def _writer(self, problem: Problem, index: int, level: int) -> RolloutRequest:
         solution = problem.extra.get(self.solution_column, problem.answer)
         intro = self.writer_intro.replace("{level}", str(level)).replace("{levels}", str(self.levels))
-        return RolloutRequest(problem, place, 1, 0, Condition(WRITER), f"\n{intro}{solution}")
+        return RolloutRequest(problem, index, 1, 0, Condition(WRITER), f"\n{intro}{solution}")
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
         return result if request.condition.kind != WRITER and result.correct.any() else group

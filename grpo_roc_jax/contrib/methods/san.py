@@ -20,8 +20,8 @@ class Strata(Deviation, Adjustment):
     blend: Share = 1.0
     """Weight of the advantage within the stratum; the paper blends with the plain one for small groups, 0 is plain."""
 
-    def group(self, advantages: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
-        strata = np.minimum(getattr(found, self.by), self.cap)
+    def group(self, advantages: np.ndarray, rewards: np.ndarray, features: Features) -> np.ndarray:
+        strata = np.minimum(getattr(features, self.by), self.cap)
         within = np.zeros(len(rewards))
         for stratum in np.unique(strata):
             members = strata == stratum

@@ -1,4 +1,4 @@
-"""What the objectives share that depend on current scores: DisCO, DRPO, REBEL, Reg-GRPO.
+"""Code shared by the objectives that depend on current scores: DisCO, DRPO, REBEL, Reg-GRPO.
 
 They maximize J(s) of a group's scores s. Their gradient is that of sum_i c_i s_i with c = dJ/ds held fixed, so a
 scoring pass right before the update turns them into advantages of a loss that is linear in the score, and the loss
@@ -25,7 +25,7 @@ class ScoreBased(Advantage):
     average: ClassVar[bool] = False
     """Whether a score is the mean log-probability of a trajectory; else it is the sum of its log-ratios."""
 
-    def coefficients(self, scores: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
+    def coefficients(self, scores: np.ndarray, rewards: np.ndarray, features: Features) -> np.ndarray:
         """float64[G]: dJ/ds of one group; rewards after shaping."""
         raise NotImplementedError
 
@@ -35,9 +35,9 @@ class ScoreBased(Advantage):
         scores = iter(self._scores(batch)[0])
         scale = live_rows(batch) / len(batch.groups)
         out: list[np.ndarray] = []
-        for group, found, rewards in zip(batch.groups, batch.features, batch.rewards, strict=True):
-            own = np.array([next(scores) for _ in group.trajectories])
-            c = self.coefficients(own, rewards, found)
+        for group, features, rewards in zip(batch.groups, batch.features, batch.rewards, strict=True):
+            group_scores = np.array([next(scores) for _ in group.trajectories])
+            c = self.coefficients(group_scores, rewards, features)
             out += [np.full(t.length, a * scale, np.float32) for t, a in zip(group.trajectories, c, strict=True)]
         return out
 

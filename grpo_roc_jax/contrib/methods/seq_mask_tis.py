@@ -39,7 +39,7 @@ class Rejection(Bounded):
     def label(self) -> str:
         return f"{super().label}_{self.measure}"
 
-    def found(self, gap: np.ndarray) -> np.ndarray:
+    def values(self, gap: np.ndarray) -> np.ndarray:
         over = "token" if self.level == "max" else self.level
         each = ratios(gap, over) if self.measure == "ratio" else LEVELS[over](MEASURES[self.measure](clamped(gap)))
         return np.max(each, keepdims=True) if self.level == "max" else np.atleast_1d(each)
@@ -52,8 +52,8 @@ class Veto(SamplerGap):
     low: PositiveShare = 1e-4
     """Smallest ratio that a token may have."""
 
-    def found(self, gap: np.ndarray) -> np.ndarray:
+    def values(self, gap: np.ndarray) -> np.ndarray:
         return np.min(ratios(gap, "token"), keepdims=True)
 
-    def outside(self, found: np.ndarray) -> Mapping[str, np.ndarray]:
-        return {"vetoed": found < self.low}
+    def outside(self, values: np.ndarray) -> Mapping[str, np.ndarray]:
+        return {"vetoed": values < self.low}

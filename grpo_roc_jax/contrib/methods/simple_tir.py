@@ -1,4 +1,4 @@
-"""SimpleTIR: trajectories with a turn that does nothing leave the loss. Source: arXiv:2509.02479."""
+"""SimpleTIR: trajectories with a void turn are left out of the loss. Source: arXiv:2509.02479."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from grpo_roc_jax.types import Group
 
 @kind("void_turns")
 class VoidTurns(Mask):
-    """Leaves trajectories with a turn of neither call nor answer out (SimpleTIR, arXiv:2509.02479)."""
+    """Leaves out trajectories that have a turn with neither a call nor an answer (SimpleTIR, arXiv:2509.02479)."""
 
     def trains(self, group: Group, rewards: np.ndarray) -> np.ndarray:
         stays = []

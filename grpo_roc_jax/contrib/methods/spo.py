@@ -41,9 +41,9 @@ class Tracker(Baseline):
     def earlier(self, groups: Sequence[Group], state: AlgoState) -> list[Group] | None:
         if self.forget == "constant":
             return None
-        held = recalled_samples(state)
-        known = {g.problem.uid: g.problem for g in groups if problem_key(g.problem.uid) in held}
-        return [Group(p, (held[problem_key(uid)],), (UNJUDGED,)) for uid, p in known.items()]
+        samples = recalled_samples(state)
+        known = {g.problem.uid: g.problem for g in groups if problem_key(g.problem.uid) in samples}
+        return [Group(p, (samples[problem_key(uid)],), (UNJUDGED,)) for uid, p in known.items()]
 
     def forgetting(self, decay: float | np.ndarray, uids: Sequence[str], drift: Mapping[str, float]) -> Any:
         if self.forget == "constant":
@@ -82,15 +82,15 @@ def tracked(state: AlgoState, problems: Sequence[Problem]) -> np.ndarray:
 
 def remembered_samples(samples: Mapping[int, Trajectory]) -> dict[str, np.ndarray]:
     """The last sample of each problem, by its key, as arrays for the method's memory."""
-    kept = samples.values()
-    heats = [np.nan if t.temperature is None else t.temperature for t in kept]
+    trajectories = samples.values()
+    heats = [np.nan if t.temperature is None else t.temperature for t in trajectories]
     return {
         "sample_keys": np.array(list(samples), np.uint64),
-        "sample_ends": np.cumsum([0, *(t.length for t in kept)], dtype=np.int64),
+        "sample_ends": np.cumsum([0, *(t.length for t in trajectories)], dtype=np.int64),
         "sample_heats": np.array(heats, np.float64),
-        "sample_tokens": np.concatenate([np.zeros(0, np.int32), *(t.tokens for t in kept)]),
-        "sample_masks": np.concatenate([np.zeros(0, bool), *(t.policy_mask for t in kept)]),
-        "sample_logprobs": np.concatenate([np.zeros(0, np.float32), *(t.logprobs for t in kept)]),
+        "sample_tokens": np.concatenate([np.zeros(0, np.int32), *(t.tokens for t in trajectories)]),
+        "sample_masks": np.concatenate([np.zeros(0, bool), *(t.policy_mask for t in trajectories)]),
+        "sample_logprobs": np.concatenate([np.zeros(0, np.float32), *(t.logprobs for t in trajectories)]),
     }
 
 

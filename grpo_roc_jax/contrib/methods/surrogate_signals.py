@@ -17,12 +17,12 @@ class SurrogateSignals(Shaping):
     length: AtLeast1 = 3072
     """Tokens at which the length term reaches -1."""
     format_channel: str = "format"
-    """Reward channel with the pay for the format."""
+    """Reward channel with the reward for the format."""
 
     overwrites = True
 
-    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
-        x = found.lengths / self.length
+    def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
+        x = features.lengths / self.length
         term = np.where(x <= 0.5, 1 - (1 - x / 0.5) ** 2, 1 - 2 * ((x - 0.5) / 0.5) ** 2)
-        paid = channel(found, self.format_channel, self.prefix)
-        return np.where(found.answers > 0, paid + term, np.minimum(term, 0.0))
+        paid = channel(features, self.format_channel, self.prefix)
+        return np.where(features.answers > 0, paid + term, np.minimum(term, 0.0))

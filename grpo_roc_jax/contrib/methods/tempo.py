@@ -1,4 +1,4 @@
-"""TEMPO: credit where responses of a group part. Source: arXiv:2509.18314."""
+"""TEMPO: credit at the tokens where responses of a group diverge. Source: arXiv:2509.18314."""
 
 from collections.abc import Sequence
 
@@ -16,12 +16,12 @@ class Tree(Deviation, Adjustment):
     def tokens(self, advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
         rest = iter(advantages)
         for group, rewards in zip(batch.groups, batch.rewards, strict=True):
-            own = [next(rest) for _ in group.trajectories]
+            group_values = [next(rest) for _ in group.trajectories]
             if flat(rewards):
                 continue
             responses = [t.tokens[t.prompt_length :] for t in group.trajectories]
             changes = tree_differences(rewards, responses)
-            for trajectory, values, change in zip(group.trajectories, own, changes, strict=True):
+            for trajectory, values, change in zip(group.trajectories, group_values, changes, strict=True):
                 values[trajectory.prompt_length :] += change / self.divisor(rewards)
         return advantages
 

@@ -32,9 +32,9 @@ class Anchored(Estimator):
     """The estimate of the other trajectories."""
 
     def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
-        own = [np.array([c != DEMONSTRATION for c in found.conditions], bool) for found in batch.features]
+        sampled = [np.array([c != DEMONSTRATION for c in features.conditions], bool) for features in batch.features]
         out = []
-        for values, mask in zip(self.of.estimate(batch.only(list(map(np.flatnonzero, own)))), own, strict=True):
+        for values, mask in zip(self.of.estimate(batch.only(list(map(np.flatnonzero, sampled)))), sampled, strict=True):
             out.append(np.full(len(mask), self.factor * max(float(np.max(values, initial=0.0)), 0.0)))
             out[-1][mask] = values
         return out
@@ -52,7 +52,7 @@ class SoftReward(Shaping):
     below: float = 1.0
     """Curvature of the exponential below `tau`."""
 
-    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
+    def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
         high = self.tau + self.above * np.log(np.maximum(rewards - self.tau, 0.0) + 1)
         low = self.tau - np.expm1(self.below * np.maximum(self.tau - rewards, 0.0)) / np.expm1(self.below)
         return np.where(rewards >= self.tau, high, low)

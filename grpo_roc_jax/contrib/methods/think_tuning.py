@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_roc_jax.method.edit import joined, taken
+from grpo_roc_jax.method.edit import joined, take_trajectories
 from grpo_roc_jax.method.planning import SecondWave, Wave, own_text
 from grpo_roc_jax.method.weights import Factor
 from grpo_roc_jax.settings.callables import resolve
@@ -39,30 +39,30 @@ class Feedback(SecondWave):
 
     def next(self, wave: Wave) -> list[RolloutRequest]:
         requests = []
-        for place, group in enumerate(wave.groups if wave.number == 1 else ()):
+        for problem_index, group in enumerate(wave.groups if wave.number == 1 else ()):
             failures = np.flatnonzero(~group.correct)[: round(self.share * group.size)]
-            requests += [request for i in failures if (request := self.continued(wave, place, int(i)))]
+            requests += [request for i in failures if (request := self.continued(wave, problem_index, int(i)))]
         return requests
 
-    def continued(self, wave: Wave, place: int, index: int) -> RolloutRequest | None:
+    def continued(self, wave: Wave, problem_index: int, index: int) -> RolloutRequest | None:
         """The request that continues one attempt; None without feedback or without a thought."""
-        problem, group = wave.problems[place], wave.groups[place]
+        problem, group = wave.problems[problem_index], wave.groups[problem_index]
         attempt, teacher = group.trajectories[index], resolve("plan.second.teacher", self.teacher)
         hints = problem.extra.get(self.column, ())
-        said = teacher(problem, own_text(group, index)) if teacher else next(iter(hints), "")
+        feedback = teacher(problem, own_text(group, index)) if teacher else next(iter(hints), "")
         ids = attempt.tokens[attempt.turns[0].start : attempt.turns[0].end] if attempt.turns else attempt.tokens[:0]
-        kept = tuple(ids[: wave.thought(attempt) if wave.thought else len(ids)].tolist())
-        if not said or not kept:
+        thought = tuple(ids[: wave.thought(attempt) if wave.thought else len(ids)].tolist())
+        if not feedback or not thought:
             return None
-        text = f"{self.intro}{said}\n"
-        return RolloutRequest(problem, place, 1, 0, Condition(FEEDBACK), prefix=kept, prefix_text=text)
+        text = f"{self.intro}{feedback}\n"
+        return RolloutRequest(problem, problem_index, 1, 0, Condition(FEEDBACK), prefix=thought, prefix_text=text)
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
         plain = [i for i, t in enumerate(group.trajectories) if t.condition.kind != FEEDBACK and not group.correct[i]]
         if not result.size or not plain:
             return group
         spliced = tuple(with_feedback(t, len(request.prefix)) for t in result.trajectories)
-        others = taken(group, [i for i in range(group.size) if i != plain[0]])
+        others = take_trajectories(group, [i for i in range(group.size) if i != plain[0]])
         return joined(others, replace(result, trajectories=spliced))
 
 

@@ -43,8 +43,8 @@ class TokenBudget(Shaping):
 
     def batch(self, rewards: Sequence[np.ndarray], groups: Sequence[Features], state: AlgoState) -> list[np.ndarray]:
         (correctness, closeness, tidy), budget, out = self.weights, self.tokens(state.step), []
-        for found in groups:
-            near = np.maximum(1 - np.abs(found.lengths / budget - 1), 0.0)
-            one_answer = found.well_formed & (found.answers == 1)
-            out.append(correctness * found.correct + closeness * near + tidy * one_answer)
+        for features in groups:
+            near = np.maximum(1 - np.abs(features.lengths / budget - 1), 0.0)
+            one_answer = features.well_formed & (features.answers == 1)
+            out.append(correctness * features.correct + closeness * near + tidy * one_answer)
         return out

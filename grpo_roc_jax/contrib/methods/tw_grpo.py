@@ -46,8 +46,8 @@ def log_vectors(rows: Sequence, starts: Sequence[int], policy) -> Iterator[np.nd
     for first in range(0, longest, CHUNK):
         places = np.asarray(starts)[:, None] + np.arange(first, first + CHUNK)  # one shape for all chunks
         states = hidden[np.arange(G)[:, None], np.minimum(places, T) - 1]  # position t is predicted from t - 1
-        found = np.asarray(jax.nn.log_softmax((states @ head).astype(jnp.float32)))
-        known = np.where((places >= lengths[:, None])[..., None], -np.log(found.shape[-1]), found)
+        logprobs = np.asarray(jax.nn.log_softmax((states @ head).astype(jnp.float32)))
+        known = np.where((places >= lengths[:, None])[..., None], -np.log(logprobs.shape[-1]), logprobs)
         yield known[:, : longest - first]
 
 

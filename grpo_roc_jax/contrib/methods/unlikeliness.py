@@ -1,4 +1,4 @@
-"""More pay for unlikely successes. Source: arXiv:2506.02355."""
+"""More reward for unlikely successes. Source: arXiv:2506.02355."""
 
 import numpy as np
 
@@ -14,6 +14,6 @@ class Unlikeliness(Shaping):
     beta: float = 0.25
     """Share of the reward that the most likely success loses."""
 
-    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
-        rank = np.argsort(np.argsort(found.mean_logprobs, kind="stable"), kind="stable")
-        return np.where(found.correct, rewards * (1 - self.beta * rank / len(rewards)), rewards)
+    def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
+        rank = np.argsort(np.argsort(features.mean_logprobs, kind="stable"), kind="stable")
+        return np.where(features.correct, rewards * (1 - self.beta * rank / len(rewards)), rewards)

@@ -29,15 +29,15 @@ class ValueSampling(SecondWave):
             return []
         values = np.array([task_value(float(g.correct.mean()) if g.size else 0.0) for g in wave.groups])
         drawn = capped_draw(values, len(_without_signal(wave.groups)), self.most, wave.rng)
-        counts = [(int(place), wave.groups[place].size) for place in drawn]
-        return [RolloutRequest(wave.problems[place], place, count) for place, count in counts]
+        counts = [(int(index), wave.groups[index].size) for index in drawn]
+        return [RolloutRequest(wave.problems[index], index, count) for index, count in counts]
 
     def merge(
         self, groups: Sequence[Group], requests: Sequence[RolloutRequest], results: Sequence[Group]
     ) -> list[Group]:
         out = list(groups)
-        for place, result in zip(_without_signal(groups), results, strict=False):
-            out[place] = result if result.size else out[place]
+        for index, result in zip(_without_signal(groups), results, strict=False):
+            out[index] = result if result.size else out[index]
         return out
 
 
@@ -56,7 +56,7 @@ def capped_draw(values: np.ndarray, count: int, most: int, rng: np.random.Genera
 
 
 def _without_signal(groups: Sequence[Group]) -> list[int]:
-    return [place for place, group in enumerate(groups) if group.size and flat(group.rewards)]
+    return [index for index, group in enumerate(groups) if group.size and flat(group.rewards)]
 
 
 # ---- progressive rewards --------------------------------------------------------------------------------------------
@@ -69,10 +69,10 @@ class Staged(Shaping):
     when those before it did (arXiv:2512.07478)."""
 
     weights: tuple[float, float, float] = (0.1, 0.2, 0.7)
-    """Pay of each passed stage: clean calls, well-formed answer, correct answer."""
+    """Reward of each passed stage: clean calls, well-formed answer, correct answer."""
 
     overwrites = True
 
-    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
-        passes = [found.tool_errors == 0, found.well_formed & (found.answers == 1), found.correct]
+    def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
+        passes = [features.tool_errors == 0, features.well_formed & (features.answers == 1), features.correct]
         return np.cumprod(np.stack(passes, axis=1).astype(np.float64), axis=-1) @ np.asarray(self.weights, np.float64)

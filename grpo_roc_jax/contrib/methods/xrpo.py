@@ -1,5 +1,5 @@
-"""XRPO: rollouts where the interval of the mean reward shrinks most, solved problems as examples for failed ones,
-extra pay for unlikely successes. Source: arXiv:2510.06672.
+"""XRPO: rollouts where the interval of the mean reward shrinks most, solved problems as examples for failed ones, extra
+advantage for unlikely successes. Source: arXiv:2510.06672.
 
 Not from the paper, whose values were not available: the weight of the bonus, the measure of similarity, the number of
 remembered solutions.
@@ -77,12 +77,12 @@ class Examples(SecondWave):
             return []
         solved = {**recalled(wave.state), **solutions(wave.groups)}
         requests = []
-        for place in failed_places(wave):
-            chosen = similar_examples(wave.problems[place].prompt, solved, self.count)
+        for index in failed_places(wave):
+            chosen = similar_examples(wave.problems[index].prompt, solved, self.count)
             text = "\n\n".join(f"{p}\n{s}" for p, s in chosen)
             if chosen:
-                size, condition = wave.groups[place].size, Condition(EXAMPLES)
-                requests.append(RolloutRequest(wave.problems[place], place, size, 0, condition, f"\n{text}"))
+                size, condition = wave.groups[index].size, Condition(EXAMPLES)
+                requests.append(RolloutRequest(wave.problems[index], index, size, 0, condition, f"\n{text}"))
         return requests
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
@@ -105,14 +105,14 @@ class Novelty(Adjustment):
     (XRPO, arXiv:2510.06672); failures keep their advantage."""
 
     strength: NotNegative = 1.0
-    """Size of the extra pay."""
+    """Size of the extra advantage."""
     cap: NotNegative = 1.0
-    """Largest extra pay as a multiple of the advantage."""
+    """Largest extra advantage, as a multiple of the advantage."""
 
-    def group(self, advantages: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
-        eta = np.exp(found.mean_logprobs - found.mean_logprobs.mean())
+    def group(self, advantages: np.ndarray, rewards: np.ndarray, features: Features) -> np.ndarray:
+        eta = np.exp(features.mean_logprobs - features.mean_logprobs.mean())
         bonus = np.minimum(np.maximum(self.strength * (1 - eta), 0.0), self.cap * np.maximum(advantages, 0.0))
-        return np.where(found.correct, advantages + bonus, advantages)
+        return np.where(features.correct, advantages + bonus, advantages)
 
 
 def half_width(count: int, spread: float, alpha: float = 0.05) -> float:

@@ -33,8 +33,9 @@ from grpo_roc_jax.serving.refusal import RequestRefused, field_of
 from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob, sampled
 from grpo_roc_jax.serving.server import TOKEN_VARIABLE, UNFINISHED, EndpointHandler, LimitedServer, ServerLimits
 from grpo_roc_jax.serving.tinker.futures import Futures, InOrder, Pending
+from grpo_roc_jax.serving.tinker.journal import Journal, LoggedCall, owner_of
 from grpo_roc_jax.serving.tinker.snapshots import Snapshot, Snapshots
-from grpo_roc_jax.serving.tinker.store import KINDS, About, Place, Store, check_name
+from grpo_roc_jax.serving.tinker.store import KINDS, NAME, About, Place, Store, check_name
 from grpo_roc_jax.serving.tinker.trainer import Adam, AdapterState, Trainer
 from grpo_roc_jax.serving.tinker.wire import (
     Answer,
@@ -53,6 +54,8 @@ ALPHA = 32.0
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LARGEST_RANK = 256
+STATE_STEPS = 4
+"""Optimizer steps from one state of the journal to the next; at a start so many are run again, or twice as many."""
 SAMPLERS = 64
 """Sampling sessions whose weights stay in memory; those of saved paths are loaded again when they are used."""
 
@@ -92,6 +95,10 @@ class ModelRun:
     failed: str = ""
     """Why gradients of the step to come are not complete."""
     used: float = field(default_factory=time.time)
+    replayed: int = 0
+    """Calls below this number may have run before the server started again."""
+    unsaved: int = 0
+    """Optimizer steps since the last state of the journal."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +125,13 @@ class TinkerEndpoint:
         self.store, self.token, self._deliver = store, token, deliver
         self.limits = limits or ServerLimits()
         self.futures = Futures()
-        self.sessions: set[str] = set()
+        self.journal = Journal(store)
+        notes = self.journal.notes()
+        self.sessions: set[str] = {note["session"] for note in notes}
+        self._noted: dict[str, dict[str, Any]] = {note["sampler"]: note["body"] for note in notes if "sampler" in note}
+        """What samplers of before the start were made from."""
+        self._replayed: LoggedCall | None = None
+        """The call of before the start that is queued again."""
         self.models: dict[str, ModelRun] = {}
         self.samplers: OrderedDict[str, Sampler] = OrderedDict()
         """Those in memory, the last used last."""
@@ -171,11 +184,14 @@ class TinkerEndpoint:
     def create_session(self, body: dict[str, Any]) -> dict[str, Any]:
         name = uuid.uuid4().hex
         self.sessions.add(name)
+        self.journal.note(session=name)
         return {"session_id": name, "info_message": None, "warning_message": None, "error_message": None}
 
     def session_heartbeat(self, body: dict[str, Any]) -> dict[str, Any]:
         if field_of(body, "session_id", str, "") not in self.sessions:
-            raise RequestRefused("no such session; the server started again: make a client anew", status=410)
+            raise RequestRefused(
+                "no such session; it has ended, or was idle for a week: make a client anew", status=410
+            )
         return {}
 
     def capabilities(self) -> dict[str, Any]:
@@ -195,13 +211,14 @@ class TinkerEndpoint:
         kind = field_of(field_of(body, "optimizer_config", dict, {}), "type", str, "adamw")
         if kind not in ("adamw", "adam"):
             raise RequestRefused(f"optimizer_config type {kind!r:.80}; must be adamw")
-        pending, new = self.futures.make(("create_model", model_id), raw)
+        pending, new = self._new_call(("create_model", model_id), model_id, 0, raw, "create_model")
         if not new:
             return pending
         run = self.models[model_id] = self._model_run(model_id, base, seed, lora)
 
         def make() -> dict[str, Any]:
             run.state = base.trainer.start(lora, seed)
+            self._save_state(run, 1)
             return {"model_id": model_id}
 
         self._work(base, pending, make)
@@ -210,12 +227,15 @@ class TinkerEndpoint:
     def _session(self, body: dict[str, Any]) -> str:
         session = field_of(body, "session_id", str, "")
         if session not in self.sessions:
-            text = f"no session {session!r:.80}; the server started again: make a client anew"
+            text = f"no session {session!r:.80}; it has ended, or was idle for a week: make a client anew"
             raise RequestRefused(text, status=404)
         return session
 
     def _new_model(self, body: dict[str, Any]) -> str:
-        return f"{self._session(body)}:train:{field_of(body, 'model_seq_id', int, 0)}"
+        name = f"{self._session(body)}:train:{field_of(body, 'model_seq_id', int, 0)}"
+        if self._replayed is None and name not in self.models:
+            self._restore(name)
+        return name
 
     def _model_run(self, model_id: str, base: Base, seed: int, lora: LowRank) -> ModelRun:
         return ModelRun(model_id, base, seed, InOrder(base.worker.submit), lora=lora)
@@ -242,11 +262,86 @@ class TinkerEndpoint:
             log.info("train_unembed: adapters have no unembedding here; attention and MLP are trained")
         return LowRank(rank=rank, alpha=ALPHA, targets=targets), seed
 
+    def _new_call(self, key: Any, model_id: str, seq: int, raw: bytes, path: str) -> tuple[Pending, bool]:
+        """(the result of a call, whether it is new); a new one is in the journal."""
+        again = self._replayed
+        pending, new = self.futures.make(key, raw, model_id, "" if again is None else again.request_id)
+        if new and again is None:
+            self.journal.append(model_id, LoggedCall(path, seq, pending.request_id, raw))
+        return pending, new
+
+    def _save_state(self, run: ModelRun, next_seq: int) -> None:
+        """Puts the state of a model into the journal; on the worker's thread, and without a gradient."""
+        about, leaves = self._about(run, {}), {"params": run.state.params, "moments": run.state.moments}
+        first = self.journal.save_state(run.model_id, about, leaves, next_seq)
+        run.unsaved = 0
+        self._deliver(partial(self.journal.trim, run.model_id, first))
+
+    def _restore(self, name: str) -> ModelRun | None:
+        """A model of before the start: its state is read, and its calls since then are queued again. None if the
+        journal has none of that name."""
+        if not NAME.fullmatch(name) or name.partition(":")[0] not in self.sessions:
+            return None
+        calls, found = self.journal.calls(name), self.journal.first_state(name)
+        if not calls and found is None:
+            return None
+        self.journal.trim(name, 0)  # what was not written to its end would hide what comes after it
+        if found is None:  # killed while it was made
+            made = [call for call in calls if call.seq == 0][:1]
+        else:
+            place, about, first = found
+            base = self._base(about.base_model)
+            run = self.models[name] = self._model_run(name, base, about.seed, about.lora)
+            run.order.next_seq = first
+            made = []
+            for call in calls:
+                if call.seq == 0:
+                    pending, _ = self.futures.make(("create_model", name), call.body, name, call.request_id)
+                    loaded = call.path == "load_weights"
+                    path = {"path": json.loads(call.body)["path"], "type": "load_weights"} if loaded else {}
+                    pending.finish({"model_id": name} | path)
+
+            def load() -> None:
+                fresh = base.trainer.start(about.lora, about.seed)
+                leaves = self.store.load(place, {"params": fresh.params, "moments": fresh.moments})
+                run.state = AdapterState(about.lora, leaves["params"], leaves["moments"], None, about.steps)
+
+            base.worker.submit(self._compute, Pending("", b""), load)
+            made += [call for call in calls if call.seq >= max(first, 1)]
+            run.replayed = 1 + max((call.seq for call in made), default=0)
+        for call in made:
+            self._replay(name, call)
+        log.info("model %s of before the start goes on; %d calls run again", name, len(made))
+        return self.models.get(name)
+
+    def _replay(self, model_id: str, call: LoggedCall) -> None:
+        self._replayed = call
+        try:
+            if not call.path:
+                self.skip(model_id, call.seq, call.body.decode())
+            elif call.path == "forward_backward":
+                self.forward_backward(call.body)
+            else:
+                getattr(self, call.path)(json.loads(call.body), call.body)
+        except RequestRefused as error:
+            self.skip(model_id, call.seq, error.message)
+        finally:
+            self._replayed = None
+
+    def pending(self, request_id: str) -> Pending:
+        """
+        Raises:
+            RequestRefused: There is no such request.
+        """
+        if request_id not in self.futures and owner_of(request_id) not in self.models:
+            self._restore(owner_of(request_id))
+        return self.futures.find(request_id)
+
     def _model(self, name: str) -> ModelRun:
-        if (run := self.models.get(name)) is None:
+        if (run := self.models.get(name) or self._restore(name)) is None:
             raise RequestRefused(
-                f"no model {name!r:.120}; the server started again: load the last checkpoint in a new session "
-                "(create_training_client_from_state_with_optimizer)", status=404
+                f"no model {name!r:.120}; its session has ended, or was idle for a week: load the last checkpoint in a "
+                "new session (create_training_client_from_state_with_optimizer)", status=404
             )  # fmt: skip
         run.used = time.time()
         return run
@@ -275,10 +370,10 @@ class TinkerEndpoint:
         else:
             self._deliver(partial(pending.finish, result))
 
-    def _call(self, model_id: str, seq: int, raw: bytes, work: Callable[[ModelRun], Any]) -> Pending:
+    def _call(self, model_id: str, seq: int, raw: bytes, work: Callable[[ModelRun], Any], path: str) -> Pending:
         """Queues a call of a model behind those with lower numbers."""
         run = self._model(model_id)
-        pending, new = self.futures.make((model_id, seq), raw)
+        pending, new = self._new_call((model_id, seq), model_id, seq, raw, path)
         if new and seq < run.order.next_seq:
             pending.fail(RequestRefused(f"seq_id {seq} of {model_id} has run; the next one is {run.order.next_seq}"))
         elif new:
@@ -299,13 +394,15 @@ class TinkerEndpoint:
             seq: Its number.
             failed: Why gradients of the step to come are not complete.
         """
-        run = self.models.get(model_id)
+        run = self.models.get(model_id) or self._restore(model_id)
         if run is None:
             return
 
         def note() -> None:
             run.failed = failed or run.failed
 
+        if self._replayed is None and seq >= run.order.next_seq:
+            self.journal.append(model_id, LoggedCall("", seq, "", failed.encode()))
         run.order.skip(seq, note)
 
     def forward_backward(self, raw: bytes) -> Pending:
@@ -321,10 +418,10 @@ class TinkerEndpoint:
             run.state = state
             return write_output(logprobs, metrics)
 
-        return self._call(request.model_id, request.seq_id, raw, work)
+        return self._call(request.model_id, request.seq_id, raw, work, "forward_backward")
 
     def optim_step(self, body: dict[str, Any], raw: bytes) -> Pending:
-        given = field_of(body, "adam_params", dict, {})
+        given, (model_id, seq) = field_of(body, "adam_params", dict, {}), _numbered(body)
 
         def work(run: ModelRun) -> dict[str, Any]:
             if run.failed:
@@ -333,9 +430,12 @@ class TinkerEndpoint:
                 raise RequestRefused(f"optim_step after a forward_backward that failed: {text}; gradients were dropped")
             known = {name: float(value) for name, value in given.items() if name in vars(Adam())}
             run.state, metrics = run.base.trainer.optimizer_step(run.state, Adam(**known))
+            run.unsaved += 1
+            if run.unsaved >= STATE_STEPS:
+                self._save_state(run, seq + 1)
             return {"metrics": metrics}
 
-        return self._call(*_numbered(body), raw, work)
+        return self._call(model_id, seq, raw, work, "optim_step")
 
     # ---- checkpoints
 
@@ -359,10 +459,19 @@ class TinkerEndpoint:
         def work(run: ModelRun) -> dict[str, Any]:
             leaves = {"params": run.state.params, "moments": run.state.moments}
             again = field_of(body, "overwrite", bool, False)
-            self.store.save(place, self._about(run, body), leaves, self._export(run), overwrite=again)
+            about = self._about(run, body)
+            if not (seq < run.replayed and self._saved_before(place, about)):
+                self.store.save(place, about, leaves, self._export(run), overwrite=again)
             return {"path": str(place), "type": "save_weights"}
 
-        return self._call(model_id, seq, raw, work)
+        return self._call(model_id, seq, raw, work, "save_weights")
+
+    def _saved_before(self, place: Place, about: About) -> bool:
+        """Whether a call that runs again has written its checkpoint."""
+        try:
+            return self.store.about(place).steps == about.steps
+        except RequestRefused:
+            return False
 
     def load_weights(self, body: dict[str, Any], raw: bytes) -> Pending:
         place = Place.read(field_of(body, "path", str, ""))
@@ -385,12 +494,18 @@ class TinkerEndpoint:
             return {"path": str(place), "model_id": run.model_id, "type": "load_weights"}
 
         if field_of(body, "model_id", str):
-            return self._call(*_numbered(body), raw, load)
+            return self._call(*_numbered(body), raw, load, "load_weights")
         model_id = self._new_model(body)
-        pending, new = self.futures.make(("create_model", model_id), raw)
+        pending, new = self._new_call(("create_model", model_id), model_id, 0, raw, "load_weights")
         if new:
             run = self.models[model_id] = self._model_run(model_id, base, about.seed, about.lora)
-            self._work(base, pending, partial(load, run))
+
+            def make() -> dict[str, Any]:
+                result = load(run)
+                self._save_state(run, 1)
+                return result
+
+            self._work(base, pending, make)
         return pending
 
     def save_weights_for_sampler(self, body: dict[str, Any], raw: bytes) -> Pending:
@@ -408,7 +523,7 @@ class TinkerEndpoint:
             self.store.save(place, about, leaves, self._export(run), overwrite=True)
             return {"path": str(place), "type": "save_weights_for_sampler"}
 
-        return self._call(model_id, seq, raw, work)
+        return self._call(model_id, seq, raw, work, "save_weights_for_sampler")
 
     def weights_info(self, body: dict[str, Any]) -> dict[str, Any]:
         about = self.store.about(Place.read(field_of(body, "tinker_path", str, "")))
@@ -471,6 +586,9 @@ class TinkerEndpoint:
                 place = Place.read(path)
                 self._keep(name, self._load_sampler(place))
                 self._saved[name] = place
+            if name not in self._noted:
+                self._noted[name] = body
+                self.journal.note(session=name.partition(":")[0], sampler=name, body=body)
         return {"sampling_session_id": name, "type": "create_sampling_session"}
 
     def sampler_info(self, name: str) -> dict[str, Any]:
@@ -491,6 +609,8 @@ class TinkerEndpoint:
     def _sampler(self, name: str) -> Sampler:
         if name not in self.samplers and name in self._saved:
             self._keep(name, self._load_sampler(self._saved[name]))
+        elif name not in self.samplers and name in self._noted:
+            self.create_sampling_session(self._noted[name])
         if (found := self.samplers.get(name)) is None:
             raise RequestRefused(
                 f"no sampling session {name!r:.120}; the server started again, or {SAMPLERS} others were used since: "
@@ -502,8 +622,13 @@ class TinkerEndpoint:
 
     def finish(self, session: str) -> None:
         """A client has ended: what it trained and did not save is freed."""
-        self.sessions.discard(session)
-        for held in (self.models, self.samplers, self._saved):
+        if session in self.sessions:
+            self.sessions.discard(session)
+            self.journal.note(finished=session)
+        for name in self.store.models():
+            if name.startswith(f"{session}:"):
+                self.journal.remove(name)
+        for held in (self.models, self.samplers, self._saved, self._noted):
             for name in [name for name in held if name.startswith(f"{session}:")]:
                 del held[name]
 
@@ -821,7 +946,7 @@ class TinkerHandler(EndpointHandler):
         self.finish({"request_id": pending.request_id} | pending.extra)
 
     async def _retrieve(self, request_id: str) -> None:
-        pending = self.endpoint.futures.find(request_id)
+        pending = self.endpoint.pending(request_id)
         with suppress(TimeoutError):
             await asyncio.wait_for(pending.done.wait(), HOLD_S)
         if not pending.done.is_set():

@@ -45,8 +45,14 @@ class Futures:
     _by_key: dict[Any, str] = field(default_factory=dict)
     _keys: dict[str, Any] = field(default_factory=dict)
 
-    def make(self, key: Any, body: bytes) -> tuple[Pending, bool]:
+    def make(self, key: Any, body: bytes, owner: str = "", request_id: str = "") -> tuple[Pending, bool]:
         """(the result of this request, whether it is new). A request that comes again has the result of the first.
+
+        Args:
+            key: What makes it the same as an earlier one.
+            body: As it came.
+            owner: The model that it is a call of, which its id then names.
+            request_id: The id that it had before the server started again.
 
         Raises:
             RequestRefused: Another request came under this key.
@@ -56,7 +62,8 @@ class Futures:
             if known.digest != digest:
                 raise RequestRefused(f"{key} came before with another body; count seq_id up for each call")
             return known, False
-        pending = Pending(uuid.uuid4().hex, digest)
+        new_id = uuid.uuid4().hex + (f"@{owner}" if owner else "")
+        pending = Pending(request_id or new_id, digest)
         self._by_id[pending.request_id] = pending
         self._by_key[key], self._keys[pending.request_id] = pending.request_id, key
         if len(self._by_id) > REMEMBERED:
@@ -65,6 +72,9 @@ class Futures:
                 del self._by_id[old]
                 self._by_key.pop(self._keys.pop(old), None)
         return pending, True
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
 
     def find(self, request_id: str) -> Pending:
         """

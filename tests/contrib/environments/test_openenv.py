@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from servers import call, served, two_call_chat
-from test_episodes import Play
 
 from grpo_roc_jax.environments.config import EnvironmentOpenEnv
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.tools import ToolsConfig
+from tests.environments.test_episodes import Play
+from tests.helpers.servers import call, served, two_call_chat
 
 pytest.importorskip("openenv", reason="needs the extra openenv; .ci/adapters runs these tests")
 ODD = ("no result", "error is text", "error is empty", "reward is text", "reward is a list")

@@ -1,14 +1,14 @@
 """Text games of Gymnasium and TextArena, played with their own packages."""
 
 import pytest
-from servers import two_call_chat
-from test_episodes import Play
 
 from grpo_roc_jax.environments.config import EnvironmentClass
 from grpo_roc_jax.environments.environment import Environment, Observation, said_in
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.tools import ToolsConfig
+from tests.environments.test_episodes import Play
+from tests.helpers.servers import two_call_chat
 
 
 def opened(environment, **extra):

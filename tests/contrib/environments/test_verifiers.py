@@ -1,19 +1,22 @@
 """A taskset of verifiers, played by its own package with a harness of the test's."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from servers import call, two_call_chat
-from test_episodes import Play
 
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import make_problem_stream
 from grpo_roc_jax.environments.config import EnvironmentVerifiers
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.tools import ToolsConfig
+from tests.environments.test_episodes import Play
+from tests.helpers.servers import call, two_call_chat
 
 pytest.importorskip("verifiers.v1", reason="needs the extra verifiers; .ci/adapters runs these tests")
+from grpo_roc_jax.contrib.environments.verifiers_tasks import environment_of
+
 sys.path.insert(0, str(Path(__file__).parent))
 ADD = call("add", '{"a": 2, "b": 3}')
 
@@ -55,6 +58,7 @@ def test_its_harness_runs_calls_speaks_as_user_and_its_task_pays(chat, episodes,
     assert "Sure?" in rows.say("7", row=1) and rows.say("7", row=1) == "answer"
     right, wrong = rows.end()
     assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert right.rewards == {"exact": 1.0, "brief": 1 / 6, "characters": 6.0}, "every reward and metric by its name"
     assert [result.kind for result in right.results] == ["ok", "bad_arguments", "unknown_tool"]
 
 
@@ -68,9 +72,19 @@ def test_what_cannot_be_followed_or_fails_is_an_infrastructure_failure(chat, epi
     assert ends[2].reward == 0.0 and not any(row for row in ends if row.reward), "a rollout that was cut earns nothing"
 
 
-def test_another_task_than_was_read_is_refused(chat, episodes, tasks):
-    from dataclasses import replace
+def test_settings_of_the_taskset_and_its_environment_pass_through(tasks):
+    source = "toy_taskset?more=20"
+    stream = make_problem_stream(DataConfig(sources=(f"verifiers:{source}",), shuffle=False), problems=2, seed=0)
+    assert [task.prompt for task in next(stream)] == ["2+23?", "1+28?"]
+    choice = EnvironmentVerifiers(taskset=source, harness="toy_taskset", settings=("agent.max_turns=3",))
+    environment = environment_of(choice)
+    assert environment.config.agent.max_turns == 3 and environment.taskset.config.more == 20
+    for words, said in ((("agent",), "must be NAME=VALUE"), (("agent.absent=1",), "absent")):
+        with pytest.raises(ValueError, match=said):
+            environment_of(replace(choice, settings=words))
 
+
+def test_another_task_than_was_read_is_refused(chat, episodes, tasks):
     moved = replace(tasks[0], extra=tasks[0].extra | {"task": 1})
     assert play(chat, episodes, moved).say("5") == "infrastructure"
     with pytest.raises(ValueError, match=r"taskset 'no_such_taskset' cannot be used: .*no_such_taskset"):

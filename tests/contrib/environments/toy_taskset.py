@@ -18,10 +18,23 @@ class Sum(vf.Task[Data]):
     async def exact(self, trace: vf.Trace) -> float:
         return float(self.data.answer in trace.last_reply)
 
+    @vf.reward(weight=0.0)
+    async def brief(self, trace: vf.Trace) -> float:
+        return 1.0 / len(trace.last_reply)
 
-class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
+    @vf.metric
+    async def characters(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply))
+
+
+class SumsConfig(vf.TasksetConfig):
+    more: int = 0
+
+
+class Sums(vf.Taskset[Sum, SumsConfig]):
     def load(self):
         for a, b in ((2, 3), (1, 8)):
+            b += self.config.more
             yield Sum(Data(prompt=f"{a}+{b}?", answer=str(a + b)), self.config.task)
 
 

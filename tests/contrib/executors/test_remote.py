@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from labelled import LABELLED
 
 from grpo_roc_jax.contrib.executors.remote import TimedConnection, take_trailer
 from grpo_roc_jax.sandbox import server as sandbox_server
@@ -23,6 +22,7 @@ from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, make_execu
 from grpo_roc_jax.tools.config import CodeJudge, SandboxFusion
 from grpo_roc_jax.tools.python import settings_of
 from grpo_roc_jax.types import ToolResult
+from tests.helpers.labelled import LABELLED
 
 TOOL = "python_code_with_standard_io"
 LIMITS = {"wall_s": 2.0, "cpu_s": 2.0, "workers": 3, "roots": 1, "bare_root": False}

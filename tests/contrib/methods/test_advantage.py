@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from method_groups import make_group, method
-from test_advantage import CENTERED, close, one, values
 
 from grpo_roc_jax.contrib.methods.bnpo import beta_weights
 from grpo_roc_jax.contrib.methods.constraints import Constraints
@@ -19,6 +17,8 @@ from grpo_roc_jax.method.compose import initial_state, next_state
 from grpo_roc_jax.method.state import AlgoState, ProblemTable, begun
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import Problem
+from tests.helpers.method_groups import make_group, method
+from tests.method.test_advantage import CENTERED, close, one, values
 
 
 def test_bnpo():

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from method_groups import make_group, method
 
 from grpo_roc_jax.contrib.methods.knapsack import knapsack_counts, knapsack_value
 from grpo_roc_jax.contrib.methods.microcoder import AVERAGE, STAGE, Rising, diversity
@@ -17,6 +16,7 @@ from grpo_roc_jax.method.planning import Wave
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.types import Problem
+from tests.helpers.method_groups import make_group, method
 
 
 def close(actual, expected, atol=1e-5):

@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from test_catalog import METHODS, groups, kept_groups, load, products, rows_of
 
 from grpo_roc_jax.contrib.methods.microcoder import TruncationMask
 from grpo_roc_jax.contrib.methods.tempsamp_r1 import Anchored
@@ -17,6 +16,7 @@ from grpo_roc_jax.method.compose import (
 )
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.types import Group
+from tests.method.test_catalog import METHODS, groups, kept_groups, load, products, rows_of
 
 
 @pytest.mark.parametrize("name", METHODS)

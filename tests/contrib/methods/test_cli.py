@@ -1,12 +1,12 @@
 """Files and command line are one grammar; every refusal names the setting, where it was written and what to change."""
 
 import pytest
-from test_cli import run, write
 
 from grpo_roc_jax.contrib.methods.mc_grpo import Median
 from grpo_roc_jax.contrib.methods.tempsamp_r1 import Anchored
 from grpo_roc_jax.method.advantage import GroupRelative, NoScale, PassAtK, Std
 from grpo_roc_jax.settings.options import kind
+from tests.test_cli import run, write
 
 # ---- kinds ---------------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_groups import make_group, method
-from test_compose import batch, loss_value, trajectories
 
 from grpo_roc_jax.method.compose import (
     Scores,
@@ -20,7 +18,9 @@ from grpo_roc_jax.method.compose import (
 )
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import given
-from tests.reference import OBJECTIVES
+from tests.helpers.method_groups import make_group, method
+from tests.helpers.reference import OBJECTIVES
+from tests.method.test_compose import batch, loss_value, trajectories
 
 
 @pytest.mark.parametrize("normalizer", ["token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean"])

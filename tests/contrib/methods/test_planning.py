@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from method_groups import make_group, method
-from test_planning import asked, failed, first, later, planned, problems, rng
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.contrib.methods.expo import Explain
@@ -18,6 +16,8 @@ from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.settings.cli import ConfigError, build
 from grpo_roc_jax.settings.layers import Layer
 from grpo_roc_jax.types import Problem
+from tests.helpers.method_groups import make_group, method
+from tests.method.test_planning import asked, failed, first, later, planned, problems, rng
 
 
 def test_hints_that_the_policy_writes():

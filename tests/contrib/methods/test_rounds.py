@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 import numpy as np
-from test_rounds import method
 
 from grpo_roc_jax.contrib.methods.microcoder import STAGE
 from grpo_roc_jax.learner.group_learner import temperature_of
 from grpo_roc_jax.method.state import AlgoState
+from tests.run.test_rounds import method
 
 
 def test_the_update_trains_at_the_temperature_of_the_rollouts():

@@ -6,12 +6,12 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from method_groups import make_group, method
-from test_shaping import close, one, shaped
 
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.shaping import check_steps
 from grpo_roc_jax.settings.cli import ConfigError
+from tests.helpers.method_groups import make_group, method
+from tests.method.test_shaping import close, one, shaped
 
 
 def test_dynamic_length():

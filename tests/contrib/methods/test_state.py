@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from method_groups import method
 
 from grpo_roc_jax.method.compose import initial_state
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
+from tests.helpers.method_groups import method
 
 
 def test_round_trip():

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from method_groups import make_group, method, shaped
-from test_systems import advantages, close, saying, trajectories, waved
 
 from grpo_roc_jax.contrib.methods import tw_grpo as tw
 from grpo_roc_jax.contrib.methods.arise import choose_skill
@@ -26,6 +24,8 @@ from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Turn
+from tests.helpers.method_groups import make_group, method, shaped
+from tests.method.test_systems import advantages, close, saying, trajectories, waved
 
 
 def test_v_05():

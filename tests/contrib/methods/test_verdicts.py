@@ -7,11 +7,10 @@ rates, which every method keeps.
 
 import dataclasses
 
-from test_verdicts import wrongly_paid
-
 from grpo_roc_jax.contrib.methods.xrpo import solutions
 from grpo_roc_jax.method.planning import best_text
 from grpo_roc_jax.types import Turn
+from tests.method.test_verdicts import wrongly_paid
 
 
 def test_what_is_shown_as_a_solution_is_right():

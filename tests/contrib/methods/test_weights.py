@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from method_groups import batch_of, call, make_group, make_trajectory, make_verdict, method
-from test_weights import close
 
 from grpo_roc_jax.contrib.methods.drift_mask import Drift
 from grpo_roc_jax.contrib.methods.lambda_grpo import _length_bases, exponent_gradient, length_preference
@@ -19,6 +17,8 @@ from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.weights import TokenMean, Truncated, trained_tokens
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import Group, Problem, Trajectory, Turn
+from tests.helpers.method_groups import batch_of, call, make_group, make_trajectory, make_verdict, method
+from tests.method.test_weights import close
 
 
 def test_nothing_to_train():

@@ -7,7 +7,7 @@ import pytest
 
 tinker = pytest.importorskip("tinker")
 
-from tinker_server import served  # noqa: E402
+from tests.helpers.tinker_server import served  # noqa: E402
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
 

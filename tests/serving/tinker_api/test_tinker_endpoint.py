@@ -1,15 +1,17 @@
 """The Tinker API by plain HTTP: order, retries, snapshots that do not mix, checkpoints, refusals."""
 
 import os
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tinker_server import batch, fill, served
 
+from grpo_roc_jax.serving.server import ServerLimits
 from grpo_roc_jax.serving.tinker.store import About, Place, Store
+from tests.helpers.tinker_server import batch, fill, served
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +151,7 @@ def test_a_server_that_starts_again_goes_on_from_what_was_saved(tmp_path):
         wanted = go_on(client, name, 5)
     (tmp_path / ".new-left").mkdir()  # what a killed server leaves
     with served(tmp_path) as client:
-        assert client.ask("get_info", {"model_id": name})[0] == 404
+        assert client.ask("get_info", {"model_id": name})[0] == 200
         session = client.session()
         loaded = client.post("load_weights", session_id=session, model_seq_id=0, path=path, optimizer=True)
         again = client.result(loaded)["model_id"]
@@ -258,3 +260,101 @@ def test_with_a_token_only_its_holder_is_answered(tmp_path):
             assert status == 401 and "TINKER_API_KEY" in answer["detail"]
         assert client.ask("create_session", {}, X_Api_Key="tml-secret")[0] == 200
         assert client.ask("files/m/weights/n/state.safetensors?key=0", method="GET")[0] == 401
+
+
+CALLS = 27
+"""Each third is a step, so that there are three states in the journal, of which two are kept."""
+
+
+def calls_of_a_run(client, name, first=1):
+    """(number, id) of the calls of a run from a number on; the fifth is refused."""
+    for seq in range(first, CALLS + 1):
+        if seq == 5:
+            assert client.ask("save_weights", {"model_id": name, "seq_id": seq, "path": "../up"})[0] == 400
+        elif seq % 3 == 0:
+            yield seq, client.step(name, seq, weight_decay=0.1)["request_id"]
+        elif seq == 7:
+            yield seq, client.post("save_weights", model_id=name, seq_id=seq, path="seven")["request_id"]
+        else:
+            yield seq, client.send(batch(name, seq, [ROW if seq % 2 else datum(2, 7, 1, 8, 2, 8)]))
+
+
+@pytest.mark.parametrize("cut", [1, 4, 7, 8, 13, 26])
+def test_what_was_accepted_survives_a_kill(tmp_path, cut):
+    """A copy of the folder right after a call was accepted is what a kill leaves. Another server goes on with the
+    same ids, results and weights as without the kill."""
+    wanted, folder, copy = {}, tmp_path / "first", tmp_path / "second"
+    folder.mkdir()
+    with served(folder) as client:
+        session = client.session()
+        name = client.model(session)
+        for seq, request in calls_of_a_run(client, name):
+            if seq == cut:
+                shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(".new-*"))
+                accepted = [*wanted, request]
+            wanted[request] = client.result(request)
+        weights = client.output(client.send(batch(name, CALLS + 1, [ROW], forward_only=True)))[0][0]
+    with (copy / name / "journal" / "calls").open("ab") as file:
+        file.write(b"0000004f{")  # a call that was being written
+    with served(copy) as client:
+        client.post("session_heartbeat", session_id=session)
+        known = [one for one in accepted if client.ask("retrieve_future", {"request_id": one})[0] != 404]
+        assert known == (accepted if cut < 25 else accepted[-14:]) and len(known) > 0
+        assert [client.result(request) for request in known] == [wanted[request] for request in known]
+        rest = [client.result(request) for _, request in calls_of_a_run(client, name, cut + 1)]
+        assert rest == list(wanted.values())[len(accepted) :]
+        last = client.output(client.send(batch(name, CALLS + 1, [ROW], forward_only=True)))[0][0]
+        np.testing.assert_array_equal(last, weights)
+
+
+def test_a_model_that_was_being_made_and_samplers_are_there_again(tmp_path):
+    with served(tmp_path) as client:
+        session, lora = client.session(), {"rank": 4, "seed": 1}
+        made = {"session_id": session, "model_seq_id": 0, "base_model": "small", "lora_config": lora}
+        request = client.post("create_model", **made)["request_id"]
+        name = client.result(request)["model_id"]
+        base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "small"}
+        sampler = client.post("create_sampling_session", **base)["sampling_session_id"]
+        drawn = tokens_of(client.sample(sampler, 0, [3, 1]))
+    shutil.rmtree(tmp_path / name / "journal" / "1")  # it was accepted, but not made yet
+    with served(tmp_path) as client:
+        assert client.result(request) == {"model_id": name}
+        saved = client.post("save_weights_for_sampler", model_id=name, seq_id=1, sampling_session_seq_id=1)
+        mine = client.result(saved)["sampling_session_id"]
+        assert tokens_of(client.sample(sampler, 0, [3, 1])) == drawn
+    with served(tmp_path) as client:
+        assert client.result(saved) == {"sampling_session_id": mine, "type": "save_weights_for_sampler"}
+        assert tokens_of(client.sample(mine, 0, [3, 1]))
+        assert client.post("create_model", **made)["request_id"] == request, "the same call, not another model"
+        client.post(f"sessions/{session}/finish", reason={"type": "success"}, detail=None)
+    with served(tmp_path) as client:
+        assert client.ask("session_heartbeat", {"session_id": session})[0] == 410
+        assert client.ask("get_info", {"model_id": name})[0] == 404 and not list(tmp_path.glob("*/journal"))
+
+
+def test_a_checkpoint_expires_when_it_was_told_to(client):
+    name = client.model(client.session())
+    saved = client.result(client.post("save_weights", model_id=name, seq_id=1, path="brief", ttl_seconds=0.5))["path"]
+    assert client.post("weights_info", tinker_path=saved)["lora_rank"] == 4
+    other = client.result(client.post("save_weights", model_id=name, seq_id=2, path="longer"))["path"]
+    route = f"training_runs/{name}/checkpoints/weights/longer/ttl"
+    assert client.ask(route, {"ttl_seconds": 0.5}, method="PUT")[0] == 200
+    time.sleep(0.6)
+    for path in (saved, other):
+        status, answer = client.ask("weights_info", {"tinker_path": path})
+        assert status == 404 and "no checkpoint" in answer["detail"]
+    assert client.ask(f"training_runs/{name}/checkpoints", method="GET")[1]["checkpoints"] == []
+
+
+def test_a_server_that_is_busy_says_so_and_when_to_ask_again(tmp_path):
+    with served(tmp_path, limits=ServerLimits(waiting=1)) as client:
+        base = {"session_id": client.session(), "sampling_session_seq_id": 0, "base_model": "small"}
+        sampler = client.post("create_sampling_session", **base)["sampling_session_id"]
+        prompt = {"chunks": [{"tokens": [3], "type": "encoded_text"}]}
+        body = {"sampling_session_id": sampler, "num_samples": 1, "prompt": prompt}
+        body["sampling_params"] = {"max_tokens": 60, "temperature": 1.0, "stop": []}
+        answers = [client.ask("asample", body | {"seq_id": seq}) for seq in range(3)]
+        assert answers[0][0] == 200 and {status for status, _ in answers[1:]} == {429}
+        assert "ask again later" in answers[1][1]["detail"]
+        assert isinstance(client.result(answers[0][1]), bytes)
+        assert client.ask("asample", body | {"seq_id": 1})[0] == 200, "the same call, once there is room"

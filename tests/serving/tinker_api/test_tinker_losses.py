@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tinker_server import MODEL, small_trainer
 
 from grpo_roc_jax.learner.pack import BatchConfig, pack
 from grpo_roc_jax.learner.update import OptimConfig, make_update_step, start_train_state
@@ -26,6 +25,7 @@ from grpo_roc_jax.serving.tinker.wire import (
     write_samples,
 )
 from grpo_roc_jax.types import TrainRow
+from tests.helpers.tinker_server import MODEL, small_trainer
 
 REQUEST = bytes.fromhex(
     "0a016d10011a2a0a0c0a0a0a080500000006000000121a0a0777656967687473120f0a08000000000000803f180122010222"

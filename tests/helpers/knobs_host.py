@@ -44,10 +44,10 @@ from grpo_roc_jax.run.watch import RULES, Alarms, Stopped, Watch, Watchdog
 from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem, Turn
-from tests.knobs import cases, digest, files, write_lines
-from tests.knobs_step import scripted_parts, scripted_programs
+from tests.helpers.knobs import cases, digest, files, write_lines
+from tests.helpers.knobs_step import scripted_parts, scripted_programs
 
-TEMPLATES = Path(__file__).parent / "text" / "templates"
+TEMPLATES = Path(__file__).parent.parent / "text" / "templates"
 
 # ---- text ----------------------------------------------------------------------------------------------------------
 
@@ -249,16 +249,16 @@ def judged(config: Config) -> Any:
 
 
 ANSWER = {"weight": 2.0, "workers": 1, "timeout_s": 2.0, "memory_mb": 512, "strict": True}
-CALLED = {"weight": 2.0, "path": "tests.knobs_host:fast", "timeout_s": 0.001}
-OWN = {"reward.functions": ("tests.knobs_host:slow",)}
+CALLED = {"weight": 2.0, "path": "tests.helpers.knobs_host:fast", "timeout_s": 0.001}
+OWN = {"reward.functions": ("tests.helpers.knobs_host:slow",)}
 SEVERAL = {"weight": 2.0, "separator": ", 42"}
-RANKING = {"weight": 2.0, "top": 1, "judge": "tests.knobs_host:labels"}
-SCREENING = {"weight": 2.0, "column": "months", "judge": "tests.knobs_host:halfway"}
-CRITERIA = {"weight": 2.0, "rules": ("x",), "column": "points", "judge": "tests.knobs_host:lenient"}
+RANKING = {"weight": 2.0, "top": 1, "judge": "tests.helpers.knobs_host:labels"}
+SCREENING = {"weight": 2.0, "column": "months", "judge": "tests.helpers.knobs_host:halfway"}
+CRITERIA = {"weight": 2.0, "rules": ("x",), "column": "points", "judge": "tests.helpers.knobs_host:lenient"}
 PICKY = {"reward.functions": ({"kind": "criteria", "rules": ("answer",)},)}
-LATE = {"reward.functions": ({"kind": "criteria", "rules": ("a",), "judge": "tests.knobs_host:lenient"},)}
+LATE = {"reward.functions": ({"kind": "criteria", "rules": ("a",), "judge": "tests.helpers.knobs_host:lenient"},)}
 REWARD = (
-    cases(judged, {"reward.functions": ("answer", {"kind": "format", "weight": 0.5}, "tests.knobs_host:slow")})
+    cases(judged, {"reward.functions": ("answer", {"kind": "format", "weight": 0.5}, "tests.helpers.knobs_host:slow")})
     | cases(judged, {"reward.extraction": "lenient", "reward.answer_tag": "result"})
     | cases(judged, {"reward.truncated": "score"})
     | cases(judged, {"reward.truncated.reward": 0.2}, {"reward.truncated": {"kind": "fixed", "reward": 0.1}})
@@ -284,8 +284,9 @@ REWARD = (
     | cases(judged, {"reward.functions.criteria.timeout_s": 0.001}, LATE)
     | cases(
         judged,
-        {"reward.functions.environment.weight": 2.0, "reward.functions.environment.success": 0.5},
-        {"reward.functions": ("environment",), "environment": "tests.knobs_tools:Trial"},
+        {"reward.functions.environment.weight": 2.0, "reward.functions.environment.success": 0.5}
+        | {"reward.functions.environment.part": "speed"},
+        {"reward.functions": ("environment",), "environment": "tests.helpers.knobs_tools:Trial"},
     )
 )
 

@@ -22,9 +22,9 @@ from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream
 from grpo_roc_jax.learner import learner as learners
 from grpo_roc_jax.method.compose import initial_state, next_state
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.rollout.admission import Admission, expand
 from grpo_roc_jax.rollout.records import Finish, Observe, RolloutStats, RunOptions, TurnEnd
-from grpo_roc_jax.rollout.resume import starting_point
+from grpo_roc_jax.rollout.scheduler import Admission, expand
+from grpo_roc_jax.rollout.table import starting_point
 from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.run.evaluate import evaluate_policy
 from grpo_roc_jax.run.learning import make_learner
@@ -34,9 +34,9 @@ from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.train import sample_step
 from grpo_roc_jax.types import Group, ToolResult, Trajectory
-from tests.knobs import cases, digest
-from tests.run.stream_fakes import faked, opened, play
-from tests.tools.fake_executor import FakeExecutor
+from tests.helpers.fake_executor import FakeExecutor
+from tests.helpers.knobs import cases, digest
+from tests.helpers.stream_fakes import faked, opened, play
 
 SOLVED = (0.0, 0.4, 0.7, 1.0)
 """How often the script solves a problem of each class; a prompt that says more than the problem adds a half."""
@@ -242,7 +242,7 @@ def shortened(group: Group) -> Group:
 
 # ---- cases ---------------------------------------------------------------------------------------------------------
 
-PART = "tests.knobs_step:"
+PART = "tests.helpers.knobs_step:"
 SERIAL = {"plan.second": {"kind": "serial", "cuts": 3}, "resample": "none"}
 
 

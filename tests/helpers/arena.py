@@ -13,11 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attacks import Attack
-
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
 from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.types import ToolResult
+from tests.helpers.attacks import Attack
 
 TOOL = "python_code_with_standard_io"
 MARK = "arena-secret-environment"

@@ -17,7 +17,7 @@ from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts
 from grpo_roc_jax.types import Group, Problem, RolloutRequest
-from tests.samples import make_group, make_trajectory
+from tests.helpers.samples import make_group, make_trajectory
 
 SAMPLES = 2
 

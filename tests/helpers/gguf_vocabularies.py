@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import sentencepiece
 import tokenizers
-from gguf_models import Vocabulary
+
+from tests.helpers.gguf_models import Vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 MORE = (
     "日本語 テキスト 한국어 é à ñ ½ 123 4567 don't I'll WE'VE aaaa bbbb   \n\n\t\t  if x:\n        return 12345.678\n"
     * 20

@@ -90,11 +90,11 @@ def _published_glue(
     template = published_template(config, with_tools=config.tools_section and bool(tools))
     listed = plain_tools(tools if config.tools_section else (), tokenizer, template.marks)
     convention = CONVENTIONS[_chosen_form(config, template, listed, tools)]
-    said: dict[str, Any] = {"system": _system_text(config), "tools": listed}
+    system_and_tools: dict[str, Any] = {"system": _system_text(config), "tools": listed}
     published = [tokenizer.decode([i]) for i in (tokenizer.eos_id, *sorted(published_ends(config.tokenizer)))]
     ends = [text for text in dict.fromkeys([*KNOWN_EOS, *published]) if text]
-    glue = make_glue(template, convention, **said, ends=ends)
-    difference = check_append_only(template, convention, glue, **said)
+    glue = make_glue(template, convention, **system_and_tools, ends=ends)
+    difference = check_append_only(template, convention, glue, **system_and_tools)
     if difference and config.template.history == "refuse":
         raise TemplateError(
             f"{template.origin} rewrites earlier turns, {difference}; set text.template.history to append to keep what "

@@ -24,15 +24,14 @@ from grpo_roc_jax.model.lora import attach, init_adapter
 from grpo_roc_jax.model.published import write_config
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout import programs as programs_module
-from grpo_roc_jax.rollout.decode import PATCH_FIELDS, ChunkReport
+from grpo_roc_jax.rollout.decode import PATCH_FIELDS, ChunkReport, sample
 from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.programs import SamplerPrograms
 from grpo_roc_jax.rollout.publish import Published, Publisher, StaleWeightsError, unstack
-from grpo_roc_jax.rollout.sampling import sample
 from grpo_roc_jax.run.components import fit_length, resolve_model
 from grpo_roc_jax.run.policy import at_rest
-from tests.knobs import cases, digest, files
-from tests.rollout.rollout_fakes import FakeTools, one_rollout
+from tests.helpers.knobs import cases, digest, files
+from tests.helpers.rollout_fakes import FakeTools, one_rollout
 
 ROWS, TOKENS, VOCABULARY = 2, 12, 48
 

@@ -30,7 +30,7 @@ from grpo_roc_jax.tools.interface import Capabilities, CodeCall
 from grpo_roc_jax.tools.python import settings_of
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Turn
-from tests.knobs import Case, cases, files, made
+from tests.helpers.knobs import Case, cases, files, made
 
 TOOL, CELL = "python_code_with_standard_io", "jupyter_code"
 
@@ -483,7 +483,7 @@ def asked_of_package(config: Config) -> Any:
     """What the packages behind an adapter are asked for, with a stand-in for each."""
     package, choice = mock.MagicMock(), config.environment
     names = (
-        *("mcp", "mcp.client", "mcp.client.streamable_http"),
+        *("mcp", "mcp.client", "mcp.client.stdio", "mcp.client.streamable_http"),
         *("openenv", "openenv.core", "openenv.core.generic_client"),
         *("verifiers", "verifiers.v1", "verifiers.v1.utils", "verifiers.v1.utils.loaders", "aiohttp"),
     )
@@ -501,8 +501,11 @@ def asked_of_package(config: Config) -> Any:
         ):
             sys.modules.pop(f"grpo_roc_jax.{name}", None)
         if choice.kind == "mcp":
-            asyncio.run(enter(adapter("environments.mcp_tools", "mcp").client_of(choice)))
-            return re.sub(r"id='\d+'", "", str(package.mock_calls))
+            module = adapter("environments.mcp_tools", "mcp")
+            with module.opened_log(choice) as errors:
+                asyncio.run(enter(module.client_of(choice, None, errors)))
+            calls = re.sub(r"id='\d+'|, <_io.TextIOWrapper [^>]*>", "", str(package.mock_calls))
+            return calls, isinstance(errors.name, str)
         if choice.kind == "verifiers":
             adapter("contrib.environments.verifiers_tasks", "verifiers").environment_of(choice)
             return str(package.mock_calls[0])
@@ -513,7 +516,7 @@ def asked_of_package(config: Config) -> Any:
 
 
 OWN = {
-    "environment": {"kind": "class", "path": "tests.knobs_tools:Trial"},
+    "environment": {"kind": "class", "path": "tests.helpers.knobs_tools:Trial"},
     "reward.functions": ("environment",),
 }
 
@@ -529,18 +532,19 @@ def agents_of(config: Config) -> Any:
 AGENT = {"environment": {"kind": "agent", "command": "a b"}, "reward.functions": ("environment",)}
 EPISODES = (
     cases(agents_of, {"environment.command": "c", "environment.timeout_s": 9.0, "environment.at_once": 3}, AGENT)
+    | cases(agents_of, {"environment.trained": ("planner",)}, AGENT)
     | cases(
         agents_of,
         {"environment.function": "tests.serving.agent_functions:quiet"},
         AGENT | {"environment": {"kind": "agent", "function": "tests.serving.agent_functions:late"}},
     )
-    | cases(environments_of, {"environment": "tests.knobs_tools:Trial"})
+    | cases(environments_of, {"environment": "tests.helpers.knobs_tools:Trial"})
     | cases(
         blamed_of,
         {"environment.on_failure": "drop"},
-        OWN | {"environment": {"kind": "class", "path": "tests.knobs_tools:Careless"}},
+        OWN | {"environment": {"kind": "class", "path": "tests.helpers.knobs_tools:Careless"}},
     )
-    | cases(environments_of, {"environment.path": "tests.knobs_tools:Trial2"}, OWN)
+    | cases(environments_of, {"environment.path": "tests.helpers.knobs_tools:Trial2"}, OWN)
     | cases(environments_of, {"environment.timeout_s": 0.05, "environment.retries": 0}, OWN)
     | cases(environments_of, {"environment.host": "processes"}, OWN)
     | cases(environments_of, {"environment.host.workers": 2}, OWN | {"environment.host": "processes"})
@@ -554,12 +558,14 @@ EPISODES = (
         f"environment.{name}": Case(asked_of_package, value, (("environment", rest),))
         for name, value, rest in (
             ("command", ("b",), {"kind": "mcp", "command": ("a",)}),
+            ("log", os.devnull, {"kind": "mcp", "command": ("a",)}),
             ("url", "http://b", {"kind": "openenv", "url": "http://a"}),
             ("token_variable", "HOME", {"kind": "mcp", "url": "http://a"}),
             ("action", "c", {"kind": "openenv", "url": "http://a", "observation": "a"}),
             ("taskset", "b", {"kind": "verifiers", "taskset": "a"}),
             ("harness", "b", {"kind": "verifiers", "taskset": "a"}),
             ("runtime", "docker", {"kind": "verifiers", "taskset": "a"}),
+            ("settings", ("agent.max_turns=3",), {"kind": "verifiers", "taskset": "a"}),
             ("observation", "b", {"kind": "openenv", "url": "http://a", "action": "c"}),
         )
     }

@@ -1,0 +1,164 @@
+"""Calls that were accepted, on disk before they are answered, so that a server that was killed runs them again.
+
+`ROOT/MODEL/journal/` holds `calls`, the accepted calls of a model in the order in which they came, and states after
+some of them: checkpoints that are named by the number of the call to come. A model goes on from the older of the last
+two states; what follows it is computed again, by the same programs from the same numbers. So the results of calls that
+a client has not come back for are there again, under the ids that it knows.
+"""
+
+import json
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_roc_jax.serving.tinker.store import About, Place, Store
+
+KIND, CALLS, SESSIONS = "journal", "calls", ".sessions.jsonl"
+STATES = 2
+"""States that are kept."""
+FORGOTTEN_S = 7 * 24 * 3600.0
+"""After this time without a call, a model that was not finished is removed at the next start."""
+
+
+@dataclass(frozen=True)
+class LoggedCall:
+    """A call as it came; `path` is empty for a number whose call was refused."""
+
+    path: str
+    seq: int
+    request_id: str
+    body: bytes
+
+    def packed(self) -> bytes:
+        """With its lengths and a checksum, which tell whether all of it was written."""
+        head = {"path": self.path, "seq": self.seq, "request_id": self.request_id, "size": len(self.body)}
+        line = json.dumps(head | {"crc": zlib.crc32(self.body)}).encode()
+        return b"%08x" % len(line) + line + self.body
+
+
+def _read_calls(content: bytes) -> Iterator[LoggedCall]:
+    """The calls of a file, up to the first that was not written to its end."""
+    at = 0
+    with suppress(ValueError, KeyError):
+        while at < len(content):
+            size = int(content[at : at + 8], 16)
+            head = json.loads(content[at + 8 : at + 8 + size])
+            at += 8 + size
+            body = content[at : at + head["size"]]
+            at += head["size"]
+            if len(body) < head["size"] or zlib.crc32(body) != head["crc"]:
+                return
+            yield LoggedCall(head["path"], head["seq"], head["request_id"], body)
+
+
+@dataclass(frozen=True)
+class Journal:
+    """The journals of all models of a store. `append`, `trim` and `note` are for one thread, `save_state` for any."""
+
+    store: Store
+
+    def _folder(self, model: str) -> Path:
+        return self.store.root / model / KIND
+
+    def append(self, model: str, call: LoggedCall) -> None:
+        """Returns once the call is on disk."""
+        folder = self._folder(model)
+        new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / CALLS, call.packed(), "ab")
+        if new:
+            for path in (folder, folder.parent, self.store.root):
+                _sync_folder(path)
+
+    def calls(self, model: str) -> list[LoggedCall]:
+        """The calls that are on disk, in the order in which they came."""
+        try:
+            return list(_read_calls((self._folder(model) / CALLS).read_bytes()))
+        except FileNotFoundError:
+            return []
+
+    def states(self, model: str) -> list[int]:
+        """The numbers of the call to come of the states, ascending."""
+        folder = self._folder(model)
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def first_state(self, model: str) -> tuple[Place, About, int] | None:
+        """The state that a model goes on from: (where it is, of what, the number of the call to come)."""
+        states = self.states(model)[-STATES:]
+        if not states:
+            return None
+        place = Place(model, KIND, str(states[0]))
+        return place, self.store.about(place), states[0]
+
+    def save_state(self, model: str, about: About, leaves: Any, next_seq: int) -> int:
+        """Writes a state and removes those before the last two; the number of the first call that is needed."""
+        self.store.save(Place(model, KIND, str(next_seq)), about, leaves, overwrite=True)
+        states = self.states(model)
+        for old in states[:-STATES]:
+            shutil.rmtree(self._folder(model) / str(old), ignore_errors=True)
+        return states[-STATES:][0]
+
+    def trim(self, model: str, first: int) -> None:
+        """Removes the calls before a number, but for what made the model, and what was not written to its end."""
+        folder = self._folder(model)
+        if folder.is_dir():
+            kept = b"".join(call.packed() for call in self.calls(model) if call.seq >= first or not call.seq)
+            _write(folder / "calls.new", kept, "wb")
+            os.replace(folder / "calls.new", folder / CALLS)
+            _sync_folder(folder)
+
+    def remove(self, model: str) -> None:
+        """The model has ended: its checkpoints stay."""
+        shutil.rmtree(self._folder(model), ignore_errors=True)
+
+    def note(self, **fields: Any) -> None:
+        """Notes a session or a sampler; returns once it is on disk."""
+        _write(self.store.root / SESSIONS, json.dumps(fields | {"time": time.time()}).encode() + b"\n", "ab")
+
+    def notes(self) -> list[dict[str, Any]]:
+        """The sessions and samplers that were not finished, oldest first; what is too old is removed from disk."""
+        file, notes = self.store.root / SESSIONS, []
+        for line in file.read_bytes().splitlines() if file.exists() else ():
+            with suppress(ValueError):  # the last line may not have been written to its end
+                notes.append(json.loads(line))
+        finished = {note["finished"] for note in notes if "finished" in note}
+        recent = time.time() - FORGOTTEN_S
+        kept = [
+            note for note in notes if "session" in note and note["session"] not in finished and note["time"] > recent
+        ]
+        _write(file, b"".join(json.dumps(note).encode() + b"\n" for note in kept), "wb")
+        self._forget(recent)
+        return kept
+
+    def _forget(self, before: float) -> None:
+        for model in self.store.models():
+            calls = self._folder(model) / CALLS
+            if calls.exists() and calls.stat().st_mtime < before:
+                self.remove(model)
+
+
+def _write(path: Path, content: bytes, mode: str) -> None:
+    with open(path, mode) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def owner_of(request_id: str) -> str:
+    """The model whose call has this id; empty for none."""
+    return request_id.partition("@")[2]

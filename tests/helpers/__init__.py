@@ -1,0 +1,1 @@
+"""What tests of several folders share: fakes, fixed inputs, slow references, servers that a test starts."""

@@ -1,0 +1,86 @@
+"""Formulas beside programs: what a plan by arithmetic says of an update is held against the compiled program."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.update import make_update_step
+from grpo_roc_jax.model.config import GatedDelta, ModelConfig
+from grpo_roc_jax.model.sharding import make_mesh
+from grpo_roc_jax.planner import plan as planning
+from grpo_roc_jax.planner.arguments import batch_like, device_bytes, trained_like
+from grpo_roc_jax.planner.estimate import Deployment, estimate, work_of
+from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
+from grpo_roc_jax.planner.topology import parse_topology
+from grpo_roc_jax.settings.cli import load_config
+
+RECIPES = sorted(path.name for path in Path("configs").glob("*.yaml"))
+AXES = ("data", "fsdp", "tensor")
+TRAINED = {"full": [], "adapter": ["--lora.kind", "low_rank", "--lora.rank", "4", "--lora.targets", "[q_proj, o_proj]"]}
+
+
+def small(model: ModelConfig) -> ModelConfig:
+    """A model of the same family, of a size that compiles in seconds."""
+    sizes = {"d_model": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab_size": 1024, "layers": 2}
+    model = replace(model, **sizes, d_ff=64 if model.experts.count else 512, compute_dtype="float32")
+    if model.experts.count:
+        model = replace(model, experts=replace(model.experts, count=4, per_token=2))
+    if isinstance(model.windows, GatedDelta):
+        narrow = replace(model.windows, key_heads=2, value_heads=4, key_dim=16, value_dim=16)
+        model = replace(model, windows=narrow, layers=4)
+    return model
+
+
+def compared(recipe: str, trained: str, axis: str):
+    """(deployment on two devices, what its update needs as compiled, and by arithmetic)."""
+    words = [f"configs/{recipe}", *TRAINED[trained], "--batch.row_length", "256", "--batch.rows", "4"]
+    words += ["--update.attention", "blocked", "--update.remat", "full", "--sft", "null"]
+    words += [f"--sharding.{name}={2 if name == axis else 1}" for name in ("data", "fsdp", "sequence", "tensor")]
+    config = load_config(Config, words, prog="test")
+    config = planning.chosen_stages(config, "")[0]
+    rollout = replace(config.rollout, max_prompt_tokens=128, max_response_tokens=128, append_lengths=(32, 64))
+    config = replace(config, rollout=rollout)
+    model = small(KNOWN_SHAPES.get(config.model.path) or config.model)
+    mesh, topology = make_mesh(config.sharding, jax.devices()[:2]), parse_topology("h100:2")
+    work = replace(work_of(config, mesh, topology, 0.0), response=192.0)
+    deployment = Deployment(config, model, mesh, topology, work)
+    state, base = trained_like(config, model, mesh)
+    step = make_update_step(model, config.surrogate, config.optim, config.update, mesh, lora=config.lora)
+    lowered = step.lower(state, batch_like(config, mesh, model), *(() if base is None else (base,)))
+    counts = [work.micro_batches / work.updates, planning.attention_trip_count(work)]
+    return deployment, planning.read_needs("update", lowered, 0.0, counts, lambda line: None), estimate(deployment)[-1]
+
+
+def check(recipe: str, trained: str, axis: str) -> None:
+    deployment, program, formula = compared(recipe, trained, axis)
+    model, mesh = deployment.model, deployment.mesh
+    batch = device_bytes(batch_like(deployment.config, mesh, model))
+    # A program takes no leaf of a batch that it does not read.
+    assert formula.arguments - batch <= program.arguments <= formula.arguments
+    assert program.results == pytest.approx(formula.results, abs=1024), "the metrics come on top"
+    if not model.experts.count:  # the CPU multiplies a token by every expert
+        assert formula.flops == pytest.approx(program.flops, rel=0.15)
+    # The CPU scatters a sum by adding all of it up on every device, and sends twice as much.
+    summed = program.collectives.get("all-reduce", {}).get("moved", 0.0)
+    least, most = program.moved - summed / 2, program.moved
+    if axis == "data":  # once, after the last micro-batch, in float32
+        assert formula.moved == pytest.approx(most, rel=0.01)
+    else:
+        assert 0.8 * least <= formula.moved <= 1.2 * most
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("trained", TRAINED)
+def test_an_update_by_arithmetic_is_that_of_the_program(trained, axis):
+    check("qwen3_0_6b_gsm8k.yaml", trained, axis)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_updates_of_all_recipes_by_arithmetic_are_those_of_the_programs(recipe, trained, axis):
+    check(recipe, trained, axis)

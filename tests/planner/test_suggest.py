@@ -1,0 +1,251 @@
+"""What a plan advises: settings that are tried until they fit, the fastest of a search, the devices that are here."""
+
+import json
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh
+
+from grpo_roc_jax.commands import plan as plan_command
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.model.sharding import make_mesh
+from grpo_roc_jax.planner import plan as planning
+from grpo_roc_jax.planner.estimate import estimate, update_flops
+from grpo_roc_jax.planner.roofline import Needs, step_times
+from grpo_roc_jax.planner.suggest import advice, deploy, room_lines, slot_lines, suggest
+from grpo_roc_jax.planner.topology import CHIPS, SPARE, TopologyError, parse_topology
+from grpo_roc_jax.run.components import check_components, make_registry
+from grpo_roc_jax.settings.cli import load_config
+
+
+def deployment(*words: str, topology: str = "v5e:2x2"):
+    config = load_config(Config, [*words], prog="test")
+    config = planning.chosen_stages(config, "")[0]
+    return planning.deployment_of(config, parse_topology(topology, {}), "", True, 0.0)
+
+
+def test_a_tenth_of_the_memory_stays_free():
+    chip = CHIPS["v5e"]
+    assert SPARE == 0.1 and Needs("a", arguments=14.4e9).fits(chip) and not Needs("a", arguments=14.5e9).fits(chip)
+
+
+@pytest.mark.parametrize(
+    ("words", "topology", "total_gb", "usable_gb"),
+    [
+        # 15.23 GB of frozen weights, 0.97 of the adapter with its moments, and the activations of 6 rows.
+        (["--rollout.slots", "16", "--batch.rows", "6"], "l4:1", 22.8, 18.0),
+        (["--batch.rows", "8"], "4090:8", 18.3, 18.0),
+    ],
+)
+def test_the_frozen_weights_of_an_adapter_are_counted_in_the_update(words, topology, total_gb, usable_gb):
+    run = deployment("configs/qwen2_5_7b_lora.yaml", *words, topology=topology)
+    update = estimate(run)[-1]
+    assert update.total / 1e9 == pytest.approx(total_gb, abs=0.1) and not update.fits(run.topology.chip)
+    assert run.topology.chip.usable_bytes == usable_gb * 1e9
+    sent = update.collectives.get("all-reduce over data", {"bytes": 0.0, "runs": 0.0})
+    assert sent["runs"] == (run.topology.chips > 1)
+    assert sent["bytes"] / 1e9 == pytest.approx(0.323 if sent["runs"] else 0.0, abs=0.001)
+
+
+def test_the_gradients_of_all_weights_are_sent_once():
+    words = ["configs/qwen3_0_6b_gsm8k.yaml", "--model.path", "HuggingFaceTB/SmolLM3-3B"]
+    sent = estimate(deployment(*words, topology="v5p:2x2x1"))[-1].collectives["all-reduce over data"]
+    assert sent["runs"] == 1 and sent["bytes"] / 1e9 == pytest.approx(12.3, abs=0.1)
+
+
+def test_an_adapter_takes_two_thirds_of_the_products_of_the_weights():
+    full, adapter = deployment("toy.yaml"), deployment("toy.yaml", "--lora.kind", "low_rank", "--lora.rank", "1")
+    given = {"tokens": 1.0, "length": 0.0}
+    for remat, share in (("none", 4 / 6), ("full", 6 / 8)):
+        runs = (deploy(one, {"update.remat": remat}) for one in (full, adapter))
+        all_of, less = (update_flops(one.config, one.model, **given) for one in runs)
+        assert share < less / all_of < share + 0.05
+
+
+# ---- the bound of a step -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topology", ["v6e:4x4", "v5e:2x2"])
+def test_slots_that_no_rollout_fills_cost_nothing_and_are_named(topology):
+    runs = [
+        deployment("configs/qwen3_0_6b_gsm8k.yaml", "--rollout.slots", str(slots), topology=topology)
+        for slots in (64, 256, 440)
+    ]
+    bounds = [step_times(estimate(run), run.work, run.topology.chip).decode for run in runs]
+    rollouts = runs[0].work.sampled / runs[0].work.samplers
+    assert all(run.work.live <= min(run.work.slots, rollouts) for run in runs)
+    beyond = [bound for run, bound in zip(runs, bounds, strict=True) if run.work.slots >= rollouts]
+    assert all(bound == pytest.approx(beyond[0]) for bound in beyond)
+    assert sorted(bounds, reverse=True) == pytest.approx(bounds), "more slots take no longer"
+    for run in runs:
+        lines = slot_lines(run.config, run.work)
+        assert bool(lines) is (run.work.slots > rollouts)
+        assert all(f"set rollout.slots {rollouts:.0f}" in line for line in lines)
+
+
+def test_decoding_takes_as_many_steps_as_the_longest_response():
+    work = deployment("toy.yaml", "--rollout.slots", "4096").work
+    assert work.decode_steps == work.longest == 2 * work.response
+    few = deployment("toy.yaml", "--rollout.slots", "4").work
+    assert few.decode_steps == few.sampled * few.response / 4 > few.longest and few.live == 4
+
+
+# ---- what makes it fit ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "topology"),
+    [
+        (["configs/qwen2_5_7b_lora.yaml", "--batch.rows", "6"], "l4:1"),
+        (["configs/qwen3_0_6b_gsm8k.yaml", "--rollout.slots", "4096"], "v5e:1x1"),
+        (["configs/qwen3_0_6b_gsm8k.yaml", "--batch.rows", "256"], "v5e:2x2"),
+        (["configs/qwen3_0_6b_gsm8k.yaml"], "t4:1"),
+    ],
+)
+def test_what_is_advised_fits(words, topology):
+    """The last line is a command line: with these words the plan fits."""
+    run = deployment(*words, topology=topology)
+    lines = advice(run, estimate(run))
+    *before, last = lines
+    assert before and last.startswith("together, by arithmetic, it fits: ")
+    advised = last.removeprefix("together, by arithmetic, it fits: ").split()
+    environ = dict(word.split("=") for word in advised if word.startswith("XLA"))
+    advised = [word for word in advised if not word.startswith("XLA")]
+    config = load_config(Config, [*words, *advised], prog="test")
+    again = planning.deployment_of(config, parse_topology(topology, environ), "", True, 0.0)
+    assert all(needs.fits(again.topology.chip) for needs in estimate(again))
+
+
+def test_advice_goes_on_to_adapters_and_ends_where_nothing_helps():
+    run = deployment("configs/qwen3_0_6b_gsm8k.yaml", "--model.path", "Qwen/Qwen3-14B", topology="a100:1")
+    lines = advice(run, estimate(run))
+    assert "--lora.kind low_rank" in lines[-1]
+    run = deployment("configs/qwen3_0_6b_gsm8k.yaml", "--model.path", "Qwen/Qwen3-235B-A22B", topology="t4:1")
+    assert "more chips, or chips with more memory" in advice(run, estimate(run))[-1]
+
+
+def test_a_compiled_program_is_as_much_larger_than_its_estimate_with_other_settings():
+    run = deployment("configs/qwen3_0_6b_gsm8k.yaml", "--batch.rows", "64", topology="v5e:2x2")
+    *others, update = estimate(run)
+    room, more = run.topology.chip.room_bytes, 1e9
+    compiled = Needs("update", arguments=max(room + 1.0, update.total + more))
+    lines = advice(run, [*others, compiled])
+    assert lines[0].startswith("update: ") and "fits" in lines[-1]
+    refused = advice(run, [*others, Needs("update", refused="no room")])
+    assert refused[0].startswith("update: refused by the compiler") and len(refused) > 1
+
+
+# ---- what is fastest -----------------------------------------------------------------------------------------------
+
+
+def test_the_suggested_fit_and_none_of_the_same_mesh_is_faster(capsys):
+    run = deployment("configs/qwen3_0_6b_gsm8k.yaml", topology="v6e:2x2")
+    best = suggest(run)
+    assert len(best) == 3 and all(one.fits for one in best)
+    assert [one.seconds for one in best] == pytest.approx(sorted(one.seconds for one in best), rel=0.01)
+    assert len({tuple(one.deployment.mesh.shape.values()) for one in best}) == 3
+    first = best[0]
+    for change in ({"batch.rows": 64}, {"rollout.slots": 8}, {"update.remat": "none"}, {"update.remat": "full"}):
+        other = deploy(run, first.settings | change)
+        programs = estimate(other)
+        if all(needs.fits(other.topology.chip) for needs in programs):
+            assert step_times(programs, other.work, other.topology.chip).total >= 0.99 * first.seconds
+    plain = step_times(estimate(run), run.work, run.topology.chip).total
+    assert first.seconds <= plain, "the recipe is one of what was searched"
+
+
+def test_suggestions_are_yaml_over_the_recipe(tmp_path, capsys):
+    names = ("jax_platforms", "jax_enable_compilation_cache")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        words = ["configs/rstar2_qwen3_14b.yaml", "--stage", "8k", "--topology", "h200:8", "--arithmetic", "--suggest"]
+        assert plan_command.main(words) == plan_command.FITS  # whatever the mesh of the recipe
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    _, first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("1. step of at least") and "bound by" in first
+    yaml = [line[2:] for line in rest[: next(i for i, line in enumerate(rest) if line.startswith("2."))]]
+    path = tmp_path / "over.yaml"
+    path.write_text("\n".join(yaml) + "\n")
+    config = load_config(Config, ["configs/qwen3_0_6b_gsm8k.yaml", str(path)], prog="test")
+    assert config.sharding.shape(8) and config.rollout.slots
+
+
+# ---- the devices that are here -------------------------------------------------------------------------------------
+
+
+def test_a_run_says_what_does_not_fit_the_device():
+    config = load_config(Config, ["toy.yaml", "--rollout.slots", "64"], prog="test")
+    _, _, model, mesh, _ = check_components(config, make_registry(config))
+    assert room_lines(config, model, mesh, 0.0) == [] == room_lines(config, model, mesh, 1e12)
+    lines = room_lines(config, model, mesh, 20e6)
+    assert lines[0].startswith("this device has too little memory") and any("rollout.slots" in line for line in lines)
+
+
+# ---- pods ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "chips", "processes", "bounds"),
+    [
+        ("v5e:1x1", 1, 1, (1, 1, 1)),
+        ("v6e:1x1", 1, 1, (1, 1, 1)),
+        ("v5e:2x4", 8, 2, (2, 2, 1)),
+        ("v5e:2x4/8", 8, 1, (2, 4, 1)),
+        ("v5p:4x4x4:2", 128, 32, (2, 2, 1)),
+        ("v7x:2x2x1", 8, 1, (2, 2, 1)),
+        ("b200:16", 16, 2, None),
+        ("h100:4", 4, 1, None),
+    ],
+)
+def test_pods_have_machines_and_slices(name, chips, processes, bounds):
+    pod = parse_topology(name)
+    assert (pod.name, pod.chips, pod.processes) == (name, chips, processes)
+    assert bounds is None or pod.host_bounds() == bounds
+
+
+@pytest.mark.parametrize("name", ["v5e:2x4/3", "v5e:2x4/0", "h200:8:2", "v5e:3x2/4:0"])
+def test_pods_that_cannot_be_are_refused(name):
+    with pytest.raises(TopologyError, match=r"must be|slices are those of TPUs"):
+        parse_topology(name)
+
+
+def test_only_sums_of_gradients_cross_the_network_between_slices():
+    words = ["configs/qwen3_0_6b_gsm8k.yaml", "--sharding.fsdp", "4"]
+    one, two = deployment(*words, topology="v5e:2x4"), deployment(*words, topology="v5e:2x2:2")
+    assert dict(one.mesh.shape) == dict(two.mesh.shape) and isinstance(two.mesh, AbstractMesh)
+    single, double = (estimate(run)[-1] for run in (one, two))
+    assert single.between == 0.0 and double.moved == single.moved
+    gradients = double.collectives["all-reduce over data"]
+    # Two slices with one part of `data` each: all of it crosses, in both directions of the ring.
+    assert double.between == gradients["moved"] == gradients["bytes"]
+    assert double.times(two.topology.chip)["network"] == pytest.approx(double.between / 3.125e9)
+    with pytest.raises(ValueError, match=r"sharding.data = 1 over 2 slices"):
+        deployment("configs/qwen3_0_6b_gsm8k.yaml", "--sharding.fsdp", "8", topology="v5e:2x2:2")
+
+
+def test_slices_are_blocks_along_data():
+    class Device:
+        def __init__(self, index, slice_index):
+            self.id, self.process_index, self.slice_index = index, index // 4, slice_index
+            self.platform, self.coords = "tpu", (index % 2, index // 2 % 2, 0)
+
+    devices = [Device(i, i // 4) for i in range(8)]
+    config = load_config(Config, ["toy.yaml", "--sharding.fsdp", "4"], prog="test")
+    ordered = make_mesh(config.sharding, devices).devices
+    assert [{d.slice_index for d in block.flat} for block in ordered] == [{0}, {1}]
+    with pytest.raises(ValueError, match="over 2 slices"):
+        make_mesh(load_config(Config, ["toy.yaml", "--sharding.fsdp", "8"], prog="test").sharding, devices)
+
+
+def test_reports_of_suggestions_are_json(capsys):
+    names = ("jax_platforms", "jax_enable_compilation_cache")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        assert plan_command.main(["toy.yaml", "--topology", "v5e:4", "--arithmetic", "--suggest", "--json"]) == 0
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["suggested"]) >= 1 and report["suggested"][0]["settings"]["sharding.data"]
