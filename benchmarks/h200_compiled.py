@@ -26,8 +26,9 @@ from grpo_roc_jax.learner.update import OptimConfig, make_update_step, state_lik
 from grpo_roc_jax.method.surrogate import Clip
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.planner.arguments import batch_of
 from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
-from grpo_roc_jax.planner.plan import batch_of, device_bytes, read_needs
+from grpo_roc_jax.planner.plan import device_bytes, read_needs
 from grpo_roc_jax.planner.topology import CHIPS, parse_topology, topology_devices
 from grpo_roc_jax.record.run_dir import versions
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig

@@ -69,10 +69,19 @@ _HOMES = {
 }
 """Public name -> its module, and its name there if that differs."""
 
+_RENAMED = {
+    "make_components": "`make_parts(config)`, which gives (policy, sampling)",
+    "roll_out": "`sampling.sampler.roll_out(requests)` of `make_parts`",
+    "score": "`sampling.scorer.score_all(problems, rollouts)` of `make_parts`",
+}
+"""Name of an earlier version -> what does the same now."""
+
 __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:  # of `from grpo_roc_jax import NAME` Python would drop the words of an AttributeError
+        raise ImportError(f"{__name__}.{name} is gone; use {_RENAMED[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its names: {', '.join(_HOMES)}")
     module, _, attribute = _HOMES[name].partition(":")

@@ -158,10 +158,10 @@ class WatchConfig:
     stall_factor: Positive = 10.0
     """How many times the longest duration so far a part of a step may take before its stacks are written down."""
     stall_floor_s: Positive = 1800.0
-    """Seconds that any part may take."""
+    """Seconds that any part may take in any case."""
     notice_url: str = ""
-    """Asked every 5 s for a notice of preemption, which saves the state and ends the run; empty asks nobody. Google's
-    is http://169.254.169.254/computeMetadata/v1/instance/preempted."""
+    """Address that is polled every 5 s for a notice of preemption, which saves the state and ends the run; empty polls
+    nothing. Google's is http://169.254.169.254/computeMetadata/v1/instance/preempted."""
 
 
 @settings
@@ -197,8 +197,8 @@ class Config:
     name: str = "run"
     """Names the run directory under `runs/` and the run in loggers."""
     run_dir: str = ""
-    """Where everything is written; empty: `runs/NAME`, or `runs/NAME-2` and so on where that exists. `gs://BUCKET/RUN`
-    keeps a copy of `runs/BUCKET/RUN` there."""
+    """Directory of everything that is written; empty: `runs/NAME`, or `runs/NAME-2` and so on if that exists.
+    `gs://BUCKET/RUN` keeps a copy of `runs/BUCKET/RUN` there."""
     resume: Literal["never", "auto"] = "never"
     """`auto` continues from the newest valid checkpoint of the run directory and starts fresh where there is none, so
     that the first launch and every relaunch are the same command."""
@@ -223,7 +223,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     resample: Selector = field(default_factory=ResampleOnCorrect)
-    """From the sampled group to the one that trains."""
+    """Selection: from the sampled group to the one that is trained on."""
     shaping: tuple[Shaping, ...] = ()
     """Steps from rewards to rewards on the kept groups, in order; GRPO-RoC has none."""
     advantage: Advantage = field(default_factory=GroupRelative)

@@ -236,7 +236,7 @@ def after_step(
     metrics: Metrics,
     watch: Watch,
 ) -> None:
-    """Notes failures of a finished step, looks at its metrics, and evaluates where that is due."""
+    """Records failures of a finished step, checks its metrics, and evaluates if that is due."""
     config = session.config
     for text in watch.new_failures(samples.failures):
         session.events.note(run.step, "environment", text)
@@ -401,7 +401,7 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
         if processes.first:
             session.traces.cut(run.step)
             for lost in missing_rows(session.run_dir, run.step, config.log.traces):
-                session.events.note(run.step, "missing_rows", f"{lost}, which the disk had not kept")
+                session.events.note(run.step, "missing_rows", f"{lost}, which had not reached the disk")
         if run.step == 0 and run.accuracy_before is None and session.held_out:
             evaluate_first(session, run)
         enter_stage(session, run, saved.host["data"])
@@ -518,7 +518,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended(INFRASTRUCTURE_STATUS, f"stopped: {error}", error)
     except ProcessLost as error:
         print(
-            f"stopped: {error}; the same command on all hosts with --resume auto goes on", file=sys.stderr, flush=True
+            f"stopped: {error}; run the same command on all hosts with --resume auto to continue",
+            file=sys.stderr,
+            flush=True,
         )
         os._exit(INFRASTRUCTURE_STATUS)  # an orderly end would wait for the process that is gone
     except Preempted as error:
@@ -569,7 +571,7 @@ def dry(config: Config, full: bool = False) -> None:
         chosen = with_update(staged, model, mesh)
         lines += [*stage, *derived(staged), *memory_lines(chosen, model, mesh)]
         lines += room_lines(chosen, model, mesh, device_limit(mesh))
-        lines += [f"this cannot work: {line}" for line in against] or ["nothing was found that speaks against this run"]
+        lines += [f"this cannot work: {line}" for line in against] or ["no problem was found"]
     if full:
         print(dump_yaml(config))
     print("\n".join([*read, "", *lines]))

@@ -477,4 +477,4 @@ def test_files_that_fail_name_their_line(text, said, tmp_path):
         assert found.startswith(f"method.files: {path}")
         assert said in found
     assert "there is no file" in refusal("--method.files", "absent.py", of=Config)
-    assert "no importable module" in refusal("--method.files", "absent_module", of=Config)
+    assert "nor an importable module" in refusal("--method.files", "absent_module", of=Config)

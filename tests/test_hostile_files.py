@@ -206,7 +206,7 @@ def test_a_batch_of_a_replay(tmp_path):
 
 def test_files_that_are_none(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="is no regular file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         files.read_text(tmp_path / "pipe")
     with open(tmp_path / "long", "wb") as file:
         file.truncate(1 << 40)

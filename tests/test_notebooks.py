@@ -5,6 +5,8 @@ import json
 import os
 import re
 import subprocess
+import sys
+import venv
 from itertools import groupby
 from pathlib import Path
 
@@ -85,6 +87,23 @@ def test_the_first_cell_installs_a_wheel_from_the_folder_of_the_notebook(tmp_pat
     for given, said in (("other.whl", "other.whl"), ("git+https://host/repository", "@ git+https://host/repository")):
         exec(cell.replace('SOURCE = ""', f"SOURCE = {given!r}"), {})
         assert said in commands[-1][-1] and "0.1.0" not in commands[-1][-1]
+
+
+@pytest.mark.slow
+def test_the_first_cell_runs_in_an_empty_environment(tmp_path):
+    """Really: a wheel is built, and the cell with its name in SOURCE installs it; needs a package index."""
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*build, str(ROOT)], check=True)
+    (wheel,) = tmp_path.glob("grpo_roc_jax-*.whl")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    cell = source(cells(NOTEBOOKS[0])[0]).replace('SOURCE = ""', f"SOURCE = {str(wheel)!r}")
+    used = "\nimport grpo_roc_jax as g\nprint(g.__file__, g.read_config('toy.yaml').name)"
+    (tmp_path / "elsewhere").mkdir()
+    venv.create(tmp_path / "env", with_pip=True)
+    words = [tmp_path / "env" / "bin" / "python", "-c", cell + used]
+    done = subprocess.run(words, cwd=tmp_path / "elsewhere", env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "env") in done.stdout and done.stdout.endswith(" toy\n")
 
 
 def test_every_notebook_is_listed():

@@ -261,7 +261,9 @@ def test_a_preempted_run_that_could_not_be_saved_says_so(session):
     for error in (Preempted(), OSError("disk"), RewardError("x returned 3 values"), Stopped(3, "no signal")):
         with pytest.raises(type(error)) as seen, state_kept(session):
             raise error
-        assert seen.value.__notes__ == ["the state after step 3 is saved; the same command with --resume auto goes on"]
+        assert seen.value.__notes__ == [
+            "the state after step 3 is saved; run the same command with --resume auto to continue"
+        ]
         assert len(said) == 4 and "--run_dir runs/a --resume auto" in said[1]
         assert ("--text" in said[3]) is isinstance(error, Stopped)  # no signal: the rollouts say why
         said.clear()

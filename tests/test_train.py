@@ -290,7 +290,7 @@ def test_a_dry_run_ends_with_the_lines_that_matter(capsys):
     assert "seed: 7" not in data + matters and "prompts of 12 to 17 tokens" in data
     lines = matters.splitlines()
     assert len(lines) <= 10 and lines[0].startswith("8 problems x 32 sampled -> 16 kept")
-    assert "together" in lines[-2] and lines[-1] == "nothing was found that speaks against this run"
+    assert "together" in lines[-2] and lines[-1] == "no problem was found"
 
 
 def launch(run_dir, *more: str, piped: bool = False) -> subprocess.Popen:

@@ -49,7 +49,7 @@ class DifficultyConfig:
         if not 0.0 <= self.lowest <= self.highest <= 1.0:
             raise ValueError(f"--lowest {self.lowest} --highest {self.highest}; must be rising success rates in [0, 1]")
         if self.resume and not self.keep:
-            raise ValueError("--resume goes on in one directory: name it with --keep")
+            raise ValueError("--resume continues in one directory: name it with --keep")
 
 
 def success_rate(group: Group) -> float | None:

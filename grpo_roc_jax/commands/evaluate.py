@@ -72,7 +72,7 @@ class EvaluateConfig:
                 f"--samples {self.samples} --problems {self.problems}; samples must be at least 1, problems at least 0"
             )
         if self.resume and (not self.keep or self.against):
-            raise ValueError("--resume goes on in one directory: name it with --keep, and leave out --against")
+            raise ValueError("--resume continues in one directory: name it with --keep, and leave out --against")
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class EvaluatedPolicy:
     sampled: ScoredRollouts
     notes: Sequence[str]
     """Notes on reading the sources, including the rows left out."""
-    kept: Path | None
+    folder: Path | None
     """Directory of the trajectories."""
 
 
@@ -200,10 +200,10 @@ def show_policy(evaluated: EvaluatedPolicy, samples: int, console: Console) -> d
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     wide = 28 + sum(max(len(source), 13) + 2 for source in table)
     console.print(show_table(table, samples, ranges), width=max(console.width, wide), crop=False, soft_wrap=True)
-    line = f"trajectories: {evaluated.kept} (`grpo-roc view {evaluated.kept} --kind eval`)"
+    line = f"trajectories: {evaluated.folder} (`grpo-roc view {evaluated.folder} --kind eval`)"
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     content = {"run": evaluated.policy, "step": evaluated.step, "samples": samples, "notes": list(evaluated.notes)}
-    return content | {"trajectories": str(evaluated.kept), "table": table, "intervals": ranges}
+    return content | {"trajectories": str(evaluated.folder), "table": table, "intervals": ranges}
 
 
 def difference_lines(differences: Mapping[str, Difference], names: tuple[str, str]) -> list[str]:

@@ -69,7 +69,7 @@ class PlotConfig:
     out: str = "plot.png"
     """File to write; its ending is the format (png, svg, pdf)."""
     group_by: tuple[str, ...] = ()
-    """Settings such as `resample.method`: runs with equal values make one line. Empty: all settings but the seed."""
+    """Settings such as `resample.method`; runs with equal values make one line. Empty: all settings but the seed."""
     each: bool = False
     """One line a run, no bands."""
     x: Literal["step", "sampled", "tokens", "seconds"] = "step"

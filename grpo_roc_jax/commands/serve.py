@@ -47,7 +47,7 @@ class ServeConfig:
     name: str = ""
     """Name of the model in answers; empty for that of its directory."""
     follow_s: float = 0.0
-    """Seconds between looks for a newer checkpoint of the run; 0 to keep the first one."""
+    """Seconds between checks for a newer checkpoint of the run; 0 keeps the first one."""
     limits: ServerLimits = field(default_factory=ServerLimits)
     """Limits of the server."""
 

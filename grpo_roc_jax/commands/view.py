@@ -108,7 +108,7 @@ class ViewConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class Matches:
     """The trajectories that pass the filters."""
 
     places: tuple[Location, ...]
@@ -129,7 +129,7 @@ class Choice:
         return [from_json(parse_json(line, "a line of the log")) for line in chain.from_iterable(chosen_lines)]
 
 
-def choose(config: ViewConfig) -> Choice:
+def choose(config: ViewConfig) -> Matches:
     """The trajectories that pass the filters, in the order of the log.
 
     Raises:
@@ -148,7 +148,7 @@ def choose(config: ViewConfig) -> Choice:
                 blocks.add((number, block))
                 if not limit or len(shown) < limit:
                     shown.append((number, block, line_number))
-    return Choice(tuple(shown), matched, total, frozenset(blocks), config)
+    return Matches(tuple(shown), matched, total, frozenset(blocks), config)
 
 
 def steps_of(run: str, kind: str) -> list[int]:
@@ -257,7 +257,7 @@ def _calls(record: TraceRecord) -> Table:
     return table
 
 
-def page(config: ViewConfig, choice: Choice | None = None) -> str:
+def page(config: ViewConfig, choice: Matches | None = None) -> str:
     """A self-contained HTML page: curves, the index of the matching steps, and the chosen trajectories."""
     choice = choice or choose(config)
     return page_of(Runs(config.runs), sorted(choice.blocks), choice.places, config.address)

@@ -45,7 +45,7 @@ def split_name(source: str) -> tuple[str, str]:
 
 @settings
 class DataConfig:
-    """Where problems come from."""
+    """The sources of problems."""
 
     sources: tuple[str, ...] = ("world:products:1", "world:gcd:1", "world:powmod:1")
     """Training sources: `world:FAMILY:LEVEL` (generated), paths of .jsonl or .parquet files,

@@ -252,7 +252,7 @@ class TracesConfig:
     out: str
     """File to write, one `messages` row a problem; name it in `data.trace_sources`."""
     limit: int = 0
-    """Problems to look at; 0 for all."""
+    """Number of problems to read; 0 for all."""
     clean: float = 1.0
     """Share of traces as annotated."""
     repair: float = 0.0

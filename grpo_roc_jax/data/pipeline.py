@@ -29,7 +29,7 @@ T = TypeVar("T")
 DRAWS_A_PROBLEM = 50
 """Draws from a world for each held-out problem; so many are needed only if the world is nearly exhausted."""
 TASKSET_PREFIX = "verifiers:"
-"""Before the id of a taskset of verifiers."""
+"""Prefix of the id of a taskset of the library verifiers."""
 
 
 class Notes(list[str]):
@@ -298,7 +298,7 @@ def eval_problems(config: DataConfig, notes: list[str] | None = None) -> list[Pr
             held_out = distinct_problems(generator, source, config.eval_seed, count)
             if len(held_out) < count and notes is not None:
                 notes.append(
-                    f"{source}: {len(held_out)} distinct held-out problems for {count} asked for; no more appeared"
+                    f"{source}: {len(held_out)} distinct held-out problems of {count} requested; no more appeared"
                 )
         else:
             rows = _load(source, config, [] if notes is None else notes)

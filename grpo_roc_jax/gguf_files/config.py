@@ -72,14 +72,14 @@ _UNSCALED = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0
 """Further settings of the rescaling -> the value that changes nothing; None: every value."""
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of every published Llama 3; a GGUF holds the factors that follow from them, not these numbers."""
+"""Parameters of every published Llama 3; a GGUF file contains the factors that follow from them, not these numbers."""
 
 
 def published_config(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """The `config.json` of a file.
 
     Args:
-        header: Of the file.
+        header: Header of the file.
         tensors: From `published_tensors`.
 
     Raises:
@@ -133,8 +133,8 @@ def _stated(header: Header, architecture: str) -> dict[str, Any]:
     """The values of the model by their keys without the architecture; numbers in the shortest form that is the same
     float32."""
     prefix = f"{architecture}."
-    found = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-    return {key: float(str(np.float32(value))) if isinstance(value, float) else value for key, value in found.items()}
+    values = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    return {key: float(str(np.float32(value))) if isinstance(value, float) else value for key, value in values.items()}
 
 
 def _head_width(stated: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,16 +149,16 @@ def _head_width(stated: dict[str, Any], config: Mapping[str, Any]) -> dict[str, 
 
 
 def _gemma(stated: dict[str, Any], config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"}
+    settings: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"}
     if config["num_hidden_layers"] == _LARGEST_GEMMA[architecture]:
-        found["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
+        settings["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
     pattern = stated.pop("attention.sliding_window_pattern", None)
     if isinstance(pattern, list):
-        found["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
+        settings["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
     elif pattern:
         layers = range(config["num_hidden_layers"])
-        found["layer_types"] = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in layers]
-    return found
+        settings["layer_types"] = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in layers]
+    return settings
 
 
 def _rope_scaling(header: Header, stated: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -170,11 +170,11 @@ def _rope_scaling(header: Header, stated: dict[str, Any], config: Mapping[str, A
             stated.pop(name, None)
     if "rope.scale_linear" in stated:  # of old files
         stated.setdefault("rope.scaling.factor", stated.pop("rope.scale_linear"))
-    found = {name: stated.pop(f"rope.scaling.{key}", None) for key, name in _SCALING.items()}
+    parameters = {name: stated.pop(f"rope.scaling.{key}", None) for key, name in _SCALING.items()}
     if kind == "yarn":
-        return {"rope_type": kind} | {name: value for name, value in found.items() if value is not None}
-    if kind == "linear" and found["factor"] not in (None, 0, 1):
-        return {"rope_type": kind, "factor": found["factor"]}
+        return {"rope_type": kind} | {name: value for name, value in parameters.items() if value is not None}
+    if kind == "linear" and parameters["factor"] not in (None, 0, 1):
+        return {"rope_type": kind, "factor": parameters["factor"]}
     if kind not in ("none", "linear"):
         return {"rope_type": kind}
     info = header.tensors.get(ROTARY_FACTORS)
@@ -184,7 +184,9 @@ def _rope_scaling(header: Header, stated: dict[str, Any], config: Mapping[str, A
     GgufTensor(header.file, info.name, info.type_id, info.shape, info.offset).read((slice(None),), factors)
     if factors.shape == (config["head_dim"] // 2,) and (factors == 1).all():
         return None
-    length = {name: value for name, value in found.items() if name == _SCALING["original_context_length"] and value}
+    length = {
+        name: value for name, value in parameters.items() if name == _SCALING["original_context_length"] and value
+    }
     scaling = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3, **length}
     expected = llama3_factors(config["rope_theta"], config["head_dim"], scaling)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):

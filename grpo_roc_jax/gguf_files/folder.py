@@ -41,7 +41,7 @@ def find_gguf(path: str) -> Path:
     if not path.startswith(PACKAGE):
         file = Path(path).expanduser()
         if not file.is_file():
-            raise GgufError(f"{path} is no file; name a GGUF file, or package:NAME of a package that carries one")
+            raise GgufError(f"{path} is not a file; name a GGUF file, or package:NAME of a package that carries one")
         return file.resolve()
     name = path.removeprefix(PACKAGE)
     files = _package_files(name)
@@ -76,11 +76,12 @@ def _package_files(name: str) -> list[Path] | None:
 def open_gguf(path: str, environ: Mapping[str, str] = os.environ) -> Path:
     """The directory of the model in a GGUF file; see `find_gguf` for `path`.
 
-    It lies below `$XDG_CACHE_HOME/grpo_roc_jax/gguf` (or `~/.cache`), or in a temporary folder of this process where
-    that cannot be written. It is made again when the file has another size or time, or this room has changed.
+    It is created below `$XDG_CACHE_HOME/grpo_roc_jax/gguf` (or `~/.cache`), or in a temporary folder of this process if
+    that cannot be written. It is created again if the file has another size or time, or if the code of this package
+    folder has changed.
 
     Raises:
-        GgufError: the file cannot be used; the message names the reason.
+        GgufError: The file cannot be used; the message names the reason.
     """
     file = find_gguf(path)
     home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_roc_jax" / "gguf"
@@ -92,8 +93,8 @@ def open_gguf(path: str, environ: Mapping[str, str] = os.environ) -> Path:
 def _open(file: Path, size: int, time_ns: int, home: Path) -> Path:
     header = read_header(file)
     check_types(header)  # each time: the library may be another version today
-    own = b"".join(source.read_bytes() for source in sorted(Path(__file__).parent.glob("*.py")))
-    digest = hashlib.sha256(own + f"{file}\0{size}\0{time_ns}".encode()).hexdigest()[:12]
+    code = b"".join(source.read_bytes() for source in sorted(Path(__file__).parent.glob("*.py")))
+    digest = hashlib.sha256(code + f"{file}\0{size}\0{time_ns}".encode()).hexdigest()[:12]
     folder = home / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', file.stem)}-{digest}"
     if (folder / POINTER).is_file():
         return folder

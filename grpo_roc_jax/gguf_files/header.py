@@ -24,15 +24,15 @@ class GgufError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies."""
+    """Location, shape and format of a tensor."""
 
     name: str
     shape: tuple[int, ...]
     """Outermost dimension first, as in other checkpoints; the file lists them the other way round."""
     type_id: int
-    """Of ggml's table of number formats."""
+    """Number of its format in ggml's table."""
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ def read_header(file: Path) -> Header:
     """The header of a file.
 
     Raises:
-        GgufError: it is no GGUF file, of another version or byte order, or cut short.
+        GgufError: it is not a GGUF file, of another version or byte order, or cut short.
     """
     with file.open("rb") as stream:
         begins = stream.read(8)
         if begins[:4] != MAGIC or len(begins) < 8:
-            raise GgufError(f"{file} is no GGUF file: it begins with {begins[:4]!r}; must be {MAGIC!r}")
+            raise GgufError(f"{file} is not a GGUF file: it begins with {begins[:4]!r}; must be {MAGIC!r}")
         version = struct.unpack("<I", begins[4:])[0]
         if version not in VERSIONS:
             what = "has the byte order of another machine" if version & 0xFFFF == 0 else f"has version {version}"
@@ -63,7 +63,7 @@ def read_header(file: Path) -> Header:
             try:
                 return _parse(file, _Cursor(data, 8))
             except (struct.error, IndexError, UnicodeDecodeError, RecursionError) as error:
-                raise GgufError(f"{file} is no complete GGUF file ({error}); download it again") from error
+                raise GgufError(f"{file} is not a complete GGUF file ({error}); download it again") from error
 
 
 class _Cursor:

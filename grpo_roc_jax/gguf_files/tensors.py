@@ -80,7 +80,7 @@ class GgufTensor:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the numbers after unpacking."""
+        """Dtype of the numbers after unpacking."""
         return np.dtype(np.float32)
 
     def read(self, index: Sequence[slice], out: np.ndarray) -> None:
@@ -105,7 +105,7 @@ class GgufTensor:
             out[first:last] = piece.reshape(last - first, *out.shape[1:])
 
     def _file_order(self) -> np.ndarray:
-        """Where each row is in the file."""
+        """Index of each row in the file."""
         rows = np.arange(self.shape[0])
         if not self.heads:
             return rows
@@ -132,7 +132,7 @@ def published_tensors(header: Header) -> dict[str, GgufTensor]:
     gemma = architecture.startswith("gemma")
     heads = {"attn_q": header.metadata.get(f"{architecture}.attention.head_count", 0)}
     heads["attn_k"] = header.metadata.get(f"{architecture}.attention.head_count_kv", heads["attn_q"])
-    found: dict[str, GgufTensor] = {}
+    tensors: dict[str, GgufTensor] = {}
     for name, info in header.tensors.items():
         if name == ROTARY_FACTORS:
             continue
@@ -140,15 +140,15 @@ def published_tensors(header: Header) -> dict[str, GgufTensor]:
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
         layer, part, kind = match.groups() if match else ("", "", "")
         if part in _EXPERTS:
-            found |= dict(_split_experts(tensor, f"model.layers.{layer}.mlp.experts", _EXPERTS[part]))
+            tensors |= dict(_split_experts(tensor, f"model.layers.{layer}.mlp.experts", _EXPERTS[part]))
             continue
         if architecture == "llama" and part in heads:
             tensor = replace(tensor, heads=heads[part])
         if gemma and name.endswith("norm.weight"):
             tensor = replace(tensor, shift=-1.0)
-        own = (_GEMMA_LAYER if gemma else _LAYER).get(part)
-        found[_TOP.get(name, f"model.layers.{layer}.{own}.{kind}" if own else name)] = tensor
-    return found
+        leaf = (_GEMMA_LAYER if gemma else _LAYER).get(part)
+        tensors[_TOP.get(name, f"model.layers.{layer}.{leaf}.{kind}" if leaf else name)] = tensor
+    return tensors
 
 
 def _split_experts(tensor: GgufTensor, prefix: str, part: str) -> Iterator[tuple[str, GgufTensor]]:
@@ -178,9 +178,9 @@ def check_types(header: Header) -> None:
                 f"{size}; download it again"
             )
     if refused:
-        said = "; ".join(f"{name} ({len(names)} tensors, such as {names[0]})" for name, names in refused.items())
+        listing = "; ".join(f"{name} ({len(names)} tensors, such as {names[0]})" for name, names in refused.items())
         raise GgufError(
-            f"{header.file} has quantizations that gguf {metadata.version('gguf')} does not unpack: {said}; take a "
+            f"{header.file} has quantizations that gguf {metadata.version('gguf')} does not unpack: {listing}; take a "
             "file in another one, such as Q8_0 or Q4_K"
         )
 

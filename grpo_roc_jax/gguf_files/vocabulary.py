@@ -48,25 +48,25 @@ def tokenizer_files(header: Header) -> dict[str, str]:
     Raises:
         GgufError: a kind of tokenizer that is not supported.
     """
-    said = _Said(header)
-    files = {"chat_template.jinja": said.template} if isinstance(said.template, str) else {}
-    if not said.tokens:
+    fields = _Fields(header)
+    files = {"chat_template.jinja": fields.template} if isinstance(fields.template, str) else {}
+    if not fields.tokens:
         return files
-    if said.model not in _BUILDERS:
+    if fields.model not in _BUILDERS:
         raise GgufError(
-            f"{header.file}: the tokenizer {said.model!r} is not supported; known are {', '.join(_BUILDERS)}"
+            f"{header.file}: the tokenizer {fields.model!r} is not supported; known are {', '.join(_BUILDERS)}"
         )
-    spec = _BUILDERS[said.model](said)
-    spec["added_tokens"] = list(_added(said, spec))
-    named = {name: said.named(key) for name, key in _NAMED.items()}
-    spec["post_processor"] = _start_token(named, said)
+    spec = _BUILDERS[fields.model](fields)
+    spec["added_tokens"] = list(_added(fields, spec))
+    named = {name: fields.named(key) for name, key in _NAMED.items()}
+    spec["post_processor"] = _start_token(named, fields)
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     described |= {name: text for name, text in named.items() if text is not None}
-    described |= {"add_bos_token": said.add_bos, "add_eos_token": bool(said.get("add_eos_token"))}
-    if isinstance(said.template, list):
-        described["chat_template"] = said.template
-    ids = {"bos_token_id": said.get("bos_token_id"), "pad_token_id": said.get("padding_token_id")}
-    ends = [said.get(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    described |= {"add_bos_token": fields.add_bos, "add_eos_token": bool(fields.get("add_eos_token"))}
+    if isinstance(fields.template, list):
+        described["chat_template"] = fields.template
+    ids = {"bos_token_id": fields.get("bos_token_id"), "pad_token_id": fields.get("padding_token_id")}
+    ends = [fields.get(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
     ends = list(dict.fromkeys(end for end in ends if end is not None))
     ids |= {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
     generation = {name: value for name, value in ids.items() if value is not None}
@@ -86,7 +86,7 @@ _NAMED = {
 }
 
 
-class _Said:
+class _Fields:
     """What the metadata say of a tokenizer."""
 
     def __init__(self, header: Header):
@@ -141,35 +141,35 @@ def byte_spelling() -> list[str]:
     return [chr(byte) if byte in set(printable) else chr(next(others)) for byte in range(256)]
 
 
-def _byte_level(said: _Said) -> dict[str, Any]:
+def _byte_level(fields: _Fields) -> dict[str, Any]:
     """BPE over bytes. Added tokens keep their text; ordinary ones in another alphabet are spelled in that of bytes."""
     spelling = byte_spelling()
     alphabet = set(spelling)
     vocabulary = {}
-    for i, token in enumerate(said.tokens):
-        plain = said.types[i] in (CONTROL, USER_DEFINED) and token.strip()
+    for i, token in enumerate(fields.tokens):
+        plain = fields.types[i] in (CONTROL, USER_DEFINED) and token.strip()
         spelled = token if plain or set(token) <= alphabet else "".join(spelling[byte] for byte in token.encode())
         vocabulary[spelled] = i
-    name = said.get("pre", "")
+    name = fields.get("pre", "")
     split = PRE_TOKENIZERS.get(name)
     if not split and name not in _AS_GPT2:
-        log.warning("%s: the pre-tokenizer %r is not known; text is split as GPT-2 does", said.file, name)
+        log.warning("%s: the pre-tokenizer %r is not known; text is split as GPT-2 does", fields.file, name)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": not split}
     pattern = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
-    model = {"type": "BPE", "vocab": vocabulary, "merges": _merges(said, vocabulary)}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": _merges(fields, vocabulary)}
     model |= {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
     pre = {"type": "Sequence", "pretokenizers": [pattern, level]} if split else level
     return {"pre_tokenizer": pre, "decoder": level | {"use_regex": True}, "model": model}
 
 
-def _sentencepiece(said: _Said) -> dict[str, Any]:
+def _sentencepiece(fields: _Fields) -> dict[str, Any]:
     """BPE of SentencePiece with bytes for unknown characters; Gemma's adds no space and has other marks of spaces."""
-    gemma = said.architecture.startswith("gemma")
-    prefix = not gemma and said.get("add_space_prefix", True)
-    vocabulary = {(_marks(token) if gemma else token): i for i, token in enumerate(said.tokens)}
+    gemma = fields.architecture.startswith("gemma")
+    prefix = not gemma and fields.get("add_space_prefix", True)
+    vocabulary = {(_marks(token) if gemma else token): i for i, token in enumerate(fields.tokens)}
     scores = {token: float(-i) for token, i in vocabulary.items()} if gemma else None
-    model = {"type": "BPE", "vocab": vocabulary, "merges": _merges(said, vocabulary, scores)}
-    model |= {"fuse_unk": True, "byte_fallback": True, "unk_token": said.named("unknown_token_id")}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": _merges(fields, vocabulary, scores)}
+    model |= {"fuse_unk": True, "byte_fallback": True, "unk_token": fields.named("unknown_token_id")}
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
         {"type": "ByteFallback"},
@@ -186,11 +186,11 @@ def _sentencepiece(said: _Said) -> dict[str, Any]:
     return spec | {"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}}
 
 
-def _unigram(said: _Said) -> dict[str, Any]:
+def _unigram(fields: _Fields) -> dict[str, Any]:
     """SentencePiece's unigram model: the most probable pieces of each word."""
     space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-    unknown = said.get("unknown_token_id", 2)
-    vocabulary = [[token, score] for token, score in zip(said.tokens, said.scores, strict=True)]
+    unknown = fields.get("unknown_token_id", 2)
+    vocabulary = [[token, score] for token, score in zip(fields.tokens, fields.scores, strict=True)]
     return {
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, space]},
         "decoder": space,
@@ -207,13 +207,15 @@ def _marks(token: str) -> str:
     return "▁" * len(token) if " " in token and not token.strip() else token
 
 
-def _merges(said: _Said, vocabulary: Mapping[str, int], scores: Mapping[str, float] | None = None) -> list[list[str]]:
+def _merges(
+    fields: _Fields, vocabulary: Mapping[str, int], scores: Mapping[str, float] | None = None
+) -> list[list[str]]:
     """The merges of the file, or those that its scores imply: the best piece first, of its halves the longest."""
-    listed: Sequence[str] | None = said.get("merges")
+    listed: Sequence[str] | None = fields.get("merges")
     if listed is not None:
         return [merge.split(" ") for merge in listed]
     if scores is None:
-        scores = dict(zip(said.tokens, said.scores, strict=True))
+        scores = dict(zip(fields.tokens, fields.scores, strict=True))
     implied = []
     for piece, score in scores.items():
         halves = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
@@ -224,11 +226,11 @@ def _merges(said: _Said, vocabulary: Mapping[str, int], scores: Mapping[str, flo
     return [pair for _, pair in implied]
 
 
-def _added(said: _Said, spec: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+def _added(fields: _Fields, spec: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
     """Tokens that are matched before a text is split: control tokens, and those that users defined."""
     vocabulary = spec["model"]["vocab"]
-    known = vocabulary if isinstance(vocabulary, dict) else dict.fromkeys(said.tokens)
-    for i, (token, kind) in enumerate(zip(said.tokens, said.types, strict=True)):
+    known = vocabulary if isinstance(vocabulary, dict) else dict.fromkeys(fields.tokens)
+    for i, (token, kind) in enumerate(zip(fields.tokens, fields.types, strict=True)):
         if kind in (CONTROL, USER_DEFINED) and token in known:
             yield {
                 "id": i,
@@ -241,10 +243,10 @@ def _added(said: _Said, spec: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
             }
 
 
-def _start_token(named: Mapping[str, str | None], said: _Said) -> dict[str, Any] | None:
+def _start_token(named: Mapping[str, str | None], fields: _Fields) -> dict[str, Any] | None:
     """What adds the first token to a text, for software that encodes text with it; nothing here does."""
     start = named["bos_token"]
-    if not said.add_bos or start is None:
+    if not fields.add_bos or start is None:
         return None
     token = {"SpecialToken": {"id": start, "type_id": 0}}
     single, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
@@ -252,5 +254,5 @@ def _start_token(named: Mapping[str, str | None], said: _Said) -> dict[str, Any]
         "type": "TemplateProcessing",
         "single": [token, single],
         "pair": [token, single, {"SpecialToken": {"id": start, "type_id": 1}}, second],
-        "special_tokens": {start: {"id": start, "ids": [said.get("bos_token_id")], "tokens": [start]}},
+        "special_tokens": {start: {"id": start, "ids": [fields.get("bos_token_id")], "tokens": [start]}},
     }

@@ -61,7 +61,7 @@ class Head:
     """Logits are computed in chunks of [B,T,vocab_chunk], forward and backward."""
     cap: float = 0.0
     """Soft cap of the logits, applied before the temperature (`model.extras.logit_cap`)."""
-    kept: bool = False
+    stores_logits: bool = False
     """Whether all logits are computed once and stored for the backward pass, whatever `vocab_chunk` is."""
 
 
@@ -90,7 +90,7 @@ def token_logprobs(
         temperature: The sampling temperature, so that ratios compare the same kind of distribution; that of all rows,
             or of each token's trajectory.
         head: How the logits are computed.
-        mesh: Of the parameters; each device then loops over its own share of the vocabulary.
+        mesh: Mesh of the parameters; each device then loops over its own share of the vocabulary.
         targets: Ids to score in place of the tokens themselves: index t of the result is then about `targets[t]`, given
             the tokens up to and including `tokens[t]`; nothing is shifted.
     """
@@ -180,7 +180,7 @@ class _Head(Head):
 
     def over_chunks(self, visit: Callable[..., T], carry: T, share: int) -> T:
         """The carry after `visit(start, carry, chunk width)` of all chunks of `share` columns."""
-        chunk = share if self.kept else max(min(self.vocab_chunk // math.prod(self.shards), share), 1)
+        chunk = share if self.stores_logits else max(min(self.vocab_chunk // math.prod(self.shards), share), 1)
         full, rest = divmod(share, chunk)
         if full == 1:
             carry = visit(0, carry, chunk)
@@ -265,7 +265,13 @@ def _chunked_logprobs_fwd(head: _Head, hidden: Array, weights: Array, targets: A
         p = jnp.exp(z - head.over_columns(m_new))
         old = jnp.exp(m - m_new)
         target = target + head.at_targets(z, targets, start, share)
-        return m_new, s * old + p.sum(head.axes), e * old + (p * z).sum(head.axes), target, z if head.kept else None
+        return (
+            m_new,
+            s * old + p.sum(head.axes),
+            e * old + (p * z).sum(head.axes),
+            target,
+            z if head.stores_logits else None,
+        )
 
     # The initial maximum is finite, so exp(start - m) is 0 at the first chunk; -inf would give NaN for a row of -inf.
     zeros = jnp.zeros(targets.shape, jnp.float32)
@@ -287,7 +293,7 @@ def _chunked_logprobs_bwd(head: _Head, saved: tuple, cotangents: tuple[Array, Ar
     def visit(start: Array | int, carry: tuple[Array, Array], width: int) -> tuple[Array, Array]:
         d_hidden, d_parts = carry
         columns = head.columns(parts, start, width)
-        z = known if head.kept else head.logits(hidden, columns, scale)
+        z = known if head.stores_logits else head.logits(hidden, columns, scale)
         log_p = z - head.over_columns(lse)
         hit = head.hits(targets, start, width, share)
         dz = jnp.where(hit, g, 0.0) - jnp.exp(log_p) * (g + h * (log_p + head.over_columns(entropy)))

@@ -314,7 +314,7 @@ def make_update_step(
     the gradient norm is not finite, or no micro-batch is in use, the state stays unchanged and `update/skipped` is 1.
 
     Args:
-        mesh: Of the state and the batch.
+        mesh: Mesh of the state and the batch.
         temperature: The sampling temperature, which divides the logits; not read where the batch has its own.
         lora: With `low_rank`, `state.params` is an adapter of `base` (stacked or a tuple of layers), which gets no
             gradient and stays unchanged; see `bind_base`.

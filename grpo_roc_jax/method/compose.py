@@ -35,7 +35,7 @@ class Method(Protocol):
     """The sections of a configuration that make up its method."""
 
     group: Any
-    """Its `size` is the number of trajectories of a problem that train."""
+    """Has `size`, the number of trajectories of a problem that are trained on."""
     reward: Any
     """Has `weights`, the factor of each reward function; may be missing if rewards come from elsewhere."""
     plan: PlanConfig

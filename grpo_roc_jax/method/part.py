@@ -23,7 +23,7 @@ class MethodBatch:
     """The groups of an optimizer step as the parts of a method see them; one entry per group or per trajectory."""
 
     groups: Sequence[Group]
-    """After selection."""
+    """The groups after selection."""
     features: Sequence[Features]
     """Features of the same groups."""
     rewards: Sequence[np.ndarray]
@@ -37,7 +37,7 @@ class MethodBatch:
     entropies: Sequence[np.ndarray] | None = None
     """float32[T] of each trajectory: entropies of the same policy, in nats."""
     first_scores: Sequence[np.ndarray] | None = None
-    """The same as `scores` before the first update of the rollout batch: what the sampler is compared with."""
+    """Like `scores`, but from before the first update of the rollout batch; the sampler is compared with these."""
     weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Factor of each reward function in the reward, by the name of its channel."""
 

@@ -94,14 +94,14 @@ class Conditioning(Part, axis="plan.condition"):
         return [RolloutRequest(wave.problems[index], index, count)]
 
     def evaluation(self) -> "PromptEnd | None":
-        """What prompts end with in evaluation; None where the condition leaves that to others."""
+        """Text at the end of prompts in evaluation; None if the condition does not determine it."""
         return None
 
     def demonstrated(self, problem: Problem, succeeded: Callable[[], bool | None]) -> str:
         """What the prompt of a demonstration ends with in the supervised stage.
 
         Args:
-            problem: Of the demonstration.
+            problem: Problem of the demonstration.
             succeeded: Whether the demonstration reaches its goal; None where nothing tells.
         """
         return ""
@@ -192,7 +192,7 @@ class StreamOrder(ProblemSampler):
 
 @kind("uniform")
 class EqualBudget(Budget):
-    """The same number for every problem."""
+    """Every problem gets the same number."""
 
 
 @kind("none")

@@ -77,7 +77,7 @@ def quota(negatives: int, positives: int, keep: int, min_negative: int = 2, min_
 
 @settings
 class Selector(Part, axis="resample"):
-    """From the sampled group to the one that trains."""
+    """Selects the trajectories to train on from the sampled group."""
 
     drop: Literal["equal", "all_correct", "none"] = "equal"
     """Groups that are dropped before selection: those with equal rewards (they carry no signal), only those solved by
@@ -181,7 +181,7 @@ class PositiveSelect(Axis, axis="resample.positive_select"):
 
 @kind("sort")
 class LowestPenalties(PositiveSelect):
-    """Those with the lowest penalties, as in the released code."""
+    """The successes with the lowest penalties, as in the released code."""
 
     def order(self, penalties: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         return np.argsort(penalties, kind="stable")

@@ -97,8 +97,8 @@ class K3(KlTerm):
     ceiling = CEILING
 
     tail: Tail = "flat"
-    """Beyond an estimate of 10, at 2.6 nats below the reference. `flat`: the estimate stays there, so that the tokens
-    which have drifted most are not pulled back. `linear`: it goes on along its tangent, with 12.6 a nat."""
+    """The estimate beyond 10, at 2.6 nats below the reference. `flat`: it stays at 10, so that the tokens which have
+    drifted most are not pulled back. `linear`: it continues along its tangent, with 12.6 per nat."""
 
 
 @kind("corrected")
@@ -466,7 +466,7 @@ class Covariance(Surrogate):
     """Share of the tokens of an optimizer step that are treated differently, rounded down; at least one token is."""
 
     def choose(self, batch: MethodBatch, cov: np.ndarray, advantages: np.ndarray, count: int) -> np.ndarray:
-        """Places of at most `count` tokens among the masked ones of the batch."""
+        """Indices of at most `count` tokens among the masked ones of the batch."""
         raise NotImplementedError
 
     def marked(self, batch: MethodBatch, advantages: list[np.ndarray]) -> list[np.ndarray]:

@@ -99,7 +99,7 @@ class Stage:
     """Rollouts of each training problem when the stage begins; problems that all of them solve are left out of the
     stage. 0 keeps every problem, 8 is published (arXiv:2508.20722, sec. 4.3)."""
     set: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Settings of the stage over those of the run, in sections as in a file."""
+    """Settings of the stage that override those of the run, in sections as in a file."""
 
 
 @dataclass(frozen=True)

@@ -159,9 +159,9 @@ def _cut(x: Array, index: Array, block: int, axis: int = 1) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, index * block, block, axis)
 
 
-def _paste(whole: Array, part: Array, index: Array, axis: int = 1) -> Array:
+def _paste(target: Array, part: Array, index: Array, axis: int = 1) -> Array:
     start = index * part.shape[axis]
-    return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), start, axis)
+    return jax.lax.dynamic_update_slice_in_dim(target, part.astype(target.dtype), start, axis)
 
 
 def _block_scores(

@@ -39,7 +39,7 @@ def make_splash(
 
     Args:
         length: Tokens of a row.
-        platform: Of the devices.
+        platform: Platform of the devices.
         parts: See `attention.make_attention`.
         windows: Windows of the model's layers. One kernel is built for each; the layer's window selects it at run time.
         cap: Soft cap of the scores, 0 for none.

@@ -98,7 +98,7 @@ class GatedDelta(Windows):
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
             raise ValueError(
-                f"model.windows.value_heads = {self.value_heads} is no multiple of model.windows.key_heads = "
+                f"model.windows.value_heads = {self.value_heads} is not a multiple of model.windows.key_heads = "
                 f"{self.key_heads}; each key head serves the same number of value heads"
             )
 
@@ -116,12 +116,12 @@ class Extras(Axis, axis="model.extras"):
 
 @kind("none")
 class NoExtras(Extras):
-    """None of them, as in Qwen2.5, Qwen3, Llama and Mistral."""
+    """No optional step, as in Qwen2.5, Qwen3, Llama and Mistral."""
 
 
 @kind("some")
 class SomeExtras(Extras):
-    """Those that are set here."""
+    """The optional steps that are set here."""
 
     scale_embed: bool = False
     """Embeddings times sqrt(d_model) on their way in (Gemma)."""
@@ -130,7 +130,7 @@ class SomeExtras(Extras):
     attention_cap: NotNegative = 0.0
     """Attention scores s become cap * tanh(s / cap); 0 leaves them unchanged (Gemma 2)."""
     logit_cap: NotNegative = 0.0
-    """The same for the logits, before the temperature (Gemma 2)."""
+    """Soft cap of the logits, before the temperature (Gemma 2); 0 leaves them unchanged."""
     rotary_share: PositiveShare = 1.0
     """Share of each head, from its first column on, that is rotated (Phi-4-mini, Qwen3.5)."""
     rotary_layers: tuple[bool, ...] = ()
@@ -173,12 +173,12 @@ class ModelConfig:
     qk_norm: bool | Literal["whole"] = False
     """RMSNorm on each query and key head before the rotation (Qwen3); `whole`: on all heads as one vector (OLMo 3)."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Of the gate: SwiGLU (arXiv:2002.05202), or Gemma's GeGLU with the tanh approximation."""
+    """Activation of the gate: SwiGLU (arXiv:2002.05202), or Gemma's GeGLU with the tanh approximation."""
     norm_offset: bool = False
     """Norm scales are stored as their distance from 1 (Gemma)."""
     post_norms: bool | Literal["only"] = False
-    """RMSNorm on what attention and feed-forward add to the residual stream, besides the norms before them (Gemma);
-    `only`: instead of those (OLMo 3)."""
+    """RMSNorm on what attention and feed-forward add to the residual stream, in addition to the norms before them
+    (Gemma); `only`: instead of those (OLMo 3)."""
     extras: Extras = field(default_factory=NoExtras)
     """Steps that only a few families compute."""
     windows: Windows = field(default_factory=NoWindows)
@@ -203,7 +203,7 @@ class ModelConfig:
             )
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"model.heads = {self.heads} is no multiple of model.kv_heads = {self.kv_heads}; "
+                f"model.heads = {self.heads} is not a multiple of model.kv_heads = {self.kv_heads}; "
                 "each key-value head serves the same number of query heads"
             )
         patterns = {"windows.sizes": self.windows.sizes, "extras.rotary_layers": self.extras.rotary_layers}

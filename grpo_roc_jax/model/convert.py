@@ -66,7 +66,7 @@ def find_model(path: str) -> Path:
             return open_gguf(_hub(path).hf_hub_download(f"{organisation}/{names[0]}", names[1]))
     if local or path.count("/") != 1:
         raise ValueError(
-            f"model.path = {path!r} is no directory; must be one with config.json, or a hub id ORG/NAME, or a GGUF "
+            f"model.path = {path!r} is not a directory; must be one with config.json, or a hub id ORG/NAME, or a GGUF "
             "file (FILE.gguf, package:NAME)"
         )
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
@@ -91,7 +91,7 @@ def _hub(path: str) -> Any:
         import huggingface_hub
     except ImportError as error:
         raise ValueError(
-            f"model.path = {path!r} is no directory, and hub ids need the package huggingface_hub: install it "
+            f"model.path = {path!r} is not a directory, and hub ids need the package huggingface_hub: install it "
             "(pip install huggingface_hub) or download the model and give its directory"
         ) from error
     return huggingface_hub
@@ -154,7 +154,7 @@ def load_params(
         folder: Holds `config.json` and safetensors files.
         config: From `resolve_config`.
         shardings: In the structure of stacked parameters (`sharding.param_shardings`); None for the first device.
-        dtype: Of the arrays.
+        dtype: Dtype of the arrays.
         stacked: Stack the layers on a leading axis (training); otherwise they are a tuple of dicts.
 
     Raises:
@@ -345,7 +345,7 @@ def save_params(
     Args:
         params: Stacked or as a tuple of layers; no low-rank pairs (`lora.merge` them first).
         folder: Existing and empty.
-        dtype: Of the tensors in the files.
+        dtype: Dtype of the tensors in the files.
         max_shard_bytes: Largest size of a file.
 
     Raises:

@@ -111,7 +111,7 @@ def mix_experts(
     Args:
         layer: Weights of the layer, and in `routes` [B,T,X] the experts to replay, if any.
         h: Normalized input of the feed-forward.
-        mesh: Of weights and rows; None or one device for plain XLA.
+        mesh: Mesh of weights and rows; None or one device for plain XLA.
         rows: Mesh axes that split the rows; `sequence` then splits their tokens. Empty if rows are whole, or already
             split by an enclosing `shard_map`.
     """

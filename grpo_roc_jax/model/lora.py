@@ -198,7 +198,7 @@ class Pair(NamedTuple):
 
     name: str
     leaf: str
-    place: int
+    position: int
     """Index of its layer among those that have the leaf."""
     shape: tuple[int, int]
     rows: np.ndarray | slice

@@ -148,7 +148,7 @@ def attention_for(name: str, model: ModelConfig, length: int, mesh: Mesh | None)
 # ---- the fastest path, by measurement ------------------------------------------------------------------------------
 
 FUSED = {"tpu": "splash", "gpu": "cudnn"}
-"""The fused path of a platform, besides plain XLA."""
+"""The fused path of a platform, in addition to plain XLA."""
 
 
 def paths(model: ModelConfig, length: int, mesh: Mesh) -> tuple[str, ...]:
@@ -177,7 +177,7 @@ def choose_attention(
         length: Tokens of a row.
         rows: Rows of a micro-batch.
         segment: Tokens of each trajectory in the rows.
-        mesh: Of the update.
+        mesh: Mesh of the update.
     """
     if len(names) == 1:
         return names[0], {}

@@ -48,9 +48,9 @@ both has the letter c for its heads, which alternate between keys and values. Wi
 scales follow."""
 
 IN_PLACE: Orders = ("khs", "ksh")
-"""For `merge_blocks`: with the columns of keys last, the score product of one query is several times cheaper."""
+"""Order for `merge_blocks`: with the columns of keys last, the score product of one query is several times cheaper."""
 PAGED: Orders = ("sch",)
-"""For the kernel of `paged`: keys and values of a column are contiguous."""
+"""Order for the kernel of `paged`: keys and values of a column are contiguous."""
 SHARED_READERS = 8
 """Rows that are multiplied at a time with a block of the arena whose blocks are shared."""
 TILE = 32

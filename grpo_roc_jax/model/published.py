@@ -377,8 +377,8 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
     """A `config.json` that `read_config` reads back as the same model, without dtype and special tokens.
 
     Args:
-        config: Of the model.
-        family: Its architecture is named; by default the family that computes this model.
+        config: Configuration of the model.
+        family: The family whose architecture is written; by default the one that computes this model.
 
     Raises:
         UnsupportedModelError: no family has this combination of options.

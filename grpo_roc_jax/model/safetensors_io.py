@@ -86,7 +86,7 @@ def read_directory(folder: Path) -> dict[str, Tensor]:
         places: Mapping[str, str] = read_json_object(index_file)["weight_map"]
         shards = sorted({str(Path(name)) for name in places.values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index_file} is no index of shards ({error!r:.200}); download it again") from error
+        raise CheckpointError(f"{index_file} is not an index of shards ({error!r:.200}); download it again") from error
     tensors: dict[str, Tensor] = {}
     for name in shards:
         if not os.path.isfile(folder / name):  # pathlib raises for names that no file can have
@@ -109,7 +109,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
             entries = {name: (entry.get_dtype(), tuple(entry.get_shape())) for name, entry in slices.items()}
     except SafetensorError as error:
-        raise CheckpointError(f"{file} is no complete safetensors file ({error}); download it again") from error
+        raise CheckpointError(f"{file} is not a complete safetensors file ({error}); download it again") from error
     for name, (dtype, _) in entries.items():
         if dtype not in DTYPES:
             raise CheckpointError(f"{file}: {name} has dtype {dtype}; must be one of {', '.join(DTYPES)}")

@@ -100,8 +100,8 @@ def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = Non
     each = len(devices) // len(processes)
     if each % config.tensor and config.tensor % each:
         raise ValueError(
-            f"sharding.tensor = {config.tensor} does not divide the {each} devices of a process and is no multiple of "
-            f"them; take a divisor of {each} and raise sharding.fsdp instead"
+            f"sharding.tensor = {config.tensor} does not divide the {each} devices of a process and is not a multiple "
+            f"of them; take a divisor of {each} and raise sharding.fsdp instead"
         )
     slices: dict[int, list[jax.Device]] = {}
     for device in sorted(devices, key=lambda device: (device.process_index, device.id)):

@@ -239,10 +239,10 @@ def linear(
 
     Args:
         layer: Has the matrix, whose first `inputs` axes are summed over.
-        name: Of the matrix.
+        name: Name of the matrix.
         x: [B,T,...], ends with these axes.
         inputs: Number of axes that are summed over.
-        dtype: Of the result and of its sums; that of `x` by default.
+        dtype: Dtype of the result and of its sums; that of `x` by default.
         flat: See `Splits`.
     """
     rows = x.shape[: x.ndim - inputs]
@@ -404,7 +404,7 @@ def forward(
         tokens: Token ids; padding may hold any id.
         positions: Position of each token within its segment, restarting at 0.
         segment_ids: 1, 2, ... for the trajectories packed into a row, 0 for padding; no attention across segments.
-        config: Of the model.
+        config: Configuration of the model.
         execution: How it runs.
         routes: Experts to replay in each layer; negative where the layer's router chooses.
     """

@@ -44,8 +44,8 @@ class Preemption:
             yield self
             return
         nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        taken = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
-        before = {number: signal.signal(number, self._on_signal) for number in taken}
+        handled = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
+        before = {number: signal.signal(number, self._on_signal) for number in handled}
         try:
             yield self
         finally:

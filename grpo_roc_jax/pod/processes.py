@@ -37,12 +37,12 @@ log = logging.getLogger(__name__)
 PIECE = 1 << 22
 """Bytes that each process sends at a time; the size is fixed, so that one program is compiled."""
 SIGNAL_POLL_S = 1.0
-"""Seconds between two looks for a signal that another process received."""
+"""Seconds between two checks for a signal that another process received."""
 STOP_KEY = "grpo_roc_jax/stop/"
 QUEUE_KEY = "grpo_roc_jax/next/"
 BOARD_KEY = "grpo_roc_jax/board/"
 SHUTDOWN_S = 60.0
-"""Seconds to wait for the others at the end."""
+"""Seconds to wait for the other processes at the end."""
 FAILED = (jax.errors.JaxRuntimeError, ValueError)
 """What a program that spans processes raises when one of them dies; Gloo's failures come as either."""
 ROLL_CALL_S = 5.0
@@ -74,7 +74,7 @@ class Joining(Distributed):
     """The process joins the others."""
 
     join_timeout_s: Positive = 300.0
-    """Seconds to wait for the others at the start."""
+    """Seconds to wait for the other processes at the start."""
     heartbeat_s: Annotated[float, Ge(1)] = 150.0
     """Seconds without a sign of life, which comes every half of them, after which a process counts as dead and the
     others end. A process that dies closes its connections and is noticed at once."""
@@ -210,8 +210,8 @@ class Processes:
     def share(self, items: Sequence[T]) -> list[tuple[int, T]]:
         """(index, item) of this process's share: every `samplers`-th item, so that hard ones are spread. In a team it
         is the share of the first of them."""
-        place, follows = divmod(self.index, self.together)
-        return [] if follows else list(enumerate(items))[place :: self.samplers]
+        team, follows = divmod(self.index, self.together)
+        return [] if follows else list(enumerate(items))[team :: self.samplers]
 
     def numbers(self, first: int, stop: int) -> Iterator[int]:
         """The numbers from `first` to before `stop`, each for the process that asks first. Every process must call
@@ -248,7 +248,7 @@ class Processes:
             if before not in ("", self._posted):
                 client.key_value_delete(before)
             client.key_value_set(self._posted, text, allow_overwrite=True)
-            return [found for _, found in client.key_value_dir_get(folder)]
+            return [posted for _, posted in client.key_value_dir_get(folder)]
         except jax.errors.JaxRuntimeError as error:
             raise ProcessLost(f"process 0, which the others report to, is gone ({_brief(error)})") from error
 

@@ -35,7 +35,7 @@ def keep_programs(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 def _machine() -> str:
     """A name for the instructions of this CPU: its programs fail on one that has others, and hosts may share a home."""
-    found = Path("/proc/cpuinfo")
-    lines = found.read_text(encoding="utf-8").splitlines() if found.exists() else []
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"

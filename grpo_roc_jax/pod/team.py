@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 MEET_S = 300
 """Seconds that the processes of a team wait for each other at the start."""
 STRANGER_S = 10
-"""Seconds that whoever connects may take to show that it belongs to the team."""
+"""Seconds that a connecting process may take to prove that it belongs to the team."""
 POLL_S = 1.0
 """Seconds between two signs of life of a process that waits for calls."""
 

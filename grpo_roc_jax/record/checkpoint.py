@@ -45,8 +45,8 @@ class CheckpointConfig:
     keep: AtLeast1 = 2
     """Newest valid checkpoints that stay. 2 survive a bad disk block in the newest."""
     fail_on_error: bool = False
-    """Ends the run when a checkpoint cannot be written (disk full, no permission). By default the run goes on with the
-    previous checkpoint, warns, and tries again at the next one."""
+    """Ends the run when a checkpoint cannot be written (disk full, no permission). By default the run continues with
+    the previous checkpoint, warns, and tries again at the next one."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -148,7 +148,7 @@ class ConsoleWriter(MetricsWriter):
 
     @property
     def bars(self) -> Progress | None:
-        """The progress display, for further bars besides the training bar; None if the console cannot redraw."""
+        """The progress display, for bars in addition to the training bar; None if the console cannot redraw."""
         return self._screen if self._console.is_terminal else None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -67,7 +67,7 @@ class WandbProject(Wandb):
 
 @kind("online")
 class WandbOnline(WandbProject):
-    """Metrics are sent while the run goes on; needs the extra `wandb`."""
+    """Metrics are sent during the run; needs the extra `wandb`."""
 
 
 @kind("offline")

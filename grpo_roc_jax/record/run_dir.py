@@ -115,7 +115,7 @@ def _refuse_other_arrays(
     raise ConfigError(
         "\n".join(message_lines)
         + f"\nunder these the training state has other arrays ({name}: saved {shapes.get(name, 'nothing')}, expected "
-        f"{now.get(name, 'nothing')}), so the run cannot go on; use its settings, or another --run_dir"
+        f"{now.get(name, 'nothing')}), so the run cannot continue; use its settings, or another --run_dir"
     )
 
 

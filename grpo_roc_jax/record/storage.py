@@ -149,7 +149,7 @@ class Copy:
                     os.kill(os.getpid(), signal.SIGTERM)
                     return
                 if failures % WARN_EVERY == 0:
-                    log.warning("%s is behind: %s (the run continues)", self.address, _brief(error))
+                    log.warning("%s lags behind: %s (the run continues)", self.address, _brief(error))
                 failures += 1
 
     def finish(self) -> None:

@@ -400,7 +400,7 @@ def environment_pay(trajectory: Trajectory, part: str = "") -> Pay:
     turn. If it could not judge a trajectory, the trajectory has no score.
 
     Args:
-        trajectory: Of its rollout.
+        trajectory: The finished trajectory.
         part: Name of one of `Trajectory.rewards`, which pays instead; None if the environment gave others only.
     """
     if part:

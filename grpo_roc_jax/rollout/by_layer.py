@@ -50,7 +50,7 @@ Leaves = tuple[tuple[Array, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class LayerProgram:
     """A part of a program, compiled."""
 
     executable: jax.stages.Compiled
@@ -60,13 +60,13 @@ class Part:
     """Seconds that tracing, lowering and compiling took."""
 
 
-class Parts:
+class LayerPrograms:
     """Runs the parts of programs by name; parts of one name have arguments of one shape. With `preparing` they are
     compiled instead, and return shapes."""
 
-    def __init__(self, compiled: dict[tuple, Part], *, preparing: bool):
+    def __init__(self, compiled: dict[tuple, LayerProgram], *, preparing: bool):
         self._compiled, self._preparing = compiled, preparing
-        self.used: dict[tuple, Part] = {}
+        self.used: dict[tuple, LayerProgram] = {}
         """Those that were prepared or called through this object."""
 
     def __call__(self, name: tuple, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> Any:
@@ -76,7 +76,7 @@ class Parts:
             start = time.perf_counter()
             lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
             executable = lowered.compile()
-            self._compiled[name] = Part(executable, lowered.out_info, time.perf_counter() - start)
+            self._compiled[name] = LayerProgram(executable, lowered.out_info, time.perf_counter() - start)
         self.used[name] = self._compiled[name]
         return self._compiled[name].result
 
@@ -129,7 +129,7 @@ def _written(*arguments: Any, **settings: Any) -> Leaves:
 
 
 def append_by_layer(
-    parts: Parts,
+    parts: LayerPrograms,
     params: Params,
     pool: BlockPool,
     *arrays: Array,
@@ -168,7 +168,7 @@ def append_by_layer(
 
 
 def copy_by_layer(
-    parts: Parts, pool: BlockPool, blocks: Int[Array, "2 n"], rows: Int[Array, "2 n"], *, config: ModelConfig
+    parts: LayerPrograms, pool: BlockPool, blocks: Int[Array, "2 n"], rows: Int[Array, "2 n"], *, config: ModelConfig
 ) -> BlockPool:
     """`pool.copy_blocks`."""
     form = pool.replace(layers=())
@@ -185,7 +185,7 @@ def copy_by_layer(
 
 
 def decode_by_layer(
-    parts: Parts,
+    parts: LayerPrograms,
     params: Params,
     pool: BlockPool,
     slots: Slots,

@@ -45,7 +45,7 @@ from grpo_roc_jax.model.pool import (
 )
 from grpo_roc_jax.model.sharding import SLOTS, place_host, platform_of
 from grpo_roc_jax.model.transformer import Params, compute_dtype, layer_weights
-from grpo_roc_jax.rollout.by_layer import Part, Parts, append_by_layer, copy_by_layer, decode_by_layer
+from grpo_roc_jax.rollout.by_layer import LayerProgram, LayerPrograms, append_by_layer, copy_by_layer, decode_by_layer
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.decode import (
     ChunkReport,
@@ -124,7 +124,7 @@ class ProgramCall:
     out: Any
     donate: tuple[int, ...] = ()
     by_layer: Callable | None = None
-    """The same from parts (`by_layer.Parts`, *arguments); None for programs without layers."""
+    """The same from parts (`by_layer.LayerPrograms`, *arguments); None for programs without layers."""
 
 
 READ_TOKENS = 512
@@ -181,7 +181,7 @@ class SamplerPrograms:
         self.shares_layers = on_cpu and (mesh is None or mesh.size == 1) and layer_weights(model) >= LAYER_WEIGHTS
         """Whether all layers of a kind share an executable (`rollout.by_layer`)."""
         self._compiled: dict[tuple, Any] = {}
-        self._parts: dict[tuple, Part] = {}
+        self._parts: dict[tuple, LayerProgram] = {}
         self.costs: list[ProgramCost] = []
 
     @property
@@ -496,13 +496,13 @@ class SamplerPrograms:
         start = time.perf_counter()
         cache_bytes = sum(argument.nbytes for argument in call.arguments if isinstance(argument, BlockPool))
         if call.by_layer is not None and self.shares_layers:
-            parts = Parts(self._parts, preparing=True)
+            parts = LayerPrograms(self._parts, preparing=True)
             call.by_layer(parts, *call.arguments)
             costs = [program_cost(name, start, part.executable) for part in parts.used.values()]
             # The parts run one after the other; each of them has a layer of the cache and of the weights at most.
             largest = max(costs, key=lambda cost: cost.total_bytes)
             self.costs.append(replace(largest, cache_bytes=cache_bytes))
-            return partial(call.by_layer, Parts(self._parts, preparing=False))
+            return partial(call.by_layer, LayerPrograms(self._parts, preparing=False))
         executable = self.lower(call).compile()
         self.costs.append(program_cost(name, start, executable, cache_bytes // self.shards))
         return executable

@@ -12,7 +12,7 @@ import jax
 from grpo_roc_jax.settings.cli import ConfigError
 
 FOLDER = "profile"
-"""Of the run directory."""
+"""Folder of the traces in the run directory."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Profile:
 
     @classmethod
     def parse(cls, words: str) -> "Profile":
-        """Of `3:5`, or of one step, `3`.
+        """The range of steps in `3:5`, or in `3` for a single step.
 
         Raises:
-            ConfigError: these are no steps.
+            ConfigError: The text is not a range of steps.
         """
         match = re.fullmatch(r"(\d+)(?::(\d+))?", words)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
@@ -66,7 +66,7 @@ class Tracer:
         self._profile, self._folder, self._under_way = profile, folder, False
 
     def before(self, step: int) -> None:
-        """Called before a step. A run that goes on in the midst of the steps traces those that are left."""
+        """Called before a step. A run that resumes within the range traces the steps that are left."""
         if not self._under_way and self._profile.first <= step <= self._profile.last:
             self._under_way = True
             jax.profiler.start_trace(str(self._folder))

@@ -284,7 +284,7 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
                 raise Stopped(INFRASTRUCTURE_STATUS, f"{session.watchdog.ending}; {words}") from error
             if isinstance(error, Preempted) and not saved:
                 raise Stopped(INFRASTRUCTURE_STATUS, f"interrupted, and {words}") from error
-            error.add_note(f"{words}; the same command with --resume auto goes on")
+            error.add_note(f"{words}; run the same command with --resume auto to continue")
             for line in next_lines(session.run_dir, None, getattr(error, "status", None)) if saved else ():
                 session.writer.say(line)
         raise
@@ -327,8 +327,8 @@ def plan_line(
         start: Whether the run is fresh or resumes at a step.
         held_out: Number of problems of an evaluation.
         run_dir: Directory of the run.
-        seconds: Of a supervised step, of a step and of an evaluation, by the names of their phases; what is missing is
-            not told.
+        seconds: Durations of a supervised step, a step and an evaluation, by the names of their phases. Those that
+            are missing are not mentioned.
     """
 
     def about(phase: str, count: int = 1) -> str:

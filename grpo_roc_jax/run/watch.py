@@ -307,5 +307,5 @@ class Watchdog:
         self.ending = text
         os.kill(os.getpid(), signal.SIGTERM)
         if not self._ended.wait(GRACE_S):
-            log.error("the run does not end by itself; its newest checkpoint stands")
+            log.error("the run does not end by itself; its newest checkpoint remains")
             os._exit(INFRASTRUCTURE_STATUS)

@@ -244,14 +244,14 @@ class FileCount:
                     os.kill(pid, signal.SIGCONT)
 
     def over_at_rest(self) -> str:
-        """The same for a session that has been told to stop. Most cells do too little to take much space."""
+        """Like `over`, for a session that has been asked to stop. Most cells do too little to take much space."""
         spent, written = cpu_time(self.pid) - self.cpu_then, self.written() - self.written_then
         if spent < THOROUGH_CPU_S and written < THOROUGH_BYTES:
             return ""
         return self.judge() if await_stop(self.pid) else ""
 
     def over_at_end(self) -> str:
-        """The same for a program that has ended, with all its processes."""
+        """Like `over`, for a program that has ended, with all its processes."""
         try:
             return self.limit_of(*self.named())
         except OSError:

@@ -62,7 +62,7 @@ class ScratchCleanup:
             pause_s = BUSY_PAUSE_S if names else PAUSE_S
 
     def end(self) -> None:
-        """Delete everything; a separate process goes on if that takes long."""
+        """Deletes everything; a separate process continues if that takes long."""
         self.stop.set()
         self.thread.join(LAST_S)
         late = threading.Event()

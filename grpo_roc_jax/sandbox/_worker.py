@@ -251,7 +251,7 @@ class Worker:
         """Wait for the child to end, and kill it if it exceeds a limit; returns that limit, or "".
 
         Args:
-            number: Of the call; a cancellation with another number came too late and is ignored.
+            number: Number of the call; a cancellation with another number came too late and is ignored.
             outputs: Descriptors of stdout, stderr and record, whose size is limited.
             files: Counts the files of the child; None where that is not needed.
             handlers: Descriptor -> function for further events; text that a function returns ends the wait.
@@ -338,7 +338,7 @@ def end_children(strays: Callable[[], list[int]], seconds: float = math.inf) -> 
 
 
 def reap_except(spared: set[int]) -> None:
-    """Reap ended children up to the first of those in `kept`, which somebody else waits for."""
+    """Reap ended children up to the first of those in `spared`, for which other code waits."""
     with contextlib.suppress(ChildProcessError):
         while True:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

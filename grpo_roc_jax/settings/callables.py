@@ -28,7 +28,7 @@ def import_file(path: str) -> ModuleType:
         try:
             return importlib.import_module(path)
         except ImportError as error:
-            raise ImportError(f"{path!r} is no Python file and no importable module: {error}") from error
+            raise ImportError(f"{path!r} is neither a Python file nor an importable module: {error}") from error
         except (Exception, SystemExit) as error:
             raise ImportError(f"{path!r}: {type(error).__name__}: {error}") from error
     file = Path(path).expanduser().resolve()
@@ -104,5 +104,5 @@ def resolve(setting: str, name: str) -> Callable[..., Any] | None:
             + (f"it has {', '.join(names)}" if names else f"it defines no function; {hint}")
         )
     if not callable(function):
-        raise ValueError(f"{setting} = {name!r} is no function; {hint}")
+        raise ValueError(f"{setting} = {name!r} is not a function; {hint}")
     return function

@@ -37,7 +37,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is no regular file")
+        raise ValueError(f"{path} is not a regular file")
     if status.st_size > most_bytes:
         raise ValueError(f"{path} has {status.st_size} bytes; must be at most {most_bytes}")
     try:
@@ -79,7 +79,7 @@ def parse_json(text: str | bytes, name: str) -> Any:
     except RecursionError:
         raise ValueError(f"{name}: JSON is nested too deeply; must have at most {DEEPEST} levels") from None
     except ValueError as error:
-        raise ValueError(f"{name} is no JSON: {error}") from error
+        raise ValueError(f"{name} is not JSON: {error}") from error
     if depth_over(value, DEEPEST):
         raise ValueError(f"{name}: JSON is nested too deeply; must have at most {DEEPEST} levels")
     return value

@@ -64,8 +64,8 @@ class _Loader(yaml.SafeLoader):
 
 BOOL_TAG = "tag:yaml.org,2002:bool"
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in found if tag != BOOL_TAG]
-    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != BOOL_TAG]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(BOOL_TAG, re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
 

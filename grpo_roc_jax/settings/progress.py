@@ -90,7 +90,7 @@ class Phase:
         return f", about {describe_seconds(more)} left" if more > 0 else ""
 
     def seconds(self) -> float:
-        """Of a step, or of all of it if it has none; 0 if it had too few steps to say."""
+        """Seconds of a step, or of the whole phase if it has no steps; 0 if too few steps were done to estimate it."""
         now = self.clock()
         if self.steps:
             return self._each(now) if self.done > 1 else 0.0
@@ -121,7 +121,7 @@ class Narrator:
         self.usual: Mapping[str, float] = {}
         """Seconds of a step of a phase, or of all of it, in an earlier run; see `Phase.seconds`."""
         self.measured: dict[str, float] = {}
-        """The same of phases that have ended."""
+        """Seconds of the phases that have ended; see `Phase.seconds`."""
         self._open: list[Phase] = []
         self._lock = threading.Lock()
         self._spoke = clock()

@@ -36,7 +36,7 @@ DEFAULT_INSTRUCTION = "Put the final answer inside <answer> </answer> as \\boxed
 
 
 class TokenizerSource(Axis, axis="text.tokenizer"):
-    """Where the tokenizer comes from."""
+    """The origin of the tokenizer."""
 
     other = "file"
     path: ClassVar[str] = ""
@@ -162,7 +162,7 @@ class TextConfig:
     """Tokenizer, prompt and observation settings."""
 
     tokenizer: TokenizerSource = field(default_factory=ToyTokenizer)
-    """Where the tokenizer comes from: a kind, or a path."""
+    """The origin of the tokenizer: a kind, or a path."""
     template: Template = field(default_factory=AutoTemplate)
     """How roles are written."""
     calls: Literal[

@@ -62,7 +62,7 @@ class ObservationEncoder:
 
     Args:
         tokenizer: Encodes the text.
-        tags: Texts that an observation may not hold, besides the variants of the protocol tags.
+        tags: Texts that an observation may not contain, in addition to the variants of the protocol tags.
         max_tokens: Budget of one observation; the middle of a longer one is left out.
         marks: Beginnings of the template's marks, such as `<think` and `[/INST`; no variant of them may occur either.
         as_json: The template writes observations as JSON strings.

@@ -21,13 +21,13 @@ class CallForm:
     stop_text: str = ""
     """Text that ends a turn of one call; empty if only an end token ends it."""
     end_tokens: tuple[str, ...] = ()
-    """Special tokens that end a turn, besides the end token of the template."""
+    """Special tokens that end a turn, in addition to the end token of the template."""
     turn_end: str = ""
     """Token by which the policy ends a turn without calls, where the template writes `past_ends` for it later."""
     past_ends: tuple[str, ...] = ()
     """Tokens by which the template ends earlier turns."""
     thoughts: tuple[tuple[str, str], ...] = ()
-    """Marks around thoughts, besides those that all forms know."""
+    """Marks around thoughts, in addition to those that all forms know."""
     thought: tuple[str, str] | None = None
     """Marks that a demonstration writes around a thought; None for those of the template."""
     thinks_if: str = ""
@@ -43,19 +43,19 @@ class CallForm:
         """The first call, or block of calls, that begins at `at` or later; never raises.
 
         Args:
-            text: Of the turn, without its end token.
-            at: 0, or the end of a span that was found before.
-            tools: JSON schemas, for forms that name no tool or do not tell a number from its text.
+            text: Text of the turn, without its end token.
+            at: 0, or the end of an earlier span.
+            tools: JSON schemas, for forms that name no tool or do not distinguish a number from its text.
         """
         raise NotImplementedError
 
     def find_calls(self, text: str, *, over: bool, tools: Tools = ()) -> list[ToolCall]:
-        """The calls of a turn in order, malformed ones with their fault; never raises, in linear time.
+        """The calls of a turn in order, malformed ones with their fault. Never raises; takes linear time.
 
         Args:
-            text: Of the turn, without its end token.
-            over: The policy ended the turn, so a complete call without its closing mark counts. One that was cut off
-                inside is malformed.
+            text: Text of the turn, without its end token.
+            over: Whether the policy ended the turn. If so, a complete call without its closing mark counts. A call that
+                was cut off inside is malformed.
             tools: As in `next_call`.
         """
         calls: list[ToolCall] = []

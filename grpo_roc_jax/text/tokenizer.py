@@ -350,7 +350,7 @@ def damaged(path: Path) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by a library in Rust
             raise
         problem = f"{type(error).__name__}: {error!s:.300}"
-        raise ValueError(f"{path} is no tokenizer that can be read: {problem}") from error
+        raise ValueError(f"{path} is not a readable tokenizer: {problem}") from error
 
 
 def tokenizer_path(source: TokenizerSource) -> Path:
@@ -369,7 +369,7 @@ def published_folder(source: TokenizerSource) -> Path:
 
 
 def published_ends(source: TokenizerSource) -> frozenset[int]:
-    """Ids that end a text by the `generation_config.json` beside the tokenizer, of which there may be several."""
+    """Ids that end a text according to the `generation_config.json` next to the tokenizer; there may be several."""
     if not source.path:
         return frozenset()
     end_ids = read_json(published_folder(source) / "generation_config.json").get("eos_token_id")

@@ -25,7 +25,7 @@ LEVELS = ("L0", "L1", "L2", "L3", "L4")
 
 
 class Executor(Axis, axis="tools.executor"):
-    """Where programs run."""
+    """The executor of programs."""
 
 
 @kind("local")
@@ -99,8 +99,8 @@ class ToolsConfig:
     """The executor that runs the policy's Python."""
 
     executor: Executor = field(default_factory=LocalPool)
-    """Where programs run: a pool on this host (in a cgroup or not), Ray actors with a pool each, or an existing HTTP
-    service."""
+    """The executor of programs: a pool on this host (in a cgroup or not), Ray actors with a pool each, or an existing
+    HTTP service."""
     enabled: tuple[str, ...] = ("python_code_with_standard_io", "jupyter_code")
     """Names of the built-in tools the policy may call; further tools are registered in code."""
     level: Literal["best", "L0", "L1", "L2", "L3", "L4"] = "best"

@@ -166,4 +166,4 @@ def _record(document: Any, path: Path) -> TraceRecord:
     try:
         return from_atif(document)
     except (AttributeError, TypeError, LookupError) as error:
-        raise ValueError(f"{path} holds something else than a document of ATIF: {error!r:.200}") from error
+        raise ValueError(f"{path} is not a document of ATIF: {error!r:.200}") from error

@@ -47,7 +47,7 @@ class Bank(Environment):
         Args:
             a: Name of the account.
         """
-        return f"{a} has {self._held(a)}"
+        return f"{a} has {self._balance(a)}"
 
     def pay(self, a: str, b: str, n: int) -> str:
         """Pays from an account to another one.
@@ -57,9 +57,9 @@ class Bank(Environment):
             b: The account that is paid.
             n: The amount.
         """
-        if not 0 < n <= self._held(a):
-            raise ValueError(f"{a} has {self._held(a)}")
-        self._held(b)
+        if not 0 < n <= self._balance(a):
+            raise ValueError(f"{a} has {self._balance(a)}")
+        self._balance(b)
         self.balances[a] -= n
         self.balances[b] += n
         if self.done < len(self.orders) and (a, b, n) == self.orders[self.done]:
@@ -71,7 +71,7 @@ class Bank(Environment):
         earned, self.earned = self.earned, 0.0
         return Observation(reward=earned, done=self.done == len(self.orders))
 
-    def _held(self, account: str) -> int:
+    def _balance(self, account: str) -> int:
         if account not in self.balances:
             raise ValueError(f"no account {account}")
         return self.balances[account]

@@ -120,7 +120,7 @@ def test_a_dialogue_in_the_terminal(published):
     with open_policy(str(published), SHORT) as (_, sampling):
         dialogue = Dialogue(sampling.sampler)
         converse(dialogue, console, lambda: next(lines))
-        assert dialogue.asked == 2
+        assert dialogue.questions == 2
         with pytest.raises(
             ValueError, match=r"the question has \d+ tokens, rollout\.max_prompt_tokens = 768; raise it"
         ):
@@ -198,7 +198,7 @@ def test_an_adapter_answers_as_the_model_that_it_is_merged_into(published, tmp_p
 
 def test_what_is_no_model_is_said(tmp_path, capsys):
     assert main([str(tmp_path / "nothing"), "--prompt", "x"]) == 2
-    assert "is no directory; must be one with config.json, or a hub id" in capsys.readouterr().err
+    assert "is not a directory; must be one with config.json, or a hub id" in capsys.readouterr().err
 
 
 def test_the_cache_of_a_dialogue_grows_with_it_and_changes_no_answer(published):

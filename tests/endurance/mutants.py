@@ -50,7 +50,7 @@ AREAS = {
     "sandbox": ["sandbox/*.py"],
     "checkpoint": ["record/checkpoint.py", "record/checkpoint_files.py", "record/codec.py"],
 }
-ROOMS = {"loss": "learner", "pack": "learner", "update": "learner", "checkpoint": "record"}
+ROOMS = {"sample": "run", "loss": "learner", "pack": "learner", "update": "learner", "checkpoint": "record"}
 """Area -> folder of its tests, where the names differ."""
 SWAPS: dict[type, type] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -58,6 +58,32 @@ SWAPS: dict[type, type] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
     **{ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr},
 }
+WRITTEN = (
+    # The failures that are kept are the first ones.
+    (
+        "method",
+        "method/roc.py",
+        'if config.negative_select == "uniform" else',
+        'if config.negative_select == "first" else',
+    ),
+    # They are drawn alike in every group.
+    (
+        "method",
+        "method/roc.py",
+        "rng.permutation(len(negative))",
+        "np.random.default_rng(0).permutation(len(negative))",
+    ),
+    # The first rollout of each request is lost between engine and scorer.
+    (
+        "sample",
+        "run/sample.py",
+        "tuple(rows), options.step, request.place",
+        "tuple(rows[1:]), options.step, request.place",
+    ),
+    # The last request is lost there.
+    ("sample", "run/sample.py", "rows[before:]", "[*rows[before:-1], ()]"),
+)
+"""(area, module, text, text instead) of edits that no rule above makes; they come first."""
 FILES = 5
 """Test files of a mutant, at most."""
 CPU_S, WALL_S = 150, 600
@@ -78,7 +104,8 @@ class Mutant:
     """Stays the same while the line does."""
 
     def text(self, source: bytes) -> bytes:
-        return source[: self.span[0]] + f"({self.new})".encode() + source[self.span[1] :]
+        new = self.new if self.kind == "written" else f"({self.new})"
+        return source[: self.span[0]] + new.encode() + source[self.span[1] :]
 
 
 class Edits(ast.NodeVisitor):
@@ -148,15 +175,35 @@ def mutants_of(area: str, path: Path) -> Iterator[Mutant]:
         yield Mutant(area, place, node.lineno, kind, old, new, (begin, end), name)
 
 
+def written_mutants() -> list[Mutant]:
+    """The edits of `WRITTEN`.
+
+    Raises:
+        ValueError: A text that its module does not have exactly once: the module has changed, so the edit must too.
+    """
+    mutants = []
+    for area, module, old, new in WRITTEN:
+        path = ROOT / "grpo_roc_jax" / module
+        source = path.read_bytes()
+        if source.count(old.encode()) != 1:
+            raise ValueError(f"{module} has {source.count(old.encode())} times {old!r}, must be once; edit WRITTEN")
+        begin = source.index(old.encode())
+        line, name = source[:begin].count(b"\n") + 1, hashlib.blake2b(f"{module} {old} {new}".encode(), digest_size=6)
+        span = (begin, begin + len(old.encode()))
+        place = str(path.relative_to(ROOT))
+        mutants.append(Mutant(area, place, line, "written", old, new, span, name.hexdigest()))
+    return mutants
+
+
 def all_mutants(seed: int) -> list[Mutant]:
-    """One of each area in turn, in the order of a seed."""
+    """Those of `WRITTEN`, then one of each area in turn, in the order of a seed."""
     decks = []
     for area, patterns in AREAS.items():
         paths = sorted(path for pattern in patterns for path in (ROOT / "grpo_roc_jax").glob(pattern))
         deck = [mutant for path in paths for mutant in mutants_of(area, path)]
         random.Random(f"{seed} {area}").shuffle(deck)
         decks.append(deck)
-    return [deck[i] for i in range(max(map(len, decks))) for deck in decks if i < len(deck)]
+    return written_mutants() + [deck[i] for i in range(max(map(len, decks))) for deck in decks if i < len(deck)]
 
 
 @cache
@@ -280,7 +327,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--from", type=int, default=0, dest="part", help="begins at this multiple of count")
-    parser.add_argument("--areas", nargs="*", default=[*AREAS])
+    parser.add_argument("--areas", nargs="*", default=[*AREAS, "sample"])
     parser.add_argument("--at_least", type=float, default=0.0, help="share noticed, below which the status is 1")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begins no mutant after this time")
     parser.add_argument("--seed", type=int, default=0)

@@ -226,12 +226,12 @@ def test_other_number_formats_are_refused_by_name(tmp_path, type_id, name):
 def test_files_that_are_no_model_are_refused(tmp_path):
     for change, said in (
         (lambda data: data[:-40], r"is cut short: .* ends at byte \d+ of \d+; download it again"),
-        (lambda data: data[:200], "is no complete GGUF file .*it ends at byte 200, within its header"),
-        (lambda data: b"GGML" + data[4:], "is no GGUF file: it begins with b'GGML'"),
-        (lambda data: b"", "is no GGUF file"),
+        (lambda data: data[:200], "is not a complete GGUF file .*it ends at byte 200, within its header"),
+        (lambda data: b"GGML" + data[4:], "is not a GGUF file: it begins with b'GGML'"),
+        (lambda data: b"", "is not a GGUF file"),
         (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "has version 1; read are versions 2 and 3"),
         (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "byte order of another machine"),
-        (lambda data: data[:8] + b"\xff" * 16 + data[24:], "is no complete GGUF file"),
+        (lambda data: data[:8] + b"\xff" * 16 + data[24:], "is not a complete GGUF file"),
     ):
         with pytest.raises(GgufError, match=said):
             find_model(broken(tmp_path, change))
@@ -242,7 +242,7 @@ def test_every_cut_of_a_file_is_refused_in_words(tmp_path):
     data = file.read_bytes()
     for size in [*range(0, 400, 7), *range(400, len(data), 997)]:
         (tmp_path / "cut.gguf").write_bytes(data[:size])
-        with pytest.raises(GgufError, match=r"no GGUF file|no complete GGUF file|cut short"):
+        with pytest.raises(GgufError, match=r"not a GGUF file|not a complete GGUF file|cut short"):
             find_model(str(tmp_path / "cut.gguf"))
 
 

@@ -111,7 +111,7 @@ def test_a_file_of_the_hub(pair, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     for path in ("here/model/x.gguf", "here/x.gguf", "x.gguf", "./a/b/c.gguf", "runs/a/b.gguf"):
-        with pytest.raises(GgufError, match="is no file; name a GGUF file"):
+        with pytest.raises(GgufError, match="is not a file; name a GGUF file"):
             find_model(path)
     assert len(asked) == 1
 

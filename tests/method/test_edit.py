@@ -5,11 +5,14 @@ import numpy as np
 from grpo_roc_jax.method import edit
 from grpo_roc_jax.method.compose import train_rows
 from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.types import condition_kind
 from tests.helpers.method_groups import make_group, make_trajectory, method
+
+condition_kind("helped", helped=True, moves=True, optional=True)  # of this file, so that no method has to be there
 
 
 def test_replace_failures():
-    group, hinted = make_group([0, 1, 0, 0]), make_group([0, 1, 1, 1], condition=["hint:1"] * 4)
+    group, hinted = make_group([0, 1, 0, 0]), make_group([0, 1, 1, 1], condition=["helped:1"] * 4)
     merged = edit.replace_failures(group, hinted, 2)
     assert merged.rewards.tolist() == [1, 1, 1, 0]
     assert merged.size == 4
@@ -18,7 +21,7 @@ def test_replace_failures():
 
 
 def test_with_prompt():
-    trajectory = make_trajectory(3, prompt=4, observation=2, condition="hint:1")
+    trajectory = make_trajectory(3, prompt=4, observation=2, condition="helped:1")
     moved = edit.with_prompt(trajectory, np.array([7, 8], np.int32))
     assert moved.tokens.tolist() == [7, 8, 4, 5, 6, 7, 8]
     assert moved.policy_mask.tolist() == [False, False, True, True, True, False, False]
@@ -31,7 +34,7 @@ def test_with_prompt():
 
 def test_guide_ratio_vector():
     """Under the plain prompt the record stays that of the hinted one: the ratio is between contexts (Guide-GRPO)."""
-    hinted = make_group([1, 0], uid="a", lengths=[2, 2], logprobs=[[-1.0, -0.9]] * 2, condition=["hint:1", ""])
+    hinted = make_group([1, 0], uid="a", lengths=[2, 2], logprobs=[[-1.0, -0.9]] * 2, condition=["helped:1", ""])
     (moved,) = edit.with_plain_prompts([hinted], {"a": np.array([9], np.int32)})
     row, _ = train_rows([moved], method(), AlgoState())
     assert row.tokens[:1].tolist() == [9]
@@ -40,7 +43,7 @@ def test_guide_ratio_vector():
 
 
 def test_with_plain_prompts():
-    group = make_group([1, 0], uid="a", condition=["hint:2", ""])
+    group = make_group([1, 0], uid="a", condition=["helped:2", ""])
     (moved,) = edit.with_plain_prompts([group], {"a": np.array([9], np.int32)})
     assert moved.trajectories[0].tokens[0] == 9
     assert moved.trajectories[1] is group.trajectories[1]

@@ -5,6 +5,7 @@ import itertools
 import random
 import re
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -410,6 +411,17 @@ def test_failures_are_never_ranked():
         counts[select_group(group, 6, ResampleOnCorrect(), generator).indices] += 1
     share = counts[4:] / 2000
     assert abs(share[:4].mean() - share[4:].mean()) < 0.03
+
+
+def test_every_set_of_failures_is_as_likely():
+    """Four of eight failures are kept: each of the 70 sets in one group of 70, whatever was drawn before."""
+    group, generator = make_group([1] * 4 + [0] * 8), rng(11)
+    sets = Counter()
+    for _ in range(7000):
+        indices = select_group(group, 6, ResampleOnCorrect(), generator).indices
+        sets[tuple(index for index in indices.tolist() if index >= 4)] += 1
+    assert len(sets) == 70
+    assert min(sets.values()) > 60 and max(sets.values()) < 145  # 100 +- 10
 
 
 def selection_pressure(mode, epsilon=0.05):

@@ -138,7 +138,7 @@ def test_criteria():
     assert Criteria().function(RewardConfig())(replace(problem, extra={}), group.trajectories) == [0, 0]
     with given({"long": lambda criterion, problem, reply: float(len(reply) > 3)}):
         assert Criteria(judge="long").function(RewardConfig())(problem, group.trajectories) == [1, 0]
-    with pytest.raises(ValueError, match=r"judge = 'nowhere' is no function"):
+    with pytest.raises(ValueError, match=r"judge = 'nowhere' is not a function"):
         make_scorer(RewardConfig(functions=(Criteria(judge="nowhere"),)))
 
 

@@ -231,10 +231,10 @@ def test_damaged_files_are_refused_by_name(tmp_path):
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
-    with pytest.raises(CheckpointError, match=f"{shard.name} is no complete safetensors file"):
+    with pytest.raises(CheckpointError, match=f"{shard.name} is not a complete safetensors file"):
         load_params(tmp_path, config)
     shard.write_bytes(b"\xff" * 100)
-    with pytest.raises(CheckpointError, match=f"{shard.name} is no complete safetensors file"):
+    with pytest.raises(CheckpointError, match=f"{shard.name} is not a complete safetensors file"):
         load_params(tmp_path, config)
     shard.unlink()
     with pytest.raises(CheckpointError, match=f"names the shard {shard.name}, which is missing"):
@@ -430,12 +430,12 @@ def test_replay_is_a_choice_of_the_run(tmp_path):
 
 
 def test_paths_that_are_no_models(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"no directory; must be one with config\.json, or a hub id"):
+    with pytest.raises(ValueError, match=r"not a directory; must be one with config\.json, or a hub id"):
         find_model(str(tmp_path / "nothing"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     for path in ("runs/toy", "mine/model"):  # neither is looked up as a hub id
-        with pytest.raises(ValueError, match=rf"'{path}' is no directory"):
+        with pytest.raises(ValueError, match=rf"'{path}' is not a directory"):
             find_model(path)
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         resolve_config(ModelConfig(path=str(tmp_path)))

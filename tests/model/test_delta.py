@@ -216,7 +216,7 @@ def test_what_the_layers_cannot_be_is_refused():
     with pytest.raises(ValueError, match=r"model\.windows\.key_heads = 2 is not divisible by sharding\.tensor = 4"):
         wide = ModelConfig(**(vars(hybrid) | {"heads": 4, "kv_heads": 4}))
         param_shardings(wide, make_mesh(ShardingConfig(data=2, tensor=4)))
-    with pytest.raises(ValueError, match=r"value_heads = 3 is no multiple of model\.windows\.key_heads = 2"):
+    with pytest.raises(ValueError, match=r"value_heads = 3 is not a multiple of model\.windows\.key_heads = 2"):
         GatedDelta(key_heads=2, value_heads=3, key_dim=4, value_dim=4)
     with pytest.raises(ValueError, match=r"model\.windows\.every = 4; must be at most model\.layers = 2"):
         ModelConfig(layers=2, windows=GatedDelta(key_heads=2, value_heads=2, key_dim=4, value_dim=4))

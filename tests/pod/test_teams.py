@@ -121,7 +121,7 @@ def test_who_samples_together():
         2,
         2,
     ]
-    with pytest.raises(ValueError, match="tensor = 4 does not divide the 6 devices of a process and is no multiple"):
+    with pytest.raises(ValueError, match="tensor = 4 does not divide the 6 devices of a process and is not a multiple"):
         make_mesh(ShardingConfig(tensor=4), devices(2, 6))
 
 

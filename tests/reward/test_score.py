@@ -181,7 +181,7 @@ def test_dotted_path(monkeypatch):
     assert scorer(PROBLEM, [trajectory("x")]).rewards.tolist() == [0.5]
     for path, message in [
         ("user_rewards:wrong", "must accept"),
-        ("user_rewards:number", "is no function"),
+        ("user_rewards:number", "is not a function"),
         ("user_rewards:missing", "user_rewards has no 'missing'; it has half, wrong"),
         ("no_such_module:f", "no_such_module"),
     ]:

@@ -79,6 +79,26 @@ def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(mon
     assert given[-1].progress == "own"
 
 
+def test_every_rollout_of_the_engine_reaches_the_scorer_under_its_problem():
+    rng, judged = np.random.default_rng(0), []
+    counts = (2, 3, 1)
+    rows = [make_trajectory(rng, i) for count in counts for i in range(count)]
+
+    def score_all(problems, rollouts):
+        judged.extend(zip(problems, map(list, rollouts), strict=True))
+        pairs = zip(problems, rollouts, strict=True)
+        groups = tuple(Group(p, tuple(r), tuple(make_verdict(rng, t) for t in r)) for p, r in pairs)
+        return SimpleNamespace(groups=groups, counts={}, faults=())
+
+    scorer = SimpleNamespace(score_all=score_all)
+    sampling = sampling_of(RolloutConfig(), scorer, lambda requests, options: (rows, RolloutStats()))
+    requests = [RolloutRequest(p, i, n) for i, (p, n) in enumerate(zip(PROBLEMS, counts, strict=True))]
+    scored = sample.sample_share(sampling, None, requests, RunOptions(3))
+    expected = [(PROBLEMS[0], rows[:2]), (PROBLEMS[1], rows[2:5]), (PROBLEMS[2], rows[5:])]
+    assert judged == expected
+    assert [(group.problem, list(group.trajectories)) for group in scored.groups] == expected
+
+
 def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole(monkeypatch):
     rng = np.random.default_rng(0)
     rows = [make_trajectory(rng, i % 2, turns=2) for i in range(4)]

@@ -79,8 +79,8 @@ FAULTS = {
     "reward in a file that exits": ("--reward.functions {files}/exits.py:reward", "SystemExit: 3"),
     "no such core": ("--tools.cpus=99999", "tools.cpus (99999,): no such cores"),
     "no place for scratch files": ("--tools.scratch_dir={files}/none", "No such file or directory"),
-    "a tokenizer that is cut": ("--text.tokenizer={files}/cut.json", "cut.json is no JSON"),
-    "a model that is cut": ("--model.path={files}/cut", "config.json is no JSON"),
+    "a tokenizer that is cut": ("--text.tokenizer={files}/cut.json", "cut.json is not JSON"),
+    "a model that is cut": ("--model.path={files}/cut", "config.json is not JSON"),
     "no such tool": ("--tools.enabled calculator", "unknown tools ['calculator']"),
     "no package for the logger": ("--log.tensorboard=True", "pip install 'tensorboard"),
 }

@@ -138,12 +138,12 @@ async def _schemas(choice: EnvironmentOpenEnv) -> tuple[Mapping[str, Any], ...]:
         await session.connect()
         if choice.action:
             return ()
-        found = tuple((await session.step({"type": "list_tools"})).observation.get("tools", ()))
+        schemas = tuple((await session.step({"type": "list_tools"})).observation.get("tools", ()))
     except RuntimeError as error:
         hint = "its actions are no calls of tools; name the field of the text in environment.action"
         raise ConnectionError(f"{error}; {hint}") from error
     finally:
         await session.close()
-    if not found:
+    if not schemas:
         raise ConnectionError("it has no tools; name the field of the text in environment.action")
-    return found
+    return schemas

@@ -218,7 +218,7 @@ class VerifiersEnvironment(Environment):
         if not episode.ok:
             raise ToolUnavailable(f"verifiers: {faults_of(episode)}")
         trace = episode.traces[0]
-        scores = {name: None if one is None else one.score for name, one in trace.rewards.items()}
+        scores = {name: None if reward is None else reward.score for name, reward in trace.rewards.items()}
         return {**trace.metrics, **scores, "reward": float(trace.reward)}
 
     async def close(self) -> None:

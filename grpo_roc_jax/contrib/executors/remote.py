@@ -153,8 +153,8 @@ class Busy(Exception):
 class TimedConnection(http.client.HTTPConnection):
     """A connection to a service whose waits all end at one `deadline`, however slowly the service answers.
 
-    The time-out of a socket holds for each read alone, so a service that sends a byte now and then would hold a call
-    for ever. Here it is set anew before each wait: for the address, the connection, the request, the head, the body.
+    The time-out of a socket applies to each read alone, so a service that sends single bytes could delay a call for
+    ever. Here it is set again before each wait: for the address, the connection, the request, the head, the body.
     """
 
     def __init__(self, host: str, port: int | None, *, secure: bool) -> None:

@@ -128,8 +128,8 @@ def hint_advantages(group: Group, gaps: np.ndarray) -> np.ndarray | None:
     """float64[G]; None for a group without written hints.
 
     Args:
-        group: With conditions `hint_writer:k` and `hint:k`.
-        gaps: Of each trajectory, the mean of log p(y | q) - log p(y | q, its prompt).
+        group: A group with the conditions `hint_writer:k` and `hint:k`.
+        gaps: For each trajectory, the mean of log p(y | q) - log p(y | q, its prompt).
     """
     kinds = np.array([t.condition.kind for t in group.trajectories], object)
     levels = np.array([t.condition.level for t in group.trajectories])

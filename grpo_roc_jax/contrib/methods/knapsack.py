@@ -8,7 +8,7 @@ from grpo_roc_jax.settings.options import AtLeast1, kind
 
 @kind("knapsack")
 class Knapsack(Budget):
-    """By expected gain at equal total (Knapsack RL, arXiv:2509.25849)."""
+    """More rollouts where their expected gain is larger, at equal total (Knapsack RL, arXiv:2509.25849)."""
 
     least: AtLeast1 = 2
     """Fewest rollouts of a problem."""

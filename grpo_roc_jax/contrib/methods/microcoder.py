@@ -56,7 +56,7 @@ class Rising(Temperature):
     temperature that drifts moves the ratio's reference (arXiv:2603.07777)."""
 
     temperatures: tuple[Positive, ...] = (0.9, 1.0, 1.1)
-    """From the first to the last."""
+    """The temperatures, from the first to the last."""
     diversity_target: Share = 0.5
     """Share of distinct 4-grams in a group's responses below which the temperature rises."""
 

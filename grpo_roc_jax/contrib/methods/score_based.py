@@ -64,10 +64,11 @@ class Constrained(ScoreBased):
     """Strength of the constraint."""
 
     def tokens(self, batch: MethodBatch) -> list[np.ndarray]:
-        """With the penalty f KL, f = max(0, kl_beta (KL - kl_delta)) held fixed and KL = mean_t (log p_old - log p).
+        """The coefficients with the penalty f KL added, where f = max(0, kl_beta (KL - kl_delta)) is held fixed and KL
+        = mean_t (log p_old - log p).
 
-        It pulls each of N tokens up by f / N; divided by the token's weight 1 / (B n_i), since the loss multiplies by
-        it.
+        The penalty adds f / N to each of N tokens, divided by the token's weight 1 / (B n_i), since the loss multiplies
+        by it.
         """
         counts = [np.count_nonzero(mask) for mask in batch.masks]
         tokens = max(sum(counts), 1)

@@ -1,7 +1,8 @@
 """TW-GRPO's token weights: positions at which a group's predictions differ count more. Source: arXiv:2505.24718.
 
-`method.edit_rows grpo_roc_jax.contrib.methods.tw_grpo:weighted`; the recipe beside this file has it with the reward for
-several answers. Log-probabilities over the whole vocabulary exist for one chunk of positions at a time.
+Use it by `method.edit_rows grpo_roc_jax.contrib.methods.tw_grpo:weighted`; the recipe next to this file combines it
+with the reward for several answers. Log-probabilities over the whole vocabulary exist for one chunk of positions at a
+time.
 """
 
 import dataclasses

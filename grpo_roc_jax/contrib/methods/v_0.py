@@ -27,7 +27,7 @@ from grpo_roc_jax.types import Group, Problem
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RecordEntry:
     """One entry of the policy's record."""
 
     prompt: str
@@ -37,13 +37,13 @@ class Outcome:
     """Training steps since."""
 
 
-Predictor = Callable[[Sequence[Problem], Sequence[Outcome]], Sequence[float]]
+Predictor = Callable[[Sequence[Problem], Sequence[RecordEntry]], Sequence[float]]
 
 
 @kind("predicted")
 class Predicted(Knapsack):
-    """By expected gain at equal total, as `knapsack`, of a success that is predicted from the policy's record on other
-    problems (V_0, arXiv:2602.03584)."""
+    """More rollouts where their expected gain is larger, at equal total, as `knapsack`; the success is predicted from
+    the policy's record on other problems (V_0, arXiv:2602.03584)."""
 
     predictor: str = ""
     """Function of (problems, record) -> probabilities of success; the record's entries have `prompt`, `success` and
@@ -55,7 +55,7 @@ class Predicted(Knapsack):
     sharpness: Positive = 4.0
     """Power of the similarity; large values listen to the most similar problems alone. Not of `predictor`."""
     prior: Positive = 1.0
-    """Weight of the policy's mean success beside that of similar problems. Not of `predictor`."""
+    """Weight of the policy's mean success relative to that of similar problems. Not used with `predictor`."""
 
     def rates(self, wave: Wave) -> np.ndarray:
         record = recalled_record(wave.state)
@@ -78,14 +78,14 @@ class Predicted(Knapsack):
         self, sampled: Sequence[Group], trained: Sequence[Group], method: Any, state: AlgoState
     ) -> Mapping[str, np.ndarray]:
         shares = [(group, unaided(features(group), method.plan)) for group in sampled if group.size]
-        new = [Outcome(group.problem.prompt, float(won.mean()), 0.0) for group, won in shares]
+        new = [RecordEntry(group.problem.prompt, float(won.mean()), 0.0) for group, won in shares]
         seen = {outcome.prompt for outcome in new}
         record = new + [old for old in recalled_record(state) if old.prompt not in seen]
         return remembered_record(record[: self.remembered], state.step)
 
 
 def predicted(
-    prompts: Sequence[str], record: Sequence[Outcome], half_life: float, sharpness: float, prior: float
+    prompts: Sequence[str], record: Sequence[RecordEntry], half_life: float, sharpness: float, prior: float
 ) -> np.ndarray:
     """float64[P]: (prior m + sum_j k_ij d_j s_j) / (prior + sum_j k_ij d_j) over the entries j of the record.
 
@@ -116,7 +116,7 @@ def words(text: str) -> list[str]:
     return [re.sub(r"\d", "0", word) for word in re.findall(r"[^\W\d_]+|\d+|[^\w\s]", text.lower())]
 
 
-def remembered_record(record: Sequence[Outcome], step: int) -> dict[str, np.ndarray]:
+def remembered_record(record: Sequence[RecordEntry], step: int) -> dict[str, np.ndarray]:
     """The record as arrays for the method's memory; `step` is that of entries of age 0."""
     texts = [outcome.prompt.encode() for outcome in record]
     return {
@@ -127,11 +127,11 @@ def remembered_record(record: Sequence[Outcome], step: int) -> dict[str, np.ndar
     }
 
 
-def recalled_record(state: AlgoState) -> list[Outcome]:
+def recalled_record(state: AlgoState) -> list[RecordEntry]:
     """Inverse of `remembered_record`, newest first, with ages as of the state's step."""
     if "record_ends" not in state.memory:
         return []
     text, ends = state.memory["record_text"].tobytes(), state.memory["record_ends"]
     texts = [text[low:high].decode() for low, high in pairwise(ends.tolist())]
     success, steps = state.memory["record_success"].tolist(), state.memory["record_steps"].tolist()
-    return [Outcome(t, won, float(state.step - at)) for t, won, at in zip(texts, success, steps, strict=True)]
+    return [RecordEntry(t, won, float(state.step - at)) for t, won, at in zip(texts, success, steps, strict=True)]

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_roc_jax.contrib.methods.knapsack import knapsack_counts, knapsack_value
 from grpo_roc_jax.contrib.methods.microcoder import AVERAGE, STAGE, Rising, diversity
-from grpo_roc_jax.contrib.methods.v_0 import Outcome, predicted, recalled_record, remembered_record, similarities
+from grpo_roc_jax.contrib.methods.v_0 import RecordEntry, predicted, recalled_record, remembered_record, similarities
 from grpo_roc_jax.contrib.methods.xrpo import half_width, half_width_counts
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.method.planning import Wave
@@ -94,10 +94,10 @@ def test_the_diversity_of_a_step_is_a_tenth_of_the_average():
 
 def test_success_is_predicted_from_similar_problems():
     """By hand: cosines of 1 and 2/7 to the two entries, (2/7)^4 = 0.006664."""
-    record = [Outcome("gcd of 12 and 18", 1.0, 0.0), Outcome("product of 3 and 4", 0.0, 0.0)]
+    record = [RecordEntry("gcd of 12 and 18", 1.0, 0.0), RecordEntry("product of 3 and 4", 0.0, 0.0)]
     close(similarities(["GCD of 45 and 10"], [o.prompt for o in record]), [[1.0, 2 / 7]])
     close(predicted(["gcd of 45 and 10"], record, 20.0, 4.0, 1.0), [1.5 / 2.006664])
-    old = [Outcome(record[0].prompt, 1.0, 20.0), record[1]]  # of a policy 20 steps ago: counts half
+    old = [RecordEntry(record[0].prompt, 1.0, 20.0), record[1]]  # of a policy 20 steps ago: counts half
     close(predicted(["gcd of 45 and 10"], old, 20.0, 4.0, 1.0), [0.9 / 1.506664])
     close(predicted(["nothing alike"], record, 20.0, 4.0, 1.0), [0.5])
     close(predicted(["anything"], [], 20.0, 4.0, 1.0), [0.5])
@@ -126,7 +126,7 @@ def test_predicted_success_decides_about_problems_that_were_never_seen():
 
 @pytest.mark.parametrize("setting", ["half_life", "sharpness", "prior"])
 def test_each_setting_of_the_prediction_moves_it(setting):
-    record = [Outcome("gcd of 12 and 18", 1.0, 3.0), Outcome("product of 3 and 4", 0.25, 9.0)]
+    record = [RecordEntry("gcd of 12 and 18", 1.0, 3.0), RecordEntry("product of 3 and 4", 0.25, 9.0)]
     wave = Wave([Problem("a", "gcd of 4 and 10", "1", "t")], 8, AlgoState(memory=remembered_record(record, 0)), None)
 
     def rate(**more):
