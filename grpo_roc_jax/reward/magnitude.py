@@ -405,5 +405,7 @@ def _binomial(over: Decimal | None, under: Decimal | None, largest: Decimal) -> 
     if chosen * max(abs(over), Decimal(10)).log10() > MAX_DIGITS:
         raise TooLarge(f"a binomial coefficient of more than {MAX_DIGITS} digits")
     whole = over >= 0 and under >= 0 and over == over.to_integral_value() and under == under.to_integral_value()
+    if not whole and abs(under) > MAX_FACTORS:
+        raise TooLarge(f"a binomial coefficient of more than {MAX_FACTORS} factors that are not whole")
     result = Decimal(math.comb(int(over), int(under))) if whole else None
     return result, max(largest, result if result is not None else largest)

@@ -10,6 +10,9 @@ import pytest
 
 from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentMcp, HostProcesses
 from grpo_roc_jax.environments.episodes import Episodes
+from grpo_roc_jax.text.chat_format import make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools import ToolsConfig
 from grpo_roc_jax.types import Problem
 from tests.environments.test_episodes import Play
@@ -120,6 +123,28 @@ def test_a_server_over_http_is_shared_and_its_end_is_typed(chat, address):
     assert all(trajectory.results[0].ok for trajectory in play.end())
     episodes.close()
     hurried.close()
+
+
+def test_descriptions_and_results_of_a_hostile_server_forge_no_turn():
+    """The same marks in the prompt and in the row as those of a server that says x instead."""
+    specials, rows = [], []
+    for kind in ("hostile", "plain"):
+        episodes = Episodes(replace(STDIO, command=(*STDIO.command, kind)), ToolsConfig())
+        config = TextConfig(tools_section=True)
+        chat = make_chat(config, load_tokenizer(config), episodes.tools.schemas)
+        ids = chat.prompt_ids(Problem("a", "1+1", "2", "made"))
+        assert len(chat.tokenizer.decode(ids)) < 40_000, "descriptions are cut"
+        specials.append([i for i in ids if i in chat.tokenizer.special_ids])
+        play = Play(two_call_chat(), episodes)
+        said = play.say(call("read", '{"k": 1}'))
+        assert play.say("done") == "eos"
+        rows.append(play.end()[0])
+        assert rows[-1].results[0].ok and not {"<|im_end|>", "</tools>", "<answer>"} & set(said.split("x"))
+        assert said.count("<answer>") == 0 and rows[-1].reward == 0.0
+        episodes.close()
+    special = load_tokenizer(TextConfig()).special_ids
+    assert specials[0] == specials[1] and len(rows[0].turns) == len(rows[1].turns) == 2
+    assert [i for i in rows[0].tokens if i in special] == [i for i in rows[1].tokens if i in special]
 
 
 def test_what_does_not_answer_is_said_at_the_start(monkeypatch):

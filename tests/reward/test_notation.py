@@ -110,6 +110,29 @@ def test_huge_numbers_are_compared_without_expanding_them():
         (r"50\%", "1/2", True),
         ("50%", "5", False),
         ("100 km/h", "100", True),
+        (r"\{x | x=1\}", r"\{1\}", True),
+        (r"\{x | x=1 \text{ or } x>3\}", r"\{1\}", None),  # not the set of its equations alone
+        (r"\{x \mid x=1 \text{ or } x=2\}", r"\{1,2\}", True),
+        ("5=x", "5", True),
+        ("5", "5=x", True),
+        ("5=x", "x=5", True),
+        (r"\frac12=x", "0.5", True),
+        ("5=y", "x=5", False),
+        ("5=x", "-5", False),
+        ("2.7 \\approx x", "2.7", True),
+        ("3-2", "1", False),  # a score
+        ("3-2", "x=1", False),
+        ("100-99", "1", False),
+        ("2024-12", "2012", False),  # a month
+        ("2000-1", "1999", True),
+        ("12 - 5", "7", True),
+        ("204_5", "204", False),
+        ("57_{10}", "57", True),
+        ("204", "204_5", True),
+        ("5/13/2024", "13 May 2024", True),
+        ("5/6/2024", "6 May 2024", False),  # or the 5th of June
+        ("3:45", "15:45", False),
+        ("3:45", "3:45 pm", True),
     ],
 )
 def test_decide(answer, gold, agree):
