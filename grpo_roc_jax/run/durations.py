@@ -30,7 +30,7 @@ MOST_PHASES = 200
 
 SHARE, WIDE = 0.4, 400
 """Share of the speed of a matrix product that an update reaches, and the width below which it falls: the toy (width 96)
-and SmolLM2-135M (576) on two cores are then within a factor of two of what was measured."""
+and SmolLM2-135M (576) on two cores are then within a factor of two and a half of what was measured."""
 CALL_S = 0.0015
 """Seconds of a decoding step in which nothing is multiplied."""
 FILL = 0.6

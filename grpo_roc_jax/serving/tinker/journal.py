@@ -110,9 +110,7 @@ class Journal:
         folder = self._folder(model)
         if folder.is_dir():
             kept = b"".join(call.packed() for call in self.calls(model) if call.seq >= first or not call.seq)
-            _write(folder / "calls.new", kept, "wb")
-            os.replace(folder / "calls.new", folder / CALLS)
-            _sync_folder(folder)
+            _replace(folder / CALLS, kept)
 
     def remove(self, model: str) -> None:
         """The model has ended: its checkpoints stay."""
@@ -133,7 +131,7 @@ class Journal:
         kept = [
             note for note in notes if "session" in note and note["session"] not in finished and note["time"] > recent
         ]
-        _write(file, b"".join(json.dumps(note).encode() + b"\n" for note in kept), "wb")
+        _replace(file, b"".join(json.dumps(note).encode() + b"\n" for note in kept))
         self._forget(recent)
         return kept
 
@@ -149,6 +147,14 @@ def _write(path: Path, content: bytes, mode: str) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """The file has its old content or the new one, whenever the process ends."""
+    new = path.with_name(f"{path.name}.new")
+    _write(new, content, "wb")
+    os.replace(new, path)
+    _sync_folder(path.parent)
 
 
 def _sync_folder(path: Path) -> None:
