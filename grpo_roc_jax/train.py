@@ -349,6 +349,13 @@ def show_finished(claim: Claim) -> dict[str, Any]:
     return summary
 
 
+def say_what_does_not_fit(session: TrainingSession) -> None:
+    """Writes what the device has too little memory for, by arithmetic, and what would help."""
+    policy = session.policy
+    for line in room_lines(session.config, policy.model, policy.mesh, device_limit(policy.mesh)):
+        session.writer.say(line)
+
+
 def begin(session: TrainingSession) -> RunState:
     """Announces the run and finds where it starts: at the newest checkpoint, or fresh, which the
     condition of the rollouts may refuse (`check_before_training`).
@@ -359,9 +366,7 @@ def begin(session: TrainingSession) -> RunState:
     claim = session.claim
     config = claim.all_stages.staged()[claim.stage] if claim.stages else session.config
     announce(session, config)
-    policy = session.policy
-    for line in room_lines(session.config, policy.model, policy.mesh, device_limit(policy.mesh)):
-        session.writer.say(line)
+    say_what_does_not_fit(session)
     try:
         run = restored_or_fresh(session)
     except RewardError as error:

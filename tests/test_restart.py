@@ -282,7 +282,8 @@ def test_what_a_fresh_run_meets_before_its_first_step_is_one_message(session, mo
     def meet(session):
         raise error
 
-    monkeypatch.setattr(train_module, "announce", lambda *_: None)
+    for name in ("announce", "say_what_does_not_fit"):
+        monkeypatch.setattr(train_module, name, lambda *_: None)
     monkeypatch.setattr(train_module, "restored_or_fresh", meet)
     session.config = session.run_dir = session.writer = None
     session.claim = SimpleNamespace(stages=())

@@ -227,7 +227,7 @@ class _Group:
         self.left = len(self.rows)
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         return not self.left
 
 

@@ -23,6 +23,7 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import AllowInfNan
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from grpo_roc_jax.settings.other_names import close_to, use_recipe
@@ -37,6 +38,8 @@ NotNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 PositiveShare = Annotated[float, Gt(0), Le(1)]
 InnerShare = Annotated[float, Gt(0), Lt(1)]
+PositiveOrInfinite = Annotated[float, Gt(0), AllowInfNan()]
+"""For settings that mean something at infinity, and say what; every other number must be finite."""
 
 NO_SWITCH = "must be a value other than true and false"
 """Message for a switch given to a setting of another type, for which it would be read as 1 or 0."""

@@ -57,7 +57,7 @@ def test_held_out_problems_are_distinct(family):
     notes: list[str] = []
     found = eval_problems(DataConfig(sources=(source,), eval_problems=192), notes)
     assert max(Counter(problem.prompt for problem in found).values()) == 1
-    assert len(found) == 192 or f"{len(found)} distinct held-out problems for 192" in notes[0]
+    assert len(found) == 192 or f"{len(found)} distinct held-out problems of 192" in notes[0]
 
 
 def test_copies_of_a_problem_make_no_interval_narrower():

@@ -79,7 +79,7 @@ LAST = ("executor", "worker")
 """What the first, second and third start of a run are killed by, in turn. The third one goes on to its end."""
 VICTIMS_A_START = 4
 """Executors or workers killed in one start, at most."""
-PAUSE_S = (2.0, 3.5)
+PAUSE_S = (5.0, 8.0)
 """Between two of them: a call is run again once, and one that dies with both attempts costs its rollout."""
 DEPTH = {"executor": 1, "worker": 2, "program": 4}
 """Generations below the trainer."""

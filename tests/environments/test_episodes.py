@@ -136,8 +136,8 @@ def test_an_end_that_does_nothing_waits_for_the_turn_before(worlds):
         answers = []
         while episodes.awaits("a"):
             answers += episodes.poll(1.0)
-        assert answers == [("a", Answer(value=0.0))], "of the end, which comes last"
-    assert episodes.open([("a", PROBLEM, 0)]) and episodes.end("a") == Answer(value=0.0)
+        assert answers == [("a", Answer(value=(0.0, {})))], "of the end, which comes last"
+    assert episodes.open([("a", PROBLEM, 0)]) and episodes.end("a") == Answer(value=(0.0, {}))
 
 
 def test_raw_text_has_nothing_around_it(chat, worlds):

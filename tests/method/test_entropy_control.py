@@ -139,7 +139,7 @@ def test_the_coefficient_has_a_range():
     groups = [group(np.full((2, 2), -0.1))]
     high = bonus(start=0.5, most=5e-3)
     assert train_rows(groups, high, AlgoState())[0].entropy_coefficient == 5e-3
-    constant = bonus(start=1e-3, step=0.0, target=float("inf"))
+    constant = bonus(start=1e-3, step=0.0, target=1e9)
     assert train_rows(groups, constant, AlgoState())[0].entropy_coefficient == 1e-3
     assert train_rows(groups, method(2), AlgoState())[0].entropy_coefficient is None
 

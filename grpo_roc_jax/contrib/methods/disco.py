@@ -4,7 +4,7 @@ import numpy as np
 
 from grpo_roc_jax.contrib.methods.score_based import Constrained, contrast
 from grpo_roc_jax.method.features import Features
-from grpo_roc_jax.settings.options import Positive, kind
+from grpo_roc_jax.settings.options import PositiveOrInfinite, kind
 
 
 @kind("disco")
@@ -12,8 +12,8 @@ class Disco(Constrained):
     """J = mean_pos s - tau log mean_neg exp(s / tau); tau = inf is DisCO-b, the difference of means
     (arXiv:2505.12366)."""
 
-    tau: Positive = 10.0
-    """Temperature over the failures' scores."""
+    tau: PositiveOrInfinite = 10.0
+    """Temperature over the failures' scores; `.inf` is DisCO-b."""
 
     def coefficients(self, scores: np.ndarray, rewards: np.ndarray, features: Features) -> np.ndarray:
         return contrast(scores, features.correct, 1 / max(int(features.correct.sum()), 1), self.tau)
