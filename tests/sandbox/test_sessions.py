@@ -274,7 +274,7 @@ def test_code_that_runs_in_the_copy_is_limited_too(notebook: Notebook, hook: str
     assert notebook.cell(name, "x").echo == "4"
     assert wait_until(lambda: spent(notebook.executor.pid, 0.5) <= 0.2)
     # The session, its copy, and the worker that took the place of the one which serves the session.
-    assert len(live(notebook.executor.pid) - before) <= 3
+    assert wait_until(lambda: len(live(notebook.executor.pid) - before) <= 3)
     notebook.executor.close_session(name)
 
 
