@@ -25,6 +25,7 @@ WORDS += [
 ]
 
 
+@pytest.mark.slow
 def test_steps_of_a_run_are_traced(tmp_path, capsys):
     assert training.main([*WORDS, "--run_dir", str(tmp_path / "run"), "--profile", "2:3"]) == 0
     (trace,) = (tmp_path / "run" / "profile").rglob("*.xplane.pb")
