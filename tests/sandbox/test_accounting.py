@@ -133,7 +133,7 @@ def test_a_session_computes_nothing_between_its_cells(pool: Pool) -> None:
     used = {pid: sum(map(int, stat_of(pid)[11:13])) - before.get(pid, 0) for pid in descendants(pool.executor.pid)}
     # Two cells of 0.1 s each and at most 0.25 s for each copy, which two of the five sessions use up.
     assert sum(used.values()) / 100 < 2.0, used
-    # What it costs to hold them still, in the best of three seconds: on a busy host looks cost more than on an idle one.
+    # What it costs to hold them still, in the best of three seconds: on a busy host looks cost more.
     assert min(spent(pool.executor.pid, 1.0) for _ in range(3)) <= 0.1
     # The first line of the next cell sees what the threads had done when the last cell ended.
     [result] = pool.cells("spins", "count - before < before or (count, before)")
