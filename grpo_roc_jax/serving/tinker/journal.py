@@ -7,7 +7,6 @@ a client has not come back for are there again, under the ids that it knows.
 """
 
 import json
-import os
 import shutil
 import time
 import zlib
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_roc_jax.serving.tinker.store import About, Place, Store
+from grpo_roc_jax.serving.tinker.store import About, Place, Store, replace_file, sync, write_synced
 
 KIND, CALLS, SESSIONS = "journal", "calls", ".sessions.jsonl"
 STATES = 2
@@ -71,10 +70,10 @@ class Journal:
         folder = self._folder(model)
         new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / CALLS, call.packed(), "ab")
+        write_synced(folder / CALLS, call.packed(), "ab")
         if new:
             for path in (folder, folder.parent, self.store.root):
-                _sync_folder(path)
+                sync(path)
 
     def calls(self, model: str) -> list[LoggedCall]:
         """The calls that are on disk, in the order in which they came."""
@@ -110,7 +109,7 @@ class Journal:
         folder = self._folder(model)
         if folder.is_dir():
             kept = b"".join(call.packed() for call in self.calls(model) if call.seq >= first or not call.seq)
-            _replace(folder / CALLS, kept)
+            replace_file(folder / CALLS, kept)
 
     def remove(self, model: str) -> None:
         """The model has ended: its checkpoints stay."""
@@ -118,7 +117,7 @@ class Journal:
 
     def note(self, **fields: Any) -> None:
         """Notes a session or a sampler; returns once it is on disk."""
-        _write(self.store.root / SESSIONS, json.dumps(fields | {"time": time.time()}).encode() + b"\n", "ab")
+        write_synced(self.store.root / SESSIONS, json.dumps(fields | {"time": time.time()}).encode() + b"\n", "ab")
 
     def notes(self) -> list[dict[str, Any]]:
         """The sessions and samplers that were not finished, oldest first; what is too old is removed from disk."""
@@ -131,7 +130,7 @@ class Journal:
         kept = [
             note for note in notes if "session" in note and note["session"] not in finished and note["time"] > recent
         ]
-        _replace(file, b"".join(json.dumps(note).encode() + b"\n" for note in kept))
+        replace_file(file, b"".join(json.dumps(note).encode() + b"\n" for note in kept))
         self._forget(recent)
         return kept
 
@@ -140,29 +139,6 @@ class Journal:
             calls = self._folder(model) / CALLS
             if calls.exists() and calls.stat().st_mtime < before:
                 self.remove(model)
-
-
-def _write(path: Path, content: bytes, mode: str) -> None:
-    with open(path, mode) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """The file has its old content or the new one, whenever the process ends."""
-    new = path.with_name(f"{path.name}.new")
-    _write(new, content, "wb")
-    os.replace(new, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def owner_of(request_id: str) -> str:

@@ -119,14 +119,14 @@ class Store:
             save_file(arrays, staging / STATE)
             (staging / ABOUT).write_text(json.dumps(asdict(about), indent=2), encoding="utf-8")
             for path in staging.iterdir():
-                _sync(path)
-            _sync(staging)
+                sync(path)
+            sync(staging)
             old = Path(tempfile.mkdtemp(prefix=".old-", dir=self.root)) if target.exists() else None
             if old is not None:
                 os.rename(target, old / "checkpoint")
             os.rename(staging, target)
             for folder in (target.parent, target.parent.parent, self.root):
-                _sync(folder)
+                sync(folder)
             if old is not None:
                 shutil.rmtree(old, ignore_errors=True)
         finally:
@@ -181,11 +181,7 @@ class Store:
             RequestRefused: There is no such checkpoint.
         """
         about = replace(self.about(place), expires=when)
-        file = self.folder(place) / ABOUT
-        new = file.with_suffix(".new")
-        new.write_text(json.dumps(asdict(about), indent=2), encoding="utf-8")
-        _sync(new)
-        os.replace(new, file)
+        replace_file(self.folder(place) / ABOUT, json.dumps(asdict(about), indent=2).encode())
 
     def delete(self, place: Place) -> None:
         """
@@ -202,7 +198,24 @@ def _named(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _sync(path: Path) -> None:
+def write_synced(path: Path, content: bytes, mode: str = "wb") -> None:
+    """Writes or appends; the content is on disk when this returns."""
+    with open(path, mode) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """The file has its old content or the new one, whenever the process ends."""
+    new = path.with_name(f"{path.name}.new")
+    write_synced(new, content)
+    os.replace(new, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """A file or a folder is on disk when this returns."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
