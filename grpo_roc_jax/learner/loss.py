@@ -227,10 +227,11 @@ class _Head(Head):
         return unfused(dz.astype(dtype))
 
     def at_targets(self, z: Array, targets: Array, start: Array | int, share: int) -> Array:
-        """[*]: the sum of the columns of [*,#] that are the target: its logit, or 0 where it is in another chunk."""
+        """[*]: the sum of the columns of [*,#] that are the target: its logit, or 0 where it is in another chunk. Padding
+        may have any id, so nothing is promised there but a finite number."""
         width = z.shape[-1]
         if self.order != "sfcd" and width == share:  # of all columns the gather writes no array of their size
-            return jnp.take_along_axis(z, targets[..., None], axis=-1)[..., 0]
+            return jnp.take_along_axis(z, targets[..., None], axis=-1, mode="clip")[..., 0]
         return jnp.where(self.hits(targets, start, width, share), z, 0.0).sum(self.axes)
 
     def hits(self, targets: Array, start: Array | int, width: int, share: int) -> Array:
