@@ -227,7 +227,7 @@ class _Head(Head):
         return unfused(dz.astype(dtype))
 
     def at_targets(self, z: Array, targets: Array, start: Array | int, share: int) -> Array:
-        """[*]: the sum of the columns of [*,#] that are the target: its logit, or 0 where it is in another chunk. Padding
+        """[*]: the sum of the columns of [*,#] that are the target: its logit, or 0 if that is in another chunk. Padding
         may have any id, so nothing is promised there but a finite number."""
         width = z.shape[-1]
         if self.order != "sfcd" and width == share:  # of all columns the gather writes no array of their size
