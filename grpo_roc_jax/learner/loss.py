@@ -227,8 +227,8 @@ class _Head(Head):
         return unfused(dz.astype(dtype))
 
     def at_targets(self, z: Array, targets: Array, start: Array | int, share: int) -> Array:
-        """[*]: the sum of the columns of [*,#] that are the target: its logit, or 0 if that is in another chunk. Padding
-        may have any id, so nothing is promised there but a finite number."""
+        """[*]: the logit of the target where it is among the columns of [*,#], else 0. Padding may have any id; all
+        that is promised for it is a finite number."""
         width = z.shape[-1]
         if self.order != "sfcd" and width == share:  # of all columns the gather writes no array of their size
             return jnp.take_along_axis(z, targets[..., None], axis=-1, mode="clip")[..., 0]
