@@ -30,6 +30,8 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """The dtypes of published parameters that are read; quantized ones are refused."""
+PACKED = ("_blocks", "_scales")
+"""Ends of the names of tensors of bytes, which `mxfp4` unpacks."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 _CHUNK_BYTES = 1 << 26
@@ -68,6 +70,38 @@ class Tensor:
             with safe_open(self.file, framework="numpy") as opened:
                 piece = opened.get_slice(self.name)[rows, *index[1:]]
             out[first:last] = piece.reshape(last - first, *out.shape[1:])
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """A tensor that is stored as a part of another one, such as the matrix of one expert of many."""
+
+    tensor: Any
+    """A `Tensor`, or another with its `shape`, `dtype` and `read`."""
+    first: int
+    """Index along the outermost dimension, which the part does not have."""
+    rows: tuple[int, int]
+    """First and last (exclusive) index along the next dimension."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows[1] - self.rows[0], *self.tensor.shape[2:]
+
+    def read(self, index: Sequence[slice], out: np.ndarray) -> None:
+        """As `Tensor.read`."""
+        start, stop, _ = index[0].indices(self.shape[0])
+        rows = slice(self.rows[0] + start, self.rows[0] + stop)
+        piece = np.empty((1, stop - start, *_sizes(index[1:], self.shape[1:])), out.dtype)
+        self.tensor.read((slice(self.first, self.first + 1), rows, *index[1:]), piece)
+        out[...] = piece.reshape(out.shape)
+
+
+def _sizes(index: Sequence[slice], shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True))
 
 
 def read_directory(folder: Path) -> dict[str, Tensor]:
@@ -111,9 +145,12 @@ def read_header(file: Path) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise CheckpointError(f"{file} is not a complete safetensors file ({error}); download it again") from error
     for name, (dtype, _) in entries.items():
-        if dtype not in DTYPES:
+        if dtype not in DTYPES and not (dtype == "U8" and name.endswith(PACKED)):
             raise CheckpointError(f"{file}: {name} has dtype {dtype}; must be one of {', '.join(DTYPES)}")
-    return {name: Tensor(file, name, DTYPES[dtype], shape) for name, (dtype, shape) in entries.items()}
+    return {
+        name: Tensor(file, name, DTYPES.get(dtype, np.dtype(np.uint8)), shape)
+        for name, (dtype, shape) in entries.items()
+    }
 
 
 @dataclass(frozen=True)
