@@ -94,7 +94,7 @@ WORD_PROBLEMS: Words = ("configs/words.yaml", *SHARE)
 
 REAL: Words = (
     *("configs/smollm2_words.yaml", "--model.path=words2/cold_model", "--sft.steps=0"),
-    *("--data.sources=[words2/sometimes.jsonl]", "--rollout.narrow=[2,4,16]"),
+    *("--stages=[]", "--data.sources=[words2/sometimes.jsonl]"),
 )
 """A pretrained model after its supervised stage, on problems that it solves sometimes. All runs share both, since they
 cost as much as the training (docs/evidence.md has the commands): what is shown holds for this start."""
