@@ -84,7 +84,12 @@ HOST += tuple(
 )
 """Modules and packages that work where JAX is not even installed, with all they import."""
 ON_DEVICE = ("tw_grpo", "vespo")
-DEVICE_IN_METHOD = {"method.surrogate", "method.reference", *(f"contrib.methods.{name}" for name in ON_DEVICE)}
+DEVICE_IN_METHOD = {
+    "method.divergence",
+    "method.surrogate",
+    "method.reference",
+    *(f"contrib.methods.{name}" for name in ON_DEVICE),
+}
 """Surrogates, and the loss on one page, are functions of arrays on the device."""
 
 
