@@ -18,7 +18,6 @@ from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.settings.options import as_text
 from grpo_roc_jax.train import main, train
-from grpo_roc_jax.types import PLAIN
 from tests.helpers.parts import part_of
 from tests.test_train import TINY, numbers, params_hash
 
@@ -223,16 +222,6 @@ def test_in_processes_of_its_own(name, tmp_path, shared):
 
 
 @pytest.mark.slow
-def test_a_second_update_scores_anew(tmp_path, shared):
-    """REBEL's coefficients at ratio 1 sum to 0 in a group; with the first update's changes in the ratio they move."""
-    assert main(tiny("rebel", tmp_path / "run", "--batch.updates=2", "--steps=1", "--optim.lr=0.1")) == 0
-    records = [r for r in read_trace(tmp_path / "run", 1) if r.advantages is not None]
-    plain = {round(float(r.advantages[r.trajectory.policy_mask][0]), 4) for r in records[: len(records) // 2]}
-    moved = {round(float(r.advantages[r.trajectory.policy_mask][0]), 4) for r in records[len(records) // 2 :]}
-    assert len(plain) <= 4 < len(moved), "before the policy moves, a group has one value for each reward"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -254,29 +243,3 @@ def test_a_plug_in_by_argument_trains(tmp_path, shared):
     )
     train(config, functions={"consistency": Consistency(decay=0.5, every=1)})
     assert all(row["update/grad_norm"] > 0 for row in numbers(tmp_path / "run")[1:])
-
-
-@pytest.mark.slow
-def test_cuts_go_on_from_the_first_rollout(tmp_path, shared):
-    """S-GRPO: a cut holds the first rollout up to its place, then the stop text; none of that is trained."""
-    words = tiny("s_grpo", tmp_path / "run", "--steps=1")
-    config = load_config(Config, words, prog="test")
-    assert main(words) == 0
-    groups: dict[int, list] = {}
-    for record in read_trace(tmp_path / "run", 1):
-        groups.setdefault(record.group, []).append(record.trajectory)
-    seen = 0
-    for members in groups.values():
-        *cuts, full = members
-        assert full.condition == PLAIN
-        assert [str(cut.condition) for cut in cuts] == ["cut"] * len(cuts)
-        firsts = [int(np.flatnonzero(cut.policy_mask)[0]) for cut in cuts]
-        assert firsts == sorted(firsts)
-        for cut, first in zip(cuts, firsts, strict=True):
-            assert cut.turns[0].start == cut.prompt_length == full.prompt_length
-            assert config.plan.second.stop in cut.turns[0].text
-            shared = int(np.argmin(np.append(cut.tokens[:first] == np.resize(full.tokens, first), False)))
-            assert full.prompt_length < shared < first
-            assert cut.length <= full.prompt_length + config.rollout.max_response_tokens
-            seen += 1
-    assert seen

@@ -18,8 +18,8 @@ from grpo_roc_jax.method.compose import (
 )
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import given
+from tests.contrib.methods.objectives import OBJECTIVES
 from tests.helpers.method_groups import make_group, method
-from tests.helpers.reference import OBJECTIVES
 from tests.method.test_compose import batch, loss_value, trajectories
 
 
