@@ -16,7 +16,7 @@ TOGETHER = [key for key, case in CASES.items() if dict(case.along).keys() > {key
 METHOD = ("plan.", "plan", "resample", "shaping", "advantage", "weights", "surrogate")
 """Settings of the kinds of a method: `tests/method/test_kind_settings.py` changes each. Files of the user's are in
 `tests/method/test_plugins.py`."""
-BY_CONTRIB = {"plan.warmup_steps"} | {
+BY_CONTRIB = {"plan.warmup_steps", "tools.executor"} | {
     f"tools.executor.{name}" for name in ["url", "retries", "timeout_s", "concurrency", "batch", "actors", "cpus"]
 }
 BY_CONTRIB |= {

@@ -10,6 +10,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
+import pytest
+
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.contrib.executors import remote
 from grpo_roc_jax.environments.config import adapter
@@ -164,9 +166,14 @@ def asked_of_package(config: Config) -> Any:
         return [*seen, made._session.asked, len(made.schemas)]
 
 
+def made_by(config: Config) -> str:
+    return type(make_executor(config.tools)).__name__
+
+
 FUSION = {"tools.executor": "sandbox_fusion"}
 CASES = (
-    cases(
+    cases(made_by, FUSION)
+    | cases(
         asked,
         {
             "tools.executor.url": "http://127.0.0.2:81/x",

@@ -248,12 +248,7 @@ def bounded(config: Config) -> Any:
     return directory.parent.name, {file.name: file.read_text() for file in directory.iterdir()}
 
 
-def made_by(config: Config) -> str:
-    return type(make_executor(config.tools)).__name__
-
-
-FUSION = {"tools.executor": "sandbox_fusion"}
-ELSEWHERE = cases(made_by, FUSION) | cases(
+ELSEWHERE = cases(
     bounded,
     {
         "tools.executor.memory_mb": 99,
