@@ -119,7 +119,7 @@ class KindCases:
     context: Mapping = dataclasses.field(default_factory=lambda: CONTEXT)
     functions: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     """Functions that settings name, besides those of the core."""
-    conditions: tuple[str, ...] = ("budget:1", "", "", "", "", "budget:2", "demonstration", "low_reward")
+    conditions: tuple[str, ...] = ("budget:1", "", "", "", "high_reward", "budget:2", "demonstration", "low_reward")
     """Of the eight rollouts of a group."""
     written: str = ""
     """The condition of the first rollout of a group without a success."""
