@@ -271,12 +271,11 @@ COMMAND_NAMES |= {"eval": "evaluate", "generate": "chat", "init": "new", "env": 
 
 def other_name(key: str) -> OtherName | None:
     """The setting of another project that matches a key, written in full, with a section before it, or
-    without its own; else the one that is spelt nearly alike."""
+    without its own."""
     for row in OTHER_NAMES:  # in full, or in any section
         if key == row.theirs or key.endswith(f".{row.theirs}"):
             return row
-    shorter = next((row for row in OTHER_NAMES if row.theirs.endswith(f".{key}")), None)
-    return shorter or _misspelt(key.rpartition(".")[2])
+    return next((row for row in OTHER_NAMES if row.theirs.endswith(f".{key}")), None)
 
 
 def _misspelt(tail: str) -> OtherName | None:
@@ -311,11 +310,9 @@ def advice(key: str, value: object, known: Collection[str]) -> str:
         value: Its value; the name of a method leads to its recipe.
         known: Every setting.
     """
-    row, near = other_name(key), nearest(key, list(known))
-    misspelt = (
-        row is not None and row.theirs.rpartition(".")[2] != key.rpartition(".")[2] and not row.theirs.endswith(key)
-    )
-    if row is not None and not (misspelt and near) and (row.ours in known or not row.ours or row.ours == METHOD):
+    near = nearest(key, list(known))
+    row = other_name(key) or (None if near else _misspelt(key.rpartition(".")[2]))
+    if row is not None and (row.ours in known or not row.ours or row.ours == METHOD):
         note = f" ({row.note})" if row.note else ""
         if row.ours == METHOD:
             return use_recipe(value) or f"a method is a recipe here: configs/methods/NAME.yaml{note}"
