@@ -190,7 +190,7 @@ def split_adapters(params: Params, tokens: Int[Array, "B T"]) -> tuple[Array, Pa
         return tokens, {}
     columns, number = params["adapters"], tokens >> ID_BITS
     index = jnp.where(number > 0, (number - 1) % (columns[-1] + 1), -1)
-    return tokens & ID_MASK, {"lora_mask": index[..., None] == columns}
+    return tokens & ID_MASK, {"lora_mask": index[..., None] == columns[None, None]}
 
 
 PATCH_FIELDS = ("touched", "position", "token", "active", "limit", "seed", "step", "problem", "sample", "temperature")

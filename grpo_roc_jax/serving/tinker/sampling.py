@@ -66,7 +66,10 @@ def read_asked(body: dict[str, Any], vocab_size: int, context: int, eos: frozens
     prompt = _prompt(body, vocab_size)
     P = len(prompt)
     if field_of(body, "record_stability_info", bool, False):
-        raise RequestRefused("record_stability_info is for stable_reinforce, which is not served; leave it out")
+        raise RequestRefused(
+            "record_stability_info is for stable_reinforce, which is not served; leave it out, and take another loss_fn "
+            "(importance_sampling, ppo, cispo, gspo)"
+        )
     count, temperature = field_of(body, "num_samples", int, 1), field_of(params, "temperature", (int, float), 1.0)
     if not 1 <= count <= MOST_SAMPLES or not 0 <= temperature < float("inf"):
         raise RequestRefused(
