@@ -65,9 +65,10 @@ def open_base(stack: ExitStack, options: ServeTinkerConfig, text: str, overrides
     server's thread."""
     name, separator, source = text.partition("=")
     source = source if separator else text
-    half = options.context // 2
-    words = ["--lora=low_rank", f"--rollout.max_prompt_tokens={half}"]
-    words += [f"--rollout.max_response_tokens={options.context - half}", f"--rollout.slots={options.slots}"]
+    # Samples of a group share what lies within `max_prompt_tokens`; answers can be as long as the rest.
+    reserved = options.context // 4
+    words = ["--lora=low_rank", f"--rollout.max_prompt_tokens={reserved}"]
+    words += [f"--rollout.max_response_tokens={options.context - reserved}", f"--rollout.slots={options.slots}"]
     config = serving_settings(source, [*words, *overrides], PROG)
     policy, sampler = stack.enter_context(serving_parts(config))
     model, mesh, chat = policy.model, policy.mesh, sampler.chat
@@ -87,7 +88,10 @@ def open_base(stack: ExitStack, options: ServeTinkerConfig, text: str, overrides
         worker = ThreadPoolExecutor(1, thread_name_prefix="tinker-training")
         snapshots = Snapshots(engine, deliver, options.snapshots, trainable(model))
         stops = frozenset(chat.stop_ids)
-        return Base(name if separator else text, str(folder), chat.tokenizer, stops, family, trainer, snapshots, worker)
+        return Base(
+            name if separator else text, str(folder), chat.tokenizer, stops, family, trainer, snapshots, worker,
+            config.rollout.max_prompt_tokens,
+        )  # fmt: skip
 
     return make
 

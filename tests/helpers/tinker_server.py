@@ -53,7 +53,8 @@ def served(folder, *, token="", limits=None):
     def make(deliver):
         snapshots = Snapshots(lambda form: small_engine(form).sibling(), deliver)
         tokenizer = load_tokenizer(TextConfig())
-        base = Base("small", "DIR", tokenizer, frozenset([7]), None, small_trainer(), snapshots, ThreadPoolExecutor(1))
+        stops, worker, reserved = frozenset([7]), ThreadPoolExecutor(1), ROLLOUT.max_prompt_tokens
+        base = Base("small", "DIR", tokenizer, stops, None, small_trainer(), snapshots, worker, reserved)
         return TinkerEndpoint([base], Store(folder), deliver, token=token, limits=limits or ServerLimits())
 
     server = ServerThread(make)

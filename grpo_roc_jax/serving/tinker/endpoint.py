@@ -74,6 +74,8 @@ class Base:
     snapshots: Snapshots
     worker: ThreadPoolExecutor
     """One thread."""
+    reserved: int
+    """Tokens of the context that prompts have to themselves: an answer to a shorter one does not get them."""
 
     @property
     def context(self) -> int:
@@ -701,7 +703,7 @@ class TinkerEndpoint:
             raise RequestRefused("the server is busy; ask again later", status=429)
         base, snapshot = sampler.base, sampler.snapshot
         model = base.trainer.model
-        asked = read_asked(body, model.vocab_size, base.context, base.stop_ids)
+        asked = read_asked(body, model.vocab_size, base.context, base.reserved, base.stop_ids)
         pending, new = self.futures.make((session, field_of(body, "seq_id", int, 0)), raw)
         if not new:
             return pending

@@ -50,13 +50,14 @@ class Asked:
         return self.prompt_logprobs or self.topk > 0 or self.draws > 0 or self.targets is not None
 
 
-def read_asked(body: dict[str, Any], vocab_size: int, context: int, eos: frozenset[int]) -> Asked:
+def read_asked(body: dict[str, Any], vocab_size: int, context: int, reserved: int, eos: frozenset[int]) -> Asked:
     """The fields of a sampling request.
 
     Args:
         body: Of the request.
         vocab_size: Of the model.
         context: Tokens of the longest prompt with its answer.
+        reserved: Those of them that a shorter prompt leaves empty.
         eos: Ids that stop an answer unless the request names others.
 
     Raises:
@@ -67,8 +68,8 @@ def read_asked(body: dict[str, Any], vocab_size: int, context: int, eos: frozens
     P = len(prompt)
     if field_of(body, "record_stability_info", bool, False):
         raise RequestRefused(
-            "record_stability_info is for stable_reinforce, which is not served; leave it out, and take another loss_fn "
-            "(importance_sampling, ppo, cispo, gspo)"
+            "record_stability_info is for stable_reinforce, which is not served; leave it out and take another "
+            "loss_fn (importance_sampling, ppo, cispo, gspo)"
         )
     count, temperature = field_of(body, "num_samples", int, 1), field_of(params, "temperature", (int, float), 1.0)
     if not 1 <= count <= MOST_SAMPLES or not 0 <= temperature < float("inf"):
@@ -83,7 +84,7 @@ def read_asked(body: dict[str, Any], vocab_size: int, context: int, eos: frozens
         numbers[name] = field_of(body, name, int, 0)
         if not 0 <= numbers[name] <= min(MOST_TOP, vocab_size):
             raise RequestRefused(f"{name} = {numbers[name]}; must be 0 to {min(MOST_TOP, vocab_size)}", name)
-    room = context - max(context // 2, P)
+    room = context - max(reserved, P)
     if room < 1:
         raise RequestRefused(f"a prompt of {P} tokens leaves no room in a context of {context}; raise --context")
     most = field_of(params, "max_tokens", int)
