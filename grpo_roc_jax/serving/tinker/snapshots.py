@@ -33,7 +33,7 @@ from grpo_roc_jax.shapes import Array
 log = logging.getLogger(__name__)
 WAIT_S = 0.2
 RECENT_S = 20.0
-"""An adapter that was sampled from within this time counts as one that is sampled from at the same time as others."""
+"""Adapters that take turns within this time count as sampled from at the same time."""
 SMALLEST = 8
 """Rank of the smallest bank."""
 ENGINES = 12
@@ -248,9 +248,10 @@ class Snapshots:
         alone = Form(cut, snapshot.lora.rank, snapshot.lora.targets, 1)
         shared = Form(cut, bucket(snapshot.lora.rank), self.targets, self.most)
         now = time.monotonic()
-        others = any(
-            owner != snapshot.owner and now - when < RECENT_S and bucket(other.lora.rank) == shared.rank
-            for owner, (when, other) in self._recent.items()
+        before, _ = self._recent.get(snapshot.owner, (now, None))
+        others = any(  # those that took turns with this owner
+            before < when and now - when < RECENT_S and bucket(other.lora.rank) == shared.rank
+            for when, other in self._recent.values()
         )
         live = [
             seat

@@ -357,7 +357,7 @@ def _reading_program(
 
         numbers = jnp.arange(R * T // block)
         found = jax.lax.map(lambda of: of_block(*of), (numbers, blocks(hidden), blocks(targets)))
-        scored, *pairs = jax.tree.map(lambda leaf: leaf.reshape(R, T, -1), found)
+        scored, *pairs = jax.tree.map(lambda leaf: leaf.reshape(R, T, leaf.shape[-1]), found)
         return scored, *pairs
 
     return jax.jit(run)
