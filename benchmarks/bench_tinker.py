@@ -52,6 +52,7 @@ for step in range(a["steps"]):
     call.result(), done.result()
     seconds.append(time.perf_counter() - begun)
     rewards.append(sum(scores) / len(scores))
+    print(f"step {step}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
 print(json.dumps({"seconds": seconds, "rewards": rewards}))
 """
 
@@ -97,8 +98,9 @@ def own(options) -> dict:
         prompts = prompts_of(options, trainer.model.vocab_size)
         problems = [Problem(str(i), "", "", "bench") for i in range(options.groups)]
         length = bucket(options.prompt + options.tokens, trainer.longest)
-        per = ROW_TOKENS // length
         fits = length // (options.prompt + options.tokens)
+        used = -(-options.groups * options.size // fits)
+        per = max(1, min(ROW_TOKENS // length, 1 << (used - 1).bit_length()))
         seconds, rewards = [], []
         for number in range(options.steps):
             begun = time.perf_counter()
@@ -118,12 +120,12 @@ def own(options) -> dict:
                 rows.append(
                     TrainRow(row.tokens, mask, row.logprobs, advantage, weight, np.arange(n, dtype=np.int32), zero)
                 )
-            micro = -(-len(rows) // (per * fits))
-            batch, _ = pack(rows, BatchConfig(row_length=length, rows=per), micro)
+            batch, _ = pack(rows, BatchConfig(row_length=length, rows=per), -(-used // per))
             state, _ = step(state, shard_batch(batch, trainer.mesh), trainer.base)
             jax.block_until_ready(state.params)
             seconds.append(time.perf_counter() - begun)
             rewards.append(float(reward.mean()))
+            print(f"step {number}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
     return {"seconds": seconds, "rewards": rewards}
 
 

@@ -71,7 +71,7 @@ class Server:
     def start(self):
         arguments = ["--tinker", f"{NAME}={self.folder / NAME}", "--port", str(self.port), "--store", str(self.store)]
         with open(self.store.with_suffix(".log"), "a") as log:
-            command = [sys.executable, "-m", "grpo_roc_jax", "serve", *arguments, "--context", "512"]
+            command = [sys.executable, "-m", "grpo_roc_jax", "serve", *arguments, "--context", "1024"]
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert self.process.stdout.readline().startswith("http://")
 
