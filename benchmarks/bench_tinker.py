@@ -28,12 +28,12 @@ CLIENT = """
 import json, sys, time, tinker
 a = json.loads(sys.argv[1])
 service = tinker.ServiceClient(base_url=a["url"], api_key="tml-dummy")
-model = service.create_lora_training_client(base_model=a["name"], rank=a["rank"], seed=0)
+model = service.create_lora_training_client(base_model=a["name"], rank=a["rank"], seed=0).result()
 params = tinker.SamplingParams(max_tokens=a["tokens"], stop=[], temperature=1.0)
 seconds, rewards = [], []
 for step in range(a["steps"]):
     begun = time.perf_counter()
-    sampler = model.save_weights_and_get_sampling_client()
+    sampler = model.save_weights_and_get_sampling_client().result()
     asks = [(ids, sampler.sample(tinker.ModelInput.from_ints(ids), a["size"], params)) for ids in a["prompts"]]
     data, scores = [], []
     for ids, ask in asks:
