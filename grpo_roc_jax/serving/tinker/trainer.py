@@ -144,10 +144,7 @@ class Trainer:
         Raises:
             RequestRefused: No such loss, or a datum that does not fit it.
         """
-        config = settings_of(request.loss_fn, request.config)
-        rows = [self._row(i, datum, request.loss_fn) for i, datum in enumerate(request.data)]
-        if not rows:
-            raise RequestRefused("forward_backward without data; send at least one datum")
+        config, rows = self.checked(request)
         arguments, found, total = scalars(config), [np.zeros(0)] * len(rows), 0.0
         gradient, wide = state.gradient, request.loss_fn == "cross_entropy"
         run = _program(self.model, self.update, self.mesh, state.lora, request.loss_fn, request.forward_only)
@@ -163,6 +160,17 @@ class Trainer:
         if not np.isfinite(total):
             raise RequestRefused("the loss is not finite; look at logprobs, advantages and weights of the data")
         return replace(state, gradient=gradient), found, {"loss:sum": total}
+
+    def checked(self, request: ForwardBackward) -> tuple[dict[str, float], list["_Row"]]:
+        """(settings of the loss, rows); nothing is computed.
+
+        Raises:
+            RequestRefused: No such loss, or a datum that does not fit it.
+        """
+        config = settings_of(request.loss_fn, request.config)
+        if not request.data:
+            raise RequestRefused("forward_backward without data; send at least one datum")
+        return config, [self._row(i, datum, request.loss_fn) for i, datum in enumerate(request.data)]
 
     def optimizer_step(self, state: AdapterState, adam: Adam) -> tuple[AdapterState, dict[str, float]]:
         """(state with the summed gradient applied and cleared, metrics). A gradient that is not finite is dropped, with
