@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from grpo_roc_jax.learner.loss import Head, UpdateConfig, policy_hidden, token_logprobs
+from grpo_roc_jax.learner.loss import USUAL_CHUNK, UpdateConfig, head_of, policy_hidden, token_logprobs
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, first_fit_decreasing, pack
 from grpo_roc_jax.learner.update import ConstantRate, make_optimizer, micro_batch, trained_shardings
 from grpo_roc_jax.model.config import ModelConfig
@@ -305,9 +305,11 @@ def _program(
     def loss(params: Params | None, base: Params, batch: TrainBatch, targets: Array, weights: Array, config: dict):
         full = base if lora is None else attach(base, params, lora)
         hidden = policy_hidden(full, batch, model, update, mesh)
+        # Logits that are kept for the backward pass would be kept for each target.
+        head = head_of(update if targets.shape[2] == 1 else replace(update, vocab_chunk=USUAL_CHUNK), model)
         score = partial(
             token_logprobs, full, hidden, batch.tokens, batch.segment_ids,
-            head=Head(update.vocab_chunk, model.extras.logit_cap), mesh=mesh,
+            head=head, mesh=mesh,
         )  # fmt: skip
         columns = [score(targets=targets[..., k])[0] for k in range(targets.shape[2])]
         logprobs = jnp.stack(columns, axis=-1)
