@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from tests.helpers.knobs import Case, cases, made
 from tests.helpers.knobs_step import step
 from tests.helpers.knobs_tools import program
 from tests.test_knob_effects import BY_CONTRIB, changes_something
+from tests.test_knobs import accepted_by, sections
 
 
 class Connection:
@@ -213,3 +215,10 @@ def test_every_setting_that_the_core_leaves_to_contrib_has_a_case():
 def test_cuts_are_of_one_rollout():
     with pytest.raises(ValueError, match="cuts of one"):
         made({"plan.second": {"kind": "serial"}, "plan.budget": "knapsack", "resample": "none"})
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_no_setting_is_infinite_or_not_a_number(value):
+    """But for one limit of a soft maximum, which is a mean there (DisCO-b), as its line says."""
+    kinds = [kind for kind in sections() if ".contrib." in kind.__module__]
+    assert accepted_by(kinds, value) == (["Disco.tau = inf"] if value == math.inf else [])
