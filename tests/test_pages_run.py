@@ -66,7 +66,7 @@ def test_a_page_is_recorded(tmp_path):
 
 
 def test_there_is_a_session_for_each_task():
-    tasks = ("data", "own_tool", "own_reward", "own_environment", "one_gpu", "pod", "view", "choose")
+    tasks = ("data", "own_tool", "own_reward", "own_environment", "one_gpu", "pod", "choose")
     assert {path.stem for path in PAGES} >= set(tasks)
 
 
