@@ -132,11 +132,8 @@ def real_groups() -> str:
                 mark = dot(at + cell / 2, y + 12, INK) if failed else ""
                 opacity = 1 if trained else 0.35
                 parts.append(f'<g opacity="{opacity}">{box(at, y, cell, 24, color, color, 0.4)}{mark}</g>')
-    parts.append(
-        text(
-            left, 288, "green: right; red: wrong; dot: a call failed; pale: left out by the selection, or all of its group wrong", 12, SOFT
-        )
-    )
+    legend = "green: right; red: wrong; dot: a call failed; pale: left out by the selection, or all of its group wrong"
+    parts.append(text(left, 288, legend, 12, SOFT))
     return picture(2 * wide + left, 306, "Groups of SmolLM2-135M in the first and in the last step of a run", parts)
 
 
