@@ -7,7 +7,7 @@ together, so that the other side is woken once for all of them.
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import Finish, RolloutStats, RunOptions, SingleTurn, TurnEnd
+from grpo_roc_jax.rollout.steering import RowSteering
 from grpo_roc_jax.types import Problem, RolloutRequest, Trajectory
 
 IDLE_S = 0.1
@@ -49,6 +50,8 @@ class SampleJob:
     """How many of the new ids to keep, given them and the last ones before, if a stop text ends among them."""
     goes_on: Callable[[np.ndarray], bool] | None = None
     """Whether an answer of these ids goes on after the stop id that it ends with."""
+    steering: Sequence[RowSteering | None] = ()
+    """What each sample asks of its draws; empty for nothing."""
     created_s: float = field(default_factory=time.perf_counter)
 
 
@@ -68,6 +71,9 @@ class JobRows(SingleTurn):
 
     def drawn(self, row: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         self._report(self._job, "drawn", row, (tokens, logprobs))
+
+    def steering(self, row: int) -> RowSteering | None:
+        return self._job.steering[row] if self._job.steering else None
 
     def goes_on(self, row: int, tokens: np.ndarray) -> bool:
         if self._job.goes_on is None or int(tokens[-1]) in self._job.stop_ids:
