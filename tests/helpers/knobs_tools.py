@@ -515,6 +515,14 @@ def asked_of_package(config: Config) -> Any:
         return [*said, made._session.asked, len(made.schemas)]
 
 
+def harbor_of(config: Config) -> Any:
+    """Which tasks an environment of Harbor has, and where and with which limits they run."""
+    with mock.patch("shutil.which", lambda name: name):
+        made = adapter("contrib.environments.harbor_tasks", "harbor").harbor_class(config.environment)
+    return len(made.tasks), type(made.new_place()).__name__, made.executor.limits
+
+
+TASKS = str(Path(__file__).parents[2] / "examples" / "environments" / "harbor")
 OWN = {
     "environment": {"kind": "class", "path": "tests.helpers.knobs_tools:Trial"},
     "reward.functions": ("environment",),
@@ -567,6 +575,15 @@ EPISODES = (
             ("runtime", "docker", {"kind": "verifiers", "taskset": "a"}),
             ("settings", ("agent.max_turns=3",), {"kind": "verifiers", "taskset": "a"}),
             ("observation", "b", {"kind": "openenv", "url": "http://a", "action": "c"}),
+        )
+    }
+    | {
+        f"environment.{name}": Case(harbor_of, value, (("environment", {"kind": "harbor", "tasks": TASKS}),))
+        for name, value in (
+            ("tasks", f"{TASKS}/total"),
+            ("container", "docker"),
+            ("command_s", 99.0),
+            ("processes", 8),
         )
     }
 )

@@ -408,7 +408,7 @@ class SharedExecutor:
     """The executor of all rollouts of a process, started with the first one."""
 
     def __init__(self, limits: ProgramLimits):
-        self._limits, self._lock, self._executor = limits, threading.Lock(), None
+        self.limits, self._lock, self._executor = limits, threading.Lock(), None
 
     def started(self) -> Executor:
         """Raises ToolUnavailable if the machine offers no isolation of level L3."""
@@ -416,7 +416,7 @@ class SharedExecutor:
             if self._executor is None:
                 paths = tuple(path for path in ("/usr", "/bin", "/etc/alternatives") if os.path.exists(path))
                 settings = ExecutorSettings(
-                    limits=self._limits, min_level="L3", preload=(), bare_root=False, read_paths=paths, links=LINKS
+                    limits=self.limits, min_level="L3", preload=(), bare_root=False, read_paths=paths, links=LINKS
                 )
                 executor = Executor(settings)
                 try:
@@ -507,6 +507,8 @@ class HarborEnvironment(Environment):
 
     choice: ClassVar[EnvironmentHarbor]
     executor: ClassVar[SharedExecutor]
+    tasks: ClassVar[Mapping[str, HarborTask]] = {}
+    """By their directories."""
 
     _place: Place | None = None
     _begun_s = 0.0
@@ -514,9 +516,12 @@ class HarborEnvironment(Environment):
     def reset(self, problem: Problem) -> None:
         """Reads the task; its place is made by the first command, or by the tests."""
         folder = problem.extra.get("harbor_task")
-        if not isinstance(folder, str):
-            raise ValueError(f"problem {problem.uid!r} has no column harbor_task; name data.sources harbor:DIR")
-        self._task = read_task(Path(folder))
+        if folder not in self.tasks:
+            raise ValueError(
+                f"problem {problem.uid!r} is of the task {folder!r}, which environment.tasks does not hold; name the "
+                "same directory there and in data.sources harbor:DIR"
+            )
+        self._task = self.tasks[folder]
 
     async def bash(self, command: str) -> str:
         """Runs a command in a shell and returns what it prints. Files stay, variables and directories do not.
@@ -552,14 +557,18 @@ class HarborEnvironment(Environment):
 
     async def _opened(self) -> Place:
         if self._place is None:
-            container = self.choice.container == "docker"
-            place: Place = DockerPlace() if container else SandboxPlace(type(self).executor)
+            place = self.new_place()
             try:
                 await place.open(self._task)
             except ValueError as error:
                 raise ToolUnavailable(f"task {self._task.name}: {error}") from error
             self._place, self._begun_s = place, time.monotonic()
         return self._place
+
+    @classmethod
+    def new_place(cls) -> Place:
+        """Where a rollout works, not open yet."""
+        return DockerPlace() if cls.choice.container == "docker" else SandboxPlace(cls.executor)
 
     def close(self) -> None:
         if self._place is not None:
@@ -626,7 +635,9 @@ def harbor_class(choice: EnvironmentHarbor) -> type[HarborEnvironment]:
         descriptors=256,
         processes=choice.processes,
     )
-    return type("HarborEnvironment", (HarborEnvironment,), {"choice": choice, "executor": SharedExecutor(limits)})
+    shared = {"choice": choice, "executor": SharedExecutor(limits)}
+    known = {str(task.path.resolve()): task for task in tasks}
+    return type("HarborEnvironment", (HarborEnvironment,), {**shared, "tasks": known})
 
 
 def _check_sandbox(tasks: list[HarborTask]) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.contrib.environments import harbor_tasks
 from grpo_roc_jax.contrib.environments.harbor_tasks import (
     harbor_class,
     harbor_problems,
@@ -298,5 +297,7 @@ def test_three_tasks_train(tmp_path):
     assert any("environment/sum" in step or "environment/reward" in step for step in steps)
 
 
-def test_one_sandbox_serves_all_rollouts():
-    assert harbor_tasks.LINKS == ("app", "tests", "logs", "workspace")
+def test_a_problem_of_another_directory_is_refused(environments, tmp_path):
+    make_task(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"environment\.tasks does not hold"):
+        environments()().reset(next(harbor_problems(str(tmp_path))))
