@@ -113,9 +113,9 @@ def sample(
     scaled = logits / heat
     e, top = _exponentials(scaled)
     total = jnp.sum(e, axis=(1, 2))
-    normalizer = top + jnp.log(total)
+    shift, normalizer = top, jnp.log(total)
     if steering is not None:
-        e, top = _exponentials(steer(logits, steering) / heat)
+        e, _ = _exponentials(steer(logits, steering) / heat)
         total = jnp.sum(e, axis=(1, 2))
     drawable = e
     if vocab_size is not None and vocab_size < V:
@@ -134,7 +134,7 @@ def sample(
     token = block * BLOCK + _inverse_cdf(inside, uniform[:, 1])
     chosen = jnp.take_along_axis(scaled, token[:, None], axis=1)[:, 0]
     mass = jnp.where(greedy, 1.0, jnp.sum(block_weight, axis=1) / total)
-    return Draw(token.astype(jnp.int32), chosen - normalizer, mass)
+    return Draw(token.astype(jnp.int32), chosen - shift - normalizer, mass)
 
 
 def _exponentials(scaled: Float[Array, "B V"]) -> tuple[Float[Array, "B V/128 128"], Float[Array, " B"]]:
