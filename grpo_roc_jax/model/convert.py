@@ -428,7 +428,7 @@ def _rounding(leaf: str, shape: tuple[int, ...], bits: int, sharding: Sharding) 
     function = partial(quantize, axes=summed_axes(leaf, len(shape)), bits=bits)
     like = jax.eval_shape(function, jax.ShapeDtypeStruct(shape, jnp.float32))
     places = split_quantized(sharding, like) if isinstance(sharding, NamedSharding) else sharding
-    return jax.jit(function, donate_argnums=0, out_shardings=places)
+    return jax.jit(function, out_shardings=places)
 
 
 def _stack(layers: Iterator[Array], shape: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding) -> Array:
