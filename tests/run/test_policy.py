@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -105,10 +106,9 @@ def test_a_run_on_frozen_weights_in_few_bits_goes_on_equally_and_exports_merged_
     base = frozen_weights(config, model, mesh)
     assert {layer["wq"].kind for layer in base["layers"]} == {"int8" if bits == 8 else "nf4"}
     assert main([str(straight), str(tmp_path / "merged"), "--dtype=float32"]) == 0
-    merged, tokens = stored(tmp_path / "merged"), np.arange(12)[None]
-    place = np.arange(12)[None]
+    merged, tokens = stored(tmp_path / "merged"), jnp.arange(12)[None]
     by_export, by_adapter = (
-        unembed(params, forward(params, tokens, place, np.ones_like(tokens), model), model)
+        unembed(params, forward(params, tokens, tokens, jnp.ones_like(tokens), model), model)
         for params in (merged, full_params(base, runs[0][1], config.lora))
     )
     np.testing.assert_allclose(by_export, by_adapter, atol=1e-4)
