@@ -24,7 +24,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.bench_serve import make_policy
-
 from grpo_roc_jax.environments.config import AgentCommand, HostProcesses
 from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.records import RunOptions

@@ -74,6 +74,8 @@ class Preloads:
 
     def __init__(self):
         self.tried = set()
+        self.noted = []
+        """What runs have imported, to be imported once none is running: an import holds up what watches them."""
         self.runs = 0
         self.silent = 0
 
@@ -94,11 +96,11 @@ class Preloads:
             except BaseException:  # of code that is not ours; the run meets it again
                 continue
 
-    def learn(self, names):
-        """Imports what a run has imported."""
+    def note(self, names):
+        """Notes what a run has imported."""
         self.runs += 1
         self.silent = 0 if any(name not in self.tried and name not in sys.modules for name in names) else 1
-        self.load(names)
+        self.noted += names
 
 
 class Run:
@@ -203,7 +205,10 @@ def serve(link):
             if ended:
                 run = runs.pop(pid)
                 tell(number=run.number, status=os.waitstatus_to_exitcode(status))
-                preloads.learn(run.imported())
+                preloads.note(run.imported())
+        if not runs:
+            preloads.load(preloads.noted)
+            preloads.noted.clear()
 
     received, descriptors = b"", []
     while True:

@@ -29,6 +29,8 @@ PRINTED = 1 << 16
 FLOOD_S = 0.01
 """How long a program that fills its pipe waits before it is read again."""
 FORKED = Path(__file__).with_name("_fork_server.py")
+START_S = 120.0
+"""Seconds for the imports of a fork server."""
 FLAGS = frozenset(["-u", "-B", "-O", "-OO"])
 """Options of Python that a fork has too."""
 
@@ -208,7 +210,10 @@ class ForkServer:
                 self._link.sendall(data[sent:])
             except OSError:
                 self._lost()
-        program.begun.wait()
+        if not program.begun.wait(START_S):
+            log.warning("environment.warm: imports took longer than %g s; programs are started, not forked", START_S)
+            self.close()
+            program.begun.wait()
         return program if program.pid else None
 
     def _read(self) -> None:

@@ -16,7 +16,7 @@ def request(base_url, api_key, said, path="chat/completions", model="policy", ag
     body = {"model": model, FORMS[path]: said, "max_tokens": 6, "max_output_tokens": 6}
     headers = {"Authorization": f"Bearer {api_key}"} | ({"X-Agent": agent} if agent else {})
     asked = urllib.request.Request(f"{base_url}/{path}", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(asked, timeout=60) as answer:
+    with urllib.request.urlopen(asked, timeout=300) as answer:
         return json.load(answer)
 
 
