@@ -611,7 +611,7 @@ def test_a_step_by_hand_is_never_shorter_than_its_bound(seed):
     assert bound.total > sum(spent.values()) / 5
 
 
-@pytest.mark.parametrize("recipe", ["clip_cov", "grpo", "entropy_target", "microcoder"])
+@pytest.mark.parametrize("recipe", ["clip_cov", "grpo", "entropy_target"])
 def test_a_planned_batch_has_the_leaves_that_the_method_packs(recipe):
     config = load_config(Config, [str(load_methods()[recipe].path)], prog="test")
     groups = groups_of(config)

@@ -8,8 +8,11 @@ import pytest
 from grpo_roc_jax.method.catalog import SKETCH, SKETCH_MARKS, load_methods, read_method, sketch_table, with_table
 from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS, find_config
 from grpo_roc_jax.types import CONDITIONS, Condition, condition_kind, traits_of
+from tests import test_layering as layering
 
 ROOT = Path(__file__).resolve().parents[3]
+ON_DEVICE = {"contrib.methods.tw_grpo", "contrib.methods.vespo"}
+"""A surrogate, and a method with passes of its own."""
 
 
 def test_recipes_beside_methods_are_named_like_those_of_the_core(tmp_path, monkeypatch):
@@ -61,3 +64,8 @@ def test_a_sketch_says_what_it_is_in_three_places(tmp_path, line):
     path.write_text(f"{title}, arXiv:1\n# axes: a\n# formula: x\n# state: none\n{line}\n", encoding="utf-8")
     with pytest.raises(ValueError, match="write all three, or none"):
         read_method(path)
+
+
+@pytest.mark.parametrize("name", [name for name in layering.PATHS if name.startswith("contrib.methods.")])
+def test_methods_compute_on_the_host_but_for_surrogates(name):
+    layering.test_methods_compute_on_the_host_but_for_surrogates(name, ON_DEVICE)
