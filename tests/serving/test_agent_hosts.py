@@ -316,7 +316,7 @@ def test_an_agent_beside_environments_in_one_run(tmp_path):
     words = [f"--environment={{kind: by_row, classes: {classes}}}", "--reward.functions=environment", "--sft.steps=0"]
     words += [f"--data.sources={tmp_path}/three.jsonl,{tmp_path}/asks.jsonl", "--data.weights=1,1"]
     words += ["--data.eval_problems=0", "--eval.every=0", "--group.problems=4", "--reward.truncated=score"]
-    summary = g.train_policy(g.read_config("toy.yaml", *TINY, *words, f"--run_dir={tmp_path}/run", "--log.traces=4"))
+    summary = g.train_policy(g.read_config("toy.yaml", *TINY, *words, f"--run_dir={tmp_path}/run", "--log.traces=1"))
     assert summary["compilations_after_first_step"] == 0
     seen = set()
     for step in (1, 2):

@@ -99,7 +99,7 @@ def test_three_steps_of_training(framework, tmp_path):
     file = Path(__file__).with_name("framework_agents.py")
     words = [f"--environment={{kind: agent, function: '{file}:{name.replace('-', '_')}', timeout_s: 120}}"]
     words += ["--reward.functions=environment", "--reward.truncated=score", "--sft.steps=0", "--steps=3"]
-    words += ["--rollout.max_prompt_tokens=256", "--batch.row_length=512", "--log.traces=3"]
+    words += ["--rollout.max_prompt_tokens=256", "--batch.row_length=512", "--log.traces=1"]
     summary = g.train_policy(g.read_config("toy.yaml", *TINY, *words, f"--run_dir={tmp_path}"))
     assert summary["compilations_after_first_step"] == 0
     records = [record for step in (1, 2, 3) for record in read_trace(tmp_path, step)]
