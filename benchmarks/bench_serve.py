@@ -245,6 +245,7 @@ def agents(policy: tuple, clients: int) -> dict:
     """Agents of 45 short calls each, all at once: how fast are they, is one of them starved, how long do calls take?"""
     chat, engine, params = policy
     own, sampler = Engine(engine.programs, engine._publisher, engine.seed), engine.publish(params, 1)
+    engine.warmup(sampler)
     server = ServerThread(lambda deliver: Endpoint(chat, SamplingLoop(own, sampler, deliver)))
     server.endpoint.loop.start()
     begun = time.perf_counter()
