@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.config import Experts, ModelConfig
 from grpo_roc_jax.model.fusion import unfused
+from grpo_roc_jax.model.low_precision import grouped_product
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
 GROUPED_FLAG = "xla_gpu_experimental_use_ragged_dot_fusion"
@@ -153,7 +154,7 @@ def mix_experts(
     weights, routes = {name: layer[name] for name in WEIGHTS if name in layer}, layer.get("routes")
     if mesh is None or mesh.size == 1 or not (rows or mesh.shape.get("tensor", 1) > 1):
         return _mix(weights, h, config, 0, routes)
-    specs = {name: P("tensor" if name in BY_EXPERT else None, *(None,) * (w.ndim - 1)) for name, w in weights.items()}
+    specs = {name: P("tensor") if name in BY_EXPERT else P() for name in weights}
     around = jax.sharding.get_abstract_mesh()
     rows = tuple(axis for axis in rows if axis not in around.manual_axes)
     split = tuple(axis for axis in (*rows, "sequence") if rows and axis in mesh.shape)
@@ -207,7 +208,7 @@ def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array 
     expert = jnp.minimum(chosen[order], here - 1)
 
     def product(x: Array, name: str, dtype: jnp.dtype | None = None) -> Array:
-        y = jax.lax.ragged_dot(x, weights[f"w_{name}"], sizes, preferred_element_type=dtype)
+        y = grouped_product(x, weights[f"w_{name}"], sizes, dtype)
         return y + weights[f"b_{name}"][expert].astype(y.dtype) if f"b_{name}" in weights else y
 
     hidden = activate(product(copies, "gate"), product(copies, "up"), config)

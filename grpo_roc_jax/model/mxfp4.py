@@ -7,7 +7,7 @@ an expert is stored by columns: what the model multiplies by [D,F] lies as [F,D]
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -26,6 +26,8 @@ class PackedTensor:
     codes: Any
     """A `safetensors_io.Tensor`, as are the scales."""
     scales: Any
+    blocks: ClassVar[None] = None
+    """See `safetensors_io.Tensor.blocks`."""
 
     @property
     def dtype(self) -> np.dtype:

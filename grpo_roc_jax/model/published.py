@@ -158,8 +158,12 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
     config = ModelConfig(**fields | _stated(published, family))
     for key in family.unused:
         published.get(key)
-    if family.model_type == "gpt_oss" and (published.peek("quantization_config") or {}).get("quant_method") == "mxfp4":
-        published.get("quantization_config")  # `mxfp4` unpacks it
+    stored = published.peek("quantization_config")
+    stored = stored if isinstance(stored, dict) else {}
+    if stored.get("load_in_4bit") and stored.get("bnb_4bit_quant_type") == "nf4":
+        published.get("quantization_config")  # `bitsandbytes_io` reads these matrices
+    if family.model_type == "gpt_oss" and stored.get("quant_method") == "mxfp4":
+        published.get("quantization_config")  # `mxfp4` unpacks them
     published.refuse_rest()
     return config
 
@@ -190,7 +194,7 @@ class _Keys:
         return self._config.get(key, default)
 
     def peek(self, key: str) -> Any:
-        """The value of a key that does not count as read."""
+        """The value of a key, which still counts as not read."""
         return self._config.get(key)
 
     def refuse_rest(self) -> None:
