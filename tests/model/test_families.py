@@ -103,7 +103,7 @@ def test_gradients_of_every_tensor_equal_those_of_torch(pair, tmp_path):
             assert not ours[name].any()
             continue
         scale = np.abs(wanted).max()
-        assert scale > 1e-4, name
+        assert scale > 1e-4 or ".experts." in name, name  # no token may have chosen an expert
         limit = GRADIENT if config.delta is None else RECURRENT
         np.testing.assert_allclose(ours[name], wanted, atol=limit * scale, rtol=0, err_msg=name)
 
