@@ -83,8 +83,8 @@ HOST += tuple(
     ]
 )
 """Modules and packages that work where JAX is not even installed, with all they import."""
-DEVICE_IN_METHOD = {"method.surrogate", "method.reference"}
-"""Surrogates, and the loss on one page, are functions of arrays on the device."""
+DEVICE_IN_METHOD = {"method.divergence", "method.surrogate", "method.reference"}
+"""Surrogates, the divergence in the loss, and the loss on one page are functions of arrays on the device."""
 
 
 def name_of(path: Path) -> str:

@@ -214,7 +214,7 @@ def _sampled_logprobs(
     def start(ends: Params, tokens: Array) -> tuple[Array, dict[str, Rope], Spans]:
         zero = jnp.zeros(1, jnp.int32)
         places = Spans(zero[None], zero, zero, zero + T)
-        return *start_layers(exact(ends), tokens, jnp.arange(T)[None], config), places
+        return *start_layers(exact(ends), tokens, jnp.arange(T)[None], config)[:2], places
 
     def visit(index: int, layer: Params, x: Array, rope: Rope, places: Spans) -> Array:
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), pool.layers[index])
