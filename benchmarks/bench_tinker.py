@@ -171,7 +171,7 @@ def own(options) -> dict:
 
 
 def client(options, *, mixed: bool = False) -> dict:
-    """The loop, or with `mixed` the samples of several adapters, by the client, against a server started here or named."""
+    """The loop, or with `mixed` the samples of several adapters, by the client; its server starts here or is named."""
     from grpo_roc_jax.model.convert import find_model, read_published
 
     with ExitStack() as stack:
