@@ -95,7 +95,7 @@ class LoadReport:
     def __str__(self) -> str:
         lines = [
             f"{self.file}: {self.problems} problems of {self.rows} rows; question from {self.prompt_column!r}, "
-            f"answer from {self.answer_column!r}; {len(self.bad)} bad, {self.duplicates} duplicates dropped"
+            f"answer from {self.answer_column!r}; {len(self.bad)} bad, {self.duplicates} duplicate{'s' * (self.duplicates != 1)} dropped"
         ]
         if self.own_system:
             lines.append(f"  {self.own_system} rows have their own system text; text.system is used instead")
