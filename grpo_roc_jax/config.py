@@ -368,8 +368,8 @@ def stage_config(config: Config, index: int, places: Mapping[KeyPath, str]) -> C
     if any(condition.kind == "plateau" for condition in stage.until) and not staged.eval.every:
         raise ConfigError(f"{label}: until plateau with eval.every = 0 would never end it; set eval.every")
     endless = [] if staged.data.world_problems else [s for s in staged.data.sources if generator_of(s)]
-    if stage.drop_solved and endless:
-        raise ConfigError(f"{label}: drop_solved with {endless[0]}, which has no end; set data.world_problems")
+    if stage.choose and endless:
+        raise ConfigError(f"{label}: choose with {endless[0]}, which has no end; set data.world_problems")
     if state_of(staged) != state_of(config):
         raise ConfigError(
             f"{label}: optim.moment_dtype, clipping of gradients or not, and a reference policy or none must be the "

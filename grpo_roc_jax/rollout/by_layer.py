@@ -41,6 +41,7 @@ from grpo_roc_jax.rollout.decode import (
     empty_report,
     narrow,
     narrow_steering,
+    split_adapters,
     unfinished,
     widen,
 )
@@ -101,9 +102,10 @@ def split_ends(params: Params) -> Params:
 
 def start_layers(
     ends: Params, ids: Int[Array, "B T"], positions: Int[Array, "B T"], config: ModelConfig
-) -> tuple[Array, dict[str, Rope]]:
-    """(residual stream before the first layer, rotary angles by name)."""
-    return embed(ends, ids, config), rotary_tables(positions, config)
+) -> tuple[Array, dict[str, Rope], Params]:
+    """(residual stream before the first layer, rotary angles by name, what every layer gets in addition)."""
+    ids, beside = split_adapters(ends, ids)
+    return embed(ends, ids, config), rotary_tables(positions, config), beside
 
 
 def run_layer(
@@ -143,19 +145,19 @@ def append_by_layer(
     config, form, layers = model.config, pool.replace(layers=()), list(pool.layers)
     kinds, ropes = layer_kinds(config), rope_names(config)
 
-    def start(ends: Params, *arrays: Array) -> tuple[Array, dict[str, Rope], Spans | Tiles]:
+    def start(ends: Params, *arrays: Array) -> tuple[Array, dict[str, Rope], Params, Spans | Tiles]:
         ids, positions, at = arrange(form, *arrays)
         return *start_layers(ends, ids, positions, config), at
 
     name = (*name, pool.blocks)
-    x, tables, at = parts((*name, "start"), start, split_ends(params), *arrays)
+    x, tables, beside, at = parts((*name, "start"), start, split_ends(params), *arrays)
     for i, layer in enumerate(params["layers"]):
         fixed, last = {"index": kinds[i], "form": form, "model": model}, i + 1 == config.layers
         function = partial(_written if last else run_layer, **fixed)
         result = parts(
             (*name, "last" if last else "layer", kinds[i]),
             function,
-            layer,
+            layer | beside,
             layers[i],
             x,
             tables[ropes[i]],
@@ -230,11 +232,11 @@ def decode_by_layer(
     for _ in range(settings.chunk):
         if not parts.holds(more):
             break
-        x, tables, places = parts((*of_pool, "token"), token, ends, part, few, readers, at)
+        x, tables, beside, places = parts((*of_pool, "token"), token, ends, part, few, readers, at)
         recorded_experts = []
         for i, layer in enumerate(params["layers"]):
             function = partial(run_layer, index=kinds[i], form=form, model=model)
-            arguments = layer, layers[i], x, tables[ropes[i]], places
+            arguments = layer | beside, layers[i], x, tables[ropes[i]], places
             x, layers[i], chosen = parts((*of_pool, "layer", kinds[i]), function, *arguments, donate=(1,))
             recorded_experts += chosen
         part, report, more = parts((*name, "draw"), draw, ends, x, part, report, recorded_experts, asked, donate=(2, 3))

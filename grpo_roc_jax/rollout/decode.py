@@ -205,6 +205,26 @@ def _bisect(measure: Callable[[Array], Array], target: Float[Array, " B"]) -> Fl
     return jax.lax.bitcast_convert_type(low, jnp.float32)
 
 
+ID_BITS = 20
+ID_MASK = (1 << ID_BITS) - 1
+"""With several adapters in one batch the ids of a row carry the number of its adapter above these bits, 0 for none. So
+the cache never takes tokens of one adapter for those of another."""
+MOST_ADAPTERS = (1 << (31 - ID_BITS)) - 1
+
+
+def split_adapters(params: Params, tokens: Int[Array, "B T"]) -> tuple[Array, Params]:
+    """(ids without the numbers of adapters, what every layer gets in addition).
+
+    `params["adapters"]` is int32[n R]: which of n adapters each column of the low-rank pairs belongs to, R in a row.
+    Adapter i has the numbers i + 1, i + 1 + n, i + 1 + 2 n and so on. Without that leaf nothing is split.
+    """
+    if "adapters" not in params:
+        return tokens, {}
+    columns, number = params["adapters"], tokens >> ID_BITS
+    index = jnp.where(number > 0, (number - 1) % (columns[-1] + 1), -1)
+    return tokens & ID_MASK, {"lora_mask": index[..., None] == columns[None, None]}
+
+
 PATCH_FIELDS = ("touched", "position", "token", "active", "limit", "seed", "step", "problem", "sample", "temperature")
 """Rows of a patch, int32[10,B], with the host's changes to the slots; `temperature` holds the bits of a float32."""
 
@@ -391,9 +411,10 @@ def run_layers(
 ) -> Array:
     """The residual stream after the last layer. The layers are unrolled, since a scan over a cache copies it."""
     ropes = layer_ropes(positions, config)
-    x = embed(params, tokens, config)
+    ids, beside = split_adapters(params, tokens)
+    x = embed(params, ids, config)
     for layer, rope, attend in zip(params["layers"], ropes, attends, strict=True):
-        x = block(layer, x, rope, attend, config, experts)
+        x = block(layer | beside, x, rope, attend, config, experts)
     return x
 
 
@@ -519,13 +540,14 @@ def draw_tokens(
     uniform = uniforms(slots.key, drawn_at)
     draw = sample(logits, uniform, slots.temperature, settings.sampling, settings.vocab_size, steering)
     stopped = (drawn_at + 1 >= slots.limit) | _is_any(draw.token, settings.stop_ids)
+    token = draw.token | (slots.token & ~ID_MASK) if "adapters" in params else draw.token
     now = report.steps[0]
 
     def put(leaf: Array, row: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(leaf, row[None], now, axis=0)
 
     report = report.replace(
-        tokens=put(report.tokens, draw.token),
+        tokens=put(report.tokens, token),
         logprobs=put(report.logprobs, draw.logprob),
         mass=put(report.mass, draw.mass) if settings.sampling.truncated else report.mass,
         count=report.count + slots.active,
@@ -534,7 +556,7 @@ def draw_tokens(
     )
     slots = slots.replace(
         position=jnp.where(slots.active, drawn_at, slots.position),
-        token=jnp.where(slots.active, draw.token, slots.token),
+        token=jnp.where(slots.active, token, slots.token),
         active=slots.active & ~stopped,
     )
     return slots, report

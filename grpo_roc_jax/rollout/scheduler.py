@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from grpo_roc_jax.rollout.config import NoStepLimit, RolloutConfig
-from grpo_roc_jax.rollout.decode import ChunkReport
+from grpo_roc_jax.rollout.decode import ID_MASK, ChunkReport
 from grpo_roc_jax.rollout.device_rows import DeviceRows, Prompts, Write
 from grpo_roc_jax.rollout.programs import SamplerPrograms
 from grpo_roc_jax.rollout.publish import SamplerParams
@@ -272,10 +272,13 @@ class Scheduler:
         self.device.flush()
         self.device.sampler = None
 
-    def adopt(self, sampler: SamplerParams) -> None:
-        """Chunks enqueued from now on are drawn with these weights. Rows keep what earlier ones wrote."""
+    def adopt(self, sampler: SamplerParams, *, forget: bool = True) -> None:
+        """Chunks enqueued from now on are drawn with these weights. Rows keep what earlier ones wrote; new rows do not
+        find it, unless `forget` is false."""
         self.device.flush()
         self.device.sampler = sampler
+        if not forget:
+            return
         self.prompts.forget()
         for blocks in self.device.blocks:
             blocks.forget()
@@ -394,7 +397,7 @@ class Scheduler:
         reason: TurnReason = "turn_length"
         if turn.end >= table.total[slot]:
             reason = "length"
-        elif at_stop_text or self.is_stop[table.tokens[slot, turn.end - 1]]:
+        elif at_stop_text or self.is_stop[table.tokens[slot, turn.end - 1] & ID_MASK]:
             reason = "stop"
         span = slice(turn.start, turn.end)
         ended = TurnEnd(
@@ -670,12 +673,12 @@ class Scheduler:
         self.stats.sampled_tokens += int(count.sum())
         at_stop_text = self._stop_texts(np.flatnonzero(drew), count)
         last = table.tokens[np.arange(len(count)), np.maximum(table.length - 1, 0)]
-        stopped = drew & ((table.length >= table.limit) | self.is_stop[last])
+        stopped = drew & ((table.length >= table.limit) | self.is_stop[last & ID_MASK])
         stopped[list(at_stop_text)] = True
         for slot in np.flatnonzero(drew).tolist():
             row, span = self.rows[int(table.row[slot])], slice(before[slot], table.length[slot])
             if row.steering is not None:
-                row.steering.take(table.tokens[slot, span].tolist())
+                row.steering.take((table.tokens[slot, span] & ID_MASK).tolist())
             if row.submission.drawn is not None:
                 row.submission.drawn(row.index, table.tokens[slot, span].copy(), table.logprobs[slot, span].copy())
         for slot in np.flatnonzero(stopped & (table.length < table.limit)).tolist():
