@@ -8,7 +8,8 @@ lines (`settings.progress`).
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -324,6 +325,19 @@ class RolloutStats:
         known = self.failures.get(kind)
         failure = FailureCount(text, by_policy=by_policy)
         self.failures[kind] = failure if known is None else known + failure
+
+    def followed_by(self, later: "RolloutStats") -> "RolloutStats":
+        """The statistics of two runs of an engine, one after the other: counts and times add up."""
+        both = {item.name: (getattr(self, item.name), getattr(later, item.name)) for item in fields(self)}
+        sums = {name: a + b for name, (a, b) in both.items() if isinstance(a, int | float)}
+        stops = {name: count + later.stops.get(name, 0) for name, count in self.stops.items()}
+        shards = tuple(a + b for a, b in zip_longest(self.shard_tokens, later.shard_tokens, fillvalue=0))
+        kinds = {"cache_tokens": max(both["cache_tokens"]), "stops": stops, "shard_tokens": shards}
+        merged = RolloutStats(**(sums | kinds | {"failures": dict(self.failures)}))
+        for kind, failure in later.failures.items():
+            known = merged.failures.get(kind)
+            merged.failures[kind] = failure if known is None else known + failure
+        return merged
 
     @property
     def slot_use(self) -> float:

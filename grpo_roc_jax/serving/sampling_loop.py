@@ -115,6 +115,8 @@ class SamplingLoop:
         self.engine, self.sampler, self._deliver, self._duty = engine, sampler, deliver, duty
         self.stats = RolloutStats()
         """Of the engine since the loop began."""
+        self.idle_s = 0.0
+        """Seconds for which the loop had no job, and waited for one."""
         self._inbox: queue.SimpleQueue[tuple[SampleJob, bool] | None] = queue.SimpleQueue()
         self._tickets: dict[SampleJob, range] = {}
         self._jobs: dict[int, tuple[SampleJob, int]] = {}
@@ -183,8 +185,10 @@ class SamplingLoop:
 
     def turn(self, wait_s: float) -> None:
         """Takes what has been submitted, samples a chunk, reports; with nothing to do it waits for a job."""
+        began, idle = time.perf_counter(), self.idle
         self._take(wait_s if not self._jobs else 0.0)
         begun = time.perf_counter()
+        self.idle_s += begun - began if idle else 0.0
         if (sampler := self._duty()) is not None:
             self.sampler = sampler
         for ticket, trajectory in self.engine.advance(0.0):

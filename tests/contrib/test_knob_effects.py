@@ -155,7 +155,7 @@ def asked_of_package(config: Config) -> Any:
     package, choice = mock.MagicMock(), config.environment
     names = (
         *("openenv", "openenv.core", "openenv.core.generic_client"),
-        *("verifiers", "verifiers.v1", "verifiers.v1.utils", "verifiers.v1.utils.loaders", "aiohttp"),
+        *("verifiers", "verifiers.v1", "verifiers.v1.utils", "verifiers.v1.utils.loaders"),
     )
     package.GenericEnvClient = Recorded
     with mock.patch.dict(sys.modules, dict.fromkeys(names, package)):
