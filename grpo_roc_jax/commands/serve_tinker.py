@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,16 @@ import tyro
 from grpo_roc_jax.model.convert import find_model, read_published
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.rollout.config import SamplingConfig
-from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.rollout.engine import Engine, make_engine
+from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import serving_parts
 from grpo_roc_jax.run.load import serving_settings
 from grpo_roc_jax.sandbox.http_guard import is_loopback
 from grpo_roc_jax.serving.server import TOKEN_VARIABLE, ServerLimits, ServerThread
-from grpo_roc_jax.serving.tinker.endpoint import Base, TinkerEndpoint
-from grpo_roc_jax.serving.tinker.snapshots import Snapshots
+from grpo_roc_jax.serving.tinker.endpoint import Base, TinkerEndpoint, trainable
+from grpo_roc_jax.serving.tinker.snapshots import Form, Snapshots
 from grpo_roc_jax.serving.tinker.store import Store
-from grpo_roc_jax.serving.tinker.trainer import Trainer
+from grpo_roc_jax.serving.tinker.trainer import ROW_TOKENS, Trainer
 
 PROG = "grpo-roc serve --tinker"
 log = logging.getLogger(PROG)
@@ -53,9 +54,9 @@ class ServeTinkerConfig:
     context: int = 2048
     """Longest datum, and longest prompt with its answer, in tokens."""
     slots: int = 16
-    """Rows that are sampled at a time from each snapshot."""
-    snapshots: int = 4
-    """Most snapshots that have a cache at a time; each cache has room for that snapshot's rows."""
+    """Rows that are sampled at a time."""
+    snapshots: int = 8
+    """Most adapters that one batch mixes; samples of further ones wait."""
     limits: ServerLimits = field(default_factory=ServerLimits)
     """Limits of the server."""
 
@@ -65,9 +66,10 @@ def open_base(stack: ExitStack, options: ServeTinkerConfig, text: str, overrides
     server's thread."""
     name, separator, source = text.partition("=")
     source = source if separator else text
-    half = options.context // 2
-    words = ["--lora=low_rank", f"--rollout.max_prompt_tokens={half}"]
-    words += [f"--rollout.max_response_tokens={options.context - half}", f"--rollout.slots={options.slots}"]
+    # Samples of a group share what lies within `max_prompt_tokens`; answers can be as long as the rest.
+    reserved = options.context // 4
+    words = ["--lora=low_rank", f"--rollout.max_prompt_tokens={reserved}"]
+    words += [f"--rollout.max_response_tokens={options.context - reserved}", f"--rollout.slots={options.slots}"]
     config = serving_settings(source, [*words, *overrides], PROG)
     policy, sampler = stack.enter_context(serving_parts(config))
     model, mesh, chat = policy.model, policy.mesh, sampler.chat
@@ -77,17 +79,22 @@ def open_base(stack: ExitStack, options: ServeTinkerConfig, text: str, overrides
     except (ValueError, OSError):
         family = None
 
-    def engine() -> Any:
-        ids = chat.tokenizer.vocab_size
-        return make_engine(model, config.rollout, SamplingConfig(), (), mesh, seed=config.seed, vocab_size=ids)
+    def engine(form: Form) -> Engine:
+        ids, sampling = chat.tokenizer.vocab_size, SamplingConfig(top_k=form.cut.top_k, top_p=form.cut.top_p)
+        return make_engine(model, config.rollout, sampling, (), mesh, seed=config.seed, vocab_size=ids)
 
-    trainer = Trainer(policy.base, model, config.update, mesh, config.rollout.max_row_tokens)
+    batch = replace(config.batch, row_length=options.context, rows=max(1, ROW_TOKENS // options.context))
+    update = with_update(replace(config, batch=batch), model, mesh).update
+    trainer = Trainer(policy.base, model, update, mesh, config.rollout.max_row_tokens)
 
     def make(deliver: Callable[..., Any]) -> Base:
         worker = ThreadPoolExecutor(1, thread_name_prefix="tinker-training")
-        snapshots = Snapshots(engine, deliver, options.snapshots)
+        snapshots = Snapshots(engine, deliver, options.snapshots, trainable(model))
         stops = frozenset(chat.stop_ids)
-        return Base(name if separator else text, str(folder), chat.tokenizer, stops, family, trainer, snapshots, worker)
+        return Base(
+            name if separator else text, str(folder), chat.tokenizer, stops, family, trainer, snapshots, worker,
+            config.rollout.max_prompt_tokens,
+        )  # fmt: skip
 
     return make
 

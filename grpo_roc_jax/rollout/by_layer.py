@@ -40,9 +40,12 @@ from grpo_roc_jax.rollout.decode import (
     draw_tokens,
     empty_report,
     narrow,
+    narrow_steering,
+    split_adapters,
     unfinished,
     widen,
 )
+from grpo_roc_jax.rollout.steering import Steering
 from grpo_roc_jax.shapes import Array, Int
 
 Leaves = tuple[tuple[Array, ...], ...]
@@ -99,9 +102,10 @@ def split_ends(params: Params) -> Params:
 
 def start_layers(
     ends: Params, ids: Int[Array, "B T"], positions: Int[Array, "B T"], config: ModelConfig
-) -> tuple[Array, dict[str, Rope]]:
-    """(residual stream before the first layer, rotary angles by name)."""
-    return embed(ends, ids, config), rotary_tables(positions, config)
+) -> tuple[Array, dict[str, Rope], Params]:
+    """(residual stream before the first layer, rotary angles by name, what every layer gets in addition)."""
+    ids, beside = split_adapters(ends, ids)
+    return embed(ends, ids, config), rotary_tables(positions, config), beside
 
 
 def run_layer(
@@ -141,19 +145,19 @@ def append_by_layer(
     config, form, layers = model.config, pool.replace(layers=()), list(pool.layers)
     kinds, ropes = layer_kinds(config), rope_names(config)
 
-    def start(ends: Params, *arrays: Array) -> tuple[Array, dict[str, Rope], Spans | Tiles]:
+    def start(ends: Params, *arrays: Array) -> tuple[Array, dict[str, Rope], Params, Spans | Tiles]:
         ids, positions, at = arrange(form, *arrays)
         return *start_layers(ends, ids, positions, config), at
 
     name = (*name, pool.blocks)
-    x, tables, at = parts((*name, "start"), start, split_ends(params), *arrays)
+    x, tables, beside, at = parts((*name, "start"), start, split_ends(params), *arrays)
     for i, layer in enumerate(params["layers"]):
         fixed, last = {"index": kinds[i], "form": form, "model": model}, i + 1 == config.layers
         function = partial(_written if last else run_layer, **fixed)
         result = parts(
             (*name, "last" if last else "layer", kinds[i]),
             function,
-            layer,
+            layer | beside,
             layers[i],
             x,
             tables[ropes[i]],
@@ -191,44 +195,51 @@ def decode_by_layer(
     slots: Slots,
     patch: Int[Array, "10 B"],
     table: Int[Array, "B W"],
-    *,
+    *steering: Array,
     model: SamplerModel,
     settings: ChunkSettings,
 ) -> tuple[BlockPool, Slots, ChunkReport]:
-    """`decode.decode_chunk`. The host waits for each step, to learn whether a row is left."""
+    """`decode.decode_chunk`, with `steering` `decode_steered`. The host waits for each step, to learn whether a row is
+    left."""
     config, form, layers, ends = model.config, pool.replace(layers=()), list(pool.layers), split_ends(params)
     kinds, ropes = layer_kinds(config), rope_names(config)
     B = slots.token.shape[0]
     rows = settings.rows if 0 < settings.rows < B else B
-    name, of_pool = ("decode", rows), ("decode", rows, pool.blocks)
+    asked = Steering(*steering) if steering else None
+    kind = ("steered", asked.tokens.shape[1]) if asked is not None else ("decode",)
+    name, of_pool = (*kind, rows), (*kind, rows, pool.blocks)
 
-    def start(slots: Slots, table: Array) -> tuple[Any, ...]:
+    def start(slots: Slots, table: Array, asked: Steering | None) -> tuple[Any, ...]:
         at, part, few = narrow(slots, table, rows) if rows < B else (None, slots, table)
         report = empty_report(rows, config, settings)
         readers = readers_of(form, few, part.active)
-        return at, jax.tree.map(jnp.copy, part), few, readers, report, unfinished(part, report, settings)
+        asked = asked if at is None else narrow_steering(asked, at)
+        more = unfinished(part, report, settings, asked)
+        return at, jax.tree.map(jnp.copy, part), few, readers, report, more, asked
 
     def token(ends: Params, slots: Slots, table: Array, readers: Any, at: Array | None) -> tuple[Any, ...]:
         places = token_places(form, slots.position, slots.active, table, readers)._replace(rows=at)
         return *start_layers(ends, slots.token[:, None], slots.position[:, None], config), places
 
-    def draw(ends: Params, x: Array, slots: Slots, report: ChunkReport, chosen: list[Array]) -> tuple[Any, ...]:
-        slots, report = draw_tokens(ends, x, slots, report, chosen, model, settings)
-        return slots, report, unfinished(slots, report, settings)
+    def draw(
+        ends: Params, x: Array, slots: Slots, report: ChunkReport, chosen: list[Array], asked: Steering | None
+    ) -> tuple[Any, ...]:
+        slots, report = draw_tokens(ends, x, slots, report, chosen, model, settings, asked)
+        return slots, report, unfinished(slots, report, settings, asked)
 
     slots = parts(("patch",), apply_patch, slots, patch, donate=(0,))
-    at, part, few, readers, report, more = parts((*of_pool, "start"), start, slots, table)
+    at, part, few, readers, report, more, asked = parts((*of_pool, "start"), start, slots, table, asked)
     for _ in range(settings.chunk):
         if not parts.holds(more):
             break
-        x, tables, places = parts((*of_pool, "token"), token, ends, part, few, readers, at)
+        x, tables, beside, places = parts((*of_pool, "token"), token, ends, part, few, readers, at)
         recorded_experts = []
         for i, layer in enumerate(params["layers"]):
             function = partial(run_layer, index=kinds[i], form=form, model=model)
-            arguments = layer, layers[i], x, tables[ropes[i]], places
+            arguments = layer | beside, layers[i], x, tables[ropes[i]], places
             x, layers[i], chosen = parts((*of_pool, "layer", kinds[i]), function, *arguments, donate=(1,))
             recorded_experts += chosen
-        part, report, more = parts((*name, "draw"), draw, ends, x, part, report, recorded_experts, donate=(2, 3))
+        part, report, more = parts((*name, "draw"), draw, ends, x, part, report, recorded_experts, asked, donate=(2, 3))
     pool = pool.replace(layers=tuple(layers))
     if at is None:
         return pool, part, report

@@ -17,6 +17,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import process_mesh
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.decode import ID_MASK
 from grpo_roc_jax.rollout.programs import ProgramCost, SamplerPrograms, SharedPrograms
 from grpo_roc_jax.rollout.publish import Publisher, SamplerParams, sampler_config
 from grpo_roc_jax.rollout.records import RolloutStats, RowEnvironment, RunOptions
@@ -123,6 +124,12 @@ class Engine:
         running.adopt(sampler)
         return sampler
 
+    def exchange(self, sampler: SamplerParams) -> None:
+        """Weights that are the same for all rows in flight and for all that is cached: another adapter took the place
+        of one that no row uses (`decode.split_adapters`)."""
+        if self._running is not None:
+            self._running.adopt(sampler, forget=False)
+
     def warmup(self, sampler: SamplerParams) -> list[ProgramCost]:
         """Compiles every program a run can need; a table of names, seconds and scratch bytes."""
         with phase("compiling the programs of the sampler"):
@@ -170,7 +177,7 @@ class Engine:
         Raises:
             ValueError: No request, an empty or too long prompt, a budget beyond the limits.
         """
-        check_requests(requests, self.config, self.programs.model.vocab_size)
+        check_requests(requests, self.config, self.programs.model.vocab_size, mixed="adapters" in sampler.params)
         if self._running is None:
             self._compiled = self.programs.compilations
             self._running = Scheduler(self.programs, self.seed, sampler)
@@ -246,8 +253,10 @@ class Engine:
         return [trajectories[ticket] for ticket in tickets], stats
 
 
-def check_requests(requests: Sequence[RolloutRequest], config: RolloutConfig, vocab_size: int) -> None:
-    """Refuses what could not be rolled out, before anything is computed.
+def check_requests(
+    requests: Sequence[RolloutRequest], config: RolloutConfig, vocab_size: int, *, mixed: bool = False
+) -> None:
+    """Refuses what could not be rolled out, before anything is computed. With `mixed`, ids carry numbers of adapters.
 
     Raises:
         ValueError: Naming the request, the numbers and the setting to change.
@@ -274,7 +283,8 @@ def check_requests(requests: Sequence[RolloutRequest], config: RolloutConfig, vo
                 f"{name} begins with {request.begun} response tokens, which fill its budget of {budget}; finish it as "
                 "`length` or raise its budget"
             )
-        low, high = int(request.prompt.min()), int(request.prompt.max())
+        ids = request.prompt & ID_MASK if mixed else request.prompt
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab_size:
             raise ValueError(
                 f"{name}: prompt ids from {low} to {high}, but the model has {vocab_size} tokens; use the tokenizer "

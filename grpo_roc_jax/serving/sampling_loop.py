@@ -7,16 +7,18 @@ together, so that the other side is woken once for all of them.
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from grpo_roc_jax.rollout.decode import ID_BITS, ID_MASK
 from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import Finish, RolloutStats, RunOptions, SingleTurn, TurnEnd
+from grpo_roc_jax.rollout.steering import RowSteering
 from grpo_roc_jax.types import Problem, RolloutRequest, Trajectory
 
 IDLE_S = 0.1
@@ -49,6 +51,10 @@ class SampleJob:
     """How many of the new ids to keep, given them and the last ones before, if a stop text ends among them."""
     goes_on: Callable[[np.ndarray], bool] | None = None
     """Whether an answer of these ids goes on after the stop id that it ends with."""
+    steering: Sequence[RowSteering | None] = ()
+    """What each sample asks of its draws; empty for nothing."""
+    adapter: int = 0
+    """Number of its adapter in an engine that samples with several (`decode.split_adapters`)."""
     created_s: float = field(default_factory=time.perf_counter)
 
 
@@ -67,14 +73,22 @@ class JobRows(SingleTurn):
         self._report(self._job, "seated", row, (cached, time.perf_counter() - self._job.created_s))
 
     def drawn(self, row: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        self._report(self._job, "drawn", row, (tokens, logprobs))
+        self._report(self._job, "drawn", row, (tokens & ID_MASK, logprobs))
+
+    def completed(self, row: int, trajectory: Trajectory) -> Trajectory:
+        return replace(trajectory, tokens=trajectory.tokens & ID_MASK) if self._job.adapter else trajectory
+
+    def steering(self, row: int) -> RowSteering | None:
+        return self._job.steering[row] if self._job.steering else None
 
     def goes_on(self, row: int, tokens: np.ndarray) -> bool:
+        tokens = tokens & ID_MASK
         if self._job.goes_on is None or int(tokens[-1]) in self._job.stop_ids:
             return False
         return self._job.goes_on(tokens[self._context :])
 
     def _find_stop(self, row: int, new_tokens: np.ndarray, before: np.ndarray) -> int | None:
+        new_tokens, before = new_tokens & ID_MASK, before & ID_MASK
         ends = [i + 1 for i, token in enumerate(new_tokens.tolist()) if token in self._job.stop_ids][:1]
         if self._job.find_stop and (found := self._job.find_stop(new_tokens, before)) is not None:
             ends.append(found)
@@ -101,6 +115,8 @@ class SamplingLoop:
         self.engine, self.sampler, self._deliver, self._duty = engine, sampler, deliver, duty
         self.stats = RolloutStats()
         """Of the engine since the loop began."""
+        self.idle_s = 0.0
+        """Seconds for which the loop had no job, and waited for one."""
         self._inbox: queue.SimpleQueue[tuple[SampleJob, bool] | None] = queue.SimpleQueue()
         self._tickets: dict[SampleJob, range] = {}
         self._jobs: dict[int, tuple[SampleJob, int]] = {}
@@ -124,6 +140,11 @@ class SamplingLoop:
     def idle(self) -> bool:
         """Whether there is no job; for the thread that calls `turn`."""
         return not self._tickets and self._inbox.empty()
+
+    @property
+    def jobs(self) -> Collection[SampleJob]:
+        """Those that have begun and not ended; for the thread that calls `turn`."""
+        return self._tickets.keys()
 
     @property
     def forgets(self) -> str:
@@ -164,8 +185,10 @@ class SamplingLoop:
 
     def turn(self, wait_s: float) -> None:
         """Takes what has been submitted, samples a chunk, reports; with nothing to do it waits for a job."""
+        began, idle = time.perf_counter(), self.idle
         self._take(wait_s if not self._jobs else 0.0)
         begun = time.perf_counter()
+        self.idle_s += begun - began if idle else 0.0
         if (sampler := self._duty()) is not None:
             self.sampler = sampler
         for ticket, trajectory in self.engine.advance(0.0):
@@ -199,7 +222,8 @@ class SamplingLoop:
     def _begin(self, job: SampleJob) -> None:
         self._tickets[job] = range(0)  # so that it learns of whatever fails here
         first = self.engine.config.max_prompt_tokens
-        rest = tuple(job.prompt[first:].tolist())  # the engine bounds the first part and the rest, not the row
+        prompt = job.prompt + (job.adapter << ID_BITS)
+        rest = tuple(prompt[first:].tolist())  # the engine bounds the first part and the rest, not the row
         request = RolloutRequest(
             Problem(f"job-{job.place}", "", "", "serve"),
             job.place % PLACES,
@@ -208,7 +232,7 @@ class SamplingLoop:
             prefix=rest,
             step=job.step,
             budget=len(rest) + job.max_tokens,
-            prompt=job.prompt[:first],
+            prompt=prompt[:first],
         )
         rows = JobRows(job, lambda *event: self._events.append(event), context=len(rest))
         try:

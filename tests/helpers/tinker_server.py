@@ -41,8 +41,9 @@ def small_trainer():
 
 
 @cache
-def small_engine():
-    return make_engine(MODEL, ROLLOUT, SamplingConfig(), (), small_trainer().mesh, seed=3, vocab_size=500)
+def small_engine(form):
+    sampling = SamplingConfig(top_k=form.cut.top_k, top_p=form.cut.top_p)
+    return make_engine(MODEL, ROLLOUT, sampling, (), small_trainer().mesh, seed=3, vocab_size=500)
 
 
 @contextmanager
@@ -50,9 +51,10 @@ def served(folder, *, token="", limits=None):
     """A running server whose checkpoints are in a folder."""
 
     def make(deliver):
-        snapshots = Snapshots(small_engine().sibling, deliver)
+        snapshots = Snapshots(lambda form: small_engine(form).sibling(), deliver)
         tokenizer = load_tokenizer(TextConfig())
-        base = Base("small", "DIR", tokenizer, frozenset([7]), None, small_trainer(), snapshots, ThreadPoolExecutor(1))
+        stops, worker, reserved = frozenset([7]), ThreadPoolExecutor(1), ROLLOUT.max_prompt_tokens
+        base = Base("small", "DIR", tokenizer, stops, None, small_trainer(), snapshots, worker, reserved)
         return TinkerEndpoint([base], Store(folder), deliver, token=token, limits=limits or ServerLimits())
 
     server = ServerThread(make)

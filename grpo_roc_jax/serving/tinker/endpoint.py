@@ -21,28 +21,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tornado.httpserver import HTTPServer
 from tornado.web import Application, HTTPError
 
+from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.families import Family
-from grpo_roc_jax.model.lora import LowRank, save_adapter
+from grpo_roc_jax.model.lora import LowRank, Target, save_adapter
 from grpo_roc_jax.sandbox.http_guard import IDLE_S, REQUEST_S, Connections, RequestHead, refusal
 from grpo_roc_jax.serving.asked import stop_finder
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
-from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob, sampled
-from grpo_roc_jax.serving.server import TOKEN_VARIABLE, UNFINISHED, EndpointHandler, LimitedServer, ServerLimits
+from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob
+from grpo_roc_jax.serving.server import TOKEN_VARIABLE, EndpointHandler, LimitedServer, ServerLimits
 from grpo_roc_jax.serving.tinker.futures import Futures, InOrder, Pending
 from grpo_roc_jax.serving.tinker.journal import Journal, LoggedCall, owner_of
+from grpo_roc_jax.serving.tinker.sampling import Gathered, read_asked
 from grpo_roc_jax.serving.tinker.snapshots import Snapshot, Snapshots
 from grpo_roc_jax.serving.tinker.store import KINDS, NAME, About, Place, Store, check_name
 from grpo_roc_jax.serving.tinker.trainer import Adam, AdapterState, Trainer
 from grpo_roc_jax.serving.tinker.wire import (
-    Answer,
     numbered_forward_backward,
     read_forward_backward,
     write_output,
-    write_samples,
 )
 
 log = logging.getLogger(__name__)
@@ -51,8 +50,8 @@ HOLD_S = 30.0
 PROTOBUF = "application/x-protobuf"
 ALPHA = 32.0
 """The additions are multiplied by ALPHA / rank; the protocol has no field for it."""
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
+ATTENTION: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
 LARGEST_RANK = 256
 STATE_STEPS = 4
 """Optimizer steps from one state of the journal to the next; at a start so many are run again, or twice as many."""
@@ -75,6 +74,8 @@ class Base:
     snapshots: Snapshots
     worker: ThreadPoolExecutor
     """One thread."""
+    reserved: int
+    """Tokens of the context that prompts have to themselves: an answer to a shorter one does not get them."""
 
     @property
     def context(self) -> int:
@@ -99,6 +100,10 @@ class ModelRun:
     """Calls below this number may have run before the server started again."""
     unsaved: int = 0
     """Optimizer steps since the last state of the journal."""
+    restoring: bool = False
+    """Whether calls of before the start are run again."""
+    metadata: dict[str, str] = field(default_factory=dict)
+    """The client's own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +132,10 @@ class TinkerEndpoint:
         self.futures = Futures()
         self.journal = Journal(store)
         notes = self.journal.notes()
-        self.sessions: set[str] = {note["session"] for note in notes}
+        self.sessions: dict[str, dict[str, Any]] = {
+            note["session"]: note.get("about", {}) for note in notes if "sampler" not in note
+        }
+        """Session -> what its client says about it, in the order in which they were made."""
         self._noted: dict[str, dict[str, Any]] = {note["sampler"]: note["body"] for note in notes if "sampler" in note}
         """What samplers of before the start were made from."""
         self._replayed: LoggedCall | None = None
@@ -183,8 +191,12 @@ class TinkerEndpoint:
 
     def create_session(self, body: dict[str, Any]) -> dict[str, Any]:
         name = uuid.uuid4().hex
-        self.sessions.add(name)
-        self.journal.note(session=name)
+        about = {
+            "user_metadata": field_of(body, "user_metadata", dict, {}) or {},
+            "display_name": field_of(body, "display_name", str),
+        }
+        self.sessions[name] = about
+        self.journal.note(session=name, about=about)
         return {"session_id": name, "info_message": None, "warning_message": None, "error_message": None}
 
     def session_heartbeat(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -193,6 +205,18 @@ class TinkerEndpoint:
                 "no such session; it has ended, or was idle for a week: make a client anew", status=410
             )
         return {}
+
+    def session(self, name: str) -> dict[str, Any]:
+        """What there is of a session."""
+        if name not in self.sessions:
+            raise RequestRefused(f"no session {name!r:.80}; it has ended, or was idle for a week", status=404)
+        models = {*self.models, *self.store.models()}
+        return {
+            "training_run_ids": sorted(model for model in models if model.startswith(f"{name}:")),
+            "sampler_ids": sorted(
+                sampler for sampler in {*self.samplers, *self._noted} if sampler.startswith(f"{name}:")
+            ),
+        } | self.sessions[name]
 
     def capabilities(self) -> dict[str, Any]:
         return {
@@ -215,6 +239,7 @@ class TinkerEndpoint:
         if not new:
             return pending
         run = self.models[model_id] = self._model_run(model_id, base, seed, lora)
+        run.metadata = field_of(body, "user_metadata", dict, {}) or {}
 
         def make() -> dict[str, Any]:
             run.state = base.trainer.start(lora, seed)
@@ -254,8 +279,7 @@ class TinkerEndpoint:
             raise RequestRefused(f"lora_config rank {rank}; must be 1 to {LARGEST_RANK}")
         parts = (("train_attn", ATTENTION), ("train_mlp", MLP))
         targets = tuple(name for key, names in parts if field_of(given, key, bool, True) for name in names)
-        if base.trainer.model.experts.count:
-            targets = tuple(name for name in targets if name in ATTENTION)
+        targets = tuple(name for name in targets if name in trainable(base.trainer.model))
         if not targets:
             raise RequestRefused("lora_config trains nothing of this model; set train_attn or train_mlp")
         if field_of(given, "train_unembed", bool, True):
@@ -311,6 +335,13 @@ class TinkerEndpoint:
             run.replayed = 1 + max((call.seq for call in made), default=0)
         for call in made:
             self._replay(name, call)
+        if (run := self.models.get(name)) is not None:
+            run.restoring = True
+
+            def done() -> None:
+                run.restoring = False
+
+            run.base.worker.submit(self._deliver, done)
         log.info("model %s of before the start goes on; %d calls run again", name, len(made))
         return self.models.get(name)
 
@@ -335,6 +366,9 @@ class TinkerEndpoint:
         """
         if request_id not in self.futures and owner_of(request_id) not in self.models:
             self._restore(owner_of(request_id))
+        if request_id not in self.futures and not owner_of(request_id):
+            # The client then asks for its samples anew.
+            raise RequestRefused(f"no request {request_id!r:.80}; the server started again", status=410)
         return self.futures.find(request_id)
 
     def _model(self, name: str) -> ModelRun:
@@ -407,6 +441,11 @@ class TinkerEndpoint:
 
     def forward_backward(self, raw: bytes) -> Pending:
         request = read_forward_backward(raw)
+        trainer, refused = self._model(request.model_id).base.trainer, None
+        try:
+            trainer.checked(request)
+        except RequestRefused as error:  # its result is there at once, whatever runs before it
+            refused = error
 
         def work(run: ModelRun) -> bytes:
             try:
@@ -418,7 +457,10 @@ class TinkerEndpoint:
             run.state = state
             return write_output(logprobs, metrics)
 
-        return self._call(request.model_id, request.seq_id, raw, work, "forward_backward")
+        pending = self._call(request.model_id, request.seq_id, raw, work, "forward_backward")
+        if refused is not None:
+            pending.fail(refused)
+        return pending
 
     def optim_step(self, body: dict[str, Any], raw: bytes) -> Pending:
         given, (model_id, seq) = field_of(body, "adam_params", dict, {}), _numbered(body)
@@ -514,7 +556,7 @@ class TinkerEndpoint:
         place = Place(model_id, "sampler_weights", check_name(name)) if name else None
 
         def work(run: ModelRun) -> dict[str, Any]:
-            snapshot = Snapshot(run.base.trainer.base, run.lora, run.state.params)
+            snapshot = Snapshot(run.base.trainer.base, run.lora, run.state.params, model_id)
             if place is None:
                 sampler_id = f"{model_id.partition(':')[0]}:sample:{number}"
                 self._deliver(partial(self._keep, sampler_id, Sampler(run.base, snapshot)))
@@ -536,16 +578,39 @@ class TinkerEndpoint:
             "train_attn": bool({*ATTENTION} & {*about.targets}),
         }
 
-    def checkpoints(self, model: str | None = None) -> dict[str, Any]:
-        return {"checkpoints": [_listed(self.store, *found) for found in self.store.places(model)]}
+    def save_weights_external(self, body: dict[str, Any], raw: bytes) -> Pending:
+        model_id, seq = _numbered(body)
+        if field_of(body, "age_encryption_recipients", list):
+            raise RequestRefused("age_encryption_recipients: files are not encrypted here; leave it out")
+        place = Place(model_id, "external_weights", check_name(field_of(body, "path", str, "")))
+
+        def work(run: ModelRun) -> dict[str, Any]:
+            if (export := self._export(run)) is None:
+                raise RequestRefused(f"adapters of {run.base.name} have no published form; use save_state")
+            about = self._about(run, body)
+            if not (seq < run.replayed and self._saved_before(place, about)):
+                self.store.save(place, about, {}, export, overwrite=False)
+            return {"path": str(place), "type": "save_weights_external"}
+
+        return self._call(model_id, seq, raw, work, "save_weights_external")
+
+    def checkpoints(self, model: str | None = None) -> list[dict[str, Any]]:
+        """Those of a model, or of all, the newest first."""
+        found = sorted(self.store.places(model), key=lambda of: of[1].time, reverse=model is None)
+        return [_listed(self.store, *of) for of in found]
 
     def training_runs(self) -> list[dict[str, Any]]:
         """Those in memory and those with checkpoints, the last used first."""
         found: dict[str, dict[str, Any]] = {}
-        for place, about in self.store.places():
+        last: dict[str, dict[str, Any]] = {}
+        fields = {"training": "last_checkpoint", "sampler": "last_sampler_checkpoint"}
+        for place, about in sorted(self.store.places(), key=lambda of: of[1].time):
             found[place.model] = _run(place.model, about.base_model, about.rank, about.time)
+            if (name := fields.get(KINDS[place.kind])) is not None:
+                last.setdefault(place.model, {})[name] = _listed(self.store, place, about)
         for name, run in self.models.items():
-            found[name] = _run(name, run.base.name, run.lora.rank, run.used)
+            found[name] = _run(name, run.base.name, run.lora.rank, run.used) | {"user_metadata": run.metadata}
+        found = {name: run | last.get(name, {}) for name, run in found.items()}
         return sorted(found.values(), key=lambda run: run["last_request_time"], reverse=True)
 
     def training_run(self, name: str) -> dict[str, Any]:
@@ -599,7 +664,7 @@ class TinkerEndpoint:
         about = self.store.about(place)
         base = self._base(about.base_model)
         loaded = self.store.load(place, {"params": base.trainer.like(about.lora)})["params"]
-        return Sampler(base, Snapshot(base.trainer.base, about.lora, loaded))
+        return Sampler(base, Snapshot(base.trainer.base, about.lora, loaded, place.model))
 
     def _keep(self, name: str, sampler: Sampler) -> None:
         self.samplers[name] = sampler
@@ -611,7 +676,14 @@ class TinkerEndpoint:
             self._keep(name, self._load_sampler(self._saved[name]))
         elif name not in self.samplers and name in self._noted:
             self.create_sampling_session(self._noted[name])
+        session = name.partition(":")[0] + ":"
+        if name not in self.samplers:  # of before the start: a call of its model that runs again makes it
+            for model in self.store.models():
+                if model.startswith(session) and model not in self.models:
+                    self._restore(model)
         if (found := self.samplers.get(name)) is None:
+            if any(run.restoring for model, run in self.models.items() if model.startswith(session)):
+                raise RequestRefused("what was going on before the start is computed again; ask later", status=503)
             raise RequestRefused(
                 f"no sampling session {name!r:.120}; the server started again, or {SAMPLERS} others were used since: "
                 "make the client anew from a saved path",
@@ -623,7 +695,7 @@ class TinkerEndpoint:
     def finish(self, session: str) -> None:
         """A client has ended: what it trained and did not save is freed."""
         if session in self.sessions:
-            self.sessions.discard(session)
+            del self.sessions[session]
             self.journal.note(finished=session)
         for name in self.store.models():
             if name.startswith(f"{session}:"):
@@ -637,142 +709,41 @@ class TinkerEndpoint:
         sampler = self._sampler(session)
         if self.futures.open >= self.limits.waiting:
             raise RequestRefused("the server is busy; ask again later", status=429)
-        asked = _asked(body, sampler.base)
+        base, snapshot = sampler.base, sampler.snapshot
+        model = base.trainer.model
+        asked = read_asked(body, model.vocab_size, base.context, base.reserved, base.stop_ids)
         pending, new = self.futures.make((session, field_of(body, "seq_id", int, 0)), raw)
         if not new:
             return pending
         pending.extra["sample_sequence_ids"] = [f"{pending.request_id}:{i}" for i in range(asked.count)]
-        gathered = _Gathered(pending, asked.count)
-        base, snapshot = sampler.base, sampler.snapshot
-        if asked.scored:
 
-            def score() -> tuple:
-                trainer, head = base.trainer, (snapshot.lora, snapshot.params, asked.prompt[:-1])
-                logprobs = np.full(len(asked.prompt), np.nan, np.float32)
-                if len(asked.prompt) > 1 and asked.prompt_logprobs:
-                    logprobs[1:] = trainer.score(*head, asked.prompt[1:, None].astype(np.int32))[:, 0]
-                    if asked.last_n:
-                        logprobs[: -asked.last_n] = np.nan
-                top = None
-                if asked.topk:
-                    ids = np.zeros((len(asked.prompt), asked.topk), np.int32)
-                    values = np.full(ids.shape, -99999.0, np.float32)
-                    if len(asked.prompt) > 1:
-                        ids[1:], values[1:] = trainer.top(*head, asked.topk)
-                    top = ids, values
-                return logprobs if asked.prompt_logprobs else None, top
-
-            gathered.parts += 1
-
-            def compute() -> None:
+        def compute(work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+            def run() -> None:
                 try:
-                    found = score()
+                    result = work()
                 except Exception as error:
+                    log.exception("what a sampling request asks of its text cannot be computed")
                     self._deliver(partial(pending.fail, error))
                 else:
-                    self._deliver(partial(gathered.scored, found))
+                    self._deliver(partial(done, result))
 
-            base.worker.submit(compute)
+            base.worker.submit(run)
+
+        gathered = Gathered(pending, asked, compute, partial(base.trainer.read, snapshot.lora, snapshot.params))
         self._sampled += 1
-        seed = asked.seed if asked.seed is not None else self._sampled
+        seed = (asked.seed if asked.seed is not None else self._sampled) % PLACES
+        gathered.begin(seed)
         job = SampleJob(
-            asked.prompt, asked.max_tokens, gathered.report, asked.count, asked.temperature, seed % PLACES, 0,
+            asked.prompt, asked.max_tokens, gathered.report, asked.count, asked.temperature, seed, 0,
             asked.stop_ids, stop_finder(base.tokenizer, asked.stops),
         )  # fmt: skip
-        base.snapshots.submit(snapshot, job)
+        base.snapshots.submit(snapshot, job, asked.cut)
         return pending
 
 
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """A sampling request that was checked."""
-
-    prompt: np.ndarray
-    count: int
-    max_tokens: int
-    temperature: float
-    seed: int | None
-    stop_ids: frozenset[int]
-    stops: tuple[str, ...]
-    prompt_logprobs: bool
-    topk: int
-    last_n: int
-
-    @property
-    def scored(self) -> bool:
-        return self.prompt_logprobs or self.topk > 0
-
-
-def _asked(body: dict[str, Any], base: Base) -> _Asked:
-    params = field_of(body, "sampling_params", dict, {})
-    chunks = field_of(field_of(body, "prompt", dict, {}), "chunks", list, [])
-    ids: list[int] = []
-    for chunk in chunks:
-        if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
-            raise RequestRefused("the prompt holds an image or audio; only chunks of text tokens are sampled from")
-        ids += field_of(chunk, "tokens", list, [])
-    if not all(type(i) is int and 0 <= i < base.trainer.model.vocab_size for i in ids) or not ids:
-        raise RequestRefused("the prompt must hold at least one id, all in the vocabulary; use get_tokenizer()")
-    top_k, top_p = field_of(params, "top_k", int, -1), float(field_of(params, "top_p", (int, float), 1.0))
-    if top_k > 0 or top_p != 1:
-        raise RequestRefused(f"top_k = {top_k}, top_p = {top_p}; this server samples from all tokens: leave them out")
-    for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
-        if field_of(body, name, int, 0):
-            raise RequestRefused(f"{name} is not served; ask for topk_prompt_logprobs of the finished text")
-    if field_of(body, "target_prompt_logprobs", dict) is not None:
-        raise RequestRefused("target_prompt_logprobs is not served; score targets with a forward of cross_entropy")
-    if field_of(body, "record_stability_info", bool, False):
-        raise RequestRefused("record_stability_info is for stable_reinforce, which is not served; leave it out")
-    count, temperature = field_of(body, "num_samples", int, 1), field_of(params, "temperature", (int, float), 1.0)
-    if not 1 <= count <= 1024 or not 0 <= temperature < float("inf"):
-        raise RequestRefused(f"num_samples {count}, temperature {temperature}; must be 1 to 1024, and 0 or more")
-    prompt = np.array(ids, np.int32)
-    room = base.context - max(base.context // 2, len(ids))
-    if room < 1:
-        raise RequestRefused(
-            f"a prompt of {len(ids)} tokens leaves no room in a context of {base.context}; raise --context"
-        )
-    most = field_of(params, "max_tokens", int)
-    stop = params.get("stop")
-    stop_ids, stops = base.stop_ids, ()
-    if stop is not None:
-        listed = [stop] if isinstance(stop, str) else stop
-        if not isinstance(listed, list) or not all(isinstance(item, str | int) for item in listed):
-            raise RequestRefused(f"stop {stop!r:.80}; must be a text, texts or token ids", "stop")
-        stop_ids = frozenset(item for item in listed if isinstance(item, int))
-        stops = tuple(item for item in listed if isinstance(item, str))
-    return _Asked(
-        prompt, count, room if most is None else max(1, min(most, room)), float(temperature),
-        field_of(params, "seed", int), stop_ids, stops, bool(body.get("prompt_logprobs")),
-        field_of(body, "topk_prompt_logprobs", int, 0), field_of(body, "prompt_logprobs_last_n", int, 0),
-    )  # fmt: skip
-
-
-class _Gathered:
-    """The parts of a sampling result as they come."""
-
-    def __init__(self, pending: Pending, count: int):
-        self.pending, self.answers, self.parts = pending, [None] * count, count
-        self.found: tuple = (None, None)
-
-    def report(self, event: str, sample: int, value: Any) -> None:
-        if event == "failed":
-            self.pending.fail(value)
-        elif event == "ended" and value.stop in UNFINISHED:
-            self.pending.fail(RuntimeError(f"sampling ended early: {value.stop}"))
-        elif event == "ended":
-            span = sampled(value)
-            self.answers[sample] = Answer(value.tokens[span], value.logprobs[span], value.stop == "eos")
-            self._part()
-
-    def scored(self, found: tuple) -> None:
-        self.found = found
-        self._part()
-
-    def _part(self) -> None:
-        self.parts -= 1
-        if not self.parts:
-            self.pending.finish(write_samples(self.answers, *self.found))
+def trainable(model: ModelConfig) -> tuple[Target, ...]:
+    """Matrices that adapters of a model may have."""
+    return ATTENTION if model.experts.count else (*ATTENTION, *MLP)
 
 
 def _numbered(body: dict[str, Any]) -> tuple[str, int]:
@@ -816,10 +787,26 @@ JSON_CALLS: Mapping[str, str] = {
     "create_sampling_session": "create_sampling_session",
 }
 """Path -> method that answers at once."""
+REASONS = {
+    "paused_rate_limit": {"queue_state_reason": "more adapters are sampled from than one batch holds (--snapshots)"}
+}
 FUTURES = frozenset(
-    "create_model optim_step save_weights load_weights save_weights_for_sampler asample".split()  # noqa: SIM905
+    "create_model optim_step save_weights load_weights save_weights_for_sampler save_weights_external asample".split()  # noqa: SIM905
 )
 """Paths whose results come later, each a method of the same name."""
+ABSENT: Mapping[str, str] = {
+    "copy_weights": "there are no projects; load the path (create_training_client_from_state)",
+    "create_custom_loss": "such losses run in the client (forward_backward_custom does so by itself)",
+    "training_runs/.+/publish": "whoever has the key reads all checkpoints; copy the folder of the store to share one",
+    "sessions/search": "list them (list_sessions)",
+    "sessions/.+/project": "there are no projects",
+    "sessions/.+/trace_export": "no trace of a session is recorded",
+    "auth/token": "requests carry the key itself (TINKER_API_KEY)",
+    "join_sampling_session": "copies of a client number themselves",
+    "retrieve_futures": "results are asked for one by one (retrieve_future)",
+    "(billing|audit|storage).*": "nothing is charged or audited here",
+}
+"""Paths of the API that are not served -> why, or what to do instead."""
 CHECKPOINT = re.compile(r"training_runs/([^/]+)/checkpoints/([^/]+)/([^/]+)(/ttl|/external_weights_urls)?")
 
 
@@ -880,18 +867,19 @@ class TinkerHandler(EndpointHandler):
         elif path == "client/dynamic_config":
             self.finish({})
         elif path == "checkpoints":
-            self.finish(endpoint.checkpoints())
+            self.finish(self._paged("checkpoints", endpoint.checkpoints(), 100))
+        elif path == "sessions":
+            self.finish({"sessions": self._paged("sessions", [*endpoint.sessions][::-1], 20)["sessions"]})
+        elif found := re.fullmatch(r"sessions/([^/]+)", path):
+            self.finish(endpoint.session(found[1]))
         elif path == "training_runs":
-            first, most = self._number("offset", 0), self._number("limit", 20)
-            runs = endpoint.training_runs()
-            cursor = {"offset": first, "limit": most, "total_count": len(runs)}
-            self.finish({"training_runs": runs[first : first + most], "cursor": cursor})
+            self.finish(self._paged("training_runs", endpoint.training_runs(), 20))
         elif found := re.fullmatch(r"samplers/(.+)", path):
             self.finish(endpoint.sampler_info(found[1]))
         elif found := re.fullmatch(r"training_runs/([^/]+)", path):
             self.finish(endpoint.training_run(found[1]))
         elif found := re.fullmatch(r"training_runs/([^/]+)/checkpoints", path):
-            self.finish(endpoint.checkpoints(found[1]))
+            self.finish({"checkpoints": endpoint.checkpoints(found[1])})
         elif (found := CHECKPOINT.fullmatch(path)) and found[4] == "/external_weights_urls":
             at = f"{self.request.protocol}://{self.request.host}"
             self.finish(endpoint.urls(at, *found.group(1, 2, 3)))
@@ -914,6 +902,11 @@ class TinkerHandler(EndpointHandler):
             self.finish({})
         else:
             self._absent()
+
+    def _paged(self, name: str, items: list, most: int) -> dict[str, Any]:
+        first, most = self._number("offset", 0), self._number("limit", most)
+        cursor = {"offset": first, "limit": most, "total_count": len(items)}
+        return {name: items[first : first + most], "cursor": cursor}
 
     def _number(self, name: str, default: int) -> int:
         text = self.get_query_argument(name, str(default))
@@ -940,6 +933,10 @@ class TinkerHandler(EndpointHandler):
         self.finish(path.read_bytes())
 
     def _absent(self) -> None:
+        path = self.request.path.removeprefix("/api/v1/")
+        for known, why in ABSENT.items():
+            if re.fullmatch(known, path):
+                raise RequestRefused(f"{self.request.method} {path:.200} is not served: {why}", status=404)
         raise RequestRefused(f"{self.request.method} {self.request.path:.200} is not served here", status=404)
 
     def _submitted(self, pending: Pending) -> None:
@@ -951,7 +948,10 @@ class TinkerHandler(EndpointHandler):
             await asyncio.wait_for(pending.done.wait(), HOLD_S)
         if not pending.done.is_set():
             self.set_status(408)
-            self.finish({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+            self.finish(
+                {"type": "try_again", "request_id": request_id, "queue_state": pending.queue_state}
+                | REASONS.get(pending.queue_state, {})
+            )
         elif isinstance(pending.result, bytes):
             self.set_header("Content-Type", PROTOBUF)
             self.finish(pending.result)

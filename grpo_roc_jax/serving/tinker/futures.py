@@ -24,6 +24,8 @@ class Pending:
     """Fields of the first answer beside the id."""
     result: dict[str, Any] | bytes | None = None
     """JSON, or a protocol buffer."""
+    queue_state: str = "active"
+    """What a client is told that asks before there is a result."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def finish(self, result: dict[str, Any] | bytes) -> None:

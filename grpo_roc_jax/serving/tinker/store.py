@@ -24,7 +24,7 @@ from grpo_roc_jax.model.lora import LowRank
 from grpo_roc_jax.serving.refusal import RequestRefused
 
 SCHEME = "tinker://"
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NAME = re.compile(r"[\w][\w.:=+-]{0,199}")
 ABOUT, STATE = "about.json", "state.safetensors"
 

@@ -5,11 +5,12 @@ calls until `optimizer_step` applies and clears them. Programs depend on the ran
 length of rows; thresholds, learning rate, betas, eps, decay and clip are arguments.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from grpo_roc_jax.learner.loss import Head, UpdateConfig, policy_hidden, token_logprobs
+from grpo_roc_jax.learner.loss import USUAL_CHUNK, UpdateConfig, head_of, policy_hidden, token_logprobs
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, first_fit_decreasing, pack
 from grpo_roc_jax.learner.update import ConstantRate, make_optimizer, micro_batch, trained_shardings
 from grpo_roc_jax.model.config import ModelConfig
@@ -36,6 +37,8 @@ ROW_TOKENS = 4096
 """Tokens of a micro-batch, or one row of it if that is longer."""
 MOST_TARGETS = 64
 """Target ids of a position at most; each costs the products with the unembedding once more."""
+READ_BLOCK = 128
+"""Positions whose logits are in memory at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +71,33 @@ class AdapterState:
     """Summed since the last step; None before the first call."""
     steps: int = 0
     """Optimizer steps so far."""
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """What `Trainer.read` computes after each of N tokens."""
+
+    targets: np.ndarray | None = None
+    """int32[N,K]: ids to score, at temperature 1."""
+    top: int = 0
+    """How many of the most likely ids, at `temperature`."""
+    draws: int = 0
+    """How many ids to draw, at `temperature`."""
+    temperature: float = 1.0
+    """0 stands for 1."""
+    seed: int = 0
+    """Of the draws."""
+
+
+class Readings(NamedTuple):
+    """The results of `Trainer.read`."""
+
+    scored: np.ndarray
+    """float32[N,K]: log-probabilities of the targets."""
+    top: tuple[np.ndarray, np.ndarray]
+    """(ids, log-probabilities), [N,top], the most likely first."""
+    drawn: tuple[np.ndarray, np.ndarray]
+    """The same of the ids that were drawn, [N,draws]."""
 
 
 def bucket(length: int, longest: int) -> int:
@@ -114,10 +144,7 @@ class Trainer:
         Raises:
             RequestRefused: No such loss, or a datum that does not fit it.
         """
-        config = settings_of(request.loss_fn, request.config)
-        rows = [self._row(i, datum, request.loss_fn) for i, datum in enumerate(request.data)]
-        if not rows:
-            raise RequestRefused("forward_backward without data; send at least one datum")
+        config, rows = self.checked(request)
         arguments, found, total = scalars(config), [np.zeros(0)] * len(rows), 0.0
         gradient, wide = state.gradient, request.loss_fn == "cross_entropy"
         run = _program(self.model, self.update, self.mesh, state.lora, request.loss_fn, request.forward_only)
@@ -134,6 +161,17 @@ class Trainer:
             raise RequestRefused("the loss is not finite; look at logprobs, advantages and weights of the data")
         return replace(state, gradient=gradient), found, {"loss:sum": total}
 
+    def checked(self, request: ForwardBackward) -> tuple[dict[str, float], list["_Row"]]:
+        """(settings of the loss, rows); nothing is computed.
+
+        Raises:
+            RequestRefused: No such loss, or a datum that does not fit it.
+        """
+        config = settings_of(request.loss_fn, request.config)
+        if not request.data:
+            raise RequestRefused("forward_backward without data; send at least one datum")
+        return config, [self._row(i, datum, request.loss_fn) for i, datum in enumerate(request.data)]
+
     def optimizer_step(self, state: AdapterState, adam: Adam) -> tuple[AdapterState, dict[str, float]]:
         """(state with the summed gradient applied and cleared, metrics). A gradient that is not finite is dropped, with
         `update_skipped`.
@@ -149,23 +187,28 @@ class Trainer:
         metrics = {"grad_norm:mean": float(norm), "update_skipped:sum": float(not done)}
         return replace(state, params=params, moments=moments, gradient=None, steps=state.steps + done), metrics
 
-    def score(self, lora: LowRank | None, params: Params | None, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """float32[N,K]: log-probabilities of target ids [N,K], each given the tokens up to its position."""
-        rows = [_Row(tokens, targets, np.zeros(targets.shape, np.float32), None, flat=True)]
-        run = _program(self.model, self.update, self.mesh, lora, "cross_entropy", True)
-        for batch, ids, weights, places in self._micro_batches(rows):
-            values = np.asarray(run(params, self.base, batch, ids, weights, {})[1])
-            return np.concatenate([values[row, start : start + length] for _, row, start, length in places])
-        raise AssertionError("no rows")
+    def read(self, lora: LowRank | None, params: Params | None, tokens: np.ndarray, wanted: Wanted) -> Readings:
+        """What the model expects after each of N tokens, given those up to it.
 
-    def top(self, lora: LowRank | None, params: Params | None, tokens: np.ndarray, k: int) -> tuple[Array, Array]:
-        """(ids, log-probabilities) [N,K] of the most likely ids after each position."""
-        rows = [_Row(tokens, tokens[:, None], np.zeros((len(tokens), 1), np.float32), None)]
-        for batch, _, _, places in self._micro_batches(rows):
-            found = _top_program(self.model, self.update, self.mesh, lora, k)(params, self.base, batch)
-            _, row, start, length = places[0]
-            return tuple(np.asarray(part[row, start : start + length]) for part in found)
-        raise AssertionError("no rows")
+        Args:
+            lora: Of the adapter; None for the base alone.
+            params: The adapter; None for the base alone.
+            tokens: int32[N].
+            wanted: What to compute.
+        """
+        N = len(tokens)
+        targets = np.zeros((N, 0), np.int32) if wanted.targets is None else wanted.targets
+        K = -(-targets.shape[1] // 8) * 8 if targets.shape[1] > 1 else targets.shape[1]
+        rows = [_Row(tokens, tokens[:, None], np.zeros((N, 1), np.float32), None)]
+        run = _reading_program(self.model, self.update, self.mesh, lora, wanted.top, wanted.draws)
+        batch, _, _, ((_, row, start, length),) = next(self._micro_batches(rows))
+        span = slice(start, start + length)
+        padded = np.zeros((*batch.tokens.shape, K), np.int32)
+        padded[row, span, : targets.shape[1]] = targets
+        key, heat = jax.random.key(wanted.seed), jnp.float32(wanted.temperature or 1.0)
+        found = jax.device_get(run(params, self.base, batch, jnp.asarray(padded), heat, key))
+        scored, *pairs = jax.tree.map(lambda leaf: np.asarray(leaf)[row, span], found)
+        return Readings(scored[:, : targets.shape[1]], *pairs)
 
     def _row(self, index: int, datum: Datum, loss_fn: str) -> "_Row":
         N, inputs = len(datum.tokens), dict(datum.inputs)
@@ -262,9 +305,11 @@ def _program(
     def loss(params: Params | None, base: Params, batch: TrainBatch, targets: Array, weights: Array, config: dict):
         full = base if lora is None else attach(base, params, lora)
         hidden = policy_hidden(full, batch, model, update, mesh)
+        # Logits that are kept for the backward pass would be kept for each target.
+        head = head_of(update if targets.shape[2] == 1 else replace(update, vocab_chunk=USUAL_CHUNK), model)
         score = partial(
             token_logprobs, full, hidden, batch.tokens, batch.segment_ids,
-            head=Head(update.vocab_chunk, model.extras.logit_cap), mesh=mesh,
+            head=head, mesh=mesh,
         )  # fmt: skip
         columns = [score(targets=targets[..., k])[0] for k in range(targets.shape[2])]
         logprobs = jnp.stack(columns, axis=-1)
@@ -293,13 +338,37 @@ def _program(
 
 
 @cache
-def _top_program(model: ModelConfig, update: UpdateConfig, mesh: Mesh, lora: LowRank | None, k: int) -> Any:
-    def run(params: Params | None, base: Params, batch: TrainBatch) -> tuple[Array, Array]:
+def _reading_program(
+    model: ModelConfig, update: UpdateConfig, mesh: Mesh, lora: LowRank | None, top: int, draws: int
+) -> Any:
+    """(adapter, base, batch [R,T], targets [R,T,K], temperature, key) -> the fields of `Readings`, each [R,T,...]."""
+
+    def run(params: Params | None, base: Params, batch: TrainBatch, targets: Array, heat: Array, key: Array) -> tuple:
         full = base if lora is None else attach(base, params, lora)
         hidden = policy_hidden(full, batch, model, update, mesh)
-        found = jax.nn.log_softmax(unembed(full, hidden, model).astype(jnp.float32), axis=-1)
-        values, ids = jax.lax.top_k(found, k)
-        return ids, values
+        R, T = batch.tokens.shape
+        block = math.gcd(T, READ_BLOCK)
+
+        def of_block(number: Array, hidden: Array, ids: Array) -> tuple:
+            logits = unembed(full, hidden, model).astype(jnp.float32)
+            exact, heated = (jax.nn.log_softmax(values, axis=-1) for values in (logits, logits / heat))
+            values, most = jax.lax.top_k(heated, top)
+            keys = jax.random.split(jax.random.fold_in(key, number), draws)
+            drawn = [jax.random.categorical(one, heated) for one in keys]
+            drawn = jnp.stack(drawn, -1) if drawn else jnp.zeros((*ids.shape[:-1], 0), jnp.int32)
+            return (
+                jnp.take_along_axis(exact, ids, -1),
+                (most, values),
+                (drawn, jnp.take_along_axis(heated, drawn, -1)),
+            )
+
+        def blocks(leaf: Array) -> Array:
+            return leaf.reshape(R * T // block, block, leaf.shape[-1])
+
+        numbers = jnp.arange(R * T // block)
+        found = jax.lax.map(lambda of: of_block(*of), (numbers, blocks(hidden), blocks(targets)))
+        scored, *pairs = jax.tree.map(lambda leaf: leaf.reshape(R, T, leaf.shape[-1]), found)
+        return scored, *pairs
 
     return jax.jit(run)
 

@@ -39,8 +39,11 @@ MESSAGES: dict[str, dict[int, str]] = {
         1: "SampledSequence* sequences",
         2: "bytes? prompt_logprobs",
         3: "TopK? topk_prompt_logprobs",
+        4: "int32 prompt_cache_hit_tokens",
         5: "Tensor? target_prompt_logprobs",
+        6: "Draws? prompt_alt_tokens",
     },
+    "Draws": {1: "Tensor tokens", 2: "Tensor logprobs"},
     "SampledSequence": {1: "int32? stop_reason", 2: "bytes tokens", 3: "bytes? logprobs", 4: "TopK? topk"},
     "TopK": {1: "bytes ids", 2: "bytes logprobs", 3: "int32 k", 4: "int32 length"},
 }
@@ -192,32 +195,78 @@ class Answer:
     logprobs: np.ndarray
     stopped: bool
     """Whether it ended with a stop, else by its length."""
+    topk: tuple[np.ndarray, np.ndarray] | None = None
+    """(ids, log-probabilities) [N,K] of the most likely ids at each of its positions."""
 
 
-def write_samples(
-    answers: Sequence[Answer],
-    prompt_logprobs: np.ndarray | None = None,
-    topk: tuple[np.ndarray, np.ndarray] | None = None,
-) -> bytes:
+@dataclass(frozen=True, eq=False)
+class Sparse:
+    """The places of a sparse array: `values[crow[i]:crow[i + 1]]` lie in row i, at the columns `col`."""
+
+    shape: tuple[int, ...]
+    crow: np.ndarray
+    col: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class OfPrompt:
+    """What a result says about a prompt of P tokens."""
+
+    logprobs: np.ndarray | None = None
+    """float32[P]; entry 0 is NaN."""
+    topk: tuple[np.ndarray, np.ndarray] | None = None
+    """(ids, log-probabilities) [P,K]; empty cells are 0 and -99999."""
+    targets: np.ndarray | None = None
+    """float32[P-1,K], or the values of a sparse one; 0 where no id was named."""
+    sparse: Sparse | None = None
+    """Of `targets`."""
+    drawn: tuple[np.ndarray, np.ndarray] | None = None
+    """(ids, log-probabilities) [P-1,K]."""
+
+
+def write_samples(answers: Sequence[Answer], prompt: OfPrompt | None = None, cached: int = 0) -> bytes:
     """The result of sampling.
 
     Args:
         answers: In the order of the samples.
-        prompt_logprobs: float32[P]; entry 0 is NaN.
-        topk: (ids, log-probabilities) [P,K]; empty cells are 0 and -99999.
+        prompt: Of the prompt.
+        cached: Tokens of the prompt that were cached.
     """
-    response = classes()["SampleResponse"]()
+    response, prompt = classes()["SampleResponse"](), prompt or OfPrompt()
     for answer in answers:
         sequence = response.sequences.add()
         sequence.tokens = answer.tokens.astype("<i4").tobytes()
         sequence.logprobs = answer.logprobs.astype("<f4").tobytes()
         if not answer.stopped:
             sequence.stop_reason = LENGTH
-    if prompt_logprobs is not None:
-        response.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
-    if topk is not None:
-        ids, values = topk
-        found = response.topk_prompt_logprobs
-        found.ids, found.logprobs = ids.astype("<i4").tobytes(), values.astype("<f4").tobytes()
-        found.length, found.k = ids.shape
+        if answer.topk is not None:
+            _write_topk(sequence.topk, *answer.topk)
+    if prompt.logprobs is not None:
+        response.prompt_logprobs = prompt.logprobs.astype("<f4").tobytes()
+    if prompt.topk is not None:
+        _write_topk(response.topk_prompt_logprobs, *prompt.topk)
+    if prompt.targets is not None:
+        _write_tensor(response.target_prompt_logprobs, prompt.targets, prompt.sparse)
+    if prompt.drawn is not None:
+        _write_tensor(response.prompt_alt_tokens.tokens, prompt.drawn[0].astype("<i8"))
+        _write_tensor(response.prompt_alt_tokens.logprobs, prompt.drawn[1])
+    if cached:
+        response.prompt_cache_hit_tokens = cached
     return response.SerializeToString(deterministic=True)
+
+
+def _write_topk(message: Any, ids: np.ndarray, values: np.ndarray) -> None:
+    message.ids, message.logprobs = ids.astype("<i4").tobytes(), values.astype("<f4").tobytes()
+    message.length, message.k = ids.shape
+
+
+def _write_tensor(message: Any, values: np.ndarray, sparse: Sparse | None = None) -> None:
+    whole = values.dtype.kind == "i"
+    data, message.dtype = values.astype("<i8" if whole else "<f4").tobytes(), 2 if whole else 1
+    if sparse is None:
+        message.dense = data
+        message.shape.extend(values.shape)
+        return
+    message.sparse.values = data
+    message.sparse.crow, message.sparse.col = (part.astype("<i8").tobytes() for part in (sparse.crow, sparse.col))
+    message.shape.extend(sparse.shape)

@@ -1,0 +1,270 @@
+"""Requests for samples: their fields, checked, and their results as the parts of them come."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from grpo_roc_jax.serving.refusal import RequestRefused, field_of
+from grpo_roc_jax.serving.sampling_loop import sampled
+from grpo_roc_jax.serving.server import UNFINISHED
+from grpo_roc_jax.serving.tinker.futures import Pending
+from grpo_roc_jax.serving.tinker.snapshots import Cut
+from grpo_roc_jax.serving.tinker.trainer import Readings, Wanted
+from grpo_roc_jax.serving.tinker.wire import Answer, OfPrompt, Sparse, write_samples
+
+MOST_TOP = 256
+"""Most likely ids, draws or targets of a position at most."""
+MOST_SAMPLES = 1024
+EMPTY = -99999.0
+"""Log-probability of an empty cell."""
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A request that was checked."""
+
+    prompt: np.ndarray
+    count: int
+    max_tokens: int
+    temperature: float
+    cut: Cut
+    seed: int | None
+    stop_ids: frozenset[int]
+    stops: tuple[str, ...]
+    prompt_logprobs: bool
+    last_n: int
+    """How many of the last tokens have log-probabilities; 0 for all."""
+    topk: int
+    sampled_topk: int
+    draws: int
+    targets: np.ndarray | None
+    """int32[P-1,K]: ids to score at each position after the first; -1 for none."""
+    sparse: Sparse | None
+    """The places of the targets, if they came as a sparse array."""
+
+    @property
+    def of_prompt(self) -> bool:
+        """Whether the result says something about the prompt."""
+        return self.prompt_logprobs or self.topk > 0 or self.draws > 0 or self.targets is not None
+
+
+def read_asked(body: dict[str, Any], vocab_size: int, context: int, reserved: int, eos: frozenset[int]) -> Asked:
+    """The fields of a sampling request.
+
+    Args:
+        body: Of the request.
+        vocab_size: Of the model.
+        context: Tokens of the longest prompt with its answer.
+        reserved: Those of them that a shorter prompt leaves empty.
+        eos: Ids that stop an answer unless the request names others.
+
+    Raises:
+        RequestRefused: Of the wrong type, out of range, or not served.
+    """
+    params = field_of(body, "sampling_params", dict, {})
+    prompt = _prompt(body, vocab_size)
+    P = len(prompt)
+    if field_of(body, "record_stability_info", bool, False):
+        raise RequestRefused(
+            "record_stability_info is for stable_reinforce, which is not served; leave it out and take another "
+            "loss_fn (importance_sampling, ppo, cispo, gspo)"
+        )
+    count, temperature = field_of(body, "num_samples", int, 1), field_of(params, "temperature", (int, float), 1.0)
+    if not 1 <= count <= MOST_SAMPLES or not 0 <= temperature < float("inf"):
+        raise RequestRefused(
+            f"num_samples {count}, temperature {temperature}; must be 1 to {MOST_SAMPLES}, and 0 or more"
+        )
+    top_k, top_p = field_of(params, "top_k", int, -1), float(field_of(params, "top_p", (int, float), 1.0))
+    if top_k < -1 or not 0 < top_p <= 1:
+        raise RequestRefused(f"top_k {top_k}, top_p {top_p}; must be -1 (all) or more, and above 0 to 1")
+    numbers = {}
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        numbers[name] = field_of(body, name, int, 0)
+        if not 0 <= numbers[name] <= min(MOST_TOP, vocab_size):
+            raise RequestRefused(f"{name} = {numbers[name]}; must be 0 to {min(MOST_TOP, vocab_size)}", name)
+    room = context - max(reserved, P)
+    if room < 1:
+        raise RequestRefused(f"a prompt of {P} tokens leaves no room in a context of {context}; raise --context")
+    most = field_of(params, "max_tokens", int)
+    if most is not None and most < 1:
+        raise RequestRefused(f"max_tokens = {most}; must be at least 1", "max_tokens")
+    last_n = field_of(body, "prompt_logprobs_last_n", int, 0)
+    if not 0 <= last_n < max(P, 1):
+        raise RequestRefused(f"prompt_logprobs_last_n = {last_n}; must be 1 to {P - 1}, the prompt without its first")
+    stop_ids, stops = _stops(params.get("stop"), eos)
+    targets, sparse = _targets(field_of(body, "target_prompt_logprobs", dict), P, vocab_size)
+    return Asked(
+        prompt=prompt,
+        count=count,
+        max_tokens=room if most is None else min(most, room),
+        temperature=float(temperature),
+        cut=Cut(0 if top_k >= vocab_size else max(top_k, 0), top_p),
+        seed=field_of(params, "seed", int),
+        stop_ids=stop_ids,
+        stops=stops,
+        prompt_logprobs=field_of(body, "prompt_logprobs", bool, False),
+        last_n=last_n,
+        topk=numbers["topk_prompt_logprobs"],
+        sampled_topk=numbers["topk_sample_logprobs"],
+        draws=numbers["prompt_alt_tokens_k"],
+        targets=targets,
+        sparse=sparse,
+    )
+
+
+def _prompt(body: dict[str, Any], vocab_size: int) -> np.ndarray:
+    ids: list[int] = []
+    for chunk in field_of(field_of(body, "prompt", dict, {}), "chunks", list, []):
+        if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
+            raise RequestRefused("the prompt holds an image or audio; only chunks of text tokens are sampled from")
+        ids += field_of(chunk, "tokens", list, [])
+    if not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+        raise RequestRefused("the prompt must hold at least one id, all in the vocabulary; use get_tokenizer()")
+    return np.array(ids, np.int32)
+
+
+def _stops(stop: Any, eos: frozenset[int]) -> tuple[frozenset[int], tuple[str, ...]]:
+    """(ids, texts) that end an answer."""
+    if stop is None:
+        return eos, ()
+    listed = [stop] if isinstance(stop, str) else stop
+    if not isinstance(listed, list) or not all(type(item) in (str, int) for item in listed) or "" in listed:
+        raise RequestRefused(f"stop {stop!r:.80}; must be a text, texts or token ids", "stop")
+    ids, texts = ([item for item in listed if type(item) is kind] for kind in (int, str))
+    return frozenset(ids), tuple(texts)
+
+
+def _targets(given: dict[str, Any] | None, P: int, vocab_size: int) -> tuple[np.ndarray | None, Sparse | None]:
+    """(ids [P-1,K] with -1 where there is none, the places of a sparse array)."""
+    if given is None:
+        return None, None
+    name, wrong = "target_prompt_logprobs", (TypeError, ValueError, OverflowError, IndexError)
+    try:
+        values = np.array(given["data"], np.int64).reshape(-1)
+        rows, width = given["shape"]
+        if given.get("sparse_crow_indices") is None:
+            table, sparse = values.reshape(rows, width), None
+        else:
+            crow, col = (np.array(given[f"sparse_{part}_indices"], np.int64) for part in ("crow", "col"))
+            sizes = np.diff(crow)
+            if len(crow) != rows + 1 or crow[0] != 0 or crow[-1] != len(values) or len(col) != len(values):
+                raise ValueError("its indices do not fit its values")
+            if (sizes < 0).any() or (len(col) and not (col.min() >= 0 and col.max() < width)):
+                raise ValueError("its indices are out of range")
+            table = np.full((rows, max(int(sizes.max(initial=0)), 1)), -1, np.int64)
+            table[np.arange(table.shape[1]) < sizes[:, None]] = values
+            sparse = Sparse((rows, width), crow, col)
+    except (KeyError, *wrong) as error:
+        raise RequestRefused(f"{name} is no int64 array of two dimensions: {error}", name) from None
+    if rows != P - 1:
+        raise RequestRefused(f"{name} has {rows} rows; must be {P - 1}, the prompt without its first token", name)
+    if not 1 <= table.shape[1] <= MOST_TOP:
+        raise RequestRefused(f"{name} has {table.shape[1]} ids at a position; must be 1 to {MOST_TOP}", name)
+    if table.size and (table.min() < -1 or table.max() >= vocab_size):
+        raise RequestRefused(
+            f"{name} has ids from {table.min()} to {table.max()}; must be -1 to {vocab_size - 1}", name
+        )
+    if not (table >= 0).any():
+        raise RequestRefused(f"{name} names no id; leave it out", name)
+    return table.astype(np.int32), sparse
+
+
+Read = Callable[[np.ndarray, Wanted], Readings]
+"""What the model expects after each of some tokens."""
+
+
+def of_prompt(asked: Asked, read: Read, seed: int) -> OfPrompt:
+    """What a result says about its prompt."""
+    prompt, P = asked.prompt, len(asked.prompt)
+    columns = [] if asked.targets is None else [np.maximum(asked.targets, 0)]
+    if asked.prompt_logprobs:
+        columns.append(prompt[1:, None])
+    logprobs = np.full(P, np.nan, np.float32) if asked.prompt_logprobs else None
+    topk = None
+    if asked.topk:
+        topk = np.zeros((P, asked.topk), np.int32), np.full((P, asked.topk), EMPTY, np.float32)
+    empty = np.zeros((0, asked.draws))
+    drawn = (empty.astype(np.int32), empty.astype(np.float32)) if asked.draws else None
+    targets = None
+    if P > 1:
+        wanted = np.concatenate(columns, axis=1).astype(np.int32) if columns else None
+        found = read(prompt[:-1], Wanted(wanted, asked.topk))
+        first = max(1, P - asked.last_n) if asked.last_n else 1
+        if logprobs is not None:
+            logprobs[first:] = found.scored[first - 1 :, -1]
+        if topk is not None:
+            for leaf, new in zip(topk, found.top, strict=True):
+                leaf[first:] = new[first - 1 :]
+        if asked.targets is not None:
+            named = asked.targets >= 0
+            targets = np.where(named, found.scored[:, : asked.targets.shape[1]], 0.0).astype(np.float32)
+            if asked.sparse is not None:
+                sizes = np.diff(asked.sparse.crow)
+                targets = targets[np.arange(targets.shape[1]) < sizes[:, None]]
+        if asked.draws:
+            drawn = read(prompt[:-1], Wanted(draws=asked.draws, temperature=asked.temperature, seed=seed)).drawn
+    return OfPrompt(logprobs, topk, targets, asked.sparse, drawn)
+
+
+class Gathered:
+    """The parts of a sampling result as they come; on the thread of the event loop."""
+
+    def __init__(
+        self, pending: Pending, asked: Asked, compute: Callable[[Callable[[], Any], Callable], None], read: Read
+    ):
+        """
+        Args:
+            pending: Of the request.
+            asked: What it asks for.
+            compute: Computes its first argument elsewhere and hands the result to its second on this thread.
+            read: What the model expects, for that other thread.
+        """
+        self.pending, self.asked, self._compute, self._read = pending, asked, compute, read
+        self.answers: list[Answer | None] = [None] * asked.count
+        self.prompt: OfPrompt | None = None
+        self.parts, self.cached = asked.count + asked.of_prompt, 0
+
+    def begin(self, seed: int) -> None:
+        """Has computed what the result says about the prompt."""
+        if self.asked.of_prompt:
+            self._compute(lambda: of_prompt(self.asked, self._read, seed), self._of_prompt)
+
+    def report(self, event: str, sample: int, value: Any) -> None:
+        """See `SampleJob.report`."""
+        if event == "failed":
+            self.pending.fail(value)
+        elif event == "paused":
+            self.pending.queue_state = "paused_rate_limit"
+        elif event == "seated":
+            self.pending.queue_state = "active"
+            self.cached = max(self.cached, value[0]) if sample == 0 else self.cached
+        elif event == "ended" and value.stop in UNFINISHED:
+            self.pending.fail(RuntimeError(f"sampling ended early: {value.stop}"))
+        elif event == "ended":
+            span = sampled(value)
+            answer = Answer(value.tokens[span], value.logprobs[span], value.stop == "eos")
+            if not self.asked.sampled_topk:
+                self._answered(sample, answer)
+                return
+            asked, tokens = self.asked, value.tokens[:-1]
+
+            def top() -> Answer:
+                found = self._read(tokens, Wanted(top=asked.sampled_topk, temperature=asked.temperature))
+                return replace(answer, topk=tuple(leaf[-len(answer.tokens) :] for leaf in found.top))
+
+            self._compute(top, lambda found: self._answered(sample, found))
+
+    def _answered(self, sample: int, answer: Answer) -> None:
+        self.answers[sample] = answer
+        self._part()
+
+    def _of_prompt(self, found: OfPrompt) -> None:
+        self.prompt = found
+        self._part()
+
+    def _part(self) -> None:
+        self.parts -= 1
+        if not self.parts:
+            self.pending.finish(write_samples(self.answers, self.prompt, self.cached))
