@@ -33,7 +33,8 @@ from bench_rollout import tunix_model
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig, pack, worst_case_micro_batches
 from grpo_roc_jax.learner.update import OptimConfig, init_train_state, make_score, make_update_step
-from grpo_roc_jax.method.surrogate import K3, Clip, Surrogate
+from grpo_roc_jax.method.divergence import K3
+from grpo_roc_jax.method.surrogate import Clip, Surrogate
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch
 from grpo_roc_jax.model.transformer import compute_dtype, init_params

@@ -34,7 +34,8 @@ from plain_step import fused, make_plain_step, plain_rows
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig, pack
 from grpo_roc_jax.learner.update import OptimConfig, bind_base, init_train_state, make_update_step, start_train_state
-from grpo_roc_jax.method.surrogate import K3, Clip
+from grpo_roc_jax.method.divergence import K3
+from grpo_roc_jax.method.surrogate import Clip
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import AllWeights, LowRank
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch

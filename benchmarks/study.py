@@ -94,8 +94,7 @@ def jobs_of(study: Study, folder: Path, *, tiny: bool = False) -> list[Job]:
         for world, base in study.worlds.items():
             for arm, words in study.arms.items():
                 common, own = (*base, *study.words, *(TINY if tiny else ())), (*words, f"--seed={seed}")
-                start = (*words, "--seed=0") if study.one_cold_start else own
-                cold_words = cold_settings(common, start) if study.cold else ()
+                cold_words = cold_settings(common, own) if study.cold else ()
                 found.append(Job(world, arm, seed, ordered(common, own), cold_words, folder))
     return found
 

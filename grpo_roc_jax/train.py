@@ -553,7 +553,7 @@ def ended(status: int, words: str, error: BaseException | None = None) -> int:
 
 def dry(config: Config, full: bool = False) -> None:
     """Builds what needs no device work and reads the data. Then prints what was read, what follows from the settings,
-    and last what cannot work.
+    and last the problems that were seen.
 
     Args:
         config: Configuration of the run.
@@ -576,7 +576,7 @@ def dry(config: Config, full: bool = False) -> None:
         chosen = with_update(staged, model, mesh)
         lines += [*stage, *derived(staged), *memory_lines(chosen, model, mesh)]
         lines += room_lines(chosen, model, mesh, device_limit(mesh))
-        lines += [f"this cannot work: {line}" for line in against] or ["no problem was found"]
+        lines += [f"problem: {line}" for line in against] or ["no problem was found"]
     if full:
         print(dump_yaml(config))
     print("\n".join([*read, "", *lines]))

@@ -55,7 +55,8 @@ TOGETHER = (
     "rollout/test_recurrent",
     # runs, whose first one traces and compiles for twelve seconds
     "test_train test_restart test_faults test_stored_run test_methods_run test_environment_examples run/test_replay "
-    "run/test_start run/test_rollout_stream run/test_preflight run/test_stages serving/test_agents",
+    "contrib/methods/test_runs run/test_start run/test_rollout_stream run/test_preflight run/test_stages "
+    "serving/test_agents",
     # the programs of one engine
     "rollout/test_engine rollout/test_run_options rollout/test_stream rollout/test_stream_engine rollout/test_publish "
     "rollout/test_shared_prefixes rollout/test_low_precision rollout/test_collect rollout/test_routes "

@@ -4,6 +4,7 @@ differently from the code of its stage. `knobs.py` says what a case is; the othe
 import pytest
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.reward.config import Reward
 from grpo_roc_jax.settings.cli import flatten
 from grpo_roc_jax.settings.layers import known_keys
 from tests.helpers import knobs_device, knobs_host, knobs_step, knobs_tools
@@ -16,10 +17,22 @@ TOGETHER = [key for key, case in CASES.items() if dict(case.along).keys() > {key
 METHOD = ("plan.", "plan", "resample", "shaping", "advantage", "weights", "surrogate")
 """Settings of the kinds of a method: `tests/method/test_kind_settings.py` changes each. Files of the user's are in
 `tests/method/test_plugins.py`."""
+BY_CONTRIB = {"plan.warmup_steps", "tools.executor"} | {
+    f"tools.executor.{name}" for name in ["url", "retries", "timeout_s", "concurrency", "batch", "actors", "cpus"]
+}
+BY_CONTRIB |= {
+    f"environment.{name}" for name in ["url", "action", "taskset", "harness", "runtime", "settings", "observation"]
+}
+"""Settings that only adapters and further methods read: `tests/contrib/test_knob_effects.py`."""
 
 
-def changes_something(key: str, *, alone: bool = False) -> bool:
-    case = CASES[key]
+def contrib_rewards() -> set[str]:
+    """Settings of the reward functions that further methods bring."""
+    kinds = [f"reward.functions.{kind}." for kind, cls in Reward.kinds.items() if ".contrib." in cls.__module__]
+    return {key for key in known_keys(Config) if key.startswith(tuple(kinds)) and not key.endswith(".kind")}
+
+
+def changes_something(key: str, case: Case, *, alone: bool = False) -> bool:
     if reason := case.unless():
         pytest.skip(reason)
     without, changed = case.configs(key, alone=alone)
@@ -35,20 +48,20 @@ def related(name: str, key: str) -> bool:
 
 @pytest.mark.parametrize("key", CASES)
 def test_setting_changes_something(key):
-    assert changes_something(key)
+    assert changes_something(key, CASES[key])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", TOGETHER)
 def test_setting_changes_something_by_itself(key):
-    assert changes_something(key, alone=True)
+    assert changes_something(key, CASES[key], alone=True)
 
 
 def test_every_setting_has_a_case():
     seen_elsewhere = {key for key in known_keys(Config) if key.startswith(METHOD)} | {"method.files"}
-    assert set(CASES) - seen_elsewhere - {"plan.warmup_steps"} == {
-        key for key in known_keys(Config) if not key.endswith(".kind") and key not in seen_elsewhere
-    }
+    seen_elsewhere |= BY_CONTRIB | contrib_rewards()
+    known = {key for key in known_keys(Config) if not key.endswith(".kind")}
+    assert set(CASES) - seen_elsewhere == known - seen_elsewhere
     assert sum(map(len, PARTS)) == len(CASES), "two cases for one setting"
 
 
@@ -64,8 +77,7 @@ def test_a_case_changes_its_setting_and_no_other():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"plan.second": {"kind": "serial"}, "plan.budget": "knapsack", "resample": "none"}, "cuts of one"),
-        ({"advantage": "channels", "shaping": ["soft"]}, "as they come"),
+        ({"advantage": "channels", "shaping": ["overlong"]}, "as they come"),
         ({"text.eos_token": "</s>"}, "eos_token"),
         ({"text.history": "refuse"}, "history"),
     ],

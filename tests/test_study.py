@@ -51,13 +51,6 @@ def test_arms_share_a_cold_start_unless_they_change_it():
     assert [job.seed for job in two] == sorted(job.seed for job in two), "whole seeds come first"
 
 
-def test_seeds_share_a_cold_start_where_the_study_says_so():
-    whole = study.jobs_of(STUDIES["real"], study.ROOT)
-    assert len({job.cold_dir for job in whole}) == 1 and "--seed=0" in whole[-1].cold_words
-    assert len({job.run_dir for job in whole}) == len(whole) == 25
-    assert "--seed=4" in whole[-1].words
-
-
 def row(arm, seed, errors, tokens, world="w", accuracy=(0.5, 0.75, 1.0)):
     """A raw row of a run of as many steps as `errors` has, evaluated before, in the middle and at the end."""
     steps = len(errors)

@@ -1,4 +1,5 @@
-"""Estimates of the divergence between two policies from one token, for NumPy on the host and JAX on the device.
+"""The divergence between two policies: its estimates from one token, for NumPy on the host and JAX on the device, and
+the kinds that put it into the loss or into the reward.
 
 Source: Schulman, "Approximating KL divergence", 2020. With x = q(token) / p(token) for a token drawn from p, the terms
 -log x, (log x)^2 / 2 and x - 1 - log x estimate KL(p || q). Here they are functions of m = log x, in nats.
@@ -7,13 +8,15 @@ Source: Schulman, "Approximating KL divergence", 2020. With x = q(token) / p(tok
 import math
 from typing import Any, ClassVar, Literal
 
+import jax.numpy as jnp
 import numpy as np
 
 from grpo_roc_jax.method.advantage import Adjustment, later_sums
 from grpo_roc_jax.method.features import Features
-from grpo_roc_jax.method.part import MethodBatch, WithReference
+from grpo_roc_jax.method.part import MethodBatch, Part, WithReference
 from grpo_roc_jax.method.shaping import Shaping
 from grpo_roc_jax.settings.options import NotNegative, Share, kind, settings
+from grpo_roc_jax.shapes import Array
 
 Tail = Literal["flat", "linear"]
 
@@ -49,6 +52,97 @@ def bounded_k3(m: Any, tail: Tail = "flat", xp: Any = np) -> Any:
     return k3(near, xp) + math.expm1(EDGE) * (m - near)
 
 
+def kl_estimate(estimator: str, u: Any, logratio: Any = None, *, tail: Tail = "flat", xp: Any = np) -> Any:
+    """Estimate of KL(policy || reference) of each token of the policy, in nats.
+
+    k1 = u, k2 = u^2 / 2, k3 = e^-u - 1 + u (Schulman, 2020; k3 in arXiv:2402.03300). k3 grows exponentially where the
+    policy has dropped a token, so u and the estimate are clamped as in verl. `corrected` is k3 times e^logratio
+    (arXiv:2512.02556).
+
+    Args:
+        estimator: `k1`, `k2`, `k3` or `corrected`.
+        u: log p - log p_ref of the tokens, of any shape.
+        logratio: log p - log p of the policy that sampled, of the same shape; `corrected` reads it.
+        tail: What k3 does beyond `CEILING`; see `bounded_k3`.
+        xp: `numpy`, or `jax.numpy` for arrays of the device.
+
+    Raises:
+        ValueError: There is no such estimator.
+    """
+    if estimator == "k1":
+        return u
+    if estimator == "k2":
+        return k2(u)
+    if estimator == "k3":
+        return bounded_k3(-u, tail, xp)
+    if estimator == "corrected":
+        return xp.minimum(xp.exp(logratio) * k3(xp.clip(-u, -MAX_LOGRATIO, MAX_LOGRATIO), xp), CEILING)
+    raise ValueError(f"KL estimator {estimator!r}; must be k1, k2, k3 or corrected")
+
+
+# ---- the divergence in the loss -------------------------------------------------------------------------------------
+
+
+class Kl(Part, axis="surrogate.kl"):
+    """A divergence from the reference policy, added to the loss."""
+
+    coef: ClassVar[float] = 0.0
+    ceiling: ClassVar[float] = math.inf
+    """Estimate for a token at which its growth ends; tokens that reach it are counted (`loss/kl_clamped_fraction`)."""
+    tail: ClassVar[Tail] = "flat"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.coef > 0
+
+    def estimate(self, logprobs: Array, logprobs_ref: Array, logratio: Array) -> Array:
+        """`kl_estimate` of this kind for every token: log-probabilities under the policy and the reference, and the
+        log-ratio to the policy that sampled."""
+        return kl_estimate(self.kind, logprobs - logprobs_ref, logratio, tail=self.tail, xp=jnp)
+
+
+@kind("none")
+class NoKl(Kl):
+    """No divergence term and no reference policy."""
+
+
+@settings
+class KlTerm(WithReference, Kl):
+    """A divergence term with a weight."""
+
+    coef: NotNegative = 0.1
+    """Weight of the divergence in the loss; RC-GRPO uses 0.1."""
+
+
+@kind("k1")
+class K1(KlTerm):
+    """u = log p - log p_ref; as a loss its gradient is zero in expectation (Schulman, 2020)."""
+
+
+@kind("k2")
+class K2(KlTerm):
+    """u^2 / 2; as a loss it has the right gradient (Schulman, 2020)."""
+
+
+@kind("k3")
+class K3(KlTerm):
+    """e^-u - 1 + u (arXiv:2402.03300), with u within +-20 and the estimate at most 10 as in verl."""
+
+    ceiling = CEILING
+
+    tail: Tail = "flat"
+    """The estimate beyond 10, at 2.6 nats below the reference. `flat`: it stays at 10, so that the tokens which have
+    drifted most are not pulled back. `linear`: it continues along its tangent, with 12.6 per nat."""
+
+
+@kind("corrected")
+class CorrectedK3(KlTerm):
+    """ratio (e^-u - 1 + u), with the gradient ratio u: unbiased in value and gradient for tokens of an older policy
+    (DeepSeek-V3.2, arXiv:2512.02556). The ratio is the token's, and the estimate is at most 10."""
+
+    ceiling = CEILING
+
+
 # ---- the divergence in the reward -----------------------------------------------------------------------------------
 # The divergence from the reference as a part of the reward, instead of a term of the loss.
 #
@@ -78,7 +172,7 @@ class TrajectoryKl(RewardedKl, Shaping):
     def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
         if not self.coef:
             return rewards
-        sums = [divergence(self.estimator, u).sum() for u in features.gap("reference", self.prefix)]
+        sums = [kl_estimate(self.estimator, u).sum() for u in features.gap("reference", self.prefix)]
         return rewards - self.coef * np.array(sums)
 
 
@@ -103,7 +197,7 @@ class TokenDivergence(Adjustment):
         out = []
         for a, u, trajectory in zip(advantages, gaps, batch.trajectories, strict=True):
             cost = np.zeros(len(a))
-            cost[trajectory.policy_mask] = later_sums(divergence(self.estimator, u), self.discount)
+            cost[trajectory.policy_mask] = later_sums(kl_estimate(self.estimator, u), self.discount)
             out.append((a - self.coef * cost).astype(np.float32))
         return out
 
@@ -111,12 +205,3 @@ class TokenDivergence(Adjustment):
 @kind("kl")
 class TokenKl(RewardedKl, TokenDivergence):
     """A_t - beta sum over i >= t of discount^(i - t) KL_i (REINFORCE++, arXiv:2501.03262); list `whiten` after it."""
-
-
-def divergence(estimator: str, u: np.ndarray) -> np.ndarray:
-    """`surrogate.kl_estimate` on the host: u = log p - log p_ref of the tokens, in nats."""
-    if estimator == "k1":
-        return u
-    if estimator == "k2":
-        return k2(u)
-    return bounded_k3(-u)

@@ -5,7 +5,6 @@ clamped and masked by `learner.loss`, so that padding cannot overflow. `clip` is
 surrogates are below, or in `contrib/methods/`.
 """
 
-import math
 from dataclasses import field
 from typing import ClassVar, Literal
 
@@ -13,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_roc_jax.method.divergence import CEILING, MAX_LOGRATIO, Tail, bounded_k3, k2, k3
-from grpo_roc_jax.method.part import MethodBatch, Part, WithReference
+from grpo_roc_jax.method.divergence import Kl, NoKl
+from grpo_roc_jax.method.part import MethodBatch, Part
 from grpo_roc_jax.settings.options import NotNegative, PositiveShare, kind, settings
 from grpo_roc_jax.shapes import Array, Bool, Float, Int, checked
 
@@ -45,96 +44,6 @@ def segment_logratio(
 
     detached = jax.lax.stop_gradient(logratio)
     return logratio - detached + jax.vmap(row_mean)(detached, mask, ratio_segments)
-
-
-# ---- divergence from the reference ----------------------------------------------------------------------------------
-
-
-class Kl(Part, axis="surrogate.kl"):
-    """A divergence from the reference policy, added to the loss."""
-
-    coef: ClassVar[float] = 0.0
-    ceiling: ClassVar[float] = math.inf
-    """Estimate for a token at which its growth ends; tokens that reach it are counted (`loss/kl_clamped_fraction`)."""
-    tail: ClassVar[Tail] = "flat"
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.coef > 0
-
-    def estimate(self, logprobs: Array, logprobs_ref: Array, logratio: Array) -> Array:
-        """`kl_estimate` of this kind."""
-        return kl_estimate(self.kind, logprobs, logprobs_ref, logratio, tail=self.tail)
-
-
-@kind("none")
-class NoKl(Kl):
-    """No divergence term and no reference policy."""
-
-
-@settings
-class KlTerm(WithReference, Kl):
-    """A divergence term with a weight."""
-
-    coef: NotNegative = 0.1
-    """Weight of the divergence in the loss; RC-GRPO uses 0.1."""
-
-
-@kind("k1")
-class K1(KlTerm):
-    """u = log p - log p_ref; as a loss its gradient is zero in expectation (Schulman, 2020)."""
-
-
-@kind("k2")
-class K2(KlTerm):
-    """u^2 / 2; as a loss it has the right gradient (Schulman, 2020)."""
-
-
-@kind("k3")
-class K3(KlTerm):
-    """e^-u - 1 + u (arXiv:2402.03300), with u within +-20 and the estimate at most 10 as in verl."""
-
-    ceiling = CEILING
-
-    tail: Tail = "flat"
-    """The estimate beyond 10, at 2.6 nats below the reference. `flat`: it stays at 10, so that the tokens which have
-    drifted most are not pulled back. `linear`: it continues along its tangent, with 12.6 per nat."""
-
-
-@kind("corrected")
-class CorrectedK3(KlTerm):
-    """ratio (e^-u - 1 + u), with the gradient ratio u: unbiased in value and gradient for tokens of an older policy
-    (DeepSeek-V3.2, arXiv:2512.02556). The ratio is the token's, and the estimate is at most 10."""
-
-    ceiling = CEILING
-
-
-@checked
-def kl_estimate(
-    kind: str,
-    logprobs: Float[Array, "*B T"],
-    logprobs_ref: Float[Array, "*B T"],
-    logratio: Float[Array, "*B T"] | None = None,
-    *,
-    tail: Tail = "flat",
-) -> Float[Array, "*B T"]:
-    """Per-token estimate of KL(policy || reference) from tokens of the policy, u = log p - log p_ref.
-
-    k1 = u, k2 = u^2 / 2, k3 = e^-u - 1 + u (Schulman, "Approximating KL divergence", 2020; k3 in arXiv:2402.03300).
-    k3 grows exponentially where the policy has dropped a token, so u and the estimate are clamped as in verl.
-    `corrected` is k3 times e^logratio, the ratio to the policy that sampled (arXiv:2512.02556). `tail` is that of k3.
-    """
-    u = logprobs - logprobs_ref
-    if kind == "k1":
-        return u
-    if kind == "k2":
-        return k2(u)
-    if kind == "k3":
-        return bounded_k3(-u, tail, jnp)
-    if kind == "corrected":
-        within = jnp.clip(-u, -MAX_LOGRATIO, MAX_LOGRATIO)
-        return jnp.minimum(jnp.exp(logratio) * k3(within, jnp), CEILING)
-    raise ValueError(f"surrogate.kl = {kind!r}; must be k1, k2, k3 or corrected")
 
 
 # ---- the loss of a token --------------------------------------------------------------------------------------------

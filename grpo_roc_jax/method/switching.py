@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, NotNegative, PositiveShare, kind, settings
+from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, NotNegative, PositiveShare, Share, kind, settings
 
 
 class Until(Axis, axis="stages.until"):
@@ -83,6 +83,30 @@ class Solved(Until):
 
 
 @settings
+class ProblemChoice:
+    """Which training problems a stage keeps: those that its first policy solves in a share of rollouts between two
+    bounds. Problems that it solves always or never give groups without a learning signal."""
+
+    rollouts: AtLeast1 = 8
+    """Rollouts of each problem; shares are multiples of 1 / rollouts."""
+    problems: Count = 0
+    """Training problems that are tried, drawn by `seed`; the others leave the stage. 0 tries all of them."""
+    lowest: Share = 0.05
+    """Smallest share that is kept. The default leaves out what is never solved; 0 keeps it, as published
+    (arXiv:2508.20722, sec. 4.3)."""
+    highest: Share = 0.95
+    """Largest share that is kept. The default leaves out what is always solved, as published."""
+
+    def __post_init__(self) -> None:
+        if self.lowest > self.highest:
+            raise ValueError(f"lowest = {self.lowest} lies above highest = {self.highest}; swap them")
+
+    def keeps(self, solved: int, judged: int) -> bool:
+        """Whether a problem stays. One without a rollout that could be judged does."""
+        return not judged or self.lowest <= solved / judged <= self.highest
+
+
+@settings
 class Stage:
     """A part of a run with settings of its own."""
 
@@ -95,9 +119,9 @@ class Stage:
     restart: tuple[Literal["optimizer", "reference"], ...] = ()
     """What begins again with the stage: `optimizer` clears its moments and warms up again, `reference` copies the
     policy into the reference of a KL term."""
-    drop_solved: Count = 0
-    """Rollouts of each training problem when the stage begins; problems that all of them solve are left out of the
-    stage. 0 keeps every problem, 8 is published (arXiv:2508.20722, sec. 4.3)."""
+    choose: ProblemChoice | None = None
+    """Rolls training problems out when the stage begins, and keeps those that the policy solves sometimes. Without it
+    every problem stays."""
     set: dict[str, Any] = field(default_factory=dict, hash=False)
     """Settings of the stage that override those of the run, in sections as in a file."""
 

@@ -4,7 +4,7 @@
      "action": "note", "text": "update/grad_norm 41 is above 9.8"}
 
 `event` is the name of an alarm (`run.watch`), `stale_samples` (`run.rollout_stream`), `stalled`, `batch` (a batch was
-saved for a replay), `stage` or `solved` (`run.stages`), `not_scored` (no trajectory of the step has a score),
+saved for a replay), `stage` or `chosen` (`run.stages`), `not_scored` (no trajectory of the step has a score),
 `logprob_gap_max` (`run.watch.GapCheck`) or `missing_rows` (`record.missing`). Only `step`, `event` and `text` are
 always present. A resumed run discards the events of later steps.
 """

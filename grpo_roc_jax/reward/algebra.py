@@ -12,6 +12,7 @@ from grpo_roc_jax.reward.numbers import BASED_IN_TEXT, REPEATING_IN_TEXT, repeat
 def for_library(tokens: Sequence[Token], *, strict: bool) -> str:
     """An expression as the library gets it: repeating decimals, bases and degrees of angles as numbers."""
     text = render([token for token in _as_names(tokens) if token.text not in vocabulary.CURRENCIES])
+    text = _OVER_FUNCTION.sub(r"(\1)/", text)
     text = REPEATING_IN_TEXT.sub(lambda match: _as_fraction(repeating_value(match), match.group()), text)
     text = BASED_IN_TEXT.sub(_in_decimal, text)
     text = re.sub(r"([0-9]++(?:\.[0-9]++)?)°", r"\\frac{\1\\pi}{180}", text)
@@ -19,6 +20,12 @@ def for_library(tokens: Sequence[Token], *, strict: bool) -> str:
     if strict:
         text = _DECIMAL_IN_TEXT.sub(_as_ratio, text)
     return text
+
+
+_OVER_FUNCTION = re.compile(
+    r"(\\(?:ln|log(?:_\{[0-9a-z]{1,9}\})?|sin|cos|tan)\s?(?:[0-9]{1,20}|[a-z]))/(?=\\(?:ln|log|sin|cos|tan)(?![a-z]))"
+)
+r"""`\ln 3/\ln 2` is a quotient of logarithms, and not the logarithm of one."""
 
 
 def _as_names(tokens: Sequence[Token]) -> list[Token]:

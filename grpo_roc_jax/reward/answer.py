@@ -133,21 +133,26 @@ LAST_CHARS = 600
 """What may follow a sentence that says the answer; only the last sentences of a text count."""
 LONGEST_ANSWER = 400
 """Characters of an answer in a sentence."""
-_NEAR = {"result": 80, "solution": 80}
+_NEAR = {"result": 80, "results": 80, "solution": 80, "solutions": 80}
 """The same for words that speak of parts of a problem as well."""
 _CANDIDATES = 8
 """Sentences about the answer that are looked at, from the last one."""
 
 _MARKUP = r"(?:\*\*|__|\*|`)"
-_ABOUT = r"(?:\s(?:to|for|of|in|as)\s[^.:?!=\n]{1,60}?|\shere|,?\s(?:then|therefore|thus|hence),?)?"
+_ABOUT = (
+    r"(?:\s(?:to|for|of|in|as)\s[^.:?!=\n]{1,60}?|\s\([^()\n]{1,40}\)|,\s(?:after|when|in)\s[^,.:?!=\n]{1,40},"
+    r"|\shere|,?\s(?:then|therefore|thus|hence),?)?"
+)
 _ADVERB = r"(?:therefore|thus|then|hence|simply|just|exactly|indeed|now|clearly|obviously|precisely)"
 _VERB = (
     r"(?:is|are|was|equals|must\sbe|should\sbe|would\sbe|will\sbe|comes\s(?:out\s)?to)\b"
     rf"(?:,?\s{{1,4}}{_ADVERB}\b,?(?=\s{{1,4}}[-+−*`$(\\\[{{]{{0,4}}[0-9A-Za-z]))?\s{{0,4}}[:=]?"
 )
 _SENTENCE = re.compile(
-    rf"\b(?P<what>answers?|ans\b\.?|result|solution|correct\s(?:option|choice)){_MARKUP}?{_ABOUT}\s{{0,4}}{_MARKUP}?\s{{0,4}}"
-    rf"(?P<says>(?<![A-Za-z]){_VERB}|[:=→](?!=)|(?<=\.)\s)\s{{0,4}}{_MARKUP}?[ \t]{{0,8}}",
+    rf"(?:\b|(?<=_))(?P<what>answers?|ans\b\.?|results?|solutions?|correct\s(?:option|choice))"
+    rf"{_MARKUP}?{_ABOUT}\s{{0,4}}{_MARKUP}?\s{{0,4}}"
+    rf"(?P<says>(?<![A-Za-z]){_VERB}|[:=→](?!=)|(?<=\.)\s"
+    rf"|(?<=final\sanswer\s)of\s(?=[-+−*$\\(]{{0,4}}[0-9]))\s{{0,4}}{_MARKUP}?[ \t]{{0,8}}",
     re.IGNORECASE,
 )
 _HEADING = re.compile(
@@ -167,6 +172,7 @@ _REVERSED = re.compile(
 )
 _BEFORE = re.compile(
     r"\b(?:(?:if|suppose|supposing|assume|assuming|whether|unless|until|imagine)(?:\s[\w']+){0,3}?"
+    r"|(?:(?<!no\s)doubt|deny|wrong|false|untrue|incorrect|impossible)\sthat|(?:might|may|could)\s(?:think|say|guess|expect)(?:\sthat)?"
     r"|previous|old|wrong|incorrect|partial|intermediate|no|first|initial|not|his|her|their"
     r"|[a-z]{1,20}['’]s)\s(?:the\s)?(?:final\s)?$",
     re.IGNORECASE,
@@ -201,6 +207,8 @@ _CLAUSE = re.compile(
     r"|\s\((?:see|as|since|because|rounded|approximately|from|i\.e\.|which)\b",
     re.IGNORECASE,
 )
+_CONDITION = re.compile(r"\s(?:if|unless)\s", re.IGNORECASE)
+"""`42 if x were 3` is no answer."""
 _END = re.compile(r"[.!](?=[\s*_`)\"'<]|$)|\n|<(?=[/|]?[A-Za-z|][^<>\n]{0,40}>)|[?。！？]")
 _FORMULA = re.compile(
     r"\$\$(.{1,600}?)\$\$|\\\[(.{1,600}?)\\\]|\\\((.{1,300}?)\\\)|\$(?!\s)([^$\n]{1,300}?)(?<![\s\\])\$(?![0-9])",
@@ -274,6 +282,8 @@ def _value(text: str, start: int) -> tuple[str | None, int]:
         return None, after
     value = text[start : end.start() if end else len(text)][:LONGEST_ANSWER]
     body, rest = (text[start : formula.end()], value[formula.end() - start :]) if formula else ("", value)
+    if _CONDITION.search(rest):
+        return None, after
     clause = _CLAUSE.search(rest)
     rest = rest[: clause.start()] if clause else rest
     if formula:
@@ -285,6 +295,6 @@ def _value(text: str, start: int) -> tuple[str | None, int]:
         value = value.rstrip("$ ")  # of a formula that began before the sentence
     if len(value) > 2 and value[0] == value[-1] == "'":
         value = value[1:-1]
-    if not value or _NO_VALUE.match(re.sub(r"[*_`]", "", value)):
+    if not value or value == r"\boxed{}" or _NO_VALUE.match(re.sub(r"[*_`]", "", value)):
         return None, after
     return value, after

@@ -28,6 +28,8 @@ class Quantity(Form):
     sign: bool = False
     """The unit is the sign of a currency."""
     words: tuple[str, ...] = ()
+    several: bool = False
+    """It was written in several units, such as 5 ft 6 in."""
     changed: bool = False
     """Words or numbers around the expression change what it says."""
 

@@ -153,9 +153,9 @@ _SYNONYMS = {
     "lvert": "|", "rvert": "|", "vert": "|", "lparen": "(", "rparen": ")", "dots": "ldots", "cdots": "ldots",
     "dotsc": "ldots", "dotsb": "ldots", "textdegree": "degree", "deg": "degree", "varepsilon": "epsilon",
     "varphi": "phi", "vartheta": "theta", "varrho": "rho", "simeq": "approx", "thickapprox": "approx",
-    "doteq": "approx", "thicksim": "sim", "wedge": "land", "vee": "lor", "pounds": "£", "textsterling": "£",
-    "euro": "€", "texteuro": "€", "yen": "¥", "textyen": "¥", "textdollar": "$", "rupee": "₹", "cent": "¢",
-    "textcent": "¢", "ast": "*", "star": "*", "backslash": "setminus", "colon": ":", "prime": "'",
+    "approxeq": "approx", "doteq": "approx", "thicksim": "sim", "wedge": "land", "vee": "lor", "pounds": "£",
+    "textsterling": "£", "euro": "€", "texteuro": "€", "yen": "¥", "textyen": "¥", "textdollar": "$", "rupee": "₹",
+    "cent": "¢", "textcent": "¢", "ast": "*", "star": "*", "backslash": "setminus", "colon": ":", "prime": "'",
     "overbar": "overline", "lcub": "{", "rcub": "}", "inf": "infty", "N": "mathbbN", "Q": "mathbbQ", "R": "mathbbR",
     "Z": "mathbbZ", "reals": "mathbbR", "mathds": "mathbb", "iff": "Leftrightarrow",
 }  # fmt: skip
@@ -291,9 +291,9 @@ class _Cleaner:
     def _escaped(self, sign: str) -> None:
         if sign == "$":
             self.emit(r"\$")
-        elif sign in "%&#_":
+        elif sign in "%&#_'":
             self.emit(sign)
-        elif sign not in "()[]":
+        elif sign not in '()[]"':
             self.emit("\\" + sign)
 
     def _name(self, text: str) -> None:

@@ -135,7 +135,18 @@ def compare(answer: str, gold: str, *, strict: bool = False) -> Goal:
     goals = [rules.equal(read(tokens), target)]
     if _has_decimal_comma(tokens, target):
         goals.append(rules.equal(read(merged_numbers(tokens, decimal_comma=True)), target))
+    if not strict and (thousands := _abbreviated(tokens)) is not None:
+        goals.append(rules.equal(thousands, target))
     return _some(goals)
+
+
+def _abbreviated(tokens: Sequence[Token]) -> Quantity | None:
+    """2.5K and 5M as numbers; None for anything else, such as a unit behind a space."""
+    if len(tokens) != 2 or tokens[1].gap or tokens[1].text not in ("k", "K", "M", "B"):
+        return None
+    value = read_number(tokens[0].text)
+    scale = vocabulary.ABBREVIATIONS[tokens[1].text]
+    return Quantity(tuple(tokens), tuple(tokens), value * scale) if isinstance(value, Fraction) else None
 
 
 def _has_decimal_comma(tokens: Sequence[Token], target: Form) -> bool:
@@ -408,6 +419,13 @@ class _Rules:
     def _fixed(self, form: Form, gold: Form) -> Goal | None:
         if isinstance(form, Based) or isinstance(gold, Based):
             return self._bases(form, gold)
+        if (
+            not self.strict
+            and isinstance(form, Joined) != isinstance(gold, Joined)
+            and (score := _score(form))
+            and score == _score(gold)
+        ):
+            return True
         if isinstance(form, Clock) or isinstance(gold, Clock):
             return self._clocks(form, gold)
         if isinstance(form, Ratio) or isinstance(gold, Ratio):
@@ -518,8 +536,10 @@ class _Rules:
     def _quantities(self, form: Quantity, gold: Quantity) -> Goal:
         if self.strict:
             if form.words != gold.words or form.changed or gold.changed:
-                same = form.words == gold.words and form.unit == gold.unit and not _heavy(form) and not _heavy(gold)
-                return self._values(form, gold) if same else False
+                same = form.words == gold.words and not _heavy(form) and not _heavy(gold)
+                if same and (sizes := _sizes(form, gold)) is not None:
+                    return self._converted(form, gold, sizes)
+                return self._values(form, gold) if same and form.unit == gold.unit else False
             missing = (not form.unit and gold.sign) or (not gold.unit and form.sign)
             if (sizes := _sizes(form, gold)) is not None:
                 return self._converted(form, gold, sizes)
@@ -532,11 +552,16 @@ class _Rules:
             same = (
                 vocabulary.stems(form.words) == vocabulary.stems(gold.words) and not _heavy(form) and not _heavy(gold)
             )
+            if same and (sizes := _sizes(form, gold)) is not None and 0 not in sizes:
+                return _some([self._values(form, gold), self._converted(form, gold, sizes)])
             return self._values(form, gold) if same else False
         mine, reference = vocabulary.stems(form.words), vocabulary.stems(gold.words)
         if mine and reference and not (mine <= reference or reference <= mine):
             return False
-        sizes, goals = _sizes(form, gold), [self._values(form, gold)]
+        sizes = _sizes(form, gold)
+        if sizes is not None and (form.several or gold.several):
+            return self._converted(form, gold, sizes)
+        goals = [self._values(form, gold)]
         if sizes is not None:
             goals.append(self._converted(form, gold, sizes))
         if _radians(form, gold):
@@ -616,9 +641,17 @@ class _Rules:
                 return True
         if r"\ln" in answer + gold:
             answer, gold = (re.sub(r"\\log(?![a-z_])", r"\\ln", text) for text in (answer, gold))
+        if sorted(_COMPARING.findall(answer)) != sorted(_COMPARING.findall(gold)):
+            return False  # the library reads over these
         answer, gold = distinct_names(answer, gold)
         return True if answer == gold else ("same", answer, gold)
 
+
+_COMPARING = re.compile(
+    r"\\(lesssim|gtrsim|lessapprox|gtrapprox|lessgtr|gtrless|ll|gg|prec|preceq|succ|succeq|propto|nless|ngtr|nleq|ngeq"
+    r"|not|nmid|ncong|nsim)(?![a-zA-Z])"
+)
+"""Comparisons other than those of intervals and equations."""
 
 # ---- helpers -------------------------------------------------------------------------------------------------------
 
@@ -742,6 +775,16 @@ def _without_domain(items: Items) -> Form | None:
     if len(items.items) == 2 and re.search(r"\\in\\mathbb\{[ZNQR]\}|\\text\{integer\}", render(items.items[1].tokens)):
         return items.items[0]
     return None
+
+
+def _score(form: Form) -> tuple[str, ...] | None:
+    """The two numbers of 2-1, 2:1 and `2 to 1`; None for anything else."""
+    texts = [token.text for token in form.tokens]
+    joined = isinstance(form, Joined | Ratio) or (isinstance(form, Clock) and not form.half)
+    plain = (
+        joined and len(texts) == 3 and texts[1] in ("-", ":", "to") and texts[0].isdecimal() and texts[2].isdecimal()
+    )
+    return (texts[0], texts[2]) if plain else None
 
 
 def _grouped(tokens: Sequence[Token]) -> tuple[Token, ...]:

@@ -34,7 +34,7 @@ def read_number(text: str) -> Fraction | str | None:
         return _exact(sign, plain or mantissa or "1", int(exponent)) if len(exponent) <= 18 else None
     if len(text) > MAX_EXACT_DIGITS:
         return None
-    if match := _REPEATING.fullmatch(text):
+    if match := _REPEATING.fullmatch(_BARS.sub(_joined_bars, text)):
         return _repeating(match)
     match = _RATIO.fullmatch(text)
     if not match:
@@ -68,6 +68,14 @@ _DIGITS = r"([+-]?)([0-9]{0,500}+)\.([0-9]{0,500}+)"
 _REPEATING = re.compile(rf"{_DIGITS}(?:(?:{_LINE}|{_DOTTED}|\(([0-9]{{1,200}})\)){_END}?|({_END}))")
 REPEATING_IN_TEXT = re.compile(rf"(?<![0-9.]){_REPEATING.pattern.removeprefix('([+-]?)')}")
 """A repeating decimal inside an expression, without its sign."""
+
+
+_BARS = re.compile(r"(?:\\(?:overline|bar)\{[0-9]\}){2,100}")
+
+
+def _joined_bars(match: re.Match) -> str:
+    r"""`\bar{4}\bar{5}` as `\bar{45}`."""
+    return rf"\bar{{{re.sub('[^0-9]', '', match.group())}}}"
 
 
 def _repeating(match: re.Match) -> Fraction | None:
@@ -110,11 +118,12 @@ def repeating_value(match: re.Match) -> Fraction | None:
 # ---- other bases ---------------------------------------------------------------------------------------------------
 
 _BASED = re.compile(
-    r"\(?([0-9A-F]{1,64}|[0-9a-f]{1,64})\)?_(?:\{\(?([0-9]{1,2}|[a-z]+|\\text\{[A-Za-z]+\})\)?\}|([0-9]{1,2}))"
+    r"\(?(?:\\text\{(?=[0-9A-Za-z]+\}_))?([0-9A-F]{1,64}|[0-9a-f]{1,64})\}?\)?_(?:\{\(?(?:\\text\{base\}|base)?([0-9]{1,2}|[a-z]+|\\text\{[A-Za-z]+\})\)?\}|([0-9]{1,2}))"
 )
 _PREFIXED = re.compile(r"0(?:[xX]([0-9A-Fa-f]{1,64})|[bB]([01]{1,200})|[oO]([0-7]{1,64}))")
 _NAMED = re.compile(
-    r"([0-9A-F]{1,64})(?:\\text\{in\}|in)?\(?(?:\\text\{base\}|base)-?([0-9]{1,2}|\\text\{[a-z]+\}|[a-z]+)\)?"
+    r"([0-9A-F]{1,64})(?:\\text\{in\}|in)?\(?(?:(?:\\text\{base\}|base)-?([0-9]{1,2}|\\text\{[a-z]+\}|[a-z]+)"
+    r"|(\\text\{(?:binary|octal|hexadecimal|hex)\}|binary|octal|hexadecimal|hex))\)?"
 )
 
 

@@ -127,8 +127,9 @@ def phrase(tokens: Sequence[Token]) -> Form:
     text = re.sub(r"\b(does|do|is)n? t\b", r"\1 not", text)
     text = re.sub(r"^(?:the|a|an) (?=.)", "", text)
     meaning = "emptyset" if vocabulary.NO_SOLUTION.fullmatch(text) else vocabulary.SYNONYMS.get(text, text)
-    if meaning in vocabulary.ORDINALS:
-        return Quantity(tokens, tokens, Fraction(vocabulary.ORDINALS[meaning]), words=("th",))
+    ordinal = vocabulary.spelled_ordinal(meaning.removesuffix(" place").split())
+    if ordinal is not None:
+        return Quantity(tokens, tokens, Fraction(ordinal), words=("th",))
     if meaning == "emptyset":
         return Items(tokens, "set", ())
     if meaning == "reals":
@@ -144,7 +145,7 @@ def phrase(tokens: Sequence[Token]) -> Form:
             rest = tuple(word for word in parts[size:] if word not in vocabulary.HEDGES)
             unit = (vocabulary.unit_symbol(rest[0]) if len(rest) == 1 else None) or ""
             rest = () if unit else rest
-            return Quantity(tokens, tokens, sign * number, unit, False, rest, vocabulary.blocked(rest, ""))
+            return Quantity(tokens, tokens, sign * number, unit, False, rest, changed=vocabulary.blocked(rest, ""))
     return Words(tokens, meaning)
 
 
@@ -156,15 +157,19 @@ _MICRO = set("mgsFCAVLWHNJ")
 
 def quantity(tokens: Sequence[Token]) -> Form:
     """An expression, its unit, and the words around it; or a number in another base."""
+    if based := based_number(render(tokens)):
+        return Based(tuple(tokens), *based)
     body, before = _words_before(_units_as_names(tokens))
     if not before and (based := based_number(render(body))):
         return Based(tuple(tokens), *based)
     body, modulus = _modulus(body)
     body, currency, is_sign = _currency(body)
-    end = _tail_start(body)
-    expression, tail = body[:end], body[end:]
     scale = Fraction(1)
-    while tail and tail[0].is_name and (factor := vocabulary.scale(tail[0].text.lower())):
+    if is_sign and len(body) > 1 and body[-2].is_number and body[-1].text in vocabulary.ABBREVIATIONS:
+        body, scale = body[:-1], Fraction(vocabulary.ABBREVIATIONS[body[-1].text])
+    end = _tail_start(body)
+    expression, tail = _operated(body[:end], body[end:])
+    while tail and tail[0].is_name and (factor := vocabulary.scale(tail[0].text.lower(), behind=True)):
         scale, tail = scale * factor, tail[1:]
     tail = _Tail(tail)
     number = read_number(render(expression))
@@ -189,8 +194,16 @@ def quantity(tokens: Sequence[Token]) -> Form:
         unit,
         tail.is_sign if tail.unit else is_sign,
         words,
-        changed or vocabulary.blocked(words, unit),
+        changed=changed or vocabulary.blocked(words, unit),
     )
+
+
+def _operated(expression: list[Token], tail: list[Token]) -> tuple[list[Token], list[Token]]:
+    """(expression, tail) with `5 factorial` and `5 squared` as 5! and 5^2; of longer expressions the words stay."""
+    sign = {"factorial": "!", "squared": "^{2}", "cubed": "^{3}"}.get(tail[0].text.lower()) if tail else None
+    if sign and len(expression) == 1 and expression[0].is_number:
+        return [*expression, *map(Token, sign)], tail[1:]
+    return expression, tail
 
 
 def _as_tokens(number: Fraction) -> list[Token]:
@@ -204,7 +217,7 @@ def _as_tokens(number: Fraction) -> list[Token]:
 def _words_before(tokens: list[Token]) -> tuple[list[Token], list[str]]:
     """(the tokens from the expression on, the words before it); a sign in words is part of the expression."""
     before: list[str] = []
-    start = 0
+    start, last = 0, ""
     while start + 1 < len(tokens):
         token, following = tokens[start], tokens[start + 1]
         if not (is_word(token) or (token.text in ("a", "A") and is_noun(following))):
@@ -215,6 +228,9 @@ def _words_before(tokens: list[Token]) -> tuple[list[Token], list[str]]:
             return [Token("-"), *tokens[start:]], before
         if word not in vocabulary.HEDGES and word != "plus":
             before.append(word)
+        elif word == "of" and last in vocabulary.OPERATIONS_OF:
+            before.append("inverse")  # the square of 5 is not 5
+        last = word
         if following.text in (":", "-", ",") and start + 1 < len(tokens):
             start += 1
     return tokens[start:], before
@@ -255,6 +271,9 @@ def _units_as_names(tokens: Sequence[Token]) -> list[Token]:
             index += 3
         elif token.text in ("st", "nd", "rd", "th") and out and out[-1].is_number and not token.gap:
             out.append(Token("th", False, True))
+        elif token.text == "-" and following.text == "th" and out and out[-1].is_number:
+            out.append(Token("th", False, True))
+            index += 1
         else:
             out.append(token)
         index += 1
@@ -383,6 +402,9 @@ class _Tail:
                 self._raise(vocabulary.POWERS[word])
             elif text in vocabulary.COMPASS and index and tokens[index - 1].text == "°":
                 break
+            elif word == "per" and following.lower() == "cent":
+                self._add("%", power, divided)
+                index += 1
             elif word == "per" or text == "/":
                 divided = True
             elif token.is_name and (word != "in" or following in ("", "^")) and (unit := vocabulary.unit_symbol(text)):

@@ -29,7 +29,7 @@ from grpo_roc_jax.reward.forms import (
     Region,
     Relation,
 )
-from grpo_roc_jax.reward.latex import ENVIRONMENT, Token, depths, enclosed, render, split
+from grpo_roc_jax.reward.latex import ENVIRONMENT, Token, depths, enclosed, render, split, tokenize
 from grpo_roc_jax.reward.magnitude import value as decimal_value
 from grpo_roc_jax.reward.numbers import read_number
 from grpo_roc_jax.reward.quantities import is_noun, is_phrase, merged_numbers, phrase, quantity
@@ -54,6 +54,8 @@ def read(tokens: Sequence[Token], *, nesting: int = 0) -> Form:
         _clock,
         _date,
         _joined,
+        _several_units,
+        _in_words,
         _outward,
         _several,
         _relation,
@@ -92,7 +94,7 @@ def _trimmed(tokens: Sequence[Token]) -> list[Token]:
         head += 1
     if start < head < end and tokens[head].text not in ("^", "_", "/", "+", ")"):
         start = head
-    while start < end and tokens[start].text in (r"\approx", r"\sim", "="):
+    while start < end and tokens[start].text in (r"\approx", r"\sim", r"\cong", "="):
         start += 1
     return tokens[start:end]
 
@@ -148,21 +150,30 @@ def _choice(tokens: Sequence[Token], again: _Again) -> Form | None:
 
 _TIME = re.compile(r"[0-2]?[0-9]:[0-5][0-9](?::[0-5][0-9])?")
 _HALVES = {
-    "am": {"am", "a m", "a . m", "in the morning"},
-    "pm": {"pm", "p m", "p . m", "in the afternoon", "in the evening", "at night"},
+    "am": {"am", "a m", "a . m", "in the morning", "midnight"},
+    "pm": {"pm", "p m", "p . m", "in the afternoon", "in the evening", "at night", "noon"},
 }
 
 
 def _clock(tokens: Sequence[Token], again: _Again) -> Form | None:
     """3:30, 3:30 pm, 3 pm, 15:30, 3 o'clock."""
-    if not tokens[0].is_number or len(tokens) > 12:
+    if len(tokens) > 12:
+        return None
+    if tokens[0].is_name and (hour := vocabulary.spelled_number([_lower(tokens[0])])) and hour.denominator == 1:
+        tokens = [tokens[0]._replace(text=str(hour), roman=False), *tokens[1:]]
+    if not tokens[0].is_number:
         return None
     numbers, index = [tokens[0].text], 1
     while index + 1 < len(tokens) and tokens[index].text == ":" and tokens[index + 1].is_number:
         numbers.append(tokens[index + 1].text)
         index += 2
     rest = " ".join(_lower(token) for token in tokens[index:])
+    rest = rest.removeprefix("o ' clock ")
     half = next((half for half, texts in _HALVES.items() if rest in texts), None)
+    if rest in ("noon", "midnight") and numbers not in (["12"], ["12", "00"]):
+        return None
+    if half and index == 1 and re.fullmatch(r"[0-9]{1,2}\.[0-5][0-9]", numbers[0]):
+        numbers = numbers[0].split(".")  # 7.45 pm
     bare = rest in ("", "o ' clock", "hours", "h")
     if (half is None and not bare) or len(numbers) > 3 or (len(numbers) == 1 and half is None and rest != "o ' clock"):
         return None
@@ -174,7 +185,8 @@ def _clock(tokens: Sequence[Token], again: _Again) -> Form | None:
     if hour > (12 if half else 24):
         return None
     hour = hour % 12 + 12 * (half == "pm") if half else hour
-    return Clock(tuple(tokens), hour * 3600 + minute * 60 + second, half or ("pm" if hour > 12 else ""))
+    half = half or ("pm" if 12 < hour < 24 else "")
+    return Clock(tuple(tokens), hour % 24 * 3600 + minute * 60 + second, half)
 
 
 def _date(tokens: Sequence[Token], again: _Again) -> Form | None:
@@ -220,8 +232,8 @@ def _joined(tokens: Sequence[Token], again: _Again) -> Form | None:
 
 
 def _iso(tokens: Sequence[Token], parts: tuple[str, ...], mark: str) -> Date | None:
-    """2024-05-01 and 5/13/2024; 5/1/2024 is a day in January or in May, so it stays digits."""
-    if mark == "/" and len(parts) == 3 and len(parts[2]) == 4 and max(map(len, parts[:2])) <= 2:
+    """2024-05-01, 5/13/2024 and 13-05-2024; 5/1/2024 is a day in January or in May, so it stays digits."""
+    if len(parts) == 3 and len(parts[2]) == 4 and max(map(len, parts[:2])) <= 2:
         first, second = map(int, parts[:2])
         if 1 <= min(first, second) <= 12 and (12 < max(first, second) <= 31 or first == second):
             return Date(tuple(tokens), int(parts[2]), min(first, second), max(first, second))
@@ -230,6 +242,66 @@ def _iso(tokens: Sequence[Token], parts: tuple[str, ...], mark: str) -> Date | N
         if 1 <= month <= 12 and 1 <= day <= 31:
             return Date(tuple(tokens), year, month, day)
     return None
+
+
+# ---- several units -------------------------------------------------------------------------------------------------
+
+_FEET = ["'", "'"]
+_DEGREES = ["°", "'", "'"]
+
+
+def _several_units(tokens: Sequence[Token], again: _Again) -> Form | None:
+    """5 ft 6 in, 2 hours and 30 minutes, 5'6'', 30°15': a quantity in units of one dimension, each smaller than the
+    one before and counted up to it. Its value is in the first unit."""
+    if len(tokens) > 40 or not any(token.is_number for token in tokens[2:]):
+        return None
+    numbers, marks = [token for token in tokens if token.is_number], [t.text for t in tokens if not t.is_number]
+    alternate = all(token.is_number for token in tokens[: 2 * len(numbers) : 2])
+    if alternate and (marks in (_DEGREES[:2], _DEGREES[:2] + _DEGREES[1:] + ["'"]) or marks in (["'"], ["'"] * 3)):
+        degrees = marks[0] == "°"
+        if all(number.text.isdecimal() for number in numbers) and all(int(n.text[:9]) < 60 for n in numbers[1:]):
+            step = 60 if degrees else 12
+            if len(numbers) <= (3 if degrees else 2) and (degrees or int(numbers[1].text[:9]) < 12):
+                value = sum(Fraction(int(n.text[:9]), step**place) for place, n in enumerate(numbers))
+                return _measured(tokens, value, "°" if degrees else "ft")
+    level = depths(tokens)
+    starts = [0]
+    for i in range(2, len(tokens)):
+        before = tokens[i - 1]
+        follows = vocabulary.unit_symbol(before.text) is not None or _lower(before) in ("and", ",")
+        if tokens[i].is_number and not level[i] and before.text != "^" and (before.is_name or before.text == ","):
+            starts += [i] if follows else []
+    if not 2 <= len(starts) <= 4:
+        return None
+    total, smaller = Fraction(0), None
+    first = None
+    names = {vocabulary.unit_symbol(token.text) for token in tokens if token.is_name}
+    for place, (start, end) in enumerate(pairwise([*starts, len(tokens)])):
+        part = list(tokens[start:end])
+        while place + 1 < len(starts) and part and _lower(part[-1]) in ("and", ","):
+            part.pop()
+        if len(part) == 2 and part[1].is_name:
+            part[1] = part[1]._replace(gap=True)  # 2h 15m: behind a number, before another one, a letter is a unit
+        form = quantity(part) if part else None
+        if isinstance(form, Quantity) and form.unit == "m" and {"h", "s"} & names:
+            form = replace(form, unit="min")  # 2h 15m
+        if not isinstance(form, Quantity) or not isinstance(form.value, Fraction) or form.words or form.changed:
+            return None
+        size = vocabulary.measure(form.unit) if form.unit else None
+        if size is None or form.value < 0 or (place + 1 < len(starts) and form.value.denominator != 1):
+            return None
+        first = first or (form.unit, size)
+        if size[1] != first[1][1] or (
+            smaller is not None and not (size[0] < smaller and form.value * size[0] < smaller)
+        ):
+            return None
+        total, smaller = total + form.value * size[0], size[0]
+    return _measured(tokens, total / first[1][0], first[0])
+
+
+def _measured(tokens: Sequence[Token], value: Fraction, unit: str) -> Quantity:
+    text = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+    return Quantity(tuple(tokens), tuple(tokenize(text)), value, unit, several=True)
 
 
 # ---- several -------------------------------------------------------------------------------------------------------
@@ -321,11 +393,32 @@ _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne", 
 _INFINITIES = {r"\infty": 1, r"+\infty": 1, r"-\infty": -1}
 
 
+_COMPARED = {
+    "greater than or equal to": r"\ge", "less than or equal to": r"\le", "more than or equal to": r"\ge",
+    "at least": r"\ge", "at most": r"\le", "no less than": r"\ge", "no more than": r"\le", "not equal to": r"\ne",
+    "greater than": ">", "more than": ">", "larger than": ">", "less than": "<", "smaller than": "<",
+}  # fmt: skip
+
+
+def _in_words(tokens: Sequence[Token], again: _Again) -> Form | None:
+    """x is at least 2, as x >= 2."""
+    if len(tokens) < 4 or len(tokens[0].text) > 1 or not tokens[0].is_name:
+        return None
+    start = 2 if _lower(tokens[1]) in ("is", "must") else 1
+    end = start
+    while end < len(tokens) and end < start + 6 and tokens[end].is_name and len(tokens[end].text) > 1:
+        end += 1
+    sign = _COMPARED.get(" ".join(map(_lower, tokens[start:end])))
+    return again([tokens[0], Token(sign), *tokens[end:]]) if sign and end < len(tokens) else None
+
+
 def _relation(tokens: Sequence[Token], again: _Again) -> Form | None:
     implied = _at_top(tokens, {r"\Rightarrow", r"\implies", r"\Longrightarrow", r"\therefore"})
     if implied and implied[-1] + 1 < len(tokens):
         return again(tokens[implied[-1] + 1 :])
     near = _at_top(tokens, {r"\approx", r"\sim"})
+    if not near and (alike := _at_top(tokens, {r"\cong"})) and decimal_value(tokens[alike[-1] + 1 :]) is not None:
+        near = alike  # figures are congruent, numbers are near
     if near:
         parts = split(tokens, near)
         if all(parts) and len(parts) == 2:
@@ -443,7 +536,7 @@ def _absolute(tokens: Sequence[Token], parts: list[list[Token]], sign: str) -> R
 
 def _interval(low_text: str, low: Form, high_text: str, high: Form, open_low: bool, open_high: bool) -> Interval:
     below, above = _INFINITIES.get(low_text) == -1, _INFINITIES.get(high_text) == 1
-    return Interval(None if below else low, None if above else high, below or open_low, above or open_high)
+    return Interval(None if below else low, None if above else high, open_low, open_high)
 
 
 def _combined(tokens: Sequence[Token], regions: Sequence[Region], *, alternatives: bool, both: bool) -> Region | None:
@@ -485,9 +578,14 @@ def as_region(form: Form) -> Region | None:
 
 
 def _union(tokens: Sequence[Token], again: _Again) -> Form | None:
-    without = _at_top(tokens, {r"\setminus"})
-    if len(without) == 1:
+    without = _at_top(tokens, {r"\setminus", "except"})
+    if not without and [token.text for token in tokens[:3]] == [r"\mathbb{R}", "-", r"\{"]:
+        without = [1]
+    if len(without) == 1 and 0 < without[0] < len(tokens) - 1:
         base, removed = again(tokens[: without[0]]), again(tokens[without[0] + 1 :])
+        if tokens[without[0]].is_name:
+            removed = removed.value if isinstance(removed, Equation) else removed
+            removed = removed if isinstance(removed, Items) else Items(removed.tokens, "set", (removed,))
         values = [(decimal_value(item.tokens), item) for item in removed.items] if isinstance(removed, Items) else []
         everything = isinstance(base, Region) and base.intervals == (Interval(None, None, True, True),)
         if not everything or not values or any(value is None for value, _ in values):

@@ -140,6 +140,12 @@ SCALES = {
     "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
     "lakh": 10**5, "crore": 10**7, "quadrillion": 10**15,
 }  # fmt: skip
+COUNTS = {"score": 20, "gross": 144, "tens": 10}
+"""Scales behind a number only: alone these are other things."""
+ABBREVIATIONS = {
+    "k": 10**3, "K": 10**3, "M": 10**6, "mil": 10**6, "mn": 10**6, "B": 10**9, "bn": 10**9, "T": 10**12,
+}  # fmt: skip
+"""Letters behind a sum of money that scale it."""
 _PARTS = {
     "half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8,
     "ninth": 9, "tenth": 10, "hundredth": 100,
@@ -149,13 +155,27 @@ _FIRST = names(
     first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth
     """
 )
-ORDINALS = {name: number for number, name in enumerate(_FIRST, start=1)}
+_CARDINALS = dict(zip(_FIRST, list(_SMALL)[1:], strict=False))
+_CARDINALS |= {f"{name}th": name for name in list(_SMALL)[13:]}
+_CARDINALS |= {f"{name.removesuffix('y')}ieth": name for name in _TENS}
+ORDINALS = {name: {**_SMALL, **_TENS}[cardinal] for name, cardinal in _CARDINALS.items()}
 BASES = {**_SMALL, "binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16, "hex": 16}
 
 
-def scale(word: str) -> int | None:
-    """What `million` or `dozens` multiplies a number by."""
-    return SCALES.get(word, SCALES.get(word.removesuffix("s")))
+def scale(word: str, *, behind: bool = False) -> int | None:
+    """What `million` or `dozens` multiplies a number by; `score` too where it stands behind one."""
+    scales = SCALES | COUNTS if behind else SCALES
+    return scales.get(word, scales.get(word.removesuffix("s")))
+
+
+def spelled_ordinal(words: list[str]) -> int | None:
+    """The place that words spell out, such as twenty third or one hundred fifth; None for fractions and other words."""
+    if len(words) == 1:
+        return ORDINALS.get(words[0])
+    cardinals = [*words[:-1], _CARDINALS.get(words[-1], "")]
+    joined = words[-2] in _TENS or words[-2] in ("hundred", "thousand", "and")
+    number = spelled_number(cardinals) if joined and cardinals[-1] else None
+    return int(number) if number is not None else None
 
 
 def spelled_number(words: list[str]) -> Fraction | None:
@@ -171,12 +191,12 @@ def spelled_number(words: list[str]) -> Fraction | None:
         return None if count is None or count.denominator != 1 else count / part
     total = group = 0
     last = 0
-    for word in words:
+    for index, word in enumerate(words):
         if word in _SMALL and last in (0, 20, 100) and not (last == 20 and not 0 < _SMALL[word] < 10):
             group, last = group + _SMALL[word], 1
         elif word in _TENS and last in (0, 100):
             group, last = group + _TENS[word], 20
-        elif word in SCALES and (last in (1, 20, 100) or len(words) == 1):
+        elif word in SCALES and (last in (1, 20, 100) or not index):
             group, last = max(group, 1) * SCALES[word], 100
             if SCALES[word] >= 1000:
                 total, group = total + group, 0
@@ -199,7 +219,8 @@ DIRECTIONS = set(
         """
     north south east west northeast northwest southeast southwest northern southern eastern western up down upward
     upwards downward downwards inward outward forward forwards backward backwards clockwise counterclockwise
-    anticlockwise am pm bc ad bce ce profit loss gain increase increased decrease decreased rise fall higher lower
+    anticlockwise past till until am pm bc ad bce ce profit loss gain
+    increase increased decrease decreased rise fall higher lower
     deeper taller shorter before after ago later earlier early late ahead behind credit debit surplus deficit increasing
     decreasing positive negative receding approaching win lose wins losses
     """
@@ -210,6 +231,9 @@ _NEGATIONS = set(names(
     not no never none neither nor without wrong incorrect false untrue isnt except cannot impossible un non
     """
 ))  # fmt: skip
+_BEFORE_NOT = {f"{word}n" for word in names("is are was were do does did has have had could should would must need")}
+_BEFORE_NOT |= {"can", "won"}
+"""What stands before 't of a negation."""
 _COMPARISONS = set(
     names(
         """
@@ -233,6 +257,8 @@ _OPERATIONS = set(
     """
     )
 )
+OPERATIONS_OF = {"square", "cube", "multiple", "multiples", "divisor", "opposite", "complement"}
+"""Words that make another number of the one behind them and `of`."""
 BLOCKING = (
     _OPERATIONS
     | DIRECTIONS
@@ -256,7 +282,11 @@ _PLACES = set(
 
 def blocked(words: tuple[str, ...], unit: str) -> bool:
     """Whether words around a number change what it says."""
+    if words and words[-1] in ("short", "shy", "off"):
+        return True
     for index, word in enumerate(words):
+        if word in _BEFORE_NOT and words[index + 1 : index + 2] == ("t",):
+            return True
         if word in ("left", "right"):
             # `5 apples left` are those that remain; `5 units left` is a direction, and so is `5 left`
             noun = words[index - 1] if index else unit

@@ -2,7 +2,7 @@
 checkpoint in the same directory. Everything that a session builds therefore fits its stage, and an interrupted run
 continues as if it had not been interrupted."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from grpo_roc_jax.data.pipeline import Notes, training_problems
 from grpo_roc_jax.learner.update import start_train_state
 from grpo_roc_jax.method import compose
 from grpo_roc_jax.method.state import visited
-from grpo_roc_jax.method.switching import StageProgress
+from grpo_roc_jax.method.switching import ProblemChoice, StageProgress
 from grpo_roc_jax.record.run_dir import Start
 from grpo_roc_jax.run.components import prompt_length
 from grpo_roc_jax.run.evaluate import count_solved
@@ -20,8 +20,9 @@ from grpo_roc_jax.run.policy import at_rest
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim, TrainingSession
 from grpo_roc_jax.run.start import problem_stream, reference_copy
+from grpo_roc_jax.run.watch import NO_SIGNAL_STATUS, Stopped
 from grpo_roc_jax.settings.cli import config_errors
-from grpo_roc_jax.types import Metrics
+from grpo_roc_jax.types import Metrics, Problem
 
 
 def first_stage(claim: Claim) -> Claim:
@@ -79,8 +80,8 @@ def enter_stage(session: TrainingSession, run: RunState, data: Mapping[str, Any]
     begins = run.progress.index != claim.stage and not stage_over(session, run)
     if begins:
         begin_stage(session, run)
-    if claim.stages[claim.stage].drop_solved and run.progress.index == claim.stage:
-        leave_out_solved(session, run, begins)
+    if claim.stages[claim.stage].choose and run.progress.index == claim.stage:
+        choose_problems(session, run, begins)
     try:
         if data is not None:
             run.stream.set_state(data)
@@ -109,32 +110,61 @@ def begin_stage(session: TrainingSession, run: RunState) -> None:
     session.events.note(run.step + 1, "stage", text)
 
 
-def leave_out_solved(session: TrainingSession, run: RunState, begins: bool) -> None:
-    """Leaves out of the data the problems that the policy at the start of the stage solves in all of `drop_solved`
-    rollouts.
+def choose_problems(session: TrainingSession, run: RunState, begins: bool) -> None:
+    """Keeps the training problems that the policy at the start of the stage solves as often as `choose` says.
 
     The counts are written to `difficulty_N.jsonl` of the run directory as they come, so that an interrupted run
     continues with the remaining problems. When the stage begins they also enter the table of problems.
+
+    Raises:
+        Stopped: No problem is kept.
     """
     claim, config, sampler = session.claim, session.config, session.sampling.sampler
-    path, chat = session.run_dir / f"difficulty_{claim.stage + 1}.jsonl", sampler.chat
+    choice, chat = claim.stages[claim.stage].choose, sampler.chat
+    path = session.run_dir / f"difficulty_{claim.stage + 1}.jsonl"
     length, longest = prompt_length(config, chat), config.rollout.max_prompt_tokens
     sources = training_problems(config.data, config.seed, Notes(), length, longest)
     problems = [problem for _, rows in sources for problem in rows]
-    begun, samples = run.progress.began, claim.stages[claim.stage].drop_solved
+    begun = run.progress.began
     counts = count_solved(
         path,
         session.sampling,
         lambda: sampler.engine.publish(session.policy.full(run.train.params), begun),
-        problems,
-        samples,
+        drawn(problems, choice.problems, config.seed),
+        choice.rollouts,
         begun,
     )
-    known = [problem.uid for problem in problems if counts[problem.uid][1]]
-    solved = {uid for uid in known if counts[uid][0] == counts[uid][1]}
-    run.stream = problem_stream(config, chat, solved)
+    uids, text = solved_sometimes(counts, choice, claim.stages[claim.stage].name)
+    run.stream = problem_stream(config, chat, {problem.uid for problem in problems} - uids)
     if begins:
-        won, tried = (np.array([counts[uid][i] for uid in known], np.float64) for i in (0, 1))
-        run.method = visited(run.method, known, won, tried, config.method.tracker_decay)
-        text = f"{len(solved)} of {len(problems)} problems are solved in all of {samples} rollouts and left out"
-        session.events.note(run.step + 1, "solved", text)
+        known = [uid for uid, (_, judged) in counts.items() if judged]
+        won, judged = (np.array([counts[uid][i] for uid in known], np.float64) for i in (0, 1))
+        run.method = visited(run.method, known, won, judged, config.method.tracker_decay)
+        session.events.note(run.step + 1, "chosen", text)
+
+
+def solved_sometimes(counts: Mapping[str, tuple[int, int]], choice: ProblemChoice, stage: str) -> tuple[set[str], str]:
+    """(uids of the problems that stay, a line on them), from `uid -> (solved, judged)`.
+
+    Raises:
+        Stopped: No problem stays.
+    """
+    uids = {uid for uid, (solved, judged) in counts.items() if choice.keeps(solved, judged)}
+    tried = f"of {len(counts)} problems that the policy tried {choice.rollouts} times"
+    band = f"a share in [{choice.lowest:g}, {choice.highest:g}]"
+    if not uids:
+        shares = [solved / judged for solved, judged in counts.values() if judged]
+        raise Stopped(
+            NO_SIGNAL_STATUS,
+            f"stage {stage}: none {tried} is solved in {band}; the policy solves {np.mean(shares):.0%} of their "
+            "rollouts: widen stages.choose.lowest and highest, try more problems, or choose other data",
+        )
+    return uids, f"{len(uids)} {tried} are solved in {band} and stay"
+
+
+def drawn(problems: Sequence[Problem], count: int, seed: int) -> list[Problem]:
+    """`count` of the problems in their order, the same for every process and continuation; all of them for 0."""
+    if not 0 < count < len(problems):
+        return list(problems)
+    chosen = np.random.default_rng([seed, 0xC05E]).permutation(len(problems))[:count]
+    return [problems[index] for index in sorted(chosen)]

@@ -225,7 +225,9 @@ def merge(cls: type, below: dict[str, Any], layer: Layer, above: dict[str, Any],
         if is_section(field_type):
             value = opened(value)
             if not isinstance(value, dict):
-                raise ConfigError(f"{'.'.join(here)} = {as_text(value)} ({where}): is a section; set one of its fields")
+                field = ".".join([*here, next(iter(fields_of(field_type)))])
+                text = f"is a section; set one of its fields, such as {field}"
+                raise ConfigError(f"{'.'.join(here)} = {as_text(value)} ({where}): {text}")
             merged[name] = merge(field_type, below.get(name, {}), layer, value, here)
             continue
         value = _typed(value, field_type)

@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import AllowInfNan
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from grpo_roc_jax.settings.other_names import close_to, use_recipe
+from grpo_roc_jax.settings.other_names import OTHER_KINDS, close_to, use_recipe
 
 T = TypeVar("T")
 
@@ -91,7 +91,9 @@ class Axis:
             )
         name = value["kind"]
         if name not in cls.kinds:
-            near, recipe = close_to(str(name), cls.kinds), use_recipe(name)
+            meant = OTHER_KINDS.get(str(name).lower().replace("-", "_"), "")
+            near = meant if meant in cls.kinds else close_to(str(name), cls.kinds)
+            recipe = use_recipe(name)
             text = f"unknown kind '{name}'; must be one of {cls.names()}"
             text += f"; {recipe}" if recipe else f"; did you mean '{near}'?" if near else ""
             raise PydanticCustomError("kind", "{text}", {"text": text})
@@ -137,7 +139,11 @@ class Axis:
         setting_names = ", ".join(fields_of(cls)) or "no settings"
         if owners:
             return f"is a setting of kind {', '.join(owners)}; kind {cls.kind} has {setting_names}"
-        return f"kind {cls.kind} has no such setting; it has {setting_names}"
+        text = f"kind {cls.kind} has no such setting; it has {setting_names}"
+        others = {field: other for other, each in sorted(cls.kinds.items()) for field in fields_of(each)}
+        near = close_to(key, fields_of(cls)) or close_to(key, others)
+        owner = "" if near in fields_of(cls) else f" of kind {others.get(near)}"
+        return f"{text}; did you mean '{near}'{owner}?" if near else text
 
 
 def kind(name: str) -> Callable[[type[T]], type[T]]:

@@ -19,8 +19,18 @@ CONTRIB_METHODS = _PACKAGE / "contrib" / "methods"
 CLOSE = 0.66
 """Least similarity (`difflib`) of a suggestion: `toi` and `toy` have 0.67, `learning_rate` and `final_ratio` 0.58. A
 wrong suggestion costs more than none."""
+CLOSE_ELSEWHERE = 0.8
+"""The same for a name of another section than the key was written in: `foo` and `floor` have 0.75."""
+CLOSE_ALONE = 0.75
+"""The same for a key without a section: `hlep` and `help` have 0.75, `hello` and `tell` 0.67."""
+MISSPELT = 0.9
+"""The same for settings of other projects: `learnig_rate` and `learning_rate` have 0.96."""
 METHOD = "a recipe"
 """Marks a setting of another project that chooses a method."""
+ELSEWHERE = "elsewhere"
+"""Stands for a project where a name is common in scripts of several."""
+FLAGS = ("help", "dry-run", "preflight", "profile", "force")
+"""Words of the command line that are no settings."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,17 @@ OTHER_NAMES = (
         ("lora_r", "lora.rank"),
         ("lora_alpha", "lora.alpha"),
         ("lora_target_modules", "lora.targets"),
+        ("train_dataset", "data.sources"),
+        ("eval_dataset", "data.eval_sources"),
+        ("max_length", "rollout.max_response_tokens", "prompt and response have limits of their own"),
+        ("logging_steps", "", "every step is logged"),
+        ("disable_dropout", "", "no model has dropout here"),
+        ("lora_dropout", "", "adapters have no dropout"),
+        ("use_peft", "lora", "lora low_rank trains an adapter"),
+        ("dtype", "model.compute_dtype"),
+        ("attn_implementation", "update.attention"),
+        ("packing", "", "rows are always packed"),
+        ("repetition_penalty", "", "tokens are drawn from the probabilities that are trained"),
     ),
     *_rows(
         "verl",
@@ -157,6 +178,10 @@ OTHER_NAMES = (
         ("trainer.logger", "log.wandb", "or log.tensorboard"),
         ("trainer.n_gpus_per_node", "sharding.data", "all devices are used"),
         ("trainer.nnodes", "distributed", "the same command on every host"),
+        ("data.shuffle_seed", "seed"),
+        ("actor_rollout_ref.model.enable_gradient_checkpointing", "update.remat"),
+        ("actor_rollout_ref.rollout.top_p", "sampling.top_p"),
+        ("critic.optim.lr", "", "no method here has a critic"),
     ),
     *_rows(
         "tunix",
@@ -190,7 +215,13 @@ OTHER_NAMES = (
         ("trainer.optim.lr", "optim.lr"),
         ("trainer.model.lora.rank", "lora.rank"),
         ("trainer.loss.type", METHOD, "methods/dppo.yaml is near to its default"),
+        ("trainer.loss.ratio_low", "weights.factors.masked_is.low", "of weights.factors masked_is"),
+        ("trainer.loss.ratio_high", "weights.factors.masked_is.high", "of weights.factors masked_is"),
+        ("orchestrator.train.algo.type", METHOD),
         ("orchestrator.algorithms.id", METHOD),
+        ("orchestrator.train.group_size", "group.size"),
+        ("orchestrator.max_off_policy_steps", "rollout.step_limit.lag", "of rollout.step_limit stream"),
+        ("orchestrator.train.source", "data.sources"),
         ("orchestrator.buffer.online_difficulty_filtering", "resample.drop"),
         ("model.name", "model.path"),
         ("batch_size", "group.problems", "problems, not rollouts"),
@@ -198,9 +229,35 @@ OTHER_NAMES = (
         ("max_async_level", "rollout.step_limit", "of step_limit stream"),
         ("ckpt.interval", "checkpoint.every"),
         ("env.id", "environment", "environment verifiers"),
+        ("trainer.model.ac", "update.remat"),
+    ),
+    *_rows(
+        ELSEWHERE,
+        ("kl_coef", "surrogate.kl.coef", "with surrogate.kl k3"),
+        ("max_new_tokens", "rollout.max_response_tokens", "counts the outputs of tools too"),
+        ("max_seq_length", "batch.row_length"),
+        ("torch_dtype", "model.compute_dtype"),
+        ("cliprange", "surrogate.clip_high", "and surrogate.clip_low"),
+        ("clip_range", "surrogate.clip_high", "and surrogate.clip_low"),
+        ("dataset", "data.sources"),
+        ("optimizer", "", "the optimizer is AdamW; its settings are in the section optim"),
+        ("do_sample", "", "rollouts are always sampled; sampling.temperature says how"),
+        ("tensor_parallel_size", "sharding.tensor"),
+        ("tp", "sharding.tensor"),
+        ("num_mini_batches", "batch.updates"),
+        ("async_level", "rollout.step_limit", "of step_limit stream"),
     ),
 )
-"""From TRL 1.16 (`GRPOConfig`), verl 0.9, google-tunix 0.1.7 and prime-rl in November 2026."""
+"""From TRL 1.16 (`GRPOConfig`), verl 0.9, google-tunix 0.1.7 and prime-rl in November 2026; last, names that are common
+in scripts of transformers, vLLM and others."""
+OTHER_KINDS = {
+    "low_var_kl": "k3",
+    "mse": "k2",
+    "seq_mean_token_mean": "sequence_mean",
+    "seq_mean_token_sum": "sequence_sum",
+    "constant_with_warmup": "constant",
+}
+"""Kind of a section in another project -> the one here."""
 
 METHOD_NAMES = {
     "reinforce_plus_plus": "reinforce_pp",
@@ -221,10 +278,18 @@ COMMAND_NAMES |= {"eval": "evaluate", "generate": "chat", "init": "new", "env": 
 def other_name(key: str) -> OtherName | None:
     """The setting of another project that matches a key, written in full, with a section before it, or
     without its own."""
-    for row in OTHER_NAMES:  # in full, or a plain name in any section
-        if key == row.theirs or ("." not in row.theirs and key.endswith(f".{row.theirs}")):
+    for row in OTHER_NAMES:  # in full, or in any section
+        if key == row.theirs or key.endswith(f".{row.theirs}"):
             return row
     return next((row for row in OTHER_NAMES if row.theirs.endswith(f".{key}")), None)
+
+
+def _misspelt(tail: str) -> OtherName | None:
+    """The setting of another project whose last part is spelt nearly like `tail`."""
+    ratio, row = max(
+        ((_alike(row.theirs.rpartition(".")[2], tail), row) for row in OTHER_NAMES), key=lambda pair: pair[0]
+    )
+    return row if ratio >= MISSPELT else None
 
 
 def recipe_of(name: object) -> str:
@@ -251,33 +316,46 @@ def advice(key: str, value: object, known: Collection[str]) -> str:
         value: Its value; the name of a method leads to its recipe.
         known: Every setting.
     """
-    row = other_name(key)
+    near = nearest(key, list(known))
+    row = other_name(key) or (None if near else _misspelt(key.rpartition(".")[2]))
     if row is not None and (row.ours in known or not row.ours or row.ours == METHOD):
         note = f" ({row.note})" if row.note else ""
         if row.ours == METHOD:
             return use_recipe(value) or f"a method is a recipe here: configs/methods/NAME.yaml{note}"
         if not row.ours:
-            return f"{row.project}'s {row.theirs} has no counterpart: {row.note}"
+            theirs = row.theirs if row.project == ELSEWHERE else f"{row.project}'s {row.theirs}"
+            return f"{theirs} has no counterpart: {row.note}"
         return f"did you mean '{row.ours}'{note}?"
-    near = nearest(key, list(known))
     if near:
         return f"did you mean '{near}'?"
-    return use_recipe(value)
+    flags = [flag for flag in FLAGS if _alike(flag, key.replace("_", "-")) >= CLOSE_ALONE]
+    return f"did you mean '--{flags[0]}'?" if flags else use_recipe(value)
 
 
 def nearest(key: str, known: Sequence[str]) -> str:
     """The known key that was most likely meant by `key`; empty if none is close.
 
-    The right name in another section comes first, then one with a similar spelling: section and name must both have at
-    least `CLOSE`.
+    A similar spelling in the section that was written comes first, then the right name in another section, the key
+    without its separators (`groupsize`), and a very similar spelling elsewhere.
     """
     section, _, tail = key.rpartition(".")
+    near = [name for name in known if section and name.rpartition(".")[0] == section]
+    if close := close_to(tail, [name.rpartition(".")[2] for name in near]):
+        return f"{section}.{close}"
     same = [name for name in known if name.rpartition(".")[2] == tail]
     if same and (len(same) == 1 or len(tail) > 3):
         return min(same, key=lambda name: (name.count("."), known.index(name)))
-    near = [name for name in known if _alike(name.rpartition(".")[2], tail) >= CLOSE]
-    here = [name for name in near if _alike(name.rpartition(".")[0], section) >= CLOSE] if section else near
-    return max(here or near, key=lambda name: (_alike(name, key), -name.count(".")), default="")
+    if joined := [name for name in known if _joined(name) == _joined(key)]:
+        return joined[0]
+    alike = {name: _alike(name.rpartition(".")[2], tail) for name in known}
+    here = [name for name in known if section and _alike(name.rpartition(".")[0], section) >= CLOSE <= alike[name]]
+    least = CLOSE_ELSEWHERE if section else CLOSE_ALONE
+    elsewhere = [name for name in known if alike[name] >= least]
+    return max(here or elsewhere, key=lambda name: (alike[name], _alike(name, key), -name.count(".")), default="")
+
+
+def _joined(name: str) -> str:
+    return name.replace(".", "").replace("_", "").replace("-", "").lower()
 
 
 def _alike(left: str, right: str) -> float:

@@ -33,7 +33,7 @@ from grpo_roc_jax.run.rollout_stream import ESS
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.train import sample_step
-from grpo_roc_jax.types import Group, ToolResult, Trajectory
+from grpo_roc_jax.types import Group, RolloutRequest, ToolResult, Trajectory
 from tests.helpers.fake_executor import FakeExecutor
 from tests.helpers.knobs import cases, digest
 from tests.helpers.stream_fakes import faked, opened, play
@@ -228,6 +228,17 @@ def evaluated(config: Config) -> str:
         return digest(sampling.sampler.engine.asked, accuracy, numbers)
 
 
+def admitted(config: Config) -> list:
+    """The order in which rollouts begin, of which the first continues a prefix."""
+    with scripted_parts(config) as (_, sampling):
+        sampler, problems = sampling.sampler, next(fresh_run(config).stream)
+        sampler.publish(None, 0)
+        prefix = tuple(sampler.chat.raw_ids("so let us see"))
+        requests = [RolloutRequest(problems[0], 0, prefix=prefix), RolloutRequest(problems[1], 1)]
+        sampler.roll_out(requests, RunOptions(0))
+        return [key for key, *_ in sampler.engine.asked]
+
+
 # ---- the user's own functions, by dotted path ----------------------------------------------------------------------
 
 
@@ -243,7 +254,6 @@ def shortened(group: Group) -> Group:
 # ---- cases ---------------------------------------------------------------------------------------------------------
 
 PART = "tests.helpers.knobs_step:"
-SERIAL = {"plan.second": {"kind": "serial", "cuts": 3}, "resample": "none"}
 
 
 def streamed(config: Config) -> Any:
@@ -262,9 +272,8 @@ CASES = (
         step, {"batch.updates.parts": 4, "batch.updates.epochs": 2}, {"batch.updates": {"kind": "several", "parts": 2}}
     )
     | cases(step, {"method.edit_groups": f"{PART}shortened", "method.edit_rows": f"{PART}doubled"})
-    | cases(step, {"method.tracker_decay": 0.5}, {"advantage.baseline": {"kind": "tracker", "forget": "constant"}})
-    | cases(step, {"plan.warmup_steps": 1}, {"plan.second": "draft"})
-    | cases(step, {"rollout.admission": "longest"}, SERIAL)
+    | cases(step, {"method.tracker_decay": 0.5})
+    | cases(admitted, {"rollout.admission": "longest"})
     | cases(step, {"rollout.max_turns": 2, "rollout.early_exit": True})
     | cases(step, {"tools.enabled": ("jupyter_code",), "tools.observation": "rstar2", "tools.hide_addresses": False})
     | cases(

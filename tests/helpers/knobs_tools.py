@@ -1,23 +1,20 @@
 """Settings of the tool executor: what programs may do in one that really runs, what its processes decide from the
-limits they were sent, and what remote services and Ray are asked for."""
+limits they were sent, and what a server of MCP is asked for."""
 
 import asyncio
 import functools
-import json
 import os
 import re
 import sys
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.contrib.executors import remote
 from grpo_roc_jax.environments import hosts
 from grpo_roc_jax.environments.config import HostThreads, adapter
 from grpo_roc_jax.environments.environment import Environment
@@ -26,7 +23,7 @@ from grpo_roc_jax.sandbox import _meter, _pool, _probing, _session, _session_tab
 from grpo_roc_jax.sandbox.program import ExecutorFailed
 from grpo_roc_jax.serving.agent_runs import AgentRuns
 from grpo_roc_jax.tools.executor import make_executor
-from grpo_roc_jax.tools.interface import Capabilities, CodeCall
+from grpo_roc_jax.tools.interface import CodeCall
 from grpo_roc_jax.tools.python import settings_of
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Turn
@@ -241,109 +238,6 @@ INSIDE = (
 # ---- elsewhere -----------------------------------------------------------------------------------------------------
 
 
-class Connection:
-    """Replaces HTTP connections: records requests and answers as the services would."""
-
-    log: ClassVar[list[tuple]] = []
-    open_now = peak = 0
-    lock = threading.Lock()
-    together: threading.Event
-
-    def __init__(self, host: str, port: int, *, secure: bool):
-        self.where, self.deadline, self.sock = (host, port), 0.0, None
-
-    def request(self, method: str, target: str, payload: bytes | None, headers: dict) -> None:
-        self.target, self.body = target, json.loads(payload or b"null")
-
-    def close(self) -> None: ...
-
-    def getresponse(self) -> Any:
-        kind = type(self)
-        count = len(self.body["submissions"]) if self.body and "submissions" in self.body else 1
-        with self.lock:
-            kind.log.append((self.where, self.target, round(self.deadline - time.monotonic()), count))
-            kind.open_now += 1
-            kind.peak = max(kind.peak, kind.open_now)
-            if kind.peak >= 3:
-                kind.together.set()
-        if self.body and not kind.together.wait(1.0):
-            kind.together.set()  # there is no third at a time; the next ones need not wait for it
-        with self.lock:
-            kind.open_now -= 1
-        answers = [{"success": True, "run_success": True, "stdout": "", "stderr": "", "cost": 0.0}] * count
-        return SimpleNamespace(
-            status=500 if self.body else 200, read=lambda most: json.dumps({"results": answers}).encode()
-        )
-
-
-def asked(config: Config) -> Any:
-    """Requests that reach a service which fails: where to, how often, how many at a time and together."""
-    Connection.log, Connection.peak, Connection.open_now, Connection.together = [], 0, 0, threading.Event()
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
-    patched = (
-        mock.patch.object(remote, "TimedConnection", Connection),
-        mock.patch.multiple(
-            remote, time=clock, BATCH_WAIT_S=5.0 if config.tools.executor.kind == "code_judge" else 0.0
-        ),
-    )
-    with patched[0], patched[1], make_executor(config.tools) as executor:
-        executor.run([program(str(i), "1") for i in range(4)])
-    return sorted(Connection.log), min(Connection.peak, 3)
-
-
-class ScriptedRay(ModuleType):
-    """Replaces the ray package: actors answer at once, and options are recorded."""
-
-    def __init__(self) -> None:
-        super().__init__("ray")
-        self.options: list[dict] = []
-        self.batches: list[int] = []
-        self.exceptions = SimpleNamespace(RayError=RuntimeError)
-        self.done: list[tuple[str, ToolResult]] = []
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def remote(self, kind: type) -> Any:
-        def options(**given: Any) -> Any:
-            self.options.append(given)
-            return SimpleNamespace(remote=self.actor)
-
-        return SimpleNamespace(options=options)
-
-    def actor(self, settings: Any, start_timeout_s: float) -> Any:
-        self.options.append({"workers": settings.pool_size})
-
-        def submit(batch: list[CodeCall]) -> None:
-            self.batches.append(len(batch))
-            self.done += [(call.id, ToolResult("ok")) for call in batch]
-
-        def poll() -> list:
-            done, self.done = self.done, []
-            return done
-
-        calls: dict[str, Callable] = {"submit": submit, "poll": poll, "do": lambda method: {}}
-        calls["capabilities"] = lambda: (Capabilities("L2", workers=2), "")
-        return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
-
-    def get(self, value: Any, timeout: float) -> Any:
-        return value
-
-    def kill(self, actor: Any) -> None: ...
-
-
-def actors(config: Config) -> Any:
-    """The options of the actors, and the number of calls per message."""
-    ray = ScriptedRay()
-    with mock.patch.dict(sys.modules, {"ray": ray}), make_executor(config.tools) as executor:
-        with executor._guard:
-            for i in range(8):
-                executor.submit(program(str(i), "1"))
-        while executor.stats()["tools/calls"] < 8:
-            time.sleep(0.001)
-    return ray.options, sorted(ray.batches)
-
-
 def bounded(config: Config) -> Any:
     """Where the cgroup around the executor is made, and its limits."""
     for name in ("own", "parent"):
@@ -355,38 +249,14 @@ def bounded(config: Config) -> Any:
     return directory.parent.name, {file.name: file.read_text() for file in directory.iterdir()}
 
 
-def made_by(config: Config) -> str:
-    return type(make_executor(config.tools)).__name__
-
-
-FUSION = {"tools.executor": "sandbox_fusion"}
-ELSEWHERE = (
-    cases(made_by, FUSION)
-    | cases(
-        asked,
-        {
-            "tools.executor.url": "http://127.0.0.2:81/x",
-            "tools.executor.retries": 1,
-            "tools.executor.timeout_s": 20.0,
-            "tools.executor.concurrency": 1,
-        },
-        FUSION | {"tools.executor.concurrency": 4, "tools.executor.retries": 2},
-    )
-    | cases(asked, {"tools.executor.batch": 1}, {"tools.executor": "code_judge", "tools.executor.batch": 4})
-    | cases(
-        actors,
-        {"tools.executor.actors": 1, "tools.executor.cpus": 2.0},
-        {"tools.executor": "ray"},
-    )
-    | cases(
-        bounded,
-        {
-            "tools.executor.memory_mb": 99,
-            "tools.executor.processes": 9,
-            "tools.executor.parent": "{files}/parent",
-        },
-        {"tools.executor": "cgroup"},
-    )
+ELSEWHERE = cases(
+    bounded,
+    {
+        "tools.executor.memory_mb": 99,
+        "tools.executor.processes": 9,
+        "tools.executor.parent": "{files}/parent",
+    },
+    {"tools.executor": "cgroup"},
 )
 
 # ---- environments --------------------------------------------------------------------------------------------------
@@ -440,7 +310,7 @@ def environments_of(config: Config) -> Any:
         return None
     if not isinstance(config.environment.host, HostThreads):
         with mock.patch.object(hosts, "_Worker", Replaced), mock.patch.object(hosts, "_ActorWorker", Replaced):
-            host = hosts.make_host(config.environment, None)
+            host = hosts.make_host(config.environment.host, None)
         return [worker.given for worker in host._workers]
     episodes = make_episodes(config, Registry())
     opened = episodes.open([("a", Problem("p", "?", "1", "knobs", {"environment": "a"}), 0)])["a"]
@@ -460,61 +330,32 @@ class Replaced:
         self.given = given
 
 
-class Recorded:
-    """Instead of a client of OpenEnv."""
-
-    def __init__(self, **given: Any):
-        self.given, self.asked = given, []
-
-    async def connect(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def reset(self, **row: Any) -> Any:
-        return SimpleNamespace(observation={"a": "1", "b": "2"}, reward=0.0, done=False)
-
-    async def step(self, action: Any) -> Any:
-        self.asked.append(action)
-        tools = [{"name": "add", "input_schema": {}}]
-        return SimpleNamespace(observation={"a": "1", "b": "2", "tools": tools}, reward=0.0, done=False)
-
-
-def asked_of_package(config: Config) -> Any:
-    """What the packages behind an adapter are asked for, with a stand-in for each."""
+def asked_of_mcp(config: Config) -> Any:
+    """What the package of MCP is asked for, with a stand-in for it."""
     package, choice = mock.MagicMock(), config.environment
-    names = (
-        *("mcp", "mcp.client", "mcp.client.stdio", "mcp.client.streamable_http"),
-        *("openenv", "openenv.core", "openenv.core.generic_client"),
-        *("verifiers", "verifiers.v1", "verifiers.v1.utils", "verifiers.v1.utils.loaders", "aiohttp"),
-    )
-    package.GenericEnvClient = Recorded
 
     async def enter(manager: Any) -> None:
         async with manager:
             pass
 
+    names = ("mcp", "mcp.client", "mcp.client.stdio", "mcp.client.streamable_http")
     with mock.patch.dict(sys.modules, dict.fromkeys(names, package)):
-        for name in (
-            "environments.mcp_tools",
-            "contrib.environments.openenv_server",
-            "contrib.environments.verifiers_tasks",
-        ):
-            sys.modules.pop(f"grpo_roc_jax.{name}", None)
-        if choice.kind == "mcp":
-            module = adapter("environments.mcp_tools", "mcp")
-            with module.opened_log(choice) as errors:
-                asyncio.run(enter(module.client_of(choice, None, errors)))
-            calls = re.sub(r"id='\d+'|, <_io.TextIOWrapper [^>]*>", "", str(package.mock_calls))
-            return calls, isinstance(errors.name, str)
-        if choice.kind == "verifiers":
-            adapter("contrib.environments.verifiers_tasks", "verifiers").environment_of(choice)
-            return str(package.mock_calls[0])
-        made = adapter("contrib.environments.openenv_server", "openenv").openenv_class(choice)()
-        said = [asyncio.run(made.reset(Problem("p", "?", "1", "knobs"))), made._session.given]
-        asyncio.run(made.step(Turn(0, 1, "go")))
-        return [*said, made._session.asked, len(made.schemas)]
+        sys.modules.pop("grpo_roc_jax.environments.mcp_tools", None)
+        module = adapter("environments.mcp_tools", "mcp")
+        with module.opened_log(choice) as errors:
+            asyncio.run(enter(module.client_of(choice, None, errors)))
+        calls = re.sub(r"id='\d+'|, <_io.TextIOWrapper [^>]*>", "", str(package.mock_calls))
+        return calls, isinstance(errors.name, str)
 
 
+def harbor_of(config: Config) -> Any:
+    """Which tasks an environment of Harbor has, and where and with which limits they run."""
+    with mock.patch("shutil.which", lambda name: name):
+        made = adapter("contrib.environments.harbor_tasks", "harbor").harbor_class(config.environment)
+    return len(made.tasks), type(made.new_place()).__name__, made.executor.limits
+
+
+TASKS = str(Path(__file__).parents[2] / "examples" / "environments" / "harbor")
 OWN = {
     "environment": {"kind": "class", "path": "tests.helpers.knobs_tools:Trial"},
     "reward.functions": ("environment",),
@@ -532,7 +373,8 @@ def agents_of(config: Config) -> Any:
 AGENT = {"environment": {"kind": "agent", "command": "a b"}, "reward.functions": ("environment",)}
 EPISODES = (
     cases(agents_of, {"environment.command": "c", "environment.timeout_s": 9.0, "environment.at_once": 3}, AGENT)
-    | cases(agents_of, {"environment.trained": ("planner",)}, AGENT)
+    | cases(agents_of, {"environment.trained": ("planner",), "environment.warm": False}, AGENT)
+    | cases(agents_of, {"environment.address": "localhost", "environment.port": 8001}, AGENT)
     | cases(
         agents_of,
         {"environment.function": "tests.serving.agent_functions:quiet"},
@@ -555,18 +397,20 @@ EPISODES = (
         OWN | {"environment": {"kind": "by_row", "classes": ["a=tests.helpers.knobs_tools:Trial"]}},
     )
     | {
-        f"environment.{name}": Case(asked_of_package, value, (("environment", rest),))
+        f"environment.{name}": Case(asked_of_mcp, value, (("environment", rest),))
         for name, value, rest in (
             ("command", ("b",), {"kind": "mcp", "command": ("a",)}),
             ("log", os.devnull, {"kind": "mcp", "command": ("a",)}),
-            ("url", "http://b", {"kind": "openenv", "url": "http://a"}),
             ("token_variable", "HOME", {"kind": "mcp", "url": "http://a"}),
-            ("action", "c", {"kind": "openenv", "url": "http://a", "observation": "a"}),
-            ("taskset", "b", {"kind": "verifiers", "taskset": "a"}),
-            ("harness", "b", {"kind": "verifiers", "taskset": "a"}),
-            ("runtime", "docker", {"kind": "verifiers", "taskset": "a"}),
-            ("settings", ("agent.max_turns=3",), {"kind": "verifiers", "taskset": "a"}),
-            ("observation", "b", {"kind": "openenv", "url": "http://a", "action": "c"}),
+        )
+    }
+    | {
+        f"environment.{name}": Case(harbor_of, value, (("environment", {"kind": "harbor", "tasks": TASKS}),))
+        for name, value in (
+            ("tasks", f"{TASKS}/total"),
+            ("container", "docker"),
+            ("command_s", 99.0),
+            ("processes", 8),
         )
     }
 )

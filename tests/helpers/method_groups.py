@@ -1,15 +1,16 @@
 """Hand-made groups for the method tests."""
 
-from dataclasses import field
+from dataclasses import field, replace
 
 import numpy as np
 
 from grpo_roc_jax.config import GroupConfig
 from grpo_roc_jax.method.advantage import Advantage, GroupRelative
+from grpo_roc_jax.method.compose import train_rows
 from grpo_roc_jax.method.config import MethodConfig
 from grpo_roc_jax.method.features import features
 from grpo_roc_jax.method.part import MethodBatch
-from grpo_roc_jax.method.planning import PlanConfig
+from grpo_roc_jax.method.planning import PlanConfig, Wave
 from grpo_roc_jax.method.roc import ResampleOnCorrect, Selector
 from grpo_roc_jax.method.shaping import Shaping, shape_rewards
 from grpo_roc_jax.method.state import AlgoState
@@ -124,3 +125,31 @@ def call(name="python"):
 
 def result(kind="ok", observation=""):
     return ToolResult(kind, observation=observation)
+
+
+def close(actual, expected, atol=1e-5):
+    np.testing.assert_allclose(actual, expected, atol=atol)
+
+
+def advantages(groups, state=None, size=4, **sections):
+    """The advantage of each trajectory, from its last token."""
+    rows = train_rows(groups, method(size, **sections), state or AlgoState(), rng=np.random.default_rng(0))
+    return [float(row.advantages[-1]) for row in rows]
+
+
+def waved(groups, number, plan, **more):
+    """A wave over ready groups."""
+    problems = [group.problem for group in groups]
+    return Wave(problems, 4, AlgoState(), np.random.default_rng(0), number, groups, **more)
+
+
+def saying(group, *texts):
+    """The group with these texts as the last turns of its trajectories."""
+    turned = [
+        replace(t, turns=(replace(t.turns[0], text=text),)) for t, text in zip(group.trajectories, texts, strict=True)
+    ]
+    return replace(group, trajectories=tuple(turned))
+
+
+def trajectories(groups):
+    return [t for group in groups for t in group.trajectories]

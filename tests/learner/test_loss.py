@@ -25,7 +25,8 @@ from grpo_roc_jax.learner.loss import (
     token_logprobs,
 )
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
-from grpo_roc_jax.method.surrogate import K1, K2, K3, CappedClip, Cispo, Clip, Ratio, Surrogate
+from grpo_roc_jax.method.divergence import K1, K2, K3
+from grpo_roc_jax.method.surrogate import CappedClip, Cispo, Clip, Ratio, Surrogate
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, make_mesh
 from grpo_roc_jax.planner.hlo import parse_hlo

@@ -24,7 +24,8 @@ from grpo_roc_jax.learner.update import (
     start_train_state,
 )
 from grpo_roc_jax.learner.update_parts import make_update_parts
-from grpo_roc_jax.method.surrogate import K3, Clip, NegativeLogLikelihood, Surrogate
+from grpo_roc_jax.method.divergence import K3
+from grpo_roc_jax.method.surrogate import Clip, NegativeLogLikelihood, Surrogate
 from grpo_roc_jax.model.config import Mixture, ModelConfig, SomeExtras
 from grpo_roc_jax.model.sharding import (
     ShardingConfig,

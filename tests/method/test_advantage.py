@@ -129,25 +129,8 @@ def test_pass_at_k():
     assert not one([1, 1, 1], kind="pass_at_k").any()
 
 
-def test_scaffold_vector():
-    """Seven failures and one hinted success in the mixed group (Scaf-GRPO)."""
-    close(one([1] + [0] * 7), [2.474867] + [-0.353552] * 7)
-
-
 def test_rc_grpo_vector():
     close(one([1, 1, 0, 0]), [0.866024, 0.866024, -0.866024, -0.866024])
-
-
-def test_pairing_vectors():
-    """An affine map of the rewards cancels under a group z-score; the factor acts after scaling, or without it."""
-    easy, hard = [1] + [-1] * 7, [1] + [-2] * 7
-    close(one(easy), one(hard))
-    close([one(easy)[0], one(easy)[1]], [2.474871, -0.353553], 1e-4)
-    close(one([1] * 7 + [-1])[[0, -1]], [0.353553, -2.474871], 1e-4)
-    close(one(hard, scale="none")[[0, 1]], [2.625, -0.375])
-    close(one(easy, scale="none")[[0, 1]], [1.75, -0.25])
-    close(one(easy, adjust=[{"kind": "sign_weights", "negative": 2.0}])[[0, 1]], [2.474867, -0.707104], 1e-4)
-    close(one([1] + [-1] * 7 + [1] * 7 + [-1])[[0, 1]], [0.968245, -0.968245])
 
 
 def test_custom_function():
@@ -166,19 +149,12 @@ CENTERED = [
     {},
     {"scale": "none"},
     {"baseline": "leave_one_out", "scale": "none"},
-    {"baseline": "median", "scale": "mad"},
-    {"baseline": "median", "scale": "mad_or_std"},
     {"baseline": "length_weighted"},
     {"scale": "batch_std"},
-    {"scale": "beta"},
-    {"adjust": ["strata"]},
     {"adjust": [{"kind": "whiten", "over": "row"}]},
     {"adjust": [{"kind": "whiten", "over": "token"}]},
     {"kind": "pass_at_k"},
-    {"adjust": ["focal"]},
     {"adjust": [{"kind": "sign_weights", "negative": 0.5}]},
-    {"adjust": ["novelty"]},
-    {"adjust": ["rescale_nonzero"]},
 ]
 
 
@@ -186,3 +162,39 @@ CENTERED = [
 def test_flat_groups_have_no_advantage(settings):
     for row in values([[1, 1, 1], [0, 0, 0], [0.3] * 3], **settings):
         assert not row.any()
+
+
+@pytest.mark.parametrize("settings", CENTERED)
+def test_permutation_and_group_order(settings):
+    generator = np.random.default_rng(8)
+    rewards = [generator.integers(0, 2, 6).astype(float) for _ in range(3)]
+    lengths = [generator.integers(1, 9, 6) for _ in range(3)]
+    logprobs = [-generator.random(6) for _ in range(3)]
+    calls = [generator.integers(0, 4, 6) for _ in range(3)]
+
+    def build(g, order):
+        parts = {"lengths": lengths[g], "logprobs": logprobs[g], "calls": calls[g]}
+        return make_group(rewards[g][order], uid=str(g), **{name: part[order] for name, part in parts.items()})
+
+    base = values(None, groups=[build(g, np.arange(6)) for g in range(3)], **settings)
+    order = generator.permutation(6)
+    moved = values(None, groups=[build(g, order) for g in (2, 0, 1)], **settings)
+    for g, row in zip((2, 0, 1), moved, strict=True):
+        close(row, base[g][order], 1e-9)
+
+
+@pytest.mark.parametrize("settings", [s for s in CENTERED if "kind" not in s])
+def test_shift_and_scale_of_rewards(settings, by_verdict=False):
+    """`by_verdict`: the kind knows successes, which a shift makes of all rollouts here."""
+    rewards = [[1.0, 0, 0, 1, 0], [0.0, 1, 1, 1, 0]]
+    base = values(rewards, **settings)
+    shifted = values([[r + 5 for r in row] for row in rewards], **settings)
+    if not by_verdict:
+        for left, right in zip(base, shifted, strict=True):
+            close(left, right, 1e-6)
+    scaled = values([[3 * r for r in row] for row in rewards], **settings)
+    exact = settings.get("scale") is None
+    for left, right in zip(base, scaled, strict=True):
+        close(np.sign(left), np.sign(right))
+        if exact:
+            close(left, right, 1e-4)

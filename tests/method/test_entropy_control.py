@@ -1,20 +1,16 @@
 """Clip-Cov, KL-Cov and the adaptive entropy bonus, from groups to the gradient of the packed batch."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_roc_jax.config import read_config
-from grpo_roc_jax.learner.group_learner import GroupLearner
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
 from grpo_roc_jax.method.compose import Scores, method_metrics, next_state, train_rows
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.settings.cli import ConfigError
 from tests.helpers.method_groups import make_group, method
 
@@ -23,12 +19,12 @@ OLD, NOW = np.array([[-0.2, -1.9], [-0.2, -2.5]]), np.array([[-0.1, -2.0], [-0.2
 
 
 def group(old=OLD):
-    return make_group([1, 0], lengths=[len(row) for row in old], logprobs=list(old))
+    return make_group([1, -1], lengths=[len(row) for row in old], logprobs=list(old))
 
 
 def signed(**sections):
-    """A method whose advantages are +1 for success and -1 for failure."""
-    return method(2, shaping=["outcome"], advantage={"baseline": "none", "scale": "none"}, **sections)
+    """A method whose advantages are the rewards: +1 for success and -1 for failure."""
+    return method(2, advantage={"baseline": "none", "scale": "none"}, **sections)
 
 
 def rows_of(config, now=NOW, seed=0):
@@ -99,10 +95,10 @@ def test_kl_cov_fixture():
 
 def test_masked_tokens_have_no_part_in_covariances():
     config = signed(surrogate="kl_cov", weights={"masks": ["truncated"]})
-    cut = make_group([1, 0], lengths=[2, 2], logprobs=list(OLD), stop=["answer", "length"])
+    cut = make_group([1, -1], lengths=[2, 2], logprobs=list(OLD), stop=["answer", "length"])
     rows = train_rows([cut], config, AlgoState(), scores=Scores([t.logprobs for t in cut.trajectories]))
     assert rows[0].marked.any() and not rows[1].marked.any()
-    none = make_group([0, 0], lengths=[2, 2], logprobs=list(OLD), stop=["length", "length"])
+    none = make_group([-1, -1], lengths=[2, 2], logprobs=list(OLD), stop=["length", "length"])
     rows = train_rows([none], config, AlgoState(), scores=Scores([t.logprobs for t in none.trajectories]))
     assert not any(row.marked.any() for row in rows)
 
@@ -173,23 +169,3 @@ def test_rows_without_a_bonus_pack_beside_those_with_one():
     plain = pack([replace(row, entropy_coefficient=None) for row in rows], BatchConfig(row_length=16), 1)[0]
     assert plain.entropy_coefficients is None and plain.marked is None
     assert isinstance(packed, TrainBatch)
-
-
-@pytest.mark.parametrize("words", [(), ("--advantage.adjust=entropy_bonus",), ("--surrogate=kl_cov",)], ids=str)
-def test_explanations_alone_have_the_leaves_of_every_batch(words):
-    """Else a step in which nothing but explanations trains would compile a program of its own (ExPO)."""
-    config = read_config("methods/expo.yaml", *words)
-
-    class Scored(GroupLearner):
-        def score(self, params, groups, temperature):
-            recorded = [t.logprobs for some in groups for t in some.trajectories]
-            return Scores(recorded, recorded)
-
-    learner = Scored(config, None, lambda problem: [1, 2])
-    run = RunState(SimpleNamespace(params=None), 0.0, None, AlgoState())
-    explained = make_group([1], condition=["explanation"])
-    usual, _ = learner.rows([group()], run)
-    alone = learner._explanation_rows([explained], run)
-    layout = BatchConfig(row_length=16, rows=1)
-    assert jax.tree.structure(pack(alone, layout, 1)[0]) == jax.tree.structure(pack(usual, layout, 1)[0])
-    assert not any(row.entropy_coefficient or np.any(row.marked) for row in alone if row.marked is not None)

@@ -57,18 +57,12 @@ def advantages(rewards, advantage, **sections):
 
 CENTERED = [
     "group",
-    *({"kind": "group", "baseline": b} for b in ("leave_one_out", "median", "length_weighted")),
-    *({"kind": "group", "scale": s} for s in ("batch_std", "mad", "mad_or_std", "none")),
+    *({"kind": "group", "baseline": b} for b in ("leave_one_out", "length_weighted")),
+    *({"kind": "group", "scale": s} for s in ("batch_std", "none")),
     {"kind": "group", "adjust": ["whiten"]},
     {"kind": "group", "adjust": [{"kind": "whiten", "over": "row"}]},
-    {"kind": "group", "adjust": ["strata"]},
-    {"kind": "group", "adjust": ["tree"]},
     {"kind": "group", "adjust": ["turns"]},
     {"kind": "group", "adjust": [{"kind": "turns", "standardize": True}]},
-    "grao",
-    "anchored",
-    "by_role",
-    "positions",
 ]
 
 

@@ -86,8 +86,6 @@ def test_the_quota_of_other_selectors_is_decided_with_enough_or_never():
     assert not Uniform().quota_decided(2, 1, 4, 4)
     assert not selector(kind="max_variance").quota_decided(16, 15, 1, 16)
     assert not NoSelection().quota_decided(16, 15, 1, 16)
-    assert selector(kind="rc_roc").quota_decided(16, 15, 1, 16) == ResampleOnCorrect().quota_decided(16, 15, 1, 16)
-    assert not selector(kind="rc_roc", conditions="stratify").quota_decided(16, 16, 1, 16)
 
 
 def released_rule(negatives, positives, keep, minimum=2):
@@ -472,7 +470,7 @@ def test_same_generator_same_choice():
         assert first.tolist() == second.tolist()
 
 
-@pytest.mark.parametrize("kind", ["roc", "uniform", "max_variance", "rc_roc"])
+@pytest.mark.parametrize("kind", ["roc", "uniform", "max_variance"])
 def test_short_and_full_groups(kind):
     full = run(make_group([1, 0, 1, 0]), 4, kind=kind)
     assert full.indices.tolist() == [0, 1, 2, 3]
@@ -550,23 +548,6 @@ def test_max_variance_is_the_best_subset():
             kept = select_max_variance(rewards, keep)
             assert len(set(kept.tolist())) == keep
             assert np.var(rewards[kept]) == pytest.approx(best)
-
-
-def test_conditions():
-    """Successes under the low reward token: ranked with the others, after them, or with places of their own."""
-    conditions = ["low_reward", "low_reward", "high_reward", "high_reward"] * 2
-    group = make_group([1, 1, 1, 1, 0, 0, 0, 0], errors=[0, 0, 1, 1, 0, 0, 0, 0], condition=conditions)
-
-    def kept(**settings):
-        return set(run(group, 4, **settings).indices.tolist()) & {0, 1, 2, 3}
-
-    assert kept(kind="roc") == {0, 1}
-    assert kept(kind="rc_roc") == {2, 3}
-    assert kept(kind="rc_roc", conditions="stratify") == {0, 2}
-    # Two places for five and one: shares of 1.67 and 0.33, and the larger remainder gets the second place.
-    conditions = ["low_reward"] * 5 + ["high_reward"] + ["low_reward"] * 2
-    group = make_group([1, 1, 1, 1, 1, 1, 0, 0], condition=conditions)
-    assert run(group, 4, kind="rc_roc", conditions="stratify").indices.tolist() == [0, 1, 6, 7]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,9 @@ def test_huge_numbers_are_compared_without_expanding_them():
         ("1,234,567", "1234567", True),
         ("1{,}234", "1234", True),
         ("1,2", "12", False),  # a list and not a thousands separator
+        ("1,234 567", "1234567", False),  # two signs between the groups
+        ("1234,567", "1234567", False),  # a group that is too long
+        ("12.5,678", "12.5678", False),
         ("$18$", "18", True),
         (r"\$18", "18", True),
         ("18.", "18", True),
@@ -271,6 +274,16 @@ CONVERTED = [
     (r"\frac{\pi}{6}\text{ rad}", r"30^\circ", True),
     (r"30^\circ", r"\frac{\pi}{3}", False),
     (r"2\sqrt{2}\text{ km}", r"2000\sqrt{2}\text{ m}", True),
+    (r"5\text{ ft }6\text{ in}", r"66\text{ in}", True),
+    ("5'6''", "5.5 ft", True),
+    ("5 ft 14 in", "74 in", False),  # nobody writes so many inches
+    (r"2\text{ hours and }30\text{ minutes}", "2h 30m", True),
+    ("1 min, 30 s", "90 s", True),
+    ("30 min 2 hours", "150 min", False),
+    ("12 dollars and 50 cents", r"\$12.50", True),
+    ("1 km 250 m", "1.25 m", False),
+    (r"30^\circ 15'", r"30.25^\circ", True),
+    (r"4\text{ m north}", "400 cm north", True),
 ]
 
 

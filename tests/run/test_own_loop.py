@@ -132,12 +132,11 @@ def test_the_one_page_example_has_room_for_a_reference(more, capsys):
 @pytest.mark.parametrize(
     "parts",
     [
-        ["--weights.masks=[top_entropy]", "--surrogate.old_logprobs=scored", "--weights.factors=[truncated_is]"],
+        ["--surrogate.old_logprobs=scored", "--weights.factors=[truncated_is]"],
         ["--surrogate=clip_cov"],
-        ["--advantage=disco", "--surrogate=logp", "--weights.normalizer=sequence_mean"],
         ["--advantage.adjust=[entropy_bonus]"],
     ],
-    ids=["passes", "clip_cov", "disco", "entropy"],
+    ids=["passes", "clip_cov", "entropy"],
     indirect=True,
 )
 def test_a_step_without_groups_has_no_rows(parts):

@@ -44,7 +44,7 @@ def test_a_dry_run_ends_with_what_cannot_work(words, said, capsys):
         == 0
     )
     out = capsys.readouterr().out
-    against = [line for line in out.splitlines() if line.startswith("this cannot work: ")]
+    against = [line for line in out.splitlines() if line.startswith("problem: ")]
     assert any(said in line for line in against) and out.splitlines()[-1] in against, out
     settings = read_config("toy.yaml", *words.split())
     assert (said in " ".join(settings_against_learning(settings))) == (

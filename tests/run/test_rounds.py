@@ -51,15 +51,14 @@ def test_opening_ids_hold_the_tags_and_no_end():
     assert opening_ids(CHAT, "") == ()
 
 
-def test_what_does_not_fit_is_left_out_and_a_first_wave_goes_plain():
+def test_what_does_not_fit_is_left_out_and_a_first_wave_goes_plain(optional=Condition("budget", 1)):  # noqa: B008
     plain = len(CHAT.prompt_ids(PROBLEM))
     tight = limits(prompt=plain + 4)
-    hint = Condition("hint", 1)
-    assert fits(tight, CHAT, RolloutRequest(PROBLEM, 0, condition=hint, suffix="four"))
-    long = RolloutRequest(PROBLEM, 0, condition=hint, suffix="fives")
+    assert fits(tight, CHAT, RolloutRequest(PROBLEM, 0, condition=optional, suffix="four"))
+    long = RolloutRequest(PROBLEM, 0, condition=optional, suffix="fives")
     assert not fits(tight, CHAT, long)
     assert plain_where_too_long(tight, CHAT, [long], [PROBLEM]) == [RolloutRequest(PROBLEM, 0)]
-    wordy = RolloutRequest(replace(PROBLEM, prompt="one and one?"), 0, condition=Condition("paraphrase", 1))
+    wordy = RolloutRequest(replace(PROBLEM, prompt="one and one?"), 0, condition=optional)
     assert plain_where_too_long(tight, CHAT, [wordy], [PROBLEM]) == [RolloutRequest(PROBLEM, 0)]
     token = RolloutRequest(PROBLEM, 0, condition=Condition("high_reward"), suffix="fives")
     assert plain_where_too_long(tight, CHAT, [token], [PROBLEM]) == [token], "a reward token is never dropped"
@@ -111,24 +110,23 @@ def test_thought_length(text):
     assert thought_length(trajectory, TOKENIZER) == len(text.partition("</reason>")[0])
 
 
-def test_draw_problems_takes_one_batch_or_chooses_among_several():
-    batches = iter([[replace(PROBLEM, uid=f"{b}{i}") for i in range(4)] for b in range(9)])
-    state = SimpleNamespace(table=SimpleNamespace(get=lambda uids: {k: np.ones(len(uids)) for k in ("alpha", "beta")}))
-    rng = np.random.default_rng(0)
+def test_draw_problems_takes_one_batch():
+    (batches, state), rng = batches_of_problems(), np.random.default_rng(0)
     config = method("grpo", "--group.problems=4")
     assert [p.uid for p in draw_problems(config, batches, state, rng)] == ["00", "01", "02", "03"]
-    config = method("spo", "--group.problems=4", "--plan.problems.pool=3", "--batch.updates=1")
-    chosen = draw_problems(config, batches, state, rng)
-    assert len({p.uid for p in chosen}) == 4
-    assert len(list(batches)) == 5
+    assert len(list(batches)) == 8
+
+
+def batches_of_problems():
+    """Nine batches of four problems, and a state in which all are equally uncertain."""
+    batches = iter([[replace(PROBLEM, uid=f"{b}{i}") for i in range(4)] for b in range(9)])
+    return batches, SimpleNamespace(
+        table=SimpleNamespace(get=lambda uids: {k: np.ones(len(uids)) for k in ("alpha", "beta")})
+    )
 
 
 def test_most_rows_bounds_every_plan():
     assert most_rows(method("grpo", "--group.problems=8", "--group.size=4", "--batch.updates=3")) == 3 * 4
-    assert most_rows(method("knapsack", "--group.problems=8", "--group.size=4")) == 32
-    one_of_two = method("knapsack", "--group.problems=8", "--group.size=4", "--batch.updates=8")
-    assert most_rows(one_of_two) == 32 - 7 * 2, "seven problems keep two rollouts each"
-    assert most_rows(method("expo", "--group.problems=8", "--group.size=4", "--plan.second.count=2")) == 32 + 16
     assert most_rows(method("roc_inverse", "--group.problems=2", "--group.size=4")) == 8
 
 
@@ -237,42 +235,6 @@ def test_rounds_of_a_step_have_places_of_their_own(monkeypatch):
     assert places == [0, 4, 8]
 
 
-def test_the_drift_mask_sees_the_policy_of_each_update():
-    """What has drifted leaves in the second update; ratio and advantages stay those of the first."""
-
-    def update(train, packed):
-        return SimpleNamespace(params=train.params + 0.2), {"loss/value": np.float32(0)}
-
-    config = method("drift_mask", "--batch.updates=2", "--group.problems=2", "--weights.masks.drift.threshold=0.1")
-    groups = [make_group(seed, 4) for seed in (1, 2)]
-    learner, run = placed(config, update), a_run()
-    given = learner.batches(groups, (), run)
-    _, taken, _ = learner.update(run, given)
-    assert all(row.policy_mask.any() for batch in given for row in batch.rows)
-    later = [(row, before) for row, before in zip(taken[1].rows, given[1].rows, strict=True)]
-    lost = [not row.policy_mask.any() for row, _ in later]
-    assert lost == [bool(before.advantages.max() < 0) for _, before in later] and 0 < sum(lost) < len(lost)
-    for row, before in later:
-        np.testing.assert_array_equal(row.logprobs_old, before.logprobs_old)
-        np.testing.assert_array_equal(row.advantages, before.advantages)
-
-
-def test_what_a_method_measures_is_in_the_metrics_of_the_step():
-    """With scores 0.1 below the recorded ones: of the first pass, though later updates move the policy."""
-
-    def update(train, packed):
-        return SimpleNamespace(params=train.params + 0.2), {"loss/value": np.float32(0)}
-
-    config = method("seq_mask_tis", "--batch.updates=2", "--group.problems=2")
-    learner, run = placed(config, update), replace(a_run(), train=SimpleNamespace(params=0.1))
-    given = learner.batches([make_group(seed, 4) for seed in (1, 2)], (), run)
-    assert not any(row.policy_mask.any() for batch in given for row in batch.rows), "e^-0.1 is below 0.999"
-    metrics = learner.update(run, given)[2]
-    assert metrics["mismatch/geometric_ratio"] == pytest.approx(np.exp(-0.1), abs=1e-5)
-    assert metrics["mismatch/token_kl_k1"] == pytest.approx(0.1, abs=1e-5)
-    assert metrics["mismatch/rejection_geometric_ratio_below"] == 1 and metrics["mismatch/veto_vetoed"] == 0
-
-
 def test_importance_weights_are_those_of_the_first_update():
     """Rows that are rebuilt for their covariances keep the gap between sampler and trainer, without what training has
     changed since, which is in the ratio."""
@@ -293,12 +255,12 @@ def test_importance_weights_are_those_of_the_first_update():
     assert metrics["mismatch/geometric_ratio"] == pytest.approx(np.exp(-0.1), abs=1e-5)
 
 
-RATIO = ["gspo", "gmpo", "cispo", "vespo", "dual_clip", "delta", "drift_mask", "tis", "mis", "sapo", "luspo"]
-RATIO += ["icepop", "seq_mask_tis", "dppo", "dppo_kl", "clip_cov", "kl_cov", "scalerl", "kl_corrected"]
+RATIO = ["gspo", "gmpo", "cispo", "dual_clip", "delta", "tis", "mis", "sapo"]
+RATIO += ["icepop", "dppo", "dppo_kl", "clip_cov", "kl_cov", "kl_corrected"]
 
 
-def test_recipes_in_which_the_ratio_matters_have_several_updates():
-    for name in RATIO:
+def test_recipes_in_which_the_ratio_matters_have_several_updates(names=tuple(RATIO)):
+    for name in names:
         config = method(name)
         assert not ratio_is_one(config), name
         assert config.optim.schedule.total_steps == config.steps * config.batch.updates.total, name
@@ -313,7 +275,6 @@ def test_recipes_in_which_the_ratio_matters_have_several_updates():
         ("grpo", ["--surrogate=logp"], False),
         ("dapo", [], False),
         ("dapo", ["--surrogate.old_logprobs=scored"], True),
-        ("guide_grpo", [], False),
     ],
 )
 def test_a_dry_run_says_when_no_ratio_can_differ_from_1(name, words, said, capsys):
@@ -341,7 +302,7 @@ def test_rows_of_own_parts_are_checked():
 
 def test_rows_keep_the_temperature_that_they_were_drawn_at():
     """Groups that waited for a step with another temperature train at their own; records without one at the step's."""
-    config = method("microcoder", "--group.problems=2", "--batch.row_length=160", "--batch.rows=2", "--group.size=3")
+    config = method("dr_grpo", "--group.problems=2", "--batch.row_length=160", "--batch.rows=2", "--group.size=3")
     mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
     learner = Learner(ModelConfig(), mesh=mesh, batch=config.batch, several_temperatures=True)
     waiting = make_group(0, 3)
@@ -363,12 +324,7 @@ def test_a_part_that_is_not_there_is_refused_before_anything_runs(capsys):
 @pytest.mark.parametrize(
     ("name", "words", "said"),
     [
-        ("s_grpo", ["--group.size=4"], "set group.size 9"),
-        ("xrpo", ["--plan.budget.pilot=16"], "leaves nothing to allocate"),
-        ("grpo_roc", ["--resample.kind=rc_roc"], "nothing to tell apart"),
         ("rc_grpo", ["--data.eval_problems=0"], "measured on held-out problems"),
-        ("spo", ["--plan.problems.pool=1"], "must be at least 2"),
-        ("microcoder", ["--plan.temperature.temperatures", "1.1", "0.9"], "must rise"),
     ],
 )
 def test_plans_that_contradict_other_sections_are_refused(name, words, said, capsys):

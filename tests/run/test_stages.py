@@ -14,7 +14,7 @@ import pytest
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.learner.update import TrainState
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.method.switching import StageProgress
+from grpo_roc_jax.method.switching import ProblemChoice, StageProgress
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import Start
@@ -41,7 +41,11 @@ stages:
   steps: 9
   until: [{kind: solved, share: 0.3, window: 2}, {kind: steady, metric: rollout/length, window: 1, tolerance: 99}]
   set: {group: {problems: 3}, sampling: {temperature: 0.9}, rollout: {max_turns: 2}}
-- {name: hard, steps: 2, drop_solved: 4, restart: [optimizer], set: {rollout: {max_response_tokens: 14}}}
+- name: hard
+  steps: 2
+  choose: {rollouts: 4, lowest: 0}
+  restart: [optimizer]
+  set: {rollout: {max_response_tokens: 14}}
 """
 
 
@@ -98,7 +102,7 @@ def test_without_steps_a_run_has_those_of_its_stages(tmp_path):
         ("steps: 1, set: {optim: {moment_dtype: bfloat16}}", "stage b: optim.moment_dtype, clipping"),
         ("steps: 1, set: {advantage: {adjust: {kind: kl}}}", "stage b: "),
         ("steps: 1, until: [plateau]", "stage b: until plateau with eval.every = 0"),
-        ("steps: 1, drop_solved: 8", "stage b: drop_solved with world:products:1, which has no end"),
+        ("steps: 1, choose: {}", "stage b: choose with world:products:1, which has no end"),
         ("steps: 0", r"stages.1.steps = 0 \(stages.yaml, line 4\): must be at least 1"),
         ("steps: 1, until: [{kind: solvd}]", "unknown kind 'solvd'; .* did you mean 'solved'"),
         ("set: {}", "stages.1.steps has no default"),
@@ -181,7 +185,7 @@ def test_what_an_evaluation_decided_is_carried_to_the_next_session(stages):
     over = StageProgress(1, 3, ((0.5, 0.5), (9.0, 9.0)))
     session, run = fakes(stages, 2, StageProgress(1, 3, ((0.5,), (9.0,))), carried=over)
     session.claim = dataclasses.replace(session.claim, all_stages=read_config(stages, "--data.world_problems=6"))
-    with mock.patch.object(run_stages, "leave_out_solved"), mock.patch.object(run_stages, "start_train_state") as fresh:
+    with mock.patch.object(run_stages, "choose_problems"), mock.patch.object(run_stages, "start_train_state") as fresh:
         enter_stage(session, run, 3)
     assert run.progress.index == 2 and fresh.call_count == 1
     session, run = fakes(stages, 2, StageProgress(0, 3), step=4, carried=None)  # an older checkpoint than expected
@@ -260,10 +264,33 @@ def test_problems_that_are_always_solved_leave_the_stage(whole):
     solved = {uid for uid, (won, tried) in counts.items() if won == tried}
     assert len(counts) == 6 and {tried for _, tried in counts.values()} == {4}
     assert solved >= {uid for uid in counts if int(uid[-1]) % 2} and len(solved) < 6
-    (event,) = (event for event in read_events(run_dir) if event["event"] == "solved")
-    assert event["text"] == f"{len(solved)} of 6 problems are solved in all of 4 rollouts and left out"
+    (event,) = (event for event in read_events(run_dir) if event["event"] == "chosen")
+    said = f"{6 - len(solved)} of 6 problems that the policy tried 4 times are solved in a share in [0, 0.95] and stay"
+    assert event["text"] == said
     last = [json.loads(line) for line in (run_dir / "trajectories/step_00000006.jsonl").read_bytes().splitlines()]
     assert not solved & {record["problem"]["uid"] for record in last if "problem" in record}
+
+
+def test_a_stage_keeps_what_its_policy_solves_sometimes():
+    counts = {f"p{i}": (i % 5, 4) for i in range(9)} | {"p9": (0, 0)}
+
+    def chosen(**settings):
+        return run_stages.solved_sometimes(counts, ProblemChoice(rollouts=4, **settings), "hard")[0]
+
+    assert chosen() == {"p1", "p2", "p3", "p6", "p7", "p8", "p9"}, "one that was not judged stays"
+    assert chosen(lowest=0.0) == set(counts) - {"p4"} and chosen(highest=1.0) == set(counts) - {"p0", "p5"}
+    assert chosen(lowest=0.5, highest=0.5) == {"p2", "p7", "p9"}
+    del counts["p9"]
+    with pytest.raises(Stopped, match=r"stage hard: none of 9 .* in \[0.9, 0.95\]; the policy solves 44% of"):
+        chosen(lowest=0.9)
+
+
+def test_the_problems_that_are_tried_do_not_change_with_the_process():
+    problems = [SimpleNamespace(uid=f"p{i}") for i in range(50)]
+    few = run_stages.drawn(problems, 20, seed=3)
+    assert few == run_stages.drawn(problems, 20, seed=3) != run_stages.drawn(problems, 20, seed=4)
+    assert few == [problem for problem in problems if problem in few] and len(few) == 20
+    assert run_stages.drawn(problems, 0, seed=3) == run_stages.drawn(problems, 99, seed=3) == problems
 
 
 def cut_after(run_dir, step):

@@ -13,8 +13,9 @@ from grpo_roc_jax.contrib.methods.v_0 import RecordEntry, predicted, recalled_re
 from grpo_roc_jax.contrib.methods.xrpo import half_width, half_width_counts
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.method.planning import Wave
-from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import Problem
 from tests.helpers.method_groups import make_group, method
 
@@ -145,3 +146,39 @@ def test_a_predictor_of_the_users_is_asked():
         assert budget.first(wave).tolist() == [7, 15, 2]
     with given({"asked": lambda problems, record: [0.5, 2.0, 0.9]}), pytest.raises(ValueError, match="3 probabilities"):
         budget.first(wave)
+
+
+def test_hard_and_easy():
+    """Solved at most half of the time, lowest first, by turns with those failed once or twice in eight."""
+    solved = np.array([0, 4, 35, 40, 24, 12, 32, 0])
+    seen = np.array([40, 40, 40, 40, 40, 40, 40, 0])
+    uids = list("abcdefgh")
+    state = AlgoState(table=ProblemTable().put(uids, {"successes": solved, "visits": seen}))
+    pool, sampler = [Problem(uid, "?", "1", "t") for uid in uids], method(plan={"problems": "pairs"}).plan.problems
+    assert sampler.choose(pool, 2, state, None) == [1, 2]
+    assert sampler.choose(pool, 4, state, None) == [1, 2, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"condition": {"kind": "hint_level", "levels": 0}},
+        {"problems": {"kind": "uncertainty", "pool": 0}},
+        {"budget": {"kind": "knapsack", "least": 0}},
+        {"budget": {"kind": "knapsack", "least": 9, "most": 8}},
+        {"budget": {"kind": "half_width", "pilot": 1}},
+        {"budget": {"kind": "half_width", "alpha": 1.0}},
+        {"budget": {"kind": "half_width", "bonus": -1.0}},
+        {"second": {"kind": "scaffold", "replace": 0}},
+        {"second": {"kind": "examples", "count": 0}},
+        {"second": {"kind": "explain", "steps": 0}},
+        {"second": {"kind": "explain", "weight": -0.1}},
+        {"second": {"kind": "serial", "cuts": 0}},
+        {"temperature": {"kind": "rising", "temperatures": [1.0, 0.9]}},
+        {"temperature": {"kind": "rising", "temperatures": [0.0, 0.9]}},
+        {"temperature": {"kind": "rising", "temperatures": []}},
+    ],
+)
+def test_impossible_plans(settings):
+    with pytest.raises(ConfigError, match=r"plan\."):
+        method(plan=settings)

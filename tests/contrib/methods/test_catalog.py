@@ -1,79 +1,90 @@
-"""Every method file: a complete header, settings that parse, and the invariants of the family on its composition."""
+"""The recipes of further methods: the invariants of the family on their compositions, as for those of the core."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from grpo_roc_jax.contrib.methods.microcoder import TruncationMask
 from grpo_roc_jax.contrib.methods.tempsamp_r1 import Anchored
-from grpo_roc_jax.method.advantage import Estimator, GroupRelative, Whiten
-from grpo_roc_jax.method.compose import (
-    initial_state,
-    next_state,
-    resample_group,
-    subset,
-)
-from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.types import Group
-from tests.method.test_catalog import METHODS, groups, kept_groups, load, products, rows_of
+from grpo_roc_jax.method.advantage import GroupRelative
+from grpo_roc_jax.method.catalog import load_methods, method_table, table_differences, with_table
+from grpo_roc_jax.method.compose import initial_state, next_state, resample_group, subset
+from grpo_roc_jax.method.planning import choose_problems
+from grpo_roc_jax.types import Condition, Group
+from tests.helpers.kind_cases import kinds_of
+from tests.helpers.method_groups import make_group
+from tests.method import test_catalog as core
+from tests.method.test_catalog import load, rows_of
+
+FURTHER = sorted(set(load_methods()) - set(core.METHODS))
+NAMED = """
+mo_grpo multi_objective lambda_grpo bnpo ngrpo mc_grpo san spo disco drpo rebel reg_grpo grpo_lambda tempo knapsack
+xrpo scaf_grpo sage guide_grpo igrpo expo unlikeliness posterior_grpo c_grpo soft_reward surrogate_signals train_long
+microcoder pairing constraints s_grpo pref_grpo
+"""
+DRAWN = {"microcoder"}
+"""Methods that draw for each trajectory, so that the order of groups matters."""
+ORDERED = {"s_grpo", "mc_grpo", "microcoder"}
+"""Methods in which the order inside a group says something: exits in time, the first at the median, random draws."""
+BY_DESIGN = {"ngrpo", "spo", "unlikeliness", "s_grpo"}
+"""Methods with a gradient on groups of equal rewards by design: a virtual best reward, a baseline outside the group,
+ranks among successes, pay by the order of exits."""
+WITHOUT_PAPER = {"rejection", "veto"}
+"""Kinds that several libraries have."""
 
 
-@pytest.mark.parametrize("name", METHODS)
+def test_named_methods_are_there():
+    assert set(NAMED.split()) <= set(FURTHER)
+
+
+def worded(group):
+    """The group as rollouts of three wordings, with answers that tell successes from failures."""
+    kinds = [Condition("paraphrase", i % 3) if i % 3 else Condition() for i in range(group.size)]
+    pairs = zip(group.trajectories, kinds, strict=True)
+    verdicts = tuple(dataclasses.replace(v, answer=v.status) for v in group.verdicts)
+    texts = ["so" if v.reward else "so it is" for v in verdicts]
+    turns = [(dataclasses.replace(t.turns[0], text=text),) for t, text in zip(group.trajectories, texts, strict=True)]
+    worded = [dataclasses.replace(t, condition=c, turns=s) for (t, c), s in zip(pairs, turns, strict=True)]
+    return Group(group.problem, tuple(worded), verdicts)
+
+
+core.PREPARED["paraphrases"] = worded
+
+
+@pytest.mark.parametrize("name", FURTHER)
 def test_composition(name):
-    """The invariants of the family's interface section, on the line from sampled groups to rows."""
-    config = load(name)
-    state = initial_state(config)
-    sampled = groups(config)
-    generator = np.random.default_rng(1)
-    kept = []
-    for group in sampled:
-        selection = resample_group(group, config, generator)
-        assert selection.kept
-        assert len(selection.indices) == min(config.group.size, group.size)
-        kept.append(subset(group, selection))
-    rows = rows_of(kept, config)
-    base = products(rows)
-    assert any(p.any() for p in base), "no trajectory has a gradient"
-    for row, trajectory in zip(rows, [t for g in kept for t in g.trajectories], strict=True):
-        assert np.isfinite(row.advantages).all()
-        assert np.isfinite(row.weights).all()
-        assert (row.weights >= 0).all()
-        assert not row.weights[~trajectory.policy_mask].any(), "an observation or prompt token has weight"
-    # The order of groups changes nothing.
-    moved = products(rows_of(kept[::-1], config))
-    sizes = [g.size for g in kept]
-    back = [moved[sum(sizes[g + 1 :]) : sum(sizes[g:])] for g in range(len(sizes))]
-    if not any(isinstance(step, TruncationMask) for step in adjustments(config)):
-        for before, after in zip(base, [p for part in back for p in part], strict=True):
-            np.testing.assert_allclose(before, after, atol=1e-6)
-    after = next_state(sampled, kept, config, state)
-    assert after.step == 1
-    again = AlgoState.from_tree(after.to_tree())
-    np.testing.assert_array_equal(again.table.values, after.table.values)
+    core.test_composition(name, any_order=name not in DRAWN)
 
 
-def rewarded(some, change):
-    """The groups with other rewards; what was reached, and the channels, stay."""
-    return [
-        Group(g.problem, g.trajectories, tuple(dataclasses.replace(v, reward=change(v.reward)) for v in g.verdicts))
-        for g in some
-    ]
+@pytest.mark.parametrize("name", FURTHER)
+def test_variants_are_words_of_the_command_line(name):
+    core.test_variants_are_words_of_the_command_line(name)
 
 
-def shiftable(name):
-    """Whether rewards pass through a centered estimator and nothing else: no map, no channel, no score, no prior."""
-    config = load(name)
-    if config.shaping or not isinstance(found := estimator(config), GroupRelative):
-        return False
-    centered = found.baseline.kind in ("mean", "leave_one_out", "median", "length_weighted") or whitened(config)
-    return centered and found.baseline.kind != "tracker" and found.scale.kind not in ("beta", "virtual_std")
+@pytest.mark.parametrize("name", sorted(set(FURTHER) - BY_DESIGN))
+def test_equal_rewards_have_no_gradient(name):
+    core.test_equal_rewards_have_no_gradient(name)
 
 
-def scalable(name):
-    """Whether the estimator also divides by a spread of the rewards."""
-    config = load(name)
-    return shiftable(name) and (estimator(config).scale.kind in ("std", "batch_std") or whitened(config))
+@pytest.mark.parametrize("name", sorted(set(FURTHER) - ORDERED))
+def test_the_order_inside_a_group_changes_nothing(name):
+    core.test_the_order_inside_a_group_changes_nothing(name)
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_prompts_and_observations_stay_out(name):
+    """Ids apart for TEMPO, whose tree they make."""
+    core.test_prompts_and_observations_stay_out(name, reads_ids=name == "tempo")
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_micro_batches_and_packing_change_nothing(name):
+    core.test_micro_batches_and_packing_change_nothing(name)
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_on_policy_every_loss_is_the_policy_gradient(name):
+    core.test_on_policy_every_loss_is_the_policy_gradient(name)
 
 
 def estimator(config):
@@ -81,28 +92,58 @@ def estimator(config):
     return config.advantage.of if isinstance(config.advantage, Anchored) else config.advantage
 
 
-def adjustments(config):
-    return config.advantage.adjust if isinstance(config.advantage, Estimator) else ()
+def shiftable(config):
+    """As in the core; a tracked baseline remembers rewards, and some scales take them for shares."""
+    part = estimator(config)
+    if not isinstance(part, GroupRelative) or part.baseline.kind == "tracker":
+        return False
+    if part.scale.kind in ("beta", "virtual_std"):
+        return False
+    return core.shiftable(config, part) or (part.baseline.kind == "median" and not config.shaping)
 
 
-def whitened(config):
-    return any(isinstance(step, Whiten) for step in adjustments(config))
-
-
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", FURTHER)
 def test_a_constant_or_a_factor_on_all_rewards_changes_nothing(name):
-    if not shiftable(name):
-        pytest.skip("reads more of rewards than their differences")
     config = load(name)
-    kept = kept_groups(config)
-    base = products(rows_of(kept, config))
-    changes = [lambda r: r + 5, lambda r: 3 * r] if scalable(name) else [lambda r: r + 5]
-    for change in changes:
-        for left, right in zip(base, products(rows_of(rewarded(kept, change), config)), strict=True):
-            np.testing.assert_allclose(left, right, atol=1e-5)
+    if not shiftable(config):
+        pytest.skip("reads more of rewards than their differences")
+    core.check_unit(config, core.scalable(config, estimator(config)))
 
 
 def test_most_methods_are_held_to_that():
-    held = {name for name in METHODS if shiftable(name)}
-    assert {"grpo", "grpo_roc", "rc_grpo", "san", "xrpo"} <= {name for name in held if scalable(name)} < held
-    assert len(held) > 35
+    configs = {name: load(name) for name in FURTHER}
+    shifted = {name for name, config in configs.items() if shiftable(config)}
+    scaled = {name for name in shifted if core.scalable(configs[name], estimator(configs[name]))}
+    assert {"san", "xrpo"} <= scaled < shifted
+    assert len(shifted) > 10
+
+
+@pytest.mark.parametrize(("axis", "name"), [pair for pair in kinds_of("contrib") if pair[1] not in WITHOUT_PAPER])
+def test_every_kind_names_its_source(axis, name):
+    core.test_every_kind_names_its_source(axis, name)
+
+
+def test_the_documents_table_is_the_generated_one():
+    text = core.DOCUMENT.read_text(encoding="utf-8")
+    measured = table_differences(text)
+    assert with_table(text, method_table(measured)) == text, f"python -m grpo_roc_jax.method.catalog {core.DOCUMENT}"
+    assert set(measured) == set(load_methods()), f"python -m benchmarks.first_step {core.DOCUMENT}"
+
+
+def test_scalerl_composes():
+    """The vector of the specification: rewards [[1, 0], [1, 1], [1, 0]], lengths [[2, 6], [3, 3], [4, 4]]."""
+    config, generator = load("scalerl"), np.random.default_rng(0)
+    given = zip([[1, 0], [1, 1], [1, 0]], [[2, 6], [3, 3], [4, 4]], "abc", strict=True)
+    sampled = [make_group(rewards, lengths=lengths, uid=uid) for rewards, lengths, uid in given]
+    selections = [resample_group(group, config, generator) for group in sampled]
+    assert [selection.kept for selection in selections] == [True, False, True]
+    kept = [subset(g, s) for g, s in zip(sampled, selections, strict=True) if s.kept]
+    rows = rows_of(kept, config)
+    np.testing.assert_allclose([row.advantages[row.policy_mask][0] for row in rows], [1, -1, 1, -1], atol=1e-6)
+    assert {float(w) for row in rows for w in row.weights[row.policy_mask]} == {0.0625}
+    assert sum(row.weights.sum() for row in rows) == 1
+    state = next_state(sampled, kept, config, initial_state(config))
+    problems = [group.problem for group in sampled]
+    assert choose_problems(problems, 2, config.plan, state, generator) == [0, 2], "b was solved in all its rollouts"
+    assert choose_problems(problems, 3, config.plan, state, generator) == [0, 1, 2]
+    assert choose_problems([problems[1]] * 3 + problems[:1], 2, config.plan, state, generator) == [0, 3]

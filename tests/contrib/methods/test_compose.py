@@ -18,9 +18,10 @@ from grpo_roc_jax.method.compose import (
 )
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import given
+from tests.contrib.methods.objectives import OBJECTIVES
 from tests.helpers.method_groups import make_group, method
-from tests.helpers.reference import OBJECTIVES
 from tests.method.test_compose import batch, loss_value, trajectories
+from tests.method.test_reference import check_order
 
 
 @pytest.mark.parametrize("normalizer", ["token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean"])
@@ -178,3 +179,7 @@ def test_next_state():
     assert {name: idle.memory[name].tolist() for name in idle.memory} == {
         n: state.memory[n].tolist() for n in idle.memory
     }
+
+
+def test_a_step_of_trajectories_cannot_follow_one_of_tokens():
+    check_order("tree")

@@ -1,5 +1,6 @@
 """What the core knows of further methods: nothing but what they declare."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -8,8 +9,11 @@ import pytest
 from grpo_roc_jax.method.catalog import SKETCH, SKETCH_MARKS, load_methods, read_method, sketch_table, with_table
 from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS, find_config
 from grpo_roc_jax.types import CONDITIONS, Condition, condition_kind, traits_of
+from tests import test_layering as layering
 
 ROOT = Path(__file__).resolve().parents[3]
+ON_DEVICE = {"contrib.methods.tw_grpo", "contrib.methods.vespo"}
+"""A surrogate, and a method with passes of its own."""
 
 
 def test_recipes_beside_methods_are_named_like_those_of_the_core(tmp_path, monkeypatch):
@@ -54,6 +58,27 @@ def test_sketches_are_told_and_counted_apart():
     )
 
 
+ADMITS = re.compile(
+    r"stands? in for|stand-in|not available|not included|recollection|this project|not from the paper|was not verified",
+    re.IGNORECASE,
+)
+
+
+def test_a_method_that_says_it_replaces_a_part_of_its_paper_is_a_sketch():
+    """In its module or in the comments of its recipe, whatever follows in the table."""
+    methods = load_methods()
+    texts = {
+        name: " ".join(line for line in m.path.read_text().splitlines() if line.startswith("#"))
+        for name, m in methods.items()
+    }
+    for path in CONTRIB_METHODS.glob("*.py"):
+        if path.stem in texts:
+            texts[path.stem] += ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    admitted = {name for name, text in texts.items() if ADMITS.search(text)}
+    assert len(admitted) > 15
+    assert not [name for name in admitted if not methods[name].stand_in]
+
+
 @pytest.mark.parametrize("line", ["# stand-in: a table for the model", "# as in the paper: the sum", ""])
 def test_a_sketch_says_what_it_is_in_three_places(tmp_path, line):
     path = tmp_path / "mine.yaml"
@@ -61,3 +86,8 @@ def test_a_sketch_says_what_it_is_in_three_places(tmp_path, line):
     path.write_text(f"{title}, arXiv:1\n# axes: a\n# formula: x\n# state: none\n{line}\n", encoding="utf-8")
     with pytest.raises(ValueError, match="write all three, or none"):
         read_method(path)
+
+
+@pytest.mark.parametrize("name", [name for name in layering.PATHS if name.startswith("contrib.methods.")])
+def test_methods_compute_on_the_host_but_for_surrogates(name):
+    layering.test_methods_compute_on_the_host_but_for_surrogates(name, ON_DEVICE)

@@ -1,9 +1,11 @@
 """Rewards are equal or not whatever their unit: rounding is no signal, a small difference of small rewards is one."""
 
 import numpy as np
+import pytest
 
 from grpo_roc_jax.contrib.methods.consistency_grpo import stability_rewards, word_entropy
 from grpo_roc_jax.contrib.methods.tw_grpo import token_weights
+from tests.method import test_equality as core
 
 
 def test_texts_of_the_same_words_are_equally_informative():
@@ -20,3 +22,19 @@ def test_positions_that_differ_by_rounding_weigh_the_same():
     far = np.log(np.array([[0.9, 0.1], [0.1, 0.9]]))[:, None]
     assert token_weights([np.repeat(far, 3, axis=1) + np.arange(3)[:, None] * 1e-12]).tolist() == [1, 1, 1]
     assert token_weights([logprobs]).tolist() == [1, 1, 1, 1]
+
+
+CENTERED = [
+    {"kind": "group", "baseline": "median"},
+    *({"kind": "group", "scale": s} for s in ("mad", "mad_or_std")),
+    *({"kind": "group", "adjust": [step]} for step in ("strata", "tree")),
+    "grao",
+    "anchored",
+    "by_role",
+    "positions",
+]
+
+
+@pytest.mark.parametrize("advantage", CENTERED, ids=str)
+def test_rounding_gives_no_advantage(advantage):
+    core.test_rounding_gives_no_advantage(advantage)

@@ -8,8 +8,8 @@ import pytest
 from grpo_roc_jax.contrib.methods.score_based import live_rows
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.features import features
+from tests.contrib.methods.objectives import OBJECTIVES
 from tests.helpers.method_groups import make_group, method
-from tests.helpers.reference import OBJECTIVES
 
 SCORES = np.array([-0.5, -0.7, -0.4, -0.9])
 CORRECT = np.array([True, True, False, False])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.method.advantage import z_score
-from grpo_roc_jax.method.shaping import check_steps
+from grpo_roc_jax.method.shaping import check_steps, prompt_suffix
+from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.cli import ConfigError
 from tests.helpers.method_groups import make_group, method
 from tests.method.test_shaping import close, one, shaped
@@ -155,3 +156,34 @@ def test_missing_channel_is_named():
 def test_impossible_settings(settings):
     with pytest.raises(ConfigError, match=r"shaping"):
         method(shaping=[settings])
+
+
+def test_surrogate_length():
+    """Without an answer the length term counts where it is below 0."""
+    lengths, channels = [0, 25, 50, 75, 100, 50, 100], {"format": [0, 0, 0.5, 0, 0, 0, 0]}
+    answers = [1] * 5 + [0] * 2
+    paid = one([0] * 7, "surrogate", settings={"length": 100}, lengths=lengths, channels=channels, answers=answers)
+    close(paid, [0, 0.75, 1.5, 0.5, -1, 0, -1])
+
+
+def test_budget():
+    step = method(shaping=["budget"]).shaping[0]
+    assert [int(step.tokens(s)) for s in (0, 49, 50, 100, 400)] == [256, 256, 217, 184, 69]
+    assert step.tokens(10**6) == 1.0
+    near = {"start": 200, "weights": [0, 1, 0]}
+    close(one([0] * 6, "budget", settings=near, lengths=[0, 100, 200, 300, 400, 500]), [0, 0.5, 1, 0.5, 0, 0])
+
+
+def test_budget_step_reads_the_training_step():
+    group = make_group([1, 0], lengths=[4, 4])
+    budget = {"kind": "budget", "start": 4, "decay": 0.5, "every": 1}
+    early, late = (shaped([group], budget, state=AlgoState(step=step))[0] for step in (0, 1))
+    close(early, [1.0, 0.4])
+    close(late, [0.7, 0.1])
+
+
+def test_the_prompt_names_the_budget():
+    """Train Long, Think Short: the prompt names the budget that the reward is about to use."""
+    steps = method(shaping=["overlong", {"kind": "budget", "tell": "{budget} tokens"}]).shaping
+    assert [prompt_suffix(steps, step) for step in (0, 50)] == ["\n256 tokens", "\n217 tokens"]
+    assert prompt_suffix(method(shaping=["budget"]).shaping, 0) == ""

@@ -1,0 +1,139 @@
+"""Runs the commands that a page shows and writes what they print below them: `python docs/record.py [PAGE.md ...]`.
+
+A page shows a session in a block marked `console`: a line that begins with `$ ` is a command (with the lines of its
+here-document), what follows is its output. The commands of a page run in one empty folder, one after the other. A
+command that ends in `# refused` must fail, all others must succeed. Where a page shows a part of an output, recording
+replaces each shown line by the line of this run that differs from it in numbers only, and keeps the line `...`.
+
+`tests/test_pages_run.py` runs the pages by the same functions.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
+DOCUMENT = re.compile(r"<<'(\w+)'")
+GAP = "..."
+PROGRESS = re.compile(r"^[\w ,/]+: .*(so far|done after .*|\d (?:s|min|h) left)$|^(?:compiled|compiling) .*")
+"""Lines on how far a phase is, of which a slow machine prints more."""
+NUMBER = re.compile(r"(?<![A-Za-z_])[-+]?\d[\d.,]*(?:e-?\d+)?|\b[0-9a-f]{16}\b")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command of a page and the lines that the page shows below it."""
+
+    command: str
+    shown: tuple[str, ...]
+
+    @property
+    def refused(self) -> bool:
+        return self.command.endswith("# refused")
+
+
+def entries(block: str) -> list[Entry]:
+    """The commands of a block, each with its output.
+
+    Raises:
+        ValueError: The block does not begin with a command.
+    """
+    found: list[tuple[list[str], list[str]]] = []
+    end = ""
+    for line in block.splitlines():
+        if end:
+            found[-1][0].append(line)
+            end = "" if line == end else end
+        elif line.startswith("$ "):
+            found.append(([line[2:]], []))
+            opened = DOCUMENT.search(line)
+            end = opened[1] if opened else ""
+        elif not found:
+            raise ValueError(f"a console block begins with {line!r}; must begin with a command, `$ COMMAND`")
+        elif found[-1][0][-1].endswith("\\") and not found[-1][1]:
+            found[-1][0].append(line)
+        else:
+            found[-1][1].append(line)
+    return [Entry("\n".join(command), tuple(shown)) for command, shown in found]
+
+
+def environment() -> dict[str, str]:
+    """Variables of a session: the commands of this interpreter first, CPUs, and no colors."""
+    folder = str(Path(sys.executable).parent)
+    path = os.pathsep.join([folder, os.environ.get("PATH", "")])
+    return {**os.environ, "PATH": path, "JAX_PLATFORMS": "cpu", "COLUMNS": "120", "NO_COLOR": "1"}
+
+
+def run(entry: Entry, folder: Path, timeout_s: float = 900) -> list[str]:
+    """What a command prints in `folder`, as lines.
+
+    Raises:
+        RuntimeError: It failed and must not, or the other way round.
+    """
+    done = subprocess.run(
+        ["bash", "-c", entry.command],
+        cwd=folder,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+    if (done.returncode != 0) is not entry.refused:
+        raise RuntimeError(f"`{entry.command}` ended with status {done.returncode}:\n{done.stdout}")
+    text = done.stdout.replace(f"{folder}/", "").replace(str(Path.home()), "~")
+    return [line.rstrip() for line in text.splitlines() if not PROGRESS.search(line)]
+
+
+def form(line: str) -> str:
+    """A line without its numbers and the width of its columns: what two runs have in common."""
+    return " ".join(NUMBER.sub("#", line).split())
+
+
+def missing(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
+    """Shown lines that the output does not have, in this order and but for numbers."""
+    rest, absent = iter([form(line) for line in printed]), []
+    for line in shown:
+        if line != GAP and form(line) not in rest:
+            absent.append(line)
+            rest = iter([])
+    return absent
+
+
+def renewed(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
+    """The shown lines with the numbers of this output; all of it where the page shows nothing yet."""
+    if not shown or missing(shown, printed):
+        return list(printed)
+    lines: Iterator[str] = iter(printed)
+    return [line if line == GAP else next(other for other in lines if form(other) == form(line)) for line in shown]
+
+
+def recorded(page: str, folder: Path) -> str:
+    """The text of a page with the outputs of a run in `folder`."""
+
+    def block(match: re.Match[str]) -> str:
+        parts = []
+        for entry in entries(match[1]):
+            parts.append("\n".join([f"$ {entry.command}", *renewed(entry.shown, run(entry, folder))]))
+        return "```console\n" + "\n".join(parts) + "\n```"
+
+    return BLOCK.sub(block, page)
+
+
+def pages() -> list[Path]:
+    """The pages that show sessions."""
+    return [path for path in sorted(DOCS.rglob("*.md")) if BLOCK.search(path.read_text(encoding="utf-8"))]
+
+
+if __name__ == "__main__":
+    for path in [Path(word).resolve() for word in sys.argv[1:]] or pages():
+        with tempfile.TemporaryDirectory() as folder:
+            path.write_text(recorded(path.read_text(encoding="utf-8"), Path(folder).resolve()), encoding="utf-8")
+        print(path.name, flush=True)

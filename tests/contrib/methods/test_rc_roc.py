@@ -1,0 +1,32 @@
+"""RC-RoC: selection under reward tokens."""
+
+from grpo_roc_jax.method.roc import ResampleOnCorrect
+from tests.helpers.method_groups import make_group
+from tests.method import test_roc as core
+from tests.method.test_roc import run, selector
+
+
+def test_conditions():
+    """Successes under the low reward token: ranked with the others, after them, or with places of their own."""
+    conditions = ["low_reward", "low_reward", "high_reward", "high_reward"] * 2
+    group = make_group([1, 1, 1, 1, 0, 0, 0, 0], errors=[0, 0, 1, 1, 0, 0, 0, 0], condition=conditions)
+
+    def kept(**settings):
+        return set(run(group, 4, **settings).indices.tolist()) & {0, 1, 2, 3}
+
+    assert kept(kind="roc") == {0, 1}
+    assert kept(kind="rc_roc") == {2, 3}
+    assert kept(kind="rc_roc", conditions="stratify") == {0, 2}
+    # Two places for five and one: shares of 1.67 and 0.33, and the larger remainder gets the second place.
+    conditions = ["low_reward"] * 5 + ["high_reward"] + ["low_reward"] * 2
+    group = make_group([1, 1, 1, 1, 1, 1, 0, 0], condition=conditions)
+    assert run(group, 4, kind="rc_roc", conditions="stratify").indices.tolist() == [0, 1, 6, 7]
+
+
+def test_the_quota_is_decided_as_in_roc_unless_conditions_have_places_of_their_own():
+    assert selector(kind="rc_roc").quota_decided(16, 15, 1, 16) == ResampleOnCorrect().quota_decided(16, 15, 1, 16)
+    assert not selector(kind="rc_roc", conditions="stratify").quota_decided(16, 16, 1, 16)
+
+
+def test_short_and_full_groups():
+    core.test_short_and_full_groups("rc_roc")

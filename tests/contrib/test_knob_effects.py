@@ -1,0 +1,245 @@
+"""Settings that adapters of other projects and further methods read: each changes something."""
+
+import asyncio
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.contrib.executors import remote
+from grpo_roc_jax.environments.config import adapter
+from grpo_roc_jax.tools.executor import make_executor
+from grpo_roc_jax.tools.interface import Capabilities, CodeCall
+from grpo_roc_jax.types import Problem, ToolResult, Turn
+from tests.helpers.knobs import Case, cases, made
+from tests.helpers.knobs_host import judged
+from tests.helpers.knobs_step import step
+from tests.helpers.knobs_tools import program
+from tests.test_knob_effects import BY_CONTRIB, changes_something, contrib_rewards
+from tests.test_knobs import accepted_by, sections
+
+
+class Connection:
+    """Replaces HTTP connections: records requests and answers as the services would."""
+
+    log: ClassVar[list[tuple]] = []
+    open_now = peak = 0
+    lock = threading.Lock()
+    together: threading.Event
+
+    def __init__(self, host: str, port: int, *, secure: bool):
+        self.where, self.deadline, self.sock = (host, port), 0.0, None
+
+    def request(self, method: str, target: str, payload: bytes | None, headers: dict) -> None:
+        self.target, self.body = target, json.loads(payload or b"null")
+
+    def close(self) -> None: ...
+
+    def getresponse(self) -> Any:
+        kind = type(self)
+        count = len(self.body["submissions"]) if self.body and "submissions" in self.body else 1
+        with self.lock:
+            kind.log.append((self.where, self.target, round(self.deadline - time.monotonic()), count))
+            kind.open_now += 1
+            kind.peak = max(kind.peak, kind.open_now)
+            if kind.peak >= 3:
+                kind.together.set()
+        if self.body and not kind.together.wait(1.0):
+            kind.together.set()  # there is no third at a time; the next ones need not wait for it
+        with self.lock:
+            kind.open_now -= 1
+        answers = [{"success": True, "run_success": True, "stdout": "", "stderr": "", "cost": 0.0}] * count
+        return SimpleNamespace(
+            status=500 if self.body else 200, read=lambda most: json.dumps({"results": answers}).encode()
+        )
+
+
+def asked(config: Config) -> Any:
+    """Requests that reach a service which fails: where to, how often, how many at a time and together."""
+    Connection.log, Connection.peak, Connection.open_now, Connection.together = [], 0, 0, threading.Event()
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
+    patched = (
+        mock.patch.object(remote, "TimedConnection", Connection),
+        mock.patch.multiple(
+            remote, time=clock, BATCH_WAIT_S=5.0 if config.tools.executor.kind == "code_judge" else 0.0
+        ),
+    )
+    with patched[0], patched[1], make_executor(config.tools) as executor:
+        executor.run([program(str(i), "1") for i in range(4)])
+    return sorted(Connection.log), min(Connection.peak, 3)
+
+
+class ScriptedRay(ModuleType):
+    """Replaces the ray package: actors answer at once, and options are recorded."""
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.options: list[dict] = []
+        self.batches: list[int] = []
+        self.exceptions = SimpleNamespace(RayError=RuntimeError)
+        self.done: list[tuple[str, ToolResult]] = []
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def remote(self, kind: type) -> Any:
+        def options(**given: Any) -> Any:
+            self.options.append(given)
+            return SimpleNamespace(remote=self.actor)
+
+        return SimpleNamespace(options=options)
+
+    def actor(self, settings: Any, start_timeout_s: float) -> Any:
+        self.options.append({"workers": settings.pool_size})
+
+        def submit(batch: list[CodeCall]) -> None:
+            self.batches.append(len(batch))
+            self.done += [(call.id, ToolResult("ok")) for call in batch]
+
+        def poll() -> list:
+            done, self.done = self.done, []
+            return done
+
+        calls: dict[str, Callable] = {"submit": submit, "poll": poll, "do": lambda method: {}}
+        calls["capabilities"] = lambda: (Capabilities("L2", workers=2), "")
+        return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
+
+    def get(self, value: Any, timeout: float) -> Any:
+        return value
+
+    def kill(self, actor: Any) -> None: ...
+
+
+def actors(config: Config) -> Any:
+    """The options of the actors, and the number of calls per message."""
+    ray = ScriptedRay()
+    with mock.patch.dict(sys.modules, {"ray": ray}), make_executor(config.tools) as executor:
+        with executor._guard:
+            for i in range(8):
+                executor.submit(program(str(i), "1"))
+        while executor.stats()["tools/calls"] < 8:
+            time.sleep(0.001)
+    return ray.options, sorted(ray.batches)
+
+
+class Recorded:
+    """Instead of a client of OpenEnv."""
+
+    def __init__(self, **given: Any):
+        self.given, self.asked = given, []
+
+    async def connect(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def reset(self, **row: Any) -> Any:
+        return SimpleNamespace(observation={"a": "1", "b": "2"}, reward=0.0, done=False)
+
+    async def step(self, action: Any) -> Any:
+        self.asked.append(action)
+        tools = [{"name": "add", "input_schema": {}}]
+        return SimpleNamespace(observation={"a": "1", "b": "2", "tools": tools}, reward=0.0, done=False)
+
+
+def asked_of_package(config: Config) -> Any:
+    """What the packages behind an adapter are asked for, with a stand-in for each."""
+    package, choice = mock.MagicMock(), config.environment
+    names = (
+        *("openenv", "openenv.core", "openenv.core.generic_client"),
+        *("verifiers", "verifiers.v1", "verifiers.v1.utils", "verifiers.v1.utils.loaders"),
+    )
+    package.GenericEnvClient = Recorded
+    with mock.patch.dict(sys.modules, dict.fromkeys(names, package)):
+        for name in ("openenv_server", "verifiers_tasks"):
+            sys.modules.pop(f"grpo_roc_jax.contrib.environments.{name}", None)
+        if choice.kind == "verifiers":
+            adapter("contrib.environments.verifiers_tasks", "verifiers").environment_of(choice)
+            return str(package.mock_calls[0])
+        made = adapter("contrib.environments.openenv_server", "openenv").openenv_class(choice)()
+        seen = [asyncio.run(made.reset(Problem("p", "?", "1", "knobs"))), made._session.given]
+        asyncio.run(made.step(Turn(0, 1, "go")))
+        return [*seen, made._session.asked, len(made.schemas)]
+
+
+def made_by(config: Config) -> str:
+    return type(make_executor(config.tools)).__name__
+
+
+def labels(problem: Problem) -> list[float]:
+    return [0.0, 1.0, 0.5]
+
+
+def halfway(problem: Problem, score: int) -> float:
+    return 0.5
+
+
+RANKING = {"weight": 2.0, "top": 1, "judge": f"{__name__}:labels"}
+SCREENING = {"weight": 2.0, "column": "months", "judge": f"{__name__}:halfway"}
+FUSION = {"tools.executor": "sandbox_fusion"}
+CASES = (
+    cases(made_by, FUSION)
+    | cases(
+        asked,
+        {
+            "tools.executor.url": "http://127.0.0.2:81/x",
+            "tools.executor.retries": 1,
+            "tools.executor.timeout_s": 20.0,
+            "tools.executor.concurrency": 1,
+        },
+        FUSION | {"tools.executor.concurrency": 4, "tools.executor.retries": 2},
+    )
+    | cases(asked, {"tools.executor.batch": 1}, {"tools.executor": "code_judge", "tools.executor.batch": 4})
+    | cases(actors, {"tools.executor.actors": 1, "tools.executor.cpus": 2.0}, {"tools.executor": "ray"})
+    | cases(step, {"plan.warmup_steps": 1}, {"plan.second": "draft"})
+    | cases(
+        judged,
+        {f"reward.functions.ranking.{name}": value for name, value in RANKING.items()},
+        {"reward.functions": ("ranking",)},
+    )
+    | cases(
+        judged,
+        {f"reward.functions.screening.{name}": value for name, value in SCREENING.items()},
+        {"reward.functions": ("screening",)},
+    )
+    | {
+        f"environment.{name}": Case(asked_of_package, value, (("environment", rest),))
+        for name, value, rest in (
+            ("url", "http://b", {"kind": "openenv", "url": "http://a"}),
+            ("action", "c", {"kind": "openenv", "url": "http://a", "observation": "a"}),
+            ("taskset", "b", {"kind": "verifiers", "taskset": "a"}),
+            ("harness", "b", {"kind": "verifiers", "taskset": "a"}),
+            ("runtime", "docker", {"kind": "verifiers", "taskset": "a"}),
+            ("settings", ("agent.max_turns=3",), {"kind": "verifiers", "taskset": "a"}),
+            ("observation", "b", {"kind": "openenv", "url": "http://a", "action": "c"}),
+        )
+    }
+)
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_setting_changes_something(key):
+    assert changes_something(key, CASES[key])
+
+
+def test_every_setting_that_the_core_leaves_to_contrib_has_a_case():
+    assert set(CASES) == BY_CONTRIB | contrib_rewards()
+
+
+def test_cuts_are_of_one_rollout():
+    with pytest.raises(ValueError, match="cuts of one"):
+        made({"plan.second": {"kind": "serial"}, "plan.budget": "knapsack", "resample": "none"})
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_no_setting_is_infinite_or_not_a_number(value):
+    """But for one limit of a soft maximum, which is a mean there (DisCO-b), as its line says."""
+    kinds = [kind for kind in sections() if ".contrib." in kind.__module__]
+    assert accepted_by(kinds, value) == (["Disco.tau = inf"] if value == math.inf else [])
