@@ -193,6 +193,18 @@ def test_the_end_of_a_forked_program_is_that_of_a_started_one(tmp_path, program,
     assert late.status is None and late.seconds < 20
 
 
+def test_packages_over_several_folders_are_there_before_and_files_of_ones_own_are_not(tmp_path, program, monkeypatch):
+    """A namespace package has no file of its own; a folder of the user's may be one too."""
+    installed = tmp_path / "site-packages"
+    for folder, name in ((installed, "spread"), (program.parent, "nearby")):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "part.py").write_text("import os\nWHERE = os.environ['OPENAI_API_KEY']\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")]))
+    program.write_text("import spread.part, nearby.part\nprint(spread.part.WHERE, nearby.part.WHERE)\n")
+    ends = played(f"{sys.executable} {program}", 3)
+    assert [end.printed.split() for end in ends] == [["key0"], ["key1"], ["key2"]], "imported without a run's key"
+
+
 def test_a_module_is_forked_too(program, monkeypatch):
     monkeypatch.chdir(program.parent)
     (end,) = played(f"{sys.executable} -m agent a b")
