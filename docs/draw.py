@@ -114,6 +114,29 @@ def group_resampled() -> str:
     return picture(836, top + step * 16 + 26, "A group of 16 rollouts is resampled to 8", parts)
 
 
+def real_groups() -> str:
+    """Groups of a pretrained model in the first and in the last step of a recorded run."""
+    recorded = json.loads((IMAGES / "real_groups.json").read_text(encoding="utf-8"))
+    left, wide, cell, gap = 24, 394, 21, 34
+    parts = []
+    for column, (step, groups) in enumerate(recorded["steps"].items()):
+        x = left + column * wide
+        rows = [row for group in groups for row in group]
+        right, calls, errors = (sum(row[k] for row in rows) for k in range(3))
+        parts.append(text(x, 32, f"RL step {step}: six problems, 16 rollouts each", 15, bold=True))
+        parts.append(text(x, 52, f"{right} of {len(rows)} right; {errors} of {calls} calls failed", 12, SOFT))
+        for line, group in enumerate(groups):
+            y = 70 + gap * line
+            for place, (solved, _, failed, trained) in enumerate(sorted(group, key=lambda row: (-row[0], row[2]))):
+                color, at = GREEN if solved else RED, x + (cell + 2) * place
+                mark = dot(at + cell / 2, y + 12, INK) if failed else ""
+                opacity = 1 if trained else 0.35
+                parts.append(f'<g opacity="{opacity}">{box(at, y, cell, 24, color, color, 0.4)}{mark}</g>')
+    legend = "green: right; red: wrong; dot: a call failed; pale: left out by the selection, or all of its group wrong"
+    parts.append(text(left, 288, legend, 12, SOFT))
+    return picture(2 * wide + left, 306, "Groups of SmolLM2-135M in the first and in the last step of a run", parts)
+
+
 # ---- concepts ------------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +279,7 @@ def badge(name: str, value: str) -> str:
 
 PICTURES: tuple[Callable[[], str], ...] = (
     group_resampled,
+    real_groups,
     ids_are_the_truth,
     one_loss_form,
     addressed_randomness,

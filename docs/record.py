@@ -2,8 +2,8 @@
 
 A page shows a session in a block marked `console`: a line that begins with `$ ` is a command (with the lines of its
 here-document), what follows is its output. The commands of a page run in one empty folder, one after the other. A
-command that ends in `# refused` must fail, all others must succeed. Where a page shows a part of an output, recording replaces
-each shown line by the line of this run that differs from it in numbers only, and keeps the line `...`.
+command that ends in `# refused` must fail, all others must succeed. Where a page shows a part of an output, recording
+replaces each shown line by the line of this run that differs from it in numbers only, and keeps the line `...`.
 
 `tests/test_pages_run.py` runs the pages by the same functions.
 """
@@ -21,6 +21,8 @@ DOCS = Path(__file__).resolve().parent
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 DOCUMENT = re.compile(r"<<'(\w+)'")
 GAP = "..."
+PROGRESS = re.compile(r"^[\w ,/]+: .*(so far|done after .*|\d (?:s|min|h) left)$|^(?:compiled|compiling) .*")
+"""Lines on how far a phase is, of which a slow machine prints more."""
 NUMBER = re.compile(r"(?<![A-Za-z_])[-+]?\d[\d.,]*(?:e-?\d+)?|\b[0-9a-f]{16}\b")
 
 
@@ -87,7 +89,7 @@ def run(entry: Entry, folder: Path, timeout_s: float = 900) -> list[str]:
     if (done.returncode != 0) is not entry.refused:
         raise RuntimeError(f"`{entry.command}` ended with status {done.returncode}:\n{done.stdout}")
     text = done.stdout.replace(f"{folder}/", "").replace(str(Path.home()), "~")
-    return [line.rstrip() for line in text.splitlines()]
+    return [line.rstrip() for line in text.splitlines() if not PROGRESS.search(line)]
 
 
 def form(line: str) -> str:

@@ -19,7 +19,8 @@ import docstring_parser
 import grpo_roc_jax
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.planner.estimate import estimate
-from grpo_roc_jax.planner.plan import deployment_of
+from grpo_roc_jax.planner.plan import Deployment, deployment_of
+from grpo_roc_jax.planner.roofline import step_times
 from grpo_roc_jax.planner.topology import FRACTION, MOST_OF_A_GPU, parse_topology
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.settings.helping import axis_of, section_of
@@ -317,6 +318,7 @@ TRAINED = {
     "all weights": (),
     "all weights, `optim.offload`": ("--optim.offload", "true"),
     "adapter": ("--lora.kind", "low_rank", "--lora.rank", "16"),
+    "adapter, `lora.base_bits 4`": ("--lora.kind", "low_rank", "--lora.rank", "16", "--lora.base_bits", "4"),
 }
 """What is trained -> settings."""
 DEVICES = ("t4:1", "l4:1", "4090:1", "a100:1", "h100:8", "v5e:1x1", "v5e:2x4/8", "v6e:1x1", "v5p:2x2x1")
@@ -326,30 +328,57 @@ SMALLEST = "--rollout.max_prompt_tokens 512 --rollout.max_response_tokens 1024 -
 SMALLEST += " --update.remat full"
 
 
+TIMES = "<!-- generated times -->", "<!-- end of generated times -->"
+
+
 def memory() -> str:
-    """The page on memory, with its table of what fits made anew."""
-    before, after = TABLE
-    head, _, rest = (DOCS / "memory.md").read_text(encoding="utf-8").partition(before)
-    lines = ["", f"| model | trained | {' | '.join(f'`{name}`' for name in DEVICES)} |"]
-    lines.append("|---|---|" + "---|" * len(DEVICES))
-    for model in SIZES:
-        for trained, words in TRAINED.items():
-            cells = [memory_cell(model, words, device) for device in DEVICES]
-            lines.append(f"| {model.partition('/')[2]} | {trained} | {' | '.join(cells)} |")
+    """The page on memory, with its tables of what fits and of times made anew."""
+    text = (DOCS / "memory.md").read_text(encoding="utf-8")
+    rows = [
+        (f"{model.partition('/')[2]} | {trained}", [memory_cell(model, words, device) for device in DEVICES])
+        for model in SIZES
+        for trained, words in TRAINED.items()
+    ]
+    text = with_table(text, TABLE, "model | trained", rows)
+    rows = [(model.partition("/")[2], [seconds_cell(model, device) for device in DEVICES]) for model in SIZES]
+    return with_table(text, TIMES, "model", rows)
+
+
+def with_table(page: str, marks: tuple[str, str], title: str, rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """The page with a table of devices between two marks."""
+    before, after = marks
+    head, _, rest = page.partition(before)
+    lines = ["", f"| {title} | {' | '.join(f'`{name}`' for name in DEVICES)} |"]
+    lines.append("|---" * (title.count("|") + 1) + "|" + "---|" * len(DEVICES))
+    lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows]
     return "\n".join([head + before, *lines, "", after]) + rest.partition(after)[2]
 
 
-def memory_cell(model: str, words: Sequence[str], device: str) -> str:
-    """GB of the largest program, in bold where it fits, with parameters over as many devices as divide the model."""
+def deployed(model: str, words: Sequence[str], device: str, slots: int) -> Deployment:
+    """A run of the smallest rows on a device, with parameters over as many devices as divide the model."""
     topology = parse_topology(device, {FRACTION: str(MOST_OF_A_GPU)})
     given = ["configs/qwen3_0_6b_gsm8k.yaml", "--model.path", model, *SMALLEST.split(), *words]
     given += ["--sharding.fsdp", str(topology.chips), "--batch.rows", str(topology.chips)]
-    given += ["--rollout.slots", str(8 * topology.chips)]
+    given += ["--rollout.slots", str(slots * topology.chips)]
     config = load_config(Config, given, prog="reference")
-    deployment = deployment_of(config, topology, "", True, 0.0)
+    return deployment_of(config, topology, "", True, 0.0)
+
+
+def memory_cell(model: str, words: Sequence[str], device: str) -> str:
+    """GB of the largest program, in bold where it fits."""
+    deployment = deployed(model, words, device, 8)
     largest = max(estimate(deployment), key=lambda needs: needs.total)
     size = f"{largest.total / 1e9:.1f}"
-    return f"**{size}**" if largest.fits(topology.chip) else size
+    return f"**{size}**" if largest.fits(deployment.topology.chip) else size
+
+
+def seconds_cell(model: str, device: str) -> str:
+    """Seconds that a step with an adapter takes at least, and nothing where it does not fit."""
+    deployment = deployed(model, TRAINED["adapter"], device, 32)
+    programs, chip = estimate(deployment), deployment.topology.chip
+    times = step_times(programs, deployment.work, chip)
+    fits = times is not None and all(needs.fits(chip) for needs in programs)
+    return f"{times.total:.0f}" if fits else "-"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ differently from the code of its stage. `knobs.py` says what a case is; the othe
 import pytest
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.reward.config import Reward
 from grpo_roc_jax.settings.cli import flatten
 from grpo_roc_jax.settings.layers import known_keys
 from tests.helpers import knobs_device, knobs_host, knobs_step, knobs_tools
@@ -23,6 +24,12 @@ BY_CONTRIB |= {
     f"environment.{name}" for name in ["url", "action", "taskset", "harness", "runtime", "settings", "observation"]
 }
 """Settings that only adapters and further methods read: `tests/contrib/test_knob_effects.py`."""
+
+
+def contrib_rewards() -> set[str]:
+    """Settings of the reward functions that further methods bring."""
+    kinds = [f"reward.functions.{kind}." for kind, cls in Reward.kinds.items() if ".contrib." in cls.__module__]
+    return {key for key in known_keys(Config) if key.startswith(tuple(kinds)) and not key.endswith(".kind")}
 
 
 def changes_something(key: str, case: Case, *, alone: bool = False) -> bool:
@@ -52,8 +59,9 @@ def test_setting_changes_something_by_itself(key):
 
 def test_every_setting_has_a_case():
     seen_elsewhere = {key for key in known_keys(Config) if key.startswith(METHOD)} | {"method.files"}
-    seen_elsewhere |= BY_CONTRIB
-    assert set(CASES) == {key for key in known_keys(Config) if not key.endswith(".kind") and key not in seen_elsewhere}
+    seen_elsewhere |= BY_CONTRIB | contrib_rewards()
+    known = {key for key in known_keys(Config) if not key.endswith(".kind")}
+    assert set(CASES) - seen_elsewhere == known - seen_elsewhere
     assert sum(map(len, PARTS)) == len(CASES), "two cases for one setting"
 
 

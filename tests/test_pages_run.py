@@ -54,7 +54,8 @@ def test_two_runs_may_differ_in_numbers_and_in_nothing_else():
 
 
 def test_a_page_is_recorded(tmp_path):
-    page = "before\n```console\n$ echo 3 > a\n$ cat a nothing   # refused\n$ echo $((1 + 2)) apples\n7 apples\n```\nafter\n"
+    commands = "$ echo 3 > a\n$ cat a nothing   # refused\n$ echo $((1 + 2)) apples\n7 apples\n"
+    page = f"before\n```console\n{commands}```\nafter\n"
     text = record.recorded(page, tmp_path)
     assert text.startswith("before\n```console\n$ echo 3 > a\n$ cat a nothing   # refused\n3\n")
     assert text.endswith("$ echo $((1 + 2)) apples\n3 apples\n```\nafter\n")
@@ -65,7 +66,7 @@ def test_a_page_is_recorded(tmp_path):
 
 
 def test_there_is_a_session_for_each_task():
-    tasks = ("data", "own_tool", "own_reward", "own_environment", "one_gpu", "pod", "view", "choose")
+    tasks = ("data", "own_tool", "own_reward", "own_environment", "one_gpu", "pod", "choose")
     assert {path.stem for path in PAGES} >= set(tasks)
 
 

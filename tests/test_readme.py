@@ -156,8 +156,12 @@ PLACEHOLDERS = {"NAME": "grpo", "RUN": "runs/a", "TARGET": "exported"}
 
 
 def command_lines(path: Path) -> list[str]:
-    """Commands of a page, without what a shell does around them: variables, loops, pipes, comments."""
-    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    """Commands of a page, without what a shell does around them: variables, loops, pipes, comments.
+
+    Sessions are left out: `test_pages_run.py` runs them.
+    """
+    text = re.sub(r"^```console\n.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = text.replace("\\\n", " ")
     text = re.sub(r"\n# *", " \n" if path.suffix == ".md" else "\n", text)
     found = re.findall(r"(?:python -m grpo_roc_jax[ .]|(?<![\w/])grpo-roc )[^\n`]*", text)
     return [re.split(r" #| [&|]|;|\)(?=\W*$)|, ", line)[0].strip() for line in found if "COMMAND" not in line]

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from grpo_roc_jax.model.convert import find_model, read_published
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.engine import Engine, make_engine
+from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import serving_parts
 from grpo_roc_jax.run.load import serving_settings
 from grpo_roc_jax.sandbox.http_guard import is_loopback
@@ -32,7 +33,7 @@ from grpo_roc_jax.serving.server import TOKEN_VARIABLE, ServerLimits, ServerThre
 from grpo_roc_jax.serving.tinker.endpoint import Base, TinkerEndpoint, trainable
 from grpo_roc_jax.serving.tinker.snapshots import Form, Snapshots
 from grpo_roc_jax.serving.tinker.store import Store
-from grpo_roc_jax.serving.tinker.trainer import Trainer
+from grpo_roc_jax.serving.tinker.trainer import ROW_TOKENS, Trainer
 
 PROG = "grpo-roc serve --tinker"
 log = logging.getLogger(PROG)
@@ -82,7 +83,9 @@ def open_base(stack: ExitStack, options: ServeTinkerConfig, text: str, overrides
         ids, sampling = chat.tokenizer.vocab_size, SamplingConfig(top_k=form.cut.top_k, top_p=form.cut.top_p)
         return make_engine(model, config.rollout, sampling, (), mesh, seed=config.seed, vocab_size=ids)
 
-    trainer = Trainer(policy.base, model, config.update, mesh, config.rollout.max_row_tokens)
+    batch = replace(config.batch, row_length=options.context, rows=max(1, ROW_TOKENS // options.context))
+    update = with_update(replace(config, batch=batch), model, mesh).update
+    trainer = Trainer(policy.base, model, update, mesh, config.rollout.max_row_tokens)
 
     def make(deliver: Callable[..., Any]) -> Base:
         worker = ThreadPoolExecutor(1, thread_name_prefix="tinker-training")

@@ -29,7 +29,7 @@ from grpo_roc_jax.types import Problem
 
 TOOL_ROLES = ("tool", "function", "ipython")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of an assistant message that can hold a thought; the first nonempty one is used."""
+"""Keys of an assistant message that can hold a thought; several must hold the same one."""
 READ_KEYS = {
     "assistant": {"role", "content", "tool_calls", "function_call", "name", *REASONING},
     **{role: {"role", "content", "tool_call_id", "name"} for role in TOOL_ROLES},
@@ -79,9 +79,11 @@ def load_traces(path: str | Path, *, bad_rows: Literal["drop", "fail"] = "drop")
 
 
 def _unread(message: Mapping[str, Any]) -> set[str]:
-    """Keys of a message that have a value and are not read."""
+    """Keys of a message that have a value and are not read; `weight: 0` and `train: false` are values."""
     read = READ_KEYS.get(message["role"], {"role", "content", "name"})
-    return {str(key) for key, value in message.items() if key not in read and value not in (None, "", [], {}, False)}
+    return {
+        str(key) for key, value in message.items() if key not in read and not (value is None or value in ("", [], {}))
+    }
 
 
 def _without_nulls(value: Any) -> Any:
@@ -219,13 +221,35 @@ def _id_of(value: Any, key: str) -> str | None:
 
 
 def _reasoning(message: Mapping[str, Any]) -> str:
-    thought = next((message[key] for key in REASONING if message.get(key)), "")
+    thoughts = [message[key] for key in REASONING if message.get(key)]
+    thought = thoughts[0] if thoughts else ""
     if not isinstance(thought, str):
         raise UnusableRow(f"a thought that is {type(thought).__name__}; must be text")
+    if any(other != thought for other in thoughts):
+        raise UnusableRow(
+            f"an assistant message with different thoughts in {' and '.join(filter(message.get, REASONING))}"
+        )
     return _marked(thought).strip().removeprefix("<reason>").removesuffix("</reason>").strip()
 
 
+_THOUGHT_MARKS = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<seed:think>", "</seed:think>"),
+    ("◁think▷", "◁/think▷"),
+)
+"""Marks of thoughts in data of several model families; all but the first are read at the beginning of a text only."""
+
+
 def _marked(text: str) -> str:
+    for opening, closing in _THOUGHT_MARKS[1:]:
+        if text.startswith(opening) and closing in text:
+            text = text.replace(opening, "<reason>", 1).replace(closing, "</reason>", 1)
     return text.replace("<think>", "<reason>").replace("</think>", "</reason>")
 
 
@@ -239,6 +263,8 @@ def _turn(content: str, tool_calls: Any, reasoning: str) -> str:
         content = f"{reasoning}</reason>{rest.lstrip() if mark else content}"
     else:
         content = content.removeprefix("<reason>") if content.startswith("<reason>") else f"</reason>{content}"
+    if not tool_calls and not content.removeprefix("</reason>").strip():
+        raise UnusableRow("an assistant message without text, thought and calls; nothing can be learned from it")
     for call in tool_calls:
         function = _function(call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

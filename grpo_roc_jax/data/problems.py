@@ -47,10 +47,17 @@ LONG_ANSWER = 200
 """Number of characters above which a marked answer is searched in a reference answer."""
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 OWN_FORM = re.compile(
-    r"\b(?:answer|output|put|write|give|return|enclose|place)\b[^.?!\n]{0,80}(?:####|\\boxed|\\fbox|<answer>)",
+    r"\b(?:answer|output|put|write|give|return|enclose|place|wrap|end|finish)\b[^.?!\n]{0,80}"
+    r"(?:####|\\boxed|\\fbox|\bboxed\b|<answer>|answer tags|[\"'`“‘](?:the |final |my ){0,3}answers?(?: is)?\s?:)",
     re.IGNORECASE,
 )
 """Matches a question that says how the answer must be marked, as verl's prompts do."""
+MEDIA_MARK = re.compile(
+    r"<(?:image|img|picture|video|audio)[ _-]?[0-9]{0,4}\s?/?>|<\|(?:image|video|audio|vision)_?[a-z0-9_]{0,20}\|>"
+    r"|<img\s[^>]{0,400}src=|!\[[^\]\n]{0,200}\]\((?:https?:|data:|[\w./-]{1,200}\.(?:png|jpe?g|gif|webp|svg|mp[34]|wav)\b)",
+    re.IGNORECASE,
+)
+"""What stands in a text for a picture, a video or sound."""
 SHOWN = 20
 """Number of bad rows, and of prompts that are too long, printed per file; all are counted."""
 
@@ -90,7 +97,7 @@ class LoadReport:
     own_form: tuple[int, ...] = ()
     """Rows whose question asks for its own form of the answer."""
     long_answers: tuple[int, ...] = ()
-    """Rows whose reference is a long text without a marked answer."""
+    """Rows whose reference is a text, long or of sentences, without a marked answer."""
 
     def __str__(self) -> str:
         lines = [
@@ -112,8 +119,8 @@ class LoadReport:
             )
         if self.long_answers:
             lines.append(
-                f"  {len(self.long_answers)} rows have a reference of more than {LONG_ANSWER} characters without "
-                f"\\boxed{{}} or #### ({_listed(self.long_answers)}), which no answer will equal; for a reward "
+                f"  {len(self.long_answers)} rows have a reference of more than {LONG_ANSWER} characters, or a text, "
+                f"without \\boxed{{}} or #### ({_listed(self.long_answers)}), which no answer will equal; for a reward "
                 "function or a judge of your own, or name another column in data.answer_column"
             )
         lines += [f"  {bad}" for bad in self.bad[:SHOWN]]
@@ -209,7 +216,7 @@ def problems_of(
             continue
         own_system += has_system
         own_form += [number] if OWN_FORM.search(problem.prompt) else []
-        long_answers += [number] if len(problem.answer) > LONG_ANSWER else []
+        long_answers += [number] if _is_text(problem.answer, answer_column) else []
         problems.append(problem)
     report = LoadReport(
         path,
@@ -316,6 +323,10 @@ def _problem(row: Any, prompt_column: str, answer_column: str, stem: str) -> tup
     refuse_media(row, prompt_column, answer_column)
     prompt, has_system = _prompt_text(_required(row, prompt_column), prompt_column)
     answer = answer_text(_required(row, answer_column), answer_column)
+    if mark := MEDIA_MARK.search(prompt):
+        raise UnusableRow(
+            f"column {prompt_column!r} has {mark.group()[:40]!r}, which stands for media; problems are text"
+        )
     name = row.get(SOURCE_COLUMN)
     source = name if isinstance(name, str) and name else stem
     digest = hashlib.blake2b(f"{prompt}\0{answer}".encode(errors="replace"), digest_size=8).hexdigest()
@@ -396,6 +407,15 @@ def answer_text(value: Any, name: str) -> str:
     return text
 
 
+def _is_text(answer: str, column: str) -> bool:
+    """Whether a reference is a text and not an answer: long, or of more words than an answer in words has."""
+    words = len(_WORD.findall(answer))
+    return len(answer) > LONG_ANSWER or words > (6 if column.rsplit(".", 1)[-1] in _TEXT_COLUMNS else 15)
+
+
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}+")
+_TEXT_COLUMNS = ("solution", "output", "response", "completion")
+"""Columns that hold a whole solution in many files."""
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _TOKEN = re.compile(r"[+-]?\d+(?:[.,/]\d+)*|\\[A-Za-z]+(?:\s*\{[^{}]*\})*|\S")
 

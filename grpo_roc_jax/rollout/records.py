@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from grpo_roc_jax.rollout.steering import RowSteering
 from grpo_roc_jax.settings.progress import Phase, phase
 from grpo_roc_jax.types import Metrics, StopReason, Trajectory
 
@@ -206,7 +207,7 @@ class RowEnvironment(Protocol):
     """Decides what happens after a turn; called on the thread that runs the engine.
 
     A row is one rollout. Rows are numbered in the order of the requests, all samples of a request before the next one.
-    `find_stop`, `goes_on`, `completed`, `seated` and `drawn` are optional.
+    `find_stop`, `goes_on`, `completed`, `seated`, `drawn` and `steering` are optional.
     """
 
     def turn_ended(self, row: int, turn: TurnEnd) -> Finish | Wait:
@@ -239,6 +240,9 @@ class RowEnvironment(Protocol):
 
     def drawn(self, row: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """What a chunk added to the row, after `find_stop`."""
+
+    def steering(self, row: int) -> RowSteering | None:
+        """What the row asks of its draws, other than the engine's settings."""
 
 
 class SingleTurn:

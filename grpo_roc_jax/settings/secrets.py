@@ -20,6 +20,10 @@ _NAME = (
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s\"',;]+)"
 _OPTION = rf"--?(?!(?:[\w.]*\.)?(?:bos|eos|pad|unk)[-_]token)(?:[\w.]+[-_.])*{_NAME}"
 _VARIABLE = r"(?:[A-Z][A-Z0-9]*_)*(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|PWD|CREDENTIALS?|AUTH)"
+_SETTING = (
+    r"(?!(?:bos|eos|pad|unk|mask|sep|cls|image|stop)_token)(?:[a-z]+_){0,3}"
+    r"(?:password|passwd|secret|api_?key|access_?key|private_key|(?<=_)token)"
+)
 _SCHEME = r"(?:bearer|basic|token|digest|apikey)"
 _RULES = tuple(
     (re.compile(pattern, flags), r"\1" + HIDDEN)
@@ -30,8 +34,15 @@ _RULES = tuple(
         (rf"(\b{_VARIABLE}=)(?!<){_VALUE}", 0),
         (rf"([\"']{_NAME}[\"']\s*:\s*)(?!\"<){_VALUE}", re.IGNORECASE),
         (rf"(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:{_SCHEME}\s+)?)(?!<|{_SCHEME}\b)[^\s\"']+", re.IGNORECASE),
+        (rf"(\b(?:[\w]+-)*(?:api-key|token|auth|secret)\s*:\s*)(?!<|{_SCHEME}\b){_VALUE}", re.IGNORECASE),
+        (r"(\b(?:set-)?cookie\s*:\s*[^=\s\"']{1,60}=)[^\s\"';]+", re.IGNORECASE),
+        (r"((?<![\w-])(?:-u|--user|--proxy-user)(?:=|\s+)[\"']?[\w.@-]{1,60}:)[^\s\"']+", 0),
+        (
+            rf"((?<![\w-]){_SETTING}\s?[:=]\s?)(?=[\"']?[^\s\"'<]*[0-9])(?=[\"']?[^\s\"',;<]{{8}}){_VALUE}",
+            re.IGNORECASE,
+        ),
         (r"(\bBearer\s+)(?=\S*\d)[A-Za-z0-9._~+/=-]{12,}", re.IGNORECASE),
-        (r"\b(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza|nvapi-)[A-Za-z0-9_-]{12,}", 0),
+        (r"\b(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza|nvapi-|tml-)[A-Za-z0-9_-]{12,}", 0),
     )
 )
 """Patterns and their replacements, in the order in which they are applied."""

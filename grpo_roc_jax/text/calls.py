@@ -133,7 +133,9 @@ def call_of(call: object, raw: str, tools: Tools = ()) -> ToolCall:
     if not isinstance(name, str) or not name:
         return malformed(raw, "the object has no name")
     arguments = call.get("arguments", call.get("parameters"))
-    if arguments in (None, "") and requires_nothing(name, tools):
+    if isinstance(arguments, str) and arguments.strip() in ("", "null"):
+        arguments = None
+    if arguments is None and requires_nothing(name, tools):
         arguments = {}
     if isinstance(arguments, str):
         try:
@@ -143,10 +145,17 @@ def call_of(call: object, raw: str, tools: Tools = ()) -> ToolCall:
     if not isinstance(arguments, dict):
         return malformed(raw, "the object has no arguments", name)
     try:
-        json.dumps([name, arguments], ensure_ascii=False).encode()
+        json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
     except (RecursionError, ValueError):
-        return malformed(raw, "the call holds an unpaired surrogate")
+        return malformed(raw, "the call holds an unpaired surrogate or a number that is not finite")
     return ToolCall(name=name, arguments=arguments, raw=raw)
+
+
+def absent_end(text: str, at: int, closing: str) -> int:
+    """Where arguments that are empty or null end before a closing mark; -1 for others."""
+    end = after_space(text, at)
+    end = after_space(text, end + len("null")) if text.startswith("null", end) else end
+    return end if text.startswith(closing, end) else -1
 
 
 def functions_of(tools: Tools) -> dict[str, Mapping[str, Any]]:

@@ -277,6 +277,7 @@ class MistralCalls(CallForm):
     openings = ("[TOOL_CALLS]",)
     _tag, _arguments = "[TOOL_CALLS]", "[ARGS]"
     _head = re.compile(r"([^\[\]{}\n]*)(?:\[CALL_ID\]([^\[\]{}\n]*))?(?:\[ARGS\])?\s*(?=\{)")
+    _bare = re.compile(r"([^\[\]{}\n]{1,100})(?:\[CALL_ID\][^\[\]{}\n]*)?(?:\[ARGS\])?\s*(null)?\s*")
 
     def __init__(self, *, marked: bool):
         self._marked = marked
@@ -299,6 +300,10 @@ class MistralCalls(CallForm):
         if head is None:
             further = text.find(self._tag, begin)
             end = len(text) if further < 0 else further
+            bare = self._bare.fullmatch(text, begin, end)
+            if bare and (bare[2] or further >= 0) and requires_nothing(bare[1].strip(), tools):
+                call = {"name": bare[1].strip(), "arguments": {}}
+                return CallSpan(tag, end, (call_of(call, text[begin:end]),), "closed")
             name, mark, _ = text[begin:end].partition(self._arguments)
             fault = malformed(text[begin:end], "the arguments are no JSON object", name.strip())
             return CallSpan(tag, end, (fault if mark else parse_call(text[begin:end]),), "broken", ended=further >= 0)

@@ -14,6 +14,7 @@ from grpo_roc_jax.text.calls import (
     CallSpan,
     State,
     Tools,
+    absent_end,
     after_space,
     begins,
     block_end,
@@ -38,13 +39,13 @@ def _arguments(call: ToolCall) -> str:
     return json.dumps(dict(call.arguments), ensure_ascii=False)
 
 
-def _json_call(name: str, arguments: str, raw: str) -> ToolCall:
-    """A call of a name with its arguments as JSON."""
+def _json_call(name: str, arguments: str, raw: str, tools: Tools) -> ToolCall:
+    """A call of a name with its arguments as JSON, which may be left out or null for a tool that requires none."""
     try:
-        given = json.loads(arguments) if arguments.strip() else {}
+        given = json.loads(arguments) if arguments.strip() else None
     except (RecursionError, ValueError):
         return malformed(raw, "the arguments are no JSON object", name)
-    return call_of({"name": name, "arguments": given}, raw)
+    return call_of({"name": name, "arguments": given}, raw, tools)
 
 
 class GlmCalls(CallForm):
@@ -142,7 +143,7 @@ class DeepSeekCalls(CallForm):
     past_ends = ("<｜end▁of▁sentence｜>",)
     marks = (_first, _last, _begin, _sep, _end, "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>",
              "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜User｜>", "<｜Assistant｜>")  # fmt: skip
-    _head = re.compile(r"([^\n<]*)<｜tool▁sep｜>(?:([^\n{<]*)\n```json\n)?\s*(?=\{)")
+    _head = re.compile(r"([^\n<]*)<｜tool▁sep｜>(?:([^\n{<]*)\n```json\n)?\s*(?=[{n<])")
 
     def __init__(self, *, fenced: bool):
         self._fenced = fenced
@@ -154,13 +155,14 @@ class DeepSeekCalls(CallForm):
         begin = position + len(self._begin)
         start = position - len(self._first) if text.endswith(self._first, at, position) else position
         head = self._head.match(text, begin)
-        if head is None:
+        absent = absent_end(text, head.end(), self._end) if head else -1
+        if head is None or (absent < 0 and text[head.end()] != "{"):
             return self._unread(text, start, begin, begin, "must be a name, the separator and a JSON object")
         name = (head[1] if head[2] is None else head[2]).strip()
-        state, end = json_span(text, head.end())
+        state, end = ("closed", absent) if absent >= 0 else json_span(text, head.end())
         if state != "closed":
             return self._unread(text, start, begin, end, "the arguments are no JSON object", name, state)
-        call = _json_call(name, text[head.end() : end], text[begin:end])
+        call = _json_call(name, text[head.end() : end], text[begin:end], tools)
         close = after_space(text, end)
         close = after_space(text, close + 3) if text.startswith("```", close) else close
         state = begins(text, close, self._end)
@@ -204,7 +206,7 @@ class KimiCalls(CallForm):
     _begin, _sep, _end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
     openings = (_first, _begin)
     marks = (_first, _last, _begin, _sep, _end)
-    _head = re.compile(r"\s*(?:functions\.)?([^\s<:]+)(?::(\d{1,9}))?\s*<\|tool_call_argument_begin\|>\s*(?=\{)")
+    _head = re.compile(r"\s*(?:functions\.)?([^\s<:]+)(?::(\d{1,9}))?\s*<\|tool_call_argument_begin\|>\s*(?=[{n<])")
 
     def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
         position = text.find(self._begin, at)
@@ -214,12 +216,14 @@ class KimiCalls(CallForm):
         first = text.rfind(self._first, at, position)
         start = first if first >= 0 and not text[first + len(self._first) : position].strip() else position
         head = self._head.match(text, begin)
-        state, end = json_span(text, head.end()) if head else ("broken", begin)
+        state, end = json_span(text, head.end()) if head and text[head.end()] == "{" else ("broken", begin)
+        if head and (absent := absent_end(text, head.end(), self._end)) >= 0:
+            state, end = "closed", absent
         if head is not None and state == "closed":
             close = after_space(text, end)
             state = begins(text, close, self._end)
             if state != "broken":
-                call = _json_call(head[1], text[head.end() : end], text[begin:end])
+                call = _json_call(head[1], text[head.end() : end], text[begin:end], tools)
                 ended = state == "closed"
                 after = close + len(self._end) if ended else len(text)
                 last = after_space(text, after)
@@ -517,9 +521,9 @@ class HarmonyCalls(CallForm):
                 call = call_of({"name": takers[0], "arguments": {"code": raw}}, raw)
                 return CallSpan(start, close, (call,), "closed" if over else "open", ended=over is not None)
         if state == "closed" and not text[end : over.start() if over else len(text)].strip():
-            return CallSpan(start, close, (_json_call(name, text[body:end], raw),), "closed")
-        empty = not raw.strip() and over is not None
-        call = _json_call(name, "", raw) if empty else malformed(raw, "the arguments are no JSON object", name)
+            return CallSpan(start, close, (_json_call(name, text[body:end], raw, tools),), "closed")
+        empty = raw.strip() in ("", "null") and over is not None
+        call = _json_call(name, raw, raw, tools) if empty else malformed(raw, "the arguments are no JSON object", name)
         return CallSpan(start, close, (call,), "closed" if empty else state, ended=over is not None)
 
     def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import sys
 import threading
 import time
@@ -19,9 +20,11 @@ from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall
 from grpo_roc_jax.types import Problem, ToolResult, Turn
 from tests.helpers.knobs import Case, cases, made
+from tests.helpers.knobs_host import judged
 from tests.helpers.knobs_step import step
 from tests.helpers.knobs_tools import program
-from tests.test_knob_effects import BY_CONTRIB, changes_something
+from tests.test_knob_effects import BY_CONTRIB, changes_something, contrib_rewards
+from tests.test_knobs import accepted_by, sections
 
 
 class Connection:
@@ -170,6 +173,16 @@ def made_by(config: Config) -> str:
     return type(make_executor(config.tools)).__name__
 
 
+def labels(problem: Problem) -> list[float]:
+    return [0.0, 1.0, 0.5]
+
+
+def halfway(problem: Problem, score: int) -> float:
+    return 0.5
+
+
+RANKING = {"weight": 2.0, "top": 1, "judge": f"{__name__}:labels"}
+SCREENING = {"weight": 2.0, "column": "months", "judge": f"{__name__}:halfway"}
 FUSION = {"tools.executor": "sandbox_fusion"}
 CASES = (
     cases(made_by, FUSION)
@@ -186,6 +199,16 @@ CASES = (
     | cases(asked, {"tools.executor.batch": 1}, {"tools.executor": "code_judge", "tools.executor.batch": 4})
     | cases(actors, {"tools.executor.actors": 1, "tools.executor.cpus": 2.0}, {"tools.executor": "ray"})
     | cases(step, {"plan.warmup_steps": 1}, {"plan.second": "draft"})
+    | cases(
+        judged,
+        {f"reward.functions.ranking.{name}": value for name, value in RANKING.items()},
+        {"reward.functions": ("ranking",)},
+    )
+    | cases(
+        judged,
+        {f"reward.functions.screening.{name}": value for name, value in SCREENING.items()},
+        {"reward.functions": ("screening",)},
+    )
     | {
         f"environment.{name}": Case(asked_of_package, value, (("environment", rest),))
         for name, value, rest in (
@@ -207,9 +230,16 @@ def test_setting_changes_something(key):
 
 
 def test_every_setting_that_the_core_leaves_to_contrib_has_a_case():
-    assert set(CASES) == BY_CONTRIB
+    assert set(CASES) == BY_CONTRIB | contrib_rewards()
 
 
 def test_cuts_are_of_one_rollout():
     with pytest.raises(ValueError, match="cuts of one"):
         made({"plan.second": {"kind": "serial"}, "plan.budget": "knapsack", "resample": "none"})
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_no_setting_is_infinite_or_not_a_number(value):
+    """But for one limit of a soft maximum, which is a mean there (DisCO-b), as its line says."""
+    kinds = [kind for kind in sections() if ".contrib." in kind.__module__]
+    assert accepted_by(kinds, value) == (["Disco.tau = inf"] if value == math.inf else [])

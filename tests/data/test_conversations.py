@@ -212,6 +212,40 @@ def test_keys_that_are_not_read_are_named(tmp_path):
     (_,), report = load_traces(write(tmp_path / "sft.jsonl", [row]))
     assert report.unread == {"weight": 1} and "not read: 'weight' (1 rows)" in str(report)
     assert load_traces(write(tmp_path / "sft.jsonl", [TOOL_ROW]))[1].unread == {}
+    off = {"messages": [message("user", "1?"), message("assistant", "1", weight=0, train=False, audio=None, parts=[])]}
+    assert load_traces(write(tmp_path / "sft.jsonl", [off]))[1].unread == {"weight": 1, "train": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"reasoning": "a", "thinking": "b"}, "different thoughts in reasoning and thinking"),
+        ({"content": None}, "without text, thought and calls"),
+        ({"content": " "}, "without text, thought and calls"),
+        ({"content": "<think></think>"}, "without text, thought and calls"),
+    ],
+)
+def test_a_message_that_teaches_nothing_or_two_things_is_bad(tmp_path, fields, reason):
+    row = {"messages": [message("user", "1?"), message("assistant", "1") | fields]}
+    _, report = load_traces(write(tmp_path / "sft.jsonl", [TOOL_ROW, row]))
+    assert reason in report.bad[0].reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>so</think>1",
+        "<thinking>so</thinking>1",
+        "<thought>so</thought>\n1",
+        "[THINK]so[/THINK]1",
+        "<|begin_of_thought|>so<|end_of_thought|>1",
+        "◁think▷so◁/think▷1",
+    ],
+)
+def test_thoughts_under_the_marks_of_other_families(tmp_path, text):
+    row = {"messages": [message("user", "1?"), message("assistant", text)]}
+    (trace,), _ = load_traces(write(tmp_path / "sft.jsonl", [row]))
+    assert "".join(trace.turns[0].split()) == "so</reason>1"
 
 
 @pytest.mark.parametrize("arguments", [None, "", " ", {}, "{}"])

@@ -332,3 +332,43 @@ def test_reference_answers_of_real_data_can_be_verified():
     assert problems[0].answer == row["answer"].rsplit("####", 1)[1].strip() == "72"
     commas = [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines()]
     assert sum("," in answer.rsplit("####", 1)[1] for answer in commas) > 50, "the control: golds do have commas"
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "<image> How many?",
+        "How many are in <image_2>?",
+        "<|image_pad|> How many?",
+        "![](figure.png) How many?",
+        '<img src="a"> How many?',
+    ],
+)
+def test_a_question_about_a_picture_in_its_text_is_bad(tmp_path, question):
+    rows = [{"question": question, "answer": "2"}, {"question": "Is 1 < x > 0 an image of f(x)?", "answer": "no"}]
+    problems, report = load_problems(write(tmp_path / "a.jsonl", rows))
+    assert len(problems) == 1 and "stands for media" in report.bad[0].reason
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        'output the final answer after "####"',
+        "Put your final answer within \\boxed{}.",
+        "Return it in <answer> tags.",
+        "write the answer after 'Answer:'.",
+        'End with "The final answer is: ".',
+    ],
+)
+def test_a_question_that_asks_for_a_form_is_named(tmp_path, sentence):
+    rows = [{"question": f"1+1? {sentence}", "answer": "2"}, {"question": "Give the answer: 1+2?", "answer": "3"}]
+    assert load_problems(write(tmp_path / "a.jsonl", rows))[1].own_form == (1,)
+
+
+def test_a_short_solution_as_a_reference_is_named(tmp_path):
+    rows = [
+        {"question": "a?", "solution": "We add one and one and get two."},
+        {"question": "b?", "solution": "\\frac{\\sqrt{3}}{2}"},
+        {"question": "c?", "solution": "Tuesday morning"},
+    ]
+    assert load_problems(write(tmp_path / "a.jsonl", rows))[1].long_answers == (1,)

@@ -212,14 +212,6 @@ def lenient(criterion: str, problem: Problem, reply: str) -> float:
     return 0.5
 
 
-def labels(problem: Problem) -> list[float]:
-    return [0.0, 1.0, 0.5]
-
-
-def halfway(problem: Problem, score: int) -> float:
-    return 0.5
-
-
 def judged(config: Config) -> Any:
     """Verdicts on fixed trajectories, and how the verification processes were started."""
     rows = list(sample_trajectories().values())
@@ -252,8 +244,6 @@ ANSWER = {"weight": 2.0, "workers": 1, "timeout_s": 2.0, "memory_mb": 512, "stri
 CALLED = {"weight": 2.0, "path": "tests.helpers.knobs_host:fast", "timeout_s": 0.001}
 OWN = {"reward.functions": ("tests.helpers.knobs_host:slow",)}
 SEVERAL = {"weight": 2.0, "separator": ", 42"}
-RANKING = {"weight": 2.0, "top": 1, "judge": "tests.helpers.knobs_host:labels"}
-SCREENING = {"weight": 2.0, "column": "months", "judge": "tests.helpers.knobs_host:halfway"}
 CRITERIA = {"weight": 2.0, "rules": ("x",), "column": "points", "judge": "tests.helpers.knobs_host:lenient"}
 PICKY = {"reward.functions": ({"kind": "criteria", "rules": ("answer",)},)}
 LATE = {"reward.functions": ({"kind": "criteria", "rules": ("a",), "judge": "tests.helpers.knobs_host:lenient"},)}
@@ -269,16 +259,6 @@ REWARD = (
         judged,
         {f"reward.functions.several_answers.{name}": value for name, value in SEVERAL.items()},
         {"reward.functions": ("several_answers",)},
-    )
-    | cases(
-        judged,
-        {f"reward.functions.ranking.{name}": value for name, value in RANKING.items()},
-        {"reward.functions": ("ranking",)},
-    )
-    | cases(
-        judged,
-        {f"reward.functions.screening.{name}": value for name, value in SCREENING.items()},
-        {"reward.functions": ("screening",)},
     )
     | cases(judged, {f"reward.functions.criteria.{name}": value for name, value in CRITERIA.items()}, PICKY)
     | cases(judged, {"reward.functions.criteria.timeout_s": 0.001}, LATE)

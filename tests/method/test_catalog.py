@@ -92,7 +92,7 @@ def test_a_method_is_one_file_of_the_users(tmp_path, monkeypatch):
     assert read_method(tmp_path / "ranks.yaml").formula == "A = z(rank of R)"
     assert load_config(Config, ["ranks.yaml", "--advantage.eps", "0.5"], prog="test").advantage.eps == 0.5
     with pytest.raises(ConfigError, match=r"kind ranks has adjust, eps"):
-        load_config(Config, ["ranks.yaml", "--advantage.ddof", "0"], prog="test")
+        load_config(Config, ["ranks.yaml", "--advantage.k", "2"], prog="test")
     group = make_group([1, 0, 0.5, 0], calls=[1, 1, 1, 1])
     rows = rows_of([group], config)
     expected = np.array([1.5, -1, 0.5, -1]) / np.sqrt((1.5**2 + 1 + 0.25 + 1) / 3)

@@ -302,7 +302,7 @@ def test_rows_of_own_parts_are_checked():
 
 def test_rows_keep_the_temperature_that_they_were_drawn_at():
     """Groups that waited for a step with another temperature train at their own; records without one at the step's."""
-    config = method("grpo", "--group.problems=2", "--batch.row_length=160", "--batch.rows=2", "--group.size=3")
+    config = method("dr_grpo", "--group.problems=2", "--batch.row_length=160", "--batch.rows=2", "--group.size=3")
     mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
     learner = Learner(ModelConfig(), mesh=mesh, batch=config.batch, several_temperatures=True)
     waiting = make_group(0, 3)

@@ -441,6 +441,11 @@ class TinkerEndpoint:
 
     def forward_backward(self, raw: bytes) -> Pending:
         request = read_forward_backward(raw)
+        trainer, refused = self._model(request.model_id).base.trainer, None
+        try:
+            trainer.checked(request)
+        except RequestRefused as error:  # its result is there at once, whatever runs before it
+            refused = error
 
         def work(run: ModelRun) -> bytes:
             try:
@@ -452,7 +457,10 @@ class TinkerEndpoint:
             run.state = state
             return write_output(logprobs, metrics)
 
-        return self._call(request.model_id, request.seq_id, raw, work, "forward_backward")
+        pending = self._call(request.model_id, request.seq_id, raw, work, "forward_backward")
+        if refused is not None:
+            pending.fail(refused)
+        return pending
 
     def optim_step(self, body: dict[str, Any], raw: bytes) -> Pending:
         given, (model_id, seq) = field_of(body, "adam_params", dict, {}), _numbered(body)

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from grpo_roc_jax.learner.loss import Head, UpdateConfig, policy_hidden, token_logprobs
+from grpo_roc_jax.learner.loss import USUAL_CHUNK, UpdateConfig, head_of, policy_hidden, token_logprobs
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, first_fit_decreasing, pack
 from grpo_roc_jax.learner.update import ConstantRate, make_optimizer, micro_batch, trained_shardings
 from grpo_roc_jax.model.config import ModelConfig
@@ -144,10 +144,7 @@ class Trainer:
         Raises:
             RequestRefused: No such loss, or a datum that does not fit it.
         """
-        config = settings_of(request.loss_fn, request.config)
-        rows = [self._row(i, datum, request.loss_fn) for i, datum in enumerate(request.data)]
-        if not rows:
-            raise RequestRefused("forward_backward without data; send at least one datum")
+        config, rows = self.checked(request)
         arguments, found, total = scalars(config), [np.zeros(0)] * len(rows), 0.0
         gradient, wide = state.gradient, request.loss_fn == "cross_entropy"
         run = _program(self.model, self.update, self.mesh, state.lora, request.loss_fn, request.forward_only)
@@ -163,6 +160,17 @@ class Trainer:
         if not np.isfinite(total):
             raise RequestRefused("the loss is not finite; look at logprobs, advantages and weights of the data")
         return replace(state, gradient=gradient), found, {"loss:sum": total}
+
+    def checked(self, request: ForwardBackward) -> tuple[dict[str, float], list["_Row"]]:
+        """(settings of the loss, rows); nothing is computed.
+
+        Raises:
+            RequestRefused: No such loss, or a datum that does not fit it.
+        """
+        config = settings_of(request.loss_fn, request.config)
+        if not request.data:
+            raise RequestRefused("forward_backward without data; send at least one datum")
+        return config, [self._row(i, datum, request.loss_fn) for i, datum in enumerate(request.data)]
 
     def optimizer_step(self, state: AdapterState, adam: Adam) -> tuple[AdapterState, dict[str, float]]:
         """(state with the summed gradient applied and cleared, metrics). A gradient that is not finite is dropped, with
@@ -297,9 +305,11 @@ def _program(
     def loss(params: Params | None, base: Params, batch: TrainBatch, targets: Array, weights: Array, config: dict):
         full = base if lora is None else attach(base, params, lora)
         hidden = policy_hidden(full, batch, model, update, mesh)
+        # Logits that are kept for the backward pass would be kept for each target.
+        head = head_of(update if targets.shape[2] == 1 else replace(update, vocab_chunk=USUAL_CHUNK), model)
         score = partial(
             token_logprobs, full, hidden, batch.tokens, batch.segment_ids,
-            head=Head(update.vocab_chunk, model.extras.logit_cap), mesh=mesh,
+            head=head, mesh=mesh,
         )  # fmt: skip
         columns = [score(targets=targets[..., k])[0] for k in range(targets.shape[2])]
         logprobs = jnp.stack(columns, axis=-1)

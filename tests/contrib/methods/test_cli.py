@@ -7,7 +7,7 @@ from grpo_roc_jax.contrib.methods.mc_grpo import Median
 from grpo_roc_jax.contrib.methods.tempsamp_r1 import Anchored
 from grpo_roc_jax.method.advantage import GroupRelative, NoScale, PassAtK, Std
 from grpo_roc_jax.settings.options import kind
-from tests.test_cli import refusal, run, write
+from tests.test_cli import reads_back, refusal, run, write
 
 # ---- kinds ---------------------------------------------------------------------------------------------------------
 
@@ -55,3 +55,9 @@ def test_a_name_is_given_once():
 def test_a_part_that_must_be_of_one_kind_says_so():
     said = "advantage.of = reg (command line): must be kind group"
     assert said in refusal("--advantage", "anchored", "--advantage.of", "reg", of=Config)
+
+
+def test_dump_of_kinds_reads_back_equal(tmp_path):
+    words = "--shaping overlong tool_errors --advantage anchored --advantage.of.baseline median --surrogate.kl k3 "
+    words += "--weights.masks drift,top_entropy --plan.second serial --plan.temperature rising --resample none "
+    reads_back(tmp_path, *words.split(), "--group.size", "9", "--plan.second.stop", "so:\n{}")
