@@ -66,9 +66,9 @@ def start(options: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "bench_agent.py"
         file.write_text("".join(f"import {name}\n" for name in options.imports))
-        for name, warm in (("started", False), ("forked", True)):
+        for name, warm, count in (("started", False, options.rollouts), ("forked", True, 10 * options.rollouts)):
             spent, wall = [], []
-            for rollouts in (2, 2 + options.rollouts):  # the difference leaves out what is done once
+            for rollouts in (2, 2 + count):  # the difference leaves out what is done once
                 agent = ProgramAgent(AgentCommand(command=f"{sys.executable} {file}", warm=warm))
                 begun, begun_s = processor_s(), time.perf_counter()
                 ends = [agent.play(str(i), AgentCall({}, "", "http://127.0.0.1:1/v1", "")) for i in range(rollouts)]
@@ -77,7 +77,7 @@ def start(options: argparse.Namespace) -> dict:
                 spent.append(processor_s() - begun)
                 wall.append(time.perf_counter() - begun_s)
             a_rollout = {"processor_s": spent[1] - spent[0], "wall_s": wall[1] - wall[0]}
-            measured[name] = {key: round(value / options.rollouts, 3) for key, value in a_rollout.items()}
+            measured[name] = {key: round(value / count, 3) for key, value in a_rollout.items()}
     return {"case": "start", "imports": options.imports, "rollout": measured}
 
 

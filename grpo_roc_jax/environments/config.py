@@ -209,7 +209,8 @@ class EnvironmentByRow(OwnEnvironments):
             raise ValueError(f"{where} sets {both[0]}, which is that of by_row; set it there")
         if not issubclass(chosen, Hosted | AgentKind) or issubclass(chosen, OwnEnvironments):
             raise ValueError(
-                f"{where} is kind {chosen.kind}; must be agent, mcp, openenv, verifiers or harbor, or the path of a class"
+                f"{where} is kind {chosen.kind}; must be agent, mcp, openenv, verifiers or harbor, or the path of a "
+                "class"
             )
         try:
             return EnvironmentKind.read({**given, **shared})
