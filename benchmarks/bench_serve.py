@@ -121,8 +121,8 @@ def load_clients(port: int, bodies: list[list[dict]], answer) -> None:
 
 
 def chat_clients(port: int, clients: int, tokens: int, turns: int, answer) -> None:
-    """Conversations; texts go back and forth. Sends the seconds of each."""
-    took = []
+    """Conversations; texts go back and forth. Sends the seconds of each, and of each call."""
+    took, calls_s = [], []
 
     def client(number: int) -> None:
         messages = [{"role": "user", "content": f"Client {number}: " + "tell me about numbers. " * 2}]
@@ -130,8 +130,10 @@ def chat_clients(port: int, clients: int, tokens: int, turns: int, answer) -> No
         for turn in range(turns):
             link = http.client.HTTPConnection("127.0.0.1", port)
             body = {"messages": messages, "max_tokens": tokens, "seed": 100 * number + turn}
+            asked = time.perf_counter()
             link.request("POST", "/v1/chat/completions", json.dumps(body))
             said = json.loads(link.getresponse().read())["choices"][0]["message"]["content"]
+            calls_s.append(time.perf_counter() - asked)
             link.close()
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go"}]
         took.append(time.perf_counter() - started)
@@ -141,7 +143,7 @@ def chat_clients(port: int, clients: int, tokens: int, turns: int, answer) -> No
         thread.start()
     for thread in threads:
         thread.join()
-    answer.send(took)
+    answer.send((took, calls_s))
 
 
 def elsewhere(function, *arguments):
@@ -240,12 +242,15 @@ def turns(policy: tuple, clients: int) -> dict:
 
 
 def agents(policy: tuple, clients: int) -> dict:
-    """Agents of 45 short calls each, all at once: is one of them starved, and how long do requests wait?"""
+    """Agents of 45 short calls each, all at once: how fast are they, is one of them starved, how long do calls take?"""
     chat, engine, params = policy
     own, sampler = Engine(engine.programs, engine._publisher, engine.seed), engine.publish(params, 1)
+    engine.warmup(sampler)
     server = ServerThread(lambda deliver: Endpoint(chat, SamplingLoop(own, sampler, deliver)))
     server.endpoint.loop.start()
-    took = elsewhere(chat_clients, server.port, clients, 4, CALLS)
+    begun = time.perf_counter()
+    took, calls_s = elsewhere(chat_clients, server.port, clients, 4, CALLS)
+    seconds = time.perf_counter() - begun
     waited = np.quantile(server.endpoint.counts.waited_s, (0.5, 0.99))
     server.endpoint.loop.close()
     server.close()
@@ -253,6 +258,9 @@ def agents(policy: tuple, clients: int) -> dict:
         "case": "agents",
         "clients": clients,
         "calls": CALLS * len(took),
+        "tokens_per_s": round(server.endpoint.counts.tokens["completion"] / seconds, 1),
+        "prompt_tokens_per_s": round(server.endpoint.counts.tokens["prompt"] / seconds, 1),
+        "call_s": {str(q): round(float(np.quantile(calls_s, q)), 3) for q in (0.5, 0.99)},
         "waited_s": {"0.5": round(float(waited[0]), 4), "0.99": round(float(waited[1]), 4)},
         "slowest_over_fastest": round(max(took) / min(took), 2),
         "target": 2.0,

@@ -318,6 +318,7 @@ TRAINED = {
     "all weights": (),
     "all weights, `optim.offload`": ("--optim.offload", "true"),
     "adapter": ("--lora.kind", "low_rank", "--lora.rank", "16"),
+    "adapter, `lora.base_bits 4`": ("--lora.kind", "low_rank", "--lora.rank", "16", "--lora.base_bits", "4"),
 }
 """What is trained -> settings."""
 DEVICES = ("t4:1", "l4:1", "4090:1", "a100:1", "h100:8", "v5e:1x1", "v5e:2x4/8", "v6e:1x1", "v5p:2x2x1")

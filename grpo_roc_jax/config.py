@@ -10,7 +10,7 @@ import grpo_roc_jax.reward.graded
 import grpo_roc_jax.worlds.worlds  # noqa: F401 (its sources)
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.generated import generator_of
-from grpo_roc_jax.environments.config import AgentCommand, EnvironmentKind, ToolsAlone
+from grpo_roc_jax.environments.config import EnvironmentKind, ToolsAlone
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig, rows_per_micro_batch
 from grpo_roc_jax.learner.update import OptimConfig
@@ -266,8 +266,7 @@ class Config:
     @property
     def longest_trajectory(self) -> int:
         """Most tokens of a trajectory; conversations of an agent have at most the tokens of a packed row."""
-        agent = isinstance(self.environment, AgentCommand)
-        return self.batch.row_length if agent else self.rollout.max_row_tokens
+        return self.batch.row_length if self.environment.agents else self.rollout.max_row_tokens
 
     def __post_init__(self) -> None:
         check_plan(self)
@@ -308,7 +307,7 @@ def check_environment(config: Config) -> None:
         )
     if config.rollout.early_exit:
         raise ValueError("rollout.early_exit with an environment, which pays after the last rollout; leave it off")
-    if isinstance(config.environment, AgentCommand):
+    if config.environment.agents:
         if config.rollout.max_turn_tokens:
             raise ValueError(
                 "rollout.max_turn_tokens with environment agent, whose calls name max_tokens; leave it at 0"

@@ -2,9 +2,13 @@
 
 import pytest
 
+from grpo_roc_jax.environments.environment import row_of
 from grpo_roc_jax.record.trace import read_trace
+from grpo_roc_jax.serving.agent_ends import AgentCall
+from grpo_roc_jax.serving.agent_functions import FunctionAgent
 from grpo_roc_jax.settings.callables import import_file
-from tests.test_environment_examples import EXAMPLES, FOLDER, call, played
+from tests.helpers.serving import scripted
+from tests.test_environment_examples import EXAMPLES, FOLDER, asked_for, call, played
 from tests.test_readme import TINY
 
 
@@ -29,8 +33,13 @@ def test_verifiers_taskset(monkeypatch):
     from grpo_roc_jax.contrib.environments.verifiers_tasks import taskset_problems
 
     task = next(taskset_problems("vf_taskset"))
-    tools, said, paid = played("vf_taskset", monkeypatch, ["<answer>20</answer>"], problem=task)
-    assert task.prompt == "10" and not tools and said == ["answer"] and paid == 1.0
+    config, _ = asked_for("vf_taskset", monkeypatch)
+    agent = FunctionAgent(config.environment)
+    with scripted("<answer>20</answer>", token="key") as server:
+        call = AgentCall(row_of(task), task.prompt, f"http://127.0.0.1:{server.port}/v1", "key")
+        end = agent.play("one", call)
+    agent.close()
+    assert task.prompt == "10" and (end.status, end.pay.reward) == (0, 1.0), end
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from tests.text.test_templates import make_directory
 MODELS = {
     "qwen3_0_6b_gsm8k": ("qwen3_0_6b", "thinking"),
     "qwen2_5_7b_lora": ("qwen2_5_7b", "chatml_tools"),
+    "qwen2_5_7b_lora_4bit": ("qwen2_5_7b", "chatml_tools"),
     "qwen2_5_0_5b_lora_t4": ("qwen2_5_0_5b", "chatml_tools"),
     "gemma3_1b_gsm8k": ("gemma3_1b", "gemma"),
     "llama3_2_1b_gsm8k": ("llama3_2_1b", "llama3"),
@@ -29,6 +30,7 @@ ON_EIGHT = ["--sharding.fsdp=8", "--sharding.tensor=1"]
 GIGABYTES = {
     "qwen3_0_6b_gsm8k": 16,
     "qwen2_5_7b_lora": 24,
+    "qwen2_5_7b_lora_4bit": 16,
     "qwen2_5_0_5b_lora_t4": 16,
     "gemma3_1b_gsm8k": 24,
     "llama3_2_1b_gsm8k": 24,

@@ -48,6 +48,9 @@ class ServeConfig:
     """Name of the model in answers; empty for that of its directory."""
     follow_s: float = 0.0
     """Seconds between checks for a newer checkpoint of the run; 0 keeps the first one."""
+    enforce_formats: bool = True
+    """Whether answers are held to the form that a request names (`response_format`, `strict` tools). If not, the
+    header `X-Not-Applied` of an answer says so."""
     limits: ServerLimits = field(default_factory=ServerLimits)
     """Limits of the server."""
 
@@ -93,7 +96,8 @@ def serve(options: ServeConfig, policy: PolicyModel, sampler: Sampler, token: st
     def make(deliver: Callable[..., Any]) -> Endpoint:
         loop = SamplingLoop(sampler.engine, weights, deliver, duty)
         name = options.name or Path(options.model).name
-        return Endpoint(sampler.chat, loop, name=name, token=token, limits=options.limits)
+        formats = options.enforce_formats
+        return Endpoint(sampler.chat, loop, name=name, token=token, limits=options.limits, enforce_formats=formats)
 
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

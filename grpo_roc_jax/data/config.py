@@ -49,8 +49,8 @@ class DataConfig:
 
     sources: tuple[str, ...] = ("world:products:1", "world:gcd:1", "world:powmod:1")
     """Training sources: `world:FAMILY:LEVEL` (generated), paths of .jsonl or .parquet files,
-    `hub:OWNER/NAME@REVISION:CONFIG:SPLIT` (the last two may be left out), or `verifiers:TASKSET`, with settings as
-    `verifiers:TASKSET?NAME=VALUE&NAME=VALUE`."""
+    `hub:OWNER/NAME@REVISION:CONFIG:SPLIT` (the last two may be left out), `verifiers:TASKSET`, with settings as
+    `verifiers:TASKSET?NAME=VALUE&NAME=VALUE`, or `harbor:DIR`, task directories of Harbor."""
     weights: tuple[Positive, ...] = ()
     """Share of each source in a batch, in the order of `sources`; empty: equal shares."""
     world_problems: Count = 0

@@ -30,6 +30,8 @@ DRAWS_A_PROBLEM = 50
 """Draws from a world for each held-out problem; so many are needed only if the world is nearly exhausted."""
 TASKSET_PREFIX = "verifiers:"
 """Prefix of the id of a taskset of the library verifiers."""
+HARBOR_PREFIX = "harbor:"
+"""Prefix of a directory with task directories of Harbor."""
 
 
 class Notes(list[str]):
@@ -327,6 +329,11 @@ def _load(source: str, config: DataConfig, notes: list[str]) -> list[Problem]:
                 source.removeprefix(TASKSET_PREFIX)
             )
         )
+        notes.append(f"{source}: {len(tasks)} tasks")
+        return tasks
+    if source.startswith(HARBOR_PREFIX):
+        module = adapter("contrib.environments.harbor_tasks", "harbor")
+        tasks = list(module.harbor_problems(source.removeprefix(HARBOR_PREFIX)))
         notes.append(f"{source}: {len(tasks)} tasks")
         return tasks
     load = load_hub if source.startswith(HUB_PREFIX) else load_problems

@@ -1,8 +1,9 @@
 """Settings of environments: what answers the policy's turns, and where it runs."""
 
 import importlib
+import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import field
 from types import ModuleType
 from typing import Any, Literal
@@ -74,6 +75,11 @@ class EnvironmentKind(Axis, axis="environment"):
     """What answers the policy's turns."""
 
     other = "class"
+
+    @property
+    def agents(self) -> "Mapping[str, AgentKind]":
+        """Agents that ask the policy over HTTP, by the name that `name_for` gives; empty without."""
+        return {}
 
     def factories(self) -> Factories:
         """What makes environments; empty where tools alone answer the policy.
@@ -160,13 +166,18 @@ class EnvironmentByRow(OwnEnvironments):
 
     classes: tuple[str, ...] = field(kw_only=True)
     """`name=path` of each, with a path as of kind `class`, or `name={kind: mcp, ...}` with another kind and its
-    settings; host, deadline and retries are those of `by_row`. The policy is offered the tools of all. `data.weights`
-    says how often each source is drawn."""
+    settings; host, deadline and retries are those of `by_row`, but an agent has its own. The policy is offered the
+    tools of all classes; agents offer their own. `data.weights` says how often each source is drawn."""
 
     def __post_init__(self) -> None:
         if not all(name and path for name, _, path in self._parts) or not 0 < len(self.classes) == len(self._names):
             raise ValueError(f"environment.classes = {self.classes!r}; must be name=path for each class, names once")
-        _ = self._others  # what they hold is checked at once
+        listens = {(agent.address, agent.port) for agent in self.agents.values()}  # what they hold is checked at once
+        if len(listens) > 1:
+            raise ValueError(
+                f"environment.classes: agents with {len(listens)} addresses ({sorted(listens)}); they share one "
+                "endpoint, so give all the same address and port"
+            )
 
     @property
     def _parts(self) -> list[tuple[str, str, str]]:
@@ -181,20 +192,25 @@ class EnvironmentByRow(OwnEnvironments):
         return {name: path for name, _, path in self._parts if not path.startswith("{")}
 
     @property
-    def _others(self) -> dict[str, Hosted]:
+    def _others(self) -> "dict[str, Hosted | AgentKind]":
         """Those of other kinds, by name."""
         return {name: self._read(name, text) for name, _, text in self._parts if text.startswith("{")}
 
-    def _read(self, name: str, text: str) -> Hosted:
+    @property
+    def agents(self) -> "Mapping[str, AgentKind]":
+        return {name: other for name, other in self._others.items() if isinstance(other, AgentKind)}
+
+    def _read(self, name: str, text: str) -> "Hosted | AgentKind":
         where = f"environment.classes {name}"
         given = parse_yaml(text, where)
-        shared = {one: getattr(self, one) for one in fields_of(Hosted)}
+        chosen = EnvironmentKind.kinds.get(str(given.get("kind")), Hosted)
+        shared = {one: getattr(self, one) for one in fields_of(Hosted)} if issubclass(chosen, Hosted) else {}
         if both := sorted(given.keys() & shared.keys()):
             raise ValueError(f"{where} sets {both[0]}, which is that of by_row; set it there")
-        chosen = EnvironmentKind.kinds.get(str(given.get("kind")), Hosted)
-        if not issubclass(chosen, Hosted) or issubclass(chosen, OwnEnvironments):
+        if not issubclass(chosen, Hosted | AgentKind) or issubclass(chosen, OwnEnvironments):
             raise ValueError(
-                f"{where} is kind {chosen.kind}; must be mcp, openenv or verifiers, or the path of a class"
+                f"{where} is kind {chosen.kind}; must be agent, mcp, openenv, verifiers or harbor, or the path of a "
+                "class"
             )
         try:
             return EnvironmentKind.read({**given, **shared})
@@ -203,9 +219,9 @@ class EnvironmentByRow(OwnEnvironments):
             raise ValueError(f"{where} = {text}: {first}") from None
 
     def factories(self) -> Factories:
-        others = {name: choice.factories()[""] for name, choice in self._others.items()}
-        own = super().factories()
-        return {name: own[name] if name in own else others[name] for name in self._names}
+        hosted = {name: choice for name, choice in self._others.items() if isinstance(choice, Hosted)}
+        made = super().factories() | {name: choice.factories()[""] for name, choice in hosted.items()}
+        return {name: made[name] for name in self._names if name in made}
 
     def name_for(self, problem: Problem) -> str:
         name = problem.extra.get("environment", problem.source)
@@ -259,9 +275,92 @@ class EnvironmentOpenEnv(Hosted):
         return {"": adapter("contrib.environments.openenv_server", self.kind).openenv_class(self)}
 
 
+@settings
+class AgentKind(EnvironmentKind):
+    """An agent for each rollout that asks the policy over HTTP, as it would ask OpenAI's API; needs the extra
+    `serve`."""
+
+    host: Host = field(default_factory=HostThreads)
+    """Where functions run."""
+    timeout_s: Positive = 300.0
+    """Seconds for a rollout; one that takes longer is ended with stop `deadline`."""
+    trained: tuple[str, ...] = ()
+    """Which of several agents train: names that their requests give as `model`, or in the header `X-Agent`. What the
+    others sampled is context. Empty: all."""
+    at_once: AtLeast1 = 64
+    """Rollouts that run at a time."""
+    on_failure: OnFailure = "zero"
+    """What becomes of a rollout whose agent got answers and then failed, as one does that cannot read an answer.
+    `zero`: it ends with stop `failed` and scores 0. `drop`: it leaves its group as an infrastructure failure, as every
+    agent does that asked nothing, was killed by someone else, or was told of a fault of the server."""
+    address: str = "127.0.0.1"
+    """Address that the endpoint listens on, which agents are told. Another one than loopback lets agents of other
+    machines in, with the token of the variable `GRPO_SERVE_TOKEN`; `0.0.0.0` listens on all addresses, and agents are
+    told the name of the machine."""
+    port: Count = 0
+    """Port of the endpoint; 0 takes a free one."""
+
+    @property
+    def agents(self) -> "Mapping[str, AgentKind]":
+        return {"": self}
+
+    def rollout(self) -> "AgentFunction | None":
+        """The function of a rollout; None if it is a program.
+
+        Raises:
+            ValueError: There is none, or it cannot be used.
+        """
+        return None
+
+
+AgentFunction = Callable[[Mapping[str, Any], str, str], Awaitable[Any]]
+"""(columns of the problem, base URL, API key) -> its numbers, as a program writes them, or None for none."""
+
+
+@kind("agent")
+class AgentCommand(AgentKind):
+    """A program or a function for each rollout.
+
+    A program finds the policy in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, or `ANTHROPIC_BASE_URL` and
+    `ANTHROPIC_API_KEY`, and the columns of the problem as JSON on its standard input. Its reward is what it writes to
+    the file descriptor that `GRPO_REWARD_FD` names: a number, or an object with `reward`, `calls` (rewards of single
+    calls) and further numbers by name. What it prints is not read, since the policy may have written it.
+    """
+
+    command: str = ""
+    """Words of the program; `{prompt}` stands for that of the problem, `{base_url}` and `{api_key}` for what the
+    variables hold."""
+    function: str = ""
+    """In place of a program: `async def rollout(row, base_url, api_key)` as `package.module:rollout` or
+    `file.py:rollout`, called for each rollout with the columns of the problem. It returns its reward as a program
+    writes it. What it imports is imported once for each thread, process or actor of `host`, so a rollout costs what its
+    calls cost; whatever takes long must be awaited."""
+    warm: bool = True
+    """Whether a Python program (`python file.py ...` or `python -m module ...`) is forked, for each rollout, from a
+    process of its interpreter that has imported the installed packages which it uses. A program that needs a process of
+    its own from the start sets it to false."""
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.function):
+            both = "both command and function" if self.command else "neither command nor function"
+            raise ValueError(f"environment agent has {both}; name one: a program, or an `async def` of one's own")
+        if self.command and not isinstance(self.host, HostThreads):
+            raise ValueError(f"environment.host {self.host.kind} with a command, which is a process; leave host out")
+
+    def rollout(self) -> AgentFunction | None:
+        function = resolve("environment.function", self.function)
+        if function is not None and not inspect.iscoroutinefunction(function):
+            raise ValueError(
+                f"environment.function = {self.function!r} is no coroutine; must be `async def rollout(row, base_url, "
+                "api_key)`"
+            )
+        return function
+
+
 @kind("verifiers")
-class EnvironmentVerifiers(Hosted):
-    """A taskset of verifiers; needs the extra `verifiers`. `data.sources verifiers:TASKSET` has its problems."""
+class EnvironmentVerifiers(AgentKind):
+    """A taskset of verifiers, whose harness asks the policy over HTTP; needs the extras `verifiers` and `serve`.
+    `data.sources verifiers:TASKSET` has its problems."""
 
     taskset: str = field(kw_only=True)
     """Id of the taskset: an importable module, or one of those that come with verifiers. `ID?NAME=VALUE&NAME=VALUE` has
@@ -272,42 +371,35 @@ class EnvironmentVerifiers(Hosted):
     """Where the harness runs programs: `subprocess` on this host, `docker`, or another one that verifiers has."""
     settings: tuple[str, ...] = ()
     """Further settings of its environment, `NAME=VALUE` with dots in NAME, such as `agent.harness.max_turns=4`."""
+    on_failure: OnFailure = "drop"
+    """As of kind agent; an episode with errors is dropped unless `zero` says that it scores 0."""
 
-    def factories(self) -> Factories:
-        return {"": adapter("contrib.environments.verifiers_tasks", self.kind).verifiers_class(self)}
+    def rollout(self) -> AgentFunction:
+        return adapter("contrib.environments.verifiers_tasks", self.kind).rollout_function(self)
 
 
-@kind("agent")
-class AgentCommand(EnvironmentKind):
-    """A program or a function for each rollout that asks the policy over HTTP, as it would ask OpenAI's API; needs the
-    extra `serve`.
+@kind("harbor")
+class EnvironmentHarbor(Hosted):
+    """Task directories of Harbor: the policy has the tool `bash`, and the tests of the task pay at the end.
+    `data.sources harbor:DIR` has their problems."""
 
-    A program finds the policy in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, or `ANTHROPIC_BASE_URL` and
-    `ANTHROPIC_API_KEY`, and the columns of the problem as JSON on its standard input. Its reward is what it writes to
-    the file descriptor that `GRPO_REWARD_FD` names: a number, or an object with `reward`, `calls` (rewards of single
-    calls) and further numbers by name. What it prints is not read, since the policy may have written it.
-    """
-
-    command: str = ""
-    """Words of the program; `{prompt}` stands for that of the problem."""
-    function: str = ""
-    """In place of a program: `async def rollout(row, base_url, api_key)` as `package.module:rollout` or
-    `file.py:rollout`, called for each rollout with the columns of the problem. It returns its reward as a program
-    writes it. All rollouts share one thread and one import of the file, so a rollout costs what its calls
-    cost; whatever takes long must be awaited."""
-    timeout_s: Positive = 300.0
-    """Seconds for a rollout; one that takes longer is ended with stop `deadline`."""
-    trained: tuple[str, ...] = ()
-    """Which of several agents train: names that their requests give as `model`, or in the header `X-Agent`. What the
-    others sampled is context. Empty: all."""
-    at_once: AtLeast1 = 64
-    """Rollouts that run at a time."""
-    on_failure: OnFailure = "zero"
-    """What becomes of a rollout whose program got answers and then failed, as one does that cannot read an answer.
-    `zero`: it ends with stop `failed` and scores 0. `drop`: it leaves its group as an infrastructure failure, as every
-    program does that asked nothing, was killed by someone else, or was told of a fault of the server."""
+    tasks: str = field(kw_only=True)
+    """A directory with task directories below it, or one of them: `instruction.md`, `task.toml`, `tests/test.sh` and
+    `environment/`."""
+    container: Literal["sandbox", "docker"] = "sandbox"
+    """Where commands and tests run: in the sandbox of this project, from level L3 on, with the programs of this machine
+    and without network; or in a container of the task's own image, without network, by the command `docker`."""
+    command_s: Positive = 30.0
+    """Seconds for one command. `timeout_sec` of a task bounds all of them together, and its tests."""
+    processes: AtLeast1 = 64
+    """Processes of a rollout in the sandbox."""
+    timeout_s: Positive = 900.0
+    """Seconds for a reset, a command, and the tests, which a task may give less. A late one of these is as for the
+    other kinds."""
 
     def __post_init__(self) -> None:
-        if bool(self.command) == bool(self.function):
-            both = "both command and function" if self.command else "neither command nor function"
-            raise ValueError(f"environment agent has {both}; name one: a program, or an `async def` of one's own")
+        if self.command_s > self.timeout_s:
+            raise ValueError(f"environment.command_s = {self.command_s:g}; must be at most timeout_s")
+
+    def factories(self) -> Factories:
+        return {"": adapter("contrib.environments.harbor_tasks", self.kind).harbor_class(self)}

@@ -37,11 +37,17 @@ class EpisodeSettings:
     """Classes and functions passed by the caller, by their paths."""
     tools: ToolsConfig = field(default_factory=ToolsConfig)
     """For the wording of results."""
+    repeats: bool = True
 
     def find(self) -> Factories:
         """What makes environments. Raises ValueError as `EnvironmentKind.factories` does."""
         with given(self.passed):
             return self.choice.factories()
+
+    def prepare(self) -> "tuple[Callable[[], Episode], bool]":
+        """(what makes an episode, whether it opens without any code of the user's)."""
+        factories = self.find()
+        return lambda: Episode(self, factories), opens_at_once(factories)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Episodes:
         """Those that the environments run."""
         self.shared = frozenset(shared)
         """Names of tools whose calls the executor runs."""
-        self._host = make_host(choice, settings)
+        self._host = make_host(choice.host, settings)
         self._arrived: queue.SimpleQueue[tuple[str, int, Future[Answer]]] = queue.SimpleQueue()
         self._awaited: dict[str, tuple[int, float]] = {}
         """Key -> number of its last operation, and when that counts as lost."""

@@ -1,5 +1,8 @@
 """Where episodes live: in this process, in processes of their own, or in Ray actors, under one interface.
 
+What an episode is, its settings say: that of an environment (`episode.EpisodeSettings`), or the rollout of an agent's
+function (`serving.agent_functions.FunctionSettings`).
+
 `python -m grpo_roc_jax.environments.hosts FD` is such a process: it reads operations from a connection, runs them side
 by side, and writes their answers as they end.
 """
@@ -12,20 +15,33 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pickle import PicklingError
 from typing import Any, Protocol
 
-from grpo_roc_jax.environments.config import HostActors, Hosted, HostProcesses
-from grpo_roc_jax.environments.episode import Answer, Episode, EpisodeSettings, opens_at_once
+from grpo_roc_jax.environments.config import Host, HostActors, HostProcesses
+from grpo_roc_jax.environments.episode import Answer
 from grpo_roc_jax.environments.failure import plain_failure
 
 
 class HostLost(ConnectionError):
     """The process that held an episode is gone."""
+
+
+class HeldSettings(Protocol):
+    """What a host makes its episodes from; sent to the processes that hold them."""
+
+    passed: Mapping[str, Callable[..., Any]]
+    """Classes and functions passed by the caller, by their paths."""
+    repeats: bool
+    """Whether Ray may run an operation again whose actor was lost."""
+
+    def prepare(self) -> tuple[Callable[[], Any], bool]:
+        """(what makes an episode, whether its `open` runs no code of the user's). An episode has a coroutine function
+        for each operation, `never_waits(operation, arguments)`, and `release`, which gives up what it holds."""
 
 
 class EpisodeHost(Protocol):
@@ -44,10 +60,9 @@ class EpisodeHost(Protocol):
 class ThreadHost:
     """Episodes in this process."""
 
-    def __init__(self, settings: EpisodeSettings):
-        self._settings, self._factories = settings, settings.find()
-        self._opens_at_once = opens_at_once(self._factories)
-        self._episodes: dict[str, Episode] = {}
+    def __init__(self, settings: HeldSettings):
+        self._make, self._opens_at_once = settings.prepare()
+        self._episodes: dict[str, Any] = {}
         self._last: dict[str, Future[Answer]] = {}
         """Operations that the loop runs, the last one of each episode."""
         self._loop = asyncio.new_event_loop()
@@ -82,7 +97,7 @@ class ThreadHost:
     async def _run(self, key: str, operation: str, arguments: tuple) -> Answer:
         if operation == "open":
             self._drop(key)
-            self._episodes[key] = Episode(self._settings, self._factories)
+            self._episodes[key] = self._make()
         episode = self._episodes.get(key) if operation != "end" else self._episodes.pop(key, None)
         if episode is None:
             return Answer(failure=plain_failure("its process", "the environment is gone: its process ended"))
@@ -108,7 +123,7 @@ def end_group(program: subprocess.Popen) -> None:
 class _Worker:
     """A process with episodes; `pending` holds what it has not answered."""
 
-    def __init__(self, settings: EpisodeSettings):
+    def __init__(self, settings: HeldSettings):
         own, other = socket.socketpair()
         command = [sys.executable, "-m", __name__, str(other.fileno())]
         path = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))  # what the caller can import, it can
@@ -179,7 +194,7 @@ class _Worker:
 class ProcessHost:
     """Episodes spread over processes, each of which is replaced if it ends."""
 
-    def __init__(self, settings: EpisodeSettings, workers: int):
+    def __init__(self, settings: HeldSettings, workers: int):
         self._settings, self._mutex = settings, threading.Lock()
         self._workers = [self._start() for _ in range(workers)]
         self._homes: dict[str, int] = {}
@@ -213,12 +228,13 @@ class _ActorWorker:
 
     lost = False
 
-    def __init__(self, settings: EpisodeSettings, cpus: float):
+    def __init__(self, settings: HeldSettings, cpus: float):
         import ray
 
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=False)
-        options = {"num_cpus": cpus, "max_concurrency": 1024, "max_restarts": -1, "max_task_retries": 3}
+        retries = 3 if settings.repeats else 0
+        options = {"num_cpus": cpus, "max_concurrency": 1024, "max_restarts": -1, "max_task_retries": retries}
         self._ray, self._actor = ray, ray.remote(HostActor).options(**options).remote(settings)
 
     def call(self, *words: Any) -> "Future[Answer]":
@@ -232,7 +248,7 @@ class _ActorWorker:
 class HostActor:
     """The part that runs in the actor's process."""
 
-    def __init__(self, settings: EpisodeSettings):
+    def __init__(self, settings: HeldSettings):
         self._host = ThreadHost(settings)
 
     def call(self, key: str, operation: str, arguments: tuple) -> Answer:
@@ -243,7 +259,7 @@ class HostActor:
 class ActorHost(ProcessHost):
     """Episodes spread over Ray actors."""
 
-    def __init__(self, settings: EpisodeSettings, workers: int, cpus: float):
+    def __init__(self, settings: HeldSettings, workers: int, cpus: float):
         self._cpus = cpus
         super().__init__(settings, workers)
 
@@ -251,12 +267,12 @@ class ActorHost(ProcessHost):
         return _ActorWorker(self._settings, self._cpus)
 
 
-def make_host(choice: Hosted, settings: EpisodeSettings) -> EpisodeHost:
+def make_host(choice: Host, settings: HeldSettings) -> EpisodeHost:
     """The host that a configuration names."""
-    if isinstance(choice.host, HostActors):
-        return ActorHost(settings, choice.host.workers, choice.host.cpus)
-    if isinstance(choice.host, HostProcesses):
-        return ProcessHost(settings, choice.host.workers)
+    if isinstance(choice, HostActors):
+        return ActorHost(settings, choice.workers, choice.cpus)
+    if isinstance(choice, HostProcesses):
+        return ProcessHost(settings, choice.workers)
     return ThreadHost(settings)
 
 

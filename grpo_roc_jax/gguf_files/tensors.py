@@ -46,6 +46,15 @@ _GEMMA_LAYER = _LAYER | {
 }
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 
+_BLOCKS = {
+    8: ("int8", ("scales", "codes")),
+    2: ("int4", ("scales", "codes")),
+    3: ("uint4", ("scales", "offsets", "codes")),
+}
+"""Type -> (kind of a `QuantizedWeight`, parts of a block in order) of the formats whose blocks of 32 numbers are used
+as they are: Q8_0, Q4_0 and Q4_1. Scales and offsets are float16."""
+_BLOCK = 32
+
 ROTARY_FACTORS = "rope_freqs.weight"
 """A tensor that rescales the rotary frequencies; `config.py` reads it."""
 
@@ -83,6 +92,21 @@ class GgufTensor:
         """Dtype of the numbers after unpacking."""
         return np.dtype(np.float32)
 
+    @property
+    def blocks(self) -> tuple[str, int] | None:
+        """(kind of a `QuantizedWeight`, numbers of a row that share a scale) of a format that is used as it is."""
+        return (_BLOCKS[self.type_id][0], _BLOCK) if self.type_id in _BLOCKS else None
+
+    def block_parts(self) -> dict[str, "GgufPart"]:
+        """Codes, scales and, if there are any, offsets of such a format, as tensors [rows, numbers or blocks of a
+        row]."""
+        rows, width = self.shape
+        shapes = {part: (rows, width if part == "codes" else width // _BLOCK) for part in _BLOCKS[self.type_id][1]}
+        return {
+            part: GgufPart(self.file, self.name, self.type_id, shape, self.offset, self.heads, part=part, width=width)
+            for part, shape in shapes.items()
+        }
+
     def read(self, index: Sequence[slice], out: np.ndarray) -> None:
         """Fills `out` with the slice, cast to its dtype; unpacks about 1 MiB of numbers at a time.
 
@@ -114,13 +138,42 @@ class GgufTensor:
     def _rows(self, rows: np.ndarray) -> np.ndarray:
         """Rows of the file as float32; a vector is one row."""
         gguf = library()
-        kind = gguf.GGMLQuantizationType(self.type_id)
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        width = self.shape[-1] // block * size
-        count = math.prod(self.shape[:-1])
-        stored = np.memmap(self.file, np.uint8, "r", self.offset, (count, width))
-        numbers = gguf.dequantize(np.ascontiguousarray(stored[rows]), kind)
+        numbers = gguf.dequantize(self._stored(rows, self.shape[-1]), gguf.GGMLQuantizationType(self.type_id))
         return numbers + np.float32(self.shift) if self.shift else numbers
+
+    def _stored(self, rows: np.ndarray, numbers: int) -> np.ndarray:
+        """The bytes of rows of so many numbers."""
+        gguf = library()
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(self.type_id)]
+        shape = (math.prod(self.shape[:-1]), numbers // block * size)
+        return np.ascontiguousarray(np.memmap(self.file, np.uint8, "r", self.offset, shape)[rows])
+
+
+@dataclass(frozen=True)
+class GgufPart(GgufTensor):
+    """The codes, the scales or the offsets of a tensor in blocks."""
+
+    part: str = ""
+    width: int = 0
+    """Numbers in a row of the tensor."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        if self.part != "codes":
+            return np.dtype(np.float16)
+        return np.dtype(np.int8 if _BLOCKS[self.type_id][0] == "int8" else np.uint8)
+
+    def _rows(self, rows: np.ndarray) -> np.ndarray:
+        kind, parts = _BLOCKS[self.type_id]
+        stored = self._stored(rows, self.width).reshape(len(rows), self.width // _BLOCK, -1)
+        if self.part != "codes":
+            first = 2 * parts.index(self.part)
+            return np.ascontiguousarray(stored[:, :, first : first + 2]).view(np.float16)[:, :, 0]
+        codes = stored[:, :, 2 * (len(parts) - 1) :]
+        if kind == "int8":
+            return codes.view(np.int8).reshape(len(rows), -1)
+        # A byte has a code of each half of the block.
+        return np.concatenate([codes & 15, codes >> 4], axis=2).reshape(len(rows), -1)
 
 
 def published_tensors(header: Header) -> dict[str, GgufTensor]:

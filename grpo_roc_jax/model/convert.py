@@ -18,8 +18,17 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from grpo_roc_jax.gguf_files.folder import PACKAGE, gguf_tensors, is_gguf, open_gguf
 from grpo_roc_jax.gguf_files.tensors import GgufTensor
+from grpo_roc_jax.model.bitsandbytes_io import Nf4Tensor, join_parts
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.families import Family, Layout, TensorRule, find_family, rules, text_part
+from grpo_roc_jax.model.low_precision import (
+    MATRICES,
+    QuantizedWeight,
+    pack,
+    quantize,
+    split_quantized,
+    summed_axes,
+)
 from grpo_roc_jax.model.published import note, read_config
 from grpo_roc_jax.model.safetensors_io import (
     CheckpointError,
@@ -36,7 +45,7 @@ from grpo_roc_jax.settings.options import as_text
 from grpo_roc_jax.settings.progress import Phase, phase
 from grpo_roc_jax.shapes import Array
 
-AnyTensor = Tensor | GgufTensor
+AnyTensor = Tensor | GgufTensor | Nf4Tensor
 
 LEFT_OUT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..*|mtp\..*")
 """Tensors that do not belong to the text model: those of vision, and of multi-token prediction."""
@@ -147,6 +156,7 @@ def load_params(
     *,
     dtype: jnp.dtype = jnp.float32,
     stacked: bool = True,
+    bits: int = 16,
 ) -> Params:
     """The parameters of a published checkpoint.
 
@@ -156,6 +166,7 @@ def load_params(
         shardings: In the structure of stacked parameters (`sharding.param_shardings`); None for the first device.
         dtype: Dtype of the arrays.
         stacked: Stack the layers on a leading axis (training); otherwise they are a tuple of dicts.
+        bits: Of the matrices of the layers, if these are not stacked; see `LowRank.base_bits`.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or of another shape; the message names all of them.
@@ -164,7 +175,7 @@ def load_params(
     table = rules(find_family(read_published(folder)), config)
     check_tensors(tensors, table, config, folder)
     with phase(f"loading {folder.name}") as loading:
-        return _load(tensors, table, config, partial(_sharding_of, shardings), dtype, stacked, loading)
+        return _load(tensors, table, config, partial(_sharding_of, shardings), dtype, stacked, loading, bits)
 
 
 def _load(
@@ -175,6 +186,7 @@ def _load(
     dtype: jnp.dtype,
     stacked: bool,
     loading: Phase,
+    bits: int = 16,
 ) -> Params:
     """`load_params` for checked tensors. `sharding_of` returns the sharding of a leaf."""
     params: Params = {"layers": {}}
@@ -189,6 +201,9 @@ def _load(
         else:
             sharding, shape = sharding_of("layers", rule.leaf), _leaf_shape(rule, config)
             places = layers_with(rule.leaf, config)
+            if bits < 16 and rule.leaf in MATRICES:
+                params["layers"][rule.leaf] = _read_quantized(tensors, rule, config, _of_layer(sharding), places, bits)
+                continue
             layers = _read_layers(read, shape, sharding, places, dtype)
             stacked_shape = (len(places), *shape)
             params["layers"][rule.leaf] = _stack(layers, stacked_shape, dtype, sharding) if stacked else tuple(layers)
@@ -201,7 +216,7 @@ def read_text_tensors(folder: Path) -> dict[str, AnyTensor]:
     """The tensors of a directory by name. For a vision-language model these are the tensors of the text part, under the
     names of a text model; a note lists the tensors left out."""
     tensors = gguf_tensors(folder)
-    tensors = read_directory(folder) if tensors is None else tensors
+    tensors = join_parts(read_directory(folder)) if tensors is None else tensors
     text_tensors = {_text_name(name): tensor for name, tensor in tensors.items() if not LEFT_OUT.fullmatch(name)}
     if len(text_tensors) < len(tensors):
         dropped = [name for name in tensors if LEFT_OUT.fullmatch(name)]
@@ -274,17 +289,23 @@ def _read_leaf(
     tensors: Mapping[str, AnyTensor], rule: TensorRule, config: ModelConfig, dtype: np.dtype, layer: int, index: tuple
 ) -> np.ndarray:
     """Slice `index` of one leaf of one layer, in the layout of the parameters."""
-    layout = Layout(rule, config)
     sizes = _leaf_shape(rule, config)
     out = np.empty([len(range(*cut.indices(size))) for cut, size in zip(index, sizes, strict=True)], dtype)
+    return _read_slice(lambda name: tensors[name], rule, Layout(rule, config), layer, index, out)
+
+
+def _read_slice(
+    tensor: Callable[[str], AnyTensor], rule: TensorRule, layout: Layout, layer: int, index: tuple, out: np.ndarray
+) -> np.ndarray:
+    """Fills `out` with slice `index` of a leaf of one layer, out of the tensors of these names."""
     if "{expert}" not in rule.name:
         name, published = rule.name.format(layer=layer), out.transpose(layout.permutation)
         for source, target in layout.pieces(index):
-            tensors[name].read(source, published[target])
+            tensor(name).read(source, published[target])
         return out
-    for i, expert in enumerate(range(*index[0].indices(config.experts.count))):
-        name = rule.name.format(layer=layer, expert=expert)
-        tensors[name].read(layout.published_index(index[1:]), out[i].transpose(layout.permutation))
+    for i in range(len(out)):
+        name = rule.name.format(layer=layer, expert=(index[0].start or 0) + i)
+        tensor(name).read(layout.published_index(index[1:]), out[i].transpose(layout.permutation))
     return out
 
 
@@ -300,10 +321,114 @@ def _read_layers(
     read: Callable, shape: tuple[int, ...], sharding: Sharding, layers: Sequence[int], dtype: jnp.dtype
 ) -> Iterator[Array]:
     """These layers of a leaf, one by one; `sharding` is that of the stacked leaf."""
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    sharding = _of_layer(sharding)
     for layer in layers:
         yield jax.make_array_from_callback(shape, sharding, partial(read, layer), dtype=dtype)
+
+
+def _of_layer(sharding: Sharding) -> Sharding:
+    """The sharding of a layer, from that of the stacked leaf."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+
+def _read_quantized(
+    tensors: Mapping[str, AnyTensor],
+    rule: TensorRule,
+    config: ModelConfig,
+    sharding: Sharding,
+    layers: Sequence[int],
+    bits: int,
+) -> tuple[QuantizedWeight, ...]:
+    """These layers of a matrix in fewer bits. One layer at a time is on the devices in float32.
+
+    Args:
+        tensors: The tensors of the checkpoint.
+        rule: Of the leaf.
+        config: Configuration of the model.
+        sharding: Of the matrix of a layer.
+        layers: Those that have the leaf.
+        bits: 8 or 4.
+    """
+    shape = _leaf_shape(rule, config)
+    names = [name for layer in layers for name in _names(rule, config, layer)]
+    formats = {tensors[name].blocks for name in names}
+    stored = next(iter(formats)) if len(formats) == 1 else None
+    layout = Layout(rule, config).blocked(stored[1]) if stored else None
+    if stored and layout and (8 if stored[0] == "int8" else 4) == bits:
+        like = _like_blocks(tensors[names[0]], shape, layout, summed_axes(rule.leaf, len(shape)), stored[0])
+        read = partial(_read_blocks, tensors, rule, config, layout, like, sharding)
+        return tuple(read(layer) for layer in layers)
+    if kinds := sorted({kind[0] for kind in formats if kind}):
+        note(f"matrices are stored in {', '.join(kinds)}; lora.base_bits = {bits} rounds their numbers again")
+    round_off = _rounding(rule.leaf, shape, bits, sharding)
+    read = partial(_read_leaf, tensors, rule, config, np.dtype(np.float32))
+    parts = (jax.make_array_from_callback(shape, sharding, partial(read, i), dtype=np.float32) for i in layers)
+    return tuple(round_off(part) for part in parts)
+
+
+def _names(rule: TensorRule, config: ModelConfig, layer: int) -> list[str]:
+    """The tensors that make up a leaf of a layer."""
+    experts = range(config.experts.count if "{expert}" in rule.name else 1)
+    return [rule.name.format(layer=layer, expert=expert) for expert in experts]
+
+
+def _like_blocks(
+    tensor: AnyTensor, shape: tuple[int, ...], layout: Layout, axes: tuple[int, ...], kind: str
+) -> QuantizedWeight:
+    """Shapes of a matrix whose blocks stay as they are stored."""
+    parts = tensor.block_parts()
+    sizes = (*shape[: len(shape) - len(layout.shape)], *layout.shape)
+    scales = jax.ShapeDtypeStruct(sizes, parts["scales"].dtype)
+    offsets = scales if "offsets" in parts else None
+    if kind == "int8":
+        return QuantizedWeight(jax.ShapeDtypeStruct(shape, jnp.int8), scales, offsets)
+    axis = axes[-1]
+    packed = (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
+    return QuantizedWeight(jax.ShapeDtypeStruct(packed, jnp.uint8), scales, offsets, kind, axis)
+
+
+def _read_blocks(
+    tensors: Mapping[str, AnyTensor],
+    rule: TensorRule,
+    config: ModelConfig,
+    layout: Layout,
+    like: QuantizedWeight,
+    sharding: Sharding,
+    layer: int,
+) -> QuantizedWeight:
+    """A matrix of a layer in the numbers that are stored."""
+    places = split_quantized(sharding, like) if isinstance(sharding, NamedSharding) else None
+
+    def read(part: str, index: tuple) -> np.ndarray:
+        shape, dtype = getattr(like, part).shape, getattr(like, part).dtype
+        bounds = [cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True)]
+        packed = part == "codes" and like.kind != "int8"
+        if packed:
+            bounds[like.axis] = tuple(2 * bound for bound in bounds[like.axis])
+        out = np.empty([last - first for first, last in bounds], dtype)
+        whole = Layout(rule, config) if part == "codes" else layout
+        slices = tuple(slice(*bound) for bound in bounds)
+        _read_slice(lambda name: tensors[name].block_parts()[part], rule, whole, layer, slices, out)
+        return pack(out, like.axis) if packed else out
+
+    def array(part: str) -> Array | None:
+        leaf = getattr(like, part)
+        if leaf is None:
+            return None
+        place = sharding if places is None else getattr(places, part)
+        return jax.make_array_from_callback(leaf.shape, place, partial(read, part), dtype=leaf.dtype)
+
+    return like.replace(**{part: array(part) for part in ("codes", "scales", "offsets")})
+
+
+@lru_cache
+def _rounding(leaf: str, shape: tuple[int, ...], bits: int, sharding: Sharding) -> Callable[[Array], QuantizedWeight]:
+    function = partial(quantize, axes=summed_axes(leaf, len(shape)), bits=bits)
+    like = jax.eval_shape(function, jax.ShapeDtypeStruct(shape, jnp.float32))
+    places = split_quantized(sharding, like) if isinstance(sharding, NamedSharding) else sharding
+    return jax.jit(function, out_shardings=places)
 
 
 def _stack(layers: Iterator[Array], shape: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding) -> Array:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.fusion import unfused
+from grpo_roc_jax.model.low_precision import grouped_product
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
 GROUPED_FLAG = "xla_gpu_experimental_use_ragged_dot_fusion"
@@ -170,9 +171,9 @@ def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array 
     sizes = jnp.bincount(chosen, length=here + 1)[:here].astype(jnp.int32)
     source = order // config.experts.per_token
     copies = tokens[source]
-    gate = jax.lax.ragged_dot(copies, weights["w_gate"], sizes)
-    up = jax.lax.ragged_dot(copies, weights["w_up"], sizes)
-    out = jax.lax.ragged_dot(activate(gate, config) * up, weights["w_down"], sizes, preferred_element_type=jnp.float32)
+    gate = grouped_product(copies, weights["w_gate"], sizes)
+    up = grouped_product(copies, weights["w_up"], sizes)
+    out = grouped_product(activate(gate, config) * up, weights["w_down"], sizes, jnp.float32)
     out = jnp.where((jnp.arange(out.shape[0]) < jnp.sum(sizes))[:, None], out, 0.0)
     mixed = jnp.zeros((B * T, D), jnp.float32).at[source].add(out * shares.reshape(-1)[order][:, None])
     return mixed.reshape(B, T, D)

@@ -6,6 +6,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -328,6 +329,22 @@ class Layout:
         self.permutation = tuple(order.index(letter) for letter in split)
         """Axes of the leaf in the published order."""
         self._order, self._sizes, self._first = order, sizes, sum(before)
+
+    def blocked(self, block: int) -> "Layout | None":
+        """The layout of one number for each block of inputs of a row; None if blocks do not follow the dimensions."""
+        layout, left = copy(self), block
+        layout._sizes = dict(self._sizes)
+        for letter in reversed(self.groups[-1]):
+            size = self._sizes[letter]
+            factor = math.gcd(size, left)
+            if factor != min(size, left):
+                return None
+            layout._sizes[letter], left = size // factor, left // factor
+        if left > 1:
+            return None
+        layout.shape = tuple(layout._sizes[letter] for letter in self._order)
+        layout.published_shape = tuple(math.prod(layout._sizes[letter] for letter in group) for group in self.groups)
+        return layout
 
     def published_index(self, index: Sequence[slice]) -> list[slice]:
         """The slice of the published tensor that holds a slice of the leaf. Only the outer part of a merged dimension

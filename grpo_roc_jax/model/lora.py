@@ -18,6 +18,7 @@ import numpy as np
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.families import Family, Layout, rules
+from grpo_roc_jax.model.low_precision import plain, plain_layer
 from grpo_roc_jax.model.safetensors_io import CheckpointError, Planned, listed, read_header, write_file
 from grpo_roc_jax.model.transformer import Params, layer_shapes, layers_with
 from grpo_roc_jax.settings.files import read_json_object
@@ -65,6 +66,7 @@ class Lora(Axis, axis="lora"):
     """Whether low-rank additions are trained instead of the weights."""
 
     rank: ClassVar[int] = 0
+    base_bits: ClassVar[int] = 16
 
 
 @kind("none")
@@ -84,6 +86,12 @@ class LowRank(Lora):
     """Matrices that get an addition, by their published names. All linear ones learn best for their memory
     (arXiv:2305.14314). A model with experts takes those of attention only. `in_proj_*` and `out_proj` are those of
     recurrent layers (Qwen3.5)."""
+
+    base_bits: Literal[16, 8, 4] = 16
+    """Bits of the matrices of the frozen layers, in update and sampler. 16: the compute dtype. 8: int8 with a scale for
+    each output. 4: NF4 with a scale for each 64 inputs, 4.25 bits in all (QLoRA, arXiv:2305.14314). A published model
+    whose matrices are in so many bits keeps its numbers (GGUF Q8_0, Q4_0 and Q4_1; NF4 of bitsandbytes); any other is
+    rounded while it is loaded. Embedding and unembedding keep the compute dtype."""
 
     def __post_init__(self) -> None:
         if not self.targets or len(set(self.targets)) != len(self.targets):
@@ -171,16 +179,17 @@ def split_pairs(stacked: Params, names: Sequence[Container[str]]) -> tuple[Param
 
 
 def merge(base: Params, adapter: Params, lora: LowRank) -> Params:
-    """The merged weights W + (alpha / rank) A B, computed in float32 and returned in the dtype of W."""
+    """The merged weights W + (alpha / rank) A B, computed in float32 and returned in the dtype of W; where W is
+    quantized, in that of the embedding, like the other quantized matrices."""
 
     def merged(layer: Params, pairs: Params, batch: int) -> Params:
-        result = dict(layer)
+        result = plain_layer(layer, base["embed"].dtype)
         for leaf in (TARGETS[target][0] for target in lora.targets if TARGETS[target][0] in layer):
             weight, a, b = layer[leaf], pairs[f"{leaf}_lora_a"], pairs[f"{leaf}_lora_b"]
             product = partial(jnp.tensordot, axes=1)
             product = jax.vmap(product) if batch else product
             added = lora.scale * product(a, b)
-            result[leaf] = (weight.astype(jnp.float32) + added).astype(weight.dtype)
+            result[leaf] = (plain(weight, jnp.float32) + added).astype(result[leaf].dtype)
         return result
 
     layers, pairs = base["layers"], adapter["layers"]

@@ -1,19 +1,32 @@
-"""Keys, values and matrices in int8 or float8, with scales.
+"""Keys, values and matrices in fewer bits, with scales.
 
 A number x is stored as round(x / s), where s is the largest |x| among those that share the scale, divided by the
 largest number of the dtype. Keys and values have a scale for each token and head, matrices one for each output channel,
-so that a product with a matrix is scaled after the sum (LLM.int8, arXiv:2208.07339, sec. 2.1). Only the sampler
-computes so.
+so that a product with a matrix is scaled after the sum (LLM.int8, arXiv:2208.07339, sec. 2.1). Matrices in 4 bits are
+NF4: a scale for each block of 64 inputs, and 16 levels at quantiles of a normal distribution (QLoRA, arXiv:2305.14314,
+sec. 3 and appendix E).
+
+A `QuantizedWeight` stands where a matrix stood. It is dequantized inside the programs, one matrix at a time, and it has
+no gradient. The sampler may use matrices in int8, and so may the frozen weights of an adapter, or 4 bits.
 """
 
+import math
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import flax.struct
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_roc_jax.shapes import Array
 
 DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "w_qkv", "w_z", "w_out")
-"""Leaves of a layer that are stored in int8. `router`, the small matrices of recurrent layers and everything outside of
-the layers are not."""
+"""Leaves of a layer that are stored in fewer bits. `router`, the small matrices of recurrent layers and everything
+outside of the layers are not."""
 
 
 def rounded(x: Array, axes: int | tuple[int, ...], dtype: jnp.dtype) -> tuple[Array, Array]:
@@ -43,27 +56,249 @@ def exact(leaves: tuple[Array, ...], orders: tuple[str, ...], dtype: jnp.dtype) 
     )
 
 
-def summed_axes(name: str) -> tuple[int, ...]:
-    """The axes of a layer's matrix that a product with it sums over."""
+NF4_LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The 16 numbers of NF4 (arXiv:2305.14314, appendix E)."""
+
+BLOCK = 64
+"""Inputs that share a scale in 4 bits, or fewer where 64 does not divide their axis."""
+
+
+@flax.struct.dataclass
+class QuantizedWeight:
+    """A matrix in fewer bits. Its number at an index is number(code) * scale + offset, where number(code) depends on
+    `kind`: the code (`int8`, `uint4`), the code - 8 (`int4`), or its entry of `NF4_LEVELS` (`nf4`)."""
+
+    codes: Array
+    """int8 of the shape of the matrix, or uint8 with two codes of 4 bits: that of the even index in the lower half."""
+    scales: Array
+    """With the axes of the matrix. An axis may be shorter by a factor; so many consecutive indices share a scale."""
+    offsets: Array | None = None
+    """Like `scales`, or None for zeros."""
+    kind: str = flax.struct.field(pytree_node=False, default="int8")
+    axis: int = flax.struct.field(pytree_node=False, default=0)
+    """The axis along which codes of 4 bits share a byte."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        shape = self.codes.shape
+        return shape if self.kind == "int8" else (*shape[: self.axis], 2 * shape[self.axis], *shape[self.axis + 1 :])
+
+    @property
+    def ndim(self) -> int:
+        return len(self.codes.shape)
+
+    def plain(self, dtype: jnp.dtype) -> Array:
+        """The matrix in a floating dtype, computed in float32."""
+        numbers = self._numbers() * _spread(self.scales, self.shape)
+        numbers = numbers if self.offsets is None else numbers + _spread(self.offsets, self.shape)
+        return numbers.astype(dtype)
+
+    def _numbers(self) -> Array:
+        if self.kind == "int8":
+            return self.codes.astype(jnp.float32)
+        codes = jnp.stack([self.codes & 15, self.codes >> 4], self.axis + 1).reshape(self.shape)
+        if self.kind == "nf4":
+            return _levels(codes)
+        return codes.astype(jnp.float32) - (8.0 if self.kind == "int4" else 0.0)
+
+    def channels(self, inputs: int) -> Array | None:
+        """The scales of the outputs, if all inputs of an output share one, so that a product can be scaled after its
+        sum."""
+        by_channel = self.kind == "int8" and set(self.scales.shape[:inputs]) == {1}
+        return self.scales.reshape(self.shape[inputs:]) if by_channel else None
+
+
+def pack(codes: Any, axis: int) -> Any:
+    """uint8 with two codes of 4 bits each, of an array of JAX or NumPy."""
+    even, odd = (codes[(slice(None),) * axis + (slice(first, None, 2),)] for first in (0, 1))
+    return (even | odd << 4).astype(np.uint8)
+
+
+def is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, QuantizedWeight)
+
+
+def plain(leaf: Array | QuantizedWeight, dtype: jnp.dtype) -> Array:
+    """A matrix in a floating dtype, however it is stored."""
+    return leaf.plain(dtype) if isinstance(leaf, QuantizedWeight) else leaf.astype(dtype)
+
+
+def _levels(codes: Array) -> Array:
+    """NF4's number of each code. A tree of selections by the bits, since a lookup would gather element by element."""
+    levels = [jnp.float32(level) for level in NF4_LEVELS]
+    for bit in range(4):
+        upper = (codes >> bit) & 1 == 1
+        levels = [jnp.where(upper, high, low) for low, high in zip(levels[::2], levels[1::2], strict=True)]
+    return levels[0]
+
+
+def _spread(scales: Array, shape: tuple[int, ...]) -> Array:
+    """Scales, repeated along the axes that are shorter than those of the matrix."""
+    scales = scales.astype(jnp.float32)
+    for axis, (have, need) in enumerate(zip(scales.shape, shape, strict=True)):
+        if 1 < have < need:
+            scales = jnp.repeat(scales, need // have, axis, total_repeat_length=need)
+    return jnp.broadcast_to(scales, shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def product(x: Array, weight: QuantizedWeight, inputs: int, dtype: jnp.dtype | None, flat: bool) -> Array:
+    """`jnp.tensordot(x, weight, inputs)` without a gradient for the weight.
+
+    The backward pass dequantizes again, so that no matrix is kept in a floating dtype between the passes. Neither pass
+    dequantizes before its other operand is there (`_after`), which would have all layers in a floating dtype at once.
+
+    Args:
+        x: Ends with the axes that are summed over; one axis if `flat`.
+        weight: The matrix, whose first `inputs` axes are summed over.
+        inputs: Number of these axes.
+        dtype: Dtype of the result; that of `x` by default.
+        flat: The result has one axis of outputs.
+    """
+    x, weight = _after(x, weight, flat)
+    numbers, scale = _numbers(weight, inputs, x.dtype, flat)
+    summed = 1 if flat else inputs
+    if scale is None:
+        return jnp.tensordot(x, numbers, summed, preferred_element_type=dtype)
+    y = jnp.tensordot(x, numbers, summed, preferred_element_type=jnp.float32)
+    return (y * _like(scale, y)).astype(dtype or x.dtype)
+
+
+def _after(x: Array, weight: QuantizedWeight, flat: bool) -> tuple[Array, QuantizedWeight]:
+    """Both, where XLA cannot use the weight before `x`. XLA:CPU, for which products are `flat`, drops barriers before
+    it orders a program, so there the codes are made to depend on `x`."""
+    x, weight = jax.lax.optimization_barrier((x, weight))
+    if not flat:
+        return x, weight
+    zero = (x[(0,) * x.ndim] * 0).astype(weight.codes.dtype)
+    return x, weight.replace(codes=weight.codes + zero)
+
+
+def _numbers(weight: QuantizedWeight, inputs: int, dtype: jnp.dtype, flat: bool) -> tuple[Array, Array | None]:
+    """(matrix to multiply with, scales of the outputs or None)."""
+    scale = weight.channels(inputs)
+    numbers = weight.plain(dtype) if scale is None else weight.codes.astype(dtype)
+    if flat:
+        numbers = numbers.reshape(math.prod(weight.shape[:inputs]), -1)
+        scale = None if scale is None else scale.reshape(-1)
+    return numbers, scale
+
+
+def _like(leaf: Array, x: Array) -> Array:
+    return leaf.reshape((1,) * (x.ndim - leaf.ndim) + leaf.shape)
+
+
+def _product_fwd(x: Array, weight: QuantizedWeight, inputs: int, dtype: jnp.dtype | None, flat: bool) -> tuple:
+    return product(x, weight, inputs, dtype, flat), (weight, jnp.zeros((), x.dtype))
+
+
+def _product_bwd(inputs: int, dtype: jnp.dtype | None, flat: bool, residuals: tuple, d_y: Array) -> tuple:
+    weight, like = residuals
+    d_y, weight = _after(d_y, weight, flat)
+    numbers, scale = _numbers(weight, inputs, like.dtype, flat)
+    d_y = d_y if scale is None else d_y.astype(jnp.float32) * _like(scale, d_y)
+    outputs = numbers.ndim - (1 if flat else inputs)
+    over = [[*range(d_y.ndim - outputs, d_y.ndim)], [*range(numbers.ndim - outputs, numbers.ndim)]]
+    return jnp.tensordot(d_y.astype(like.dtype), numbers, over), None
+
+
+product.defvjp(_product_fwd, _product_bwd)
+
+
+def grouped_product(x: Array, matrices: Array | QuantizedWeight, sizes: Array, dtype: jnp.dtype | None = None) -> Array:
+    """`jax.lax.ragged_dot` with the matrices of experts, which are dequantized again in the backward pass."""
+
+    def dot(x: Array, matrices: Array | QuantizedWeight, sizes: Array) -> Array:
+        numbers = matrices.plain(x.dtype) if isinstance(matrices, QuantizedWeight) else matrices
+        return jax.lax.ragged_dot(x, numbers, sizes, preferred_element_type=dtype)
+
+    return (jax.checkpoint(dot) if isinstance(matrices, QuantizedWeight) else dot)(x, matrices, sizes)
+
+
+# ---- matrices of layers in fewer bits ------------------------------------------------------------------------------
+
+
+def summed_axes(name: str, ndim: int = 0) -> tuple[int, ...]:
+    """The axes of a layer's matrix that a product with it sums over; experts have one axis more before them."""
+    if ndim == 3 and name in ("w_gate", "w_up", "w_down"):
+        return (1,)
     return (0, 1) if name in ("wo", "w_out") else (0,)
 
 
-def int8_layer(layer: dict[str, Array]) -> dict[str, Array]:
-    """A layer of the sampler with its matrices in int8; the scales of `w` are `w_scale`."""
-    stored = dict(layer)
-    for name in layer.keys() & set(MATRICES):
-        stored[name], stored[f"{name}_scale"] = rounded(layer[name], summed_axes(name), jnp.int8)
-    return stored
+def quantize(matrix: Array, axes: tuple[int, ...], bits: int) -> QuantizedWeight:
+    """A matrix in int8 with a scale for each output, or in NF4 with one for each block of inputs.
+
+    Args:
+        matrix: Of a floating dtype.
+        axes: Those that a product sums over.
+        bits: 8 or 4.
+
+    Raises:
+        ValueError: 4 bits along an axis of odd width.
+    """
+    if bits == 8:
+        codes, scales = rounded(matrix, axes, jnp.int8)
+        return QuantizedWeight(codes, jnp.expand_dims(scales, axes))
+    x, axis = matrix.astype(jnp.float32), axes[-1]
+    width = x.shape[axis]
+    if width % 2:
+        raise ValueError(f"a matrix with {width} inputs in 4 bits; must be an even number; set lora.base_bits 8")
+    block = max(size for size in range(1, min(BLOCK, width) + 1) if width % size == 0)
+    blocks = x.reshape(*x.shape[:axis], width // block, block, *x.shape[axis + 1 :])
+    # Scales are rounded first, so that each code is the nearest under the scale that is stored.
+    scales = jnp.max(jnp.abs(blocks), axis + 1).astype(jnp.bfloat16)
+    scales = jnp.where(scales > 0, scales, jnp.ones_like(scales))
+    x = x / _spread(scales, x.shape)
+    middles = [(low + high) / 2 for low, high in pairwise(NF4_LEVELS)]
+    codes = sum((x > middle).astype(jnp.uint8) for middle in middles)
+    return QuantizedWeight(pack(codes, axis), scales, kind="nf4", axis=axis)
 
 
-def exact_layer(layer: dict[str, Array], dtype: jnp.dtype) -> dict[str, Array]:
-    """A layer with its matrices in a floating dtype."""
-    matrices = {name: leaf for name, leaf in layer.items() if not name.endswith("_scale")}
-    for name in matrices.keys() & set(MATRICES):
-        if f"{name}_scale" in layer:
-            scale = jnp.expand_dims(layer[f"{name}_scale"], summed_axes(name))
-            matrices[name] = (layer[name].astype(jnp.float32) * scale).astype(dtype)
-    return matrices
+def quantized_layer(layer: dict[str, Any], bits: int) -> dict[str, Any]:
+    """A layer with its matrices in fewer bits; those that are already stay as they are."""
+
+    def stored(name: str, leaf: Any) -> Any:
+        if name not in MATRICES or is_quantized(leaf):
+            return leaf
+        return quantize(leaf, summed_axes(name, leaf.ndim), bits)
+
+    return {name: stored(name, leaf) for name, leaf in layer.items()}
+
+
+def plain_layer(layer: dict[str, Any], dtype: jnp.dtype) -> dict[str, Array]:
+    """A layer with its quantized matrices in a floating dtype."""
+    return {name: leaf.plain(dtype) if is_quantized(leaf) else leaf for name, leaf in layer.items()}
+
+
+def split_quantized(sharding: NamedSharding, weight: QuantizedWeight) -> QuantizedWeight:
+    """Shardings of a quantized matrix from that of the matrix. An axis of the scales that does not divide is not split;
+    they are small."""
+    spec = (*sharding.spec, *(None,) * (weight.ndim - len(sharding.spec)))
+
+    def parts(axes: Any) -> int:
+        return math.prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+
+    def split(leaf: Any) -> NamedSharding:
+        few = (axes if size % parts(axes) == 0 else None for axes, size in zip(spec, leaf.shape, strict=True))
+        return NamedSharding(sharding.mesh, PartitionSpec(*few))
+
+    return jax.tree.map(split, weight)
+
+
+def split_all(shardings: Any, like: Any) -> Any:
+    """Shardings in the structure of `like`, from those of its matrices as arrays."""
+    return jax.tree.map(
+        lambda leaf, sharding: split_quantized(sharding, leaf) if is_quantized(leaf) else sharding,
+        like,
+        shardings,
+        is_leaf=is_quantized,
+    )
 
 
 def stored_bytes(dtype: str, width: int, compute: int) -> int:

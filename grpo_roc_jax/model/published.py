@@ -159,6 +159,9 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
     )
     for key in (("intermediate_size",) if moe else ()) + (("hidden_act",) if family.gemma else ()):
         published.get(key)  # the width of dense layers, of which this model has none; replaced by hidden_activation
+    stored = published.peek("quantization_config")
+    if isinstance(stored, dict) and stored.get("load_in_4bit") and stored.get("bnb_4bit_quant_type") == "nf4":
+        published.get("quantization_config")  # `bitsandbytes_io` reads these matrices
     published.refuse_rest()
     return config
 
@@ -187,6 +190,10 @@ class _Keys:
     def get(self, key: str, default: Any = None) -> Any:
         self._read.add(key)
         return self._config.get(key, default)
+
+    def peek(self, key: str) -> Any:
+        """The value of a key, which still counts as not read."""
+        return self._config.get(key)
 
     def refuse_rest(self) -> None:
         rest = [key for key, value in self._config.items() if key not in self._read and value not in _MEANINGLESS]

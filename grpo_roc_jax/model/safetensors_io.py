@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +29,7 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""The dtypes of published parameters that are read; quantized ones are refused."""
+"""The dtypes of published parameters that are read."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 _CHUNK_BYTES = 1 << 26
@@ -49,6 +49,9 @@ class Tensor:
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
+
+    blocks: ClassVar[None] = None
+    """As in `GgufTensor`: none."""
 
     def read(self, index: Sequence[slice], out: np.ndarray) -> None:
         """Fills `out` with the slice, cast to its dtype; reads about 64 MiB of the file at a time.
@@ -71,7 +74,8 @@ class Tensor:
 
 
 def read_directory(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint directory by name, from a single file or from the shards of an index.
+    """Every tensor of a checkpoint directory by name, from a single file or from the shards of an index; those in uint8
+    too.
 
     Raises:
         CheckpointError: there are no such files, a shard is missing or damaged, or lacks a tensor of the index.
@@ -81,7 +85,7 @@ def read_directory(folder: Path) -> dict[str, Tensor]:
         single = folder / SINGLE_FILE
         if not single.is_file():
             raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; no other format is read")
-        return read_header(single)
+        return read_header(single, packed=True)
     try:
         places: Mapping[str, str] = read_json_object(index_file)["weight_map"]
         shards = sorted({str(Path(name)) for name in places.values()})
@@ -91,15 +95,15 @@ def read_directory(folder: Path) -> dict[str, Tensor]:
     for name in shards:
         if not os.path.isfile(folder / name):  # pathlib raises for names that no file can have
             raise CheckpointError(f"{index_file} names the shard {name:.200}, which is missing; download it again")
-        tensors |= read_header(folder / name)
+        tensors |= read_header(folder / name, packed=True)
     lost = sorted(set(places) - set(tensors))
     if lost:
         raise CheckpointError(f"{index_file} names tensors that no shard holds: {listed(lost)}")
     return tensors
 
 
-def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of one file.
+def read_header(file: Path, *, packed: bool = False) -> dict[str, Tensor]:
+    """The tensors of one file; with `packed` also those in uint8 (`bitsandbytes_io`).
 
     Raises:
         CheckpointError: the file is damaged or cut short, or holds a dtype that is not read.
@@ -110,10 +114,11 @@ def read_header(file: Path) -> dict[str, Tensor]:
             entries = {name: (entry.get_dtype(), tuple(entry.get_shape())) for name, entry in slices.items()}
     except SafetensorError as error:
         raise CheckpointError(f"{file} is not a complete safetensors file ({error}); download it again") from error
+    dtypes = DTYPES | ({"U8": np.dtype(np.uint8)} if packed else {})
     for name, (dtype, _) in entries.items():
-        if dtype not in DTYPES:
+        if dtype not in dtypes:
             raise CheckpointError(f"{file}: {name} has dtype {dtype}; must be one of {', '.join(DTYPES)}")
-    return {name: Tensor(file, name, DTYPES[dtype], shape) for name, (dtype, shape) in entries.items()}
+    return {name: Tensor(file, name, dtypes[dtype], shape) for name, (dtype, shape) in entries.items()}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from grpo_roc_jax.model.attention_mask import soft_cap
 from grpo_roc_jax.model.config import ModelConfig, NoExtras
 from grpo_roc_jax.model.delta import Signals, delta_shapes, init_decay, recur_packed
 from grpo_roc_jax.model.experts import gated, mix_experts
+from grpo_roc_jax.model.low_precision import QuantizedWeight, is_quantized, product
 from grpo_roc_jax.model.rotary import Rope, apply_rotary, rope_names, rotary_tables
 from grpo_roc_jax.shapes import Array, Float, Int, Key, checked
 
@@ -27,7 +28,7 @@ Params = dict[str, Any]
 `unembed [D,V]` unless tied.
 
 `layers` may also be a tuple with one dict per layer, as in the sampler. A layer's matrix `w` may come with low-rank
-matrices `w_lora_a` and `w_lora_b`, whose product is added to it (`model.lora`).
+matrices `w_lora_a` and `w_lora_b`, whose product is added to it (`model.lora`), and may be a `QuantizedWeight`.
 """
 
 Attend = Callable[..., Array]
@@ -258,10 +259,8 @@ def linear(
 
     matrix = layer[name]
     outputs = matrix.shape[inputs:]
-    if f"{name}_scale" in layer:  # int8, see `model.low_precision`
-        y = times(x, matrix.astype(x.dtype), inputs, jnp.float32)
-        scale = layer[f"{name}_scale"].reshape(y.shape[1:] if flat else outputs)
-        y = (y * _like(scale, y)).astype(dtype or x.dtype)
+    if isinstance(matrix, QuantizedWeight):
+        y = product(x, matrix, inputs, dtype, flat)
     else:
         y = times(x, matrix, inputs, dtype)
     if f"{name}_lora_a" in layer:
@@ -283,7 +282,7 @@ def block(
     splits: Splits = FREE,
 ) -> Array:
     """One layer: x + attention(norm(x)), then + gated feed-forward; `layer` has no layer axis, any float dtype."""
-    dtype = compute_dtype(config) if "w_down_scale" in layer else layer["w_down"].dtype
+    dtype = compute_dtype(config) if is_quantized(layer["w_down"]) else layer["w_down"].dtype
 
     def normed(name: str, x: Array) -> Array:
         """`x` itself if the layer has no norm of that name."""
@@ -382,13 +381,14 @@ def unembed(params: Params, hidden: Float[Array, "*B D"], config: ModelConfig) -
 
 def cast_params(params: Params, dtype: jnp.dtype) -> Params:
     """Casts matrices to the compute dtype. Norm scales and what makes the decay of a state stay float32, since they are
-    used in float32 arithmetic only."""
+    used in float32 arithmetic only; quantized matrices stay as they are."""
 
-    def cast(path: tuple[Any, ...], leaf: Array) -> Array:
+    def cast(path: tuple[Any, ...], leaf: Array | QuantizedWeight) -> Array | QuantizedWeight:
         name = path[-1].key
-        return leaf if name.endswith("norm") or name in ("a_log", "dt_bias") else leaf.astype(dtype)
+        unchanged = name.endswith("norm") or name in ("a_log", "dt_bias") or is_quantized(leaf)
+        return leaf if unchanged else leaf.astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(cast, params)
+    return jax.tree_util.tree_map_with_path(cast, params, is_leaf=is_quantized)
 
 
 def forward(

@@ -19,6 +19,7 @@ from grpo_roc_jax.learner.update import OptimConfig, TrainState, state_like
 from grpo_roc_jax.method.compose import optional_fields
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import Lora
+from grpo_roc_jax.model.low_precision import is_quantized
 from grpo_roc_jax.model.sharding import batch_shardings, place_shapes, row_shards
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.run.learning import most_rows
@@ -35,7 +36,7 @@ def trained_like(config: Config, model: ModelConfig, mesh: Mesh | AbstractMesh) 
 def _trained_like(
     optim: OptimConfig, lora: Lora, model: ModelConfig, mesh: Mesh | AbstractMesh
 ) -> tuple[TrainState, Params | None]:
-    return state_like(model, optim, mesh, lora), frozen_like(model, mesh) if lora.rank else None
+    return state_like(model, optim, mesh, lora), frozen_like(model, mesh, lora.base_bits) if lora.rank else None
 
 
 def policy_like(config: Config, state: TrainState, base: Params | None) -> Params:
@@ -48,7 +49,7 @@ def policy_like(config: Config, state: TrainState, base: Params | None) -> Param
         for name, leaf in state.params["layers"].items()
     }
     layers = tuple(
-        {name: pairs[name] if name in pairs else held[name].sharding for name in layer}
+        {name: pairs[name] if name in pairs else jax.tree.map(lambda leaf: leaf.sharding, held[name]) for name in layer}
         for layer, held in zip(shapes["layers"], base["layers"], strict=True)
     )
     ends = {name: leaf.sharding for name, leaf in base.items() if name != "layers"}
@@ -89,3 +90,14 @@ def device_bytes(tree: Any) -> float:
     """Bytes of all leaves on one device."""
     leaves = jax.tree.leaves(tree)
     return float(sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves))
+
+
+def numbers_held(tree: Any) -> float:
+    """Numbers of all matrices on one device, those of quantized ones included."""
+
+    def count(leaf: Any) -> float:
+        if not is_quantized(leaf):
+            return device_bytes(leaf) / leaf.dtype.itemsize
+        return device_bytes(leaf.codes) * leaf.shape[leaf.axis] / leaf.codes.shape[leaf.axis]
+
+    return sum(map(count, jax.tree.leaves(tree, is_leaf=is_quantized)))

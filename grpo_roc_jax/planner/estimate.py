@@ -194,13 +194,15 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     micro = work.micro_batches / work.updates
     runs_on = parts["cache"] + parts.get("sampler", 0.0) if config.rollout.step_limit.lag else 0.0
     # Weights are gathered before each use (forward, backward) and gradients of what is trained scattered. The layers of
-    # frozen weights are no loop, so that the backward pass finds what the forward pass gathered. Heads are summed over
-    # `tensor`. Keys and values of whole rows are gathered over `sequence` in both passes, their gradients
-    # scattered.
+    # frozen weights are no loop, so that the backward pass finds what the forward pass gathered; those in few bits are
+    # dequantized and gathered in each pass. Heads are summed over `tensor`. Keys and values of whole rows are gathered
+    # over `sequence` in both passes, their gradients scattered.
     weights = itemsize * parameter_count(model) / tensor
     pairs = itemsize * trained / tensor if config.lora.rank else 0.0
-    gathered = weights if config.lora.rank and shared > 1 else weights / model.layers
-    passes = 2 if config.update.remat == "none" else 3
+    passes, few_bits = 2 if config.update.remat == "none" else 3, config.lora.base_bits < 16
+    gathered = weights if config.lora.rank and shared > 1 and not few_bits else weights / model.layers
+    gathers = (passes if few_bits else 1 if config.lora.rank else 2) * micro
+    read = parts["frozen weights"] * shared if few_bits else weights
     residual = tokens * model.d_model * 4.0
     keys = 2 * itemsize * sum(model.attends) * sequence * tokens * model.kv_heads * model.head_dim / tensor
     return Needs(
@@ -211,8 +213,8 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
         aliased=trainer,
         temporaries=2 * parts["gradients"] + parts["layers kept"] + parts["logits"] + gathered,
         flops=micro * update_flops(config, model, tokens, work.prompt + work.response) / tensor,
-        traffic=micro * (4 * weights + (0.0 if config.lora.rank else 4 * pairs)) + 3 * trainer,
-        collectives=_collective("all-gather", weights + pairs, shared, (1 if config.lora.rank else 2) * micro)
+        traffic=micro * (4 * read + (0.0 if config.lora.rank else 4 * pairs)) + 3 * trainer,
+        collectives=_collective("all-gather", weights + pairs, shared, gathers)
         | _collective("reduce-scatter", 2 * (pairs or weights), shared, micro)
         | _collective("all-gather", keys, sequence, 2 * micro, "sequence")
         | _collective("reduce-scatter", keys, sequence, micro, "sequence")

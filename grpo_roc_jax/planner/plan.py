@@ -43,7 +43,7 @@ from grpo_roc_jax.model.sharding import (
     slice_of,
 )
 from grpo_roc_jax.model.transformer import Params, layer_shapes, layers_with
-from grpo_roc_jax.planner.arguments import batch_like, device_bytes, policy_like, trained_like
+from grpo_roc_jax.planner.arguments import batch_like, device_bytes, numbers_held, policy_like, trained_like
 from grpo_roc_jax.planner.estimate import Deployment, abstract_mesh, estimate, processes_of, work_of
 from grpo_roc_jax.planner.hlo import parse_hlo
 from grpo_roc_jax.planner.hlo_cost import largest_gather, read_cost
@@ -339,7 +339,7 @@ def fixed_parts(kind: str, sampler: Params, config: Config, work: Work) -> dict[
     if kind == "append":  # no logits
         return {"fixed_traffic": device_bytes(held)}
     read = device_bytes([held, sampler.get("unembed", ())])
-    products = read / sampler["embed"].dtype.itemsize * 2 * config.rollout.slots / work.shards
+    products = numbers_held([held, sampler.get("unembed", ())]) * 2 * config.rollout.slots / work.shards
     return {"fixed_traffic": work.chunk * read, "fixed_flops": work.chunk * products}
 
 

@@ -1,6 +1,6 @@
 """What to change: the settings that make a run fit, and the fastest of those that fit, both tried by arithmetic.
 
-No setting here but adapters and int8 changes what is learned.
+No setting here but adapters and fewer bits changes what is learned.
 """
 
 import math
@@ -196,7 +196,8 @@ def _options(settings: Settings) -> str:
     for name, value in settings.items():
         if isinstance(value, LowRank):
             targets = "" if value.targets == LowRank().targets else f" --lora.targets [{','.join(value.targets)}]"
-            words.append(f"--lora.kind low_rank --lora.rank {value.rank}{targets}")
+            bits = "" if value.base_bits == 16 else f" --lora.base_bits {value.base_bits}"
+            words.append(f"--lora.kind low_rank --lora.rank {value.rank}{targets}{bits}")
         elif isinstance(value, LowPrecision):
             words.append(f"--{name}.cache {value.cache}")
         elif name not in (FRACTION, "weights.factors", "surrogate.old_logprobs"):
@@ -246,6 +247,11 @@ def _remedies(deployment: Deployment) -> Iterator[Remedy]:
         targets: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
         adapter = LowRank(targets=targets) if deployment.model.experts.count else LowRank()
         yield Remedy({"lora.": adapter}, "an adapter is trained instead of the weights")
+        for bits in (8, 4):
+            yield Remedy({"lora.": replace(adapter, base_bits=bits)}, f"its frozen weights in {bits} bits")
+    for bits in (8, 4) if config.lora.rank else ():
+        if bits < config.lora.base_bits:
+            yield Remedy({"lora.base_bits": bits}, f"the frozen weights in {bits} bits")
 
 
 # ---- what is fastest -----------------------------------------------------------------------------------------------

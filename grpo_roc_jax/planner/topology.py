@@ -8,7 +8,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -68,7 +68,8 @@ class Chip:
     memory_rate: float
     """Bytes per second between memory and chip."""
     link_rate: float
-    """Bytes per second that the chip sends over all its links; half of a figure for both directions."""
+    """Bytes per second that the chip sends over all its links; half of a figure for both directions. In a `Topology`
+    over those that its slice has."""
     chips_per_process: int
     """Chips in one machine of a slice; a smaller slice has fewer."""
     source: str
@@ -81,6 +82,10 @@ class Chip:
     """Devices that JAX shows for a chip; all figures are those of one device."""
     compiled_as: str = ""
     """The compiler's name of the kind where it is another one."""
+    ring_side: int = 0
+    """A side of a TPU slice is a ring if it is a multiple of this, and a line otherwise; 0 for GPUs."""
+    sides: int = 2
+    """Sides of the torus; a chip of a whole pod has two links along each."""
 
     @property
     def tpu(self) -> bool:
@@ -117,11 +122,23 @@ _AD102 = Gpu((8, 9), 128, 128, 2.52, 72 << 20, 100 << 10, 1536)
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        Chip("v5e", 16e9, 197e12, 819e9, 200e9, 4, f"{_GOOGLE}/v5e", network_rate=3.125e9),
-        Chip("v5p", 95 * GIB, 459e12, 2765e9, 600e9, 4, f"{_GOOGLE}/v5p", network_rate=6.25e9),
-        Chip("v6e", 32e9, 918e12, 1638e9, 400e9, 4, f"{_GOOGLE}/v6e", network_rate=12.5e9),
+        Chip("v5e", 16e9, 197e12, 819e9, 200e9, 4, f"{_GOOGLE}/v5e", network_rate=3.125e9, ring_side=16),
+        Chip("v5p", 95 * GIB, 459e12, 2765e9, 600e9, 4, f"{_GOOGLE}/v5p", network_rate=6.25e9, ring_side=4, sides=3),
+        Chip("v6e", 32e9, 918e12, 1638e9, 400e9, 4, f"{_GOOGLE}/v6e", network_rate=12.5e9, ring_side=16),
         # A chip of 192 GB, 2307 TFLOP/s and 7380 GB/s is two devices.
-        Chip("v7x", 96e9, 1153.5e12, 3690e9, 300e9, 4, f"{_GOOGLE}/tpu7x", cores=2, compiled_as="tpu7x"),
+        Chip(
+            "v7x",
+            96e9,
+            1153.5e12,
+            3690e9,
+            300e9,
+            4,
+            f"{_GOOGLE}/tpu7x",
+            cores=2,
+            compiled_as="tpu7x",
+            ring_side=4,
+            sides=3,
+        ),
         # Cards on PCIe, whose bus is their link.
         Chip("t4", 16e9, 8.1e12, 320e9, 16e9, 8, "NVIDIA T4 data sheet", _TURING),
         Chip("l4", 24e9, 121e12, 300e9, 32e9, 8, "NVIDIA L4 data sheet", _AD104),
@@ -195,6 +212,13 @@ class Topology:
         )
 
 
+def links_there(chip: Chip, grid: Sequence[int]) -> float:
+    """Links that a chip of a slice has on average, of those of a chip of a whole pod: two along each side that is a
+    ring, and one less at both ends of a line."""
+    links = sum(2.0 if side % chip.ring_side == 0 else 2.0 * (side - 1) / side for side in grid)
+    return links / (2 * chip.sides)
+
+
 def parse_topology(name: str, environ: Mapping[str, str] = os.environ) -> Topology:
     """A topology from `KIND:AxBxC` or `KIND:N`, with the part of a GPU's memory that a run with this environment has.
     `/N` names the chips of a machine, as in `v5e:2x4/8`, and `:N` the number of slices, as in `v5p:4x4x4:2`.
@@ -212,6 +236,8 @@ def parse_topology(name: str, environ: Mapping[str, str] = os.environ) -> Topolo
     if not chip.tpu:
         chip = replace(chip, share=float(environ.get(FRACTION) or environ.get(OLD_FRACTION) or USUAL_FRACTION))
     grid = tuple(int(side) for side in match[2].split("x"))
+    if chip.tpu and max(grid, default=0) > 1:
+        chip = replace(chip, link_rate=chip.link_rate * links_there(chip, grid))
     topology = Topology(chip, grid, int(match[4] or 1), int(match[3] or 0))
     if not topology.chips or match[3] == "0":
         raise TopologyError(f"topology {name!r} has no chips; every number must be at least 1")

@@ -40,10 +40,12 @@ from grpo_roc_jax.rollout.decode import (
     draw_tokens,
     empty_report,
     narrow,
+    narrow_steering,
     split_adapters,
     unfinished,
     widen,
 )
+from grpo_roc_jax.rollout.steering import Steering
 from grpo_roc_jax.shapes import Array, Int
 
 Leaves = tuple[tuple[Array, ...], ...]
@@ -193,33 +195,40 @@ def decode_by_layer(
     slots: Slots,
     patch: Int[Array, "10 B"],
     table: Int[Array, "B W"],
-    *,
+    *steering: Array,
     model: SamplerModel,
     settings: ChunkSettings,
 ) -> tuple[BlockPool, Slots, ChunkReport]:
-    """`decode.decode_chunk`. The host waits for each step, to learn whether a row is left."""
+    """`decode.decode_chunk`, with `steering` `decode_steered`. The host waits for each step, to learn whether a row is
+    left."""
     config, form, layers, ends = model.config, pool.replace(layers=()), list(pool.layers), split_ends(params)
     kinds, ropes = layer_kinds(config), rope_names(config)
     B = slots.token.shape[0]
     rows = settings.rows if 0 < settings.rows < B else B
-    name, of_pool = ("decode", rows), ("decode", rows, pool.blocks)
+    asked = Steering(*steering) if steering else None
+    kind = ("steered", asked.tokens.shape[1]) if asked is not None else ("decode",)
+    name, of_pool = (*kind, rows), (*kind, rows, pool.blocks)
 
-    def start(slots: Slots, table: Array) -> tuple[Any, ...]:
+    def start(slots: Slots, table: Array, asked: Steering | None) -> tuple[Any, ...]:
         at, part, few = narrow(slots, table, rows) if rows < B else (None, slots, table)
         report = empty_report(rows, config, settings)
         readers = readers_of(form, few, part.active)
-        return at, jax.tree.map(jnp.copy, part), few, readers, report, unfinished(part, report, settings)
+        asked = asked if at is None else narrow_steering(asked, at)
+        more = unfinished(part, report, settings, asked)
+        return at, jax.tree.map(jnp.copy, part), few, readers, report, more, asked
 
     def token(ends: Params, slots: Slots, table: Array, readers: Any, at: Array | None) -> tuple[Any, ...]:
         places = token_places(form, slots.position, slots.active, table, readers)._replace(rows=at)
         return *start_layers(ends, slots.token[:, None], slots.position[:, None], config), places
 
-    def draw(ends: Params, x: Array, slots: Slots, report: ChunkReport, chosen: list[Array]) -> tuple[Any, ...]:
-        slots, report = draw_tokens(ends, x, slots, report, chosen, model, settings)
-        return slots, report, unfinished(slots, report, settings)
+    def draw(
+        ends: Params, x: Array, slots: Slots, report: ChunkReport, chosen: list[Array], asked: Steering | None
+    ) -> tuple[Any, ...]:
+        slots, report = draw_tokens(ends, x, slots, report, chosen, model, settings, asked)
+        return slots, report, unfinished(slots, report, settings, asked)
 
     slots = parts(("patch",), apply_patch, slots, patch, donate=(0,))
-    at, part, few, readers, report, more = parts((*of_pool, "start"), start, slots, table)
+    at, part, few, readers, report, more, asked = parts((*of_pool, "start"), start, slots, table, asked)
     for _ in range(settings.chunk):
         if not parts.holds(more):
             break
@@ -230,7 +239,7 @@ def decode_by_layer(
             arguments = layer | beside, layers[i], x, tables[ropes[i]], places
             x, layers[i], chosen = parts((*of_pool, "layer", kinds[i]), function, *arguments, donate=(1,))
             recorded_experts += chosen
-        part, report, more = parts((*name, "draw"), draw, ends, x, part, report, recorded_experts, donate=(2, 3))
+        part, report, more = parts((*name, "draw"), draw, ends, x, part, report, recorded_experts, asked, donate=(2, 3))
     pool = pool.replace(layers=tuple(layers))
     if at is None:
         return pool, part, report

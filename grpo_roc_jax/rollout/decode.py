@@ -9,7 +9,8 @@ Nothing here depends on turns, remaining budgets or the number of live rows. Idl
 
 `sample` takes logits to a token, its log-probability and the mass that could be drawn, with random numbers addressed by
 trajectory and position. One pass of exponentials serves the draw, the log-sum-exp and all truncation: greedy, top-k,
-top-p and min-p are each a threshold on exp(logit - max). The draw inverts the CDF in two levels: a block of the
+top-p and min-p are each a threshold on exp(logit - max), and so they are where each row has its own
+(`rollout.steering`). The draw inverts the CDF in two levels: a block of the
 vocabulary, then a token in it. Nothing is sorted, and no Gumbel noise is drawn over the vocabulary.
 """
 
@@ -38,6 +39,7 @@ from grpo_roc_jax.model.pool import (
 from grpo_roc_jax.model.rotary import layer_ropes
 from grpo_roc_jax.model.transformer import Params, block, embed, final_hidden, unembed
 from grpo_roc_jax.rollout.config import SamplingConfig
+from grpo_roc_jax.rollout.steering import Steering, steer
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
 BLOCK = 128
@@ -90,6 +92,7 @@ def sample(
     temperature: Float[Array, " B"],
     config: SamplingConfig,
     vocab_size: int | None = None,
+    steering: Steering | None = None,
 ) -> Draw:
     """Draws one token per row.
 
@@ -102,16 +105,25 @@ def sample(
         temperature: The temperature of each row; 0 is greedy, with ties to the lowest id.
         config: Truncation; static.
         vocab_size: Ids from here on pad the embedding and are never drawn; None draws all.
+        steering: What each row asks for, in place of `config`. The log-probability is that of the logits as given.
     """
     V = logits.shape[1]
     greedy = temperature <= 0
-    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    heat = jnp.where(greedy, 1.0, temperature)[:, None]
+    scaled = logits / heat
     e, top = _exponentials(scaled)
     total = jnp.sum(e, axis=(1, 2))
+    shift, normalizer = top, jnp.log(total)
+    if steering is not None:
+        e, _ = _exponentials(steer(logits, steering) / heat)
+        total = jnp.sum(e, axis=(1, 2))
     drawable = e
     if vocab_size is not None and vocab_size < V:
         drawable = jnp.where(jnp.arange(e.shape[1] * BLOCK).reshape(1, -1, BLOCK) < vocab_size, e, 0.0)
-    threshold = _threshold(drawable, config) if config.truncated else jnp.zeros_like(total)
+    if steering is not None:
+        threshold = _row_threshold(drawable, steering.limits)
+    else:
+        threshold = _threshold(drawable, config) if config.truncated else jnp.zeros_like(total)
     highest = jnp.max(drawable, axis=(1, 2)) if drawable is not e else jnp.ones_like(total)
     threshold = jnp.where(greedy, highest, threshold)
     weight = jnp.where(drawable >= threshold[:, None, None], drawable, 0.0)
@@ -122,7 +134,7 @@ def sample(
     token = block * BLOCK + _inverse_cdf(inside, uniform[:, 1])
     chosen = jnp.take_along_axis(scaled, token[:, None], axis=1)[:, 0]
     mass = jnp.where(greedy, 1.0, jnp.sum(block_weight, axis=1) / total)
-    return Draw(token.astype(jnp.int32), chosen - top - jnp.log(total), mass)
+    return Draw(token.astype(jnp.int32), chosen - shift - normalizer, mass)
 
 
 def _exponentials(scaled: Float[Array, "B V"]) -> tuple[Float[Array, "B V/128 128"], Float[Array, " B"]]:
@@ -157,6 +169,26 @@ def _threshold(e: Float[Array, "B X Y"], config: SamplingConfig) -> Float[Array,
     if config.min_p > 0.0:
         threshold = jnp.maximum(threshold, config.min_p * jnp.max(e, axis=(1, 2)))
     return threshold
+
+
+def _row_threshold(e: Float[Array, "B X Y"], limits: Float[Array, "B 3"]) -> Float[Array, " B"]:
+    """`_threshold` with top-k, top-p and min-p of each row; what no row asks for is not computed."""
+    top_k, top_p, min_p = limits.T
+    zeros = jnp.zeros(e.shape[0], jnp.float32)
+
+    def by_count() -> Array:
+        count = _bisect(lambda t: jnp.sum(e >= t[:, None, None], axis=(1, 2), dtype=jnp.float32), top_k)
+        return jnp.where(top_k > 0, count, 0.0)
+
+    def by_mass(threshold: Array) -> Array:
+        likely = jnp.where(e >= threshold[:, None, None], e, 0.0)
+        target = top_p * jnp.sum(likely, axis=(1, 2))
+        mass = _bisect(lambda t: jnp.sum(jnp.where(likely >= t[:, None, None], likely, 0.0), axis=(1, 2)), target)
+        return jnp.where(top_p < 1, jnp.maximum(threshold, mass), threshold)
+
+    threshold = jax.lax.cond(jnp.any(top_k > 0), by_count, lambda: zeros)
+    threshold = jax.lax.cond(jnp.any(top_p < 1), by_mass, lambda threshold: threshold, threshold)
+    return jnp.maximum(threshold, min_p * jnp.max(e, axis=(1, 2)))
 
 
 def _bisect(measure: Callable[[Array], Array], target: Float[Array, " B"]) -> Float[Array, " B"]:
@@ -394,6 +426,7 @@ def decode_chunk(
     table: Int[Array, "B W"],
     model: SamplerModel,
     settings: ChunkSettings,
+    steering: Steering | None = None,
 ) -> tuple[BlockPool, Slots, ChunkReport]:
     """Applies the host's changes, then draws up to `settings.chunk` tokens per active row.
 
@@ -408,13 +441,15 @@ def decode_chunk(
         table: Blocks of each row, with room for the tokens of the chunk.
         model: Static.
         settings: Static.
+        steering: What rows ask for, if any does.
     """
     slots = apply_patch(slots, patch)
     if not 0 < settings.rows < slots.token.shape[0]:
-        return _draw_chunk(params, pool, slots, table, model, settings)
+        return _draw_chunk(params, pool, slots, table, model, settings, steering)
     at, part, few_table = narrow(slots, table, settings.rows)
     few = pool.map_memory(partial(take_rows, at))
-    few, part, report = _draw_chunk(params, few, part, few_table, model, settings)
+    steering = narrow_steering(steering, at)
+    few, part, report = _draw_chunk(params, few, part, few_table, model, settings, steering)
     pool = few.map_memory(lambda new, leaf: leaf.at[at].set(new, mode="drop"), pool)
     return pool, *widen(slots, part, report, at)
 
@@ -432,6 +467,27 @@ def narrow(slots: Slots, table: Int[Array, "B W"], rows: int) -> tuple[Int[Array
     at = at + jnp.where(at < B, 0, jnp.arange(rows))
     part = jax.tree.map(partial(take_rows, at), slots)
     return at, part.replace(active=part.active & (at < B)), take_rows(at, table)
+
+
+def narrow_steering(steering: Steering | None, at: Int[Array, " n"]) -> Steering | None:
+    """What the rows that `narrow` took ask for."""
+    if steering is None:
+        return None
+    return Steering(*(take_rows(at, leaf) for leaf in steering.per_row), steps=steering.steps)
+
+
+def decode_steered(
+    params: Params,
+    pool: BlockPool,
+    slots: Slots,
+    patch: Int[Array, "10 B"],
+    table: Int[Array, "B W"],
+    *steering: Array,
+    model: SamplerModel,
+    settings: ChunkSettings,
+) -> tuple[BlockPool, Slots, ChunkReport]:
+    """`decode_chunk` with the fields of `Steering`."""
+    return decode_chunk(params, pool, slots, patch, table, model, settings, Steering(*steering))
 
 
 def widen(slots: Slots, part: Slots, report: ChunkReport, at: Int[Array, " n"]) -> tuple[Slots, ChunkReport]:
@@ -461,9 +517,10 @@ def empty_report(rows: int, config: ModelConfig, settings: ChunkSettings) -> Chu
     )
 
 
-def unfinished(slots: Slots, report: ChunkReport, settings: ChunkSettings) -> Array:
+def unfinished(slots: Slots, report: ChunkReport, settings: ChunkSettings, steering: Steering | None = None) -> Array:
     """Whether a chunk has a further step."""
-    return (report.steps[0] < settings.chunk) & jnp.any(slots.active)
+    most = settings.chunk if steering is None else jnp.minimum(steering.steps, settings.chunk)
+    return (report.steps[0] < most) & jnp.any(slots.active)
 
 
 def draw_tokens(
@@ -474,13 +531,14 @@ def draw_tokens(
     chosen: list[Array],
     model: SamplerModel,
     settings: ChunkSettings,
+    steering: Steering | None = None,
 ) -> tuple[Slots, ChunkReport]:
     """(slots, report) after a step whose layers returned `x`, and chose these experts where they are recorded."""
     config = model.config
     logits = _gathered(unembed(params, final_hidden(params, x, config), config)[:, 0], model.mesh)
     drawn_at = slots.position + 1
     uniform = uniforms(slots.key, drawn_at)
-    draw = sample(logits, uniform, slots.temperature, settings.sampling, settings.vocab_size)
+    draw = sample(logits, uniform, slots.temperature, settings.sampling, settings.vocab_size, steering)
     stopped = (drawn_at + 1 >= slots.limit) | _is_any(draw.token, settings.stop_ids)
     token = draw.token | (slots.token & ~ID_MASK) if "adapters" in params else draw.token
     now = report.steps[0]
@@ -511,6 +569,7 @@ def _draw_chunk(
     table: Int[Array, "B W"],
     model: SamplerModel,
     settings: ChunkSettings,
+    steering: Steering | None = None,
 ) -> tuple[BlockPool, Slots, ChunkReport]:
     """The loop of `decode_chunk` over these slots."""
     config = model.config
@@ -525,9 +584,9 @@ def _draw_chunk(
         chosen: list[Array] = []
         experts = recorded(model.experts, chosen) if config.experts.replay else model.experts
         x = run_layers(params, slots.token[:, None], slots.position[:, None], attends, config, experts)
-        return writer.pool(), *draw_tokens(params, x, slots, report, chosen, model, settings)
+        return writer.pool(), *draw_tokens(params, x, slots, report, chosen, model, settings, steering)
 
-    return jax.lax.while_loop(lambda state: unfinished(*state[1:], settings), step, (pool, slots, report))
+    return jax.lax.while_loop(lambda state: unfinished(*state[1:], settings, steering), step, (pool, slots, report))
 
 
 def _gathered(logits: Array, mesh: Mesh | None) -> Array:

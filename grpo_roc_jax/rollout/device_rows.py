@@ -324,8 +324,12 @@ class DeviceRows:
 
     # Chunks.
 
-    def chunk(self) -> tuple[ChunkReport, np.ndarray, int] | None:
-        """Enqueues a chunk, then reads one: this one, or the previous if pipelined; None if there is none yet."""
+    def chunk(self, steering: Sequence[np.ndarray] = ()) -> tuple[ChunkReport, np.ndarray, int] | None:
+        """Enqueues a chunk, then reads one: this one, or the previous if pipelined; None if there is none yet.
+
+        Args:
+            steering: The fields of `steering.Steering`, if a row asks for something.
+        """
         start = time.perf_counter()
         changes = self.table.take_patch()
         patch = self._idle_patch if changes is None else self.programs.place(changes, None, self._axes)
@@ -333,9 +337,13 @@ class DeviceRows:
             self._block_table_on_device = self.programs.place(self._block_table.copy(), self._axes)
         # The rows that are live on the host include every row that is active on the device.
         width = self.programs.width(int(self.table.live.reshape(self.shards, -1).sum(axis=1).max()))
-        self._pool, self._slots, report = self.programs.decode(
-            self.sampler.params, self._pool, self._slots, patch, self._block_table_on_device, width
-        )
+        arguments = (self.sampler.params, self._pool, self._slots, patch, self._block_table_on_device)
+        if steering:
+            place = self.programs.place
+            placed = (*(place(array, self._axes) for array in steering[:-1]), place(steering[-1]))
+            self._pool, self._slots, report = self.programs.decode_steered(*arguments, *placed, width=width)
+        else:
+            self._pool, self._slots, report = self.programs.decode(*arguments, width)
         latest = Flight(report, self.table.generation.copy(), width, self.sampler.version)
         self._count()
         self.stats.decode_s += time.perf_counter() - start

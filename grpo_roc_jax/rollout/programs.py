@@ -55,6 +55,7 @@ from grpo_roc_jax.rollout.decode import (
     append,
     append_packed,
     decode_chunk,
+    decode_steered,
     empty_patch,
     init_slots,
     spans_of,
@@ -323,19 +324,34 @@ class SamplerPrograms:
         numbers in the table [slots, W] are local to a shard."""
         return self._run(self._decode_call(params, pool, slots, patch, table, width))
 
+    def decode_steered(
+        self, params: Params, pool: BlockPool, slots: Slots, patch: Array, table: Array, *steering: Array, width: int
+    ) -> tuple[BlockPool, Slots, ChunkReport]:
+        """`decode` with the fields of `steering.Steering`; compiled when it is first called."""
+        return self._run(self._decode_call(params, pool, slots, patch, table, width, steering))
+
     def _decode_call(
-        self, params: Params, pool: BlockPool, slots: Slots, patch: Array, table: Array, width: int
+        self,
+        params: Params,
+        pool: BlockPool,
+        slots: Slots,
+        patch: Array,
+        table: Array,
+        width: int,
+        steering: tuple[Array, ...] = (),
     ) -> ProgramCall:
+        sized = {"model": self._sampler, "settings": replace(self.settings, rows=width)}
         routes = self._rows(3) if self.model.experts.replay else None
         report = ChunkReport(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)), routes=routes)
+        specs = (*(self._rows(0) for _ in steering[:-1]), *(P() for _ in steering[-1:]))
         return ProgramCall(
-            ("decode", width),
-            partial(decode_chunk, model=self._sampler, settings=replace(self.settings, rows=width)),
-            (params, pool, slots, patch, table),
-            (None, self._rows(0), self._rows(0), self._rows(1), self._rows(0)),
+            ("steered", width, steering[1].shape[1]) if steering else ("decode", width),
+            partial(decode_steered if steering else decode_chunk, **sized),
+            (params, pool, slots, patch, table, *steering),
+            (None, self._rows(0), self._rows(0), self._rows(1), self._rows(0), *specs),
             (self._rows(0), self._rows(0), report),
             donate=(1, 2),
-            by_layer=partial(decode_by_layer, model=self._sampler, settings=replace(self.settings, rows=width)),
+            by_layer=partial(decode_by_layer, **sized),
         )
 
     def append(self, params: Params, pool: BlockPool, tokens: Array, table: Array, where: Array) -> BlockPool:
@@ -581,4 +597,5 @@ class SharedPrograms(SamplerPrograms):
             elif name == "copy":
                 pool = self.copy(pool, *arrays)
             else:
-                pool, slots, _ = self.decode(params, pool, slots, *arrays, width=sizes[0])
+                decode = self.decode if name == "decode" else self.decode_steered
+                pool, slots, _ = decode(params, pool, slots, *arrays, width=sizes[0])

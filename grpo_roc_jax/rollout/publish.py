@@ -4,7 +4,7 @@ The check compares the log-probabilities of a fixed sequence of probe tokens, co
 the masters and by the engine's layers from the published parameters.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
-from grpo_roc_jax.model.low_precision import MATRICES, exact_layer, int8_layer, summed_axes
+from grpo_roc_jax.model.low_precision import is_quantized, plain_layer, quantized_layer, split_all
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, Spans, allocate
 from grpo_roc_jax.model.rotary import Rope, rope_names
 from grpo_roc_jax.model.sharding import head_copies, place_host, place_shapes, process_mesh
@@ -101,7 +101,7 @@ def sampled_layer(
     layer = leaves if index is None else {name: leaves[name][index[i]] for i, name in enumerate(sorted(leaves))}
     layer = copied(layer, config)
     layer = repeat_heads(layer, config, form.copies) if form.copies > 1 else layer
-    return int8_layer(layer) if form.weights == "int8" else layer
+    return quantized_layer(layer, 8) if form.weights == "int8" else layer
 
 
 def layer_arguments(layers: Params, config: ModelConfig) -> Iterator[tuple[dict[str, Array], np.ndarray | None]]:
@@ -122,13 +122,14 @@ def unstack(params: Params, config: ModelConfig, form: Published = PLAIN) -> Par
     return copied(split_ends(params), config) | {"layers": tuple(layers)}
 
 
-def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = (), weights: str = "full") -> Params:
+def sampler_shardings(config: ModelConfig, mesh: Mesh, params: Params | None = None, weights: str = "full") -> Params:
     """Heads, hidden width or experts, and vocabulary are split over `tensor` if it divides them; replicated otherwise.
 
     Args:
         config: The configuration of the model.
         mesh: The mesh of the sampler.
-        pairs: Names of additional low-rank leaves; they are small and replicated.
+        params: What is sampled from, or its shapes, where it has low-rank pairs or quantized matrices. Pairs are small
+            and replicated.
         weights: See `Published`.
     """
     tensor = mesh.shape.get("tensor", 1)
@@ -142,14 +143,20 @@ def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = ()
 
     axes = param_axes(config)
     layer = {name: place(logical[1:]) for name, logical in axes["layers"].items()}
-    layer |= {name: NamedSharding(mesh, P()) for name in pairs}
-    for name in layer.keys() & set(MATRICES) if weights == "int8" else ():
-        layer[f"{name}_scale"] = place(axes["layers"][name][1 + len(summed_axes(name)) :])
-    layers = tuple(
-        {name: place for name, place in layer.items() if i in layers_with(name.removesuffix("_scale"), config)}
-        for i in range(config.layers)
-    )
-    return {name: place(logical) for name, logical in axes.items() if name != "layers"} | {"layers": layers}
+    ends = {name: place(logical) for name, logical in axes.items() if name != "layers"}
+    if params is None:
+        shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in layer_shapes(config).items()}
+        shapes = jax.eval_shape(partial(quantized_layer, bits=8), shapes) if weights == "int8" else shapes
+        layers = [
+            {name: leaf for name, leaf in shapes.items() if i in layers_with(name, config)}
+            for i in range(config.layers)
+        ]
+    else:
+        layers = params["layers"]
+    everywhere = NamedSharding(mesh, P())
+    return ends | {
+        "layers": tuple(split_all({name: layer.get(name, everywhere) for name in leaves}, leaves) for leaves in layers)
+    }
 
 
 def localize(leaf: Array, mesh: Mesh) -> Array:
@@ -171,7 +178,7 @@ def training_probe(params: Params, tokens: Array, config: ModelConfig, weights: 
     rounded = cast_params(params, compute_dtype(config))
     if weights == "int8":
         layers = unstack(params, config, Published(weights))["layers"]
-        rounded |= {"layers": tuple(exact_layer(layer, jnp.float32) for layer in layers)}
+        rounded |= {"layers": tuple(plain_layer(layer, jnp.float32) for layer in layers)}
     params = cast_params(rounded, jnp.float32)
     positions = jnp.arange(tokens.shape[1])[None]
     hidden = forward(params, tokens, positions, jnp.ones_like(tokens), exact)
@@ -209,7 +216,9 @@ def _sampled_logprobs(
     pool = jax.eval_shape(partial(allocate, config, PoolSize(1, T, 1), jnp.float32, IN_PLACE))
 
     def exact(params: Params) -> Params:
-        return jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int8 else leaf.astype(jnp.float32), params)
+        return jax.tree.map(
+            lambda leaf: leaf if is_quantized(leaf) else leaf.astype(jnp.float32), params, is_leaf=is_quantized
+        )
 
     def start(ends: Params, tokens: Array) -> tuple[Array, dict[str, Rope], Spans]:
         zero = jnp.zeros(1, jnp.int32)
@@ -318,8 +327,7 @@ class Publisher:
         if self._mesh is None:
             return jax.device_put(published, jax.devices()[0])
         if frozen:
-            pairs = [name for name in published["layers"][0] if "_lora_" in name]
-            published = jax.device_put(published, sampler_shardings(self._sampled, self._mesh, pairs))
+            published = jax.device_put(published, sampler_shardings(self._sampled, self._mesh, published))
         return jax.tree.map(lambda leaf: localize(leaf, self._local), published)
 
     def _move(self, params: Params) -> Params:
@@ -343,8 +351,7 @@ class Publisher:
         shapes = jax.eval_shape(change, params)
         if self._local is None:
             return shapes
-        pairs = [name for name in shapes["layers"][0] if "_lora_" in name]
-        return place_shapes(shapes, sampler_shardings(self._sampled, self._local, pairs, self._weights))
+        return place_shapes(shapes, sampler_shardings(self._sampled, self._local, shapes))
 
     def lower(self, params: Params) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """(name, program) of the weight sync and of both sides of the weight check, from shapes. `weight_sync/N` runs N

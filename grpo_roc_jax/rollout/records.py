@@ -8,13 +8,15 @@ lines (`settings.progress`).
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Literal, Protocol, get_args
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from grpo_roc_jax.rollout.steering import RowSteering
 from grpo_roc_jax.settings.progress import Phase, phase
 from grpo_roc_jax.types import Metrics, StopReason, Trajectory
 
@@ -205,7 +207,7 @@ class RowEnvironment(Protocol):
     """Decides what happens after a turn; called on the thread that runs the engine.
 
     A row is one rollout. Rows are numbered in the order of the requests, all samples of a request before the next one.
-    `find_stop`, `goes_on`, `completed`, `seated` and `drawn` are optional.
+    `find_stop`, `goes_on`, `completed`, `seated`, `drawn` and `steering` are optional.
     """
 
     def turn_ended(self, row: int, turn: TurnEnd) -> Finish | Wait:
@@ -238,6 +240,9 @@ class RowEnvironment(Protocol):
 
     def drawn(self, row: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """What a chunk added to the row, after `find_stop`."""
+
+    def steering(self, row: int) -> RowSteering | None:
+        """What the row asks of its draws, other than the engine's settings."""
 
 
 class SingleTurn:
@@ -320,6 +325,19 @@ class RolloutStats:
         known = self.failures.get(kind)
         failure = FailureCount(text, by_policy=by_policy)
         self.failures[kind] = failure if known is None else known + failure
+
+    def followed_by(self, later: "RolloutStats") -> "RolloutStats":
+        """The statistics of two runs of an engine, one after the other: counts and times add up."""
+        both = {item.name: (getattr(self, item.name), getattr(later, item.name)) for item in fields(self)}
+        sums = {name: a + b for name, (a, b) in both.items() if isinstance(a, int | float)}
+        stops = {name: count + later.stops.get(name, 0) for name, count in self.stops.items()}
+        shards = tuple(a + b for a, b in zip_longest(self.shard_tokens, later.shard_tokens, fillvalue=0))
+        kinds = {"cache_tokens": max(both["cache_tokens"]), "stops": stops, "shard_tokens": shards}
+        merged = RolloutStats(**(sums | kinds | {"failures": dict(self.failures)}))
+        for kind, failure in later.failures.items():
+            known = merged.failures.get(kind)
+            merged.failures[kind] = failure if known is None else known + failure
+        return merged
 
     @property
     def slot_use(self) -> float:

@@ -102,7 +102,8 @@ class Sampler:
             chat: A chat format with the engine's stop ids.
             executor: A started executor, or None where nothing calls tools.
             episodes: Environments of the user's, which answer the policy; None where tools alone do.
-            agents: `serving.agent_runs.AgentRuns`, whose programs ask the policy; None without.
+            agents: `serving.agent_runs.AgentRuns`, whose programs ask the policy; None without. With environments too,
+                each problem says which of the two it has.
         """
         sampler = cls.__new__(cls)
         sampler._hold(engine, chat, executor, episodes, agents)
@@ -152,14 +153,30 @@ class Sampler:
             ValueError: Nothing was published, or a prompt is too long.
         """
         weights, options = self.weights if weights is None else weights, options or RunOptions()
-        if self.agents is not None:
-            rows, stats = self.agents.collect(weights, requests, options)
-        elif self.episodes is not None:
+        by_agent = [self.agents is not None and self.agents.plays(request.problem) for request in requests]
+        rows: list[Sequence[Trajectory]] = [()] * len(requests)
+        stats: RolloutStats | None = None
+        for agents in (True, False):
+            part = [i for i, agent in enumerate(by_agent) if agent == agents]
+            if not part:
+                continue
+            found, counted = self._roll_out(weights, [requests[i] for i in part], options, agents)
+            for i, trajectories in zip(part, split(found, [requests[i].count for i in part]), strict=True):
+                rows[i] = trajectories
+            stats = counted if stats is None else stats.followed_by(counted)
+        assert stats is not None
+        return rows, stats
+
+    def _roll_out(
+        self, weights: SamplerParams, requests: Sequence[RolloutRequest], options: RunOptions, agents: bool
+    ) -> tuple[list[Trajectory], RolloutStats]:
+        """The trajectories of requests that agents play, or of others."""
+        if agents:
+            return self.agents.collect(weights, requests, options)
+        if self.episodes is not None:
             source = EpisodeSource(self.executor, self.episodes)
-            rows, stats = collect_episodes(self.engine, weights, self.chat, source, requests, options)
-        else:
-            rows, stats = self.engine.run(weights, *self.submission(requests, options))
-        return split(rows, [request.count for request in requests]), stats
+            return collect_episodes(self.engine, weights, self.chat, source, requests, options)
+        return self.engine.run(weights, *self.submission(requests, options))
 
     def submission(self, requests: Sequence[RolloutRequest], options: RunOptions) -> tuple:
         """The arguments of `Engine.submit` after the weights: the requests with their prompts as token ids, the tools

@@ -28,6 +28,7 @@ from grpo_roc_jax.rollout.device_rows import DeviceRows, Prompts, Write
 from grpo_roc_jax.rollout.programs import SamplerPrograms
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import Finish, RolloutStats, RowEnvironment, RunOptions, TurnEnd, TurnReason
+from grpo_roc_jax.rollout.steering import RowSteering, steering_arrays
 from grpo_roc_jax.rollout.table import FREE, Full, SlotTable, awaits_observation, starting_point
 from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
@@ -180,6 +181,7 @@ class RowSubmission:
         self.completed: Callable[[int, Trajectory], Trajectory] | None = getattr(environment, "completed", None)
         self.seated: Callable[[int, int], None] | None = getattr(environment, "seated", None)
         self.drawn: Callable[[int, np.ndarray, np.ndarray], None] | None = getattr(environment, "drawn", None)
+        self.steering: Callable[[int], RowSteering | None] | None = getattr(environment, "steering", None)
         self.keep_cache = options.keep_cache
         self.cancel_policy = options.cancel_policy if config.early_exit else None
         self.before_chunk = options.before_chunk or (lambda: None)
@@ -210,6 +212,7 @@ class Row:
     index: int
     """The number of the row in its submission."""
     slot: int = FREE
+    steering: RowSteering | None = None
 
 
 log = logging.getLogger(__name__)
@@ -253,7 +256,7 @@ class Scheduler:
         prompts = [self.next_prompt + prompt for prompt in prompts]
         self.next_ticket, self.next_prompt = tickets.stop, max(prompts) + 1
         self.rows |= {
-            ticket: Row(row, prompt, submission, index)
+            ticket: Row(row, prompt, submission, index, steering=submission.steering and submission.steering(index))
             for index, (ticket, row, prompt) in enumerate(zip(tickets, rows, prompts, strict=True))
         }
         self.admission.extend(tickets, rows, prompts, longest_first=self.config.admission == "longest")
@@ -294,8 +297,9 @@ class Scheduler:
             if self.table.live.any():
                 self._make_room()
                 self.device.flush()
+            steered = self._steered()
             if self.table.live.any():
-                read = self.device.chunk()
+                read = self.device.chunk(steered)
             else:
                 read = self.device.read() if self.device.flight is not None else None
             if read is not None:
@@ -631,6 +635,28 @@ class Scheduler:
         self.prompts.park(slot, self.rows[int(table.row[slot])].prompt, table.tokens[slot, :written])
         table.park(slot)
 
+    # Steering.
+
+    def _steered(self) -> tuple[np.ndarray, ...]:
+        """What live rows ask of the next chunk, as arrays; none if they ask for nothing."""
+        rows = self._steered_rows()
+        if any(row.one_step for row in rows.values()) and self.device.flight is not None:
+            self._take_flight()  # what may follow depends on its tokens
+            rows = self._steered_rows()
+        if not rows:
+            return ()
+        programs = self.device.programs
+        settings, vocabulary = programs.settings, programs.model.vocab_size
+        return steering_arrays(rows, self.config.slots, vocabulary, settings.sampling, settings.chunk)
+
+    def _steered_rows(self) -> dict[int, RowSteering]:
+        """Those of live slots, by slot."""
+        if all(submission.steering is None for submission in self.submissions):
+            return {}
+        slots = np.flatnonzero(self.table.live).tolist()
+        found = {slot: self.rows[int(self.table.row[slot])].steering for slot in slots}
+        return {slot: steering for slot, steering in found.items() if steering is not None}
+
     # Reports.
 
     def _take_flight(self) -> None:
@@ -651,6 +677,8 @@ class Scheduler:
         stopped[list(at_stop_text)] = True
         for slot in np.flatnonzero(drew).tolist():
             row, span = self.rows[int(table.row[slot])], slice(before[slot], table.length[slot])
+            if row.steering is not None:
+                row.steering.take((table.tokens[slot, span] & ID_MASK).tolist())
             if row.submission.drawn is not None:
                 row.submission.drawn(row.index, table.tokens[slot, span].copy(), table.logprobs[slot, span].copy())
         for slot in np.flatnonzero(stopped & (table.length < table.limit)).tolist():

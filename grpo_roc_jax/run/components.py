@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import split_name
-from grpo_roc_jax.environments.config import AgentCommand, Hosted
+from grpo_roc_jax.environments.config import Hosted
 from grpo_roc_jax.environments.environment import Environment, classes_of, environment_tools, merged_tools
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.learner.offload import check_host_memory
@@ -180,7 +180,7 @@ def tool_schemas(config: Config, registry: Registry) -> list[dict[str, Any]]:
     classes, names = find_environments(config), config.reward.names
     paid = any(isinstance(part, EnvironmentReward) for part in config.reward.functions)
     if not classes:
-        if paid and not isinstance(config.environment, AgentCommand):
+        if paid and not config.environment.agents:
             raise ValueError("reward.functions environment without an environment that pays; name one in environment")
         return registry.schemas
     pay = [
@@ -200,19 +200,19 @@ def make_episodes(config: Config, registry: Registry) -> Episodes | None:
     Raises:
         ConfigError: An environment class cannot be used, or cannot be sent to the workers that run it.
     """
-    if not isinstance(config.environment, Hosted):
+    if not isinstance(config.environment, Hosted) or not find_environments(config):
         return None
     return Episodes(config.environment, config.tools, registry.names)
 
 
 @config_errors()
 def make_agents(config: Config, chat: ChatFormat, engine: Engine) -> Any:
-    """What runs the programs of `environment agent`; None for another environment.
+    """What runs the agents of the environment; None without any.
 
     Raises:
-        ConfigError: The extra `serve` is not installed.
+        ConfigError: The extra `serve` is not installed, or an agent cannot be used.
     """
-    if not isinstance(config.environment, AgentCommand):
+    if not config.environment.agents:
         return None
     try:
         from grpo_roc_jax.serving.agent_runs import AgentRuns
@@ -265,7 +265,7 @@ def check_together(config: Config, mesh: Mesh) -> None:
     together, refused = processes_together(mesh), ""
     if config.rollout.step_limit.streams:
         refused = "rollout.step_limit stream, whose chunks have no order among the programs of the update"
-    elif isinstance(config.environment, AgentCommand):
+    elif config.environment.agents:
         refused = "environment agent, whose programs are served by one process"
     if together > 1 and refused:
         raise ValueError(

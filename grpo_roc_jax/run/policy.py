@@ -10,8 +10,10 @@ import os
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -34,7 +36,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params
 from grpo_roc_jax.model.delta import kept_bytes, row_bytes
 from grpo_roc_jax.model.lora import Lora
-from grpo_roc_jax.model.low_precision import MATRICES, stored_bytes
+from grpo_roc_jax.model.low_precision import MATRICES, quantized_layer, split_all, stored_bytes
 from grpo_roc_jax.model.parallel import choose_attention, paths
 from grpo_roc_jax.model.sharding import (
     Mesh,
@@ -98,17 +100,23 @@ def describe_attention(config: Config, policy: PolicyModel) -> str:
 
 
 def frozen_weights(config: Config, model: ModelConfig, mesh: Mesh) -> Params | None:
-    """The frozen weights that an adapter belongs to, in the compute dtype, as a tuple of layers; None without an
-    adapter."""
+    """The frozen weights that an adapter belongs to, in the compute dtype and `lora.base_bits`, as a tuple of layers;
+    None without an adapter."""
     if not config.lora.rank:
         return None
-    shardings = param_shardings(model, mesh)
+    shardings, bits = param_shardings(model, mesh), config.lora.base_bits
     if config.model.path:
         folder = find_model(config.model.path)
-        return load_params(folder, model, shardings, dtype=compute_dtype(model), stacked=False)
+        return load_params(folder, model, shardings, dtype=compute_dtype(model), stacked=False, bits=bits)
     key = replicate_key(jax.random.key(config.seed), mesh)
     stacked = jax.jit(partial(init_params, config=model), out_shardings=shardings)(key)
-    return jax.jit(partial(unstack, config=model))(stacked)
+    base = jax.jit(partial(unstack, config=model))(stacked)
+    if bits == 16:
+        return base
+    places = jax.tree.map(lambda leaf: leaf.sharding, frozen_like(model, mesh, bits)["layers"])
+    layers = zip(base["layers"], places, strict=True)
+    quantized = partial(quantized_layer, bits=bits)
+    return base | {"layers": tuple(jax.jit(quantized, out_shardings=place)(layer) for layer, place in layers)}
 
 
 @config_errors()
@@ -168,12 +176,17 @@ def load_trained(
     return restored
 
 
-def frozen_like(model: ModelConfig, mesh: Mesh) -> Params:
-    """Shapes and shardings of `frozen_weights`, without loading anything."""
+def frozen_like(model: ModelConfig, mesh: Mesh, bits: int = 16) -> Params:
+    """Shapes and shardings of `frozen_weights`, without loading anything. A published model that keeps its own blocks
+    may have other scales."""
     shapes = jax.eval_shape(lambda: unstack(init_params(jax.random.key(0), model), model))
     stacked = param_shardings(model, mesh)
     layer = {name: NamedSharding(mesh, P(*sharding.spec[1:])) for name, sharding in stacked["layers"].items()}
     layers = tuple({name: layer[name] for name in leaves} for leaves in shapes["layers"])
+    if bits < 16:
+        quantized = jax.eval_shape(lambda layers: tuple(quantized_layer(one, bits) for one in layers), shapes["layers"])
+        shapes |= {"layers": quantized}
+        layers = split_all(layers, quantized)
     return place_shapes(shapes, stacked | {"layers": layers})
 
 
@@ -205,13 +218,14 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
         kept_bytes_per_layer += _activations(config, model, compute)
     columns = min(config.update.vocab_chunk or USUAL_CHUNK, model.vocab_size)
     copied = not config.lora.rank or spread > tensor
+    base = compute * total - (base_savings(model, config.lora.base_bits, compute) if config.lora.rank else 0)
     return {
         "masters": 4 * trained / spread,
         "moments": (8 if config.optim.moment_dtype == "float32" else 6) * trained / spread,
         **({"reference": 4 * trained / spread} if needs_reference(config) else {}),
         "gradients": 4 * trained / spread,
-        **({"frozen weights": compute * total / spread} if config.lora.rank else {}),
-        **({"sampler": (compute * total - spared) / tensor} if copied else {}),
+        **({"frozen weights": base / spread} if config.lora.rank else {}),
+        **({"sampler": (base - spared) / tensor} if copied else {}),
         "cache": (per_token * rollout.shard_blocks(shards) * rollout.block + per_row * slots) / tensor,
         "layers kept": tokens * model.layers * kept_bytes_per_layer / tensor,
         "logits": 3 * 4 * tokens * columns / spread,
@@ -260,8 +274,9 @@ def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     away = {"moments": " (with the host while sampling)"} if config.optim.offload and not runs_on else {}
     listed = ", ".join(f"{name} {part / size:{form}}{away.get(name, '')}" for name, part in parts.items())
     many = f"{total / 1e9:.3f} billion" if total >= 1e8 else f"{total / 1e6:.3f} million"
+    share = "all" if trained == total else f"{trained / 1e6:.1f} million"
     return [
-        f"model: {many} parameters, {trained / 1e6:.1f} million of them trained; {per_token / 1e3:.1f} kB of cache a "
+        f"model: {many} parameters, {share} of them trained; {per_token / 1e3:.1f} kB of cache a "
         "token" + (f" and {per_row / 1e6:.1f} MB a row" if per_row else ""),
         *(process_lines(all_parts + parts["gradients"], model, mesh) if platform_of(mesh) == "cpu" else []),
         f"memory a device, {unit}: {listed}; together {all_parts / size:{form}} of {mesh.size} device"
@@ -296,6 +311,25 @@ def matrix_count(model: ModelConfig) -> int:
     """Number of matrix elements of the layers that `rollout.low_precision.weights` stores in fewer bits."""
     sizes = ((name, math.prod(shape)) for name, (shape, _) in layer_shapes(model).items() if name in MATRICES)
     return sum(size * len(layers_with(name, model)) for name, size in sizes)
+
+
+@cache
+def base_savings(model: ModelConfig, bits: int, compute: int) -> int:
+    """Bytes that `lora.base_bits` saves of frozen weights in a compute dtype of so many bytes."""
+    if bits == 16:
+        return 0
+    shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in layer_shapes(model).items()}
+    stored = jax.eval_shape(partial(quantized_layer, bits=bits), shapes)
+    return sum(
+        len(layers_with(name, model)) * (compute * math.prod(shapes[name].shape) - sum_bytes(leaf))
+        for name, leaf in stored.items()
+        if name in MATRICES
+    )
+
+
+def sum_bytes(tree: Any) -> int:
+    """Bytes of all arrays, or of arrays of such shapes."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 @cache

@@ -59,6 +59,8 @@ class ExecutorSettings:
     sessions: int = 512
     session_idle_s: float = 1800.0
     queue_timeout_s: float = 300.0
+    links: tuple[str, ...] = ()
+    """Names of directories beside the root, such as `app` for `/app`, that lead into the program's own; from L3 on."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class IsolationPlan:
     """First of the user ids given to workers, with `own_uid`."""
     outer_uid: int = 0
     """The host's user id that programs get in a user namespace."""
+    links: tuple[str, ...] = ()
+    """See `ExecutorSettings.links`."""
 
     @property
     def rank(self) -> int:

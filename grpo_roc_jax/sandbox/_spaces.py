@@ -79,8 +79,9 @@ def _write_maps(pid: int, uid: int, gid: int, outer_uid: int) -> None:
         write("gid_map", f"{INNER_ID} {gid} 1\n")
 
 
-def build_root(base: str, read: Iterable[str], *, proc: bool) -> bool:
-    """Replace the file system by a small read-only tree on the directory `base`, with the paths `read` bound.
+def build_root(base: str, read: Iterable[str], *, proc: bool, links: Iterable[str] = ()) -> bool:
+    """Replace the file system by a small read-only tree on the directory `base`, with the paths `read` bound, and
+    symbolic `links` into the scratch directory.
 
     Returns whether /proc could be mounted.
     """
@@ -91,6 +92,8 @@ def build_root(base: str, read: Iterable[str], *, proc: bool) -> bool:
     _make_devices(base)
     os.mkdir(base + SCRATCH)
     os.makedirs(base + "/tmp", exist_ok=True)
+    for name in links:
+        os.symlink(f"{SCRATCH}/{name}", f"{base}/{name}")
     mounted = proc and _mount_proc(base + "/proc")
     old = base + "/.old"
     os.mkdir(old)

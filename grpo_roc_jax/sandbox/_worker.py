@@ -62,7 +62,7 @@ class Worker:
         """Isolate the worker as planned, in the only order that works."""
         plan = self.plan
         if plan.namespaces:
-            self.proc = _spaces.build_root(plan.base, plan.read, proc=bool(plan.landlock))
+            self.proc = _spaces.build_root(plan.base, plan.read, proc=bool(plan.landlock), links=plan.links)
             self.uid = plan.uid_base + self.slot if plan.own_uid else _spaces.INNER_ID
         self.new_scratch()
         if plan.seccomp:

@@ -45,6 +45,7 @@ def make_plan(settings: ExecutorSettings, level: str, layers: list[str], base: s
         level, base, seccomp=rank >= 1, landlock=_landlock.abi() if rank >= 2 and "landlock" in layers else 0,
         namespaces=rank >= 3, own_uid=rank == 4, read=readable_paths(settings.read_paths), limits=settings.limits,
         preload=settings.preload, interpreter=settings.interpreter, uid_base=uid_base, outer_uid=outer_uid(),
+        links=settings.links,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_roc_jax.environments.failure import Failure, ending, one_line
@@ -17,6 +17,17 @@ PAY_RANGE = f"must be between {-MOST_REWARD:g} and {MOST_REWARD:g}"
 MOST_PARTS = 32
 """Named numbers of a rollout."""
 PART_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
+
+
+@dataclass(frozen=True)
+class AgentCall:
+    """What an agent is called with."""
+
+    row: Mapping[str, Any]
+    """Columns of the problem."""
+    prompt: str
+    base_url: str
+    api_key: str
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,10 @@ class ProgramEnd:
     printed: str = ""
     """The last line of its output."""
     seconds: float = 0.0
+
+    def after(self, seconds: float) -> "ProgramEnd":
+        """The end after so many seconds."""
+        return replace(self, seconds=seconds)
 
     def failure(self, said: str, *, by_policy: bool = False) -> Failure:
         """The failure of a program that ended so."""

@@ -1,86 +1,134 @@
-"""`environment agent` with a function: rollouts of one coroutine each, on one event loop beside the sampling thread.
+"""Agents that are functions: each rollout is a coroutine in a host of `environments.hosts`, which imports once what the
+function imports.
 
-What a function imports is imported once, so a rollout costs what its calls cost.
+The processes of hosts import this module, so it imports no JAX.
 """
 
 import asyncio
 import concurrent.futures
-import inspect
 import json
-import threading
+import signal
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_roc_jax.serving.agent_ends import Pay, ProgramEnd, read_pay
-from grpo_roc_jax.settings.callables import resolve
+from grpo_roc_jax.environments.config import AgentFunction, AgentKind
+from grpo_roc_jax.environments.hosts import make_host
+from grpo_roc_jax.serving.agent_ends import AgentCall, Pay, ProgramEnd, read_pay
+from grpo_roc_jax.settings.callables import given, passed
 
-AgentFunction = Callable[[Mapping[str, Any], str, str], Awaitable[Any]]
-"""(columns of the problem, base URL, API key) -> its numbers, as `agent_ends.read_pay` reads them, or None for none."""
+GRACE_S = 5.0
+"""Added to the deadline of a rollout before its host counts as lost: a function that blocks does not see its own."""
 
 
-class FunctionHost:
-    """Runs the rollouts of a function."""
+@dataclass(frozen=True)
+class FunctionSettings:
+    """What the rollouts of a function are made from."""
 
-    def __init__(self, name: str):
+    choice: AgentKind
+    passed: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    repeats: bool = False
+    """The policy was asked already."""
+
+    def prepare(self) -> tuple[Callable[[], "FunctionRollout"], bool]:
+        """See `environments.hosts.HeldSettings`."""
+        with given(self.passed):
+            function = self.choice.rollout()
+        assert function is not None
+        return lambda: FunctionRollout(function), False
+
+
+class FunctionRollout:
+    """The rollout of a function: its operation `open` is all of it."""
+
+    def __init__(self, function: AgentFunction):
+        self._function = function
+        self._task: asyncio.Task[ProgramEnd] | None = None
+
+    def never_waits(self, operation: str, arguments: Sequence[Any]) -> bool:
+        """What has ended needs no loop."""
+        return operation == "end"
+
+    async def open(self, call: AgentCall, timeout_s: float) -> ProgramEnd:
+        """The rollout to its end. An exception is that of a program with status 1, a late one is cancelled."""
+        self._task = asyncio.ensure_future(self._play(call))
+        done, _ = await asyncio.wait([self._task], timeout=timeout_s)
+        if not done or self._task.cancelled():
+            self._task.cancel()
+            return ProgramEnd(None)
+        return self._task.result()
+
+    async def _play(self, call: AgentCall) -> ProgramEnd:
+        try:
+            value = await self._function(call.row, call.base_url, call.api_key)
+        except (Exception, SystemExit, KeyboardInterrupt):  # an exit would end the event loop
+            return ProgramEnd(1, errors=traceback.format_exc())
+        pay, unread = (Pay(), "") if value is None else read_pay(_as_json(value))
+        return ProgramEnd(0, pay, unread=unread)
+
+    async def end(self) -> None:
+        """Nothing is left."""
+
+    def release(self) -> None:
+        """Cancels what still runs."""
+        if self._task is not None:
+            self._task.cancel()
+
+
+class FunctionAgent:
+    """Runs the rollouts of a function in the host that the configuration names. Thread-safe."""
+
+    def __init__(self, choice: AgentKind, path: str = ""):
         """
         Args:
-            name: `package.module:function`, `file.py:function`, or the name of a function that was passed to `train`.
+            choice: Has a function.
+            path: Of the function, where it has one; a function may have been passed to `train` under that name.
 
         Raises:
-            ValueError: There is no such function, or it is no `async def`.
+            ValueError: There is no such function, it is no `async def`, or it cannot be sent to another process.
         """
-        function = resolve("environment.function", name)
-        assert function is not None
-        if not inspect.iscoroutinefunction(function):
-            raise ValueError(
-                f"environment.function = {name!r} is no coroutine; must be `async def rollout(row, base_url, api_key)`"
-            )
-        self._function: AgentFunction = function
-        self.live = 0
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="agent-functions")
-        self._thread.start()
+        choice.rollout()  # a fault is told here, and not by a process
+        function = passed(path) if path else None
+        self._host = make_host(choice.host, FunctionSettings(choice, {} if function is None else {path: function}))
+        self._timeout_s = choice.timeout_s
+        self._live: set[str] = set()
 
-    def play(self, row: Mapping[str, Any], base_url: str, api_key: str, timeout_s: float) -> ProgramEnd:
-        """One rollout to its end; waits for it. Thread-safe.
+    @property
+    def live(self) -> int:
+        """Number of rollouts that run."""
+        return len(self._live)
 
-        An exception of the function is the end of a program with status 1. One that takes too long is cancelled.
-        """
+    def play(self, name: str, call: AgentCall) -> ProgramEnd:
+        """One rollout to its end; waits for it."""
         started = time.perf_counter()
-        running = asyncio.run_coroutine_threadsafe(self._call(row, base_url, api_key), self._loop)
-        self.live += 1
-        status: int | None = 0
-        value, errors = None, ""
+        self._live.add(name)
+        running = self._host.call(name, "open", call, self._timeout_s)
         try:
-            value = running.result(timeout_s)
-        except (Exception, SystemExit, concurrent.futures.CancelledError):
-            late = not running.done() or running.cancelled()
-            status, errors = (None, "") if late else (1, traceback.format_exc())
-            running.cancel()
+            end = running.result(self._timeout_s + GRACE_S)
+        except concurrent.futures.TimeoutError:
+            self._host.abandon(name)
+            end = ProgramEnd(None)
+        except Exception as error:  # its process or actor is gone
+            end = ProgramEnd(-signal.SIGKILL, errors=f"{type(error).__name__}: {error}")
+        else:
+            self._host.call(name, "end")
         finally:
-            self.live -= 1
-        pay, unread = (Pay(), "") if value is None else read_pay(_as_json(value))
-        return ProgramEnd(status, pay, errors, unread, "", time.perf_counter() - started)
+            self._live.discard(name)
+        if not isinstance(end, ProgramEnd):  # what could not be sent
+            end = ProgramEnd(1, errors=str(end.failure))
+        return end.after(time.perf_counter() - started)
 
-    async def _call(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-        return await self._function(row, base_url, api_key)
-
-    def cancel(self) -> None:
-        """Cancels what runs."""
-
-        def cancel_all() -> None:
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-
-        self._loop.call_soon_threadsafe(cancel_all)
+    def kill(self) -> None:
+        """Ends what runs."""
+        for name in list(self._live):
+            self._host.abandon(name)
 
     def close(self) -> None:
-        """Ends the loop. A function that holds it without awaiting keeps its thread, but not the process."""
-        self.cancel()
-        self._loop.call_soon_threadsafe(self._loop.call_later, 0.1, self._loop.stop)
-        self._thread.join(1.0)
+        """Ends the host. A function that holds a thread without awaiting keeps it, but not the process."""
+        self.kill()
+        self._host.close()
 
 
 def _as_json(value: Any) -> bytes:

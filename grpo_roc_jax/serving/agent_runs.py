@@ -4,55 +4,66 @@ trajectory.
 The caller's thread samples, a thread serves, and one thread for each running program waits for its end.
 """
 
-import json
 import os
 import secrets
-import shlex
 import signal
-import subprocess
-import tempfile
-import threading
+import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import IO, Any, get_args
+from typing import Any, Protocol, get_args
 
 import numpy as np
 
-from grpo_roc_jax.environments.config import AgentCommand, OnFailure
+from grpo_roc_jax.environments.config import AgentCommand, AgentKind, EnvironmentKind
 from grpo_roc_jax.environments.environment import row_of
 from grpo_roc_jax.environments.episodes import noted
 from grpo_roc_jax.environments.failure import Failure
-from grpo_roc_jax.environments.hosts import end_group
 from grpo_roc_jax.rollout.collect import stable_seed
 from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
-from grpo_roc_jax.serving.agent_ends import MOST_PAY_BYTES, Pay, ProgramEnd, read_pay
-from grpo_roc_jax.serving.agent_functions import FunctionHost
+from grpo_roc_jax.sandbox.http_guard import is_loopback
+from grpo_roc_jax.serving.agent_ends import AgentCall, Pay, ProgramEnd, read_pay
+from grpo_roc_jax.serving.agent_functions import FunctionAgent
+from grpo_roc_jax.serving.agent_programs import REWARD_VARIABLE, ProgramAgent
 from grpo_roc_jax.serving.dialogues import Dialogues
 from grpo_roc_jax.serving.joining import RecordedCall, join, joined
 from grpo_roc_jax.serving.refusal import RequestRefused
 from grpo_roc_jax.serving.replies import SampledChoice
 from grpo_roc_jax.serving.sampling_loop import PLACES, SamplingLoop
-from grpo_roc_jax.serving.server import Endpoint, ServerThread
+from grpo_roc_jax.serving.server import TOKEN_VARIABLE, Endpoint, ServerThread
 from grpo_roc_jax.text.chat_format import ChatFormat
-from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
+from grpo_roc_jax.types import Problem, RolloutRequest, StopReason, Trajectory
 
-REWARD_VARIABLE = "GRPO_REWARD_FD"
-"""Environment variable with the number of the descriptor that a program writes its reward to."""
-PRINTED = 1 << 16
-"""Bytes kept of what a program has printed."""
 ENDED_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that somebody sends to a program, such as the kernel when memory is short."""
 SHELL_SIGNAL = 128
 """Added to the number of a signal in the status of a shell whose program it ended."""
 BUSY_STATUS = 429
-FLOOD_S = 0.01
-"""How long a program that fills its pipe waits before it is read again."""
 WAIT_S = 0.05
 """How long a thread waits before it looks again at what it waits for."""
+ANY_ADDRESS = ("", "0.0.0.0", "::")
+
+
+class Agent(Protocol):
+    """Runs the agents of rollouts; thread-safe."""
+
+    @property
+    def live(self) -> int:
+        """Number of agents that run."""
+
+    def play(self, name: str, call: AgentCall) -> ProgramEnd:
+        """Runs the agent of the session of that name to its end."""
+
+    def kill(self) -> None:
+        """Ends what runs."""
+
+    def close(self) -> None:
+        """Ends everything."""
 
 
 @dataclass(eq=False)
@@ -63,6 +74,10 @@ class AgentSession:
     """For one rollout."""
     step: int
     most_calls: int
+    choice: AgentKind = field(default_factory=lambda: AgentCommand(command="none"))
+    """The settings of its agent."""
+    agent: str = ""
+    """Name of its agent, among several."""
     asked: int = 0
     over: bool = False
     """It asked more often than it may."""
@@ -72,8 +87,6 @@ class AgentSession:
     """Its last answer was cut by the token budget."""
     broken: bool = False
     """Its last call was answered with a fault of the server."""
-    trained: frozenset[str] = frozenset()
-    """Agents whose answers train; empty: all."""
     calls: list[RecordedCall] = field(default_factory=list)
 
     @property
@@ -92,7 +105,7 @@ class AgentSession:
     def record(self, choice: SampledChoice, answer: str, agent: str) -> None:
         ids = np.asarray(choice.ids, np.int32)
         logprobs = np.asarray(choice.logprobs, np.float32)
-        trains = not self.trained or agent in self.trained
+        trains = not self.choice.trained or agent in self.choice.trained
         self.calls.append(
             RecordedCall(choice.prompt, ids, logprobs, choice.versions, choice.begun, answer, agent, trains)
         )
@@ -122,14 +135,11 @@ class AgentSession:
         total = (end.pay.reward or 0.0) + sum(call.reward for call in calls)
         return calls, replace(end, pay=replace(end.pay, reward=total))
 
-    def outcome(
-        self, end: ProgramEnd, on_failure: OnFailure, pays: frozenset[str]
-    ) -> tuple[StopReason, Failure | None]:
+    def outcome(self, end: ProgramEnd, pays: frozenset[str]) -> tuple[StopReason, Failure | None]:
         """The typed outcome, and what failed. A program that fails once it has answers fails on what the policy said.
 
         Args:
             end: Of the program.
-            on_failure: Whether that scores 0.
             pays: Names of its numbers that count; the reward has an empty one.
         """
         if end.status is None:
@@ -145,11 +155,11 @@ class AgentSession:
             return "infrastructure", end.failure(f"it was ended by {signal.Signals(number).name}")
         stop: StopReason = "turns" if self.over else "length" if self.full or (self.cut and not end.status) else "eos"
         if end.status and stop == "eos":
-            zero = on_failure == "zero"
+            zero = self.choice.on_failure == "zero"
             return "failed" if zero else "infrastructure", end.failure(f"status {end.status}", by_policy=zero)
         if not any(call.trains for call in self.calls):
             names = ", ".join(sorted({call.agent for call in self.calls}))
-            said = f"no answer to {', '.join(sorted(self.trained))} (environment.trained); {names[:200]} asked"
+            said = f"no answer to {', '.join(sorted(self.choice.trained))} (environment.trained); {names[:200]} asked"
             return "infrastructure", end.failure(said)
         given = {*end.pay.parts, *([] if end.pay.reward is None else [""])}
         if pays and not end.status and not pays & given:
@@ -173,44 +183,69 @@ def no_reward(end: ProgramEnd, pays: frozenset[str] = frozenset([""])) -> str:
 
 
 class AgentRuns:
-    """Runs the program of `environment agent` once for each rollout."""
+    """Runs the agent of a problem once for each rollout, and samples what it asks for."""
 
     def __init__(
-        self, choice: AgentCommand, chat: ChatFormat, engine: Engine, longest: int, pays: Collection[str] = ()
+        self, choice: EnvironmentKind, chat: ChatFormat, engine: Engine, longest: int, pays: Collection[str] = ()
     ):
         """
         Args:
-            choice: The program.
+            choice: Has agents.
             chat: Writes prompts and reads turns.
             engine: Samples.
             longest: Most tokens of the conversations of a rollout together.
-            pays: Names of the numbers of a program that count; its reward has an empty one.
+            pays: Names of the numbers of an agent that count; its reward has an empty one.
+
+        Raises:
+            ValueError: An agent cannot be used, or its endpoint cannot listen.
         """
-        self._choice, self._chat, self._engine, self._longest, self._pays = (
-            choice,
-            chat,
-            engine,
-            longest,
-            frozenset(pays),
-        )
+        self._choice, self._chat, self._engine, self._longest = choice, chat, engine, longest
+        self._pays = frozenset(pays)
         self._seen: set[str] = set()
         """Kinds of failures that were logged."""
-        self._words, self._token = shlex.split(choice.command), secrets.token_urlsafe(16)
-        self._programs: set[subprocess.Popen] = set()
-        self._function = FunctionHost(choice.function) if choice.function else None
+        address, port = next((agent.address, agent.port) for agent in choice.agents.values())
+        self._token = os.environ.get(TOKEN_VARIABLE, "")
+        if not self._token and not is_loopback(address):
+            raise ValueError(
+                f"environment.address {address} can be reached from elsewhere; set {TOKEN_VARIABLE} to a secret token"
+            )
+        self._token = self._token or secrets.token_urlsafe(16)
 
         def make(deliver: Any) -> Endpoint:
             return Endpoint(chat, SamplingLoop(engine, None, deliver), token=self._token)
 
-        self._server = ServerThread(make)
+        try:
+            self._server = ServerThread(make, address, port)
+        except OSError as error:
+            raise ValueError(
+                f"environment.address {address}, environment.port {port}: the endpoint cannot listen there ({error})"
+            ) from error
         self._server.endpoint.sessions = {}
+        told = socket.gethostname() if address in ANY_ADDRESS else address
+        self.url = f"http://{f'[{told}]' if ':' in told else told}:{self._server.port}"
+        """Where agents find the endpoint."""
+        self._agents: dict[str, Agent] = {}
+        try:
+            for name, agent in choice.agents.items():
+                self._agents[name] = make_agent(agent)
+        except ValueError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Ends the server and what still runs."""
-        self._kill()
-        if self._function is not None:
-            self._function.close()
+        for agent in self._agents.values():
+            agent.close()
         self._server.close()
+
+    @property
+    def live(self) -> int:
+        """Number of agents that run."""
+        return sum(agent.live for agent in self._agents.values())
+
+    def plays(self, problem: Problem) -> bool:
+        """Whether an agent plays this problem; else an environment does."""
+        return self._choice.name_for(problem) in self._agents
 
     def collect(
         self, sampler: SamplerParams, requests: Sequence[RolloutRequest], options: RunOptions
@@ -228,12 +263,12 @@ class AgentRuns:
             for one in requests
             for i in one.samples
         ]
-        sessions = {
-            f"{one.place}-{one.first_sample}-{secrets.token_hex(4)}": AgentSession(
-                one, options.key_step, config.max_turns, trained=frozenset(self._choice.trained)
+        sessions = {}
+        for one in singles:
+            agent = self._choice.name_for(one.problem)
+            sessions[f"{one.place}-{one.first_sample}-{secrets.token_hex(4)}"] = AgentSession(
+                one, options.key_step, config.max_turns, self._choice.agents[agent], agent
             )
-            for one in singles
-        }
         endpoint = self._server.endpoint
         endpoint.dialogues = Dialogues(self._chat.config, self._chat.tokenizer)
         endpoint.loop.sampler, endpoint.sessions = sampler, dict(sessions)
@@ -243,29 +278,35 @@ class AgentRuns:
         finally:
             endpoint.sessions = {}
             self._kill()
+            idle_s, endpoint.loop.idle_s = endpoint.loop.idle_s, 0.0
             stats = endpoint.loop.release()
-        stats.seconds = time.perf_counter() - started
+        stats.seconds, stats.environment_s = time.perf_counter() - started, idle_s
         return self._trajectories(sessions, ends, stats), stats
 
     def _run(self, sessions: dict[str, AgentSession], options: RunOptions) -> list[ProgramEnd]:
-        """Samples until all programs have ended."""
+        """Samples until all agents have ended."""
         loop, total = self._server.endpoint.loop, len(sessions)
-        with ThreadPoolExecutor(min(self._choice.at_once, total), "agent") as pool:
-            ends: list[Future[ProgramEnd]] = [pool.submit(self._play, *item) for item in sessions.items()]
+        sizes = Counter(session.agent for session in sessions.values())
+        with ExitStack() as pools:
+            pool_of = {
+                name: pools.enter_context(ThreadPoolExecutor(min(self._choice.agents[name].at_once, size), "agent"))
+                for name, size in sizes.items()
+            }
+            ends: list[Future[ProgramEnd]] = [
+                pool_of[session.agent].submit(self._play, name, session) for name, session in sessions.items()
+            ]
             try:
                 while left := sum(not end.done() for end in ends):
                     if options.before_chunk is not None:
                         options.before_chunk()
-                    idle, begun = not self._server.endpoint.running, time.perf_counter()
                     loop.turn(WAIT_S)
-                    loop.stats.environment_s += time.perf_counter() - begun if idle else 0.0
                     if options.progress is not None:
                         tokens = loop.stats.sampled_tokens
-                        live = len(self._programs) if self._function is None else self._function.live
-                        done = total - left
+                        live, done = self.live, total - left
                         options.progress.update(live=live, waiting=left - live, done=done, total=total, tokens=tokens)
             except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
+                for pool in pool_of.values():
+                    pool.shutdown(wait=False, cancel_futures=True)
                 self._kill()
                 raise
         return [end.result() for end in ends]
@@ -277,8 +318,8 @@ class AgentRuns:
         found = []
         for session, end in zip(sessions.values(), ends, strict=True):
             calls, end = session.paid(end)
-            rows = [row for row in join(calls) if row.mask.any() or not session.trained]
-            stop, failure = session.outcome(end, self._choice.on_failure, self._pays)
+            rows = [row for row in join(calls) if row.mask.any() or not session.choice.trained]
+            stop, failure = session.outcome(end, self._pays)
             trajectory = self._empty(session) if not rows else None
             if trajectory is None:
                 trajectory, dropped = joined(rows, self._chat, session.request, stop, self._longest)
@@ -304,77 +345,20 @@ class AgentRuns:
     def _play(self, name: str, session: AgentSession) -> ProgramEnd:
         """Runs the agent of a session to its end."""
         problem = replace(session.request.problem, prompt=session.request.problem.prompt + session.request.suffix)
-        address = f"http://127.0.0.1:{self._server.port}/s/{name}/v1"
         row = row_of(problem) | {"uid": problem.uid}
-        if self._function is None:
-            return self._play_program(name, row, problem.prompt, address)
+        call = AgentCall(row, problem.prompt, f"{self.url}/s/{name}/v1", self._token)
         try:
-            return self._function.play(row, address, self._token, self._choice.timeout_s)
+            return self._agents[session.agent].play(name, call)
         finally:
             self._server.endpoint.forget(name)
-
-    def _play_program(self, name: str, columns: Mapping[str, Any], prompt: str, address: str) -> ProgramEnd:
-        words = [word.replace("{prompt}", prompt) for word in self._words]
-        found = os.environ | {"OPENAI_BASE_URL": address, "OPENAI_API_KEY": self._token}
-        found |= {"ANTHROPIC_BASE_URL": address.removesuffix("/v1"), "ANTHROPIC_API_KEY": self._token}
-        found |= {name: "127.0.0.1,localhost" for name in ("NO_PROXY", "no_proxy")}
-        row = json.dumps(columns, default=str).encode()
-        started = time.perf_counter()
-        reading, writing = os.pipe()
-        found[REWARD_VARIABLE] = str(writing)
-        with tempfile.TemporaryFile() as given:
-            given.write(row)
-            given.seek(0)
-            pipes = {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            try:
-                program = subprocess.Popen(words, env=found, start_new_session=True, pass_fds=[writing], **pipes)
-            except (OSError, ValueError) as error:  # a prompt may hold what no argument can
-                os.close(reading)
-                return ProgramEnd(127, Pay(), str(error))
-            finally:
-                os.close(writing)
-        out, errors = Printed(program.stdout), Printed(program.stderr)
-        paid = Printed(os.fdopen(reading, "rb"), first=MOST_PAY_BYTES + 1)
-        self._programs.add(program)
-        try:
-            status: int | None = program.wait(self._choice.timeout_s)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            end_group(program)
-            self._programs.discard(program)
-            self._server.endpoint.forget(name)
-        pay, unread = read_pay(paid.content())
-        printed = out.text().strip().rpartition("\n")[2][:MOST_PAY_BYTES]
-        return ProgramEnd(status, pay, errors.text(), unread, printed, time.perf_counter() - started)
 
     def _kill(self) -> None:
-        if self._function is not None:
-            self._function.cancel()
-        for program in list(self._programs):
-            end_group(program)
+        for agent in self._agents.values():
+            agent.kill()
 
 
-class Printed:
-    """Reads what a program writes to a pipe, and keeps its end, or so many of its first bytes."""
-
-    def __init__(self, pipe: IO[bytes], first: int = 0):
-        self._pipe, self._first, self._bytes = pipe, first, b""
-        self._thread = threading.Thread(target=self._read, daemon=True, name="agent-output")
-        self._thread.start()
-
-    def _read(self) -> None:
-        with self._pipe:
-            while chunk := os.read(self._pipe.fileno(), PRINTED):
-                self._bytes = (self._bytes + chunk)[: self._first] if self._first else (self._bytes + chunk)[-PRINTED:]
-                if len(chunk) == PRINTED:
-                    time.sleep(FLOOD_S)
-
-    def content(self) -> bytes:
-        """What was kept, once the program has ended. Something that it has started may still write."""
-        self._thread.join(1.0)
-        return self._bytes
-
-    def text(self) -> str:
-        """The same as text."""
-        return self.content().decode(errors="replace")
+def make_agent(choice: AgentKind) -> Agent:
+    """What runs the program or function of an agent. Raises ValueError if it cannot be used."""
+    if isinstance(choice, AgentCommand) and choice.command:
+        return ProgramAgent(choice)
+    return FunctionAgent(choice, choice.function if isinstance(choice, AgentCommand) else "")

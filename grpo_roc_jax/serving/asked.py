@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.rollout.config import SamplingConfig
+from grpo_roc_jax.rollout.steering import DrawSettings
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
 from grpo_roc_jax.text.tokenizer import Tokenizer
 
@@ -15,12 +16,10 @@ MAX_CHOICES = 64
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 64
 """Characters of a stop text."""
+MOST_BIASED = 4096
+"""Tokens of `logit_bias`."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "top_logprobs": (0, 1),
+    "top_logprobs": (0,),
     "prompt_logprobs": (0, False),
     "min_tokens": (0,),
     "ignore_eos": (False,),
@@ -29,7 +28,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
     "functions": ([],),
-    "guided_json": ("",),
+    "bad_words": ([],),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
 }
 """Fields that are not supported, with the values that ask for nothing."""
 
@@ -49,15 +50,22 @@ class Asked:
     logprobs: bool
     token_ids: bool
     """`return_token_ids`."""
+    draw: DrawSettings
+    """What is other than the settings of the server."""
 
 
-def read_asked(body: Mapping[str, Any], sampling: SamplingConfig) -> Asked:
+def read_asked(body: Mapping[str, Any], sampling: SamplingConfig, vocabulary: int) -> Asked:
     """The sampling fields of a request, or of its `sampling_params`.
+
+    Args:
+        body: The fields.
+        sampling: What the server draws with where a request says nothing.
+        vocabulary: Tokens that can be biased.
 
     Raises:
         RequestRefused: Of the wrong type, out of range, or not supported by the engine.
     """
-    _refuse_others(body, sampling)
+    _refuse_others(body)
     stops = field_of(body, "stop", (str, list), [])
     stops = [stops] if isinstance(stops, str) else stops
     if not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops) or len(stops) > MAX_STOPS:
@@ -90,25 +98,60 @@ def read_asked(body: Mapping[str, Any], sampling: SamplingConfig) -> Asked:
         bool(options.get("include_usage")),
         body.get("logprobs") is not None and body.get("logprobs") is not False,
         field_of(body, "return_token_ids", bool, False),
+        _read_draw(body, sampling, vocabulary),
     )
 
 
-def _refuse_others(body: Mapping[str, Any], sampling: SamplingConfig) -> None:
+def _number(
+    body: Mapping[str, Any], name: str, low: float, high: float, neutral: float, *, above: bool = False
+) -> float:
+    """A number of a request between two bounds; `above`: not the lower one itself."""
+    value = field_of(body, name, (int, float), neutral)
+    if not low <= value <= high or (above and value == low):
+        span = f"above {low:g} and at most {high:g}" if above else f"{low:g} to {high:g}"
+        raise RequestRefused(f"{name} = {value}; must be {span}", name)
+    return float(value)
+
+
+def _read_draw(body: Mapping[str, Any], sampling: SamplingConfig, vocabulary: int) -> DrawSettings:
+    top_k = field_of(body, "top_k", int, sampling.top_k)
+    if top_k < -1:
+        raise RequestRefused(f"top_k = {top_k}; must be at least 1, or 0 or -1 for all tokens", "top_k")
+    cuts = {
+        "top_k": min(max(top_k, 0), vocabulary),
+        "top_p": _number(body, "top_p", 0, 1, sampling.top_p, above=True),
+        "min_p": _number(body, "min_p", 0, 1, sampling.min_p),
+    }
+    return DrawSettings(
+        **{name: None if value == getattr(sampling, name) else value for name, value in cuts.items()},
+        bias=_read_bias(body, vocabulary),
+        presence=_number(body, "presence_penalty", -2, 2, 0),
+        frequency=_number(body, "frequency_penalty", -2, 2, 0),
+        repetition=_number(body, "repetition_penalty", 0, 100, 1, above=True),
+    )
+
+
+def _read_bias(body: Mapping[str, Any], vocabulary: int) -> dict[int, float]:
+    """`logit_bias`: from ids, which JSON writes as text, to numbers from -100 to 100."""
+    given = field_of(body, "logit_bias", dict, {})
+    if len(given) > MOST_BIASED:
+        raise RequestRefused(f"logit_bias of {len(given)} tokens; must be at most {MOST_BIASED}", "logit_bias")
+    found = {}
+    for name, value in given.items():
+        if not (name.isascii() and name.isdigit() and len(name) < 12 and int(name) < vocabulary):
+            raise RequestRefused(
+                f"logit_bias of {name!r:.40}; must be by token id, 0 to {vocabulary - 1}", "logit_bias"
+            )
+        if not isinstance(value, int | float) or isinstance(value, bool) or not -100 <= value <= 100:
+            raise RequestRefused(f"logit_bias of {name} = {value!r:.40}; must be -100 to 100", "logit_bias")
+        found[int(name)] = float(value)
+    return {token: value for token, value in found.items() if value}
+
+
+def _refuse_others(body: Mapping[str, Any]) -> None:
     for name, neutral in NEUTRAL.items():
         if body.get(name) is not None and body[name] not in neutral:
             raise RequestRefused(f"{name} = {body[name]!r:.80} is not supported; leave it out", name, "unsupported")
-    for name, none in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
-        value, own = field_of(body, name, (int, float)), getattr(sampling, name)
-        if value is not None and value != own and not (name == "top_k" and value == -1 and not own):
-            raise RequestRefused(
-                f"{name} = {value}; it is fixed at {own} when the server starts: leave it out, or start with "
-                f"--sampling.{name}={value if value != -1 else none}",
-                name,
-                "unsupported",
-            )
-    form = field_of(body, "response_format", dict, {}).get("type", "text")
-    if form != "text":
-        raise RequestRefused(f"response_format {form!r} is not supported; only text is", "response_format")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none", "required") and not isinstance(choice, dict):
         raise RequestRefused(f"tool_choice = {choice!r:.80}; must be auto, none or required", "tool_choice")
@@ -132,6 +175,8 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestRefused("tools must be of type function, each with a function and its name", "tools")
+    # `strict` speaks to the server: the policy reads the same as without it.
+    tools = [tool | {"function": {k: v for k, v in tool["function"].items() if k != "strict"}} for tool in tools]
     return [] if body.get("tool_choice") == "none" else tools
 
 

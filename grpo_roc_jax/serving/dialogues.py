@@ -252,7 +252,7 @@ def read_messages(messages: Any) -> tuple[str, list[Said]]:
             continue
         for i, message in run:
             where, role = f"messages[{i}]", message["role"]
-            text = text_of(message.get("content"), f"{where}.content")
+            text = text_of(message.get("content"), f"{where}.content") or field_of(message, "refusal", str, "")
             if role in ("system", "developer") and not said:
                 systems.append(text)
             elif role == "assistant":
@@ -287,7 +287,8 @@ def _results(run: list[tuple[int, Any]], messages: list[Any]) -> Iterator[Said]:
         calls = _written_calls(content.partition(CALLS_AS_TEXT)[2])
     replies = [(field_of(m, "tool_call_id", str), field_of(m, "name", str) or "") for _, m in run]
     try:
-        order = in_order_of_calls([(own_id, name) for (name, _), own_id in calls], replies)
+        after_turn = before.get("role") == "assistant"  # which may have its calls as text
+        order = in_order_of_calls([(own_id, name) for (name, _), own_id in calls], replies, strict=not after_turn)
     except UnmatchedReply as error:
         place = "messages" if error.reply is None else f"messages[{begin + error.reply}]"
         raise RequestRefused(f"{place}: {error}", "messages") from error

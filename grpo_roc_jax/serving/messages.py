@@ -138,12 +138,14 @@ def _chat_body(body: Mapping[str, Any]) -> JSON:
     turns = field_of(body, "messages", list, [])
     messages = [message for i, turn in enumerate(turns) for message in _messages(turn, f"messages[{i}]")]
     same = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed")
+    form = field_of(field_of(body, "output_config", dict, {}), "format", dict) or field_of(body, "output_format", dict)
     found = {name: body[name] for name in (*same, "return_token_ids", "return_weight_versions") if name in body}
     return found | {
         "messages": [*([{"role": "system", "content": system}] if system else []), *messages],
         "tools": [_tool(tool) for tool in field_of(body, "tools", list, [])],
         "tool_choice": _tool_choice(field_of(body, "tool_choice", dict, {})),
         "stop": field_of(body, "stop_sequences", list, []),
+        "response_format": form,
     }
 
 
@@ -152,6 +154,7 @@ def _tool(tool: Any) -> JSON:
     if kind != "custom" or not isinstance(tool.get("name"), str):
         raise RequestRefused(f"a tool of type {kind!r:.80}; must be of one's own, with name and input_schema", "tools")
     function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    function["strict"] = tool.get("strict")
     return {"type": "function", "function": {name: value for name, value in function.items() if value}}
 
 

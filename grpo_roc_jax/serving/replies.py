@@ -4,13 +4,23 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from grpo_roc_jax.rollout.config import SamplingConfig
+from grpo_roc_jax.rollout.steering import RowSteering
+from grpo_roc_jax.serving.answer_formats import (
+    AROUND,
+    AnswerGrammars,
+    GrammarMask,
+    TurnFormat,
+    TurnGrammar,
+    read_format,
+    strict_schemas,
+)
 from grpo_roc_jax.serving.asked import MAX_CHOICES, Asked, read_asked, read_forced, read_ids, read_tools
 from grpo_roc_jax.serving.dialogues import (
     HELD_BACK,
@@ -88,7 +98,12 @@ class ReplyForm:
 
     def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig):
         self.body, self.tokenizer = body, tokenizer
-        self.asked: Asked = read_asked(self._sampling_fields(), sampling)
+        self.asked: Asked = read_asked(self._sampling_fields(), sampling, tokenizer.vocab_size)
+        self.format = TurnFormat(read_format(self._sampling_fields()))
+        self.not_applied: list[str] = []
+        """Fields of the request that change nothing here."""
+        self.steering: Sequence[RowSteering] = ()
+        """What each choice asks of its draws; empty for nothing."""
         self.model = self.agent = field_of(body, "model", str, "policy")
         self.prompts: list[np.ndarray] = []
         self.choices: list[SampledChoice] = []
@@ -100,6 +115,21 @@ class ReplyForm:
 
     def _sampling_fields(self) -> Mapping[str, Any]:
         return self.body
+
+    def masks(self, grammars: AnswerGrammars) -> list[GrammarMask]:
+        """For each choice the tokens that may follow, where the request says what the answer must look like.
+
+        Raises:
+            RequestRefused: That cannot be enforced.
+        """
+        raise RequestRefused(
+            f"{self.format.params[0]} is not supported on {self.path}; leave it out", "response_format"
+        )
+
+    def fault_of(self, choice: SampledChoice) -> str:
+        """Why the form of a choice could not be enforced; empty if it was."""
+        mask = self.steering[choice.index].mask if self.steering else None
+        return mask.fault if isinstance(mask, GrammarMask) else ""
 
     def begin(self) -> None:
         """Makes the choices."""
@@ -219,6 +249,17 @@ class ChatReply(ReplyForm):
         self.prompts, self.known = [self.context.ids], self.context.known
         self.begun = len(self.context.begun_ids)
         self.goes_on = self.context.goes_on
+        strict = strict_schemas(self.body, field_of(self.body, "tools", list, []) if tools else [])
+        self.format = replace(self.format, strict=strict)
+        self._tools = tools
+
+    def masks(self, grammars: AnswerGrammars) -> list[GrammarMask]:
+        context = self.context
+        turn = TurnGrammar(context.chat, self._tools, self.format)
+        text = turn.text()
+        self.not_applied += turn.unenforced
+        ends = {context.chat.end_id, context.chat.call_end_id}
+        return grammars.masks(text, ends, context.begun_ids, self.format.params[0], self.asked.count)
 
     def as_chat(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """The request in the form of chat completions.
@@ -337,6 +378,7 @@ class TextReply(ReplyForm):
 
     def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig, *, chat: ChatFormat):
         super().__init__(body, tokenizer, sampling)
+        self.end_id = chat.end_id
         prompt = body.get("prompt")
         several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
         for one in prompt if several else [prompt]:
@@ -359,6 +401,13 @@ class TextReply(ReplyForm):
         found = {"token_ids": ids} if self.asked.token_ids else {}
         found |= {"prompt_token_ids": choice.prompt.tolist()} if self.asked.token_ids and first else {}
         yield self.piece(choice, {"text": text, "logprobs": self._logprobs(ids, logprobs)}, **found)
+
+    def masks(self, grammars: AnswerGrammars) -> list[GrammarMask]:
+        answer = self.format.answer
+        assert answer is not None
+        text = f"start: WS {answer.rule}\nWS: /{AROUND}/\n"
+        count = len(self.prompts) * self.asked.count
+        return grammars.masks(text, {self.tokenizer.eos_id, self.end_id}, (), answer.param, count)
 
     def _text(self, choice: SampledChoice) -> str:
         """The text up to a stop text, without the token that ended it."""

@@ -16,8 +16,9 @@ from grpo_roc_jax.serving.replies import JSON, EventReply, SampledChoice
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 """Types of parts of a content that hold text."""
 SAME_FIELDS = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "stop", "stop_token_ids",
+               "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "structured_outputs",
                "return_token_ids", "return_weight_versions")  # fmt: skip
-"""Fields that chat completions have too; the last five are none of OpenAI's form."""
+"""Fields that chat completions have too; those after `top_p`, but for `stream`, are none of OpenAI's form."""
 UNSUPPORTED = ("background", "conversation", "prompt")
 """Fields that ask for what is not served."""
 
@@ -233,7 +234,7 @@ def _tool(tool: Any) -> JSON:
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
         kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
         raise RequestRefused(f"a tool of type {kind!r:.80}; must be function, with a name", "tools")
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
 def _tool_choice(choice: Any) -> Any:

@@ -7,7 +7,7 @@ together, so that the other side is woken once for all of them.
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +18,7 @@ from grpo_roc_jax.rollout.decode import ID_BITS, ID_MASK
 from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import Finish, RolloutStats, RunOptions, SingleTurn, TurnEnd
+from grpo_roc_jax.rollout.steering import RowSteering
 from grpo_roc_jax.types import Problem, RolloutRequest, Trajectory
 
 IDLE_S = 0.1
@@ -50,6 +51,8 @@ class SampleJob:
     """How many of the new ids to keep, given them and the last ones before, if a stop text ends among them."""
     goes_on: Callable[[np.ndarray], bool] | None = None
     """Whether an answer of these ids goes on after the stop id that it ends with."""
+    steering: Sequence[RowSteering | None] = ()
+    """What each sample asks of its draws; empty for nothing."""
     adapter: int = 0
     """Number of its adapter in an engine that samples with several (`decode.split_adapters`)."""
     created_s: float = field(default_factory=time.perf_counter)
@@ -74,6 +77,9 @@ class JobRows(SingleTurn):
 
     def completed(self, row: int, trajectory: Trajectory) -> Trajectory:
         return replace(trajectory, tokens=trajectory.tokens & ID_MASK) if self._job.adapter else trajectory
+
+    def steering(self, row: int) -> RowSteering | None:
+        return self._job.steering[row] if self._job.steering else None
 
     def goes_on(self, row: int, tokens: np.ndarray) -> bool:
         tokens = tokens & ID_MASK
@@ -109,6 +115,8 @@ class SamplingLoop:
         self.engine, self.sampler, self._deliver, self._duty = engine, sampler, deliver, duty
         self.stats = RolloutStats()
         """Of the engine since the loop began."""
+        self.idle_s = 0.0
+        """Seconds for which the loop had no job, and waited for one."""
         self._inbox: queue.SimpleQueue[tuple[SampleJob, bool] | None] = queue.SimpleQueue()
         self._tickets: dict[SampleJob, range] = {}
         self._jobs: dict[int, tuple[SampleJob, int]] = {}
@@ -177,8 +185,10 @@ class SamplingLoop:
 
     def turn(self, wait_s: float) -> None:
         """Takes what has been submitted, samples a chunk, reports; with nothing to do it waits for a job."""
+        began, idle = time.perf_counter(), self.idle
         self._take(wait_s if not self._jobs else 0.0)
         begun = time.perf_counter()
+        self.idle_s += begun - began if idle else 0.0
         if (sampler := self._duty()) is not None:
             self.sampler = sampler
         for ticket, trajectory in self.engine.advance(0.0):

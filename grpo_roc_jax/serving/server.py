@@ -23,7 +23,9 @@ from tornado.iostream import IOStream, StreamClosedError
 from tornado.netutil import bind_sockets
 from tornado.web import Application, HTTPError, RequestHandler, stream_request_body
 
+from grpo_roc_jax.rollout.steering import DrawSettings, RowSteering
 from grpo_roc_jax.sandbox.http_guard import IDLE_S, LINGER_BYTES, LINGER_S, REQUEST_S, Connections, RequestHead, refusal
+from grpo_roc_jax.serving.answer_formats import AnswerGrammars, GrammarMask
 from grpo_roc_jax.serving.asked import stop_finder
 from grpo_roc_jax.serving.dialogues import Dialogues
 from grpo_roc_jax.serving.messages import COUNT_TOKENS, MessagesReply, error_body
@@ -50,6 +52,8 @@ SAMPLING_FIELDS = frozenset(
     ["temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty"]
 )
 """What a session's own sampling replaces."""
+NOT_APPLIED = "X-Not-Applied"
+"""Header of an answer with the fields of the request that changed nothing."""
 FORMS: tuple[type[ReplyForm], ...] = (ChatReply, ResponsesReply, MessagesReply, TextReply, TokenReply)
 """Each has a path of its own."""
 
@@ -123,8 +127,14 @@ class Endpoint:
         name: str = "policy",
         token: str = "",
         limits: ServerLimits = ServerLimits(),
+        enforce_formats: bool = True,
     ):
+        """`enforce_formats`: whether answers are held to the form that a request names (`response_format`, `strict`);
+        those of `sessions` never are, since they train the policy as it is."""
         self.chat, self.loop, self.name, self.token, self.limits = chat, loop, name, token, limits
+        self.enforce_formats = enforce_formats
+        self._grammars = AnswerGrammars(chat.tokenizer)
+        self._announced: set[str] = set()
         self.dialogues = Dialogues(chat.config, chat.tokenizer)
         self.counts = ServerCounts()
         self.running: set[SampleJob] = set()
@@ -163,10 +173,23 @@ class Endpoint:
 
     def form(self, path: str, body: dict[str, Any], session: str) -> ReplyForm:
         """The request of a body, checked."""
+        replaced: set[str] = set()
         if self.sessions is not None:
             for fields in (body, body.get("sampling_params")):
                 for name in SAMPLING_FIELDS & (fields or {}).keys() if isinstance(fields, dict | None) else ():
-                    del fields[name]
+                    if fields.pop(name) is not None:
+                        replaced.add(name)
+        form = self._form(path, body, session)
+        form.not_applied += sorted(replaced)
+        if self.sessions is not None and form.asked.draw.bias:
+            raise RequestRefused(
+                "logit_bias is not supported while a policy trains: its tokens would not be the policy's; leave it out",
+                "logit_bias",
+                "unsupported",
+            )
+        return form
+
+    def _form(self, path: str, body: dict[str, Any], session: str) -> ReplyForm:
         settings = (body, self.chat.tokenizer, self.loop.engine.programs.settings.sampling)
         talk = {"dialogues": self.dialogues, "session": session}
         if path == ChatReply.path:
@@ -238,6 +261,8 @@ class Endpoint:
         elif value.stop in UNFINISHED:
             raise RequestRefused(f"sampling ended early: {value.stop}", status=500)
         else:
+            if fault := form.fault_of(choice):
+                raise RequestRefused(f"the form of the answer could not be enforced: {fault}", status=500)
             choice.stop, choice.versions = value.stop, value.versions[sampled(value)]
             yield from form.ended(choice)
 
@@ -246,6 +271,8 @@ class Endpoint:
         if len(self.running) + len(form.prompts) > self.limits.waiting:
             raise RequestRefused("the server is busy; ask again later", code="overloaded", status=429)
         find_stop = stop_finder(self.chat.tokenizer, asked.stops)
+        steering = self._steering(form)
+        self._announce(form.not_applied)
         for i, prompt in enumerate(form.prompts):
             room = self.loop.budget(len(prompt))
             if room < 1:
@@ -272,9 +299,32 @@ class Endpoint:
                     asked.stop_ids,
                     find_stop,
                     form.goes_on,
+                    steering[i * asked.count : (i + 1) * asked.count],
                 )
             )
         return jobs
+
+    def _steering(self, form: ReplyForm) -> list[RowSteering]:
+        """What the choices of a request ask of their draws; none for nothing."""
+        count, draw = len(form.prompts) * form.asked.count, form.asked.draw
+        masks: list[GrammarMask] = []
+        if params := form.format.params:
+            if self.enforce_formats and self.sessions is None:
+                masks = form.masks(self._grammars)
+            else:
+                form.not_applied += params
+        if not masks and draw == DrawSettings():
+            return []
+        prompts = [prompt for prompt in form.prompts for _ in range(form.asked.count)]
+        form.steering = [RowSteering(draw, masks[i] if masks else None, prompts[i]) for i in range(count)]
+        return form.steering
+
+    def _announce(self, fields: Iterable[str]) -> None:
+        """Says once of each field that it changes nothing."""
+        for name in sorted(set(fields) - self._announced):
+            self._announced.add(name)
+            why = "the sampling of the run holds" if name in SAMPLING_FIELDS else "answers are not held to it"
+            log.info("requests ask for %s, which changes nothing here: %s", name, why)
 
     def models(self) -> dict[str, Any]:
         """The answer of `/v1/models`."""
@@ -485,6 +535,7 @@ class SamplingHandler(EndpointHandler):
             async with aclosing(self.endpoint.pieces(form, session)) as found:
                 async for _ in found:
                     pass
+            self._say_not_applied(form)
             self.finish(form.whole())
             return
         self.set_header("Content-Type", "text/event-stream")
@@ -492,6 +543,8 @@ class SamplingHandler(EndpointHandler):
         try:
             async with aclosing(self.endpoint.pieces(form, session)) as found:
                 async for pieces in found:
+                    if not self._headers_written:
+                        self._say_not_applied(form)
                     self._write(form, pieces)
                     if pieces and not form.complete:
                         await self._sent()
@@ -505,6 +558,10 @@ class SamplingHandler(EndpointHandler):
             self._write(form, form.last_pieces())
         self.write(form.closing)
         self.finish()
+
+    def _say_not_applied(self, form: ReplyForm) -> None:
+        if form.not_applied:
+            self.set_header(NOT_APPLIED, ", ".join(dict.fromkeys(form.not_applied)))
 
     def _write(self, form: ReplyForm, pieces: Iterable[Any]) -> None:
         for piece in pieces:

@@ -233,6 +233,15 @@ class ChatFormat:
         end = [] if closed else [self.end_id]
         return self._ids([*end, *self._user_open, text, *self._prompt_close])
 
+    @property
+    def call_marks(self) -> tuple[str, ...]:
+        """Where the calls of a turn begin."""
+        return self._convention.openings
+
+    def pieces(self, text: str) -> Pieces:
+        """Trusted text in parts: a tag that is a special token as its id, other text as it is."""
+        return self._trusted(text)
+
     def raw_ids(self, text: str) -> list[int]:
         """Ids of trusted text with nothing around it; tags in it become special ids."""
         return self._ids(self._trusted(text))

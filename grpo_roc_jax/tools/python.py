@@ -15,7 +15,7 @@ def settings_of(config: ToolsConfig) -> ExecutorSettings:
     """The configuration as the executor process receives it, with automatic choices resolved."""
     limits = {field.name: getattr(config, field.name) for field in fields(ProgramLimits) if field.name != "nproc"}
     cpus = tuple(sorted(parse_cpus(config.cpus))) if config.cpus else ()
-    names = {field.name for field in fields(ExecutorSettings)} - {"limits", "cpu_list"}
+    names = {field.name for field in fields(ExecutorSettings)} - {"limits", "cpu_list", "links"}
     copied = {name: getattr(config, name) for name in names}
     return ExecutorSettings(limits=ProgramLimits(**limits), cpu_list=cpus, **copied)
 

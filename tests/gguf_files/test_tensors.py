@@ -18,7 +18,8 @@ from grpo_roc_jax.gguf_files.header import GgufError
 from grpo_roc_jax.model.config import ModelConfig, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.convert import find_model, load_params, resolve_config
 from grpo_roc_jax.model.families import UnsupportedModelError
-from grpo_roc_jax.model.published import same_model
+from grpo_roc_jax.model.low_precision import plain_layer, quantized_layer
+from grpo_roc_jax.model.published import note, same_model
 from grpo_roc_jax.model.rope_scaling import (
     LinearRopeScaling,
     Llama3RopeScaling,
@@ -27,7 +28,7 @@ from grpo_roc_jax.model.rope_scaling import (
 )
 from grpo_roc_jax.model.safetensors_io import CheckpointError
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings
-from grpo_roc_jax.run.policy import parameter_count
+from grpo_roc_jax.run.policy import parameter_count, sum_bytes
 from tests.helpers.gguf_models import QUANT, write_gguf
 from tests.model.test_convert import GEMMA, GEMMA2, MODELS, SHAPE, make_directory, read_all
 
@@ -122,6 +123,56 @@ def test_an_export_holds_every_number_of_the_file(tmp_path, kind, dtype):
         jax.tree.map(np.testing.assert_array_equal, again, params)
         if stored == "float32":
             break
+
+
+BLOCKS = {QUANT.Q8_0: (8, "int8"), QUANT.Q4_0: (4, "int4"), QUANT.Q4_1: (4, "uint4")}
+MANY = replace(WIDE, layers=2, heads=4, kv_heads=2, head_dim=16, d_model=64, d_ff=96, vocab_size=64)
+
+
+def frozen(path, bits, mesh=None):
+    config = resolved(path)
+    shardings = None if mesh is None else param_shardings(config, mesh)
+    return load_params(find_model(str(path)), config, shardings, stacked=False, bits=bits)
+
+
+def plain_params(params):
+    return params | {"layers": tuple(plain_layer(layer, jnp.float32) for layer in params["layers"])}
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "model", [MANY, replace(MANY, heads=8, head_dim=8), LAYOUTS["qwen3moe"]], ids=["wide", "narrow", "experts"]
+)
+def test_blocks_of_as_many_bits_stay_as_they_are(tmp_path, kind, model):
+    """Frozen weights compute with every number of the file, on one device and on a mesh, in the bytes of its blocks."""
+    model = replace(model, d_model=64, d_ff=96) if model.experts.count else model
+    file, folder = make_pair(tmp_path, model, kind)
+    bits, name = BLOCKS[kind]
+    expected = load_params(folder, resolved(folder), stacked=False)
+    for mesh in (None, make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))):
+        base = frozen(file, bits, mesh)
+        layer = base["layers"][1]
+        assert {layer[leaf].kind for leaf in ("wq", "wo", "w_down")} == {name}
+        jax.tree.map(np.testing.assert_array_equal, plain_params(base), expected)
+        if mesh is not None:
+            spec = param_shardings(resolved(file), mesh)["layers"]["w_up"].spec[1:]
+            assert tuple(layer["w_up"].codes.sharding.spec) == tuple(spec)
+    w_down = layer["w_down"]
+    offsets = 16 if kind == QUANT.Q4_1 else 0
+    assert sum_bytes(w_down) * 8 == w_down.codes.size * 8 + w_down.scales.size * (16 + offsets)
+    assert 8 * w_down.codes.size == bits * np.prod(w_down.shape)
+
+
+def test_other_formats_are_rounded_again_with_a_note(tmp_path, caplog):
+    file, folder = make_pair(tmp_path, MANY, QUANT.Q8_0)
+    note.cache_clear()
+    layer, plain = frozen(file, 4)["layers"][0], load_params(folder, resolved(folder), stacked=False)["layers"][0]
+    assert (
+        layer["wq"].kind == "nf4"
+        and "matrices are stored in int8; lora.base_bits = 4 rounds their numbers again" in caplog.text
+    )
+    expected = quantized_layer(plain, 4)
+    jax.tree.map(np.testing.assert_array_equal, layer, expected)
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import resolve_config
 from grpo_roc_jax.model.lora import attach, init_adapter
 from grpo_roc_jax.model.published import write_config
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout import programs as programs_module
 from grpo_roc_jax.rollout.decode import PATCH_FIELDS, ChunkReport, sample
@@ -29,7 +30,7 @@ from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.programs import SamplerPrograms
 from grpo_roc_jax.rollout.publish import Published, Publisher, StaleWeightsError, unstack
 from grpo_roc_jax.run.components import fit_length, resolve_model
-from grpo_roc_jax.run.policy import at_rest
+from grpo_roc_jax.run.policy import at_rest, frozen_weights
 from tests.helpers.knobs import cases, digest, files
 from tests.helpers.rollout_fakes import FakeTools, one_rollout
 
@@ -170,9 +171,16 @@ def adapted(config: Config) -> Any:
     return str(adapter), program(run, base, adapter, ids, ids, ids)
 
 
+def frozen(config: Config) -> str:
+    """Arrays of the weights that an adapter belongs to."""
+    base = frozen_weights(config, shape_of(config), make_mesh(ShardingConfig(data=1), jax.devices()[:1]))
+    return str(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), base))
+
+
 LORA = cases(adapted, {"lora": "low_rank"}) | cases(
     adapted, {"lora.rank": 2, "lora.alpha": 8.0, "lora.targets": ("q_proj",)}, {"lora": "low_rank"}
 )
+LORA |= cases(frozen, {"lora.base_bits": 4}, {"lora": "low_rank"})
 
 # ---- the update ----------------------------------------------------------------------------------------------------
 

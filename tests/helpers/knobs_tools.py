@@ -309,7 +309,7 @@ def environments_of(config: Config) -> Any:
         return None
     if not isinstance(config.environment.host, HostThreads):
         with mock.patch.object(hosts, "_Worker", Replaced), mock.patch.object(hosts, "_ActorWorker", Replaced):
-            host = hosts.make_host(config.environment, None)
+            host = hosts.make_host(config.environment.host, None)
         return [worker.given for worker in host._workers]
     episodes = make_episodes(config, Registry())
     opened = episodes.open([("a", Problem("p", "?", "1", "knobs", {"environment": "a"}), 0)])["a"]
@@ -364,7 +364,8 @@ def agents_of(config: Config) -> Any:
 AGENT = {"environment": {"kind": "agent", "command": "a b"}, "reward.functions": ("environment",)}
 EPISODES = (
     cases(agents_of, {"environment.command": "c", "environment.timeout_s": 9.0, "environment.at_once": 3}, AGENT)
-    | cases(agents_of, {"environment.trained": ("planner",)}, AGENT)
+    | cases(agents_of, {"environment.trained": ("planner",), "environment.warm": False}, AGENT)
+    | cases(agents_of, {"environment.address": "localhost", "environment.port": 8001}, AGENT)
     | cases(
         agents_of,
         {"environment.function": "tests.serving.agent_functions:quiet"},

@@ -115,14 +115,15 @@ def scripted(*texts, config=None, **settings):
 
 
 @contextmanager
-def served(*, rollout=ROLLOUT, token="", limits=None, engine=None):
+def served(*, rollout=ROLLOUT, token="", limits=None, engine=None, **settings):
     """A server of the small policy, or of another engine."""
     chat, shared, params = small_policy(rollout)
     engine = engine or type(shared)(shared.programs, shared._publisher, shared.seed)
     sampler = engine.publish(params, 7)
 
     def make(deliver):
-        return Endpoint(chat, SamplingLoop(engine, sampler, deliver), token=token, limits=limits or ServerLimits())
+        loop = SamplingLoop(engine, sampler, deliver)
+        return Endpoint(chat, loop, token=token, limits=limits or ServerLimits(), **settings)
 
     server = ServerThread(make)
     server.endpoint.loop.start()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.low_precision import exact, exact_layer, int8_layer, rounded, scaled_orders
+from grpo_roc_jax.model.low_precision import exact, plain_layer, quantized_layer, rounded, scaled_orders
 from grpo_roc_jax.model.pool import (
     PoolSize,
     PoolWriter,
@@ -33,13 +33,13 @@ def test_numbers_by_hand():
 def test_a_matrix_has_a_scale_for_each_output():
     rng = np.random.default_rng(0)
     layer = {"wq": rng.normal(size=(6, 2, 3)), "wo": rng.normal(size=(2, 3, 6)), "mlp_norm": np.ones(6)}
-    stored = int8_layer({name: jnp.asarray(leaf, jnp.float32) for name, leaf in layer.items()})
-    assert stored["wq_scale"].shape == (2, 3) and stored["wo_scale"].shape == (6,)
-    assert stored["wo"].dtype == jnp.int8 and stored["mlp_norm"].dtype == jnp.float32
-    back = exact_layer(stored, jnp.float32)
+    stored = quantized_layer({name: jnp.asarray(leaf, jnp.float32) for name, leaf in layer.items()}, 8)
+    assert stored["wq"].scales.shape == (1, 2, 3) and stored["wo"].scales.shape == (1, 1, 6)
+    assert stored["wo"].codes.dtype == jnp.int8 and stored["mlp_norm"].dtype == jnp.float32
+    back = plain_layer(stored, jnp.float32)
     assert back.keys() == layer.keys()
     np.testing.assert_allclose(back["wq"], layer["wq"], atol=np.abs(layer["wq"]).max() / 254 + 1e-6)
-    np.testing.assert_allclose(stored["wo_scale"], np.abs(layer["wo"]).max(axis=(0, 1)) / 127, rtol=1e-6)
+    np.testing.assert_allclose(stored["wo"].scales[0, 0], np.abs(layer["wo"]).max(axis=(0, 1)) / 127, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("platform", "dtype"), [("cpu", "int8"), ("gpu", "float8"), ("tpu", "int8")])

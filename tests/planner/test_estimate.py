@@ -20,7 +20,8 @@ from grpo_roc_jax.settings.cli import load_config
 
 RECIPES = sorted(path.name for path in Path("configs").glob("*.yaml"))
 AXES = ("data", "fsdp", "tensor")
-TRAINED = {"full": [], "adapter": ["--lora.kind", "low_rank", "--lora.rank", "4", "--lora.targets", "[q_proj, o_proj]"]}
+ADAPTER = ["--lora.kind", "low_rank", "--lora.rank", "4", "--lora.targets", "[q_proj, o_proj]"]
+TRAINED = {"full": [], "adapter": ADAPTER, "adapter, 4 bits": [*ADAPTER, "--lora.base_bits", "4"]}
 
 
 def small(model: ModelConfig) -> ModelConfig:

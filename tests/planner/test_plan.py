@@ -405,6 +405,25 @@ def test_shapes_and_bytes():
 # ---- topologies and shapes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        ("v5p:4x4x4", 600e9),  # three rings
+        ("v5p:2x2x1", 200e9),  # a neighbor along two sides: 2 of 6 links of 100 GB/s
+        ("v5p:4x4x8", 600e9),
+        ("v5e:2x2", 100e9),  # 2 of 4 links of 50 GB/s
+        ("v5e:2x4/8", 125e9),  # 1 + (1 + 2 + 2 + 1) / 4 of them
+        ("v6e:8x8", 350e9),  # lines of eight: 2 (2 * 7 / 8) of 4 links of 100 GB/s
+        ("v5e:16x16", 200e9),
+        ("v5p:4x4x4:2", 600e9),
+        ("v5e:1x1", 200e9),  # nothing to send to
+        ("h200:8", 450e9),
+    ],
+)
+def test_a_plan_counts_the_links_that_a_slice_has(name, rate):
+    assert parse_topology(name).chip.link_rate == pytest.approx(rate)
+
+
 def test_topologies_by_name():
     pod = parse_topology("v5p:4x4x4")
     assert (pod.chips, pod.processes, pod.name) == (64, 16, "v5p:4x4x4")

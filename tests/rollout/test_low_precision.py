@@ -50,13 +50,14 @@ def test_published_matrices_are_int8_and_the_check_reads_them(low, monkeypatch):
     publisher = low._publisher
     published = publisher.publish(sharp_params(), 1)
     layer = published.params["layers"][0]
-    assert layer["w_up"].dtype == jnp.int8 and layer["w_up_scale"].shape == (MODEL.d_ff,)
+    assert layer["w_up"].codes.dtype == jnp.int8 and layer["w_up"].scales.shape == (1, MODEL.d_ff)
     assert published.params["embed"].dtype == jnp.float32 and published.check_gap < 1e-4
     honest = publisher.convert
 
     def scaled(params):
         found = honest(params)
-        return found | {"layers": tuple(one | {"wo_scale": one["wo_scale"] * 1.1} for one in found["layers"])}
+        more = [one | {"wo": one["wo"].replace(scales=one["wo"].scales * 1.1)} for one in found["layers"]]
+        return found | {"layers": tuple(more)}
 
     monkeypatch.setattr(publisher, "convert", scaled)
     with pytest.raises(StaleWeightsError, match="version 2"):
@@ -68,9 +69,9 @@ def test_a_split_model_publishes_scales_with_their_matrices():
     publisher = Publisher(SMALL, mesh, 1e-3, "int8")
     placed = jax.device_put(sharp_params(), param_shardings(SMALL, mesh))
     layer = publisher.publish(placed, 1).params["layers"][0]
-    assert layer["w_up_scale"].sharding.spec[0] == "tensor" and not any(layer["wo_scale"].sharding.spec)
+    assert layer["w_up"].scales.sharding.spec[1] == "tensor" and not any(layer["wo"].scales.sharding.spec)
     like = publisher.published_like(placed)["layers"][0]
-    assert {name: leaf.shape for name, leaf in like.items()} == {name: leaf.shape for name, leaf in layer.items()}
+    assert jax.tree.map(jnp.shape, like) == jax.tree.map(jnp.shape, layer)
 
 
 def test_what_is_refused_and_what_follows():

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,8 +13,9 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.model.transformer import forward, unembed
 from grpo_roc_jax.run.components import resolve_model
-from grpo_roc_jax.run.policy import full_params, load_trained
+from grpo_roc_jax.run.policy import frozen_like, frozen_weights, full_params, load_trained, memory_parts, sum_bytes
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -85,6 +87,51 @@ def test_an_adapter_is_trained_saved_alone_and_exported_both_ways(published, tmp
     files = {file.name for file in (tmp_path / "adapter").iterdir()}
     assert files == {"adapter_model.safetensors", "adapter_config.json"}
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_on_frozen_weights_in_few_bits_goes_on_equally_and_exports_merged_weights(published, tmp_path):
+    """The checkpoint holds the adapter; the frozen weights are rounded again to the same codes."""
+    words = [published, "--lora=low_rank", "--lora.rank=2", "--lora.base_bits=4", "--checkpoint.every=1"]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    train(config := run_config(straight, *words))
+    train(run_config(stopped, *words, "--steps=1"))
+    train(run_config(stopped, *words, "--resume=auto"))
+    model = resolve_model(resolve_config(config.model), load_tokenizer(config.text))
+    mesh = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
+    runs = [load_trained(run / "checkpoints", model, mesh, config.lora) for run in (straight, stopped)]
+    assert [step for step, _ in runs] == [2, 2]
+    jax.tree.map(np.testing.assert_array_equal, runs[0][1], runs[1][1])
+    base = frozen_weights(config, model, mesh)
+    assert {layer["wq"].kind for layer in base["layers"]} == {"nf4"}
+    assert main([str(straight), str(tmp_path / "merged"), "--dtype=float32"]) == 0
+    merged, tokens = stored(tmp_path / "merged"), jnp.arange(12)[None]
+    by_export, by_adapter = (
+        unembed(params, forward(params, tokens, tokens, jnp.ones_like(tokens), model), model)
+        for params in (merged, full_params(base, runs[0][1], config.lora))
+    )
+    np.testing.assert_allclose(by_export, by_adapter, atol=1e-4)
+
+
+def test_frozen_weights_are_the_same_codes_on_every_mesh(published):
+    """As their shapes say, from random weights and from published ones."""
+    for path, bits in (("", 4), (published, 8)):
+        config = run_config(
+            Path("unused"), path, f"--lora.base_bits={bits}", "--lora=low_rank", "--model.compute_dtype=float32"
+        )
+        model = resolve_model(resolve_config(config.model), load_tokenizer(config.text))
+        made = {}
+        for devices, sizes in ((1, {}), (4, {"fsdp": 2, "sequence": 2})):
+            mesh = make_mesh(ShardingConfig(data=1, **sizes), jax.devices()[:devices])
+            made[devices] = frozen_weights(config, model, mesh)
+            like = frozen_like(model, mesh, config.lora.base_bits)
+            for leaf, shape in zip(
+                jax.tree.leaves(made[devices]["layers"]), jax.tree.leaves(like["layers"]), strict=True
+            ):
+                assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
+        jax.tree.map(np.testing.assert_array_equal, *made.values())
+        one = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
+        assert memory_parts(config, model, one)["frozen weights"] == sum_bytes(made[1])
 
 
 def test_all_parameters_are_the_trained_ones_without_an_adapter():

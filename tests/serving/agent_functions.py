@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import time
 import urllib.request
 
 IMPORTED = []
@@ -14,7 +16,7 @@ def request(base_url, api_key, said, path="chat/completions", model="policy", ag
     body = {"model": model, FORMS[path]: said, "max_tokens": 6, "max_output_tokens": 6}
     headers = {"Authorization": f"Bearer {api_key}"} | ({"X-Agent": agent} if agent else {})
     asked = urllib.request.Request(f"{base_url}/{path}", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(asked, timeout=60) as answer:
+    with urllib.request.urlopen(asked, timeout=300) as answer:
         return json.load(answer)
 
 
@@ -106,4 +108,22 @@ async def team(row, base_url, api_key):
     longer = [*question, {"role": "assistant", "content": plan}, {"role": "user", "content": "write"}]
     await asyncio.to_thread(request, base_url, api_key, longer, model="planner", agent="writer")
     await asyncio.to_thread(request, base_url, api_key, [SYSTEM, *question], model="critic")
+    return 1.0
+
+
+async def where(row, base_url, api_key):
+    """Says in which process it runs, and how often the module was imported there."""
+    await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
+    return {"reward": 1.0, "process": os.getpid(), "imports": len(IMPORTED)}
+
+
+async def by_answer(row, base_url, api_key):
+    """What the column `how` says: the process dies, blocks, leaves, or all is well."""
+    await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
+    if row["how"] == "crash":
+        os._exit(3)
+    if row["how"] == "block":
+        time.sleep(1000)
+    if row["how"] == "leave":
+        raise SystemExit("enough")
     return 1.0

@@ -210,11 +210,13 @@ def test_a_function_that_cannot_be_called_is_refused_with_what_to_write():
 def test_a_program_that_is_not_there_and_a_run_that_is_interrupted():
     chat, shared, params = small_policy()
     engine = type(shared)(shared.programs, shared._publisher, shared.seed)
-    runs = AgentRuns(AgentCommand(command="/nowhere/agent {prompt}"), chat, engine, 99, [""])
     request = RolloutRequest(Problem("p", "2+3=", "5", "t"), 0)
-    ((one,), _) = runs.collect(engine.publish(params, 1), [request], RunOptions())
-    assert one.stop == "infrastructure" and not one.policy_mask.any() and "No such file" in one.fault
-    runs._words = [sys.executable, str(SCRIPT), "hang"]
+    for absent in ("/nowhere/agent {prompt}", "/nowhere/python3 agent.py"):
+        runs = AgentRuns(AgentCommand(command=absent), chat, engine, 99, [""])
+        ((one,), _) = runs.collect(engine.publish(params, 1), [request], RunOptions())
+        assert one.stop == "infrastructure" and not one.policy_mask.any() and "No such file" in one.fault
+        runs.close()
+    runs = AgentRuns(AgentCommand(command=f"{sys.executable} {SCRIPT} hang"), chat, engine, 99, [""])
     until = time.monotonic() + 2
 
     def stop():
@@ -223,7 +225,7 @@ def test_a_program_that_is_not_there_and_a_run_that_is_interrupted():
 
     with pytest.raises(KeyboardInterrupt):
         runs.collect(engine.publish(params, 1), [request], RunOptions(before_chunk=stop))
-    assert not runs._programs
+    assert not runs.live
     with pytest.raises(ValueError, match="whole rollouts"):
         runs.collect(engine.publish(params, 1), [RolloutRequest(request.problem, 0, prefix=(5,))], RunOptions())
     runs.close()

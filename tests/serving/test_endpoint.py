@@ -158,13 +158,13 @@ def test_new_weights_empty_the_cache_and_an_answer_names_those_that_drew_it():
 
 
 BAD = [
-    ({"messages": HELLO, "top_p": 0.5}, "top_p = 0.5; it is fixed at 1.0", "top_p"),
+    ({"messages": HELLO, "top_p": 0}, "top_p = 0; must be above 0 and at most 1", "top_p"),
     ({"messages": HELLO, "temperature": "hot"}, "temperature is str; must be int or float", "temperature"),
     ({"messages": HELLO, "temperature": -1}, "must be 0 to 100", "temperature"),
     ({"messages": HELLO, "n": 1000}, "n = 1000; must be 1 to 64", "n"),
     ({"messages": HELLO, "max_tokens": 0}, "must be at least 1", "max_tokens"),
     ({"messages": HELLO, "logprobs": True, "top_logprobs": 5}, "not supported", "top_logprobs"),
-    ({"messages": HELLO, "response_format": {"type": "json_object"}}, "only text is", "response_format"),
+    ({"messages": HELLO, "response_format": {"type": "xml"}}, "must be text, json_object or", "response_format"),
     ({"messages": HELLO, "tool_choice": "always"}, "must be auto, none or required", "tool_choice"),
     ({"messages": HELLO, "tools": [{"type": "retrieval"}]}, "must be of type function", "tools"),
     ({"messages": HELLO, "stop": [""]}, "stop must be up to 16 texts", "stop"),
@@ -178,6 +178,7 @@ BAD = [
         "messages",
     ),
     ({"messages": [{"role": "tool", "content": "x"}]}, "must follow the call", "messages"),
+    ({"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "a"}]}, "answers no call", "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images are not supported", None),
     ({"messages": [{"role": "user", "content": "word " * 400}]}, "leaves no room in a context of 256", None),
 ]
@@ -296,7 +297,7 @@ def test_tools_are_offered_and_the_system_text_is_that_of_the_request(server):
 def test_the_command_refuses_what_it_cannot_serve(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("GRPO_SERVE_TOKEN", raising=False)
     assert main([str(tmp_path / "nothing")]) == 2
-    assert "is not a directory" in capsys.readouterr().err
+    assert "nothing: no such directory; must be a run," in capsys.readouterr().err
     assert main([str(tmp_path), "--host", "0.0.0.0"]) == 2
     assert "set GRPO_SERVE_TOKEN" in capsys.readouterr().err
 

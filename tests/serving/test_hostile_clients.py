@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import socket
 import sys
 
@@ -115,22 +116,29 @@ def test_nonsense_is_refused_and_never_a_fault_of_the_server(server):
         assert server.ask("/v1/chat/completions", body)[0] == 400
 
 
-def test_an_agent_that_floods_its_output_is_read_to_its_end():
+def test_an_agent_that_floods_its_output_is_read_to_its_end(tmp_path):
     write = "os.write(int(os.environ['GRPO_REWARD_FD']), b'0.5')"
     flood = f"import os, sys; [sys.stdout.write('x' * 100_000 + '\\n') for i in range(300)]; {write}"
     chat, shared, params = small_policy()
     engine = type(shared)(shared.programs, shared._publisher, shared.seed)
-    runs = AgentRuns(AgentCommand(command="true"), chat, engine, 99)
     request = RolloutRequest(Problem("p", "2+3=\0", "5", "t"), 0)
-    try:
-        runs._words = [sys.executable, "-c", flood]
-        ((one,), _) = runs.collect(engine.publish(params, 1), [request], RunOptions())
+    agent = tmp_path / "agent.py"
+    agent.write_text(flood)
+
+    def collected_by(*words):
+        runs = AgentRuns(AgentCommand(command=shlex.join(words)), chat, engine, 99)
+        try:
+            ((one,), stats) = runs.collect(engine.publish(params, 1), [request], RunOptions())
+        finally:
+            runs.close()
+        return one, stats
+
+    for words in ((sys.executable, "-c", flood), (sys.executable, str(agent))):
+        one, _ = collected_by(*words)
         assert (one.stop, one.reward) == ("infrastructure", 0.5), "it asked nothing"
-        runs._words = ["true", "{prompt}"]
-        ((one,), stats) = runs.collect(engine.publish(params, 1), [request], RunOptions())
+    for words in (("true", "{prompt}"), (sys.executable, str(agent), "{prompt}")):
+        one, stats = collected_by(*words)
         assert one.stop == "infrastructure" and stats.environment_faults == 1, "no argument holds a zero byte"
-    finally:
-        runs.close()
 
 
 def test_an_agent_that_leaves_its_stream_goes_on_with_further_calls():

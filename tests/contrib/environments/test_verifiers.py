@@ -1,29 +1,31 @@
-"""A taskset of verifiers, played by its own package with a harness of the test's."""
+"""A taskset of verifiers, played by its own package with a harness of the test's, over the endpoint."""
 
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import make_problem_stream
 from grpo_roc_jax.environments.config import EnvironmentVerifiers
-from grpo_roc_jax.environments.episodes import Episodes
-from grpo_roc_jax.tools import ToolsConfig
-from tests.environments.test_episodes import Play
-from tests.helpers.servers import call, two_call_chat
+from grpo_roc_jax.environments.environment import row_of
+from grpo_roc_jax.serving.agent_ends import AgentCall
+from grpo_roc_jax.serving.agent_functions import FunctionAgent
+from grpo_roc_jax.serving.agent_runs import AgentSession
+from grpo_roc_jax.serving.joining import join, joined
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.types import RolloutRequest
+from tests.helpers.servers import call
+from tests.helpers.serving import scripted
 
 pytest.importorskip("verifiers.v1", reason="needs the extra verifiers; .ci/adapters runs these tests")
-from grpo_roc_jax.contrib.environments.verifiers_tasks import environment_of
+from grpo_roc_jax.contrib.environments.verifiers_tasks import environment_of, numbers_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 ADD = call("add", '{"a": 2, "b": 3}')
-
-
-@pytest.fixture(scope="module")
-def chat():
-    return two_call_chat()
+CHOICE = EnvironmentVerifiers(taskset="toy_taskset", harness="toy_taskset", timeout_s=60.0)
 
 
 @pytest.fixture(scope="module")
@@ -34,42 +36,54 @@ def tasks():
 
 
 @pytest.fixture(scope="module")
-def episodes():
-    choice = EnvironmentVerifiers(taskset="toy_taskset", harness="toy_taskset", timeout_s=60.0, retries=0)
-    made = Episodes(choice, ToolsConfig())
+def agent():
+    made = FunctionAgent(CHOICE)
     yield made
     made.close()
 
 
-def play(chat, episodes, problem, **others):
-    return Play(chat, episodes, problem=problem, **others)
+def play(agent, problem, *turns):
+    """(how the episode ended, its rows, the text of its first row)."""
+    session = AgentSession(RolloutRequest(problem, 0, temperature=1.0), 1, 9, CHOICE)
+    with scripted(*turns, config=TextConfig(max_calls_per_turn=4), token="key") as server:
+        server.endpoint.sessions = {"one": session}
+        url = f"http://127.0.0.1:{server.port}/s/one/v1"
+        end = agent.play("one", AgentCall(row_of(problem), problem.prompt, url, "key"))
+        chat = server.endpoint.chat
+        rows = join(session.calls)
+        sampled = [chat.turn_ids(turn) for turn in turns]
+        assert [one.ids.tolist() for one in session.calls] == sampled[: len(session.calls)]
+        trajectory = joined(rows, chat, session.request, "eos", 1 << 20)[0] if rows else None
+        text = chat.tokenizer.decode(rows[0].tokens.tolist()) if rows else ""
+    return end, session, trajectory, text
 
 
-def test_its_harness_runs_calls_speaks_as_user_and_its_task_pays(chat, episodes, tasks):
+def test_its_harness_runs_calls_speaks_as_user_and_its_task_pays(agent, tasks):
+    """One row of what was sampled, with the system text where the harness puts it: at the beginning."""
     assert [(task.prompt, task.answer) for task in tasks] == [("2+3?", "5"), ("1+8?", "9")]
-    assert episodes.tools.names == ("add",)
-    rows = play(chat, episodes, tasks[0], samples=2)
-    assert rows.requests[0].problem.prompt == "2+3?\n\nBe brief."
-    said = rows.say(f"<reason>hm</reason>{ADD}" + call("add", '{"a": "x"}'))
-    assert [part.split("\n")[1] for part in said.split("<tool_response>")[1:2]] == ["5"]
-    assert "argument 'a' must be integer, got string" in said, "which the harness has not seen"
-    assert "unknown_tool" in rows.say(call("subtract")), "a turn that it need not hear of"
-    assert "Sure?" in rows.say("<answer>5</answer>") and rows.say("yes, 5") == "answer"
-    assert "Sure?" in rows.say("7", row=1) and rows.say("7", row=1) == "answer"
-    right, wrong = rows.end()
-    assert (right.reward, wrong.reward) == (1.0, 0.0)
-    assert right.rewards == {"exact": 1.0, "brief": 1 / 6, "characters": 6.0}, "every reward and metric by its name"
-    assert [result.kind for result in right.results] == ["ok", "bad_arguments", "unknown_tool"]
+    end, session, row, text = play(agent, tasks[0], f"<reason>hm</reason>{ADD}", "<answer>5</answer>", "yes, 5")
+    assert end.status == 0 and end.pay.reward == 1.0 and not row.parts and len(row.turns) == 3
+    assert dict(end.pay.parts) == {"exact": 1.0, "brief": 1 / 6, "characters": 6.0}, "every reward and metric by name"
+    assert text.index("Be brief.") < text.index("2+3?") < text.index(ADD) < text.index("Sure?")
+    assert [result.name for result in row.turns[0].calls] == ["add"]
+    assert session.outcome(end, frozenset([""])) == ("eos", None)
+    wrong, *_ = play(agent, tasks[0], "7", "7")
+    assert (wrong.status, wrong.pay.reward) == (0, 0.0)
 
 
-def test_what_cannot_be_followed_or_fails_is_an_infrastructure_failure(chat, episodes, tasks):
-    rows = play(chat, episodes, tasks[1], samples=4)
-    assert rows.say("forget it") == "infrastructure", "the harness altered its messages"
-    assert rows.say("fail", row=1) == "answer"
-    assert rows.say("half a", "length", row=2) == "length"
-    ends = rows.end()
-    assert ends[1].stop == "infrastructure", "the episode has a fault, so its reward of 0 is none"
-    assert ends[2].reward == 0.0 and not any(row for row in ends if row.reward), "a rollout that was cut earns nothing"
+def test_messages_that_the_harness_alters_begin_another_row(agent, tasks):
+    """The second matcher refused such a harness; the endpoint follows it."""
+    end, _, row, _ = play(agent, tasks[1], "forget it", "9")
+    assert end.status == 0 and end.pay.reward == 1.0 and len(row.parts) == 2 and len(row.turns) == 2
+
+
+def test_an_episode_with_errors_is_no_reward_and_says_its_own_words(agent, tasks):
+    end, session, *_ = play(agent, tasks[1], "fail")
+    assert end.status == 1 and end.pay.reward is None and "as asked" in end.errors and "Error" in end.errors
+    stop, failure = session.outcome(end, frozenset([""]))
+    assert stop == "infrastructure" and "as asked" in failure.whole and not failure.by_policy
+    session.choice = replace(CHOICE, on_failure="zero")
+    assert session.outcome(end, frozenset([""]))[0] == "failed"
 
 
 def test_settings_of_the_taskset_and_its_environment_pass_through(tasks):
@@ -84,8 +98,20 @@ def test_settings_of_the_taskset_and_its_environment_pass_through(tasks):
             environment_of(replace(choice, settings=words))
 
 
-def test_another_task_than_was_read_is_refused(chat, episodes, tasks):
+def test_another_task_than_was_read_is_refused(agent, tasks):
     moved = replace(tasks[0], extra=tasks[0].extra | {"task": 1})
-    assert play(chat, episodes, moved).say("5") == "infrastructure"
+    end, session, *_ = play(agent, moved)
+    assert end.status == 1 and "is another one than when it was read" in end.errors and not session.calls
     with pytest.raises(ValueError, match=r"taskset 'no_such_taskset' cannot be used: .*no_such_taskset"):
-        EnvironmentVerifiers(taskset="no_such_taskset", retries=0).factories()
+        FunctionAgent(EnvironmentVerifiers(taskset="no_such_taskset"))
+
+
+def test_numbers_of_several_agents_have_their_names():
+    def trace(name, reward, trainable=True, **numbers):
+        rewards = {key: None if value is None else SimpleNamespace(score=value) for key, value in numbers.items()}
+        agent = SimpleNamespace(name=name, trainable=trainable)
+        return SimpleNamespace(agent=agent, reward=reward, rewards=rewards, metrics={"a b": 2.0, "1st": float("nan")})
+
+    assert numbers_of([trace("solver", 0.5, good=1.0, late=None)]) == {"good": 1.0, "a_b": 2.0, "reward": 0.5}
+    both = numbers_of([trace("solver", 0.5, good=1.0), trace("judge", 9.0, trainable=False, good=3.0)])
+    assert both == {"solver.good": 1.0, "judge.good": 3.0, "solver.a_b": 2.0, "judge.a_b": 2.0, "reward": 0.5}

@@ -276,6 +276,25 @@ def test_choose_problems():
     assert len(choose_problems(pool, 5, planned(problems="pairs"), state, rng())) == 5
 
 
+def test_a_pool_follows_the_policy():
+    """A problem that becomes solved always is drawn less often from then on, and more often once it fails again."""
+    pool, plan, generator = problems(*"abc"), planned(problems="uncertainty"), rng()
+    state = AlgoState()
+
+    def share(uid):
+        drawn = [choose_problems(pool, 1, plan, state, generator)[0] for _ in range(800)]
+        return np.mean([pool[i].uid == uid for i in drawn])
+
+    shares = [share("a")]
+    for successes in ([1, 1, 1, 1], [1, 0, 1, 0]):
+        for _ in range(30):
+            groups = [make_group(successes, uid="a"), *(make_group([1, 0, 0, 1], uid=uid) for uid in "bc")]
+            state = next_state(groups, groups, method(plan={"problems": "uncertainty"}), state)
+        shares.append(share("a"))
+    np.testing.assert_allclose(shares[0], 1 / 3, atol=0.06)
+    assert shares[1] < 0.2 and abs(shares[2] - 1 / 3) < 0.08
+
+
 def test_temperature_rises_with_falling_diversity():
     config = method(plan={"temperature": {"kind": "rising", "temperatures": [0.8, 1.0, 1.2]}})
     same = make_group([1, 0, 0, 1], lengths=[8] * 4)  # equal tokens: diversity 1/4

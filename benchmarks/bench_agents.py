@@ -1,0 +1,119 @@
+"""What does a rollout of an agent cost beside its calls: a program that is started, one that is forked, and a function?
+
+The agent imports a framework and asks twice, with the client of the standard library; a step is 8 rollouts at a time.
+`started` is an interpreter for each rollout (`environment.warm false`), `forked` the same program from a process that
+has made its imports, `function` an `async def` in threads, `processes` in four processes. The first step of each, which
+imports, is not in the medians, and is reported beside them. `environment_share` is the share of a step in which nothing
+was to be sampled.
+
+    pip install langgraph langchain-openai
+    python benchmarks/bench_agents.py --imports langgraph.prebuilt langchain_openai
+
+Prints one JSON line. Processor seconds are those of all processes together.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.bench_serve import make_policy
+from grpo_roc_jax.environments.config import AgentCommand, HostProcesses
+from grpo_roc_jax.rollout.engine import Engine
+from grpo_roc_jax.rollout.records import RunOptions
+from grpo_roc_jax.serving.agent_runs import AgentRuns
+from grpo_roc_jax.types import Problem, RolloutRequest
+
+AGENT = """
+import asyncio, json, os, sys, urllib.request
+{imports}
+
+def ask(base_url, api_key, messages):
+    body = json.dumps({{"messages": messages, "max_tokens": 16}}).encode()
+    request = urllib.request.Request(base_url + "/chat/completions", body, {{"Authorization": "Bearer " + api_key}})
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+def play(row, base_url, api_key):
+    messages = [{{"role": "user", "content": row["prompt"]}}]
+    messages.append({{"role": "assistant", "content": ask(base_url, api_key, messages)}})
+    ask(base_url, api_key, [*messages, {{"role": "user", "content": "go on"}}])
+    return 1.0
+
+async def rollout(row, base_url, api_key):
+    return await asyncio.to_thread(play, row, base_url, api_key)
+
+if __name__ == "__main__":
+    reward = play(json.load(sys.stdin), os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+    os.write(int(os.environ["GRPO_REWARD_FD"]), str(reward).encode())
+"""
+
+
+def processor_s() -> float:
+    """Seconds of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--imports", nargs="*", default=["langgraph.prebuilt", "langchain_openai"])
+    parser.add_argument("--rollouts", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4, help="of each variant, the first included")
+    parser.add_argument("--variants", nargs="+", default=["started", "forked", "function", "processes"])
+    options = parser.parse_args()
+    chat, engine, params = make_policy(options.rollouts)
+    weights = engine.publish(params, 1)
+    engine.warmup(weights)
+    request = RolloutRequest(Problem("p", "2+3=", "5", "bench"), 0, options.rollouts)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "bench_agent.py"
+        file.write_text(AGENT.format(imports="\n".join(f"import {name}" for name in options.imports)))
+        command = AgentCommand(command=f"{sys.executable} {file}")
+        function = AgentCommand(function=f"{file}:rollout")
+        choices = {
+            "started": replace(command, warm=False),
+            "forked": command,
+            "function": function,
+            "processes": replace(function, host=HostProcesses(workers=4)),
+        }
+        measured = {}
+        for name in options.variants:
+            runs = AgentRuns(choices[name], chat, Engine(engine.programs, engine._publisher, engine.seed), 4096, [""])
+            seconds, shares = [], []
+            begun_cpu = processor_s()
+            for step in range(options.steps):
+                begun = time.perf_counter()
+                found, stats = runs.collect(weights, [request], RunOptions(step=step))
+                seconds.append(time.perf_counter() - begun)
+                shares.append(stats.metrics()["time/environment_s"] / stats.seconds)
+                assert all(one.reward == 1.0 for one in found), found[0].fault
+            runs.close()
+            measured[name] = {
+                "first_step_s": round(seconds[0], 2),
+                "step_s": round(statistics.median(seconds[1:]), 2),
+                "environment_share": round(statistics.median(shares[1:]), 2),
+                "processor_s_all_steps": round(processor_s() - begun_cpu, 2),
+            }
+    packages = {one.partition(".")[0].replace("_", "-") for one in options.imports}
+    print(
+        json.dumps(
+            {
+                "bench": "agents",
+                "device": f"{os.cpu_count()} CPU cores",
+                "rollouts": options.rollouts,
+                "steps": options.steps,
+                "packages": {name: importlib.metadata.version(name) for name in sorted(packages)},
+                "variants": measured,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

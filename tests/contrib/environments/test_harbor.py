@@ -1,0 +1,305 @@
+"""Task directories of Harbor: read, worked on in the sandbox, graded by their tests, trained on."""
+
+import asyncio
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.contrib.environments.harbor_tasks import (
+    harbor_class,
+    harbor_problems,
+    read_reward,
+    read_task,
+    task_folders,
+)
+from grpo_roc_jax.environments.config import EnvironmentHarbor
+from grpo_roc_jax.settings.cli import load_config
+from grpo_roc_jax.train import train
+from grpo_roc_jax.types import Turn
+from tests.test_readme import TINY
+
+TASKS = Path(__file__).parents[3] / "examples" / "environments" / "harbor"
+TEST = "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"
+
+
+def make_task(folder, *, toml="", test=TEST, instruction="Do it.", **files):
+    """A task directory; names of further files have `__` for a slash."""
+    for name, text in {"task.toml": toml, "instruction.md": instruction, "tests/test.sh": test, **files}.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environments():
+    """Makes environments in the sandbox, all in one executor."""
+    shared = {}
+
+    def make(tasks=TASKS, **settings):
+        made = harbor_class(EnvironmentHarbor(tasks=str(tasks), **{"timeout_s": 60.0, **settings}))
+        made.executor = shared.setdefault("executor", made.executor)
+        return made
+
+    yield make
+    shared["executor"].started().close()
+
+
+def rollout(environment, commands, folder=None, name=""):
+    """(what the commands printed, the reward) of a rollout."""
+    problems = {problem.uid: problem for problem in harbor_problems(str(folder or TASKS))}
+    problem = problems[f"harbor/{name}"] if name else next(iter(problems.values()))
+
+    async def play():
+        one = environment()
+        one.reset(problem)
+        printed = [await one.bash(command) for command in commands]
+        try:
+            return printed, await one.get_reward()
+        finally:
+            one.close()
+
+    return asyncio.run(play())
+
+
+SOLVED = {
+    "greeting": (["echo hello > /app/hello.txt"], {"reward": 1.0}),
+    "total": (
+        [
+            "awk '{s+=$1} END {print s > \"/app/sum.txt\"}' /app/numbers.txt",
+            "wc -l < /app/numbers.txt > /app/count.txt",
+        ],
+        {"reward": 1.0, "sum": 1.0, "count": 1.0},
+    ),
+    "median": (
+        [
+            "cat > /app/median.awk <<'END'\n{ v[NR] = $1 }\n"
+            "END { h = int(NR / 2); print NR % 2 ? v[h + 1] : (v[h] + v[h + 1]) / 2 }\nEND"
+        ],
+        {"reward": 1.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_the_tests_of_a_task_pay(environments, name):
+    commands, wanted = SOLVED[name]
+    assert rollout(environments(), commands, name=name)[1] == wanted
+    unsolved = rollout(environments(), [], name=name)[1]["reward"]
+    assert unsolved == pytest.approx({"median": 2 / 3}.get(name, 0.0), abs=1e-3)
+
+
+def test_part_of_the_work_is_part_of_the_reward(environments):
+    found = rollout(environments(), ["echo 42 > /app/sum.txt"], name="total")[1]
+    assert found == {"reward": 0.5, "sum": 1.0, "count": 0.0}
+
+
+def test_commands_share_their_files_and_say_how_they_ended(environments):
+    printed, _ = rollout(
+        environments(command_s=1.0),
+        [
+            "cd /tmp; pwd; echo out; echo err >&2; exit 3",
+            "pwd; echo x > note",
+            "cat note",
+            "sleep 30",
+            "seq 100000 | wc",
+        ],
+        name="greeting",
+    )
+    assert printed[0].endswith("out\nerr\n\n[exit status 3]") and printed[1].strip() in ("/app", "/scratch/app")
+    assert printed[2] == "x\n" and "[ended after 1 s]" in printed[3] and printed[4].split()[0] == "100000"
+
+
+def test_a_policy_sees_no_tests_and_plants_no_reward(environments, tmp_path):
+    """Neither the tests nor the directory of the task can be read; what stands where they go is removed."""
+    test = "#!/bin/bash\n[ -e /tests/planted ] && exit 1\n[ -e /app/done ] && echo 1 > /logs/verifier/reward.txt\n"
+    make_task(tmp_path / "secret", test=test, toml="[verifier]\ntimeout_sec = 9\n")
+    environment = environments(tmp_path)
+    printed, found = rollout(
+        environment,
+        [
+            f"ls /tests {tmp_path}",
+            "mkdir -p /tests /logs/verifier; echo 9 > /logs/verifier/reward.txt; echo 1 > /tests/planted",
+            "rm -rf /scratch/logs; ln -s /app /scratch/logs",
+            "(while true; do echo 5 > /logs/verifier/reward.txt; done) &",
+            "cp -r /app /scratch/.git; chmod 000 /app; kill -9 $PPID 2>/dev/null; echo still",
+        ],
+        tmp_path,
+    )
+    assert "test.sh" not in printed[0] and found == {"reward": 0.0}
+    assert rollout(environment, ["touch /app/done"], tmp_path)[1] == {"reward": 1.0}
+
+
+def test_tests_that_write_nothing_or_take_too_long_pay_nothing_and_say_so(environments, tmp_path, caplog):
+    make_task(tmp_path / "slow", toml="[verifier]\ntimeout_sec = 1.0\n", test="echo busy; sleep 30")
+    make_task(tmp_path / "silent", test="echo nothing; exit 4", toml="[verifier]\ntimeout_sec = 9\n")
+    for name, said in (("slow", "took too long"), ("silent", "status 4")):
+        assert rollout(environments(tmp_path), [], tmp_path, name)[1] == {"reward": 0.0}
+        assert said in caplog.text and name in caplog.text
+
+
+def test_the_time_of_a_task_ends_its_commands(environments, tmp_path):
+    make_task(tmp_path / "short", toml="[agent]\ntimeout_sec = 1.0\n[verifier]\ntimeout_sec = 9\n")
+    printed, found = rollout(environments(tmp_path), ["sleep 5", "echo more"], tmp_path)
+    assert "[ended after" in printed[0] and printed[1] == "the time for this task is over"
+    assert found == {"reward": 1.0}
+
+    async def step():
+        one = environments(tmp_path)()
+        one.reset(next(harbor_problems(str(tmp_path))))
+        assert await one.step(Turn(0, 0, "")) is None
+        await one.bash("true")
+        one._begun_s -= 5
+        return await one.step(Turn(0, 0, ""))
+
+    assert asyncio.run(step()).done
+
+
+def test_variables_and_files_of_a_task(environments, tmp_path):
+    docker = 'FROM x\nENV ROOM="a b" LEVEL=3\nRUN mkdir -p /app/out /workspace\nWORKDIR /workspace\n'
+    docker += "COPY data/ data\nCOPY a.txt b.txt /app/in/\n"
+    files = {"environment__Dockerfile": docker, "environment__data__deep__x.txt": "x"}
+    files |= {"environment__a.txt": "A", "environment__b.txt": "B"}
+    toml = '[verifier]\ntimeout_sec = 9\nenv = { KEY = "k" }\n[environment]\nenv = { MODE = "m" }\nmemory = "1G"\n'
+    test = "#!/bin/bash\n[ $KEY$MODE$LEVEL = km3 ] && echo 0.25 > /logs/verifier/reward.txt"
+    task = read_task(make_task(tmp_path / "t", toml=toml, test=test, **files))
+    assert (task.workdir, task.memory_mb, task.needs_container) == ("/workspace", 1024, "")
+    printed, found = rollout(
+        environments(tmp_path), ['echo "$ROOM$KEY"; cat data/deep/x.txt; ls -d /app/out; cat /app/in/*.txt'], tmp_path
+    )
+    assert printed == ["a b\nx/app/out\nAB"] and found == {"reward": 0.25}
+
+
+WRONG = {
+    "no test": (dict(test=""), "no tests/test.sh"),
+    "toml": (dict(toml="[agent\n"), "t: "),
+    "time": (dict(toml="[agent]\ntimeout_sec = -1\n"), "timeout_sec = -1"),
+    "table": (dict(toml="verifier = 3\n"), "must be a table"),
+    "run": (
+        dict(environment__Dockerfile="FROM x\nRUN apt-get install -y git\n"),
+        "needs a container: its Dockerfile has",
+    ),
+    "compose": (dict(**{"environment__docker-compose.yaml": ""}), "services of its own"),
+    "image": (dict(toml='[environment]\ndocker_image = "x"\n'), "names an image"),
+    "outside": (dict(environment__Dockerfile="FROM x\nWORKDIR /srv\n"), "it uses /srv"),
+    "missing": (dict(environment__Dockerfile="FROM x\nCOPY gone.txt .\n"), "does not exist"),
+    "escape": (dict(environment__Dockerfile="FROM x\nCOPY ../../../etc/passwd .\n"), "lies outside"),
+    "late": (dict(toml="[verifier]\ntimeout_sec = 899\n"), "environment.timeout_s = 900 ends it; must be 5 more"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_task_that_cannot_run_is_refused_at_the_start(tmp_path, case):
+    fields, said = WRONG[case]
+    make_task(tmp_path / "t", **fields)
+    if case == "no test":
+        (tmp_path / "t" / "tests" / "test.sh").unlink()
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        harbor_class(EnvironmentHarbor(tasks=str(tmp_path)))
+
+
+def test_sources_and_settings(tmp_path, monkeypatch):
+    problems = list(harbor_problems(str(TASKS)))
+    assert [one.uid for one in problems] == ["harbor/greeting", "harbor/median", "harbor/total"]
+    assert problems[0].prompt.startswith("Write the word") and problems[0].extra["difficulty"] == "easy"
+    make_task(tmp_path / "c", instruction="<!-- harbor-canary GUID x -->\n# canary 2\n\nReal.\n")
+    assert [one.prompt for one in harbor_problems(str(tmp_path))] == ["Real."]
+    assert task_folders(str(tmp_path / "c")) == [tmp_path / "c"]
+    with pytest.raises(ValueError, match="no task below it"):
+        task_folders(str(tmp_path / "none"))
+    make_task(tmp_path / "again" / "c")
+    with pytest.raises(ValueError, match="two tasks are named 'c'"):
+        list(harbor_problems(str(tmp_path)))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="no command `docker`"):
+        harbor_class(EnvironmentHarbor(tasks=str(TASKS), container="docker"))
+
+
+@pytest.mark.parametrize(
+    ("as_json", "as_text", "wanted"),
+    [
+        (None, "0.5\n", {"reward": 0.5}),
+        ('{"reward": 1, "style": 0.25}', "0", {"reward": 1.0, "style": 0.25}),
+        ('{"a": 1, "b": 0, "note": "x"}', None, {"reward": 0.5, "a": 1.0, "b": 0.0}),
+        ("0.75", None, {"reward": 0.75}),
+        ("{", "1", {"reward": 0.0}),
+        ('{"reward": NaN}', None, {"reward": 0.0}),
+        (None, "inf", {"reward": 0.0}),
+        (None, "yes", {"reward": 0.0}),
+        (None, None, {"reward": 0.0}),
+    ],
+)
+def test_rewards_as_text_and_as_json(as_json, as_text, wanted):
+    assert read_reward(as_json, as_text)[0] == wanted
+
+
+DOCKER = """#!/usr/bin/env python3
+# Stands for docker: containers are directories, whose absolute paths are those of the fake root.
+import json, os, shutil, subprocess, sys
+root, (word, *rest) = os.environ["FAKE_DOCKER"], sys.argv[1:]
+with open(f"{root}/log", "a") as log:
+    log.write(json.dumps(sys.argv[1:]) + "\\n")
+if word == "run":
+    os.makedirs(f"{root}/{rest[rest.index('--name') + 1]}/app")
+elif word == "cp":
+    name, _, target = rest[1].partition(":")
+    shutil.copytree(rest[0], f"{root}/{name}{target}")
+elif word == "rm":
+    shutil.rmtree(f"{root}/{rest[1]}")
+elif word == "exec":
+    while rest[0] == "-e":
+        name, _, value = rest[1].partition("=")
+        os.environ[name] = value
+        rest = rest[2:]
+    name, *words = rest
+    here = f"{root}/{name}"
+    words = [one.replace("/tests", f"{here}/tests").replace("/logs", f"{here}/logs") for one in words]
+    if words[4:5] == [f"{here}/tests/test.sh"] or words[-1].endswith("test.sh"):
+        text = open(words[-1]).read().replace("/logs", f"{here}/logs").replace("/app", f"{here}/app")
+        open(words[-1], "w").write(text)
+    sys.exit(subprocess.run(words, cwd=f"{here}/app").returncode)
+"""
+
+
+def test_containers_by_the_command_docker(tmp_path, monkeypatch):
+    """With a script in place of docker: what is built, started, run, copied and removed."""
+    (tmp_path / "bin").mkdir()
+    docker = tmp_path / "bin" / "docker"
+    docker.write_text(DOCKER)
+    docker.chmod(docker.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{docker.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_DOCKER", str(tmp_path))
+    tasks = tmp_path / "tasks"
+    test = "[ -e /app/x ] && echo 0.5 > /logs/verifier/reward.txt\n"
+    make_task(tasks / "one", environment__Dockerfile="FROM x\nRUN apt-get install -y git\n", test=test)
+    environment = harbor_class(EnvironmentHarbor(tasks=str(tasks), container="docker"))
+    printed, found = rollout(environment, ["echo $((6 * 7)); touch x", "exit 2"], tasks)
+    assert printed == ["42\n", "[exit status 2]"] and found == {"reward": 0.5}
+    calls = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [call[0] for call in calls][:3] == ["build", "run", "exec"] and calls[1][-3] == "grpo-roc-one"
+    assert calls[1][calls[1].index("--network") :][:2] == ["--network", "none"]
+
+
+@pytest.mark.slow
+def test_three_tasks_train(tmp_path):
+    """Two steps: rollouts of a policy that knows nothing are cut, their tests run, and rewards arrive by name."""
+    words = [f"--data.sources=harbor:{TASKS}", "--data.eval_problems=0", "--environment.kind=harbor"]
+    words += [f"--environment.tasks={TASKS}", "--reward.functions=environment", "--sft.steps=0", "--steps=2"]
+    words += [f"--run_dir={tmp_path / 'run'}", "--rollout.max_prompt_tokens=1024", "--batch.row_length=1280"]
+    config = load_config(Config, ["toy.yaml", *TINY, *words, "--reward.truncated=score"], prog="x")
+    train(config)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "rollout/reward" in line]
+    assert len(steps) == 2 and all(step.get("environment/faults", 0) == 0 for step in steps)
+    assert any(step.get("environment/sum") == 0 for step in steps)
+    assert any(0 < step["rollout/reward"] <= 0.67 for step in steps), "the untouched median passes two of three cases"
+
+
+def test_a_problem_of_another_directory_is_refused(environments, tmp_path):
+    make_task(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"environment\.tasks does not hold"):
+        environments()().reset(next(harbor_problems(str(tmp_path))))

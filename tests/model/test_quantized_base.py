@@ -1,0 +1,209 @@
+"""Frozen weights in 8 and 4 bits under an adapter: numbers, gradients, memory of programs, layouts."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_roc_jax.learner.loss import UpdateConfig
+from grpo_roc_jax.learner.update import OptimConfig, bind_base, init_train_state, make_update_step, state_like
+from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
+from grpo_roc_jax.model.config import Mixture
+from grpo_roc_jax.model.lora import attach, merge
+from grpo_roc_jax.model.low_precision import (
+    BLOCK,
+    NF4_LEVELS,
+    QuantizedWeight,
+    pack,
+    plain_layer,
+    product,
+    quantize,
+    quantized_layer,
+)
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch
+from grpo_roc_jax.planner.arguments import batch_of
+from grpo_roc_jax.run.policy import base_savings, frozen_like, matrix_count
+from tests.helpers.published_models import random_tokens
+from tests.helpers.reference import random_params
+from tests.model.test_lora import HYBRID, LORA, MODEL, SLOW, computed, layers_apart, random_adapter, supervised_batch
+
+EXPERTS = replace(MODEL, experts=Mixture(4, 2))
+OF_ATTENTION = replace(LORA, targets=("q_proj", "o_proj"))
+
+
+def in_bits(base, bits):
+    return base | {"layers": tuple(quantized_layer(layer, bits) for layer in base["layers"])}
+
+
+def in_full(base):
+    return base | {"layers": tuple(plain_layer(layer, jnp.float32) for layer in base["layers"])}
+
+
+def test_four_bits_by_hand():
+    """One output, two blocks: the levels at 0.5 and at -2 come back, 0.46 takes the nearer of 0.4407 and 0.5626."""
+    weight = np.zeros((2 * BLOCK, 1), np.float32)
+    weight[:4, 0], weight[BLOCK : BLOCK + 3, 0] = (0.5, -0.5, 0.23, 0.5 * NF4_LEVELS[9]), (-2.0, 2 * NF4_LEVELS[3], 1.1)
+    stored = quantize(jnp.asarray(weight), (0,), 4)
+    assert stored.codes.shape == (BLOCK, 1) and stored.codes.dtype == jnp.uint8 and stored.shape == weight.shape
+    np.testing.assert_array_equal(stored.scales.astype(jnp.float32), [[0.5], [2.0]])
+    np.testing.assert_array_equal(
+        stored.codes[:2, 0], [15 + (0 << 4), 12 + (9 << 4)], "the even index in the lower half"
+    )
+    expected = np.zeros_like(weight)
+    expected[:4, 0] = 0.5, -0.5, 0.5 * NF4_LEVELS[12], 0.5 * NF4_LEVELS[9]
+    expected[BLOCK : BLOCK + 3, 0] = -2.0, 2 * NF4_LEVELS[3], 2 * NF4_LEVELS[13]
+    np.testing.assert_allclose(stored.plain(jnp.float32), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((160, 3, 5), (0,)), ((3, 80, 7), (0, 1)), ((2, 96, 5), (1,)), ((6, 4), (0,))]
+)
+def test_every_number_takes_the_nearest_level_of_its_block(shape, axes):
+    weight = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    stored = quantize(jnp.asarray(weight), axes, 4)
+    width = shape[axes[-1]]
+    block = width // stored.scales.shape[axes[-1]]
+    assert width % block == 0 and block <= BLOCK and block * 2 > min(BLOCK, width) // 2
+    scales = np.repeat(np.asarray(stored.scales, np.float32), block, axes[-1])
+    levels = np.asarray(NF4_LEVELS, np.float32)
+    nearest = levels[np.abs(weight[..., None] / scales[..., None] - levels).argmin(-1)] * scales
+    np.testing.assert_allclose(stored.plain(jnp.float32), nearest, rtol=1e-6)
+
+
+def test_an_odd_axis_is_refused_in_four_bits():
+    assert quantize(jnp.ones((3, 2)), (0,), 8).shape == (3, 2)
+    with pytest.raises(ValueError, match=r"3 inputs in 4 bits; must be an even number; set lora\.base_bits 8"):
+        quantize(jnp.ones((3, 2)), (0,), 4)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "uint4", "nf4"])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_a_product_and_its_gradient_are_those_of_the_plain_matrix(kind, flat, inputs):
+    rng = np.random.default_rng(1)
+    codes = rng.integers(-127 if kind == "int8" else 0, 128 if kind == "int8" else 16, (4, 6, 3))
+    scales = rng.uniform(0.5, 1.0, (2, 1, 3) if inputs == 2 else (2, 6, 3)).astype(np.float32)
+    offsets = jnp.asarray(rng.normal(size=scales.shape), jnp.float32) if kind == "uint4" else None
+    codes = codes.astype(np.int8) if kind == "int8" else pack(codes.astype(np.uint8), inputs - 1)
+    weight = QuantizedWeight(jnp.asarray(codes), jnp.asarray(scales), offsets, kind=kind, axis=inputs - 1)
+    x = jnp.asarray(
+        rng.normal(size=(5, 24 if inputs == 2 else 4) if flat else (5, *weight.shape[:inputs])), jnp.float32
+    )
+
+    def plain(x):
+        matrix = weight.plain(jnp.float32)
+        matrix = matrix.reshape(x.shape[1], -1) if flat else matrix
+        return jnp.tensordot(x, matrix, 1 if flat else inputs)
+
+    def of(function):
+        return jax.jit(lambda x: (*jax.vjp(function, x)[1](jnp.sin(function(x))), function(x)))(x)
+
+    for got, expected in zip(of(lambda x: product(x, weight, inputs, None, flat)), of(plain), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+@pytest.mark.parametrize(
+    ("model", "bits"),
+    [
+        (MODEL, 8),
+        (HYBRID, 4),
+        (EXPERTS, 4),
+        pytest.param(MODEL, 4, marks=SLOW),
+        pytest.param(HYBRID, 8, marks=SLOW),
+        pytest.param(EXPERTS, 8, marks=SLOW),
+    ],
+    ids=["dense-8", "recurrent-4", "experts-4", "dense-4", "recurrent-8", "experts-8"],
+)
+def test_logits_gradients_and_merged_weights_are_those_of_the_dequantized_base(model, bits):
+    lora = OF_ATTENTION if model.experts.count else LORA
+    base = in_bits(layers_apart(random_params(model), model), bits)
+    adapter, tokens = random_adapter(lora, model), random_tokens(2, 12) % model.vocab_size
+    weight = np.random.default_rng(5).normal(size=(2, 12, model.vocab_size)).astype(np.float32)
+
+    @jax.jit
+    def both(base, adapter):
+        def value(adapter):
+            logits = computed(attach(base, adapter, lora), tokens, model)
+            return jnp.sum(weight * logits), logits
+
+        return jax.value_and_grad(value, has_aux=True)(adapter)
+
+    (_, got), grads = both(base, adapter)
+    (_, expected), expected_grads = both(in_full(base), adapter)
+    np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-4)
+    jax.tree.map(
+        lambda got, expected: np.testing.assert_allclose(got, expected, atol=3e-4 * float(jnp.abs(expected).max())),
+        grads,
+        expected_grads,
+    )
+    merged = jax.jit(partial(merge, lora=lora))(base, adapter)
+    assert {leaf.dtype for leaf in jax.tree.leaves(merged)} == {jnp.dtype(jnp.float32)}
+    np.testing.assert_allclose(computed(merged, tokens, model), got, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "bits", "model"),
+    [
+        ({"fsdp": 2, "tensor": 2}, 4, MODEL),
+        pytest.param({"fsdp": 2, "tensor": 2}, 8, MODEL, marks=SLOW),
+        pytest.param({"data": 2}, 4, MODEL, marks=SLOW),
+        pytest.param({"fsdp": 2}, 8, MODEL, marks=SLOW),
+        pytest.param({"tensor": 2}, 4, MODEL, marks=SLOW),
+        pytest.param({"fsdp": 2, "tensor": 2}, 4, EXPERTS, marks=SLOW),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict | int) else "experts" if value is EXPERTS else "dense",
+)
+def test_updates_on_a_mesh_are_those_of_one_device(mesh, bits, model):
+    lora, optim = OF_ATTENTION if model.experts.count else LORA, OptimConfig(lr=1e-2)
+
+    def updated(mesh):
+        base = in_bits(layers_apart(random_params(model), model), bits)
+        base = jax.device_put(base, jax.tree.map(lambda leaf: leaf.sharding, frozen_like(model, mesh, bits)))
+        step = make_update_step(model, NegativeLogLikelihood(), optim, UpdateConfig(remat="full"), mesh, lora=lora)
+        state = init_train_state(jax.random.key(2), model, optim, mesh, lora)
+        before = jax.device_get(base)
+        state, metrics = bind_base(step, base)(state, shard_batch(supervised_batch(mesh), mesh))
+        jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(base))
+        return jax.device_get((state.params, metrics["loss/value"]))
+
+    one = updated(make_mesh(ShardingConfig(data=1), jax.devices()[:1]))
+    devices = int(np.prod(list(mesh.values())))
+    many = updated(make_mesh(ShardingConfig(**{"data": 1} | mesh), jax.devices()[:devices]))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), many, one)
+
+
+DEEP = replace(MODEL, layers=8, d_model=128, heads=4, kv_heads=4, head_dim=32, d_ff=512, vocab_size=32)
+
+
+def compiled_update(bits, remat, layers=8):
+    """(program of an update of few tokens, bytes of the matrices of all layers in float32)."""
+    model, mesh = replace(DEEP, layers=layers), make_mesh(ShardingConfig(data=1), jax.devices()[:1])
+    step = make_update_step(
+        model, NegativeLogLikelihood(), OptimConfig(), UpdateConfig(remat=remat, attention="reference"), mesh, lora=LORA
+    )
+    matrices = matrix_count(model) * 4
+    batch = batch_of((1, 1, 8), mesh)
+    base = frozen_like(model, mesh, bits)
+    return step.lower(state_like(model, OptimConfig(), mesh, LORA), batch, base).compile(), matrices
+
+
+@pytest.mark.parametrize(
+    ("bits", "remat"), [(4, "none"), pytest.param(8, "full", marks=SLOW), pytest.param(4, "full", marks=SLOW)]
+)
+def test_an_update_never_has_all_layers_dequantized(bits, remat):
+    """Counted in the compiled program: arguments in fewer bits, and temporaries that do not grow with the depth by
+    more than activations do."""
+    program, matrices = compiled_update(bits, remat)
+    shallow, fewer = compiled_update(bits, remat, layers=4)
+    exact, _ = compiled_update(16, remat)
+    memory, shallow, exact = (of.memory_analysis() for of in (program, shallow, exact))
+    saved = exact.argument_size_in_bytes - memory.argument_size_in_bytes
+    assert saved == base_savings(DEEP, bits, 4)
+    share = {8: 1 / 4, 4: 4.25 / 32}[bits]
+    assert saved == pytest.approx(matrices * (1 - share), rel=0.01)
+    grown = memory.temp_size_in_bytes - shallow.temp_size_in_bytes
+    assert grown < (matrices - fewer) / 4
+    assert memory.temp_size_in_bytes < matrices / 2

@@ -1,0 +1,359 @@
+"""Where agents run: functions in threads, processes and actors; programs that are forked after their imports; agents of
+other machines; agents beside environments in one run."""
+
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import replace
+
+import pytest
+
+import grpo_roc_jax as g
+from grpo_roc_jax.environments.config import AgentCommand, EnvironmentByRow, HostActors, HostProcesses, HostThreads
+from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.record.trace import read_trace
+from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
+from grpo_roc_jax.serving.agent_ends import AgentCall
+from grpo_roc_jax.serving.agent_programs import ProgramAgent, python_words
+from grpo_roc_jax.serving.agent_runs import AgentRuns
+from grpo_roc_jax.types import Problem, RolloutRequest
+from tests.helpers.serving import small_policy
+from tests.serving.test_agents import FUNCTIONS, SCRIPT, collected
+from tests.test_readme import TINY
+
+
+def runs_of(choice):
+    chat, shared, params = small_policy()
+    engine = type(shared)(shared.programs, shared._publisher, shared.seed)
+    return AgentRuns(choice, chat, engine, 999, [""]), engine.publish(params, 9)
+
+
+def requests(*how, prompt="2+3="):
+    return [RolloutRequest(Problem(f"p{i}", prompt, "5", "t", {"how": one}), i) for i, one in enumerate(how)]
+
+
+@pytest.mark.parametrize("host", [HostThreads(), HostProcesses(workers=2)], ids=["threads", "processes"])
+def test_a_function_is_imported_once_wherever_it_runs(host):
+    """Six rollouts share the processes, which stay warm for the next step, and sample the same in any host."""
+    runs, weights = runs_of(AgentCommand(function=f"{FUNCTIONS}:where", host=host))
+    try:
+        steps = [runs.collect(weights, [replace(requests("")[0], count=6)], RunOptions(step=3))[0] for _ in range(2)]
+    finally:
+        runs.close()
+    processes = {one.rewards["process"] for step in steps for one in step}
+    assert len(processes) == (2 if host.kind == "processes" else 1) and (os.getpid() in processes) == (
+        host.kind == "threads"
+    )
+    assert {one.rewards["imports"] for step in steps for one in step} == {1.0}
+    again, _ = collected("", count=6, function=f"{FUNCTIONS}:where", host=HostThreads())
+    assert len({one.tokens.tobytes() for one in again}) == 6
+    assert [one.tokens.tolist() for one in steps[0]] == [one.tokens.tolist() for one in steps[1]]
+
+
+def test_a_process_that_dies_or_blocks_costs_its_own_rollouts():
+    choice = AgentCommand(function=f"{FUNCTIONS}:by_answer", host=HostProcesses(workers=3), timeout_s=2.0)
+    runs, weights = runs_of(choice)
+    try:
+        ends, stats = runs.collect(weights, requests("crash", "block", "leave"), RunOptions())
+        crash, block, leave = ends
+        assert crash.stop == "infrastructure" and "HostLost" in crash.fault and crash.policy_mask.any()
+        assert block.stop == "deadline" and not block.fault
+        assert (leave.stop, leave.reward) == ("failed", 0.0) and "SystemExit: enough" in leave.fault
+        assert stats.environment_faults == 1
+        ends, _ = runs.collect(weights, requests("", "", ""), RunOptions())
+        assert [one.reward for one in ends] == [1.0] * 3, "all three processes are there again"
+    finally:
+        runs.close()
+
+
+@pytest.mark.slow
+def test_a_function_in_ray_actors():
+    ray = pytest.importorskip("ray", reason="the ray extra is not installed")
+    ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False)
+    try:
+        runs, weights = runs_of(AgentCommand(function=f"{FUNCTIONS}:where", host=HostActors(2, cpus=0.5)))
+        found, _ = runs.collect(weights, [replace(requests("")[0], count=4)], RunOptions())
+        runs.close()
+        assert len({one.rewards["process"] for one in found}) == 2 and {one.reward for one in found} == {1.0}
+        assert {one.rewards["imports"] for one in found} == {1.0}
+        choice = AgentCommand(function=f"{FUNCTIONS}:by_answer", host=HostActors(2, cpus=0.5), timeout_s=20.0)
+        runs, weights = runs_of(choice)
+        crash, fine = runs.collect(weights, requests("crash", ""), RunOptions())[0]
+        assert crash.stop == "infrastructure" and fine.reward == 1.0
+        runs.close()
+    finally:
+        ray.shutdown()
+
+
+def test_a_function_that_was_passed_is_sent_to_processes(tmp_path):
+    from tests.serving import agent_functions
+
+    choice = AgentCommand(function="mine", host=HostProcesses(workers=1))
+    with g.settings.callables.given({"mine": agent_functions.two_turns}):
+        runs, weights = runs_of(choice)
+    ((one,), _) = runs.collect(weights, requests(""), RunOptions())
+    runs.close()
+    assert one.reward == 1.0 and len(one.turns) == 2
+    with g.settings.callables.given({"mine": lambda: None}), pytest.raises(ValueError, match="must be `async def"):
+        runs_of(choice)
+
+
+def test_a_host_of_its_own_is_for_functions():
+    with pytest.raises(ValueError, match=r"environment\.host processes with a command, which is a process; leave host"):
+        AgentCommand(command="a", host=HostProcesses())
+
+
+PROGRAM = """
+import json, os, sys
+import colorsys
+import near
+row = json.load(sys.stdin)
+
+def main():
+    import wave
+    if sys.argv[1:] == ["fail"]:
+        raise ValueError("bad row")
+    import numpy as np
+    print(json.dumps({
+        "argv": sys.argv[1:], "name": __name__, "file": __file__, "key": os.environ["OPENAI_API_KEY"],
+        "near": near.KEY, "row": row["prompt"], "path": sys.path[0], "draw": float(np.random.rand()),
+        "leads": os.getsid(0) == os.getpid(), "loaded": near.LOADED}))
+    os.write(int(os.environ["GRPO_REWARD_FD"]), b"0.5")
+
+if __name__ == "__main__":
+    main()
+"""
+NEAR = """
+import os, sys
+KEY = os.environ["OPENAI_API_KEY"]
+LOADED = [name for name in ("colorsys", "wave", "numpy") if name in sys.modules]
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    (tmp_path / "near.py").write_text(NEAR)
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    return tmp_path / "agent.py"
+
+
+def call(number=0):
+    return AgentCall({"prompt": f"row {number}"}, "what is it?", f"http://127.0.0.1:1/s/{number}/v1", f"key{number}")
+
+
+def played(words, count=1, **settings):
+    agent = ProgramAgent(AgentCommand(command=words, **settings))
+    try:
+        return [agent.play(str(i), call(i)) for i in range(count)]
+    finally:
+        agent.close()
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_forked_program_is_what_a_started_one_is(program, warm):
+    """Words, variables, input, path, its own modules and random numbers; packages alone are there before."""
+    ends = played(f"{sys.executable} -u {program} '{{prompt}}' {{base_url}}", 4, warm=warm)
+    for i, end in enumerate(ends):
+        assert (end.status, end.pay.reward, end.errors) == (0, 0.5, ""), end
+        said = json.loads(end.printed)
+        assert said["argv"] == ["what is it?", f"http://127.0.0.1:1/s/{i}/v1"]
+        assert (said["name"], said["file"], said["path"]) == ("__main__", str(program), str(program.parent))
+        assert (said["key"], said["near"], said["row"]) == (f"key{i}", f"key{i}", f"row {i}") and said["leads"]
+    loaded = [json.loads(end.printed)["loaded"] for end in ends]
+    assert loaded[0] == ["colorsys"] and loaded[-1] == (["colorsys", "wave", "numpy"] if warm else ["colorsys"])
+    assert len({json.loads(end.printed)["draw"] for end in ends}) == 4
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_the_end_of_a_forked_program_is_that_of_a_started_one(tmp_path, program, warm):
+    (failed,) = played(f"{sys.executable} {program} fail", warm=warm)
+    assert failed.status == 1 and failed.errors.startswith("Traceback") and failed.errors.endswith("bad row\n")
+    assert "_fork_server" not in failed.errors and failed.errors.count("File") == 2
+    file = tmp_path / "ends.py"
+    for text, status, errors in (
+        ("import sys; sys.exit('enough')", 1, "enough\n"),
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15, ""),
+        ("import atexit, os; atexit.register(lambda: os.write(2, b'late'))", 0, "late"),
+        (
+            "import threading, time, os; threading.Thread(target=lambda: (time.sleep(0.2), os.write(2, b'x'))).start()",
+            0,
+            "x",
+        ),
+        ("1 +", 1, None),
+    ):
+        file.write_text(text)
+        (end,) = played(f"{sys.executable} {file}", warm=warm)
+        assert end.status == status and (end.errors == errors or errors is None), text
+    assert "SyntaxError: invalid syntax" in end.errors and "_fork_server" not in end.errors
+    file.write_text("import time; time.sleep(100)")
+    (late,) = played(f"{sys.executable} {file}", timeout_s=1.0, warm=warm)
+    assert late.status is None and late.seconds < 20
+
+
+def test_a_module_is_forked_too(program, monkeypatch):
+    monkeypatch.chdir(program.parent)
+    (end,) = played(f"{sys.executable} -m agent a b")
+    said = json.loads(end.printed)
+    assert said["argv"] == ["a", "b"] and said["path"] == str(program.parent) and said["name"] == "__main__"
+
+
+@pytest.mark.parametrize(
+    ("words", "split"),
+    [
+        ("python a.py x", 1),
+        ("/usr/bin/python3.12 -u -O a.py", 3),
+        ("python -m mine.agent x", 1),
+        ("python -c 1", None),
+        ("python -m", None),
+        ("python", None),
+        ("python -X dev a.py", None),
+        ("python -I a.py", None),
+        ("bash a.py", None),
+        ("env python a.py", None),
+        ("pythonic a.py", None),
+    ],
+)
+def test_which_programs_are_forked(words, split):
+    assert python_words(words.split()) == split
+
+
+def test_packages_that_start_threads_are_not_forked(tmp_path, program, caplog):
+    """A thread of the parent does not exist in a fork, and what it holds stays held."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "busy.py").write_text(
+        "import threading, time\nthreading.Thread(target=lambda: time.sleep(99), daemon=True).start()\n"
+    )
+    program.write_text(f"import sys\nsys.path.append({str(packages)!r})\nimport busy\n{PROGRAM}")
+    ends = played(f"{sys.executable} {program}", 3)
+    assert [end.pay.reward for end in ends] == [0.5] * 3
+    assert caplog.text.count("programs are started, not forked: a package starts a thread") == 1
+
+
+def test_a_fork_server_that_dies_ends_its_runs_and_the_next_are_started(program):
+    agent = ProgramAgent(AgentCommand(command=f"{sys.executable} {program}"))
+    try:
+        assert agent.play("a", call()).pay.reward == 0.5
+        program.write_text("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nimport time\ntime.sleep(60)\n")
+        killed = agent.play("b", call())
+        assert killed.status == -9 and killed.seconds < 30
+        program.write_text(PROGRAM)
+        assert agent.play("c", call()).pay.reward == 0.5
+    finally:
+        agent.close()
+
+
+def test_time_in_which_agents_do_not_ask_is_that_of_the_environment(tmp_path):
+    """A program that thinks for a second has the policy wait, as an environment does."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(f"import time\ntime.sleep(1.0)\nexec(open({str(SCRIPT)!r}).read())\n")
+    runs, weights = runs_of(AgentCommand(command=f"{sys.executable} {slow} linear"))
+    _, stats = runs.collect(weights, requests(""), RunOptions())
+    _, again = runs.collect(weights, requests(""), RunOptions())
+    runs.close()
+    for one in (stats, again):
+        assert 1.0 <= one.metrics()["time/environment_s"] <= one.seconds
+
+
+def test_an_address_beyond_this_machine_needs_a_token(monkeypatch):
+    monkeypatch.delenv("GRPO_SERVE_TOKEN", raising=False)
+    choice = AgentCommand(function=f"{FUNCTIONS}:where", address="0.0.0.0")
+    with pytest.raises(ValueError, match=r"environment\.address 0\.0\.0\.0 can be reached from elsewhere; set GRPO_S"):
+        runs_of(choice)
+    with pytest.raises(ValueError, match=r"environment\.address 192\.0\.2\.1, environment\.port 0: .* cannot listen"):
+        monkeypatch.setenv("GRPO_SERVE_TOKEN", "secret")
+        runs_of(replace(choice, address="192.0.2.1"))
+
+
+ELSEWHERE = """
+import json, os, sys, urllib.request
+base_url, key, reward = sys.argv[1:]
+body = json.dumps({"messages": [{"role": "user", "content": "2+3="}], "max_tokens": 6}).encode()
+for token, status in (("wrong", 401), (key, 200)):
+    request = urllib.request.Request(base_url + "/chat/completions", body, {"Authorization": "Bearer " + token})
+    try:
+        got = urllib.request.urlopen(request, timeout=60).status
+    except urllib.error.HTTPError as error:
+        got = error.code
+    assert got == status, (got, status)
+print("asked")
+"""
+
+
+def test_an_agent_of_another_machine_asks_with_the_token(tmp_path, monkeypatch):
+    """On all addresses of this machine, by a process that gets nothing but the words of a command."""
+    monkeypatch.setenv("GRPO_SERVE_TOKEN", "secret")
+    monkeypatch.setattr("socket.gethostname", lambda: "127.0.0.1")  # its own name may not resolve here
+    file = tmp_path / "elsewhere.py"
+    file.write_text(ELSEWHERE)
+    reward = "&& echo 1 > /dev/fd/$GRPO_REWARD_FD"
+    command = f"sh -c 'env -i {sys.executable} {file} {{base_url}} {{api_key}} x {reward}'"
+    runs, weights = runs_of(AgentCommand(command=command, address="0.0.0.0", timeout_s=120.0))
+    ((one,), _) = runs.collect(weights, requests(""), RunOptions())
+    host = runs.url
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{host}/v1/models", timeout=30)
+    runs.close()
+    assert one.reward == 1.0 and len(one.turns) == 1, one.fault
+
+
+class Three(g.Environment):
+    def step(self, turn):
+        return g.Observation(reward=3.0, done=True)
+
+
+def test_an_agent_beside_environments_in_one_run(tmp_path):
+    """By a column of the row, drawn by weights: each is played by its own, in the order of the requests."""
+    rows = [{"prompt": f"{i}+1=", "answer": "5"} for i in range(4)]
+    for name in ("three", "asks"):
+        text = "".join(json.dumps(row | {"environment": name}) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    agent = f"{{kind: agent, function: '{FUNCTIONS}:where'}}"
+    classes = json.dumps(["three=tests.serving.test_agent_hosts:Three", f"asks={agent}"])
+    words = [f"--environment={{kind: by_row, classes: {classes}}}", "--reward.functions=environment", "--sft.steps=0"]
+    words += [f"--data.sources={tmp_path}/three.jsonl,{tmp_path}/asks.jsonl", "--data.weights=1,1"]
+    words += ["--data.eval_problems=0", "--eval.every=0", "--group.problems=4", "--reward.truncated=score"]
+    summary = g.train_policy(g.read_config("toy.yaml", *TINY, *words, f"--run_dir={tmp_path}/run", "--log.traces=1"))
+    assert summary["compilations_after_first_step"] == 0
+    seen = set()
+    for step in (1, 2):
+        for record in read_trace(tmp_path / "run", step):
+            name = record.problem.extra["environment"]
+            seen.add(name)
+            one = record.trajectory
+            assert one.reward == (3.0 if name == "three" else 1.0) and bool(one.rewards) == (name == "asks")
+    assert seen == {"three", "asks"}
+    metrics = list(read_metrics(tmp_path / "run"))[-1]
+    assert (
+        metrics["time/environment_s"] > 0
+        and 0.99 < sum(value for name, value in metrics.items() if name.startswith("rollout/stop_")) < 1.01
+    )
+
+
+def test_agents_of_a_mix_share_an_endpoint():
+    with pytest.raises(ValueError, match="agents with 2 addresses"):
+        EnvironmentByRow(classes=("a={kind: agent, command: x}", "b={kind: agent, command: x, port: 8001}"))
+    mix = EnvironmentByRow(classes=("a={kind: agent, command: x}", "b={kind: agent, function: 'y:z'}", "c=d.py:C"))
+    assert list(mix.agents) == ["a", "b"] and list(mix.paths) == ["c"]
+
+
+def test_statistics_of_two_runs_add_up():
+    one = RolloutStats(rollouts=2, sampled_tokens=5, seconds=1.5, cache_tokens=9, shard_tokens=(2, 3))
+    two = RolloutStats(rollouts=1, sampled_tokens=7, seconds=0.5, cache_tokens=4, shard_tokens=(4, 3))
+    one.stops["eos"], two.stops["eos"], two.stops["length"] = 2, 1, 0
+    one.count_failure("k", "a", by_policy=True)
+    two.count_failure("k", "b", by_policy=True)
+    both = one.followed_by(two)
+    assert (both.rollouts, both.sampled_tokens, both.seconds, both.cache_tokens) == (3, 12, 2.0, 9)
+    assert both.shard_tokens == (6, 6) and both.stops["eos"] == 3 and both.failures["k"].count == 2
+    assert one.failures["k"].count == 1, "what was given is as it was"
+
+
+def test_the_endpoint_tells_addresses_that_a_url_can_hold(monkeypatch):
+    for address, url in (("127.0.0.1", "http://127.0.0.1:"), ("localhost", "http://localhost:")):
+        runs, _ = runs_of(AgentCommand(command="true", address=address))
+        assert runs.url.startswith(url)
+        runs.close()

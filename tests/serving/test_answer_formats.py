@@ -1,0 +1,304 @@
+"""Answers in a form that the request names: a policy of random weights is held to it, whatever else is in the batch."""
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import jsonschema
+import pytest
+
+from grpo_roc_jax.serving.answer_formats import AnswerGrammars, TurnFormat, TurnGrammar, read_format
+from grpo_roc_jax.text.chat_format import make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.conventions import CONVENTIONS
+from grpo_roc_jax.text.tokenizer import ByteTokenizer
+from tests.helpers.serving import ROLLOUT, WEATHER, served, small_policy
+
+pytest.importorskip("llguidance", reason="llguidance (the extra `serve`) is not installed")
+
+ASK = {"role": "user", "content": "Say it."}
+THOUGHT_OVER = {"role": "assistant", "content": "</reason>"}
+ENDS = {str(small_policy()[0].tokenizer.encode(f"a{text}")[-1]): 3 for text in '"}]'}
+"""Logits of tokens that end texts, objects and lists, so that answers of random weights do not grow forever."""
+
+
+def closed(properties, required=None, **others):
+    names = list(properties) if required is None else required
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False} | others
+
+
+TEXT, NUMBER, WHOLE = {"type": "string", "maxLength": 6}, {"type": "number"}, {"type": "integer"}
+LEAF = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}
+SCHEMAS = [
+    closed({"a": TEXT}),
+    closed({"a": TEXT, "b": {"type": "boolean"}}, ["a"]),
+    closed({"a": closed({"b": closed({"c": {"type": "null"}})})}),
+    closed({"colour": {"enum": ["red", "grün", "藍"]}}),
+    closed({"n": {"enum": [1, 2.5, None, "x", True]}}),
+    closed({"c": {"const": {"deep": [1, "two"]}}}),
+    {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 2, "maxItems": 4},
+    {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    {"type": "array", "prefixItems": [{"type": "boolean"}, WHOLE], "items": False, "minItems": 2},
+    {"type": "array", "items": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, "maxItems": 2},
+    closed({"list": {"type": "array", "items": closed({"x": {"type": "boolean"}}), "maxItems": 2}}),
+    {"type": "integer", "minimum": -5, "maximum": 5},
+    {"type": "number", "minimum": 0, "maximum": 1},
+    {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 70},
+    {"type": "string", "maxLength": 4},
+    {"type": "string", "minLength": 2, "maxLength": 3},
+    {"type": "string", "pattern": "^[a-f]{2}-[0-9]{3}$"},
+    {"type": "string", "pattern": "^(ä|ö|ü)ß?$"},
+    {"type": "string", "format": "date"},
+    {"type": "string", "format": "uuid"},
+    {"type": "boolean"},
+    {"type": "null"},
+    {"anyOf": [{"type": "boolean"}, closed({"x": {"type": "boolean"}})]},
+    {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "boolean"}]},
+    {"allOf": [closed({"a": {"type": "boolean"}}), {"required": ["a"]}]},
+    {"$ref": "#/$defs/pair", "$defs": {"pair": closed({"l": {"type": "boolean"}, "r": {"type": "boolean"}})}},
+    {"$ref": "#/$defs/node", "$defs": {"node": closed({"v": {"type": "boolean"}, "next": LEAF})}},
+    {"type": ["boolean", "null"]},
+    closed({"ключ": {"type": "boolean"}, 'a"b\\c': {"type": "null"}, "🙂": {"enum": ["\n\t"]}}),
+    closed({}, maxProperties=0),
+    {"type": "object", "patternProperties": {"^k[0-9]$": {"type": "boolean"}}, "additionalProperties": False,
+     "maxProperties": 2},
+    closed({"a": {"type": ["string", "null"], "maxLength": 3}, "b": {"type": "array", "maxItems": 0}}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served() as found:
+        yield found
+
+
+def named(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
+
+
+def answers(server, *messages, **fields):
+    return server.chat([ASK, *messages], max_tokens=150, logit_bias=ENDS, **fields)["choices"]
+
+
+def test_every_finished_answer_follows_its_schema(server):
+    """Some thirty schemas at once, with free requests between them, which sample what they sample alone."""
+    alone = server.chat([ASK], seed=4, max_tokens=40)["choices"][0]["message"]
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(answers, server, THOUGHT_OVER, n=2, seed=i, **named(s)) for i, s in enumerate(SCHEMAS)]
+        free = [pool.submit(server.chat, [ASK], seed=4, max_tokens=40) for _ in range(6)]
+    assert all(one.result()["choices"][0]["message"] == alone for one in free)
+    finished = 0
+    for schema, future in zip(SCHEMAS, asked, strict=True):
+        for choice in future.result():
+            text = choice["message"]["content"]
+            if choice["finish_reason"] == "length":
+                continue
+            assert choice["finish_reason"] == "stop"
+            finished += 1
+            jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(
+                json.loads(text)
+            )
+    assert finished >= 1.6 * len(SCHEMAS)
+
+
+def test_an_answer_that_is_cut_is_marked(server):
+    body = {
+        "messages": [ASK, THOUGHT_OVER],
+        "max_tokens": 5,
+        **named(closed({"a": {"type": "string", "minLength": 9}})),
+    }
+    (choice,) = server.ask("/v1/chat/completions", body)[1]["choices"]
+    assert choice["finish_reason"] == "length" and choice["message"]["content"].strip().startswith("{")
+
+
+def test_the_thought_is_free_and_the_answer_after_it_is_not(server):
+    closing = small_policy()[0].tokenizer.special("</reason>")
+    body = {"messages": [ASK], "max_tokens": 150, "seed": 2, "n": 3, "logit_bias": {**ENDS, str(closing): 3}}
+    choices = server.ask("/v1/chat/completions", body | named(closed({"a": {"type": "boolean"}})))[1]["choices"]
+    thought = [one for one in choices if one["finish_reason"] == "stop"]
+    assert thought and all(one["message"].get("reasoning_content") for one in thought)
+    assert all(type(json.loads(one["message"]["content"])["a"]) is bool for one in thought)
+
+
+FORM = {"type": "json_schema", "name": "x", "schema": closed({"a": {"type": "boolean"}}), "strict": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [ASK, THOUGHT_OVER], "max_tokens": 60, **named(FORM["schema"])}),
+        ("/v1/chat/completions", {"messages": [ASK, THOUGHT_OVER], "max_tokens": 60, "guided_json": FORM["schema"]}),
+        ("/v1/completions", {"prompt": "Say it.", "max_tokens": 60, **named(FORM["schema"])}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 60, "structured_outputs": {"json": FORM["schema"]}}),
+        ("/v1/responses", {"input": [ASK, THOUGHT_OVER], "max_output_tokens": 60, "text": {"format": FORM}}),
+        ("/v1/messages", {"messages": [ASK, THOUGHT_OVER], "max_tokens": 60, "output_config": {"format": FORM}}),
+    ],
+)
+def test_every_form_of_request_and_its_stream(server, path, body):
+    status, whole = server.ask(path, body | {"seed": 6})
+    assert status == 200, whole
+    text = {
+        "/v1/chat/completions": lambda: whole["choices"][0]["message"]["content"],
+        "/v1/completions": lambda: whole["choices"][0]["text"],
+        "/v1/responses": lambda: whole["output"][0]["content"][0]["text"],
+        "/v1/messages": lambda: whole["content"][0]["text"],
+    }[path]()
+    assert type(json.loads(text)["a"]) is bool
+    data = [json.loads(line) for line in server.ask(path, body | {"seed": 6, "stream": True})[1] if line[:1] == "{"]
+    parts = []
+    for piece in data:
+        choice, delta = (piece.get("choices") or [{}])[0], piece.get("delta")
+        new = choice.get("text") or (choice.get("delta") or {}).get("content")
+        parts.append(new or (delta.get("text", "") if isinstance(delta, dict) else delta) or "")
+    assert "".join(parts) == text
+
+
+def test_json_objects_choices_and_regular_expressions(server):
+    (one,) = answers(server, THOUGHT_OVER, response_format={"type": "json_object"}, seed=1)
+    assert one["finish_reason"] == "length" or isinstance(json.loads(one["message"]["content"]), dict)
+    (one,) = answers(server, THOUGHT_OVER, guided_choice=["ja", "nein", "vielleicht"])
+    assert one["message"]["content"].strip() in ("ja", "nein", "vielleicht")
+    (one,) = answers(server, THOUGHT_OVER, structured_outputs={"regex": "[ab]{3}/[0-9]"})
+    first, _, last = one["message"]["content"].strip().partition("/")
+    assert set(first) <= set("ab") and len(first) == 3 and last.isdigit()
+
+
+def test_a_begun_answer_goes_on_in_its_schema(server):
+    begun = {"role": "assistant", "content": '</reason>{"a": t'}
+    (one,) = answers(server, begun, **named(FORM["schema"]))
+    assert json.loads('{"a": t' + one["message"]["content"]) == {"a": True}
+    wrong = {"role": "assistant", "content": '</reason>{"b": '}
+    status, answer = server.ask("/v1/chat/completions", {"messages": [ASK, wrong], **named(FORM["schema"])})
+    assert status == 400 and "has begun is not the beginning" in answer["error"]["message"]
+
+
+def test_calls_of_strict_tools_follow_their_schema():
+    arguments = closed({"city": {"enum": ["Wien", "Graz"]}, "sure": {"type": "boolean"}})
+    function = {"name": "f", "strict": True, "parameters": arguments}
+    with served(rollout=replace(ROLLOUT, max_prompt_tokens=512)) as server:
+        tools = {"tools": [{"type": "function", "function": function}]}
+        (one,) = answers(server, **tools, tool_choice="required", seed=3)
+        (call,) = one["message"]["tool_calls"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), arguments)
+        flat = {"tools": [{"type": "function", **function}], "tool_choice": "required", "max_output_tokens": 99}
+        (item,) = server.ask("/v1/responses", {"input": "Say it.", **flat})[1]["output"]
+        jsonschema.validate(json.loads(item["arguments"]), arguments)
+        # Beside an answer of a schema the policy may call, and nothing else.
+        for one in answers(server, THOUGHT_OVER, **tools, n=4, seed=9, **named(FORM["schema"])):
+            calls = one["message"].get("tool_calls")
+            cut = one["finish_reason"] == "length"
+            assert cut or calls or type(json.loads(one["message"]["content"])["a"]) is bool
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (named({"type": "foo"}), "Invalid type: foo"),
+        (named({"type": "string", "pattern": "("}), "unclosed group"),
+        (named({"$ref": "#/nowhere"}), "nowhere"),
+        (named({"not": {"type": "string"}}), "not"),
+        (named({"allOf": [{"type": "string"}, {"type": "integer"}]}), "Unsatisfiable"),
+        (named({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (named({"type": "string", "description": "x" * 300_000}), "at most"),
+        ({"response_format": {"type": "json_schema"}}, "holds no schema"),
+        ({"response_format": {"type": "yaml"}}, "json_object or json_schema"),
+        ({"response_format": "json"}, "response_format is str"),
+        ({"guided_grammar": "root ::= x"}, "json, regex or choice"),
+        ({"guided_choice": []}, "at least one text"),
+        ({"guided_json": "{"}, "no JSON"),
+        ({"guided_regex": "a", **named({})}, "both given"),
+        ({"structured_outputs": {"regex": "(a"}}, "unclosed"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_with_its_reason(server, fields, reason):
+    status, answer = server.ask("/v1/chat/completions", {"messages": [ASK], **fields})
+    assert status == 400 and reason in answer["error"]["message"] and "rule0" not in answer["error"]["message"]
+
+
+def test_nothing_is_left_out_silently():
+    with served(enforce_formats=False) as server:
+        status, headers = head_of(server, named(FORM["schema"]))
+        assert status == 200 and headers["X-Not-Applied"] == "response_format"
+    with served() as server:
+        assert "X-Not-Applied" not in head_of(server, named(FORM["schema"]))[1]
+
+
+class Trained:
+    """A conversation that trains."""
+
+    temperature, step = None, 0
+
+    def place(self):
+        return 3
+
+    def record(self, choice, answer, agent):
+        """Nothing is kept."""
+
+    def refused(self, error):
+        """The same."""
+
+
+def test_a_conversation_that_trains_is_sampled_from_the_policy_and_told_so():
+    """No mask, no request's own sampling; a bias is refused."""
+    with served() as server:
+        server.endpoint.sessions = {"one": Trained()}
+        asked = {"temperature": 0, "top_p": 0.1, "presence_penalty": 1, **named(FORM["schema"])}
+        (status, headers), free = head_of(server, asked, key="/one"), head_of(server, {}, key="/one")
+        assert status == free[0] == 200 and "X-Not-Applied" not in free[1]
+        named_fields = {"temperature", "top_p", "presence_penalty", "response_format"}
+        assert set(headers["X-Not-Applied"].split(", ")) == named_fields
+        body = {"messages": [ASK], "max_tokens": 9, "return_token_ids": True}
+        answers = [server.ask("/s/one/v1/chat/completions", body | more)[1]["choices"][0] for more in ({}, asked)]
+        assert answers[0]["token_ids"] == answers[1]["token_ids"]
+        status, answer = server.ask("/s/one/v1/chat/completions", body | {"logit_bias": {"5": 1}})
+        assert status == 400 and "while a policy trains" in answer["error"]["message"]
+
+
+def test_without_the_library_the_answer_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with served() as server:
+        status, answer = server.ask("/v1/chat/completions", {"messages": [ASK], **named(FORM["schema"])})
+        assert status == 400 and "pip install" in answer["error"]["message"]
+
+
+def head_of(server, fields, key=""):
+    import http.client
+
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
+    body = json.dumps({"messages": [ASK, THOUGHT_OVER], "max_tokens": 9, **fields})
+    connection.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {key}"} if key else {})
+    answer = connection.getresponse()
+    answer.read()
+    return answer.status, answer.headers
+
+
+@pytest.mark.parametrize("form", CONVENTIONS)
+def test_turns_of_all_forms_of_calls_are_turns_of_the_grammar(form):
+    """As the template writes them; where arguments are no JSON `strict` is named as what is not enforced."""
+    tokenizer, tool = ByteTokenizer(), {"type": "function", "function": WEATHER["function"]}
+    strict = {"weather": closed({"city": {"enum": ["Rom"]}})}
+    grammars = AnswerGrammars(tokenizer)
+    for most in (1, 2):
+        chat = make_chat(TextConfig(calls=form, max_calls_per_turn=most), tokenizer)
+        for answer in (None, read_format({"response_format": {"type": "json_object"}})):
+            turn = TurnGrammar(chat, [tool], TurnFormat(answer, strict))
+            state = grammars.compiled(turn.text(), {chat.end_id}, "response_format")
+
+            def fits(text, chat=chat, state=state):
+                ids, copy = chat.raw_ids(chat.written(text)), state.deep_copy()
+                return copy.try_consume_tokens(ids) == len(ids) and copy.is_accepting()
+
+            call = '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>'
+            other = call.replace("Rom", "Ulm")
+            calls = form != "pythonic" or answer is None  # nothing marks the beginning of its calls
+            assert fits("so</reason>{}") and fits("</reason>hello") == (answer is None)
+            assert not calls or (
+                fits("so</reason>" + call) and fits("</reason>" + call) and fits("</reason>" + call * most)
+            )
+            assert answer is not None or fits("so</reason>well," + call)
+            if not turn.unenforced:
+                assert not fits("</reason>" + other) and not fits("</reason>" + call + other)
+                assert chat.config.max_calls_per_turn == 2 or not fits("</reason>" + call * 2)
+            else:
+                assert form in ("xml", "gemma", "glm", "pythonic", "olmo", "function_gemma", "gemma4")

@@ -1,0 +1,111 @@
+"""Agents of fourteen frameworks against the endpoint, and three training steps of each; `.ci/adapters frameworks` runs
+each in an environment of its own. What is not installed is skipped."""
+
+import asyncio
+import importlib.metadata
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import grpo_roc_jax as g
+from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.record.trace import read_trace
+from grpo_roc_jax.serving.agent_runs import AgentSession
+from grpo_roc_jax.serving.joining import join
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.types import Problem, RolloutRequest
+from tests.helpers.serving import scripted
+from tests.serving.framework_agents import CITIES, FRAMEWORKS, SEVERAL, TURNS, TYPED
+from tests.test_readme import TINY
+
+pytestmark = pytest.mark.slow
+QUESTION = "What is the weather in Rome?"
+SEEN = Path(os.environ.get("FRAMEWORKS_TABLE", os.devnull))
+"""File that gets a line of JSON for each thing that was seen."""
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request):
+    found = FRAMEWORKS[request.param]
+    for package in found.packages:
+        pytest.importorskip(package, reason=f"needs {request.param}", exc_type=ImportError)
+    CITIES.clear()
+    return request.param, found
+
+
+def asked(framework, what, turns, rows=1):
+    """(what it says, the calls of its session); each call is as sampled, in so many rows."""
+    name, found = framework
+    function = getattr(found, what, None)
+    if function is None:
+        note(name, what, "-")
+        pytest.skip(f"{name} has none")
+    session = AgentSession(RolloutRequest(Problem("p", "", "", "t"), 0), 1, 9)
+    with scripted(*turns, config=TextConfig(max_calls_per_turn=4), token="key") as server:
+        server.endpoint.sessions = {"one": session}
+        said = asyncio.run(function(f"http://127.0.0.1:{server.port}/s/one/v1", "key", QUESTION))
+        written = [server.endpoint.chat.turn_ids(turn) for turn in turns]
+    assert [call.ids.tolist() for call in session.calls] == written[: len(session.calls)]
+    found_rows = join(session.calls)
+    assert len(found_rows) == rows and sum(row.mask.sum() for row in found_rows) == sum(map(len, written))
+    return said
+
+
+def note(name, what, seen):
+    with SEEN.open("a") as file:
+        file.write(json.dumps({"framework": name, "what": what, "seen": seen}) + "\n")
+
+
+def test_a_chat(framework):
+    assert asked(framework, "chat", ["It rains."]) == "It rains."
+    note(framework[0], "chat", "yes")
+
+
+def test_a_stream(framework):
+    assert asked(framework, "stream", ["It rains."]) == "It rains."
+    note(framework[0], "stream", "yes")
+
+
+def test_a_tool(framework):
+    found = framework[1]
+    said = asked(framework, "tools", getattr(found, "turns", TURNS), getattr(found, "rows", 1))
+    assert said == "It rains in Rome." and CITIES == ["Rome"]
+    note(framework[0], "tools", "yes")
+
+
+def test_two_calls_in_a_turn(framework):
+    turns = getattr(framework[1], "several", SEVERAL)
+    if turns is None:
+        note(framework[0], "parallel", "-")
+        pytest.skip("it makes one call at a time")
+    assert asked(framework, "tools", turns) == "Rain in both." and sorted(CITIES) == ["Oslo", "Rome"]
+    note(framework[0], "parallel", "yes")
+
+
+def test_an_answer_of_a_type_is_given_or_refused_in_words(framework):
+    try:
+        seen = "yes" if asked(framework, "structured", [TYPED]) == "Rome" else "other"
+    except Exception as error:
+        assert "response_format" in str(error), error
+        seen = "refused"
+    note(framework[0], "structured", seen)
+
+
+def test_three_steps_of_training(framework, tmp_path):
+    """By a function that the framework fills: every rollout is a row with what was sampled, and is paid."""
+    name = framework[0]
+    file = Path(__file__).with_name("framework_agents.py")
+    words = [f"--environment={{kind: agent, function: '{file}:{name.replace('-', '_')}', timeout_s: 120}}"]
+    words += ["--reward.functions=environment", "--reward.truncated=score", "--sft.steps=0", "--steps=3"]
+    words += ["--rollout.max_prompt_tokens=256", "--batch.row_length=512", "--log.traces=1"]
+    summary = g.train_policy(g.read_config("toy.yaml", *TINY, *words, f"--run_dir={tmp_path}"))
+    assert summary["compilations_after_first_step"] == 0
+    records = [record for step in (1, 2, 3) for record in read_trace(tmp_path, step)]
+    assert records and all(one.trajectory.policy_mask.any() for one in records)
+    assert all(one.trajectory.stop in ("eos", "length", "failed") for one in records)
+    metrics = list(read_metrics(tmp_path))
+    assert max(one.get("loss/logprob_gap_max", 0.0) for one in metrics) < 1e-3
+    version = ", ".join(importlib.metadata.version(one) for one in [name if name != "autogen" else "autogen-agentchat"])
+    note(name, "trained", version)
