@@ -6,10 +6,12 @@ has made its imports, `function` an `async def` in threads, `processes` in four 
 imports, is not in the medians, and is reported beside them. `environment_share` is the share of a step in which nothing
 was to be sampled.
 
-    pip install langgraph langchain-openai
-    python benchmarks/bench_agents.py --imports langgraph.prebuilt langchain_openai
+`start` runs programs that import and end, without a policy: processor seconds of a rollout. `step` is the whole.
 
-Prints one JSON line. Processor seconds are those of all processes together.
+    pip install langgraph langchain-openai
+    python benchmarks/bench_agents.py --cases start step --imports langgraph.prebuilt langchain_openai
+
+Prints a JSON line for each case. Processor seconds are those of all processes together.
 """
 
 import argparse
@@ -23,11 +25,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.bench_serve import make_policy
 from grpo_roc_jax.environments.config import AgentCommand, HostProcesses
-from grpo_roc_jax.rollout.engine import Engine
-from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.serving.agent_runs import AgentRuns
+from grpo_roc_jax.serving.agent_ends import AgentCall
+from grpo_roc_jax.serving.agent_programs import ProgramAgent
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 AGENT = """
@@ -60,13 +60,48 @@ def processor_s() -> float:
     return sum(os.times()[:4])
 
 
+def start(options: argparse.Namespace) -> dict:
+    """Processor seconds of a program that makes its imports and ends: started, and forked after the first two."""
+    measured = {}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "bench_agent.py"
+        file.write_text("".join(f"import {name}\n" for name in options.imports))
+        for name, warm, count in (("started", False, options.rollouts), ("forked", True, 10 * options.rollouts)):
+            spent, wall = [], []
+            for rollouts in (2, 2 + count):  # the difference leaves out what is done once
+                agent = ProgramAgent(AgentCommand(command=f"{sys.executable} {file}", warm=warm))
+                begun, begun_s = processor_s(), time.perf_counter()
+                ends = [agent.play(str(i), AgentCall({}, "", "http://127.0.0.1:1/v1", "")) for i in range(rollouts)]
+                agent.close()
+                assert not any(end.status for end in ends), ends[0].errors
+                spent.append(processor_s() - begun)
+                wall.append(time.perf_counter() - begun_s)
+            a_rollout = {"processor_s": spent[1] - spent[0], "wall_s": wall[1] - wall[0]}
+            measured[name] = {key: round(value / count, 3) for key, value in a_rollout.items()}
+    return {"case": "start", "imports": options.imports, "rollout": measured}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--imports", nargs="*", default=["langgraph.prebuilt", "langchain_openai"])
     parser.add_argument("--rollouts", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4, help="of each variant, the first included")
     parser.add_argument("--variants", nargs="+", default=["started", "forked", "function", "processes"])
+    parser.add_argument("--cases", nargs="+", choices=("start", "step"), default=("start", "step"))
     options = parser.parse_args()
+    if "start" in options.cases:
+        print(json.dumps(start(options)), flush=True)
+    if "step" in options.cases:
+        step(options)
+
+
+def step(options: argparse.Namespace) -> None:
+    """Whole steps of each variant."""
+    from benchmarks.bench_serve import make_policy
+    from grpo_roc_jax.rollout.engine import Engine
+    from grpo_roc_jax.rollout.records import RunOptions
+    from grpo_roc_jax.serving.agent_runs import AgentRuns
+
     chat, engine, params = make_policy(options.rollouts)
     weights = engine.publish(params, 1)
     engine.warmup(weights)
@@ -87,9 +122,9 @@ def main() -> None:
             runs = AgentRuns(choices[name], chat, Engine(engine.programs, engine._publisher, engine.seed), 4096, [""])
             seconds, shares = [], []
             begun_cpu = processor_s()
-            for step in range(options.steps):
+            for number in range(options.steps):
                 begun = time.perf_counter()
-                found, stats = runs.collect(weights, [request], RunOptions(step=step))
+                found, stats = runs.collect(weights, [request], RunOptions(step=number))
                 seconds.append(time.perf_counter() - begun)
                 shares.append(stats.metrics()["time/environment_s"] / stats.seconds)
                 assert all(one.reward == 1.0 for one in found), found[0].fault
@@ -104,7 +139,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "bench": "agents",
+                "case": "step",
                 "device": f"{os.cpu_count()} CPU cores",
                 "rollouts": options.rollouts,
                 "steps": options.steps,

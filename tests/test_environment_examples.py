@@ -119,10 +119,13 @@ def test_a_row_that_names_no_class_is_refused_at_the_start(tmp_path, name):
     ("text", "said"),
     [
         ("{kind: mcp}", "command and environment.url: one of them must be set"),
-        ("{kind: class, path: b}", "is kind class; must be agent, mcp, openenv or verifiers, or the path of a class"),
+        (
+            "{kind: class, path: b}",
+            "is kind class; must be agent, mcp, openenv, verifiers or harbor, or the path of a class",
+        ),
         ("{kind: tools}", "is kind tools; must be agent, mcp"),
         ("{kind: agent}", "neither command nor function"),
-        ("{kind: agent, command: x, retries: 3}", "kind agent has no such setting"),
+        ("{kind: agent, command: x, retries: 3}", "is a setting of kind by_row, class, mcp"),
         ("{kind: mcp, command: [x], timeout_s: 3}", "sets timeout_s, which is that of by_row"),
         ("{kind: nope}", "unknown kind 'nope'; must be one of"),
         ("{command: [x]}", "or a mapping with 'kind'"),

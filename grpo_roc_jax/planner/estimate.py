@@ -97,7 +97,8 @@ def active_parameters(model: ModelConfig) -> float:
     if not model.tie_embeddings:
         total -= model.vocab_size * model.d_model
     if model.experts.count:
-        experts = 3 * model.layers * model.experts.count * model.d_model * model.d_ff
+        layers = model.layers - model.experts.dense_layers
+        experts = 3 * layers * model.experts.count * model.d_model * model.d_ff
         total -= experts * (1 - model.experts.per_token / model.experts.count)
     return float(total)
 

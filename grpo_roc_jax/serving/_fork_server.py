@@ -14,6 +14,7 @@ file of the program says, and the runs themselves, which report at their end wha
 import ast
 import atexit
 import contextlib
+import gc
 import importlib
 import importlib.util
 import io
@@ -91,7 +92,8 @@ class Preloads:
         for name in new:
             try:
                 spec = importlib.util.find_spec(name.partition(".")[0])
-                if spec is not None and is_installed(spec.origin):
+                folders = spec and spec.submodule_search_locations  # a package over several folders has no file
+                if spec and all(map(is_installed, [spec.origin] if spec.origin else folders or [""])):
                     importlib.import_module(name)
             except BaseException:  # of code that is not ours; the run meets it again
                 continue
@@ -168,7 +170,7 @@ def play(words):
         if words[0] == "-m":
             sys.argv = words[1:]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-            return
+            leave(0)
         path = words[0]
         sys.argv = words
         main = types.ModuleType("__main__")
@@ -177,13 +179,29 @@ def play(words):
         with open(path, "rb") as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)
         exec(code, main.__dict__)
-    except Exception as error:
+    except SystemExit as error:
+        leave(error.code)
+    except BaseException as error:
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
             frames = frames.tb_next
         traceback.print_exception(type(error), error, frames)
-        sys.stdout.flush()
-        raise SystemExit(1) from None
+        leave(1)
+    leave(0)
+
+
+def leave(code):
+    """Ends a run as an interpreter ends, but for taking apart what was imported: that would copy the memory which the
+    run shares with its parent. As in `multiprocessing`, where a fork ends."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit((code or 0) & 0xFF)
 
 
 def serve(link):
@@ -240,8 +258,7 @@ def serve(link):
                 tell(number=request["number"], refused="a package starts a thread when it is imported")
                 continue
             report = tempfile.TemporaryFile() if preloads.learns else None  # noqa: SIM115 - closed with its run
-            sys.stdout.flush()
-            sys.stderr.flush()
+            gc.freeze()  # no collection of a run touches, and so copies, what is here
             pid = os.fork()
             if not pid:
                 for descriptor in (link.fileno(), waking, woken, *descriptors):

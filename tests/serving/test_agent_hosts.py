@@ -193,6 +193,18 @@ def test_the_end_of_a_forked_program_is_that_of_a_started_one(tmp_path, program,
     assert late.status is None and late.seconds < 20
 
 
+def test_packages_over_several_folders_are_there_before_and_files_of_ones_own_are_not(tmp_path, program, monkeypatch):
+    """A namespace package has no file of its own; a folder of the user's may be one too."""
+    installed = tmp_path / "site-packages"
+    for folder, name in ((installed, "spread"), (program.parent, "nearby")):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "part.py").write_text("import os\nWHERE = os.environ['OPENAI_API_KEY']\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")]))
+    program.write_text("import spread.part, nearby.part\nprint(spread.part.WHERE, nearby.part.WHERE)\n")
+    ends = played(f"{sys.executable} {program}", 3)
+    assert [end.printed.split() for end in ends] == [["key0"], ["key1"], ["key2"]], "imported without a run's key"
+
+
 def test_a_module_is_forked_too(program, monkeypatch):
     monkeypatch.chdir(program.parent)
     (end,) = played(f"{sys.executable} -m agent a b")
@@ -220,14 +232,15 @@ def test_which_programs_are_forked(words, split):
     assert python_words(words.split()) == split
 
 
-def test_packages_that_start_threads_are_not_forked(tmp_path, program, caplog):
+def test_packages_that_start_threads_are_not_forked(tmp_path, program, caplog, monkeypatch):
     """A thread of the parent does not exist in a fork, and what it holds stays held."""
     packages = tmp_path / "site-packages"
     packages.mkdir()
     (packages / "busy.py").write_text(
         "import threading, time\nthreading.Thread(target=lambda: time.sleep(99), daemon=True).start()\n"
     )
-    program.write_text(f"import sys\nsys.path.append({str(packages)!r})\nimport busy\n{PROGRAM}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")]))
+    program.write_text(f"import busy\n{PROGRAM}")
     ends = played(f"{sys.executable} {program}", 3)
     assert [end.pay.reward for end in ends] == [0.5] * 3
     assert caplog.text.count("programs are started, not forked: a package starts a thread") == 1
@@ -324,7 +337,8 @@ def test_an_agent_beside_environments_in_one_run(tmp_path):
             name = record.problem.extra["environment"]
             seen.add(name)
             one = record.trajectory
-            assert one.reward == (3.0 if name == "three" else 1.0) and bool(one.rewards) == (name == "asks")
+            paid = 1.0 if name == "asks" else 3.0 if one.stop == "answer" else 0.0
+            assert one.reward == paid and set(one.rewards) == ({"process", "imports"} if name == "asks" else set())
     assert seen == {"three", "asks"}
     metrics = list(read_metrics(tmp_path / "run"))[-1]
     assert (

@@ -107,5 +107,7 @@ def test_three_steps_of_training(framework, tmp_path):
     assert all(one.trajectory.stop in ("eos", "length", "failed") for one in records)
     metrics = list(read_metrics(tmp_path))
     assert max(one.get("loss/logprob_gap_max", 0.0) for one in metrics) < 1e-3
-    version = ", ".join(importlib.metadata.version(one) for one in [name if name != "autogen" else "autogen-agentchat"])
+    (package, *_) = framework[1].packages
+    (distribution, *_) = importlib.metadata.packages_distributions()[package.partition(".")[0]]
+    version = f"{distribution} {importlib.metadata.version(distribution)}"
     note(name, "trained", version)
