@@ -30,14 +30,17 @@ CLIENT = """
 import json, sys, time, tinker
 a = json.loads(sys.argv[1])
 service = tinker.ServiceClient(base_url=a["url"], api_key="tml-dummy")
-model = service.create_lora_training_client(base_model=a["name"], rank=a["rank"], seed=0).result()
+def got(made):  # older clients return it at once
+    return made.result() if hasattr(made, "result") else made
+model = got(service.create_lora_training_client(base_model=a["name"], rank=a["rank"], seed=0))
 params = tinker.SamplingParams(max_tokens=a["tokens"], stop=[], temperature=1.0)
 seconds, rewards = [], []
 for step in range(a["steps"]):
     begun = time.perf_counter()
-    sampler = model.save_weights_and_get_sampling_client().result()
+    sampler = got(model.save_weights_and_get_sampling_client())
     prompts = a["prompts"][: a["groups"]]
-    asks = [(ids, sampler.sample(tinker.ModelInput.from_ints(ids), a["size"], params)) for ids in prompts]
+    draw = lambda ids: sampler.sample(tinker.ModelInput.from_ints(ids), num_samples=a["size"], sampling_params=params)
+    asks = [(ids, draw(ids)) for ids in prompts]
     data, scores = [], []
     for ids, ask in asks:
         rows = ask.result().sequences
@@ -171,7 +174,7 @@ def own(options) -> dict:
 
 
 def client(options, *, mixed: bool = False) -> dict:
-    """The loop, or with `mixed` samples of several adapters, by the client, against a server started here or named."""
+    """The loop, or with `mixed` the samples of several adapters, by the client against a server."""
     from grpo_roc_jax.model.convert import find_model, read_published
 
     with ExitStack() as stack:

@@ -85,6 +85,7 @@ def test_recipes_pass_the_dry_run(name, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONFIG_DIR / "environments").glob("*.yaml")))
 def test_recipes_of_games_pass_the_dry_run(name, tmp_path, capsys):
     if name == "corridor":
+        pytest.importorskip("grpo_roc_jax.contrib.environments")
         pytest.importorskip("gymnasium")
     assert main([f"environments/{name}.yaml", "--dry-run", "full", f"--run_dir={tmp_path / 'run'}"]) == 0
     assert "environment:" in capsys.readouterr().out

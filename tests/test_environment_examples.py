@@ -166,6 +166,7 @@ def test_agent(monkeypatch):
 def test_a_game_trains_without_compiling_again(tmp_path, world):
     """Each has the shapes of the README's loop, so that its programs are compiled once for all."""
     if world == "corridor":
+        pytest.importorskip("grpo_roc_jax.contrib.environments")
         pytest.importorskip("gymnasium")
     game = [f"--environment=grpo_roc_jax.{PLAYED[world].environment}", "--reward.functions=environment"]
     words = [f"--data.sources=world:{world}:1", "--sft.steps=0", f"--run_dir={tmp_path}", "--log.traces=1"]

@@ -12,6 +12,7 @@ import grpo_roc_jax as g
 from grpo_roc_jax.__main__ import main
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.problems import load_problems
+from grpo_roc_jax.gguf_files.folder import gguf_tensors
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import read_published, resolve_config
 from grpo_roc_jax.model.lora import read_lora
@@ -22,10 +23,13 @@ from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import saved_settings
 from grpo_roc_jax.record.trace import read_trace
+from grpo_roc_jax.run import choices
+from grpo_roc_jax.run.durations import read_timings
 from grpo_roc_jax.run.replay import read_batch
 from grpo_roc_jax.run.summary import read_summary
 from grpo_roc_jax.settings import files
 from grpo_roc_jax.settings.cli import ConfigError, load_config
+from grpo_roc_jax.text.config import PublishedTemplate
 from grpo_roc_jax.text.templates import load_template
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.view.answers import Runs
@@ -122,7 +126,49 @@ READERS = {
     "host_0.json": lambda folder: [saved_stage(folder), read_host(folder, 0)],
     "summary.json": read_summary,
     "document.json": lambda folder: list(read_atif(folder / "document.json")),
+    "gguf.json": gguf_tensors,
 }
+LEFT = {
+    "choices.json": lambda folder: choices.recorded(folder, "a", {"update.remat"}),
+    "timings.json": lambda folder: read_timings(folder / "timings.json") or None,
+}
+"""Files that are written anew where they cannot be read."""
+
+
+@pytest.mark.parametrize("content", [*JSON, "values"])
+@pytest.mark.parametrize("file", LEFT)
+def test_a_file_that_is_left_out_if_it_cannot_be_read(tmp_path, file, content):
+    values = {"values": '{"a": [1], "b": ' + "1" + "0" * 400 + ', "c": Infinity}'}
+    write(tmp_path / file, (JSON | values)[content])
+    assert LEFT[file](tmp_path) is None
+    choices.record(tmp_path, "a", {"update.remat": "all"})
+    assert choices.recorded(tmp_path, "a", {"update.remat"}) == {"update.remat": "all"}
+
+
+def test_choices_that_are_none_are_made_again():
+    config = g.read_config("toy.yaml")
+    for chosen in ({"update.remat": "everything"}, {"batch.rows": [1]}):
+        with pytest.raises((ValueError, TypeError)):
+            choices.with_choices(config, chosen)
+
+
+def test_a_chat_template_in_a_file(tmp_path):
+    write(tmp_path / "tokenizer_config.json", '{"chat_template": [3, {"a": 1}, {"name": [], "template": 2}]}')
+    with pytest.raises(ValueError, match="has no chat template"):
+        load_template(tmp_path)
+    for content in (b"\xff", b"{{ x"):
+        write(tmp_path / "chat_template.jinja", content)
+        with pytest.raises(ValueError):
+            load_template(tmp_path).render([{"role": "user", "content": "1"}])
+    with open(tmp_path / "chat_template.jinja", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ValueError, match="must be at most"):
+        load_template(tmp_path)
+
+
+def test_variables_of_a_template():
+    deep = "[" * 100_000
+    assert PublishedTemplate(variables=(f"a={deep}", "b=[1]")).given == {"a": deep, "b": [1]}
 
 
 @pytest.mark.parametrize("content", JSON)

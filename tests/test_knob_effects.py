@@ -20,9 +20,9 @@ METHOD = ("plan.", "plan", "resample", "shaping", "advantage", "weights", "surro
 BY_CONTRIB = {"plan.warmup_steps", "tools.executor"} | {
     f"tools.executor.{name}" for name in ["url", "retries", "timeout_s", "concurrency", "batch", "actors", "cpus"]
 }
-BY_CONTRIB |= {
-    f"environment.{name}" for name in ["url", "action", "taskset", "harness", "runtime", "settings", "observation"]
-}
+ADAPTERS = ("url", "action", "taskset", "harness", "runtime", "settings", "observation")
+HARBOR = ("tasks", "container", "command_s", "processes")
+BY_CONTRIB |= {f"environment.{name}" for name in (*ADAPTERS, *HARBOR)}
 """Settings that only adapters and further methods read: `tests/contrib/test_knob_effects.py`."""
 
 

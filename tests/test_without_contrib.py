@@ -3,6 +3,7 @@ adapter or a further method does what it does here."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,12 +44,8 @@ print(*load_methods())
 @pytest.fixture(scope="module")
 def core(tmp_path_factory):
     """A checkout without `contrib/`, nor its tests."""
-    root = tmp_path_factory.mktemp("core")
-    left_out = shutil.ignore_patterns("contrib", "__pycache__", "results", "*.pyc")
-    for name in ("grpo_roc_jax", "configs", "tests", "benchmarks", "examples", "docs"):
-        shutil.copytree(ROOT / name, root / name, ignore=left_out)
-    for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "ARCHITECTURE.md"):
-        shutil.copy(ROOT / name, root)
+    root = tmp_path_factory.mktemp("core") / "checkout"
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns("contrib", ".git", "__pycache__", "*.pyc"))
     return root
 
 
@@ -78,8 +75,35 @@ def test_the_toy_trains(core, tmp_path):
     assert last["step"] == 1 and last["rollout/sampled_tokens"] > 0
 
 
+FAST = [
+    *(
+        f"tests/method/test_{name}.py"
+        for name in ("advantage", "budgets", "equality", "reference", "shaping", "verdicts")
+    ),
+    *(f"tests/test_{name}.py" for name in ("carry_over", "cli", "kinds")),
+]
+ROOMS = sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name[0].isalpha())
+PARTS = [f"tests/{room}" for room in ROOMS if room not in ("contrib", "helpers")]
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("test_*.py"))
+PARTS += [" ".join(FILES[i::4]) for i in range(4)]
+"""All default tests but these and those of contrib: a room, or a quarter of the files without a room, at a time."""
+
+
+def test_many_tests_of_the_core_pass(core):
+    run_in(core, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", *FAST, timeout=900)
+
+
 @pytest.mark.slow
-def test_the_tests_of_the_core_pass(core):
-    names = "distillation edit planning reference_loss state switching turn_credit weights".split()  # noqa: SIM905
-    words = ["tests/learner", "tests/rollout", *(f"tests/method/test_{name}.py" for name in names)]
-    run_in(core, "-m", "pytest", "-n2", "-q", "-p", "no:cacheprovider", *words, timeout=3000)
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.split()[0])
+def test_the_tests_of_the_core_pass(core, part):
+    here = f"--ignore=tests/{Path(__file__).name}"
+    run_in(core, "-m", "pytest", "-n2", "-q", "-p", "no:cacheprovider", here, *part.split(), timeout=3000)
+
+
+def test_no_test_of_the_core_needs_contrib():
+    """By an import, or by the recipe of a further method. Whether the folder exists, `helpers.contrib` says."""
+    recipes = "|".join(path.stem for path in CONTRIB_METHODS.glob("*.yaml"))
+    needs = re.compile(rf"^(?:from|import) (?:grpo_roc_jax|tests)\.contrib\b|methods/(?:{recipes})\b", re.MULTILINE)
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if "contrib" not in path.relative_to(ROOT).parts]
+    assert len(paths) > 200
+    assert not [str(path.relative_to(ROOT)) for path in paths if needs.search(path.read_text(encoding="utf-8"))]

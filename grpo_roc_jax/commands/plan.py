@@ -51,7 +51,7 @@ def arguments() -> argparse.ArgumentParser:
     """Options of this command; everything else belongs to the configuration."""
     parser = argparse.ArgumentParser(
         prog="grpo-roc plan",
-        usage="%(prog)s CONFIG.yaml --topology KIND:GRID [options] [--section.field value]",
+        usage="%(prog)s CONFIG.yaml --topology h100:8 (or t4:1, v5e:2x2, v5p:4x4x4) [options] [--section.field value]",
         description="Plan a run for a pod that is not attached; exit status 0: fits, 1: does not, 2: cannot run.",
         allow_abbrev=False,
         add_help=False,

@@ -100,9 +100,10 @@ class LoadReport:
     """Rows whose reference is a text, long or of sentences, without a marked answer."""
 
     def __str__(self) -> str:
+        dropped = f"{self.duplicates} duplicate{'' if self.duplicates == 1 else 's'} dropped"
         lines = [
             f"{self.file}: {self.problems} problems of {self.rows} rows; question from {self.prompt_column!r}, "
-            f"answer from {self.answer_column!r}; {len(self.bad)} bad, {self.duplicates} duplicates dropped"
+            f"answer from {self.answer_column!r}; {len(self.bad)} bad, {dropped}"
         ]
         if self.own_system:
             lines.append(f"  {self.own_system} rows have their own system text; text.system is used instead")

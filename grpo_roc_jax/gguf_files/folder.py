@@ -140,7 +140,10 @@ def gguf_tensors(folder: Path) -> dict[str, GgufTensor] | None:
     pointer = folder / POINTER
     if not pointer.is_file():
         return None
-    file = Path(json.loads(pointer.read_text(encoding="utf-8"))["file"])
+    try:
+        file = Path(json.loads(pointer.read_text(encoding="utf-8"))["file"])
+    except (RecursionError, ValueError, KeyError, TypeError) as error:
+        raise GgufError(f"{pointer} does not say its GGUF file; name the GGUF file itself") from error
     if not file.is_file():
         raise GgufError(f"{folder} belongs to {file}, which is gone; name the GGUF file by its new path")
     return published_tensors(read_header(file))

@@ -361,7 +361,7 @@ def _read_quantized(
         read = partial(_read_blocks, tensors, rule, config, layout, like, sharding)
         return tuple(read(layer) for layer in layers)
     if kinds := sorted({kind[0] for kind in formats if kind}):
-        note(f"{rule.leaf} is stored in {', '.join(kinds)}; lora.base_bits = {bits} rounds its numbers again")
+        note(f"matrices are stored in {', '.join(kinds)}; lora.base_bits = {bits} rounds their numbers again")
     round_off = _rounding(rule.leaf, shape, bits, sharding)
     read = partial(_read_leaf, tensors, rule, config, np.dtype(np.float32))
     parts = (jax.make_array_from_callback(shape, sharding, partial(read, i), dtype=np.float32) for i in layers)

@@ -238,12 +238,17 @@ def quantize(matrix: Array, axes: tuple[int, ...], bits: int) -> QuantizedWeight
         matrix: Of a floating dtype.
         axes: Those that a product sums over.
         bits: 8 or 4.
+
+    Raises:
+        ValueError: 4 bits along an axis of odd width.
     """
     if bits == 8:
         codes, scales = rounded(matrix, axes, jnp.int8)
         return QuantizedWeight(codes, jnp.expand_dims(scales, axes))
     x, axis = matrix.astype(jnp.float32), axes[-1]
     width = x.shape[axis]
+    if width % 2:
+        raise ValueError(f"a matrix with {width} inputs in 4 bits; must be an even number; set lora.base_bits 8")
     block = max(size for size in range(1, min(BLOCK, width) + 1) if width % size == 0)
     blocks = x.reshape(*x.shape[:axis], width // block, block, *x.shape[axis + 1 :])
     # Scales are rounded first, so that each code is the nearest under the scale that is stored.

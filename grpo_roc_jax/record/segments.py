@@ -67,7 +67,9 @@ def calls(record: TraceRecord) -> list[tuple[int, ToolCall, ToolResult | None]]:
 
 
 def penalties(record: TraceRecord) -> str:
-    """The penalties that selection ranked successes by, as text; empty if there are none."""
+    """The penalties that selection ranked a success by, as text; empty for failures, which are not ranked."""
+    if record.verdict is None or record.verdict.status != "correct":
+        return ""
     values = ", ".join(f"{name} {value:.3g}" for name, value in record.penalties.items())
     return f"penalties: {values}" if values else ""
 

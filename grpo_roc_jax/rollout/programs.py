@@ -343,7 +343,7 @@ class SamplerPrograms:
         sized = {"model": self._sampler, "settings": replace(self.settings, rows=width)}
         routes = self._rows(3) if self.model.experts.replay else None
         report = ChunkReport(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)), routes=routes)
-        specs = (*(self._rows(0) for _ in steering[:-1]), *(None for _ in steering[-1:]))
+        specs = (*(self._rows(0) for _ in steering[:-1]), *(P() for _ in steering[-1:]))
         return ProgramCall(
             ("steered", width, steering[1].shape[1]) if steering else ("decode", width),
             partial(decode_steered if steering else decode_chunk, **sized),

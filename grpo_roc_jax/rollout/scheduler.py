@@ -181,7 +181,7 @@ class RowSubmission:
         self.completed: Callable[[int, Trajectory], Trajectory] | None = getattr(environment, "completed", None)
         self.seated: Callable[[int, int], None] | None = getattr(environment, "seated", None)
         self.drawn: Callable[[int, np.ndarray, np.ndarray], None] | None = getattr(environment, "drawn", None)
-        self.steering: Callable[[int], RowSteering | None] = getattr(environment, "steering", lambda row: None)
+        self.steering: Callable[[int], RowSteering | None] | None = getattr(environment, "steering", None)
         self.keep_cache = options.keep_cache
         self.cancel_policy = options.cancel_policy if config.early_exit else None
         self.before_chunk = options.before_chunk or (lambda: None)
@@ -256,7 +256,7 @@ class Scheduler:
         prompts = [self.next_prompt + prompt for prompt in prompts]
         self.next_ticket, self.next_prompt = tickets.stop, max(prompts) + 1
         self.rows |= {
-            ticket: Row(row, prompt, submission, index, steering=submission.steering(index))
+            ticket: Row(row, prompt, submission, index, steering=submission.steering and submission.steering(index))
             for index, (ticket, row, prompt) in enumerate(zip(tickets, rows, prompts, strict=True))
         }
         self.admission.extend(tickets, rows, prompts, longest_first=self.config.admission == "longest")
@@ -651,6 +651,8 @@ class Scheduler:
 
     def _steered_rows(self) -> dict[int, RowSteering]:
         """Those of live slots, by slot."""
+        if all(submission.steering is None for submission in self.submissions):
+            return {}
         slots = np.flatnonzero(self.table.live).tolist()
         found = {slot: self.rows[int(self.table.row[slot])].steering for slot in slots}
         return {slot: steering for slot, steering in found.items() if steering is not None}

@@ -26,6 +26,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import Mesh, param_shardings, platform_of, row_shards, shard_batch
 from grpo_roc_jax.model.transformer import compute_dtype, init_params
 from grpo_roc_jax.run.policy import COMPILING, COMPILING_LAYER, memory_parts, resident_bytes
+from grpo_roc_jax.settings.files import read_json_object
 
 log = logging.getLogger(__name__)
 
@@ -257,7 +258,7 @@ def with_choices(config: Config, chosen: dict[str, Any]) -> Config:
 def recorded(run_dir: Path, about: str, names: set[str]) -> dict[str, Any] | None:
     """The choice recorded in this directory for the same shapes; None unless it has all of the settings `names`."""
     try:
-        before = json.loads((run_dir / FILE).read_text(encoding="utf-8"))[about]
+        before = read_json_object(run_dir / FILE)[about]
         return {name: before[name] for name in sorted(names)}
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -268,11 +269,12 @@ def record(run_dir: Path, about: str, chosen: dict[str, Any]) -> None:
     each."""
     path = run_dir / FILE
     try:
-        before = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        before = read_json_object(path)
+    except (OSError, ValueError):
         before = {}
     part = path.with_name(f"{FILE}.part")
-    before[about] = before.get(about, {}) | chosen
+    earlier = before.get(about)
+    before[about] = (earlier if isinstance(earlier, dict) else {}) | chosen
     part.write_text(json.dumps(before, indent=1) + "\n", encoding="utf-8")
     part.replace(path)
 

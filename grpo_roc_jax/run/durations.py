@@ -19,6 +19,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.run.policy import parameter_count
 from grpo_roc_jax.settings.cli import flatten
+from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.settings.progress import Narrator
 
 SUPERVISED, TRAINING, EVALUATION = "supervised stage", "training", "evaluation"
@@ -49,10 +50,9 @@ def timings_file(config: Config) -> Path:
 
 def read_timings(file: Path) -> dict[str, float]:
     """Seconds by phase; none if there is no such file, or it holds something else."""
-    with suppress(OSError, ValueError):
-        values = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(values, dict):
-            return {str(name): float(s) for name, s in values.items() if isinstance(s, int | float) and s >= 0}
+    with suppress(OSError, ValueError, OverflowError):
+        values = read_json_object(file)
+        return {name: float(s) for name, s in values.items() if isinstance(s, int | float) and 0 <= s < float("inf")}
     return {}
 
 

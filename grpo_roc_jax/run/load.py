@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.gguf_files.folder import is_gguf
 from grpo_roc_jax.learner.update import trained_shardings
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params, read_published, settings_path
@@ -161,7 +162,13 @@ def published_words(source: str, overrides: Sequence[str], *, dialogue: bool) ->
         ConfigError: `source` is neither.
     """
     words: list[str] = []
-    path, folder = source, find_model(source)
+    try:
+        path, folder = source, find_model(source)
+    except ValueError as error:
+        if Path(source).expanduser().exists() or is_gguf(source):
+            raise
+        expected = "a run, one of its checkpoints, the directory of a model, a hub id ORG/NAME or a GGUF file"
+        raise ConfigError(f"{source}: no such directory; must be {expected}") from error
     if (folder / ADAPTER_CONFIG).is_file():
         lora = read_lora(folder)
         words += ["--lora=low_rank", f"--lora.rank={lora.rank}", f"--lora.alpha={lora.alpha}", "--lora.targets"]

@@ -274,8 +274,9 @@ def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     away = {"moments": " (with the host while sampling)"} if config.optim.offload and not runs_on else {}
     listed = ", ".join(f"{name} {part / size:{form}}{away.get(name, '')}" for name, part in parts.items())
     many = f"{total / 1e9:.3f} billion" if total >= 1e8 else f"{total / 1e6:.3f} million"
+    share = "all" if trained == total else f"{trained / 1e6:.1f} million"
     return [
-        f"model: {many} parameters, {trained / 1e6:.1f} million of them trained; {per_token / 1e3:.1f} kB of cache a "
+        f"model: {many} parameters, {share} of them trained; {per_token / 1e3:.1f} kB of cache a "
         "token" + (f" and {per_row / 1e6:.1f} MB a row" if per_row else ""),
         *(process_lines(all_parts + parts["gradients"], model, mesh) if platform_of(mesh) == "cpu" else []),
         f"memory a device, {unit}: {listed}; together {all_parts / size:{form}} of {mesh.size} device"

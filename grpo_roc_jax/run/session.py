@@ -244,10 +244,13 @@ def choose_open(config: Config, policy: PolicyModel, processes: Processes, run_d
     mesh, model = policy.mesh, policy.model
     shapes = about(config, mesh)
     before = processes.once(lambda: recorded(run_dir, shapes, names))
+    lines: list[str] = []
     if before is not None:
-        return with_choices(config, before), []
+        try:
+            return with_choices(config, before), []
+        except (ValueError, TypeError) as error:
+            lines = [f"the choices recorded in the run directory cannot be used ({error}); they are made again"]
     chosen: dict[str, Any] = {}
-    lines = []
     if "update.attention" in names:
         chosen["update.attention"] = attention_of(config, policy)[0]
         lines += [describe_attention(config, policy)] if attention_of(config, policy)[1] else []

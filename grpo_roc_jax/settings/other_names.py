@@ -237,6 +237,8 @@ OTHER_NAMES = (
         ("max_new_tokens", "rollout.max_response_tokens", "counts the outputs of tools too"),
         ("max_seq_length", "batch.row_length"),
         ("torch_dtype", "model.compute_dtype"),
+        ("load_in_4bit", "lora.base_bits", "4, of lora low_rank"),
+        ("load_in_8bit", "lora.base_bits", "8, of lora low_rank"),
         ("cliprange", "surrogate.clip_high", "and surrogate.clip_low"),
         ("clip_range", "surrogate.clip_high", "and surrogate.clip_low"),
         ("dataset", "data.sources"),

@@ -152,7 +152,7 @@ class PublishedTemplate(Template):
             name, _, value = text.partition("=")
             try:
                 values[name] = json.loads(value)
-            except ValueError:
+            except (RecursionError, ValueError):
                 values[name] = value
         return values
 

@@ -35,8 +35,38 @@ class UnboundedTemplate(jinja2.TemplateRuntimeError):
     """The template writes too much or does not end."""
 
 
+SHALLOW = {
+    "len", "do_first", "do_last", "do_list", "do_items", "do_map", "do_select", "do_reject", "do_selectattr",
+    "do_rejectattr", "do_default", "do_attr", "do_reverse", "do_random", "do_batch", "do_slice", "do_unique",
+    "sync_do_first", "sync_do_list", "sync_do_map", "sync_do_select", "sync_do_reject", "sync_do_selectattr",
+    "sync_do_rejectattr", "sync_do_slice",
+}  # fmt: skip
+"""Filters that neither write out nor compare what a list or mapping contains; all others may do so."""
+
+
 def too_long(value: Any) -> bool:
-    return isinstance(value, str | list | tuple | dict) and len(value) > MOST_TEXT
+    return isinstance(value, str | bytes | list | tuple | dict) and len(value) > MOST_TEXT
+
+
+_INSIDE = str | bytes | list | tuple | dict | set
+
+
+def size(value: Any, most: int = MOST_TEXT) -> int:
+    """Characters and items in a value, however often a part of it is repeated; counting ends above `most`."""
+    total, waiting = 0, [value]
+    while waiting and total <= most:
+        item = waiting.pop()
+        if isinstance(item, str | bytes):
+            total += len(item) + 1
+        elif isinstance(item, dict):
+            total += len(item)
+            waiting += [part for pair in item.items() for part in pair if isinstance(part, _INSIDE)]
+        elif isinstance(item, list | tuple | set):
+            total += len(item)
+            waiting += [part for part in item if isinstance(part, _INSIDE)]
+        else:
+            total += 1
+    return total
 
 
 def checked(value: Any) -> Any:
@@ -53,6 +83,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any):
         super().__init__(**options)
+        self.finalize = self._written
         self._rounds, self._until_s = 0, 0.0
         self.globals.pop("lipsum")
         for name, function in [*self.filters.items()]:
@@ -107,7 +138,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         self._tick()
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        sizes = [len(operand) if isinstance(operand, str | list | tuple) else operand for operand in (left, right)]
+        sizes = [len(operand) if isinstance(operand, Sized) else operand for operand in (left, right)]
         if numbers:
             if operator == "**" and (abs(left) > MOST_NUMBER or abs(right) > MOST_EXPONENT):
                 raise UnboundedTemplate(f"the chat template raises {left} to the power of {right}")
@@ -122,7 +153,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
         self._tick()
         text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
-        if isinstance(text, str):
+        if isinstance(text, str | bytes):
             arguments = self._listed(arguments)
             self._check(function.__name__, (text, *arguments), named)
         return checked(super().call(context, function, *arguments, **named))
@@ -141,11 +172,22 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             text, old, new = texts[:3]
             if text.count(old) * len(new) > MOST_TEXT:
                 raise UnboundedTemplate(f"the chat template makes a text of more than {MOST_TEXT} characters")
+        if name not in SHALLOW and sum(size(value) for value in values if isinstance(value, _INSIDE)) > MOST_TEXT:
+            raise UnboundedTemplate(f"the chat template makes a text of more than {MOST_TEXT} characters")
+        if (times := _repeats(name, values)) and times > MOST_TEXT:
+            raise UnboundedTemplate(f"the chat template asks {name} for more than {MOST_TEXT} characters")
         if name in ("join", "do_join"):
             lists = [value for value in values if isinstance(value, Sized) and not isinstance(value, str)]
             between = max(map(len, texts), default=0)
             if sum(len(item) for item in lists) * between > MOST_TEXT:
                 raise UnboundedTemplate(f"the chat template makes a text of more than {MOST_TEXT} characters")
+
+    @staticmethod
+    def _written(value: Any) -> Any:
+        """A value that an expression writes."""
+        if isinstance(value, list | tuple | dict | set) and size(value) > MOST_TEXT:
+            raise UnboundedTemplate(f"the chat template writes more than {MOST_TEXT} characters")
+        return value
 
     def _listed(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with iterators replaced by lists, whose lengths can be checked."""
@@ -177,7 +219,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _joined(self, items: list[Any]) -> str:
         """Implements the operator `~`."""
-        return self.concat(map(str, items))
+        return self.concat(str(self._written(item)) for item in items)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -190,6 +232,40 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 elif isinstance(value, list):
                     setattr(node, field, [_joining(item) if isinstance(item, nodes.Concat) else item for item in value])
         return tree.set_environment(self)
+
+
+def _repeats(name: str, values: list[Any]) -> int:
+    """About how many characters come of arguments that are multiplied: fields by what fills them, lines by how far they
+    are indented, characters by what replaces them; 0 for others."""
+    values = [value for value in values if isinstance(value, _INSIDE | int)]  # filters may get the environment, too
+    if not values or not isinstance(values[0], str | bytes):
+        return size(values[0]) * _widest(values[1:]) if values and name in ("do_tojson", "tojson") else 0
+    text, rest = values[0], values[1:]
+    if name in FORMATS and isinstance(text, str):
+        widths = sum(int(digits) for digits in NUMBERS.findall(text))
+        return widths + (text.count("{") + text.count("%")) * _widest(rest)
+    if name == "expandtabs":
+        return len(text) * _widest(rest)
+    if name == "do_indent":
+        return (text.count("\n") + 1) * _widest(rest)
+    if name in ("translate", "do_wordwrap"):
+        return len(text) * (1 if name == "do_wordwrap" else 0) + len(text) * max(map(_longest, rest), default=0)
+    return 0
+
+
+NUMBERS = re.compile(r"[0-9]{1,7}")
+
+
+def _widest(values: Iterable[Any]) -> int:
+    """The largest number or size of some values."""
+    return max((abs(value) if isinstance(value, int) else size(value) for value in values), default=0)
+
+
+def _longest(value: Any) -> int:
+    """Characters of the longest text in a value."""
+    if isinstance(value, dict):
+        return max(map(_longest, value.values()), default=0)
+    return len(value) if isinstance(value, str) else 0
 
 
 def _joining(node: nodes.Concat) -> nodes.Filter:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import jinja2.ext
 
+from grpo_roc_jax.settings.files import read_text
 from grpo_roc_jax.text.config import PublishedTemplate
 from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
 from grpo_roc_jax.text.template_bounds import BoundedEnvironment
@@ -27,6 +28,10 @@ from grpo_roc_jax.types import ToolCall
 Message = Mapping[str, Any]
 USER = "xUSERx"
 """Placeholders for texts: letters without spaces around them, which no template changes."""
+
+
+MOST_TEMPLATE_BYTES = 4 << 20
+"""Largest template in bytes; published ones have some thousands."""
 
 
 class TemplateError(ValueError):
@@ -259,12 +264,16 @@ def load_template(
     }
     path = Path(settings.file).expanduser() if settings.file else folder / "chat_template.jinja"
     if path.is_file():
-        return ChatTemplate(path.read_text(encoding="utf-8"), specials, str(path), settings)
+        return ChatTemplate(read_text(path, MOST_TEMPLATE_BYTES), specials, str(path), settings)
     if settings.file:
         raise TemplateError(f"text.template.file = {settings.file!r} is not a file; name a jinja template")
     source = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
+        named = {
+            e.get("name"): e.get("template")
+            for e in source
+            if isinstance(e, Mapping) and isinstance(e.get("name"), str)
+        }
         source = (named.get("tool_use") if with_tools else None) or named.get("default")
     if not isinstance(source, str):
         raise TemplateError(

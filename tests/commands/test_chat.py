@@ -197,8 +197,10 @@ def test_an_adapter_answers_as_the_model_that_it_is_merged_into(published, tmp_p
 
 
 def test_what_is_no_model_is_said(tmp_path, capsys):
-    assert main([str(tmp_path / "nothing"), "--prompt", "x"]) == 2
-    assert "is not a directory; must be one with config.json, or a hub id" in capsys.readouterr().err
+    expected = "no such directory; must be a run, one of its checkpoints, the directory of a model, a hub id ORG/NAME"
+    for name in (str(tmp_path / "nothing"), "runs/nothing", "nothing"):
+        assert main([name, "--prompt", "x"]) == 2
+        assert f"{name}: {expected}" in capsys.readouterr().err
 
 
 def test_the_cache_of_a_dialogue_grows_with_it_and_changes_no_answer(published):

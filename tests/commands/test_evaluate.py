@@ -98,7 +98,7 @@ def test_two_published_models_are_compared_on_the_problems_of_a_file(tmp_path, c
     words += ["--rollout.max_response_tokens=16", "--rollout.slots=8"]
     assert main([one, "--against", two, *words]) == 0
     printed = capsys.readouterr().out
-    assert "4 problems of 6 rows" in printed and "1 bad, 1 duplicates dropped" in printed
+    assert "4 problems of 6 rows" in printed and "1 bad, 1 duplicate dropped" in printed
     assert "1 over-long prompts dropped, 3 problems left" in printed
     assert "less" in printed and "3 problems)" in printed and "95%" in printed
     found = json.loads((tmp_path / "table.json").read_text())

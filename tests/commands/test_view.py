@@ -129,8 +129,13 @@ def test_contradictions_are_named():
 def test_the_terminal_shows_text_calls_verdict_and_reason(run):
     out = io.StringIO()
     record = next(r for r in shown(run).records if r.verdict.tool_errors)
+    record = dataclasses.replace(record, verdict=dataclasses.replace(record.verdict, status="correct"))
     view.show([record], Console(file=out, width=140))
     text = out.getvalue()
+    wrong = io.StringIO()
+    record = dataclasses.replace(record, verdict=dataclasses.replace(record.verdict, status="wrong"))
+    view.show([record], Console(file=wrong, width=140))
+    assert "penalties" not in wrong.getvalue()  # failures are not ranked
     assert "observation, 15 tokens" in text and "<answer>" in text and "exception" in text and "ValueError" in text
     assert f"kept ({record.why})" in text and "penalties: total 0.25" in text and "reference '7'" in text
 

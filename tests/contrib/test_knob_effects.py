@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -181,6 +182,14 @@ def halfway(problem: Problem, score: int) -> float:
     return 0.5
 
 
+def harbor_of(config: Config) -> Any:
+    """Which tasks an environment of Harbor has, and where and with which limits they run."""
+    with mock.patch("shutil.which", lambda name: name):
+        made = adapter("contrib.environments.harbor_tasks", "harbor").harbor_class(config.environment)
+    return len(made.tasks), type(made.new_place()).__name__, made.executor.limits
+
+
+TASKS = str(Path(__file__).parents[2] / "examples" / "environments" / "harbor")
 RANKING = {"weight": 2.0, "top": 1, "judge": f"{__name__}:labels"}
 SCREENING = {"weight": 2.0, "column": "months", "judge": f"{__name__}:halfway"}
 FUSION = {"tools.executor": "sandbox_fusion"}
@@ -219,6 +228,15 @@ CASES = (
             ("runtime", "docker", {"kind": "verifiers", "taskset": "a"}),
             ("settings", ("agent.max_turns=3",), {"kind": "verifiers", "taskset": "a"}),
             ("observation", "b", {"kind": "openenv", "url": "http://a", "action": "c"}),
+        )
+    }
+    | {
+        f"environment.{name}": Case(harbor_of, value, (("environment", {"kind": "harbor", "tasks": TASKS}),))
+        for name, value in (
+            ("tasks", f"{TASKS}/total"),
+            ("container", "docker"),
+            ("command_s", 99.0),
+            ("processes", 8),
         )
     }
 )

@@ -168,7 +168,8 @@ def test_other_formats_are_rounded_again_with_a_note(tmp_path, caplog):
     note.cache_clear()
     layer, plain = frozen(file, 4)["layers"][0], load_params(folder, resolved(folder), stacked=False)["layers"][0]
     assert (
-        layer["wq"].kind == "nf4" and "wq is stored in int8; lora.base_bits = 4 rounds its numbers again" in caplog.text
+        layer["wq"].kind == "nf4"
+        and "matrices are stored in int8; lora.base_bits = 4 rounds their numbers again" in caplog.text
     )
     expected = quantized_layer(plain, 4)
     jax.tree.map(np.testing.assert_array_equal, layer, expected)

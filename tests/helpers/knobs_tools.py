@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter, deque
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -348,14 +347,6 @@ def asked_of_mcp(config: Config) -> Any:
         return calls, isinstance(errors.name, str)
 
 
-def harbor_of(config: Config) -> Any:
-    """Which tasks an environment of Harbor has, and where and with which limits they run."""
-    with mock.patch("shutil.which", lambda name: name):
-        made = adapter("contrib.environments.harbor_tasks", "harbor").harbor_class(config.environment)
-    return len(made.tasks), type(made.new_place()).__name__, made.executor.limits
-
-
-TASKS = str(Path(__file__).parents[2] / "examples" / "environments" / "harbor")
 OWN = {
     "environment": {"kind": "class", "path": "tests.helpers.knobs_tools:Trial"},
     "reward.functions": ("environment",),
@@ -402,15 +393,6 @@ EPISODES = (
             ("command", ("b",), {"kind": "mcp", "command": ("a",)}),
             ("log", os.devnull, {"kind": "mcp", "command": ("a",)}),
             ("token_variable", "HOME", {"kind": "mcp", "url": "http://a"}),
-        )
-    }
-    | {
-        f"environment.{name}": Case(harbor_of, value, (("environment", {"kind": "harbor", "tasks": TASKS}),))
-        for name, value in (
-            ("tasks", f"{TASKS}/total"),
-            ("container", "docker"),
-            ("command_s", 99.0),
-            ("processes", 8),
         )
     }
 )

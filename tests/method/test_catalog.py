@@ -118,9 +118,10 @@ def test_headers():
 @pytest.mark.parametrize("name", METHODS)
 def test_variants_are_words_of_the_command_line(name):
     """`# variant: WHAT: WORDS` in a header names another form of the method; its words change the configuration."""
-    lines = METHODS[name].path.read_text().splitlines()
+    path = load_methods()[name].path
+    lines = path.read_text().splitlines()
     for words in [line.rpartition(": ")[2].split() for line in lines if line.startswith("# variant: ")]:
-        assert load_config(Config, [str(METHODS[name].path), *words], prog="test") != load(name)
+        assert load_config(Config, [str(path), *words], prog="test") != load(name)
 
 
 def test_broken_headers_are_named(tmp_path):

@@ -73,6 +73,12 @@ def test_every_number_takes_the_nearest_level_of_its_block(shape, axes):
     np.testing.assert_allclose(stored.plain(jnp.float32), nearest, rtol=1e-6)
 
 
+def test_an_odd_axis_is_refused_in_four_bits():
+    assert quantize(jnp.ones((3, 2)), (0,), 8).shape == (3, 2)
+    with pytest.raises(ValueError, match=r"3 inputs in 4 bits; must be an even number; set lora\.base_bits 8"):
+        quantize(jnp.ones((3, 2)), (0,), 4)
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4", "uint4", "nf4"])
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("inputs", [1, 2])
@@ -139,23 +145,25 @@ def test_logits_gradients_and_merged_weights_are_those_of_the_dequantized_base(m
 
 
 @pytest.mark.parametrize(
-    ("mesh", "bits"),
+    ("mesh", "bits", "model"),
     [
-        ({"fsdp": 2, "tensor": 2}, 4),
-        pytest.param({"fsdp": 2, "tensor": 2}, 8, marks=SLOW),
-        pytest.param({"data": 2}, 4, marks=SLOW),
-        pytest.param({"fsdp": 2}, 8, marks=SLOW),
-        pytest.param({"tensor": 2}, 4, marks=SLOW),
+        ({"fsdp": 2, "tensor": 2}, 4, MODEL),
+        pytest.param({"fsdp": 2, "tensor": 2}, 8, MODEL, marks=SLOW),
+        pytest.param({"data": 2}, 4, MODEL, marks=SLOW),
+        pytest.param({"fsdp": 2}, 8, MODEL, marks=SLOW),
+        pytest.param({"tensor": 2}, 4, MODEL, marks=SLOW),
+        pytest.param({"fsdp": 2, "tensor": 2}, 4, EXPERTS, marks=SLOW),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict | int) else "experts" if value is EXPERTS else "dense",
 )
-def test_updates_on_a_mesh_are_those_of_one_device(mesh, bits):
+def test_updates_on_a_mesh_are_those_of_one_device(mesh, bits, model):
+    lora, optim = OF_ATTENTION if model.experts.count else LORA, OptimConfig(lr=1e-2)
+
     def updated(mesh):
-        base = jax.tree.map(jnp.asarray, in_bits(layers_apart(random_params(MODEL)), bits))
-        step = make_update_step(
-            MODEL, NegativeLogLikelihood(), OptimConfig(lr=1e-2), UpdateConfig(remat="full"), mesh, lora=LORA
-        )
-        state = init_train_state(jax.random.key(2), MODEL, OptimConfig(lr=1e-2), mesh, LORA)
+        base = in_bits(layers_apart(random_params(model), model), bits)
+        base = jax.device_put(base, jax.tree.map(lambda leaf: leaf.sharding, frozen_like(model, mesh, bits)))
+        step = make_update_step(model, NegativeLogLikelihood(), optim, UpdateConfig(remat="full"), mesh, lora=lora)
+        state = init_train_state(jax.random.key(2), model, optim, mesh, lora)
         before = jax.device_get(base)
         state, metrics = bind_base(step, base)(state, shard_batch(supervised_batch(mesh), mesh))
         jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(base))

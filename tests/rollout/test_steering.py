@@ -199,7 +199,8 @@ def test_the_others_make_a_leaders_steered_call(monkeypatch):
     leader, follower = (SharedPrograms(MODEL, ROLLOUT, SamplingConfig(), STOPS, None, mesh) for _ in range(2))
     monkeypatch.setattr(SamplerPrograms, "_run", lambda self, call: calls.append(call) or (None, None, None))
     leader.send = sent.append
-    steering = steering_arrays(steered_rows(), ROLLOUT.slots, V, PLAIN, 4)
+    rows = {slot: row for slot, row in steered_rows().items() if slot < ROLLOUT.slots}
+    steering = steering_arrays(rows, ROLLOUT.slots, V, PLAIN, 4)
     patch, table = np.zeros((10, 6), np.int32), np.zeros((6, 3), np.int32)
     leader.decode_steered("weights", None, None, patch, table, *steering, width=6)
     follower.repeat("weights", sent)

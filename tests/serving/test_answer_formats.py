@@ -224,6 +224,37 @@ def test_nothing_is_left_out_silently():
         assert "X-Not-Applied" not in head_of(server, named(FORM["schema"]))[1]
 
 
+class Trained:
+    """A conversation that trains."""
+
+    temperature, step = None, 0
+
+    def place(self):
+        return 3
+
+    def record(self, choice, answer, agent):
+        """Nothing is kept."""
+
+    def refused(self, error):
+        """The same."""
+
+
+def test_a_conversation_that_trains_is_sampled_from_the_policy_and_told_so():
+    """No mask, no request's own sampling; a bias is refused."""
+    with served() as server:
+        server.endpoint.sessions = {"one": Trained()}
+        asked = {"temperature": 0, "top_p": 0.1, "presence_penalty": 1, **named(FORM["schema"])}
+        (status, headers), free = head_of(server, asked, key="/one"), head_of(server, {}, key="/one")
+        assert status == free[0] == 200 and "X-Not-Applied" not in free[1]
+        named_fields = {"temperature", "top_p", "presence_penalty", "response_format"}
+        assert set(headers["X-Not-Applied"].split(", ")) == named_fields
+        body = {"messages": [ASK], "max_tokens": 9, "return_token_ids": True}
+        answers = [server.ask("/s/one/v1/chat/completions", body | more)[1]["choices"][0] for more in ({}, asked)]
+        assert answers[0]["token_ids"] == answers[1]["token_ids"]
+        status, answer = server.ask("/s/one/v1/chat/completions", body | {"logit_bias": {"5": 1}})
+        assert status == 400 and "while a policy trains" in answer["error"]["message"]
+
+
 def test_without_the_library_the_answer_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with served() as server:
@@ -231,12 +262,12 @@ def test_without_the_library_the_answer_names_it(monkeypatch):
         assert status == 400 and "pip install" in answer["error"]["message"]
 
 
-def head_of(server, fields):
+def head_of(server, fields, key=""):
     import http.client
 
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
     body = json.dumps({"messages": [ASK, THOUGHT_OVER], "max_tokens": 9, **fields})
-    connection.request("POST", "/v1/chat/completions", body)
+    connection.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {key}"} if key else {})
     answer = connection.getresponse()
     answer.read()
     return answer.status, answer.headers

@@ -178,6 +178,7 @@ BAD = [
         "messages",
     ),
     ({"messages": [{"role": "tool", "content": "x"}]}, "must follow the call", "messages"),
+    ({"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "a"}]}, "answers no call", "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images are not supported", None),
     ({"messages": [{"role": "user", "content": "word " * 400}]}, "leaves no room in a context of 256", None),
 ]
@@ -296,7 +297,7 @@ def test_tools_are_offered_and_the_system_text_is_that_of_the_request(server):
 def test_the_command_refuses_what_it_cannot_serve(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("GRPO_SERVE_TOKEN", raising=False)
     assert main([str(tmp_path / "nothing")]) == 2
-    assert "is not a directory" in capsys.readouterr().err
+    assert "nothing: no such directory; must be a run," in capsys.readouterr().err
     assert main([str(tmp_path), "--host", "0.0.0.0"]) == 2
     assert "set GRPO_SERVE_TOKEN" in capsys.readouterr().err
 

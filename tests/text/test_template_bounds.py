@@ -38,6 +38,22 @@ BOMBS = {
     "iterator": "{{ range(99999)|map('string')|join('y'*9999) }}",
     "batch": "{{ [1]|batch(10000000000, 'x')|list }}",
     "lipsum": "{{ lipsum(n=100000) }}",
+    **{
+        f"nested lists {after}": "{% set a = [1] * 1000000 %}{% set b = [a] * 1000000 %}{{ b" + after + " }}"
+        for after in ("", "|tojson", "|string", "|pprint", " ~ ''", "|upper", "|sum(start=[])", "|join")
+    },
+    "joined items": "{{ ''.join(['x' * 1000000] * 1000000) }}",
+    "translate": "{{ ('x' * 1000000).translate({120: 'y' * 1000000}) }}",
+    "tabs": "{{ ('\t' * 1000000).expandtabs(1000000) }}",
+    "bytes": "{{ 'x'.encode() * 10000000000 }}",
+    "fields": "{{ ('{0}' * 1000000).format('x' * 1000000) }}",
+    "widths": "{{ ('{:999999}' * 1000000).format(1) }}",
+    "percents": "{{ ('%999999d' * 100000) % (1,) }}",
+    "indent lines": "{{ ('x\n' * 1000000)|indent(1000000) }}",
+    "indent text": "{{ ('x\n' * 1000000)|indent('x' * 1000000) }}",
+    "wrap": "{{ ('x ' * 100000)|wordwrap(1, wrapstring='x' * 1000000) }}",
+    "json lines": "{{ ([1] * 1000000)|tojson(indent=1000000) }}",
+    "attributes": "{{ {'a': ['x' * 1000000] * 1000000}|xmlattr }}",
     "deep": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
 }
 

@@ -16,6 +16,7 @@ from grpo_roc_jax.worlds.worlds import world_problem
 @pytest.fixture(params=PLAYED)
 def family(request):
     if request.param == "corridor":
+        pytest.importorskip("grpo_roc_jax.contrib.environments")
         pytest.importorskip("gymnasium")
     return request.param
 

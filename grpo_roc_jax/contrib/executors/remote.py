@@ -346,7 +346,7 @@ class HttpExecutor(BaseExecutor):
             if len(data) > MAX_ANSWER:
                 raise TransportError(f"{path} answered with more than {MAX_ANSWER} bytes")
             return json.loads(data)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             connection.close()
             self._local.connection = None
             raise TransportError(f"{type(error).__name__}: {error}") from error

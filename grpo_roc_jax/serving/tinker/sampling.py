@@ -199,7 +199,7 @@ def of_prompt(asked: Asked, read: Read, seed: int) -> OfPrompt:
                 leaf[first:] = new[first - 1 :]
         if asked.targets is not None:
             named = asked.targets >= 0
-            targets = np.where(named, found.scored[:, : asked.targets.shape[1]], np.nan).astype(np.float32)
+            targets = np.where(named, found.scored[:, : asked.targets.shape[1]], 0.0).astype(np.float32)
             if asked.sparse is not None:
                 sizes = np.diff(asked.sparse.crow)
                 targets = targets[np.arange(targets.shape[1]) < sizes[:, None]]

@@ -142,7 +142,7 @@ class Bank:
 
     def put(self, params: Params, snapshot: Snapshot, index: int) -> Params:
         """The parameters of the engine with an adapter at this place."""
-        attached = attach({"layers": tuple({n: () for n in layer} for layer in params["layers"])},
+        attached = attach({"layers": tuple({n: () for n in layer if "_lora_" not in n} for layer in params["layers"])},
                           snapshot.params, snapshot.lora)["layers"]  # fmt: skip
         pairs = tuple({name: layer[name] for name in layer if name in self.shapes} for layer in params["layers"])
         added = tuple({name: layer[name] for name in layer if name in self.shapes} for layer in attached)

@@ -217,7 +217,7 @@ class OfPrompt:
     topk: tuple[np.ndarray, np.ndarray] | None = None
     """(ids, log-probabilities) [P,K]; empty cells are 0 and -99999."""
     targets: np.ndarray | None = None
-    """float32[P-1,K], or the values of a sparse one."""
+    """float32[P-1,K], or the values of a sparse one; 0 where no id was named."""
     sparse: Sparse | None = None
     """Of `targets`."""
     drawn: tuple[np.ndarray, np.ndarray] | None = None

@@ -779,7 +779,8 @@ function scorer(shown) {
     for (const [name, value] of Object.entries(verdict.channels)) put(name, number(value));
     if (verdict.turn_rewards.length) put("reward by turn", verdict.turn_rewards.map(v => number(v)).join(", "));
   } else put("verdict", "not scored: " + shown.why);
-  for (const [name, value] of Object.entries(shown.penalties)) put(`penalty, ${name}`, number(value));
+  if (verdict && verdict.status === "correct")  // failures are not ranked
+    for (const [name, value] of Object.entries(shown.penalties)) put(`penalty, ${name}`, number(value));
   if (shown.paid !== null) put("paid by the environment", number(shown.paid));
   for (const [name, value] of Object.entries(shown.problem.extra)) put(`problem, ${name}`, value);
   return el("details", { class: "scorer", open: true }, el("summary", {}, "what the scorer saw"), el("table", {}, rows));

@@ -49,7 +49,10 @@ def test_sketches_are_told_and_counted_apart():
     assert all(m.title.endswith(SKETCH) and m.as_in_paper for m in sketches)
     words = re.compile(rf"\b{len(methods) - len(sketches)}\b[^|.]*\b{len(sketches)} (?:are )?sketches")
     for page in ("README.md", "docs/index.md", "docs/comparison.md"):
-        assert words.search((ROOT / page).read_text(encoding="utf-8")), page
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert words.search(text), page
+        counts = {int(count) for count in re.findall(r"(\d+)\**(?: of the)? recipes", text)}
+        assert counts <= {len(methods) - len(sketches)}, f"{page}: sketches are counted apart"
     page = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
     assert f"Of the {len(methods)} recipes, {len(methods) - len(sketches)} " in page
     assert f"The other {len(sketches)} are sketches" in page

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
     for place in (robots, sums):
         place.mkdir(parents=True)
     talk = [("user", "Count to {n}."), ("assistant", "{n} is what you asked for, so I say {n}.")]
-    rows = [{"messages": [{"role": r, "content": t.format(n=n)} for r, t in talk]} for n in range(44)]
+    rows = [{"messages": [{"role": r, "content": t.format(n=n)} for r, t in talk]} for n in range(160)]
     (robots / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     problems = [{"question": f"What is {n} + 1?", "answer": f"Easy. #### {n + 1}"} for n in range(16)]
     (sums / "train.jsonl").write_text("\n".join(map(json.dumps, problems)))
@@ -115,7 +115,8 @@ def wait_for(process, log, steps):
     """Until a recipe has logged so many steps."""
     while len(metrics(log)) < steps:
         assert process.poll() is None, Path(f"{log}.out").read_text()[-3000:]
-        time.sleep(0.2)
+        time.sleep(0.05)
+    assert process.poll() is None  # it is in the middle
 
 
 def finish(process, log):
@@ -125,14 +126,14 @@ def finish(process, log):
 
 def test_supervised_training_goes_on_after_kills_with_equal_numbers(folder, tmp_path):
     """Without a kill; with the server killed and started again; with both killed and both started again."""
-    settings = {"model_name": NAME, "batch_size": 4, "save_every": 5, "learning_rate": 0.003, "lora_rank": 8}
+    settings = {"model_name": NAME, "batch_size": 4, "save_every": 10, "learning_rate": 0.003, "lora_rank": 8}
     losses = []
     for killed in ((), ("server",), ("server", "client")):
         log = tmp_path / ("_".join(killed) or "plain")
         with serving(folder, tmp_path / f"store_{log.name}") as server:
             client = begin(folder, "sl_loop", server, log, **settings)
             if killed:
-                wait_for(client, log, 7)
+                wait_for(client, log, 15)
                 server.end(signal.SIGKILL)
                 if "client" in killed:
                     client.kill()
@@ -141,8 +142,8 @@ def test_supervised_training_goes_on_after_kills_with_equal_numbers(folder, tmp_
                 if "client" in killed:
                     client = begin(folder, "sl_loop", server, log, **settings)
             rows = {row["step"]: row["train_mean_nll"] for row in finish(client, log)}  # a resumed one logs steps again
-        assert sorted(rows) == list(range(11))
-        losses.append([rows[step] for step in range(11)])
+        assert sorted(rows) == list(range(40))
+        losses.append([rows[step] for step in range(40)])
     assert losses[0][-1] < 0.8 * losses[0][0]
     assert losses[1] == losses[0]
     assert losses[2] == losses[0]
@@ -178,4 +179,4 @@ def test_the_plain_loop_of_reinforcement_learning_runs(folder, tmp_path):
                 assert len(finish(client, log / loss)) == 3
             else:
                 assert client.wait(600) != 0
-                assert "loss_fn" in Path(f"{log / loss}.out").read_text()
+                assert "stable_reinforce, which is not served" in Path(f"{log / loss}.out").read_text()
