@@ -244,7 +244,7 @@ def test_a_mapping_is_a_list_of_one(tmp_path):
             "--loss.text two words",
             "loss.text = two words (command line): must be one value, got 2; put quotes around a text with spaces",
         ),
-        ("--loss 3", "loss = 3 (command line): is a section; set one of its fields"),
+        ("--loss 3", "loss = 3 (command line): is a section; set one of its fields, such as loss.clip_high"),
         ("--los.select sort", "unknown key 'los.select' (command line); did you mean 'loss.select'?"),
         ("--clip_high 0.2", "unknown key 'clip_high' (command line); did you mean 'loss.clip_high'?"),
         ("--zzz 0.2", "unknown key 'zzz' (command line); --help lists the sections"),

@@ -1,7 +1,7 @@
 """The commands of the pages run, with their placeholders filled by a small run, its model and files.
 
 `test_readme.py` parses every command; here those that need neither a hub, a pod nor an accelerator end with status 0.
-Sessions (blocks marked `console`) run in `test_pages_run.py`.
+Sessions (blocks marked `console`) run in `test_pages_run.py`. Both are run by `pytest -m slow`, not by CI.
 """
 
 import json
@@ -9,14 +9,16 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from grpo_roc_jax import __main__ as commands
 from tests.helpers.parts import part_of
 from tests.test_readme import LINES, TINY
 
+ROOT = Path(__file__).resolve().parent.parent
 REWARDS = """
 def score(problem, trajectories):
     return [float(problem.answer in t.turns[-1].text) if t.turns else 0.0 for t in trajectories]
@@ -40,8 +42,8 @@ PLACEHOLDERS = {
 ELSEWHERE = re.compile(
     r"qwen|llama|rstar|smollm|package:|aime|gsm8k|words|world\b|world\.yaml|environments/|cold|cobalt|ranks|states|hub:|"
     r"\.npz|--preflight|--topology|--tinker|\bserve|serve-tools|replay|cut-traces|learning_rate|--watch|COMMAND|\$|"
-    r"gsm8k_traces|catalog|shows them|docs/roc_vs|data/trl|runs/two|runs/my-model|"
-    r"\.\.\.|rc_grpo|^grpo-roc (check-data|train|view|replay)$"
+    r"gsm8k_traces|catalog|shows them|docs/roc_vs|roc=|data/trl|runs/two|runs/my-model|"
+    r"runs/(roc|grpo)/|runs/mine|runs/guess|\.\.\.|rc_grpo|^grpo-roc (check-data|train|view|replay)$"
 )
 """Commands that need what a test has not: a model of a hub, an accelerator, a server's end, others' files."""
 RUNNABLE = sorted(
@@ -53,27 +55,36 @@ RUNNABLE = sorted(
 )
 
 
+def run(words: list[str], folder: Path) -> None:
+    """A command in a process of its own; it must end with status 0."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_roc_jax", *words],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two small runs, an exported model, problems, rewards and configurations under the names that pages use."""
-    root, before = tmp_path_factory.mktemp("reader"), Path.cwd()
-    os.chdir(root)
-    try:
-        assert commands.main(["train", "toy.yaml", *TINY, "--log.traces=1", "--run_dir=runs/a"]) == 0
-        for name in ("b", "first", "plain", "toy"):
-            shutil.copytree("runs/a", f"runs/{name}")
-        shutil.copytree("runs/a", "run")
-        assert commands.main(["export", "runs/a", "model"]) == 0
-        rows = [{"prompt": f"gcd({n},6)=?", "answer": "6", "level": 1} for n in (12, 18, 24, 30)]
-        Path("data").mkdir()
-        for name, part in (("problems.jsonl", rows), ("data/problems.jsonl", rows), ("heldout.jsonl", rows[:2])):
-            Path(name).write_text("".join(json.dumps(row) + "\n" for row in part))
-        Path("rewards.py").write_text(REWARDS)
-        for name in ("mine.yaml", "my.yaml", "config.yaml"):
-            Path(name).write_text("base: toy.yaml\nsteps: 2\n")
-        Path("programs.jsonl").write_text('{"code": "print(1 + 1)"}\n')
-    finally:
-        os.chdir(before)
+    """A small run under several names, an exported model, problems, rewards and configurations as pages name them."""
+    root = tmp_path_factory.mktemp("reader")
+    run(["train", "toy.yaml", *TINY, "--log.traces=1", "--run_dir=runs/a"], root)
+    for name in ("runs/b", "runs/first", "runs/plain", "runs/toy", "run"):
+        shutil.copytree(root / "runs/a", root / name)
+    run(["export", "runs/a", "model"], root)
+    rows = [{"prompt": f"gcd({n},6)=?", "answer": "6", "level": 1} for n in (12, 18, 24, 30)]
+    (root / "data").mkdir()
+    for name, part in (("problems.jsonl", rows), ("data/problems.jsonl", rows), ("heldout.jsonl", rows[:2])):
+        (root / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+    (root / "rewards.py").write_text(REWARDS)
+    for name in ("mine.yaml", "my.yaml", "config.yaml"):
+        (root / name).write_text("base: toy.yaml\nsteps: 2\n")
+    (root / "programs.jsonl").write_text('{"code": "print(1 + 1)"}\n')
     return root
 
 
@@ -107,19 +118,14 @@ def test_the_pages_leave_enough_to_run():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("line", part_of(RUNNABLE))
-def test_a_command_of_the_pages_runs(line, folder, tmp_path, monkeypatch, capsys):
-    shutil.copytree(folder, tmp_path / "here")
-    monkeypatch.chdir(tmp_path / "here")
-    words = filled(line)
+def test_a_command_of_the_pages_runs(line, folder, tmp_path):
+    here, words = tmp_path / "here", filled(line)
+    shutil.copytree(folder, here)
+    (here / "configs").symlink_to(ROOT / "configs")
     made = re.search(r"(?:--run_dir|--html|--out|--atif)[ =](\S+)", " ".join(words))
     target = made[1] if made else words[2] if words[0] == "export" else words[1] if words[0] == "new" else ""
-    shutil.rmtree(target or "nothing", ignore_errors=True)  # what the command makes must not be there before it
-    try:
-        status = commands.main(words)
-    except SystemExit as ended:  # --help
-        status = ended.code
-    said = capsys.readouterr()
-    assert status == 0, said.out[-2000:] + said.err[-2000:]
-    assert not target or Path(target).exists()
+    if target:  # what the command makes must not be there before it
+        shutil.rmtree(here / target, ignore_errors=True)
+    run(words, here)
+    assert not target or (here / target).exists()

@@ -26,15 +26,20 @@ def attend_reference(
     columns: Int[Array, " T"] | None = None,
     *,
     cap: float = 0.0,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention with materialized float32 scores [B,K,N/K,T,S]."""
+    """Softmax attention with materialized float32 scores [B,K,N/K,T,S]. The scores `sinks` of the heads take part in
+    the softmax and bring no value."""
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = q.reshape(B, T, K, N // K, H)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * H**-0.5
     scores = soft_cap(scores, cap)
     scores = jnp.where(packed_mask(segment_ids, window, columns)[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    if sinks is not None:
+        empty = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(1, K, N // K, 1, 1), (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, empty], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(B, T, N, H)
 
 
@@ -75,7 +80,7 @@ def make_attention(
     paths = {"reference": partial(attend_reference, cap=cap), "cudnn": attend_cudnn}
     if name not in paths:
         raise ValueError(f"update.attention = {name!r}; must be one of auto, blocked, splash, {', '.join(paths)}")
-    return lambda *inputs: checkpoint_name(paths[name](*inputs), SAVED)
+    return lambda *inputs, **more: checkpoint_name(paths[name](*inputs, **more), SAVED)
 
 
 BLOCKS = {"cpu": 128}
@@ -124,6 +129,8 @@ def attend_blocked(
     segment_ids: Array,
     window: Array | None = None,
     columns: Array | None = None,
+    *,
+    sinks: Array | None = None,
 ) -> Array:
     """Attention by one block of queries and one block of keys at a time, in plain XLA.
 
@@ -137,7 +144,8 @@ def attend_blocked(
     K = k.shape[2]
     q, k, v, segment_ids = (_pad(x, blocks.size) for x in (q.reshape(B, T, K, N // K, H), k, v, segment_ids))
     diagonal = jnp.arange(q.shape[1] // blocks.size) if columns is None else columns[:: blocks.size] // blocks.size
-    out = _blocked(blocks, q, k, v, segment_ids, window, diagonal)
+    sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(K, N // K)
+    out = _blocked(blocks, q, k, v, segment_ids, window, diagonal, sinks)
     return out[:, :T].reshape(B, T, N, H)
 
 
@@ -148,11 +156,18 @@ def _pad(x: Array, block: int) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocked(
-    blocks: AttentionBlocks, q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None, diagonal: Array
+    blocks: AttentionBlocks,
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array,
+    window: Array | None,
+    diagonal: Array,
+    sinks: Array | None,
 ) -> Array:
     """q [B,T,K,G,H], k and v [B,S,K,H] with T and S multiples of the block; the context has the shape of q. Query
-    block i has the columns of key block diagonal[i]."""
-    return _blocked_fwd(blocks, q, k, v, segment_ids, window, diagonal)[0]
+    block i has the columns of key block diagonal[i]. `sinks` [K,G] are scores without keys."""
+    return _blocked_fwd(blocks, q, k, v, segment_ids, window, diagonal, sinks)[0]
 
 
 def _cut(x: Array, index: Array, block: int, axis: int = 1) -> Array:
@@ -179,7 +194,14 @@ def _block_scores(
 
 
 def _blocked_fwd(
-    blocks: AttentionBlocks, q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None, diagonal: Array
+    blocks: AttentionBlocks,
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array,
+    window: Array | None,
+    diagonal: Array,
+    sinks: Array | None,
 ) -> tuple:
     B, T, K, G, H = q.shape
     block = blocks.size
@@ -200,7 +222,8 @@ def _blocked_fwd(
             return new_top, total * old + p.sum(-1), context * old[..., None] + seen
 
         zeros = jnp.zeros((B, K, G, block), jnp.float32)
-        start = (zeros + MASKED, zeros, jnp.zeros((*zeros.shape, H), jnp.float32))
+        first_scores = (zeros + MASKED, zeros) if sinks is None else (zeros + sinks[None, :, :, None], zeros + 1.0)
+        start = (*first_scores, jnp.zeros((*zeros.shape, H), jnp.float32))
         top, total, context = jax.lax.fori_loop(first[at], at + 1, keys, start)
         context = jnp.moveaxis(context / total[..., None], 3, 1)
         return _paste(out, context, i), _paste(lse, top + jnp.log(total), i, axis=3)
@@ -208,14 +231,14 @@ def _blocked_fwd(
     empty = (jnp.zeros(q.shape, v.dtype), jnp.zeros((B, K, G, T), jnp.float32))
     out, lse = jax.lax.fori_loop(0, T // block, queries, empty)
     out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
-    return out, (q, k, v, segment_ids, window, diagonal, out, lse)
+    return out, (q, k, v, segment_ids, window, diagonal, sinks, out, lse)
 
 
 def _blocked_bwd(blocks: AttentionBlocks, residuals: tuple[Array, ...], d_out: Array) -> tuple:
     """dS = P (dO V^T - rowsum(dO O)); dQ = dS K, dK = dS^T Q, dV = P^T dO, with P = exp(S - lse). A cap c multiplies dS
     by 1 - (S / c)^2."""
     block = blocks.size
-    q, k, v, segment_ids, window, diagonal, out, lse = residuals
+    q, k, v, segment_ids, window, diagonal, sinks, out, lse = residuals
     first = first_key_blocks(segment_ids, block, window)
     delta = jnp.einsum("btkgh,btkgh->bkgt", d_out, out, preferred_element_type=jnp.float32)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -246,7 +269,9 @@ def _blocked_bwd(blocks: AttentionBlocks, residuals: tuple[Array, ...], d_out: A
 
     empty = (jnp.zeros(q.shape, q.dtype), jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
     d_q, d_k, d_v = jax.lax.fori_loop(0, q.shape[1] // block, queries, empty)
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None, None, None
+    # A sink has a value of zero, so its dS is -P rowsum(dO O).
+    d_sinks = None if sinks is None else -jnp.sum(jnp.exp(sinks[None, :, :, None] - lse) * delta, axis=(0, 3))
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None, None, None, d_sinks
 
 
 _blocked.defvjp(_blocked_fwd, _blocked_bwd)

@@ -86,10 +86,19 @@ class Partial(NamedTuple):
     context: Float[Array, "B K G H"]
 
 
-def no_partial(q: Float[Array, "B T N H"], kv_heads: int) -> Partial:
+def no_partial(q: Float[Array, "B T N H"], kv_heads: int, sinks: Float[Array, " N"] | None = None) -> Partial:
+    """Attention to no column; with `sinks`, to a score of each head that brings no value."""
     B, _, N, H = q.shape
     shape = (B + 1, kv_heads, N // kv_heads)
-    return Partial(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, H)))
+    return Partial(*_first_scores(shape, sinks), jnp.zeros((*shape, H)))
+
+
+def _first_scores(shape: tuple[int, ...], sinks: Array | None) -> tuple[Array, Array]:
+    """(largest score, sum of exp(score - largest)) [B,K,G,...] before any column."""
+    if sinks is None:
+        return jnp.full(shape, MASKED), jnp.zeros(shape)
+    by_head = sinks.astype(jnp.float32).reshape(1, *shape[1:3], *(1,) * (len(shape) - 3))
+    return jnp.broadcast_to(by_head, shape), jnp.ones(shape)
 
 
 def merge_blocks(
@@ -150,6 +159,7 @@ def attend_window(
     columns: Int[Array, "B T"],
     orders: tuple[str, ...],
     limits: Limits,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention in which the query in column c of its row sees columns 0..c of the blocks in the table.
 
@@ -160,6 +170,7 @@ def attend_window(
         columns: Columns of the queries.
         orders: See `pool.Orders`.
         limits: Window and soft cap.
+        sinks: Scores of the heads that take part in the softmax and bring no value.
     """
     (B, T, N, H), (window, cap) = q.shape, limits
     values = jax.eval_shape(gather, table[:, :1])[1]
@@ -190,8 +201,8 @@ def attend_window(
         )
         return new, total * rescale + weights.sum(axis=-1), context * rescale[..., None] + added
 
-    shape = (B, K, G * T)
-    state = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, H))
+    top, total = (part.reshape(B, K, G * T) for part in _first_scores((B, K, G, T), sinks))
+    state = top, total, jnp.zeros((B, K, G * T, H))
     pieces = jnp.max(columns) // (P * C) + 1
     _, total, context = visit(0, state) if W <= P else jax.lax.fori_loop(0, pieces, visit, state)
     context = (context / total[..., None]).astype(q.dtype)

@@ -24,6 +24,15 @@ class Experts(Axis, axis="model.experts"):
     """Number of experts; 0 without experts. A kind whose setting has no default hides this value by `field()`."""
     per_token: ClassVar[int] = 0
     norm_weights: ClassVar[bool] = True
+    shared: ClassVar[int] = 0
+    shared_gate: ClassVar[bool] = False
+    scores: ClassVar[str] = "softmax"
+    groups: ClassVar[int] = 1
+    top_groups: ClassVar[int] = 1
+    scale: ClassVar[float] = 1.0
+    dense_layers: ClassVar[int] = 0
+    dense_ff: ClassVar[int] = 0
+    biases: ClassVar[bool] = False
     replay: ClassVar[bool] = False
 
 
@@ -42,6 +51,25 @@ class Mixture(Experts):
     """Experts that see a token."""
     norm_weights: bool = True
     """The weights of a token's experts are divided by their sum."""
+    shared: Rows = 0
+    """Hidden width of a further feed-forward, which sees all tokens; 0 for none (Qwen3.5-MoE)."""
+    shared_gate: bool = False
+    """Its output is multiplied by the sigmoid of a number that each token computes (Qwen3.5-MoE)."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's numbers become weights. `sigmoid`: each by itself, and a bias of each expert counts in the
+    choice but not in the weights (GLM-4.5, DeepSeek-V3)."""
+    groups: Annotated[int, Ge(1), Le(1 << 20)] = 1
+    """Groups of consecutive experts, of which a token first chooses `top_groups` (DeepSeek-V3)."""
+    top_groups: Annotated[int, Ge(1), Le(1 << 20)] = 1
+    """Groups that a token chooses, by the sum of their two best experts."""
+    scale: Positive = 1.0
+    """Factor of the weights (`routed_scaling_factor`)."""
+    dense_layers: Annotated[int, Ge(0), Le(10_000)] = 0
+    """First layers that have one feed-forward of width `dense_ff` instead of experts."""
+    dense_ff: Rows = 0
+    """Hidden width of those layers."""
+    biases: bool = False
+    """Biases on the router and on the matrices of the experts (gpt-oss)."""
     replay: bool = False
     """Training passes take the experts that the sampler chose for the tokens it decoded, weighted by the current
     router (R3, arXiv:2510.11370). Prompts and observations keep their own choice."""
@@ -51,6 +79,27 @@ class Mixture(Experts):
             raise ValueError(
                 f"model.experts.per_token = {self.per_token}; must be at most model.experts.count = {self.count}"
             )
+        if self.count % self.groups or self.top_groups > self.groups:
+            raise ValueError(
+                f"model.experts.groups = {self.groups}, model.experts.top_groups = {self.top_groups}; the former must "
+                f"divide model.experts.count = {self.count}, and the latter be at most as many"
+            )
+        if self.groups > 1 and (
+            self.count // self.groups < 2 or self.per_token > self.top_groups * self.count // self.groups
+        ):
+            raise ValueError(
+                f"model.experts.groups = {self.groups} of {self.count // self.groups} experts; a group must have at "
+                f"least two, and the chosen groups model.experts.per_token = {self.per_token}"
+            )
+        if bool(self.dense_layers) != bool(self.dense_ff):
+            raise ValueError(
+                f"model.experts.dense_layers = {self.dense_layers} with model.experts.dense_ff = {self.dense_ff}; set "
+                "both, or neither"
+            )
+        if self.shared_gate and not self.shared:
+            raise ValueError(
+                "model.experts.shared_gate with model.experts.shared = 0: there is no such feed-forward; set its width"
+            )
 
 
 class Windows(Axis, axis="model.windows"):
@@ -59,6 +108,7 @@ class Windows(Axis, axis="model.windows"):
     sizes: ClassVar[tuple[int, ...]] = ()
     local_theta: ClassVar[float] = 0.0
     every: ClassVar[int] = 1
+    attention: ClassVar[tuple[int, ...]] = ()
 
 
 @kind("none")
@@ -79,8 +129,9 @@ class SlidingWindows(Windows):
 
 @kind("gated_delta")
 class GatedDelta(Windows):
-    """Most layers read a recurrent state instead of keys (Gated DeltaNet, arXiv:2412.06464), as in Qwen3.5. In the
-    other layers a query sees all keys before it, and the context is multiplied by a sigmoid gate."""
+    """Most layers read a recurrent state instead of keys (Gated DeltaNet, arXiv:2412.06464), as in Qwen3.5, or a state
+    without correction (Mamba 2, arXiv:2405.21060), as in Granite 4 H. In the other layers a query sees all keys before
+    it; in Qwen3.5 their context is multiplied by a sigmoid gate."""
 
     key_heads: Width = field()
     """Heads of the keys and queries of the state."""
@@ -91,7 +142,12 @@ class GatedDelta(Windows):
     value_dim: Width = field()
     """Width of a value; columns of a state."""
     every: Layers = 4
-    """The last of so many consecutive layers is one of attention."""
+    """The last of so many consecutive layers is one of attention, or those in `attention`."""
+    attention: tuple[Count, ...] = ()
+    """Which of `every` consecutive layers attend, counted from 0; empty: the last."""
+    form: Literal["delta", "mamba2"] = "delta"
+    """How a layer writes its state. `mamba2`: it adds keys and values, without what the state predicts, and convolution
+    and output have biases and a skip."""
     conv: Annotated[int, Ge(2), Le(1 << 20)] = 4
     """Tokens that the convolution over queries, keys and values sees, its own included."""
 
@@ -100,6 +156,11 @@ class GatedDelta(Windows):
             raise ValueError(
                 f"model.windows.value_heads = {self.value_heads} is not a multiple of model.windows.key_heads = "
                 f"{self.key_heads}; each key head serves the same number of value heads"
+            )
+        if list(self.attention) != sorted(set(self.attention)) or max(self.attention, default=0) >= self.every:
+            raise ValueError(
+                f"model.windows.attention = {self.attention}; must be increasing and below model.windows.every = "
+                f"{self.every}"
             )
 
 
@@ -112,6 +173,18 @@ class Extras(Axis, axis="model.extras"):
     logit_cap: ClassVar[float] = 0.0
     rotary_share: ClassVar[float] = 1.0
     rotary_layers: ClassVar[tuple[bool, ...]] = ()
+    rotary_pairs: ClassVar[bool] = False
+    embed_factor: ClassVar[float] = 1.0
+    residual_factor: ClassVar[float] = 1.0
+    logit_divisor: ClassVar[float] = 1.0
+    sinks: ClassVar[bool] = False
+    output_bias: ClassVar[bool] = False
+    query_growth: ClassVar[float] = 0.0
+    query_length: ClassVar[int] = 0
+    latent: ClassVar[int] = 0
+    latent_query: ClassVar[int] = 0
+    latent_key: ClassVar[int] = 0
+    latent_value: ClassVar[int] = 0
 
 
 @kind("none")
@@ -135,6 +208,32 @@ class SomeExtras(Extras):
     """Share of each head, from its first column on, that is rotated (Phi-4-mini, Qwen3.5)."""
     rotary_layers: tuple[bool, ...] = ()
     """Whether queries and keys are rotated, layer by layer, repeated over the layers; empty: in all (SmolLM3)."""
+    rotary_pairs: bool = False
+    """Neighbouring columns are rotated together, instead of the columns of the two halves (GLM-4)."""
+    embed_factor: Positive = 1.0
+    """Embeddings times this number on their way in (Granite)."""
+    residual_factor: Positive = 1.0
+    """What attention and feed-forward add to the residual stream, times this number (Granite)."""
+    logit_divisor: Positive = 1.0
+    """Logits are divided by this number, before the cap (Granite)."""
+    sinks: bool = False
+    """Each query head has a score of its own that takes part in the softmax and brings no value (gpt-oss)."""
+    output_bias: bool = False
+    """A bias on the output of attention (gpt-oss)."""
+    query_growth: NotNegative = 0.0
+    """Queries are multiplied by 1 + this number * ln(1 + position // `query_length`); 0 leaves them (Ministral 3)."""
+    query_length: Count = 0
+    """Positions up to which they are left unchanged."""
+    latent: Rows = 0
+    """Width of the vector of a token from which every head makes its keys and values (multi-head latent attention,
+    arXiv:2405.04434, sec. 2.1; DeepSeek-V3); 0 for attention of the usual kind. The cache holds this vector and the
+    rotated part of the keys, `model.head_dim` numbers together, as the one key-value head."""
+    latent_query: Rows = 0
+    """Width of the vector from which the queries are made; 0: from the input of the layer."""
+    latent_key: Rows = 0
+    """Columns of a query and key head that are not rotated."""
+    latent_value: Rows = 0
+    """Width of a value head."""
 
 
 @settings
@@ -172,8 +271,9 @@ class ModelConfig:
     """Biases on the query, key and value projections (Qwen2.5)."""
     qk_norm: bool | Literal["whole"] = False
     """RMSNorm on each query and key head before the rotation (Qwen3); `whole`: on all heads as one vector (OLMo 3)."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Activation of the gate: SwiGLU (arXiv:2002.05202), or Gemma's GeGLU with the tanh approximation."""
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    """Activation of the gate: SwiGLU (arXiv:2002.05202), Gemma's GeGLU with the tanh approximation, or the form of
+    gpt-oss: (min(max(up, -7), 7) + 1) g sigmoid(1.702 g) with g = min(gate, 7)."""
     norm_offset: bool = False
     """Norm scales are stored as their distance from 1 (Gemma)."""
     post_norms: bool | Literal["only"] = False
@@ -206,6 +306,27 @@ class ModelConfig:
                 f"model.heads = {self.heads} is not a multiple of model.kv_heads = {self.kv_heads}; "
                 "each key-value head serves the same number of query heads"
             )
+        extras = self.extras
+        if extras.latent and (
+            self.kv_heads != 1 or self.head_dim <= extras.latent or not (extras.latent_key and extras.latent_value)
+        ):
+            raise ValueError(
+                f"model.extras.latent = {extras.latent} with model.kv_heads = {self.kv_heads}, model.head_dim = "
+                f"{self.head_dim}, model.extras.latent_key = {extras.latent_key} and model.extras.latent_value = "
+                f"{extras.latent_value}; must be one key-value head, wider than the latent vector by the rotated "
+                "columns, and positive widths of keys and values"
+            )
+        if self.experts.dense_layers >= self.layers:
+            raise ValueError(
+                f"model.experts.dense_layers = {self.experts.dense_layers}; must be below model.layers = {self.layers}"
+            )
+        if self.experts.dense_layers and self.delta:
+            raise ValueError("model.experts.dense_layers with recurrent layers is not supported; set it to 0")
+        if bool(self.extras.query_growth) != bool(self.extras.query_length):
+            raise ValueError(
+                f"model.extras.query_growth = {self.extras.query_growth} with model.extras.query_length = "
+                f"{self.extras.query_length}; set both, or neither"
+            )
         patterns = {"windows.sizes": self.windows.sizes, "extras.rotary_layers": self.extras.rotary_layers}
         for name, pattern in patterns.items():
             if len(pattern) > self.layers:
@@ -235,7 +356,9 @@ class ModelConfig:
     def most_parameters(self) -> int:
         """Number of elements of all matrices, to detect shapes that no machine could hold."""
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim
-        ffn = 3 * self.d_ff * max(1, self.experts.count)
+        if self.extras.latent:
+            attention = self.heads * (self.extras.latent_key + self.rotary_dim + self.extras.latent_value)
+        ffn = 3 * (self.d_ff * max(1, self.experts.count) + self.experts.shared + self.experts.dense_ff)
         return self.d_model * (self.layers * (attention + ffn) + 2 * self.vocab_size)
 
     @property
@@ -253,6 +376,8 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Columns of a head that are rotated."""
+        if self.extras.latent:
+            return self.head_dim - self.extras.latent
         return int(self.head_dim * self.extras.rotary_share)
 
     @property
@@ -263,7 +388,13 @@ class ModelConfig:
     @property
     def attends(self) -> tuple[bool, ...]:
         """Whether each layer attends to keys; the others read a recurrent state."""
-        return tuple((i + 1) % self.windows.every == 0 for i in range(self.layers))
+        every, attention = self.windows.every, self.windows.attention or (self.windows.every - 1,)
+        return tuple(i % every in attention for i in range(self.layers))
+
+    @property
+    def gated_attention(self) -> bool:
+        """Whether the context of attention is multiplied by a gate that `wq` computes too."""
+        return isinstance(self.windows, GatedDelta) and self.windows.form == "delta"
 
 
 def bounded(read: Callable[..., ModelConfig]) -> Callable[..., ModelConfig]:

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from grpo_roc_jax.gguf_files.folder import PACKAGE, gguf_tensors, is_gguf, open_gguf
 from grpo_roc_jax.gguf_files.tensors import GgufTensor
+from grpo_roc_jax.model import mxfp4
 from grpo_roc_jax.model.bitsandbytes_io import Nf4Tensor, join_parts
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.families import Family, Layout, TensorRule, find_family, rules, text_part
@@ -34,6 +35,7 @@ from grpo_roc_jax.model.safetensors_io import (
     CheckpointError,
     Planned,
     Tensor,
+    TensorSlice,
     listed,
     plan_shards,
     read_directory,
@@ -45,7 +47,7 @@ from grpo_roc_jax.settings.options import as_text
 from grpo_roc_jax.settings.progress import Phase, phase
 from grpo_roc_jax.shapes import Array
 
-AnyTensor = Tensor | GgufTensor | Nf4Tensor
+AnyTensor = Tensor | TensorSlice | mxfp4.PackedTensor | GgufTensor | Nf4Tensor
 
 LEFT_OUT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..*|mtp\..*")
 """Tensors that do not belong to the text model: those of vision, and of multi-token prediction."""
@@ -171,8 +173,13 @@ def load_params(
     Raises:
         CheckpointError: tensors are missing, unexpected or of another shape; the message names all of them.
     """
+    published = read_published(folder)
     tensors = read_text_tensors(folder)
-    table = rules(find_family(read_published(folder)), config)
+    if published.get("num_nextn_predict_layers") or published.get("num_mtp_layers"):
+        tensors = {name: tensor for name, tensor in tensors.items() if _layer_of(name) < config.layers}
+    table = rules(find_family(published), config)
+    if any("{expert}" in rule.name for rule in table):
+        tensors = dict(apart for name, tensor in tensors.items() for apart in _split_experts(name, tensor))
     check_tensors(tensors, table, config, folder)
     with phase(f"loading {folder.name}") as loading:
         return _load(tensors, table, config, partial(_sharding_of, shardings), dtype, stacked, loading, bits)
@@ -216,12 +223,36 @@ def read_text_tensors(folder: Path) -> dict[str, AnyTensor]:
     """The tensors of a directory by name. For a vision-language model these are the tensors of the text part, under the
     names of a text model; a note lists the tensors left out."""
     tensors = gguf_tensors(folder)
-    tensors = join_parts(read_directory(folder)) if tensors is None else tensors
+    tensors = join_parts(mxfp4.joined(read_directory(folder))) if tensors is None else tensors
     text_tensors = {_text_name(name): tensor for name, tensor in tensors.items() if not LEFT_OUT.fullmatch(name)}
     if len(text_tensors) < len(tensors):
         dropped = [name for name in tensors if LEFT_OUT.fullmatch(name)]
         note(f"{folder}: only the text part is used; {len(dropped)} other tensors are left out: {listed(dropped)}")
     return text_tensors
+
+
+def _layer_of(name: str) -> int:
+    """The layer of a tensor; -1 for those outside. Those of multi-token prediction follow the layers of the model."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
+_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Tensors [E,...] with the experts of a layer, and the matrices that they join along the next dimension."""
+
+
+def _split_experts(name: str, tensor: AnyTensor) -> Iterator[tuple[str, AnyTensor]]:
+    """The matrices of single experts, of a tensor that holds those of a layer (Qwen3.5-MoE); others unchanged."""
+    prefix, _, part = name.rpartition(".experts.")
+    if not prefix or part not in _FUSED_EXPERTS or len(tensor.shape) != 3:
+        yield name, tensor
+        return
+    matrices = _FUSED_EXPERTS[part]
+    width = tensor.shape[1] // len(matrices)
+    for expert in range(tensor.shape[0]):
+        for i, matrix in enumerate(matrices):
+            rows = (i * width, (i + 1) * width)
+            yield f"{prefix}.experts.{expert}.{matrix}.weight", TensorSlice(tensor, expert, rows)
 
 
 def _text_name(name: str) -> str:
@@ -300,6 +331,9 @@ def _read_slice(
     """Fills `out` with slice `index` of a leaf of one layer, out of the tensors of these names."""
     if "{expert}" not in rule.name:
         name, published = rule.name.format(layer=layer), out.transpose(layout.permutation)
+        if rule.turn[1] > 1:
+            _read_turns(tensor(name), rule.turn, layout.published_index(index), published)
+            return out
         for source, target in layout.pieces(index):
             tensor(name).read(source, published[target])
         return out
@@ -307,6 +341,16 @@ def _read_slice(
         name = rule.name.format(layer=layer, expert=(index[0].start or 0) + i)
         tensor(name).read(layout.published_index(index[1:]), out[i].transpose(layout.permutation))
     return out
+
+
+def _read_turns(tensor: AnyTensor, turn: tuple[int, int], index: Sequence[slice], out: np.ndarray) -> None:
+    """Every n-th entry of the innermost dimension, from the i-th on; one index of the outermost dimension at a time."""
+    (first, count), (rows, *middle, last) = turn, index
+    both = slice(last.start * count, last.stop * count)
+    for i, row in enumerate(range(rows.start, rows.stop)):
+        piece = np.empty((1, *out.shape[1:-1], out.shape[-1] * count), out.dtype)
+        tensor.read((slice(row, row + 1), *middle, both), piece)
+        out[i] = piece[0, ..., first::count]
 
 
 def _sharding_of(shardings: Params | None, *path: str) -> Sharding:
@@ -508,6 +552,8 @@ def _parts(table: Sequence[TensorRule], config: ModelConfig) -> Iterator[Part]:
 
 def _published_shape(joined: Sequence[TensorRule], config: ModelConfig) -> tuple[int, ...]:
     shapes = [Layout(rule, config).published_shape for rule in joined]
+    if joined[0].turn[1] > 1:
+        return *shapes[0][:-1], shapes[0][-1] * len(joined)
     return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
 
@@ -524,7 +570,10 @@ def _published_values(
             stored = leaf[expert] if "{expert}" in rule.name else leaf
             with np.errstate(over="ignore"):  # overflow is reported below
                 pieces.append(Layout(rule, config).to_published(stored).astype(dtype))
-        value = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        value = pieces[0]
+        if len(pieces) > 1:
+            turns = joined[0].turn[1] > 1
+            value = np.stack(pieces, -1).reshape(*value.shape[:-1], -1) if turns else np.concatenate(pieces)
         if not np.isfinite(value.astype(np.float32)).all():
             raise CheckpointError(
                 f"{name} holds values that are not finite in {dtype.name}; nothing was written. Export an earlier "

@@ -61,7 +61,7 @@ def delta_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[
     """Name -> (shape, logical axes) of the leaves of one recurrent layer that layers of attention do not have."""
     delta, D = config.windows, config.d_model
     K, N, U, E = delta.key_heads, delta.value_heads, delta.value_dim, sum(channels(delta))
-    return {
+    shapes: dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]] = {
         "w_qkv": ((D, K, E), ("embed", "delta_heads", None)),
         "conv": ((K, E, delta.conv), ("delta_heads", None, None)),
         "w_z": ((D, N, U), ("embed", "delta_heads", None)),
@@ -72,6 +72,18 @@ def delta_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[
         "delta_norm": ((U,), (None,)),
         "w_out": ((N, U, D), ("delta_heads", None, "embed")),
     }
+    if delta.form == "mamba2":
+        del shapes["w_beta"]
+        shapes |= {
+            "conv_bias": ((K, E), ("delta_heads", None)),
+            "skip": ((N,), ("delta_heads",)),
+            "delta_norm": ((N, U), ("delta_heads", None)),
+        }
+    return shapes
+
+
+Space = tuple[Float[Array, "K E"], Float[Array, " N"]]
+"""What only a layer of Mamba 2 has: the biases of the convolution, and the factor of the values in its output."""
 
 
 def token_flops(delta: GatedDelta, length: int) -> float:
@@ -108,12 +120,16 @@ def empty_memory(delta: GatedDelta, rows: int, dtype: jnp.dtype) -> Memory:
 
 
 def recur_packed(
-    delta: GatedDelta, segment_ids: Int[Array, "B T"], signals: Signals, conv: Float[Array, "K E W"]
+    delta: GatedDelta,
+    segment_ids: Int[Array, "B T"],
+    signals: Signals,
+    conv: Float[Array, "K E W"],
+    space: Space | None = None,
 ) -> Float[Array, "B T N U"]:
     """The output for packed rows: convolution and state start empty in every segment."""
     memory = empty_memory(delta, segment_ids.shape[0], signals.qkv.dtype)
     before = jnp.full_like(segment_ids[:, :1], -1)
-    return recur(signals, conv, memory, jnp.concatenate([before, segment_ids], axis=1))[0]
+    return recur(signals, conv, memory, jnp.concatenate([before, segment_ids], axis=1), space)[0]
 
 
 def recur_cached(
@@ -122,6 +138,7 @@ def recur_cached(
     length: Int[Array, " B"],
     signals: Signals,
     conv: Float[Array, "K E W"],
+    space: Space | None = None,
 ) -> tuple[Float[Array, "B T N U"], Memory]:
     """(output, memory) after the first `length` tokens of each row; the others are padding and change nothing.
 
@@ -134,7 +151,7 @@ def recur_cached(
     memory = memory._replace(inputs=jnp.where(fresh[:, None, None, None], 0, memory.inputs))
     # A state that belongs to another segment is not read, so nothing has to be written to clear it.
     segments = jnp.concatenate([-fresh.astype(jnp.int32)[:, None], jnp.zeros((len(length), T), jnp.int32)], axis=1)
-    out, new = recur(signals, conv, memory, segments)
+    out, new = recur(signals, conv, memory, segments, space)
     seen = jnp.concatenate([memory.inputs, signals.qkv.astype(memory.inputs.dtype)], axis=1)
     last = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, conv.shape[-1] - 1))(seen, length)
     return out, Memory(last, new)
@@ -145,6 +162,7 @@ def recur(
     conv: Float[Array, "K E W"],
     memory: Memory,
     segments: Int[Array, "B T+1"],
+    space: Space | None = None,
 ) -> tuple[Float[Array, "B T N U"], Float[Array, "B N P U"]]:
     """(output, state after the last token).
 
@@ -153,12 +171,16 @@ def recur(
         conv: Weights of the convolution; that of the token itself comes last.
         memory: Memory before the first token.
         segments: Segment of `memory.state`, then of each token. Segments are contiguous.
+        space: For Mamba 2. Then S <- exp(g) S + k (b v)^T; out = S^T q + d v with the skip d, and queries and keys stay
+            as the convolution leaves them (arXiv:2405.21060, eq. 2).
     """
     B, T, K, _ = signals.qkv.shape
     _, N, P, U = memory.state.shape
-    x = jax.nn.silu(_convolve(signals.qkv, conv, memory.inputs, segments))
+    x = _convolve(signals.qkv, conv, memory.inputs, segments)
+    x = jax.nn.silu(x if space is None else x + space[0][None, None].astype(jnp.float32))
     q, k, v = jnp.split(x, (P, 2 * P), axis=-1)
-    q, k = _unit(q) * P**-0.5, _unit(k)
+    if space is None:
+        q, k = _unit(q) * P**-0.5, _unit(k)
     C = min(CHUNK, 1 << (T - 1).bit_length())
 
     def chunked(x: Array, *heads: int) -> Array:
@@ -170,17 +192,20 @@ def recur(
     tokens = chunked(q, K), chunked(k, K), chunked(v.reshape(B, T, N, U), K, N // K)
     inside = jnp.pad(segments[:, 1:], ((0, 0), (0, -T % C)), mode="edge").reshape(B, -1, C).swapaxes(0, 1)
     ends = jnp.concatenate([segments[None, :, 0], inside[:, :, -1]])
-    parts = _within_chunks(*tokens, chunked(signals.decay, K, N // K), chunked(signals.rate, K, N // K), (inside, ends))
+    by_head = (chunked(of, K, N // K) for of in (signals.decay, signals.rate))
+    parts = _within_chunks(*tokens, *by_head, (inside, ends), space is None)
 
     def visit(state: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
         reads, values, scores, writes, keep = part
         seen = _product("bkrcp,bkrpu->bkrcu", reads, state)
-        new = values - seen[..., :C, :]
-        out = seen[..., C:, :] + _product("bkrcd,bkrdu->bkrcu", scores, new)
+        new = values - seen[..., :C, :] if space is None else values
+        out = seen[..., -C:, :] + _product("bkrcd,bkrdu->bkrcu", scores, new)
         return keep[..., None, None] * state + _product("bkrcp,bkrcu->bkrpu", writes, new), out
 
     state, out = jax.lax.scan(visit, memory.state.reshape(B, K, N // K, P, U), parts)
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, N, U)[:, :T]
+    if space is not None:
+        out = out + space[1][None, None, :, None] * v.reshape(B, T, N, U)
     return out, state.reshape(B, N, P, U)
 
 
@@ -191,10 +216,12 @@ def _within_chunks(
     decay: Float[Array, "n B K R C"],
     rate: Float[Array, "n B K R C"],
     segments: tuple[Int[Array, "n B C"], Int[Array, "n+1 B"]],
+    corrects: bool,
 ) -> tuple[Array, ...]:
     """Everything that does not depend on the state, for every chunk: what reads the state (keys, then queries), the
     values without the part that the state predicts, the scores between tokens of the chunk, what writes the state,
-    and the factor by which the state decays."""
+    and the factor by which the state decays. Unless it `corrects`, only queries read the state, and values stay whole.
+    """
     inside, ends = segments[0][:, :, None, None], segments[1][:, :, None, None, None]
     C, total = q.shape[-2], jnp.cumsum(decay, axis=-1)
     distance = (jnp.arange(C)[:, None] - jnp.arange(C)[None]).reshape(1, 1, 1, 1, C, C)
@@ -202,8 +229,11 @@ def _within_chunks(
     fall = jnp.where(near, jnp.exp(jnp.where(near, total[..., :, None] - total[..., None, :], 0.0)), 0.0)
     read = jnp.where(inside == ends[:-1], jnp.exp(total), 0.0)
     write = jnp.where(inside == ends[1:], jnp.exp(total[..., -1:] - total), 0.0)
-    interaction = _product("nbkcp,nbkdp->nbkcd", k, k)[:, :, :, None] * fall * rate[..., None]
     scores = _product("nbkcp,nbkdp->nbkcd", q, k)[:, :, :, None] * fall
+    if not corrects:
+        writes = k[:, :, :, None] * write[..., None]
+        return q[:, :, :, None] * read[..., None], v * rate[..., None], scores, writes, read[..., -1]
+    interaction = _product("nbkcp,nbkdp->nbkcd", k, k)[:, :, :, None] * fall * rate[..., None]
     q, k = q[:, :, :, None], k[:, :, :, None]
     solved = _product(
         "nbkrcd,nbkrdx->nbkrcx",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import Experts, ModelConfig
 from grpo_roc_jax.model.fusion import unfused
 from grpo_roc_jax.model.low_precision import grouped_product
 from grpo_roc_jax.shapes import Array, Float, Int, checked
@@ -47,27 +47,36 @@ def check_grouped(config: ModelConfig, platform: str, flags: str) -> None:
         )
 
 
-def activate(gate: Array, config: ModelConfig) -> Array:
-    """The nonlinearity of the gate: SiLU, or GELU with the tanh approximation."""
-    return jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate, approximate=True)
+CLAMP, SHARPNESS = 7.0, 1.702
+"""Constants of `clamped_swiglu` (`swiglu_limit`, `swiglu_alpha`)."""
+
+
+def activate(gate: Array, up: Array, config: ModelConfig) -> Array:
+    """act(gate) * up, with SiLU or GELU with the tanh approximation; `clamped_swiglu` as in `ModelConfig`."""
+    if config.activation == "clamped_swiglu":
+        gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+        return gate * jax.nn.sigmoid(SHARPNESS * gate) * (up + 1)
+    return (jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
 
 
 def gated(gate: Array, up: Array, config: ModelConfig) -> Array:
-    """act(gate) * up, any shape. Its gradients are not fused into the products that read them."""
+    """`activate`, any shape. Its gradients are not fused into the products that read them."""
     return _gated(partial(activate, config=config), gate, up)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(act: Callable[[Array], Array], gate: Array, up: Array) -> Array:
-    return act(gate) * up
+def _gated(act: Callable[[Array, Array], Array], gate: Array, up: Array) -> Array:
+    return act(gate, up)
 
 
-def _gated_fwd(act: Callable[[Array], Array], gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
+def _gated_fwd(act: Callable[[Array, Array], Array], gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
     return _gated(act, gate, up), (gate, up)
 
 
-def _gated_bwd(act: Callable[[Array], Array], residuals: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
-    _, pull = jax.vjp(lambda gate, up: act(gate) * up, *residuals)
+def _gated_bwd(
+    act: Callable[[Array, Array], Array], residuals: tuple[Array, Array], d_out: Array
+) -> tuple[Array, Array]:
+    _, pull = jax.vjp(act, *residuals)
     return unfused(pull(d_out))
 
 
@@ -80,21 +89,47 @@ def route(
     router: Float[Array, "D E"],
     config: ModelConfig,
     replayed: Int[Array, "M X"] | None = None,
+    bias: Float[Array, " E"] | None = None,
 ) -> tuple[Int[Array, "M X"], Float[Array, "M X"]]:
     """(experts, weights) of each token: the `per_token` largest of softmax(h router), float32; for tokens with
     `replayed` experts (not negative) those instead.
 
-    With `norm_weights` the weights are divided by their sum.
+    With `norm_weights` the weights are divided by their sum. With `scores: sigmoid` the weights are sigmoids, to which
+    `bias` is added for the choice alone (arXiv:2412.19437, eq. 16); else it is added to the router's numbers.
     """
+    options = config.experts
     logits = jnp.einsum("md,de->me", h, router, preferred_element_type=jnp.float32)
-    shares = jax.nn.softmax(logits, axis=-1)
-    weights, experts = jax.lax.top_k(shares, config.experts.per_token)
+    if options.scores == "sigmoid":
+        shares = jax.nn.sigmoid(logits)
+        worth = jax.lax.stop_gradient(shares if bias is None else shares + bias[None].astype(jnp.float32))
+        experts = jax.lax.top_k(_in_top_groups(worth, options), options.per_token)[1]
+    else:
+        logits = logits if bias is None else logits + bias[None].astype(jnp.float32)
+        shares = jax.nn.softmax(logits, axis=-1)
+        experts = jax.lax.top_k(jax.lax.stop_gradient(shares), options.per_token)[1]
     if replayed is not None:
         experts = jnp.where(replayed < 0, experts, replayed.astype(experts.dtype))
-        weights = jnp.take_along_axis(shares, experts, axis=-1)
-    if config.experts.norm_weights:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return experts, weights
+    weights = jnp.take_along_axis(shares, experts, axis=-1)
+    if options.norm_weights:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return experts, weights * options.scale
+
+
+def _in_top_groups(worth: Float[Array, "M E"], options: Experts) -> Float[Array, "M E"]:
+    """The worth of the experts, -inf outside of the groups whose two best experts have the largest sums."""
+    if options.groups == options.top_groups:
+        return worth
+    by_group = worth.reshape(worth.shape[0], options.groups, -1)
+    sums = jax.lax.top_k(by_group, 2)[0].sum(axis=-1)
+    groups = jax.lax.top_k(sums, options.top_groups)[1]
+    chosen = jnp.any(groups[:, :, None] == jnp.arange(options.groups)[None, None], axis=1)
+    return jnp.where(chosen[:, :, None], by_group, -jnp.inf).reshape(worth.shape)
+
+
+BY_EXPERT = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
+"""Leaves of a layer that begin with an axis of experts."""
+WEIGHTS = ("router", "b_router", *BY_EXPERT)
+"""Leaves that a mixture reads."""
 
 
 def mix_experts(
@@ -116,12 +151,10 @@ def mix_experts(
         rows: Mesh axes that split the rows; `sequence` then splits their tokens. Empty if rows are whole, or already
             split by an enclosing `shard_map`.
     """
-    names = ("router", "w_gate", "w_up", "w_down")
-    weights, routes = {name: layer[name] for name in names}, layer.get("routes")
+    weights, routes = {name: layer[name] for name in WEIGHTS if name in layer}, layer.get("routes")
     if mesh is None or mesh.size == 1 or not (rows or mesh.shape.get("tensor", 1) > 1):
         return _mix(weights, h, config, 0, routes)
-    by_expert = P("tensor", None, None)
-    specs = {"router": P(None, None), "w_gate": by_expert, "w_up": by_expert, "w_down": by_expert}
+    specs = {name: P("tensor") if name in BY_EXPERT else P() for name in weights}
     around = jax.sharding.get_abstract_mesh()
     rows = tuple(axis for axis in rows if axis not in around.manual_axes)
     split = tuple(axis for axis in (*rows, "sequence") if rows and axis in mesh.shape)
@@ -130,8 +163,9 @@ def mix_experts(
     def own_share(weights: dict[str, Array], h: Array, routes: Array | None) -> Array:
         # The cast must be explicit: a lookup by an index that varies over devices does not make its operand varying,
         # and the gradient would miss the parts of the other devices.
-        h, router = jax.lax.pcast((h, weights["router"]), "tensor", to="varying")
-        weights = weights | {"router": router}
+        common = {name: leaf for name, leaf in weights.items() if name not in BY_EXPERT}
+        h, common = jax.lax.pcast((h, common), "tensor", to="varying")
+        weights = weights | common
         first = jax.lax.axis_index("tensor") * weights["w_up"].shape[0]
         return jax.lax.psum(_mix(weights, h, config, first, routes), "tensor")
 
@@ -149,7 +183,7 @@ def recorded(experts: Callable[..., Array], chosen: list[Array]) -> Callable[...
     """Wraps `experts` so that it also appends the choice of each layer, int16[B,T,X], to `chosen` during tracing."""
 
     def run(layer: dict[str, Any], h: Array, config: ModelConfig) -> Array:
-        choice, _ = route(h.reshape(-1, h.shape[-1]), layer["router"], config)
+        choice, _ = route(h.reshape(-1, h.shape[-1]), layer["router"], config, bias=layer.get("b_router"))
         choice = choice.reshape(*h.shape[:2], -1)
         chosen.append(choice.astype(jnp.int16))
         return experts(layer | {"routes": choice}, h, config)
@@ -162,7 +196,7 @@ def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array 
     B, T, D = h.shape
     tokens = h.reshape(B * T, D)
     replayed = None if routes is None else routes.reshape(B * T, -1)
-    experts, shares = route(tokens, weights["router"], config, replayed)
+    experts, shares = route(tokens, weights["router"], config, replayed, weights.get("b_router"))
     here = weights["w_up"].shape[0]
     chosen = experts.reshape(-1) - first
     chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)
@@ -171,9 +205,14 @@ def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array 
     sizes = jnp.bincount(chosen, length=here + 1)[:here].astype(jnp.int32)
     source = order // config.experts.per_token
     copies = tokens[source]
-    gate = grouped_product(copies, weights["w_gate"], sizes)
-    up = grouped_product(copies, weights["w_up"], sizes)
-    out = grouped_product(activate(gate, config) * up, weights["w_down"], sizes, jnp.float32)
+    expert = jnp.minimum(chosen[order], here - 1)
+
+    def product(x: Array, name: str, dtype: jnp.dtype | None = None) -> Array:
+        y = grouped_product(x, weights[f"w_{name}"], sizes, dtype)
+        return y + weights[f"b_{name}"][expert].astype(y.dtype) if f"b_{name}" in weights else y
+
+    hidden = activate(product(copies, "gate"), product(copies, "up"), config)
+    out = product(hidden, "down", jnp.float32)
     out = jnp.where((jnp.arange(out.shape[0]) < jnp.sum(sizes))[:, None], out, 0.0)
     mixed = jnp.zeros((B * T, D), jnp.float32).at[source].add(out * shares.reshape(-1)[order][:, None])
     return mixed.reshape(B, T, D)

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,15 @@ class TensorRule:
     """Published name, with `{layer}` and `{expert}` if a leaf is stored in parts."""
     dims: str
     """Published dimensions, outermost first; a merged dimension lists its parts in brackets, as in "(N H) D". Of
-    "(J X)" the parts of X (`delta.channels`) are stored one after the other, each for all J."""
+    "(J X)" the parts of X (`delta.channels`) are stored one after the other, each for all J; of "(J R)" the last comes
+    first."""
     order: str
     """Dimensions of the leaf, without layers and experts."""
     before: tuple[str, ...] = ()
     """Outermost dimensions of the leaves that come before it in the same tensor; the tables list them in this order."""
+    turn: tuple[int, int] = (0, 1)
+    """(i, n): the leaf has every n-th entry, from i on, of the innermost dimension of the tensor, which n leaves share
+    in turn."""
 
 
 _LAYER = "model.layers.{layer}."
@@ -69,6 +73,49 @@ _EXPERTS = (
     TensorRule("w_down", _LAYER + "mlp.experts.{expert}.down_proj.weight", "D F", "F D"),
 )
 
+_SHARED = (
+    TensorRule("s_gate", _LAYER + "mlp.shared_expert.gate_proj.weight", "G D", "D G"),
+    TensorRule("s_up", _LAYER + "mlp.shared_expert.up_proj.weight", "G D", "D G"),
+    TensorRule("s_down", _LAYER + "mlp.shared_expert.down_proj.weight", "D G", "G D"),
+    TensorRule("s_share", _LAYER + "mlp.shared_expert_gate.weight", "Y D", "D Y"),
+)
+
+_SHARED_EXPERTS = tuple(
+    replace(rule, name=rule.name.replace("shared_expert.", "shared_experts.")) for rule in _SHARED[:3]
+)
+_FIRST_DENSE = tuple(
+    replace(rule, leaf=f"d{rule.leaf[1:]}", dims=rule.dims.replace("F", "I"), order=rule.order.replace("F", "I"))
+    for rule in _MLP
+)
+_CORRECTION = (TensorRule("b_router", _LAYER + "mlp.gate.e_score_correction_bias", "E", "E"),)
+
+_OSS = _LAYER + "mlp.experts."
+_OSS_LAYER = (
+    TensorRule("sinks", _LAYER + "self_attn.sinks", "N", "N"),
+    TensorRule("bo", _LAYER + "self_attn.o_proj.bias", "D", "D"),
+    TensorRule("router", _LAYER + "mlp.router.weight", "E D", "D E"),
+    TensorRule("b_router", _LAYER + "mlp.router.bias", "E", "E"),
+    TensorRule("w_gate", _OSS + "gate_up_proj", "E D F", "E D F", turn=(0, 2)),
+    TensorRule("w_up", _OSS + "gate_up_proj", "E D F", "E D F", turn=(1, 2)),
+    TensorRule("b_gate", _OSS + "gate_up_proj_bias", "E F", "E F", turn=(0, 2)),
+    TensorRule("b_up", _OSS + "gate_up_proj_bias", "E F", "E F", turn=(1, 2)),
+    TensorRule("w_down", _OSS + "down_proj", "E F D", "E F D"),
+    TensorRule("b_down", _OSS + "down_proj_bias", "E D", "E D"),
+)
+
+_LATENT = (
+    TensorRule("attn_norm", _LAYER + "input_layernorm.weight", "D", "D"),
+    TensorRule("q_down", _LAYER + "self_attn.q_a_proj.weight", "Z D", "D Z"),
+    TensorRule("q_latent_norm", _LAYER + "self_attn.q_a_layernorm.weight", "Z", "Z"),
+    TensorRule("wq", _LAYER + "self_attn.q_b_proj.weight", "(N Q) Z", "Z N Q"),
+    TensorRule("wq", _LAYER + "self_attn.q_proj.weight", "(N Q) D", "D N Q"),
+    TensorRule("kv_down", _LAYER + "self_attn.kv_a_proj_with_mqa.weight", "H D", "D H"),
+    TensorRule("kv_latent_norm", _LAYER + "self_attn.kv_a_layernorm.weight", "L", "L"),
+    TensorRule("kv_up", _LAYER + "self_attn.kv_b_proj.weight", "(N P) L", "L N P"),
+    TensorRule("wo", _LAYER + "self_attn.o_proj.weight", "D (N O)", "N O D"),
+)
+"""Latent attention; which of the two rules of `wq` holds depends on the model (`rules`)."""
+
 _NORMS = (TensorRule("mlp_norm", _LAYER + "post_attention_layernorm.weight", "D", "D"),)
 _GEMMA_NORMS = (
     TensorRule("attn_post_norm", _LAYER + "post_attention_layernorm.weight", "D", "D"),
@@ -83,16 +130,31 @@ _OLMO_NORMS = (
     TensorRule("mlp_post_norm", _LAYER + "post_feedforward_layernorm.weight", "D", "D"),
 )
 
-_QKV, _GATE_UP = _LAYER + "self_attn.qkv_proj.weight", _LAYER + "mlp.gate_up_proj.weight"
+_GLM_NORMS = (
+    TensorRule("attn_post_norm", _LAYER + "post_self_attn_layernorm.weight", "D", "D"),
+    TensorRule("mlp_norm", _LAYER + "post_attention_layernorm.weight", "D", "D"),
+    TensorRule("mlp_post_norm", _LAYER + "post_mlp_layernorm.weight", "D", "D"),
+)
+
+_QKV = _LAYER + "self_attn.qkv_proj.weight"
+
+
+def _gate_and_up(joined: str, down: str) -> tuple[TensorRule, ...]:
+    """A feed-forward whose first two matrices are one tensor."""
+    return (
+        TensorRule("w_gate", _LAYER + joined, "F D", "D F"),
+        TensorRule("w_up", _LAYER + joined, "F D", "D F", before=("F",)),
+        TensorRule("w_down", _LAYER + down, "D F", "F D"),
+    )
+
+
 _FUSED = (
     TensorRule("attn_norm", _LAYER + "input_layernorm.weight", "D", "D"),
     TensorRule("wq", _QKV, "(N H) D", "D N H"),
     TensorRule("wk", _QKV, "(K H) D", "D K H", before=("N H",)),
     TensorRule("wv", _QKV, "(K H) D", "D K H", before=("N H", "K H")),
     TensorRule("wo", _LAYER + "self_attn.o_proj.weight", "D (N H)", "N H D"),
-    TensorRule("w_gate", _GATE_UP, "F D", "D F"),
-    TensorRule("w_up", _GATE_UP, "F D", "D F", before=("F",)),
-    TensorRule("w_down", _LAYER + "mlp.down_proj.weight", "D F", "F D"),
+    *_gate_and_up("mlp.gate_up_proj.weight", "mlp.down_proj.weight"),
 )
 
 _MIX = _LAYER + "linear_attn."
@@ -108,12 +170,30 @@ _DELTA = (
     TensorRule("w_out", _MIX + "out_proj.weight", "D (M U)", "M U D"),
 )
 
+_MAMBA_IN = _LAYER + "mamba.in_proj.weight"
+_MAMBA_LAYER = (
+    TensorRule("w_z", _MAMBA_IN, "(M U) D", "D M U"),
+    TensorRule("w_qkv", _MAMBA_IN, "(J R) D", "D J R", before=("M U",)),
+    TensorRule("w_decay", _MAMBA_IN, "M D", "D M", before=("M U", "J R")),
+    TensorRule("conv", _LAYER + "mamba.conv1d.weight", "(J R) 1 W", "J R W"),
+    TensorRule("conv_bias", _LAYER + "mamba.conv1d.bias", "(J R)", "J R"),
+    TensorRule("a_log", _LAYER + "mamba.A_log", "M", "M"),
+    TensorRule("dt_bias", _LAYER + "mamba.dt_bias", "M", "M"),
+    TensorRule("skip", _LAYER + "mamba.D", "M", "M"),
+    TensorRule("delta_norm", _LAYER + "mamba.norm.weight", "(M U)", "M U"),
+    TensorRule("w_out", _LAYER + "mamba.out_proj.weight", "D (M U)", "M U D"),
+)
+
 # `rules` drops the leaves that a model does not have (biases, a tied unembedding).
 _DENSE_RULES = (*_TOP, *_ATTENTION, *_NORMS, *_MLP)
 _GEMMA_RULES = (*_TOP, *_ATTENTION, *_GEMMA_NORMS, *_MLP)
 _GEMMA_FIXED = {"norm_offset": True, "post_norms": True}
 _GEMMA_DEFAULTS = {"query_pre_attn_scalar": 256, "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096}
 _GEMMA_DEFAULTS |= {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
+
+
+_LATENT_KEYS = ("head_dim", "qk_head_dim", "num_key_value_heads", "num_local_experts", "ep_size", "topk_method")
+_LATENT_KEYS += ("scoring_func", "moe_layer_freq", "aux_loss_alpha", "seq_aux", "partial_rotary_factor")
 
 
 @dataclass(frozen=True)
@@ -132,13 +212,55 @@ class Family:
     """Defaults of missing keys, from the configuration class in transformers; a key set to null is not missing."""
 
     @property
+    def unused(self) -> tuple[str, ...]:
+        """Keys that describe parts which the model has not, or that another key replaces."""
+        if self.model_type == "granitemoehybrid":
+            return ("mamba_chunk_size", "intermediate_size", "num_experts_per_tok", "init_method")
+        if self.sigmoid_experts:
+            left = ("num_nextn_predict_layers", "num_mtp_layers", "intermediate_size")
+            return (*left, *_LATENT_KEYS) if self.latent else left
+        if self.has_experts and self.model_type != "gpt_oss":
+            return ("intermediate_size",)  # the width of dense layers
+        if self.model_type == "gpt_oss":
+            return ("experts_per_token", "initial_context_length")
+        return ("hidden_act",) if self.gemma else ()
+
+    @property
     def gemma(self) -> bool:
         return self.model_type.startswith("gemma")
 
     @property
     def partly_rotary(self) -> bool:
         """Whether the key `partial_rotary_factor` determines which share of a head is rotated."""
-        return self.model_type in ("phi3", "qwen3_5_text")
+        return self.model_type in ("phi3", "glm4", "glm4_moe") or self.recurrent
+
+    @property
+    def granite(self) -> bool:
+        return self.model_type.startswith("granite")
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.model_type in ("deepseek_v3", "glm4_moe_lite")
+
+    @property
+    def sigmoid_experts(self) -> bool:
+        """Whether the experts are chosen as in DeepSeek-V3."""
+        return self.latent or self.model_type == "glm4_moe"
+
+    @property
+    def states_bias(self) -> bool:
+        """Whether the key `attention_bias` says if queries, keys and values have biases."""
+        return self.model_type in ("glm4", "glm4_moe")
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether most layers are recurrent."""
+        return self.model_type.startswith("qwen3_5")
+
+    @property
+    def has_experts(self) -> bool:
+        return any(rule.leaf == "router" for rule in self.table)
 
     @property
     def optional_windows(self) -> bool:
@@ -241,6 +363,101 @@ FAMILIES = (
         | {"full_attention_interval": 4, "rms_norm_eps": 1e-6, "partial_rotary_factor": 0.25},
     ),
 )
+_GRANITE = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "embedding_multiplier": 1.0, "logits_scaling": 1.0}
+_GRANITE |= {"residual_multiplier": 1.0, "attention_multiplier": 1.0}
+_DEEPSEEK = {"rope_theta": 10_000.0, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True}
+_DEEPSEEK |= {"n_shared_experts": 1, "norm_topk_prob": True}
+_GLM = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+_QWEN35 = FAMILIES[-1]
+FAMILIES += (
+    replace(
+        _QWEN35,
+        architecture="Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        table=(*_TOP, *_ATTENTION, *_DELTA, *_NORMS, *_EXPERTS, *_SHARED),
+        defaults=_QWEN35.defaults
+        | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "norm_topk_prob": True}
+        | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    ),
+    Family(
+        "GraniteForCausalLM",
+        "granite",
+        has_windows=False,
+        required={"attention_bias": False, "mlp_bias": False},
+        defaults=_GRANITE,
+    ),
+    Family(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        table=(
+            *(*_TOP, *_ATTENTION, *_MAMBA_LAYER, *_NORMS),
+            *_gate_and_up("shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight"),
+        ),
+        has_windows=False,
+        required={"attention_bias": False, "num_local_experts": 0, "mamba_conv_bias": True, "mamba_proj_bias": False},
+        defaults=_GRANITE
+        | {"num_local_experts": 8, "shared_intermediate_size": 1024, "mamba_n_heads": 128, "mamba_n_groups": 1}
+        | {"mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2},
+    ),
+    Family(
+        "Glm4ForCausalLM",
+        "glm4",
+        table=(
+            *(*_TOP, *_ATTENTION, *_GLM_NORMS),
+            *_gate_and_up("mlp.gate_up_proj.weight", "mlp.down_proj.weight"),
+        ),
+        fixed={"post_norms": True},
+        has_windows=False,
+        defaults=_GLM | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True},
+    ),
+    Family(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        table=(*_TOP, *_ATTENTION, *_NORMS, *_FIRST_DENSE, *_EXPERTS, *_SHARED_EXPERTS, *_CORRECTION),
+        has_windows=False,
+        defaults=_GLM
+        | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "n_routed_experts": 128, "n_shared_experts": 1}
+        | {"num_experts_per_tok": 8, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1}
+        | {"topk_group": 1, "first_k_dense_replace": 1, "intermediate_size": 10_944, "moe_intermediate_size": 1408},
+    ),
+    Family(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        table=(*_TOP, *_LATENT, *_NORMS, *_FIRST_DENSE, *_EXPERTS, *_SHARED_EXPERTS, *_CORRECTION),
+        has_windows=False,
+        required={"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        defaults=_DEEPSEEK
+        | {"n_routed_experts": 256, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
+        | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "q_lora_rank": 1536, "qk_nope_head_dim": 128}
+        | {"v_head_dim": 128, "intermediate_size": 18_432, "moe_intermediate_size": 2048, "rms_norm_eps": 1e-6},
+    ),
+    Family(
+        "Glm4MoeLiteForCausalLM",
+        "glm4_moe_lite",
+        table=(*_TOP, *_LATENT, *_NORMS, *_FIRST_DENSE, *_EXPERTS, *_SHARED_EXPERTS, *_CORRECTION),
+        has_windows=False,
+        required={"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        defaults=_DEEPSEEK
+        | {"n_routed_experts": 64, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4}
+        | {"routed_scaling_factor": 1.8, "q_lora_rank": 768, "qk_nope_head_dim": 192}
+        | {"v_head_dim": 256, "intermediate_size": 10_240, "moe_intermediate_size": 1536, "rms_norm_eps": 1e-5},
+    ),
+    Family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        table=(*_TOP, *_ATTENTION, *_NORMS, *_OSS_LAYER),
+        fixed={"qkv_bias": True, "activation": "clamped_swiglu"},
+        required={"attention_bias": True, "hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        defaults={"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5}
+        | {"num_local_experts": 128, "num_experts_per_tok": 4, "norm_topk_prob": True},
+    ),
+    Family(
+        "Ministral3ForCausalLM",
+        "ministral3",
+        required={"attention_bias": False},
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+    ),
+)
 
 
 class UnsupportedModelError(ValueError):
@@ -304,7 +521,15 @@ def rules(family: Family, config: ModelConfig) -> list[TensorRule]:
     absent = set() if config.qkv_bias else {"bq", "bk", "bv"}
     absent |= set() if config.qk_norm else {"q_norm", "k_norm"}
     absent |= {"unembed"} if config.tie_embeddings else set()
-    return [rule for rule in family.table if rule.leaf not in absent]
+    absent |= set() if config.delta else {rule.leaf for rule in (*_MAMBA_LAYER, *_DELTA)}
+    absent |= set() if config.extras.latent_query else {"q_down", "q_latent_norm"}
+    absent |= set() if config.experts.dense_layers else {"d_gate", "d_up", "d_down"}
+    absent |= set() if config.experts.shared else {"s_gate", "s_up", "s_down"}
+    table = [rule for rule in family.table if rule.leaf not in absent]
+    if not family.latent:
+        return table
+    inputs = "Z" if config.extras.latent_query else "D"
+    return [rule for rule in table if rule.leaf != "wq" or rule.order.startswith(inputs)]
 
 
 class Layout:
@@ -312,13 +537,21 @@ class Layout:
 
     def __init__(self, rule: TensorRule, config: ModelConfig):
         sizes = {"D": config.d_model, "N": config.heads, "K": config.kv_heads, "H": config.head_dim}
-        sizes |= {"F": config.d_ff, "E": config.experts.count, "V": config.vocab_size}
-        sizes |= {"Q": (2 if config.delta else 1) * config.head_dim, "1": 1}
+        sizes |= {"F": config.d_ff, "V": config.vocab_size, "E": config.experts.count}
+        sizes |= {"G": config.experts.shared, "I": config.experts.dense_ff}
+        extras = config.extras
+        sizes |= {"L": extras.latent, "Z": extras.latent_query, "P": extras.latent_key + extras.latent_value}
+        sizes |= {"O": extras.latent_value}
+        query = extras.latent_key + config.rotary_dim if extras.latent else config.head_dim
+        sizes |= {"Q": (2 if config.gated_attention else 1) * query, "1": 1, "Y": 1}
         self.parts: tuple[int, ...] = ()
-        """Widths that make up the second dimension of "(J X)"; empty in other rules."""
+        """Widths that make up the second dimension of "(J X)" and "(J R)"; empty in other rules."""
+        self.backwards = "J R" in rule.dims
+        """Whether the last part is stored first."""
         if config.delta:
-            delta, self.parts = config.delta, channels(config.delta) if "J X" in rule.dims else ()
+            delta, self.parts = config.delta, channels(config.delta) if re.search("J [XR]", rule.dims) else ()
             sizes |= {"J": delta.key_heads, "X": sum(channels(delta)), "M": delta.value_heads}
+            sizes["R"] = sizes["X"]
             sizes |= {"U": delta.value_dim, "W": delta.conv}
         before = (math.prod(sizes[letter] for letter in dims.split()) for dims in rule.before)
         self.groups = [(merged or single).split() for merged, single in re.findall(r"\((.+?)\)|(\w)", rule.dims)]
@@ -368,12 +601,15 @@ class Layout:
         if not self.parts:
             yield published, ()
             return
-        first, last = (bound // sum(self.parts) for bound in (published[0].start, published[0].stop))
-        before = 0
-        for width in self.parts:
-            rows = slice(*(self._sizes["J"] * before + head * width for head in (first, last)))
-            yield [rows, *published[1:]], (slice(None), slice(before, before + width))
-            before += width
+        bounds = (published[0].start - self._first, published[0].stop - self._first)
+        first, last = (bound // sum(self.parts) for bound in bounds)
+        stored = self._first
+        ends = np.cumsum(self.parts)
+        starts = [*zip(ends - self.parts, self.parts, strict=True)]
+        for start, width in reversed(starts) if self.backwards else starts:
+            rows = slice(*(int(stored + head * width) for head in (first, last)))
+            yield [rows, *published[1:]], (slice(None), slice(int(start), int(start + width)))
+            stored += self._sizes["J"] * width
 
     def to_published(self, leaf: np.ndarray) -> np.ndarray:
         """The published tensor, from a complete leaf."""
@@ -385,4 +621,5 @@ class Layout:
         if not self.parts:
             return slice(None)
         rows = np.arange(self.published_shape[0]).reshape(self._sizes["J"], -1)
-        return np.concatenate([part.ravel() for part in np.split(rows, np.cumsum(self.parts)[:-1], axis=1)])
+        parts = np.split(rows, np.cumsum(self.parts)[:-1], axis=1)
+        return np.concatenate([part.ravel() for part in (reversed(parts) if self.backwards else parts)])

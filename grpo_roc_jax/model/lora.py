@@ -113,12 +113,12 @@ def pair_shapes(lora: LowRank, model: ModelConfig) -> dict[str, tuple[tuple[int,
     for target in lora.targets:
         leaf, inputs = TARGETS[target]
         if leaf not in layer:
+            kinds = "attention without a latent vector" if leaf in ("wk", "wv") else "recurrent layers"
             raise ValueError(
-                f"lora.targets names {target!r}, a matrix of recurrent layers, of which this model has none; list "
-                "others"
+                f"lora.targets names {target!r}, a matrix of {kinds}, of which this model has none; list others"
             )
         shape, axes = layer[leaf]
-        if model.experts.count and leaf.startswith("w_"):
+        if model.experts.count and leaf in ("w_gate", "w_up", "w_down"):
             raise ValueError(
                 f"lora.targets names {target!r}, which are experts in this model; list the attention matrices only "
                 "(q_proj, k_proj, v_proj, o_proj)"
@@ -218,16 +218,19 @@ def _published_pairs(lora: LowRank, family: Family, model: ModelConfig) -> list[
     """Every tensor of an adapter directory.
 
     Raises:
-        CheckpointError: the family holds several of the targets as one matrix.
+        CheckpointError: the family holds several of the targets as one matrix, or one under another name.
     """
     leaves = {TARGETS[target][0] for target in lora.targets}
     table = rules(family, model)
     targeted = [rule for rule in table if rule.leaf in leaves]
     names = [rule.name for rule in table]
-    if joined := sorted({rule.name for rule in targeted if names.count(rule.name) > 1}):
+    modules = {rule.name: rule.name.removesuffix(".weight").rpartition(".")[2] for rule in targeted}
+    joined = {name for name, module in modules.items() if names.count(name) > 1 or module not in lora.targets}
+    if joined:
         raise CheckpointError(
-            f"a {family.architecture} holds several targets of the adapter as one matrix ({', '.join(joined)}), which "
-            "has one pair in a PEFT directory; export the merged weights, or train only o_proj and down_proj"
+            f"a {family.architecture} holds targets of the adapter as one matrix or under another name "
+            f"({', '.join(sorted(joined))}), which has no such pair in a PEFT directory; export the merged weights, or "
+            "train only o_proj and down_proj"
         )
     parts = []
     for layer in range(model.layers):

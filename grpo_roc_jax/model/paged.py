@@ -32,6 +32,10 @@ def check_paged(config: ModelConfig, platform: str, tensor: int = 1) -> None:
     remedy = "; set rollout.attention xla"
     if platform != "tpu":
         raise ValueError(f"rollout.attention = 'paged' on {platform}: the kernel is for TPUs{remedy}")
+    if config.extras.sinks:
+        raise ValueError(
+            f"rollout.attention = 'paged' with model.extras.sinks: the kernel has no scores without keys{remedy}"
+        )
     dtype = compute_dtype(config)
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"rollout.attention = 'paged' in {dtype}: must be bfloat16 or float32{remedy}")

@@ -90,20 +90,29 @@ def attend_on(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., 
     def gathered(x: Array) -> Array:
         return from_zigzag(jax.lax.all_gather(x, "sequence", axis=1, tiled=True), parts)
 
-    def own_share(q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None) -> Array:
+    def own_share(q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None, sinks: Array | None) -> Array:
+        more = {} if sinks is None else {"sinks": sinks}
         if parts == 1:
-            return attend(q, k, v, segment_ids, window)
+            return attend(q, k, v, segment_ids, window, **more)
         columns = columns_of(jax.lax.axis_index("sequence"), parts * q.shape[1], parts)
-        return attend(q, gathered(k), gathered(v), gathered(segment_ids), window, columns)
+        return attend(q, gathered(k), gathered(v), gathered(segment_ids), window, columns, **more)
 
-    def shared(q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None = None) -> Array:
+    def shared(
+        q: Array,
+        k: Array,
+        v: Array,
+        segment_ids: Array,
+        window: Array | None = None,
+        *,
+        sinks: Array | None = None,
+    ) -> Array:
         heads, tensor = free_spec(ROWS, "sequence", "tensor", None), mesh.shape["tensor"]
         if k.shape[2] % tensor:  # see `sharding.head_copies`
             k, v = (jnp.repeat(x, tensor // x.shape[2], axis=2) for x in (k, v))
-        specs = (heads, heads, heads, free_spec(ROWS, "sequence"), P())
+        specs = (heads, heads, heads, free_spec(ROWS, "sequence"), P(), free_spec("tensor"))
         # The outputs differ on all devices, so there is no replication to check; the loops of attention and the kernels
         # do not support the check.
-        return shard_map_free(own_share, mesh, specs, heads)(q, k, v, segment_ids, window)
+        return shard_map_free(own_share, mesh, specs, heads)(q, k, v, segment_ids, window, sinks)
 
     return shared
 
@@ -141,6 +150,11 @@ def attention_for(name: str, model: ModelConfig, length: int, mesh: Mesh | None)
         ValueError: See `make_attention`.
     """
     windows, cap = sorted(set(model.layer_windows)), model.extras.attention_cap
+    if model.extras.sinks and name in FUSED.values():
+        raise ValueError(
+            f"update.attention = {name!r} with model.extras.sinks: the kernel has no scores without keys; take auto, "
+            "blocked or reference"
+        )
     path = make_attention(name, length, platform_of(mesh), parts=sequence_parts(mesh), windows=windows, cap=cap)
     return attend_on(path, mesh)
 

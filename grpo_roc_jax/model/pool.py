@@ -371,21 +371,23 @@ class PoolWriter:
             return self._recur(layer, at.rows, at.position, at.active.astype(jnp.int32))
         limits = self._limits(layer)
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
+        def attend(q: Array, k: Array, v: Array, sinks: Array | None = None) -> Array:
             if pool.orders[:2] == IN_PLACE:
-                return self._merge(layer, at, q, k, v, limits)
+                return self._merge(layer, at, q, k, v, limits, sinks)
             self._write(layer, k, v, at.block[:, None], at.position[:, None] % pool.columns)
             if pool.orders == PAGED:
                 seen = jnp.where(at.active, at.position + 1, 1)
                 return attend_table(q, *self._layers[layer][0], at.table, seen, **limits._asdict(), mesh=self._mesh)
             columns = jnp.where(at.active, at.position, 0)[:, None]
-            return attend_window(q, self._reader(layer, q.dtype), at.table, columns, pool.orders[:2], limits)
+            return attend_window(q, self._reader(layer, q.dtype), at.table, columns, pool.orders[:2], limits, sinks)
 
         return attend
 
-    def _merge(self, layer: int, at: Tokens, q: Array, k: Array, v: Array, limits: Limits) -> Array:
+    def _merge(
+        self, layer: int, at: Tokens, q: Array, k: Array, v: Array, limits: Limits, sinks: Array | None
+    ) -> Array:
         """`merge_blocks` over the arenas that have readers, after the write of the new tokens."""
-        pool, state = self._pool, no_partial(q, k.shape[2])
+        pool, state = self._pool, no_partial(q, k.shape[2], sinks)
         self._write(layer, k, v, at.block[:, None], at.position[:, None] % pool.columns)
         for arena, readers, leaves in zip(pool.arenas, at.readers, self._layers[layer], strict=True):
 
@@ -410,7 +412,7 @@ class PoolWriter:
             return self._recur(layer, rows, start, length)
         limits = self._limits(layer)
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
+        def attend(q: Array, k: Array, v: Array, sinks: Array | None = None) -> Array:
             step = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
             columns = start[:, None] + step
             blocks = jnp.take_along_axis(table, columns // pool.columns, axis=1, mode="clip")
@@ -418,7 +420,7 @@ class PoolWriter:
             if pool.orders == PAGED:
                 seen = start + q.shape[1]
                 return attend_table(q, *self._layers[layer][0], table, seen, **limits._asdict(), mesh=self._mesh)
-            return attend_window(q, self._reader(layer, q.dtype), table, columns, pool.orders[:2], limits)
+            return attend_window(q, self._reader(layer, q.dtype), table, columns, pool.orders[:2], limits, sinks)
 
         return attend
 
@@ -426,10 +428,10 @@ class PoolWriter:
         """`attend(q, k, v)` of packed new tokens [1,N,...] of several rows."""
         pool, limits = self._pool, self._limits(layer)
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
+        def attend(q: Array, k: Array, v: Array, sinks: Array | None = None) -> Array:
             self._write(layer, k, v, at.block[None], at.column[None] % pool.columns)
             reader = self._reader(layer, q.dtype)
-            context = attend_window(q[0][at.source], reader, at.table, at.seen, pool.orders[:2], limits)
+            context = attend_window(q[0][at.source], reader, at.table, at.seen, pool.orders[:2], limits, sinks)
             return context.reshape(-1, *q.shape[2:])[at.place][None]
 
         return attend
@@ -456,15 +458,13 @@ class PoolWriter:
             for arena, leaves in zip(pool.arenas, self._layers[layer], strict=True)
         )
 
-    def _recur(
-        self, layer: int, rows: Array | None, start: Array, length: Array
-    ) -> Callable[[delta.Signals, Array], Array]:
+    def _recur(self, layer: int, rows: Array | None, start: Array, length: Array) -> Callable[..., Array]:
         """The output of a recurrent layer for the first `length` of its new tokens; without `rows`, of all rows."""
 
-        def recur(signals: delta.Signals, conv: Array) -> Array:
+        def recur(signals: delta.Signals, conv: Array, space: delta.Space | None = None) -> Array:
             (memory,) = self._layers[layer]
             selected = memory if rows is None else (_take(leaf, rows) for leaf in memory)
-            context, new = delta.recur_cached(delta.Memory(*selected), start == 0, length, signals, conv)
+            context, new = delta.recur_cached(delta.Memory(*selected), start == 0, length, signals, conv, space)
             if rows is not None:
                 new = (leaf.at[rows].set(part, mode="drop") for leaf, part in zip(memory, new, strict=True))
             self._layers[layer] = (tuple(new),)

@@ -134,34 +134,36 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
     family = find_family(published)
     published = _Keys(published, family, ignore_keys)
     d_model, heads = published["hidden_size"], published["num_attention_heads"]
-    moe = family.model_type == "qwen3_moe"
+    experts = _experts(published, family) if family.has_experts else DenseFeedForward()
     theta, local_theta, scaling = _rope(published, family)
     sizes = _windows(published, family)
     windows = SlidingWindows(sizes or (0,), local_theta) if sizes or local_theta else NoWindows()
-    config = ModelConfig(
+    fields = dict(
         d_model=d_model,
         layers=published["num_hidden_layers"],
         heads=heads,
         kv_heads=published.get("num_key_value_heads") or heads,
         head_dim=published.get("head_dim") or d_model // heads,
-        d_ff=published["moe_intermediate_size" if moe else "intermediate_size"],
+        d_ff=published[_width_key(family)],
         vocab_size=published["vocab_size"],
         norm_eps=published["rms_norm_eps"],
         tie_embeddings=bool(published.get("tie_word_embeddings", False)),
-        activation=_activation(published, "hidden_activation" if family.gemma else "hidden_act"),
         extras=_extras(published, family),
         max_positions=published.get("max_position_embeddings") or 0,
         rope_theta=theta,
         rope_scaling=scaling,
-        windows=_gated_delta(published) if family.model_type == "qwen3_5_text" else windows,
-        experts=_experts(published) if moe else DenseFeedForward(),
-        **(family.fixed or {}),
+        windows=_recurrent(published, family) or windows,
+        experts=experts,
     )
-    for key in (("intermediate_size",) if moe else ()) + (("hidden_act",) if family.gemma else ()):
-        published.get(key)  # the width of dense layers, of which this model has none; replaced by hidden_activation
+    config = ModelConfig(**fields | _stated(published, family))
+    for key in family.unused:
+        published.get(key)
     stored = published.peek("quantization_config")
-    if isinstance(stored, dict) and stored.get("load_in_4bit") and stored.get("bnb_4bit_quant_type") == "nf4":
+    stored = stored if isinstance(stored, dict) else {}
+    if stored.get("load_in_4bit") and stored.get("bnb_4bit_quant_type") == "nf4":
         published.get("quantization_config")  # `bitsandbytes_io` reads these matrices
+    if family.model_type == "gpt_oss" and stored.get("quant_method") == "mxfp4":
+        published.get("quantization_config")  # `mxfp4` unpacks them
     published.refuse_rest()
     return config
 
@@ -215,6 +217,27 @@ class _Keys:
         return without_effect(key) == "noted"
 
 
+def _width_key(family: Family) -> str:
+    """The key of the width of a feed-forward, or of an expert."""
+    if family.model_type == "granitemoehybrid":
+        return "shared_intermediate_size"
+    return "moe_intermediate_size" if family.has_experts and family.model_type != "gpt_oss" else "intermediate_size"
+
+
+def _stated(published: _Keys, family: Family) -> dict[str, Any]:
+    """Fields that some architectures imply and others state."""
+    fields: dict[str, Any] = {}
+    if "activation" not in (family.fixed or {}):
+        fields["activation"] = _activation(published, "hidden_activation" if family.gemma else "hidden_act")
+    if family.states_bias:
+        fields["qkv_bias"] = bool(published.get("attention_bias", False))
+    if family.model_type == "glm4_moe":
+        fields["qk_norm"] = bool(published.get("use_qk_norm", False))
+    if family.latent:
+        fields |= {"kv_heads": 1, "head_dim": published["kv_lora_rank"] + published["qk_rope_head_dim"]}
+    return fields | dict(family.fixed or {})
+
+
 @cache
 def note(text: str) -> None:
     """Logs a text once; a `config.json` is read several times in a run."""
@@ -244,8 +267,64 @@ def _extras(published: _Keys, family: Family) -> Extras:
     if family.model_type == "smollm3":
         rotary = _rotary_layers(published)
         settings = {"rotary_layers": () if all(rotary) else _period(rotary)}
+    if family.model_type == "glm4":
+        settings["rotary_pairs"] = True
+    if family.latent:
+        settings = _latent(published)
+    if family.model_type == "gpt_oss":
+        settings = {"sinks": True, "output_bias": True}
+    if family.model_type == "ministral3":
+        settings = _query_growth(published)
+    if family.granite:
+        factor = float(published["attention_multiplier"])
+        settings = {
+            "query_scale": _twelve_digits(factor**-2),
+            "embed_factor": float(published["embedding_multiplier"]),
+            "residual_factor": float(published["residual_multiplier"]),
+            "logit_divisor": float(published["logits_scaling"]),
+        }
+    if family.model_type == "granitemoehybrid":
+        kind = published.get("position_embedding_type")
+        if kind not in ("rope", "nope", None):
+            raise UnsupportedModelError(
+                f"config.json of a {family.architecture}: position_embedding_type = {kind!r} is not supported; must be "
+                "rope or nope"
+            )
+        settings["rotary_layers"] = () if kind == "rope" else (False,)
     extras = SomeExtras(**settings)
     return NoExtras() if extras == SomeExtras() else extras
+
+
+def _twelve_digits(number: float) -> float:
+    """The number with twelve digits: a factor, its inverse square, and the inverse root of that are then one value."""
+    return float(f"{number:.12g}")
+
+
+def _latent(published: _Keys) -> dict[str, Any]:
+    """The widths of latent attention, and the factor of its scores, which grows with the rotary rescaling."""
+    key, value = published["qk_nope_head_dim"], published["v_head_dim"]
+    parameters = published.get("rope_parameters") or published.get("rope_scaling") or {}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    growth = parameters.get("mscale_all_dim") if kind != "default" else 0.0
+    scale = float(key + published["qk_rope_head_dim"])
+    if growth:
+        scale = _twelve_digits(scale / (0.1 * growth * math.log(max(parameters["factor"], 1.0)) + 1.0) ** 4)
+    return {
+        "latent": published["kv_lora_rank"],
+        "latent_query": published.get("q_lora_rank") or 0,
+        "latent_key": key,
+        "latent_value": value,
+        "rotary_pairs": bool(published["rope_interleave"]) if published.get("rope_interleave") else False,
+        "query_scale": scale,
+    }
+
+
+def _query_growth(published: _Keys) -> dict[str, Any]:
+    """The growth of queries with their position, which a Ministral 3 states with the rotary rescaling."""
+    parameters = published.get("rope_parameters") or published.get("rope_scaling") or {}
+    growth = float(parameters.get("llama_4_scaling_beta") or 0.0)
+    length = int(parameters["original_max_position_embeddings"]) if growth else 0
+    return {"query_growth": growth, "query_length": length}
 
 
 def _rotary_layers(published: _Keys) -> tuple[bool, ...]:
@@ -287,7 +366,7 @@ def _period(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _layer_types(published: _Keys, family: Family, layers: int) -> list[str]:
     sliding, full = "sliding_attention", "full_attention"
-    every = {"gemma2": 2, "gemma3_text": published.get("sliding_window_pattern") or 6, "olmo3": 4}
+    every = {"gemma2": 2, "gemma3_text": published.get("sliding_window_pattern") or 6, "olmo3": 4, "gpt_oss": 2}
     if family.model_type in every:
         return [sliding if (i + 1) % every[family.model_type] else full for i in range(layers)]
     if family.model_type == "smollm3":
@@ -296,6 +375,36 @@ def _layer_types(published: _Keys, family: Family, layers: int) -> list[str]:
         first = published.get("max_window_layers")
         return [sliding if first is not None and i >= first else full for i in range(layers)]
     return [sliding] * layers
+
+
+def _recurrent(published: _Keys, family: Family) -> GatedDelta | None:
+    """The settings of the recurrent layers, if there are any."""
+    if family.recurrent:
+        return _gated_delta(published)
+    if family.model_type != "granitemoehybrid":
+        return None
+    heads, width = published["mamba_n_heads"], published["mamba_d_head"]
+    inner = published["mamba_expand"] * published["hidden_size"]
+    width = inner // heads if width == "auto" else width
+    groups, state, conv = (published[f"mamba_{name}"] for name in ("n_groups", "d_state", "d_conv"))
+    limit = published.get("time_step_limit")
+    # transformers 5 writes infinity as {"__float__": "Infinity"}.
+    low, high = (float(end["__float__"] if isinstance(end, dict) else end) for end in limit or (0.0, math.inf))
+    kinds = {"attention": True, "full_attention": True, "mamba": False, "linear_attention": False}
+    types = published.get("layer_types") or published.get("layers_block_type") or ()
+    if set(types) - set(kinds) or len(types) != published["num_hidden_layers"] or low > 0 or high < math.inf:
+        raise UnsupportedModelError(
+            f"config.json of a {family.architecture}: layer_types = {types!r} with time_step_limit = {limit!r} is not "
+            "supported; must be attention or mamba for each layer, and no limit"
+        )
+    attends = _period(tuple(kinds[kind] for kind in types))
+    if all(attends):
+        return None
+    attention = tuple(i for i, yes in enumerate(attends) if yes)
+    if not attention:
+        raise UnsupportedModelError(f"config.json of a {family.architecture} without a layer of attention")
+    sizes = {"key_heads": groups, "value_heads": heads, "key_dim": state, "value_dim": width, "conv": conv}
+    return GatedDelta(**sizes, every=len(attends), attention=attention, form="mamba2")
 
 
 def _gated_delta(published: _Keys) -> GatedDelta:
@@ -341,6 +450,11 @@ def _rope(published: _Keys, family: Family) -> tuple[float, float, RopeScaling]:
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     kind = "default" if kind == "mrope" else kind
     scaling.pop("type", None)
+    if family.model_type == "ministral3":
+        for key in ("llama_4_scaling_beta", "max_position_embeddings"):
+            scaling.pop(key, None)
+    if kind == "yarn":
+        _complete_yarn(scaling)
     if family.model_type == "phi3":
         kind = "longrope" if kind in ("su", "yarn") else kind  # names in older files
         _complete_longrope(published, kind, scaling)
@@ -362,6 +476,14 @@ def _rope(published: _Keys, family: Family) -> tuple[float, float, RopeScaling]:
     return float(theta), float(local or 0), RopeScaling.kinds[kind](**parameters_read)
 
 
+def _complete_yarn(scaling: dict[str, Any]) -> None:
+    """The factor of queries and keys from two others, as transformers computes it."""
+    above, below = scaling.pop("mscale", None), scaling.pop("mscale_all_dim", None)
+    if above and below and scaling.get("attention_factor") is None:
+        grown = [0.1 * part * math.log(max(scaling["factor"], 1.0)) + 1.0 for part in (above, below)]
+        scaling["attention_factor"] = grown[0] / grown[1]
+
+
 def _complete_longrope(published: _Keys, kind: str, scaling: dict[str, Any]) -> None:
     """Adds what a Phi-3 states outside of the rescaling: the first length, and by it the factor of queries and keys."""
     first = published.get("original_max_position_embeddings")
@@ -375,9 +497,24 @@ def _complete_longrope(published: _Keys, kind: str, scaling: dict[str, Any]) -> 
         scaling["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(first)) if factor > 1 else 1.0
 
 
-def _experts(published: _Keys) -> Mixture:
-    count = published.get("num_experts") or published["num_local_experts"]
-    return Mixture(count, published["num_experts_per_tok"], bool(published["norm_topk_prob"]))
+def _experts(published: _Keys, family: Family) -> Mixture:
+    keys = ("n_routed_experts", "num_experts", "num_local_experts")
+    count = next((published[key] for key in keys if published.get(key)), 0) or published["num_experts"]
+    more: dict[str, Any] = {"norm_weights": bool(published["norm_topk_prob"])}
+    if family.recurrent:
+        more |= {"shared": published["shared_expert_intermediate_size"], "shared_gate": True}
+    if family.model_type == "gpt_oss":
+        more["biases"] = True
+    if family.sigmoid_experts:
+        dense = _dense_layers(published, family)
+        more |= {"scores": "sigmoid", "groups": published["n_group"], "top_groups": published["topk_group"]}
+        more |= {"shared": published["n_shared_experts"] * published["moe_intermediate_size"]}
+        more |= {"scale": float(published["routed_scaling_factor"]), "dense_layers": dense}
+        more |= {"dense_ff": published["intermediate_size"] if dense else 0}
+    try:
+        return Mixture(count, published["num_experts_per_tok"], **more)
+    except ValueError as error:
+        raise UnsupportedModelError(f"config.json: {error}") from error
 
 
 def write_config(config: ModelConfig, family: Family | None = None) -> dict[str, Any]:
@@ -391,7 +528,7 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
         UnsupportedModelError: no family has this combination of options.
     """
     family = family or infer_family(config)
-    names = {value: key for key, value in _ACTIVATIONS.items()}
+    names = {value: key for key, value in _ACTIVATIONS.items()} | {"clamped_swiglu": "silu"}
     window = max(config.windows.sizes, default=0)
     sliding = ["sliding_attention" if w else "full_attention" for w in config.layer_windows or (0,) * config.layers]
     published = {
@@ -412,11 +549,29 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
         "sliding_window": window or None,
         "max_position_embeddings": config.max_positions or 32_768,
     }
-    if family.model_type not in ("mistral", "phi3") and (window or family.gemma or family.model_type == "olmo3"):
+    if family.model_type not in ("mistral", "ministral3", "phi3") and (
+        window or family.gemma or family.model_type == "olmo3"
+    ):
         published["layer_types"] = sliding
     if family.optional_windows:
         published["use_sliding_window"] = bool(window)
     return published | _own_keys(config, family) | dict(family.required or {})
+
+
+def _dense_layers(published: _Keys, family: Family) -> int:
+    """Number of layers without experts, which come first."""
+    if family.model_type != "glm4_moe_lite":
+        return published["first_k_dense_replace"] if published.get("first_k_dense_replace") else 0
+    layers = published["num_hidden_layers"]
+    stated = published.get("first_k_dense_replace")
+    types = published.get("mlp_layer_types") or ["dense"] * (1 if stated is None else stated)
+    dense = types.count("dense")
+    if types[dense:] != ["sparse"] * (layers - dense) and len(types) > dense:
+        raise UnsupportedModelError(
+            f"config.json: mlp_layer_types = {types!r} is not supported; must be dense in the first layers and sparse "
+            "in the others"
+        )
+    return dense
 
 
 def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
@@ -442,12 +597,74 @@ def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
         published["partial_rotary_factor"] = extras.rotary_share
         if isinstance(config.rope_scaling, LongRopeScaling):
             published["original_max_position_embeddings"] = config.rope_scaling.original_length
-    if config.delta:
+    if config.delta and family.recurrent:
         published |= _delta_keys(config)
-    if name == "qwen3_moe":
-        published |= {"num_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token}
-        published |= {"moe_intermediate_size": config.d_ff, "norm_topk_prob": config.experts.norm_weights}
+    if family.partly_rotary:
+        published["partial_rotary_factor"] = extras.rotary_share
+    if family.states_bias:
+        published["attention_bias"] = config.qkv_bias
+    if family.granite:
+        published["attention_multiplier"] = _twelve_digits((extras.query_scale or config.head_dim) ** -0.5)
+        published |= {"embedding_multiplier": extras.embed_factor, "residual_multiplier": extras.residual_factor}
+        published |= {"logits_scaling": extras.logit_divisor}
+    if name == "granitemoehybrid":
+        published |= {"shared_intermediate_size": config.d_ff}
+        published |= {"layer_types": ["attention" if attends else "mamba" for attends in config.attends]}
+        published |= {"position_embedding_type": "rope" if config.layer_rotary[0] else "nope"}
+        if mamba := config.delta:
+            sizes = {"n_heads": mamba.value_heads, "n_groups": mamba.key_heads, "d_state": mamba.key_dim}
+            sizes |= {"d_head": mamba.value_dim, "d_conv": mamba.conv}
+            sizes["expand"] = mamba.value_heads * mamba.value_dim // config.d_model
+        else:
+            sizes = {"n_heads": 1, "d_head": 2 * config.d_model}  # of no layer; the defaults may not fit
+        published |= {f"mamba_{name}": size for name, size in sizes.items()}
+    if name == "ministral3":
+        scaling = _rope_scaling(config) or {"rope_type": "default"}
+        growth = {"llama_4_scaling_beta": extras.query_growth}
+        growth |= {"original_max_position_embeddings": extras.query_length or 16_384}
+        published["rope_parameters"] = growth | scaling | {"rope_theta": config.rope_theta}
+        published["rope_scaling"] = None
+    if family.latent:
+        published |= _latent_keys(config)
+    if family.has_experts:
+        published |= _expert_keys(config, family)
     return published
+
+
+def _latent_keys(config: ModelConfig) -> dict[str, Any]:
+    extras, turned, scaling = config.extras, config.rotary_dim, _rope_scaling(config)
+    published: dict[str, Any] = {"kv_lora_rank": extras.latent, "q_lora_rank": extras.latent_query or None}
+    published |= {"qk_nope_head_dim": extras.latent_key, "qk_rope_head_dim": turned, "head_dim": turned}
+    published |= {"v_head_dim": extras.latent_value, "rope_interleave": extras.rotary_pairs}
+    published |= {"num_key_value_heads": config.heads}
+    width = float(extras.latent_key + turned)
+    if scaling and extras.query_scale not in (0.0, width):
+        unit = 0.1 * math.log(scaling["factor"])
+        grown = (width / extras.query_scale) ** 0.25
+        scaling["mscale_all_dim"] = _twelve_digits((grown - 1.0) / unit)
+        published["rope_scaling"] = scaling
+    return published
+
+
+def _expert_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
+    experts = config.experts
+    published: dict[str, Any] = {"num_experts_per_tok": experts.per_token}
+    if family.model_type == "gpt_oss":
+        return published | {"num_local_experts": experts.count}
+    published |= {"moe_intermediate_size": config.d_ff}
+    if family.recurrent:
+        return published | {"num_experts": experts.count, "shared_expert_intermediate_size": experts.shared}
+    published["norm_topk_prob"] = experts.norm_weights
+    if not family.sigmoid_experts:
+        return published | {"num_experts": experts.count}
+    published |= {"n_routed_experts": experts.count, "n_shared_experts": experts.shared // config.d_ff}
+    published |= {"routed_scaling_factor": experts.scale, "n_group": experts.groups, "topk_group": experts.top_groups}
+    published |= {"first_k_dense_replace": experts.dense_layers, "intermediate_size": experts.dense_ff or config.d_ff}
+    published["num_nextn_predict_layers"] = 0
+    if family.model_type == "glm4_moe_lite":
+        kinds = ["dense"] * experts.dense_layers + ["sparse"] * (config.layers - experts.dense_layers)
+        published["mlp_layer_types"] = kinds
+    return published | ({"use_qk_norm": bool(config.qk_norm)} if family.model_type == "glm4_moe" else {})
 
 
 def _delta_keys(config: ModelConfig) -> dict[str, Any]:
@@ -490,7 +707,7 @@ def same_model(left: ModelConfig, right: ModelConfig) -> bool:
         extras_set, scaling = config.extras, config.rope_scaling
         extras = {name: getattr(extras_set, name) for name in fields_of(SomeExtras)}
         extras |= {
-            "query_scale": extras_set.query_scale or float(config.head_dim),
+            "query_scale": extras_set.query_scale or float(_query_width(config)),
             "rotary_layers": config.layer_rotary,
         }
         if isinstance(scaling, YarnRopeScaling | LongRopeScaling):
@@ -498,6 +715,8 @@ def same_model(left: ModelConfig, right: ModelConfig) -> bool:
         if isinstance(scaling, LongRopeScaling):
             scaling = replace(scaling, extended=False)
         local_theta = config.windows.local_theta or config.rope_theta
+        attention = tuple(i for i, attends in enumerate(config.attends) if attends)
+        delta = replace(config.delta, every=config.layers, attention=attention) if config.delta else None
         experts = replace(config.experts, replay=False) if config.experts.replay else config.experts
         return replace(
             config,
@@ -505,13 +724,18 @@ def same_model(left: ModelConfig, right: ModelConfig) -> bool:
             ignore_keys=(),
             compute_dtype="auto",
             max_positions=0,
-            windows=config.delta or SlidingWindows(config.layer_windows or (0,), local_theta),
+            windows=delta or SlidingWindows(config.layer_windows or (0,), local_theta),
             extras=SomeExtras(**extras),
             experts=experts,
             rope_scaling=scaling,
         )
 
     return plain(left) == plain(right)
+
+
+def _query_width(config: ModelConfig) -> int:
+    """The width of a query by whose root scores are divided where nothing else is stated."""
+    return config.extras.latent_key + config.rotary_dim if config.extras.latent else config.head_dim
 
 
 def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
-Rope = tuple[Array, Array]
-"""Cosine and sine of the rotary angles, float32, without a head axis."""
+Rope = tuple[Array, ...]
+"""Cosine and sine of the rotary angles, float32, without a head axis; third, where there is one, the factor of the
+queries [B,T]."""
 
 
 def rope_names(config: ModelConfig) -> tuple[str, ...]:
@@ -43,6 +44,10 @@ def rotary_tables(positions: Int[Array, "*B"], config: ModelConfig) -> dict[str,
     }
     if "plain" in tables and config.rope_scaling.magnitude != 1:
         tables["plain"] = tuple(config.rope_scaling.magnitude * part for part in tables["plain"])
+    if config.extras.query_growth:
+        steps = (positions // config.extras.query_length).astype(jnp.float32)
+        factor = 1.0 + config.extras.query_growth * jnp.log1p(steps)
+        tables = {name: (*table, factor) for name, table in tables.items()}
     return tables
 
 
@@ -50,6 +55,12 @@ def layer_ropes(positions: Int[Array, "*B"], config: ModelConfig) -> list[Rope]:
     """The angles of each layer, for code that unrolls the layers."""
     tables = rotary_tables(positions, config)
     return [tables[name] for name in rope_names(config)]
+
+
+def paired_halves(x: Float[Array, "*B X H"], columns: int) -> Float[Array, "*B X H"]:
+    """The first `columns` columns of each head with the even ones before the odd ones, so that the rotation by halves
+    turns those that were neighbours. Products of queries and keys do not depend on the order."""
+    return jnp.concatenate([x[..., :columns:2], x[..., 1:columns:2], x[..., columns:]], axis=-1)
 
 
 def apply_rotary(

@@ -73,6 +73,40 @@ class Tensor:
             out[first:last] = piece.reshape(last - first, *out.shape[1:])
 
 
+@dataclass(frozen=True)
+class TensorSlice:
+    """A tensor that is stored as a part of another one, such as the matrix of one expert of many."""
+
+    tensor: Any
+    """A `Tensor`, or another with its `shape`, `dtype` and `read`."""
+    first: int
+    """Index along the outermost dimension, which the part does not have."""
+    rows: tuple[int, int]
+    """First and last (exclusive) index along the next dimension."""
+    blocks: ClassVar[None] = None
+    """See `Tensor.blocks`."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows[1] - self.rows[0], *self.tensor.shape[2:]
+
+    def read(self, index: Sequence[slice], out: np.ndarray) -> None:
+        """As `Tensor.read`."""
+        start, stop, _ = index[0].indices(self.shape[0])
+        rows = slice(self.rows[0] + start, self.rows[0] + stop)
+        piece = np.empty((1, stop - start, *_sizes(index[1:], self.shape[1:])), out.dtype)
+        self.tensor.read((slice(self.first, self.first + 1), rows, *index[1:]), piece)
+        out[...] = piece.reshape(out.shape)
+
+
+def _sizes(index: Sequence[slice], shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True))
+
+
 def read_directory(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint directory by name, from a single file or from the shards of an index; those in uint8
     too.

@@ -190,7 +190,9 @@ def axes_to_spec(logical: Sequence[str | None]) -> P:
 
 def head_copies(config: ModelConfig, tensor: int) -> int:
     """Number of copies of each key-value head. With more `tensor` devices than heads, each device gets one copy. The
-    parameters hold a single copy, on all of these devices."""
+    parameters hold a single copy, on all of these devices. The latent vector of a token stays one, which all read."""
+    if config.extras.latent:
+        return 1
     return tensor // config.kv_heads if tensor > config.kv_heads and tensor % config.kv_heads == 0 else 1
 
 
@@ -209,10 +211,17 @@ def check_divisible(config: ModelConfig, mesh: Mesh) -> None:
     within = "sharding.fsdp" if mesh.shape["sequence"] == 1 else "sharding.fsdp x sharding.sequence"
     for name, value, parts, axes in (
         ("heads", config.heads, tensor, "sharding.tensor"),
-        ("kv_heads", config.kv_heads * head_copies(config, tensor), tensor, "sharding.tensor"),
+        (
+            "kv_heads",
+            0 if config.extras.latent else config.kv_heads * head_copies(config, tensor),
+            tensor,
+            "sharding.tensor",
+        ),
         ("windows.key_heads", config.windows.key_heads if config.delta else 0, tensor, "sharding.tensor"),
         ("d_ff", config.d_ff, tensor, "sharding.tensor"),
         ("experts", config.experts.count, tensor, "sharding.tensor"),
+        ("experts.shared", config.experts.shared, tensor, "sharding.tensor"),
+        ("experts.dense_ff", config.experts.dense_ff, tensor, "sharding.tensor"),
         ("d_model", config.d_model, shared, within),
         ("vocab_size", config.vocab_size, tensor * shared, f"sharding.tensor x {within}"),
     ):

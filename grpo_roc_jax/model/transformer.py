@@ -18,9 +18,9 @@ from grpo_roc_jax.model.attention import attend_reference
 from grpo_roc_jax.model.attention_mask import soft_cap
 from grpo_roc_jax.model.config import ModelConfig, NoExtras
 from grpo_roc_jax.model.delta import Signals, delta_shapes, init_decay, recur_packed
-from grpo_roc_jax.model.experts import gated, mix_experts
+from grpo_roc_jax.model.experts import WEIGHTS, gated, mix_experts
 from grpo_roc_jax.model.low_precision import QuantizedWeight, is_quantized, product
-from grpo_roc_jax.model.rotary import Rope, apply_rotary, rope_names, rotary_tables
+from grpo_roc_jax.model.rotary import Rope, apply_rotary, paired_halves, rope_names, rotary_tables
 from grpo_roc_jax.shapes import Array, Float, Int, Key, checked
 
 Params = dict[str, Any]
@@ -32,8 +32,8 @@ matrices `w_lora_a` and `w_lora_b`, whose product is added to it (`model.lora`),
 """
 
 Attend = Callable[..., Array]
-"""(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> context [B,T,N,H]; queries and keys are already rotated. In a recurrent
-layer (`delta.Signals`, weights of the convolution) -> context [B,T,N,U]."""
+"""(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H][, sinks [N]]) -> context [B,T,N,H]; queries and keys are already rotated. In a
+recurrent layer (`delta.Signals`, weights of the convolution) -> context [B,T,N,U]."""
 
 
 def identity(x: Array) -> Array:
@@ -101,15 +101,19 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[
     D, F, N, K, H = config.d_model, config.d_ff, config.heads, config.kv_heads, config.head_dim
     shapes: dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]] = {
         "attn_norm": ((D,), ("embed",)),
-        "wq": ((D, N, 2 * H if config.delta else H), ("embed", "heads", None)),
+        "wq": ((D, N, 2 * H if config.gated_attention else H), ("embed", "heads", None)),
         "wk": ((D, K, H), ("embed", "kv_heads", None)),
         "wv": ((D, K, H), ("embed", "kv_heads", None)),
         "wo": ((N, H, D), ("heads", None, "embed")),
         "mlp_norm": ((D,), ("embed",)),
-        "w_gate": ((D, F), ("embed", "mlp")),
-        "w_up": ((D, F), ("embed", "mlp")),
-        "w_down": ((F, D), ("mlp", "embed")),
+        **_feed_forward_shapes("w", D, F),
     }
+    if config.extras.latent:
+        shapes = latent_shapes(config) | {name: shapes[name] for name in shapes if name not in ("wq", "wk", "wv", "wo")}
+    if config.extras.sinks:
+        shapes["sinks"] = ((N,), ("heads",))
+    if config.extras.output_bias:
+        shapes["bo"] = ((D,), ("embed",))
     if config.qkv_bias:
         shapes |= {
             "bq": ((N, H), ("heads", None)),
@@ -132,10 +136,55 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[
             "w_up": ((E, D, F), ("experts", "embed", "mlp")),
             "w_down": ((E, F, D), ("experts", "mlp", "embed")),
         }
+        if config.experts.biases:
+            shapes |= {
+                "b_gate": ((E, F), ("experts", "mlp")),
+                "b_up": ((E, F), ("experts", "mlp")),
+                "b_down": ((E, D), ("experts", "embed")),
+            }
+        if config.experts.biases or config.experts.scores == "sigmoid":
+            shapes["b_router"] = ((E,), (None,))
+        if config.experts.dense_layers:
+            shapes |= _feed_forward_shapes("d", D, config.experts.dense_ff)
+    if G := config.experts.shared:
+        shapes |= _feed_forward_shapes("s", D, G)
+    if config.experts.shared_gate:
+        shapes["s_share"] = ((D, 1), ("embed", None))
     return shapes | (delta_shapes(config) if config.delta else {})
 
 
-_OF_ATTENTION = ("wq", "wk", "wv", "wo", "bq", "bk", "bv", "q_norm", "k_norm")
+def latent_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
+    """The leaves of multi-head latent attention in place of those of the usual kind."""
+    D, N, H, extras = config.d_model, config.heads, config.head_dim, config.extras
+    L, Z, P, O = extras.latent, extras.latent_query, extras.latent_key, extras.latent_value
+    shapes: dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]] = {
+        "wq": ((Z or D, N, P + H - L), (None if Z else "embed", "heads", None)),
+        "kv_down": ((D, H), ("embed", None)),
+        "kv_latent_norm": ((L,), (None,)),
+        "kv_up": ((L, N, P + O), (None, "heads", None)),
+        "wo": ((N, O, D), ("heads", None, "embed")),
+    }
+    return shapes | ({"q_down": ((D, Z), ("embed", None)), "q_latent_norm": ((Z,), (None,))} if Z else {})
+
+
+def _feed_forward_shapes(prefix: str, D: int, F: int) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
+    """The leaves of a gated feed-forward: `w_` of a dense layer or its experts, `s_` of the one beside the experts,
+    `d_` of the first layers where those are dense."""
+    return {
+        f"{prefix}_gate": ((D, F), ("embed", "mlp")),
+        f"{prefix}_up": ((D, F), ("embed", "mlp")),
+        f"{prefix}_down": ((F, D), ("mlp", "embed")),
+    }
+
+
+BIASES = ("bq", "bk", "bv", "bo", "sinks", "b_gate", "b_up", "b_down", "b_router", "conv_bias", "skip")
+"""Leaves that begin as zeros and do not decay."""
+EXACT = ("a_log", "dt_bias", "sinks", "b_router", "conv_bias", "skip")
+"""Leaves that stay float32, since they are used in float32 arithmetic only; so do those of norms."""
+_OF_ATTENTION = ("wq", "wk", "wv", "wo", "bq", "bk", "bv", "bo", "sinks", "q_norm", "k_norm")
+_OF_ATTENTION += ("q_down", "q_latent_norm", "kv_down", "kv_latent_norm", "kv_up")
+_DENSE = ("d_gate", "d_up", "d_down")
+_OF_EXPERTS = ("s_gate", "s_up", "s_down", "s_share", *WEIGHTS)
 
 
 def layers_with(name: str, config: ModelConfig) -> tuple[int, ...]:
@@ -145,7 +194,9 @@ def layers_with(name: str, config: ModelConfig) -> tuple[int, ...]:
         return tuple(i for i, attention in enumerate(attends) if attention)
     if config.delta and name in delta_shapes(config):
         return tuple(i for i, attention in enumerate(attends) if not attention)
-    return tuple(range(config.layers))
+    if name in _DENSE:
+        return tuple(range(config.experts.dense_layers))
+    return tuple(range(config.experts.dense_layers if name in _OF_EXPERTS else 0, config.layers))
 
 
 def layer_weights(config: ModelConfig) -> float:
@@ -195,9 +246,9 @@ def init_params(key: Key[Array, ""], config: ModelConfig) -> Params:
         if name.endswith("norm"):
             offset = config.norm_offset and name != "delta_norm"
             return jnp.zeros(shape, jnp.float32) if offset else jnp.ones(shape, jnp.float32)
-        if name in ("bq", "bk", "bv"):
+        if name in BIASES:
             return jnp.zeros(shape, jnp.float32)
-        scale = D**-0.5 / (2 * L) ** 0.5 if name in ("wo", "w_down", "w_out") else D**-0.5
+        scale = D**-0.5 / (2 * L) ** 0.5 if name in ("wo", "w_down", "w_out", "s_down", "d_down") else D**-0.5
         scale = shape[-1] ** -0.5 if name == "conv" else scale
         return scale * jax.random.normal(leaf_key, shape, jnp.float32)
 
@@ -282,20 +333,24 @@ def block(
     splits: Splits = FREE,
 ) -> Array:
     """One layer: x + attention(norm(x)), then + gated feed-forward; `layer` has no layer axis, any float dtype."""
-    dtype = compute_dtype(config) if is_quantized(layer["w_down"]) else layer["w_down"].dtype
+    dense = "w" if not config.experts.count else "d" if "d_down" in layer else ""
+    down = layer[f"{dense or 'w'}_down"]
+    dtype = compute_dtype(config) if is_quantized(down) else down.dtype
 
     def normed(name: str, x: Array) -> Array:
         """`x` itself if the layer has no norm of that name."""
         return norm(x, layer[name], config) if name in layer else x
 
     h = splits.block_input(normed("attn_norm", x).astype(dtype))
-    mix = _attention if "wq" in layer else _delta_net
+    mix = _latent_attention if "kv_up" in layer else _attention if "wq" in layer else _delta_net
     added = splits.block_output(mix(layer, h, rope, attend, config, splits.flat))
-    x = x + normed("attn_post_norm", added)
+    x = x + config.extras.residual_factor * normed("attn_post_norm", added)
     h = splits.block_input(normed("mlp_norm", x).astype(dtype))
-    mixed = experts(layer, h, config) if config.experts.count else _feed_forward(layer, h, config, splits)
+    mixed = _feed_forward(layer, h, config, splits, dense) if dense else experts(layer, h, config)
+    if "s_down" in layer:
+        mixed = mixed + _shared_expert(layer, h, config, splits)
     added = splits.block_output(mixed)
-    return x + normed("mlp_post_norm", added)
+    return x + config.extras.residual_factor * normed("mlp_post_norm", added)
 
 
 def _attention(
@@ -303,7 +358,7 @@ def _attention(
 ) -> Array:
     dtype = h.dtype
     q, gate = linear(layer, "wq", h, flat=flat), None
-    if config.delta:
+    if config.gated_attention:
         q, gate = jnp.split(q, 2, axis=-1)
     k = linear(layer, "wk", h, flat=flat)
     v = linear(layer, "wv", h, flat=flat)
@@ -316,9 +371,46 @@ def _attention(
         k = norm(k, layer["k_norm"], config).astype(dtype)
     if config.extras.query_scale:  # attention divides by sqrt(head_dim)
         q = q * (config.head_dim / config.extras.query_scale) ** 0.5
-    context = attend(apply_rotary(q, *rope), apply_rotary(k, *rope), v)
+    if config.extras.rotary_pairs:
+        q, k = (paired_halves(x, config.rotary_dim) for x in (q, k))
+    q, k = apply_rotary(q, *rope[:2]), apply_rotary(k, *rope[:2])
+    if len(rope) > 2:
+        q = (q * rope[2][..., None, None]).astype(dtype)
+    context = attend(q, k, v, layer["sinks"]) if "sinks" in layer else attend(q, k, v)
     if gate is not None:
         context = context * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(dtype)
+    out = linear(layer, "wo", context, 2, jnp.float32, flat=flat)
+    return out + _like(layer["bo"], out) if "bo" in layer else out
+
+
+LATENT_EPS = 1e-6
+"""Added to the mean square in the norms of latent vectors, whatever `norm_eps` is, as in the published models."""
+
+
+def _latent_attention(
+    layer: Params, h: Float[Array, "B T D"], rope: Rope, attend: Attend, config: ModelConfig, flat: bool
+) -> Array:
+    """Multi-head latent attention (arXiv:2405.04434, sec. 2.1) with one key and value for all heads: the latent vector
+    c of a token. A head's key is W_k c, and q (W_k c) = (q W_k) c; its context is W_v sum(p c) (the absorbed form)."""
+    extras, dtype = config.extras, h.dtype
+    L, P, R = extras.latent, extras.latent_key, config.rotary_dim
+
+    def latent_norm(x: Array, name: str) -> Array:
+        return norm(x, layer[name], replace(config, norm_eps=LATENT_EPS)).astype(dtype)
+
+    inputs = latent_norm(linear(layer, "q_down", h, flat=flat), "q_latent_norm") if "q_down" in layer else h
+    q, turned = jnp.split(linear(layer, "wq", inputs, flat=flat), [P], axis=-1)
+    c, k = jnp.split(linear(layer, "kv_down", h, flat=flat)[:, :, None], [L], axis=-1)
+    c = latent_norm(c, "kv_latent_norm")
+    if extras.rotary_pairs:
+        turned, k = paired_halves(turned, R), paired_halves(k, R)
+    to_key, to_value = jnp.split(layer["kv_up"].astype(dtype), [P], axis=-1)
+    q = jnp.einsum("btnp,lnp->btnl", q, to_key)
+    q = jnp.concatenate([q, apply_rotary(turned, *rope[:2])], axis=-1)
+    q = q * (config.head_dim / (extras.query_scale or P + R)) ** 0.5  # attention divides by sqrt(head_dim)
+    k = jnp.concatenate([c, apply_rotary(k, *rope[:2])], axis=-1)
+    context = attend(q, k, jnp.pad(c, ((0, 0),) * 3 + ((0, R),)))[..., :L]
+    context = jnp.einsum("btnl,lno->btno", context, to_value)
     return linear(layer, "wo", context, 2, jnp.float32, flat=flat)
 
 
@@ -330,9 +422,20 @@ def _flat_norm(x: Float[Array, "B T N H"], scale: Float[Array, "N H"], config: M
 def _delta_net(
     layer: Params, h: Float[Array, "B T D"], rope: Rope, recur: Attend, config: ModelConfig, flat: bool
 ) -> Array:
-    """A recurrent layer; see `model.delta`. The norm of its context has no offset from 1, and a gate of its own."""
+    """A recurrent layer; see `model.delta`. The norm of its context has no offset from 1, and a gate of its own; in
+    Mamba 2 the gate comes before the norm, which is one for all value heads of a key head."""
     decay = linear(layer, "w_decay", h, 1, jnp.float32, flat=flat)
-    decay = -_like(jnp.exp(layer["a_log"]), decay) * jax.nn.softplus(decay + _like(layer["dt_bias"], decay))
+    step = jax.nn.softplus(decay + _like(layer["dt_bias"], decay))
+    decay = -_like(jnp.exp(layer["a_log"]), decay) * step
+    if config.windows.form == "mamba2":
+        space = (layer["conv_bias"], layer["skip"])
+        context = recur(Signals(linear(layer, "w_qkv", h, flat=flat), decay, step), layer["conv"], space)
+        context = context * jax.nn.silu(linear(layer, "w_z", h, flat=flat).astype(jnp.float32))
+        grouped = context.reshape(*context.shape[:2], config.windows.key_heads, -1)
+        context = (grouped * jax.lax.rsqrt(jnp.mean(grouped**2, -1, keepdims=True) + config.norm_eps)).reshape(
+            context.shape
+        ) * _like(layer["delta_norm"], context)
+        return linear(layer, "w_out", context.astype(h.dtype), 2, jnp.float32, flat=flat)
     rate = jax.nn.sigmoid(linear(layer, "w_beta", h, 1, jnp.float32, flat=flat))
     context = recur(Signals(linear(layer, "w_qkv", h, flat=flat), decay, rate), layer["conv"])
     gate = jax.nn.silu(linear(layer, "w_z", h, flat=flat).astype(jnp.float32))
@@ -341,11 +444,21 @@ def _delta_net(
 
 
 def _feed_forward(
+    layer: Params, h: Float[Array, "B T D"], config: ModelConfig, splits: Splits, prefix: str = "w"
+) -> Float[Array, "B T D"]:
+    gate = splits.ffn_hidden(linear(layer, f"{prefix}_gate", h, flat=splits.flat))
+    up = splits.ffn_hidden(linear(layer, f"{prefix}_up", h, flat=splits.flat))
+    return linear(layer, f"{prefix}_down", gated(gate, up, config), 1, jnp.float32, flat=splits.flat)
+
+
+def _shared_expert(
     layer: Params, h: Float[Array, "B T D"], config: ModelConfig, splits: Splits
 ) -> Float[Array, "B T D"]:
-    gate = splits.ffn_hidden(linear(layer, "w_gate", h, flat=splits.flat))
-    up = splits.ffn_hidden(linear(layer, "w_up", h, flat=splits.flat))
-    return linear(layer, "w_down", gated(gate, up, config), 1, jnp.float32, flat=splits.flat)
+    """What the feed-forward beside the experts adds for every token."""
+    out = _feed_forward(layer, h, config, splits, "s")
+    if "s_share" in layer:
+        out = out * jax.nn.sigmoid(linear(layer, "s_share", h, 1, jnp.float32, flat=splits.flat))
+    return out
 
 
 def embed(
@@ -360,12 +473,17 @@ def embed(
     x = look_up(params["embed"], tokens).astype(dtype)
     if config.extras.scale_embed:  # the factor is rounded to the compute dtype, as in training of the published models
         x = x * jnp.asarray(config.d_model**0.5, dtype)
+    if config.extras.embed_factor != 1:
+        x = x * jnp.asarray(config.extras.embed_factor, dtype)
     return x.astype(jnp.float32)
 
 
 def final_hidden(params: Params, x: Float[Array, "B T D"], config: ModelConfig) -> Float[Array, "B T D"]:
-    """The normalized residual stream after the last layer, in the compute dtype; the input of the unembedding."""
-    return norm(x, params["final_norm"], config).astype(params["embed"].dtype)
+    """The normalized residual stream after the last layer, in the compute dtype; the input of the unembedding. Here it
+    is divided by the divisor of the logits."""
+    hidden = norm(x, params["final_norm"], config)
+    divisor = config.extras.logit_divisor
+    return (hidden if divisor == 1 else hidden / divisor).astype(params["embed"].dtype)
 
 
 def unembedding(params: Params) -> Float[Array, "V D"]:
@@ -380,12 +498,12 @@ def unembed(params: Params, hidden: Float[Array, "*B D"], config: ModelConfig) -
 
 
 def cast_params(params: Params, dtype: jnp.dtype) -> Params:
-    """Casts matrices to the compute dtype. Norm scales and what makes the decay of a state stay float32, since they are
-    used in float32 arithmetic only; quantized matrices stay as they are."""
+    """Casts matrices to the compute dtype. Norm scales and the leaves in `EXACT` stay float32; quantized matrices stay
+    as they are."""
 
     def cast(path: tuple[Any, ...], leaf: Array | QuantizedWeight) -> Array | QuantizedWeight:
         name = path[-1].key
-        unchanged = name.endswith("norm") or name in ("a_log", "dt_bias") or is_quantized(leaf)
+        unchanged = name.endswith("norm") or name in EXACT or is_quantized(leaf)
         return leaf if unchanged else leaf.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast, params, is_leaf=is_quantized)
@@ -437,9 +555,24 @@ def forward(
     elif config.delta:
         x = _scan_periods(body, splits.residual(x), params["layers"], by_layer, config)
     else:
+        x, layers, by_layer = _first_layers(body, splits.residual(x), params["layers"], by_layer, config)
         unroll = config.layers if execution.unroll else 1
-        x, _ = jax.lax.scan(body, splits.residual(x), (params["layers"], *by_layer), unroll=unroll)
+        x, _ = jax.lax.scan(body, x, (layers, *by_layer), unroll=unroll)
     return final_hidden(params, x, config)
+
+
+def _first_layers(
+    body: Callable, x: Array, layers: Params, by_layer: tuple[Array | None, ...], config: ModelConfig
+) -> tuple[Array, Params, tuple[Array | None, ...]]:
+    """(residual stream after the dense layers before those with experts, the leaves and inputs of the other layers)."""
+    dense = config.experts.dense_layers
+    if not dense:
+        return x, layers, by_layer
+    for i in range(dense):
+        x, _ = body(x, (take_layer(layers, i, config), *jax.tree.map(lambda of, i=i: of[i], by_layer)))
+    places = {name: layers_with(name, config) for name in layers}
+    rest = {name: leaf[dense - places[name][0] :] for name, leaf in layers.items() if places[name][-1] >= dense}
+    return x, rest, jax.tree.map(lambda of: of[dense:], by_layer)
 
 
 def _scan_periods(
@@ -468,5 +601,9 @@ def _choose_rope(tables: list[Rope], index: Array | None) -> Rope:
     return chosen
 
 
-def _attend_rows(attend: Callable, segment_ids: Array, window: Array | None, q: Array, k: Array, v: Array) -> Array:
+def _attend_rows(
+    attend: Callable, segment_ids: Array, window: Array | None, q: Array, k: Array, v: Array, *sinks: Array
+) -> Array:
+    if sinks:
+        return attend(q, k, v, segment_ids, window, sinks=sinks[0])
     return attend(q, k, v, segment_ids) if window is None else attend(q, k, v, segment_ids, window)

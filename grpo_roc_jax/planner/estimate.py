@@ -17,7 +17,7 @@ from grpo_roc_jax.planner.hlo_cost import between_slices
 from grpo_roc_jax.planner.roofline import Needs, Work
 from grpo_roc_jax.planner.topology import Topology
 from grpo_roc_jax.rollout.programs import COPIES
-from grpo_roc_jax.run.policy import memory_parts, parameter_count
+from grpo_roc_jax.run.policy import matrix_count, memory_parts, parameter_count
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,8 @@ def active_parameters(model: ModelConfig) -> float:
     if not model.tie_embeddings:
         total -= model.vocab_size * model.d_model
     if model.experts.count:
-        experts = 3 * model.layers * model.experts.count * model.d_model * model.d_ff
+        layers = model.layers - model.experts.dense_layers
+        experts = 3 * layers * model.experts.count * model.d_model * model.d_ff
         total -= experts * (1 - model.experts.per_token / model.experts.count)
     return float(total)
 
@@ -201,7 +202,7 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     pairs = itemsize * trained / tensor if config.lora.rank else 0.0
     passes, few_bits = 2 if config.update.remat == "none" else 3, config.lora.base_bits < 16
     gathered = weights if config.lora.rank and shared > 1 and not few_bits else weights / model.layers
-    gathers = (passes if few_bits else 1 if config.lora.rank else 2) * micro
+    again = (passes - 1) * itemsize * matrix_count(model) / tensor if few_bits else 0.0
     read = parts["frozen weights"] * shared if few_bits else weights
     residual = tokens * model.d_model * 4.0
     keys = 2 * itemsize * sum(model.attends) * sequence * tokens * model.kv_heads * model.head_dim / tensor
@@ -214,7 +215,7 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
         temporaries=2 * parts["gradients"] + parts["layers kept"] + parts["logits"] + gathered,
         flops=micro * update_flops(config, model, tokens, work.prompt + work.response) / tensor,
         traffic=micro * (4 * read + (0.0 if config.lora.rank else 4 * pairs)) + 3 * trainer,
-        collectives=_collective("all-gather", weights + pairs, shared, gathers)
+        collectives=_collective("all-gather", weights + pairs + again, shared, (1 if config.lora.rank else 2) * micro)
         | _collective("reduce-scatter", 2 * (pairs or weights), shared, micro)
         | _collective("all-gather", keys, sequence, 2 * micro, "sequence")
         | _collective("reduce-scatter", keys, sequence, micro, "sequence")

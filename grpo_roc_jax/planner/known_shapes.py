@@ -4,7 +4,7 @@ A run reads the shape from the `config.json` of the model instead.
 """
 
 from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, SlidingWindows, SomeExtras
-from grpo_roc_jax.model.rope_scaling import Llama3RopeScaling
+from grpo_roc_jax.model.rope_scaling import Llama3RopeScaling, YarnRopeScaling
 
 _QWEN3 = {"head_dim": 128, "kv_heads": 8, "vocab_size": 151_936, "rope_theta": 1e6, "qk_norm": True}
 _QWEN3 |= {"max_positions": 40_960}
@@ -67,6 +67,51 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
         tie_embeddings=False,
         windows=GatedDelta(key_heads=16, value_heads=48, key_dim=128, value_dim=128),
         **_QWEN35,
+    ),
+    "Qwen/Qwen3.5-35B-A3B": ModelConfig(
+        d_model=2048,
+        layers=40,
+        heads=16,
+        d_ff=512,
+        tie_embeddings=False,
+        windows=GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+        experts=Mixture(count=256, per_token=8, shared=512, shared_gate=True),
+        **_QWEN35 | {"kv_heads": 2},
+    ),
+    "openai/gpt-oss-20b": ModelConfig(
+        d_model=2880,
+        layers=24,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        d_ff=2880,
+        vocab_size=201_088,
+        rope_theta=150_000.0,
+        norm_eps=1e-5,
+        qkv_bias=True,
+        activation="clamped_swiglu",
+        extras=SomeExtras(sinks=True, output_bias=True),
+        windows=SlidingWindows((128, 0)),
+        rope_scaling=YarnRopeScaling(factor=32.0, original_length=4096, truncate=False),
+        experts=Mixture(count=32, per_token=4, biases=True),
+        tie_embeddings=False,
+        max_positions=131_072,
+    ),
+    "zai-org/GLM-4.5-Air": ModelConfig(
+        d_model=4096,
+        layers=46,
+        heads=96,
+        kv_heads=8,
+        head_dim=128,
+        d_ff=1408,
+        vocab_size=151_552,
+        rope_theta=1e6,
+        norm_eps=1e-5,
+        qkv_bias=True,
+        extras=SomeExtras(rotary_share=0.5),
+        experts=Mixture(count=128, per_token=8, shared=1408, scores="sigmoid", dense_layers=1, dense_ff=10_944),
+        tie_embeddings=False,
+        max_positions=131_072,
     ),
     "Qwen/Qwen2.5-0.5B-Instruct": ModelConfig(
         d_model=896, layers=24, heads=14, kv_heads=2, head_dim=64, d_ff=4864, vocab_size=151_936, **_QWEN25

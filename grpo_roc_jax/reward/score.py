@@ -5,6 +5,7 @@ are removed from the group and counted. Outcomes that the policy caused, truncat
 """
 
 import asyncio
+import copy
 import inspect
 import logging
 import math
@@ -32,7 +33,7 @@ from grpo_roc_jax.reward.verify import Verifier
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.other_names import close_to
 from grpo_roc_jax.settings.points import reach, spoiled
-from grpo_roc_jax.types import Group, Problem, Trajectory, Verdict, VerdictStatus
+from grpo_roc_jax.types import ARRAYS, Group, Problem, Trajectory, Turn, Verdict, VerdictStatus
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,8 @@ class Scorer:
         for name in self.functions:
             part = next(part for part in self.config.functions if part.name == name)
             try:
-                values = _with_deadline(partial(self.functions[name], problem, trajectories), part.timeout_s)
+                shown = _copied(problem, trajectories)
+                values = _with_deadline(partial(self.functions[name], *shown), part.timeout_s)
             except TimeoutError:
                 lines.append(f"reward {name} took longer than {part.timeout_s} s on {MADE_UP}")
             except Exception as error:
@@ -186,9 +188,11 @@ class Scorer:
         if not trajectories:
             return [], None
 
+        shown = _copied(problem, trajectories)
+
         def call() -> Any:
             reach("reward.function")
-            return self.functions[part.name](problem, trajectories)
+            return self.functions[part.name](*shown)
 
         try:
             values = _with_deadline(call, part.timeout_s)
@@ -254,6 +258,25 @@ class Scorer:
 
         cut = [isinstance(outcome, Verdict) and outcome.status == "truncated" for outcome in row]
         return [failed(outcome) if yes else outcome for outcome, yes in zip(row, cut, strict=True)]
+
+
+def _copied(problem: Problem, trajectories: Sequence[Trajectory]) -> tuple[Problem, Sequence[Trajectory]]:
+    """Copies for a user's function. Read-only arrays can be written through other libraries and through their base, and
+    arguments of calls and columns of a row can always; what is trained, recorded and shown to other functions is not
+    what a function was given."""
+    try:
+        return copy.deepcopy((problem, trajectories))
+    except Exception:  # a column of the user's own that cannot be copied
+        return problem, [replace(t, turns=tuple(map(_copied_turn, t.turns)), **_copied_arrays(t)) for t in trajectories]
+
+
+def _copied_turn(turn: Turn) -> Turn:
+    return replace(turn, calls=tuple(replace(call, arguments=copy.deepcopy(call.arguments)) for call in turn.calls))
+
+
+def _copied_arrays(trajectory: Trajectory) -> dict[str, np.ndarray | None]:
+    arrays = {name: getattr(trajectory, name) for name in ARRAYS}
+    return {name: None if array is None else array.copy() for name, array in arrays.items()}
 
 
 def applies(pays: Mapping[str, Pay]) -> bool:

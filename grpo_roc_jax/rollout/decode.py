@@ -523,6 +523,13 @@ def unfinished(slots: Slots, report: ChunkReport, settings: ChunkSettings, steer
     return (report.steps[0] < most) & jnp.any(slots.active)
 
 
+def _by_layer(chosen: list[Array], config: ModelConfig) -> Int[Array, "L X B"]:
+    """The recorded experts [B,1,X] of each layer; -1 for those without."""
+    dense = jnp.full_like(chosen[0], -1)
+    chosen = [dense] * config.experts.dense_layers + chosen
+    return jnp.stack(chosen)[:, :, 0].transpose(0, 2, 1)
+
+
 def draw_tokens(
     params: Params,
     x: Array,
@@ -552,7 +559,7 @@ def draw_tokens(
         mass=put(report.mass, draw.mass) if settings.sampling.truncated else report.mass,
         count=report.count + slots.active,
         steps=report.steps + 1,
-        routes=put(report.routes, jnp.stack(chosen)[:, :, 0].transpose(0, 2, 1)) if chosen else None,
+        routes=put(report.routes, _by_layer(chosen, config)) if chosen else None,
     )
     slots = slots.replace(
         position=jnp.where(slots.active, drawn_at, slots.position),

@@ -244,7 +244,7 @@ def _activations(config: Config, model: ModelConfig, compute: int) -> int:
     """Bytes per token and layer that the backward pass reads in addition to the layer's input when nothing is
     recomputed."""
     heads, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    width = model.d_ff * max(1, model.experts.per_token)
+    width = model.d_ff * max(1, model.experts.per_token) + model.experts.shared
     activation_bytes = 4 * model.d_model + compute * (2 * model.d_model + 2 * heads + 2 * kv + 3 * width)
     # Blockwise attention does not store its scores; short rows use the reference implementation, which does.
     scores = config.update.attention == "reference" or (

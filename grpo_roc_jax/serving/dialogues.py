@@ -287,8 +287,12 @@ def _results(run: list[tuple[int, Any]], messages: list[Any]) -> Iterator[Said]:
         calls = _written_calls(content.partition(CALLS_AS_TEXT)[2])
     replies = [(field_of(m, "tool_call_id", str), field_of(m, "name", str) or "") for _, m in run]
     try:
-        after_turn = before.get("role") == "assistant"  # which may have its calls as text
-        order = in_order_of_calls([(own_id, name) for (name, _), own_id in calls], replies, strict=not after_turn)
+        if not calls and before.get("role") != "assistant" and any(own_id for own_id, _ in replies):
+            raise RequestRefused(
+                f"messages[{begin}]: a tool message must follow the call that it answers, in a message of an assistant",
+                "messages",
+            )
+        order = in_order_of_calls([(own_id, name) for (name, _), own_id in calls], replies)
     except UnmatchedReply as error:
         place = "messages" if error.reply is None else f"messages[{begin + error.reply}]"
         raise RequestRefused(f"{place}: {error}", "messages") from error

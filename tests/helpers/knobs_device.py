@@ -96,11 +96,20 @@ WINDOWS = {"model.windows": {"kind": "sliding", "sizes": (4, 0)}}
 DELTA = {"kind": "gated_delta", "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8, "every": 2}
 LAYERS = {"model.layers": 4, "model.windows": DELTA}
 DELTA_SETTINGS = {"key_heads": 1, "value_heads": 2, "key_dim": 4, "value_dim": 4, "every": 4, "conv": 3}
+DELTA_SETTINGS |= {"form": "mamba2", "attention": (0,)}
 LLAMA = published_shape(rope_scaling={"kind": "llama3", "factor": 8.0, "original_length": 64})
 MIXED = published_shape(experts={"kind": "mixture", "count": 3, "per_token": 2})
 SOME = {"model.extras": {"kind": "some"}}
 ALL_EXTRAS = {"scale_embed": True, "query_scale": 5.0, "attention_cap": 2.0, "logit_cap": 3.0, "rotary_share": 0.5}
-ALL_EXTRAS |= {"rotary_layers": (False,)}
+ALL_EXTRAS |= {"rotary_layers": (False,), "rotary_pairs": True, "embed_factor": 3.0, "residual_factor": 0.5}
+ALL_EXTRAS |= {"logit_divisor": 2.0, "sinks": True, "output_bias": True}
+GROWTH = published_shape(extras={"kind": "some", "query_growth": 0.1, "query_length": 64})
+LATENT = {"kind": "some", "latent": 16, "latent_key": 8, "latent_value": 8}
+LATENT = published_shape(kv_heads=1, head_dim=24, extras=LATENT)
+CHOSEN = {"kind": "mixture", "count": 8, "per_token": 2, "scores": "sigmoid", "groups": 4, "top_groups": 2}
+CHOSEN = published_shape(layers=4, experts=CHOSEN | {"shared": 8, "dense_layers": 1, "dense_ff": 16})
+CHOSEN_SETTINGS = {"shared": 16, "shared_gate": True, "scores": "softmax", "groups": 2, "top_groups": 1, "scale": 2.0}
+CHOSEN_SETTINGS |= {"dense_layers": 2, "dense_ff": 24, "biases": True}
 YARN = {"kind": "yarn", "factor": 8.0, "original_length": 64}
 YARN_SETTINGS = {"beta_fast": 0.5, "beta_slow": 4.0, "truncate": False, "attention_factor": 2.0}
 LONG = {"kind": "longrope", "short": (1.5,) * 4, "long": (3.0,) * 4, "original_length": 1024}
@@ -153,6 +162,14 @@ MODEL = (
     | cases(
         traced, {"model.experts.count": 4, "model.experts.per_token": 1, "model.experts.norm_weights": False}, MIXED
     )
+    | cases(traced, published_shape(**{f"experts.{name}": value for name, value in CHOSEN_SETTINGS.items()}), CHOSEN)
+    | cases(traced, {"model.extras.query_growth": 0.2, "model.extras.query_length": 32}, GROWTH)
+    | cases(
+        traced,
+        published_shape(**{f"extras.latent{name}": size for name, size in (("", 20), ("_query", 8), ("_key", 4))}),
+        LATENT,
+    )
+    | cases(traced, {"model.extras.latent_value": 4}, LATENT)
 )
 
 

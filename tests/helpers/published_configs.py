@@ -60,6 +60,17 @@ def _qwen35(sizes: dict[str, Any], **text: Any) -> dict[str, Any]:
     return outer | {"text_config": inner, "vision_config": _VISION}
 
 
+_OSS_SCALING = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+_OSS_SCALING |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+
+
+def _qwen35_moe() -> dict[str, Any]:
+    outer = _qwen35(_sizes(2048, 0, 40, 16, 2, 248_320), linear_num_value_heads=32, tie_word_embeddings=False)
+    text = outer["text_config"] | {"model_type": "qwen3_5_moe_text", "num_experts": 256, "num_experts_per_tok": 8}
+    text |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001}
+    return outer | {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
+
+
 CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
     "qwen3_0_6b": (
         _shape("Qwen3ForCausalLM", "qwen3", **_sizes(1024, 3072, 28, 16, 8, 151_936), **_QWEN)
@@ -108,6 +119,26 @@ CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
         _qwen35(_sizes(5120, 17_408, 64, 24, 4, 248_320), linear_num_value_heads=48, output_gate_type="swish")
         | {"tie_word_embeddings": False},
         26.896,
+    ),
+    "qwen3_5_35b_a3b": (_qwen35_moe(), 34.661),
+    "gpt_oss_20b": (
+        _shape("GptOssForCausalLM", "gpt_oss", **_sizes(2880, 2880, 24, 64, 8, 201_088))
+        | {"head_dim": 64, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 150_000, "attention_bias": True}
+        | {"rope_scaling": _OSS_SCALING, "sliding_window": 128, "swiglu_limit": 7.0, "num_local_experts": 32}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 12, "num_experts_per_tok": 4}
+        | {"experts_per_token": 4, "initial_context_length": 4096, "max_position_embeddings": 131_072}
+        | {"output_router_logits": False, "router_aux_loss_coef": 0.9, "tie_word_embeddings": False}
+        | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}},
+        20.915,
+    ),
+    "glm_4_5_air": (
+        _shape("Glm4MoeForCausalLM", "glm4_moe", **_sizes(4096, 10_944, 46, 96, 8, 151_552))
+        | {"head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1_000_000, "rope_scaling": None}
+        | {"attention_bias": True, "partial_rotary_factor": 0.5, "use_qk_norm": False, "moe_intermediate_size": 1408}
+        | {"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "norm_topk_prob": True}
+        | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1}
+        | {"num_nextn_predict_layers": 1, "max_position_embeddings": 131_072, "tie_word_embeddings": False},
+        106.852,
     ),
     "gemma3_1b": (
         _shape("Gemma3ForCausalLM", "gemma3_text", **_sizes(1152, 6912, 26, 4, 1, 262_144))

@@ -162,8 +162,104 @@ CASES |= {
         | _EPS,
     ),
 }
+_MIX = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 14}
+CASES |= {
+    "qwen35-moe": (
+        "Qwen3_5MoeText",
+        _heads(4, 2, head_dim=16, num_hidden_layers=4, full_attention_interval=2, **_DELTA, **_MIX)
+        | {"rms_norm_eps": 1e-2},
+    ),
+    "qwen35-moe-odd": (
+        "Qwen3_5MoeText",
+        _heads(3, 3, head_dim=24, hidden_size=40, num_hidden_layers=5, full_attention_interval=3)
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 5, "linear_value_head_dim": 7}
+        | _MIX
+        | {"num_experts": 5, "num_experts_per_tok": 3, "tie_word_embeddings": True, "rms_norm_eps": 1e-2},
+    ),
+}
+_GRANITE = {"embedding_multiplier": 3.5, "logits_scaling": 1.25, "residual_multiplier": 0.7}
+_GRANITE |= {"attention_multiplier": 0.21}
+_HYBRID = {"num_local_experts": 0, "shared_intermediate_size": 44, "mamba_n_heads": 8, "mamba_d_state": 8}
+_HYBRID |= {"layer_types": ["attention"] * 3}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 6,
+    "mamba_d_conv": 4,
+    "position_embedding_type": None,
+}
+_MAMBA |= {"rms_norm_eps": 1e-3}
+_GLM = {"partial_rotary_factor": 0.5, "rope_theta": 10_000.0, "rope_type": "default"}
+_GLM_MIX = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2}
+_GLM_MIX |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.6}
+_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 7}
+_OSS |= {"num_hidden_layers": 4, "rope_parameters": _YARN | {"truncate": False}}
+_MINISTRAL = _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+_MINISTRAL |= {"original_max_position_embeddings": 8}
+CASES |= {
+    "granite": ("Granite", _heads(4, 2, **_GRANITE)),
+    "granite-odd": ("Granite", _heads(3, 3, hidden_size=36, tie_word_embeddings=True, **_GRANITE)),
+    "granite4": ("GraniteMoeHybrid", _heads(4, 2, position_embedding_type="rope", **_GRANITE, **_HYBRID)),
+    "granite4-nope": (
+        "GraniteMoeHybrid",
+        _heads(4, 1, position_embedding_type=None, tie_word_embeddings=True, **_GRANITE, **_HYBRID),
+    ),
+    "granite4-h": (
+        "GraniteMoeHybrid",
+        _heads(4, 2, num_hidden_layers=4, **_GRANITE, **_HYBRID | _MAMBA | {"mamba_n_groups": 2})
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]},
+    ),
+    "granite4-h-odd": (
+        "GraniteMoeHybrid",
+        _heads(3, 3, hidden_size=36, num_hidden_layers=5, tie_word_embeddings=True, **_GRANITE, **_HYBRID | _MAMBA)
+        | {"mamba_d_conv": 3, "mamba_n_heads": 6, "position_embedding_type": "rope"}
+        | {"layer_types": ["linear_attention"] * 3 + ["full_attention", "full_attention"]},
+    ),
+    "glm4": ("Glm4", _heads(4, 2, head_dim=12, rope_parameters=_GLM | {"partial_rotary_factor": 2 / 3})),
+    "glm4-odd": ("Glm4", _heads(3, 3, head_dim=8, hidden_size=36, attention_bias=False, rope_parameters=_GLM)),
+    "glm4-moe": (
+        "Glm4Moe",
+        _heads(4, 2, attention_bias=True, use_qk_norm=True, rope_parameters=_GLM, num_hidden_layers=4, **_GLM_MIX),
+    ),
+    "glm4-moe-odd": (
+        "Glm4Moe",
+        _heads(3, 3, hidden_size=36, num_hidden_layers=5, rope_parameters=_GLM, **_GLM_MIX)
+        | {"first_k_dense_replace": 2, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "n_shared_experts": 1},
+    ),
+    "gpt-oss": ("GptOss", _heads(4, 2, **_OSS)),
+    "gpt-oss-packed": (
+        "GptOss",
+        _heads(
+            4, 2, hidden_size=32, **_OSS | {"num_hidden_layers": 2, "intermediate_size": 64, "num_local_experts": 3}
+        ),
+    ),
+    "gpt-oss-odd": (
+        "GptOss",
+        _heads(6, 3, hidden_size=36, **_OSS | {"num_local_experts": 5, "num_experts_per_tok": 4, "head_dim": 10}),
+    ),
+    "ministral3": ("Ministral3", _heads(4, 2, head_dim=12, rope_parameters=_MINISTRAL)),
+    "ministral3-odd": (
+        "Ministral3",
+        _heads(5, 5, head_dim=8, hidden_size=40, rope_parameters=_MINISTRAL, tie_word_embeddings=True),
+    ),
+}
+_DEEP = _GLM_MIX | {"kv_lora_rank": 20, "q_lora_rank": 18, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10}
+_DEEP |= {"v_head_dim": 14, "n_group": 4, "topk_group": 2, "num_hidden_layers": 3}
+CASES |= {
+    "deepseek": (
+        "DeepseekV3",
+        _heads(4, 4, rope_parameters=_YARN | {"mscale": 1.3, "mscale_all_dim": 0.8}, **_DEEP),
+    ),
+    "deepseek-odd": (
+        "DeepseekV3",
+        _heads(3, 3, hidden_size=36, **_DEEP | {"q_lora_rank": None, "first_k_dense_replace": 0, "n_group": 1})
+        | {"topk_group": 1, "rope_interleave": False, "tie_word_embeddings": True},
+    ),
+    "glm4-lite": ("Glm4MoeLite", _heads(4, 4, **_DEEP | {"n_group": 1, "topk_group": 1})),
+}
 ONE_PER_FAMILY = ("qwen2", "qwen3-tied", "llama3-scaling", "mistral-sliding", "gemma3", "moe-top2")
-ONE_PER_FAMILY += ("gemma2", "olmo3", "smollm3", "phi3-longrope", "qwen35")
+ONE_PER_FAMILY += ("gemma2", "olmo3", "smollm3", "phi3-longrope", "qwen35", "qwen35-moe")
+ONE_PER_FAMILY += ("granite", "granite4-h", "glm4", "glm4-moe", "gpt-oss", "deepseek", "ministral3")
 
 
 def need_reference(module: str) -> Any:
@@ -198,9 +294,12 @@ def save_model(name: str, folder: Path, dtype: str = "float32", **save: Any) -> 
     model = getattr(transformers, config.architectures[0])(config).eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
-            if value.ndim == 1:
+            if value.ndim == 1 or key.endswith("_bias"):
                 value.add_(0.3 * torch.randn_like(value))
             assert value.std() > 0, key
+        for key, value in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                value.add_(0.2 * torch.randn_like(value))
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder, **save)
     return model

@@ -227,7 +227,6 @@ def test_one_reference_for_all_parts():
     for words, said in [
         (["--surrogate.kl={kind: k3, sync_every: 5}", "--shaping=kl"], "there is one reference"),
         (["--surrogate.kl={kind: k3, sync_every: 5, sync_mix: 0.5}", "--lora=low_rank"], "set sync_mix 1"),
-        (["--shaping=kl", "--weights.factors=learned_length"], "use advantage.adjust kl"),
     ]:
         with pytest.raises(ConfigError, match=said):
             read_config(*words)

@@ -40,6 +40,8 @@ GEMMA2 = SomeExtras(scale_embed=True, query_scale=24.0, attention_cap=50.0, logi
 YARN = YarnRopeScaling(factor=8.0, original_length=64)
 LONG = LongRopeScaling((1.0, 2.0, 3.0), (2.0, 3.0, 4.0), 64, attention_factor=1.2)
 DELTA = GatedDelta(key_heads=2, value_heads=6, key_dim=8, value_dim=4, every=2)
+GRANITE = SomeExtras(query_scale=22.6757369615, embed_factor=3.5, residual_factor=0.7, logit_divisor=1.25)
+SIGMOID = Mixture(8, 2, shared=48, scores="sigmoid", groups=4, top_groups=2, scale=1.5, dense_layers=1, dense_ff=20)
 MODELS = {
     "qwen2": ModelConfig(**SHAPE, qkv_bias=True),
     "qwen3": ModelConfig(**SHAPE, qk_norm=True, tie_embeddings=False),
@@ -67,6 +69,38 @@ MODELS = {
     "qwen3_5_text": ModelConfig(
         **SHAPE, qk_norm=True, norm_offset=True, windows=DELTA, extras=SomeExtras(rotary_share=0.5)
     ),
+    "qwen3_5_moe_text": ModelConfig(
+        **SHAPE,
+        qk_norm=True,
+        norm_offset=True,
+        windows=DELTA,
+        extras=SomeExtras(rotary_share=0.5),
+        experts=Mixture(4, 2, shared=12, shared_gate=True),
+    ),
+    "granite": ModelConfig(**SHAPE, extras=GRANITE),
+    "granitemoehybrid": ModelConfig(
+        **SHAPE, extras=GRANITE, windows=replace(DELTA, value_heads=8, form="mamba2", attention=(0,))
+    ),
+    "glm4": ModelConfig(
+        **SHAPE, qkv_bias=True, post_norms=True, extras=SomeExtras(rotary_share=0.5, rotary_pairs=True)
+    ),
+    "glm4_moe": ModelConfig(**SHAPE, qkv_bias=True, qk_norm=True, extras=SomeExtras(rotary_share=0.5), experts=SIGMOID),
+    "deepseek_v3": ModelConfig(
+        **SHAPE | {"kv_heads": 1, "head_dim": 14},
+        extras=SomeExtras(latent=10, latent_query=9, latent_key=6, latent_value=7, rotary_pairs=True, query_scale=8.0),
+        rope_scaling=YARN,
+        experts=SIGMOID,
+    ),
+    "gpt_oss": ModelConfig(
+        **SHAPE,
+        qkv_bias=True,
+        activation="clamped_swiglu",
+        extras=SomeExtras(sinks=True, output_bias=True),
+        windows=SlidingWindows((8, 0)),
+        rope_scaling=YARN,
+        experts=Mixture(4, 2, biases=True),
+    ),
+    "ministral3": ModelConfig(**SHAPE, extras=SomeExtras(query_growth=0.1, query_length=64), rope_scaling=YARN),
 }
 
 

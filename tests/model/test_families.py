@@ -1,5 +1,6 @@
 """Every family computes what transformers computes: whole rows, packed rows, and token by token from the cache."""
 
+import json
 from functools import partial
 
 import jax
@@ -10,8 +11,10 @@ import pytest
 from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.model.attention import AttentionBlocks, attend_blocked
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.convert import load_params, resolve_config
+from grpo_roc_jax.model.convert import load_params, resolve_config, save_params
+from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, PoolWriter, allocate, readers_of, token_places
+from grpo_roc_jax.model.safetensors_io import read_directory
 from grpo_roc_jax.model.transformer import Execution, Params, final_hidden, forward, take_layer, unembed
 from grpo_roc_jax.rollout.decode import run_layers
 from grpo_roc_jax.run.components import fit_length
@@ -25,6 +28,10 @@ from tests.helpers.published_models import (
 )
 
 TOLERANCE = 1e-4
+GRADIENT = 5e-5
+"""Largest difference of a gradient, of the largest number of its tensor."""
+RECURRENT = 2e-4
+"""The same where a state adds many tokens up: the gradient of its decay is a small sum of large terms."""
 LENGTH = 40
 
 
@@ -56,6 +63,59 @@ def test_transformers_reloads_the_same_model(pair, tmp_path):
     np.testing.assert_array_equal(logits_of(again, tokens), wanted)
 
 
+GRADIENTS = ("gpt-oss", "deepseek", "glm4-moe", "granite", "glm4", "ministral3")
+SLOW_GRADIENTS = ("qwen35-moe", "granite4-h", "gpt-oss-odd")
+
+
+@pytest.mark.parametrize(
+    "pair", [*GRADIENTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_GRADIENTS)], indirect=True
+)
+def test_gradients_of_every_tensor_equal_those_of_torch(pair, tmp_path):
+    """Those of torch under the published names: as the weights of a copy of the model, which transformers saves."""
+    import torch
+
+    model, config, params, tokens, _ = pair
+    weight = np.random.default_rng(3).normal(size=(*tokens.shape, config.vocab_size)).astype(np.float32) / 30
+    model.set_attn_implementation("eager")
+    model.zero_grad()
+    (model(torch.tensor(tokens)).logits * torch.tensor(weight)).sum().backward()
+    copy = type(model)(model.config)
+    with torch.no_grad():
+        for slope, leaf in zip(copy.parameters(), model.parameters(), strict=True):
+            slope.copy_(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+    copy.save_pretrained(tmp_path / "theirs")
+
+    @jax.jit
+    def gradient(params, tokens, positions, segments):
+        def value(params):
+            return jnp.sum(weight * unembed(params, forward(params, tokens, positions, segments, config), config))
+
+        return jax.grad(value)(params)
+
+    got = gradient(params, tokens, np.broadcast_to(np.arange(LENGTH), tokens.shape), np.ones_like(tokens))
+    (tmp_path / "ours").mkdir()
+    family = find_family(json.loads((tmp_path / "theirs" / "config.json").read_text()))
+    save_params(got, config, family, tmp_path / "ours", dtype=jnp.float32)
+    ours, theirs = (read_all(tmp_path / name) for name in ("ours", "theirs"))
+    assert set(ours) == set(theirs)
+    for name, wanted in theirs.items():
+        if name.endswith("e_score_correction_bias"):  # counts in the choice alone
+            assert not ours[name].any()
+            continue
+        scale = np.abs(wanted).max()
+        assert scale > 1e-4 or ".experts." in name, name  # no token may have chosen an expert
+        limit = GRADIENT if config.delta is None else RECURRENT
+        np.testing.assert_allclose(ours[name], wanted, atol=limit * scale, rtol=0, err_msg=name)
+
+
+def read_all(folder) -> dict[str, np.ndarray]:
+    values = {}
+    for name, tensor in read_directory(folder).items():
+        values[name] = np.empty(tensor.shape, np.float32)
+        tensor.read((slice(None),) * len(tensor.shape), values[name])
+    return values
+
+
 def forward_logits(params: Params, config: ModelConfig, tokens, positions, segments, **options) -> np.ndarray:
     def run(params, *rows):
         return unembed(params, forward(params, *rows, config, Execution(**options)), config)
@@ -72,7 +132,7 @@ def test_logits_of_whole_rows(pair):
     assert np.abs(got - wanted).max() <= TOLERANCE
 
 
-@cases("qwen2", "gemma2", "phi3-longrope", "qwen35")
+@cases("qwen2", "gemma2", "phi3-longrope", "qwen35", "glm4-moe", "gpt-oss", "deepseek")
 def test_logits_of_packed_rows_by_the_blocked_path(pair):
     _, config, params, tokens, wanted = pair
     row = tokens.reshape(1, -1)
@@ -112,7 +172,7 @@ def unstacked(params: Params, config: ModelConfig) -> Params:
 
 
 @pytest.mark.parametrize("orders", [IN_PLACE, pytest.param(("skh", "skh"), marks=pytest.mark.slow)], ids="-".join)
-@cases("gemma2", "qwen35")
+@cases("gemma2", "qwen35", "qwen35-moe", "gpt-oss", "deepseek")
 def test_logits_from_the_cache(pair, orders):
     """A prompt in two pieces, then token by token up to the last position."""
     _, config, params, tokens, wanted = pair

@@ -93,7 +93,8 @@ TOGETHER = {
     "sliding_window_pattern",
 }
 TOGETHER |= {"no_rope_layer_interval", "rope_theta", "partial_rotary_factor", "full_attention_interval"}
-TOGETHER |= {"sliding_window", "intermediate_size"}
+TOGETHER |= {"sliding_window", "intermediate_size", "mamba_chunk_size", "mamba_expand", "num_experts_per_tok"}
+TOGETHER |= {"num_nextn_predict_layers", "num_mtp_layers", "num_key_value_heads", "head_dim", "qk_head_dim"}
 """Keys that a more exact one overrides, or that belong to layers which the model has not."""
 
 

@@ -511,6 +511,9 @@ def test_fused_attention_compiles_for_a_gpu_that_is_not_here():
         ("google/gemma-3-1b-it", "gemma3_1b"),
         ("Qwen/Qwen3.5-4B", "qwen3_5_4b"),
         ("Qwen/Qwen3.5-27B", "qwen3_5_27b"),
+        ("Qwen/Qwen3.5-35B-A3B", "qwen3_5_35b_a3b"),
+        ("openai/gpt-oss-20b", "gpt_oss_20b"),
+        ("zai-org/GLM-4.5-Air", "glm_4_5_air"),
     ],
 )
 def test_known_shapes_are_the_published_ones(name, published):

@@ -1,8 +1,10 @@
 """Verdicts of hand-made trajectories, and the contract of custom reward functions."""
 
 import sys
+import threading
 import time
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from grpo_roc_jax.reward.config import (
 )
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.settings.callables import given
-from grpo_roc_jax.types import Problem, ToolResult, Trajectory, Turn
+from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Trajectory, Turn
 
 PROBLEM = Problem("p1", "6*7=?", "42", "test")
 RIGHT = r"<answer>\boxed{42}</answer>"
@@ -54,6 +56,37 @@ def test_binary_reward(texts, stop, reward, status):
     verdict = one(texts=texts, stop=stop)
     assert (verdict.reward, verdict.status) == (reward, status)
     assert verdict.turns == len(texts)
+
+
+@pytest.mark.parametrize("column", [[1], threading.Lock()], ids=["copied", "not copied"])
+def test_what_a_function_writes_changes_nothing(column):
+    """Through flags, the base of an array, another library, and what a dictionary holds."""
+    import torch
+
+    def writes(problem, trajectories):
+        for t in trajectories:
+            torch.from_numpy(t.tokens)[:] = 7
+            for name in ("tokens", "policy_mask", "logprobs", "versions"):
+                array = getattr(t, name)
+                array = array if array.base is None else array.base
+                array.setflags(write=True)
+                array[...] = 1
+            t.turns[0].calls[0].arguments["code"] = "other"
+        if isinstance(problem.extra["column"], list):
+            problem.extra["column"].append(2)
+        return [1.0 for _ in trajectories]
+
+    given_problem = Problem("p1", "6*7=?", "42", "test", extra={"column": column})
+    one_turn = Turn(0, 1, RIGHT, (ToolCall("run", {"code": "1"}, ""),), ())
+    rollout = replace(trajectory(RIGHT), turns=(one_turn,))
+    with given({"mine:reward": writes}):
+        scorer = make_scorer(RewardConfig(functions=(FunctionReward(path="mine:reward"),)))
+        scorer.try_functions(given_problem, [rollout])
+        group = scorer(given_problem, [rollout])
+    assert [v.reward for v in group.verdicts] == [1.0]
+    (kept,) = group.trajectories
+    assert kept.tokens.tolist() == [0] and kept.policy_mask.tolist() == [True] and kept.logprobs.tolist() == [0.0]
+    assert kept.turns[0].calls[0].arguments == {"code": "1"} and column in ([1], given_problem.extra["column"])
 
 
 def test_tool_output_is_no_answer():

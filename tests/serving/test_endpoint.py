@@ -178,7 +178,7 @@ BAD = [
         "messages",
     ),
     ({"messages": [{"role": "tool", "content": "x"}]}, "must follow the call", "messages"),
-    ({"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "a"}]}, "answers no call", "messages"),
+    ({"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "a"}]}, "must follow the call", "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images are not supported", None),
     ({"messages": [{"role": "user", "content": "word " * 400}]}, "leaves no room in a context of 256", None),
 ]

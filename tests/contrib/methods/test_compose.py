@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_roc_jax.config import read_config
 from grpo_roc_jax.method.compose import (
     Scores,
     initial_state,
@@ -18,6 +19,7 @@ from grpo_roc_jax.method.compose import (
 )
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.settings.cli import ConfigError
 from tests.contrib.methods.objectives import OBJECTIVES
 from tests.helpers.method_groups import make_group, method
 from tests.method.test_compose import batch, loss_value, trajectories
@@ -183,3 +185,8 @@ def test_next_state():
 
 def test_a_step_of_trajectories_cannot_follow_one_of_tokens():
     check_order("tree")
+
+
+def test_a_learned_length_needs_the_divergence_by_tokens():
+    with pytest.raises(ConfigError, match=r"use advantage\.adjust kl"):
+        read_config("--shaping=kl", "--weights.factors=learned_length")

@@ -38,7 +38,7 @@ def logprobs_of(output):
 
 
 def test_the_quickstart_trains_samples_scores_saves_and_loads(service):
-    model = service.create_lora_training_client(base_model="small", rank=4, seed=1)
+    model = service.create_lora_training_client(base_model="small", rank=4, seed=1).result()
     losses = []
     for _ in range(4):
         call = model.forward_backward([datum(IDS), datum(IDS[::-1])], "cross_entropy")
@@ -77,7 +77,7 @@ def test_a_loss_of_the_client_has_the_gradient_of_ppo(service):
 
     norms = []
     for custom in (True, False):
-        model = service.create_lora_training_client(base_model="small", rank=4, seed=1)
+        model = service.create_lora_training_client(base_model="small", rank=4, seed=1).result()
         if custom:
             row = datum(IDS)
             row = tinker.Datum(model_input=row.model_input, loss_fn_inputs={"target_tokens": IDS[1:]})
@@ -92,8 +92,8 @@ def test_a_loss_of_the_client_has_the_gradient_of_ppo(service):
 
 def test_what_is_refused_says_what_to_change(service):
     with pytest.raises(Exception, match="served here: small"):
-        service.create_lora_training_client(base_model="other", rank=4)
-    model = service.create_lora_training_client(base_model="small", rank=4)
+        service.create_lora_training_client(base_model="other", rank=4).result()
+    model = service.create_lora_training_client(base_model="small", rank=4).result()
     with pytest.raises(Exception, match="importance_sampling"):
         model.forward_backward([datum(IDS)], "stable_reinforce").result()
 
@@ -105,7 +105,7 @@ def test_calls_that_the_client_cuts_have_the_result_of_one(url, monkeypatch):
     for chunk, parts in ((2, [data]), (1024, [data]), (1024, [data[:2], data[2:]])):
         monkeypatch.setattr(TinkerEndpoint, "client_config", lambda *_, most=chunk: {"fwdbwd_max_chunk_len": most})
         client = tinker.ServiceClient(base_url=url, api_key="tml-x")
-        model = client.create_lora_training_client(base_model="small", rank=4, seed=3)
+        model = client.create_lora_training_client(base_model="small", rank=4, seed=3).result()
         calls = [model.forward_backward(part, "cross_entropy") for part in parts]
         step = model.optim_step(tinker.AdamParams(learning_rate=0.01, eps=1e-3))
         assert [len(call.result().loss_fn_outputs) for call in calls] == [len(part) for part in parts]
@@ -180,7 +180,7 @@ def test_a_loss_that_is_traced_runs_in_the_client(service):
     handle = service.create_custom_loss(likelihood, {"logprobs": 1, "weights": 1}).result()
     norms = []
     for custom in (True, False):
-        model = service.create_lora_training_client(base_model="small", rank=4, seed=1)
+        model = service.create_lora_training_client(base_model="small", rank=4, seed=1).result()
         call = model.forward_backward_custom if custom else model.forward_backward
         call([datum(IDS)], handle if custom else "cross_entropy").result()
         norms.append(model.optim_step(tinker.AdamParams(learning_rate=0.01)).result().metrics["grad_norm:mean"])
@@ -195,7 +195,7 @@ def test_several_targets_of_a_token_may_be_sparse(service):
     inputs = {"target_tokens": tinker.TensorData.from_torch_sparse(ids)}
     inputs["weights"] = tinker.TensorData.from_torch_sparse(weights)
     row = tinker.Datum(model_input=tinker.ModelInput.from_ints(IDS[:-1]), loss_fn_inputs=inputs)
-    model = service.create_lora_training_client(base_model="small", rank=4)
+    model = service.create_lora_training_client(base_model="small", rank=4).result()
     wide, flat = (model.forward_backward([one], "cross_entropy").result() for one in (row, datum(IDS)))
     assert wide.metrics["loss:sum"] == pytest.approx(flat.metrics["loss:sum"], rel=1e-5)
     np.testing.assert_allclose(logprobs_of(wide)[0].reshape(7, 40)[:, 0], logprobs_of(flat)[0], atol=1e-6)
@@ -203,7 +203,7 @@ def test_several_targets_of_a_token_may_be_sparse(service):
 
 def test_every_other_call_of_the_client_works(service):
     rest = service.create_rest_client()
-    model = service.create_lora_training_client(base_model="small", rank=4, user_metadata={"a": "b"})
+    model = service.create_lora_training_client(base_model="small", rank=4, user_metadata={"a": "b"}).result()
     model.forward_backward([datum(IDS)], "cross_entropy").result()
     model.optim_step(tinker.AdamParams(learning_rate=0.01)).result()
     info = model.get_info()
@@ -262,7 +262,7 @@ def test_every_other_call_of_the_client_works(service):
 
 def test_what_cannot_be_sampled_or_trained_is_refused_at_once(service):
     sampler = service.create_sampling_client(base_model="small").result()
-    model = service.create_lora_training_client(base_model="small", rank=4)
+    model = service.create_lora_training_client(base_model="small", rank=4).result()
     image = tinker.ModelInput(chunks=[tinker.types.ImageChunk(data=b"x", format="png", expected_tokens=1)])
     text, params = tinker.ModelInput.from_ints(IDS), tinker.SamplingParams(max_tokens=2)
 

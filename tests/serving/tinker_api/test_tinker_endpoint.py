@@ -248,7 +248,8 @@ def test_a_session_that_ended_is_forgotten(client):
 
 
 def test_a_future_that_is_not_known_and_json_for_tensors_are_refused(client):
-    assert client.ask("retrieve_future", {"request_id": "none"})[0] == 404
+    assert client.ask("retrieve_future", {"request_id": "none@model"})[0] == 404
+    assert client.ask("retrieve_future", {"request_id": "none"})[0] == 410  # the client then samples anew
     status, answer = client.ask("forward_backward", {"model_id": "m"})
     assert status == 422 and "protobuf" in answer["detail"]
 
