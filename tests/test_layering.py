@@ -37,7 +37,7 @@ ROOMS: dict[str, str] = {
     "pod": "settings",
     "serving": "sandbox types shapes settings text tools environments model method rollout learner",
     "config": "settings text data worlds tools environments reward model method rollout learner record pod",
-    "run": "sandbox types shapes settings text data worlds tools environments reward model method rollout learner "
+    "run": "gguf_files sandbox types shapes settings text data worlds tools environments reward model method rollout learner "
     "record pod serving config",
     "planner": "types shapes settings text data tools reward model method rollout learner record pod config run",
     "contrib": "sandbox types shapes settings text data tools environments reward model method",

@@ -201,7 +201,8 @@ def test_greedy_text_is_the_same_token_by_token(pair):
         ].numpy()
     params = unstacked(params, config)
     cache = allocate(config, PoolSize(4, 64, 1), jnp.float32, IN_PLACE)
-    cache = append_rows(params, cache, jnp.asarray(prompt[:, :-1]), config, 0)
+    append = jax.jit(append_rows, static_argnames="config")
+    cache = append(params, cache, jnp.asarray(prompt[:, :-1]), config, 0)
     step = jax.jit(decode_step, static_argnames="config")
     token, got = jnp.asarray(prompt[:, -1]), []
     for t in range(8, 8 + steps):

@@ -196,7 +196,6 @@ def test_importance_weights_come_with_a_lag_and_cannot_be_left_out(tmp_path):
         read_config("--rollout.step_limit=stream", "--surrogate.old_logprobs=recorded")
     for words, said in (
         (["--rollout.early_exit=true"], "use one of the two"),
-        (["--plan.budget=knapsack"], "use one of the two"),
         (["--environment=class", "--environment.path=x:Y"], "whose state is lost"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from grpo_roc_jax.config import read_config
 from grpo_roc_jax.contrib.methods.microcoder import STAGE
 from grpo_roc_jax.learner.group_learner import temperature_of
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.run.learning import most_rows
 from grpo_roc_jax.run.rounds import draw_problems
+from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import Condition
 from tests.helpers.samples import make_group
 from tests.planner.test_plan import test_a_planned_batch_has_the_leaves_that_the_method_packs as packs
@@ -110,6 +112,8 @@ def test_plans_that_contradict_other_sections_are_refused(name, words, said, cap
 
 def test_a_budget_of_several_waves_has_no_rows_to_go_on_with(tmp_path):
     refused_with_partial(tmp_path, "--plan.budget=knapsack")
+    with pytest.raises(ConfigError, match="use one of the two"):
+        read_config("--rollout.step_limit=stream", "--plan.budget=knapsack")
 
 
 def test_a_planned_batch_has_the_leaves_that_rows_of_several_temperatures_pack():

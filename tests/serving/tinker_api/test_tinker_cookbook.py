@@ -83,8 +83,8 @@ class Server:
 @contextmanager
 def serving(folder, store):
     server = Server(folder, store)
-    server.start()
     try:
+        server.start()
         yield server
     finally:
         server.end(signal.SIGKILL)

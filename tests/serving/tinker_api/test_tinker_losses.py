@@ -213,7 +213,7 @@ def test_log_probabilities_are_exact_over_a_large_vocabulary():
     request = ForwardBackward("m", 1, (Datum(tokens[:-1], inputs),), "cross_entropy", forward_only=True)
     _, (found,), _ = trainer.forward_backward(state, request)
     whole = init_params(jax.random.key(0), model)
-    hidden = forward(whole, tokens[None, :-1], np.arange(63)[None], np.ones((1, 63), np.int32), model)
+    hidden = forward(whole, jnp.asarray(tokens[None, :-1]), jnp.arange(63)[None], jnp.ones((1, 63), jnp.int32), model)
     logits = np.asarray(unembed(whole, hidden, model), np.float64)[0]
     exact = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     np.testing.assert_allclose(found, exact[np.arange(63), targets], atol=5e-6)
