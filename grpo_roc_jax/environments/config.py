@@ -275,33 +275,6 @@ class EnvironmentOpenEnv(Hosted):
         return {"": adapter("contrib.environments.openenv_server", self.kind).openenv_class(self)}
 
 
-@kind("harbor")
-class EnvironmentHarbor(Hosted):
-    """Task directories of Harbor: the policy has the tool `bash`, and the tests of the task pay at the end.
-    `data.sources harbor:DIR` has their problems."""
-
-    tasks: str = field(kw_only=True)
-    """A directory with task directories below it, or one of them: `instruction.md`, `task.toml`, `tests/test.sh` and
-    `environment/`."""
-    container: Literal["sandbox", "docker"] = "sandbox"
-    """Where commands and tests run: in the sandbox of this project, from level L3 on, with the programs of this machine
-    and without network; or in a container of the task's own image, without network, by the command `docker`."""
-    command_s: Positive = 30.0
-    """Seconds for one command. `timeout_sec` of a task bounds all of them together, and its tests."""
-    processes: AtLeast1 = 64
-    """Processes of a rollout in the sandbox."""
-    timeout_s: Positive = 900.0
-    """Seconds for a reset, a command, and the tests, which a task may give less. A late one of these is as for the
-    other kinds."""
-
-    def __post_init__(self) -> None:
-        if self.command_s > self.timeout_s:
-            raise ValueError(f"environment.command_s = {self.command_s:g}; must be at most timeout_s")
-
-    def factories(self) -> Factories:
-        return {"": adapter("contrib.environments.harbor_tasks", self.kind).harbor_class(self)}
-
-
 @settings
 class AgentKind(EnvironmentKind):
     """An agent for each rollout that asks the policy over HTTP, as it would ask OpenAI's API; needs the extra
