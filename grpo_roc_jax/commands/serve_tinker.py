@@ -80,7 +80,7 @@ def open_base(stack: ExitStack, options: ServeTinkerConfig, text: str, overrides
         family = None
 
     def engine(form: Form) -> Engine:
-        ids, sampling = chat.tokenizer.vocab_size, SamplingConfig(top_k=form.cut.top_k, top_p=form.cut.top_p)
+        ids, sampling = chat.tokenizer.vocab_size, SamplingConfig()
         return make_engine(model, config.rollout, sampling, (), mesh, seed=config.seed, vocab_size=ids)
 
     batch = replace(config.batch, row_length=options.context, rows=max(1, ROW_TOKENS // options.context))

@@ -42,7 +42,7 @@ def small_trainer():
 
 @cache
 def small_engine(form):
-    sampling = SamplingConfig(top_k=form.cut.top_k, top_p=form.cut.top_p)
+    sampling = SamplingConfig()
     return make_engine(MODEL, ROLLOUT, sampling, (), small_trainer().mesh, seed=3, vocab_size=500)
 
 

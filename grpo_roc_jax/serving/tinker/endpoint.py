@@ -735,9 +735,9 @@ class TinkerEndpoint:
         gathered.begin(seed)
         job = SampleJob(
             asked.prompt, asked.max_tokens, gathered.report, asked.count, asked.temperature, seed, 0,
-            asked.stop_ids, stop_finder(base.tokenizer, asked.stops),
+            asked.stop_ids, stop_finder(base.tokenizer, asked.stops), steering=asked.steering(),
         )  # fmt: skip
-        base.snapshots.submit(snapshot, job, asked.cut)
+        base.snapshots.submit(snapshot, job)
         return pending
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from grpo_roc_jax.rollout.steering import DrawSettings, RowSteering
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
 from grpo_roc_jax.serving.sampling_loop import sampled
 from grpo_roc_jax.serving.server import UNFINISHED
 from grpo_roc_jax.serving.tinker.futures import Pending
-from grpo_roc_jax.serving.tinker.snapshots import Cut
 from grpo_roc_jax.serving.tinker.trainer import Readings, Wanted
 from grpo_roc_jax.serving.tinker.wire import Answer, OfPrompt, Sparse, write_samples
 
@@ -29,7 +29,7 @@ class Asked:
     count: int
     max_tokens: int
     temperature: float
-    cut: Cut
+    drawing: DrawSettings
     seed: int | None
     stop_ids: frozenset[int]
     stops: tuple[str, ...]
@@ -48,6 +48,11 @@ class Asked:
     def of_prompt(self) -> bool:
         """Whether the result says something about the prompt."""
         return self.prompt_logprobs or self.topk > 0 or self.draws > 0 or self.targets is not None
+
+    def steering(self) -> list[RowSteering]:
+        """What each sample asks of its draws; empty for nothing."""
+        plain = self.drawing == DrawSettings()
+        return [] if plain else [RowSteering(self.drawing) for _ in range(self.count)]
 
 
 def read_asked(body: dict[str, Any], vocab_size: int, context: int, reserved: int, eos: frozenset[int]) -> Asked:
@@ -100,7 +105,7 @@ def read_asked(body: dict[str, Any], vocab_size: int, context: int, reserved: in
         count=count,
         max_tokens=room if most is None else min(most, room),
         temperature=float(temperature),
-        cut=Cut(0 if top_k >= vocab_size else max(top_k, 0), top_p),
+        drawing=DrawSettings(top_k=top_k if 0 < top_k < vocab_size else None, top_p=top_p if top_p < 1 else None),
         seed=field_of(params, "seed", int),
         stop_ids=stop_ids,
         stops=stops,

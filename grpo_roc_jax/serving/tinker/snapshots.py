@@ -42,18 +42,9 @@ POOLS = 3
 """Engines that keep their cache while nobody samples with them."""
 
 
-class Cut(NamedTuple):
-    """Which tokens may be drawn."""
-
-    top_k: int = 0
-    """0 for all."""
-    top_p: float = 1.0
-
-
 class Form(NamedTuple):
     """What an engine is compiled for."""
 
-    cut: Cut
     rank: int
     """Of the pairs; 0 for the base alone."""
     targets: tuple[Target, ...]
@@ -196,9 +187,9 @@ class Snapshots:
         self._thread = threading.Thread(target=self._run, daemon=True, name="tinker-sampling")
         self._thread.start()
 
-    def submit(self, snapshot: Snapshot, job: SampleJob, cut: Cut | None = None) -> None:
+    def submit(self, snapshot: Snapshot, job: SampleJob) -> None:
         """Queues a job; thread-safe. Its `report` may be called with `paused` too: no seat is free for its adapter."""
-        self._inbox.put((snapshot, job, cut or Cut()))
+        self._inbox.put((snapshot, job))
 
     def close(self) -> None:
         self._inbox.put(None)
@@ -228,9 +219,9 @@ class Snapshots:
     def _busy(self) -> list[Group]:
         return [group for group in self._groups.values() if not group.idle]
 
-    def _take(self, snapshot: Snapshot, job: SampleJob, cut: Cut) -> None:
+    def _take(self, snapshot: Snapshot, job: SampleJob) -> None:
         try:
-            form = self._form(snapshot, cut)
+            form = self._form(snapshot)
             group = self._groups.get(form) or self._open(form, snapshot)
             group.used = next(self._clock)
             if not self._seat(group, snapshot, job):
@@ -241,12 +232,12 @@ class Snapshots:
             error = failure
             self.deliver(lambda: job.report("failed", 0, error))
 
-    def _form(self, snapshot: Snapshot, cut: Cut) -> Form:
+    def _form(self, snapshot: Snapshot) -> Form:
         """The engine that a job goes to."""
         if snapshot.lora is None:
-            return Form(cut, 0, (), 1)
-        alone = Form(cut, snapshot.lora.rank, snapshot.lora.targets, 1)
-        shared = Form(cut, bucket(snapshot.lora.rank), self.targets, self.most)
+            return Form(0, (), 1)
+        alone = Form(snapshot.lora.rank, snapshot.lora.targets, 1)
+        shared = Form(bucket(snapshot.lora.rank), self.targets, self.most)
         now = time.monotonic()
         before, _ = self._recent.get(snapshot.owner, (now, None))
         others = any(  # those that took turns with this owner
@@ -256,7 +247,7 @@ class Snapshots:
         live = [
             seat
             for form, group in self._groups.items()
-            if form.cut == cut and form.rank and bucket(form.rank) == shared.rank
+            if form.rank and bucket(form.rank) == shared.rank
             for seat in group.seats
             if seat.jobs and seat.snapshot is not snapshot
         ]

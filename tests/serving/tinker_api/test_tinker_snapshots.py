@@ -9,13 +9,13 @@ import pytest
 
 from grpo_roc_jax.model.lora import LowRank
 from grpo_roc_jax.serving.sampling_loop import SampleJob, SamplingLoop, sampled
-from grpo_roc_jax.serving.tinker.snapshots import Bank, Cut, Form, Group, Seat, Snapshot, bucket
+from grpo_roc_jax.serving.tinker.snapshots import Bank, Form, Group, Seat, Snapshot, bucket
 from grpo_roc_jax.serving.tinker.trainer import Wanted
 from tests.helpers.tinker_server import MODEL, small_engine, small_trainer
 
 PROMPT = np.arange(3, 40, dtype=np.int32)
 ALL = LowRank().targets
-FORM = Form(Cut(), 8, ALL, 3)
+FORM = Form(8, ALL, 3)
 
 
 def adapter(rank, seed, targets=ALL):
@@ -77,7 +77,7 @@ class Run:
 
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_a_batch_mixes_adapters_of_several_ranks_and_the_base(by_layer):
-    form = FORM._replace(cut=Cut(top_k=500)) if by_layer else FORM  # programs of their own
+    form = FORM._replace(adapters=4) if by_layer else FORM  # programs of their own
     engine = small_engine(form).sibling()
     engine.programs.shares_layers = by_layer
     run = Run(form, engine)
