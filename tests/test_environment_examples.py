@@ -125,7 +125,7 @@ def test_a_row_that_names_no_class_is_refused_at_the_start(tmp_path, name):
         ),
         ("{kind: tools}", "is kind tools; must be agent, mcp"),
         ("{kind: agent}", "neither command nor function"),
-        ("{kind: agent, command: x, retries: 3}", "is a setting of kind by_row, class, mcp"),
+        ("{kind: agent, command: x, retries: 3}", "is a setting of kind by_row, class, harbor, mcp"),
         ("{kind: mcp, command: [x], timeout_s: 3}", "sets timeout_s, which is that of by_row"),
         ("{kind: nope}", "unknown kind 'nope'; must be one of"),
         ("{command: [x]}", "or a mapping with 'kind'"),

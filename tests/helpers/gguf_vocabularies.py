@@ -25,7 +25,9 @@ CHAT = (
 
 @cache
 def corpus() -> str:
-    return "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("models.md", "data.md", "method.md")) + MORE
+    """Pages, without the tags in them: transformers reads these as special tokens, which this library never does."""
+    pages = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("models.md", "data.md", "method.md"))
+    return pages.replace("<|", "<") + MORE
 
 
 def texts() -> list[str]:

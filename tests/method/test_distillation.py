@@ -177,7 +177,7 @@ def test_a_teacher_that_cannot_be(tmp_path, published, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("text: {tokenizer: bytes}\n")
     for path, message in [
-        (tmp_path / "nothing", "cannot be the teacher: .* not a directory"),
+        (tmp_path / "nothing", "cannot be the teacher: .* no such directory"),
         (tmp_path / "run", "cannot be the teacher: .* share the vocabulary"),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -160,7 +160,7 @@ def test_a_chunk_computes_all_rows_unless_told_fewer(monkeypatch):
     """Three of four slots active; what three rows draw and keep comes back in the places of their slots."""
     computed = []
 
-    def draw(params, pool, slots, table, model, settings):
+    def draw(params, pool, slots, table, model, settings, steering):
         computed.append(len(slots.token))
         count = jnp.where(slots.active, 2, 0)
         report = ChunkReport(slots.token[None], slots.token[None] / 8, jnp.zeros((0, len(count))), count, jnp.ones(1))
