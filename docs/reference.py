@@ -288,16 +288,6 @@ def as_written(parameter: inspect.Parameter) -> str:
     return f"{shown}={text}" if isinstance(default, str | int | float | bool | None) else f"{shown}=..."
 
 
-def pages() -> dict[str, str]:
-    """Name of every generated page -> its content."""
-    return {
-        "configuration.md": configuration(),
-        "api.md": api(),
-        "coming_from.md": coming_from(),
-        "memory.md": memory(),
-    }
-
-
 TABLE = "<!-- generated table -->", "<!-- end of generated table -->"
 
 
@@ -381,6 +371,10 @@ def seconds_cell(model: str, device: str) -> str:
     return f"{times.total:.0f}" if fits else "-"
 
 
+PAGES = {"configuration.md": configuration, "api.md": api, "coming_from.md": coming_from, "memory.md": memory}
+"""Name of every generated page -> what writes its content."""
+
+
 if __name__ == "__main__":
-    for name, content in pages().items():
-        (DOCS / name).write_text(content, encoding="utf-8")
+    for name, write in PAGES.items():
+        (DOCS / name).write_text(write(), encoding="utf-8")

@@ -70,9 +70,12 @@ def test_the_pictures_are_what_their_script_draws():
 
 
 @with_contrib
-def test_the_generated_pages_are_current():
-    for name, content in script("reference").pages().items():
-        assert (DOCS / name).read_text(encoding="utf-8") == content, "run `python docs/reference.py`"
+@pytest.mark.parametrize(
+    "name", ["configuration.md", "api.md", "coming_from.md", pytest.param("memory.md", marks=pytest.mark.slow)]
+)
+def test_the_generated_pages_are_current(name):
+    content = script("reference").PAGES[name]()
+    assert (DOCS / name).read_text(encoding="utf-8") == content, "run `python docs/reference.py`"
 
 
 def test_the_menu_names_every_page_once():

@@ -179,6 +179,7 @@ def test_force_is_not_offered_where_it_could_not_work(copy, capsys, words):
     assert state(copy) == before
 
 
+@pytest.mark.slow
 def test_every_setting_that_force_is_offered_for_can_be_forced(whole):
     """All settings with another value: either `--force` is not offered, or the saved arrays are those of the state but
     for the dtype of moments, which are cast. (Other data begin at their start.)"""

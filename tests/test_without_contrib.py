@@ -89,6 +89,7 @@ PARTS += [" ".join(FILES[i::4]) for i in range(4)]
 """All default tests but these and those of contrib: a room, or a quarter of the files without a room, at a time."""
 
 
+@pytest.mark.slow
 def test_many_tests_of_the_core_pass(core):
     run_in(core, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", *FAST, timeout=900)
 

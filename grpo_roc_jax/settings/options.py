@@ -183,9 +183,14 @@ def fields_of(cls: type) -> dict[str, dataclasses.Field]:
     return {field.name: field for field in dataclasses.fields(cls)}
 
 
+@cache
+def _types_of(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=False)
+
+
 def type_of(cls: type, name: str) -> Any:
     """The type of a field without its constraints, and without None."""
-    hint = typing.get_type_hints(cls, include_extras=False)[name]
+    hint = _types_of(cls)[name]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         alternatives = [part for part in typing.get_args(hint) if part is not type(None)]
         return alternatives[0] if len(alternatives) == 1 else hint

@@ -109,8 +109,8 @@ def test_a_product_and_its_gradient_are_those_of_the_plain_matrix(kind, flat, in
     ("model", "bits"),
     [
         (MODEL, 8),
-        (HYBRID, 4),
-        (EXPERTS, 4),
+        pytest.param(HYBRID, 4, marks=SLOW),
+        pytest.param(EXPERTS, 4, marks=SLOW),
         pytest.param(MODEL, 4, marks=SLOW),
         pytest.param(HYBRID, 8, marks=SLOW),
         pytest.param(EXPERTS, 8, marks=SLOW),
@@ -147,7 +147,7 @@ def test_logits_gradients_and_merged_weights_are_those_of_the_dequantized_base(m
 @pytest.mark.parametrize(
     ("mesh", "bits", "model"),
     [
-        ({"fsdp": 2, "tensor": 2}, 4, MODEL),
+        pytest.param({"fsdp": 2, "tensor": 2}, 4, MODEL, marks=SLOW),
         pytest.param({"fsdp": 2, "tensor": 2}, 8, MODEL, marks=SLOW),
         pytest.param({"data": 2}, 4, MODEL, marks=SLOW),
         pytest.param({"fsdp": 2}, 8, MODEL, marks=SLOW),
@@ -191,7 +191,8 @@ def compiled_update(bits, remat, layers=8):
 
 
 @pytest.mark.parametrize(
-    ("bits", "remat"), [(4, "none"), pytest.param(8, "full", marks=SLOW), pytest.param(4, "full", marks=SLOW)]
+    ("bits", "remat"),
+    [pytest.param(bits, remat, marks=SLOW) for bits, remat in ((4, "none"), (8, "full"), (4, "full"))],
 )
 def test_an_update_never_has_all_layers_dequantized(bits, remat):
     """Counted in the compiled program: arguments in fewer bits, and temporaries that do not grow with the depth by

@@ -73,8 +73,14 @@ def check(recipe: str, trained: str, axis: str) -> None:
         assert 0.8 * least <= formula.moved <= 1.2 * most
 
 
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("trained", TRAINED)
+CASES = [
+    pytest.param(trained, axis, marks=[pytest.mark.slow] * (trained.endswith("bits") and axis != "tensor"))
+    for trained in TRAINED
+    for axis in AXES
+]
+
+
+@pytest.mark.parametrize(("trained", "axis"), CASES)
 def test_an_update_by_arithmetic_is_that_of_the_program(trained, axis):
     check("qwen3_0_6b_gsm8k.yaml", trained, axis)
 

@@ -57,7 +57,7 @@ MODELS = {
     ),
     "ministral3": ModelConfig(**SHAPE, extras=SomeExtras(query_growth=0.3, query_length=9), rope_scaling=YARN),
 }
-QUICK = ("gpt_oss", "deepseek_v3")
+QUICK = ("deepseek_v3",)
 WIDTH = 128
 
 

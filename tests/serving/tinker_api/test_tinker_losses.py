@@ -152,7 +152,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "config", "surrogate"), CASES)
+@pytest.mark.parametrize(
+    ("name", "config", "surrogate"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
+)
 def test_calls_in_any_cut_and_a_step_equal_the_update_of_training(name, config, surrogate):
     """Three ways to the same weights: one call, several calls, and `make_update_step` on the same rows."""
     trainer, lora = small_trainer(), LowRank(rank=4)
