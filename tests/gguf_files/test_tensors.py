@@ -141,7 +141,12 @@ def plain_params(params):
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize(
-    "model", [MANY, replace(MANY, heads=8, head_dim=8), LAYOUTS["qwen3moe"]], ids=["wide", "narrow", "experts"]
+    "model",
+    [
+        pytest.param(MANY, id="wide", marks=pytest.mark.slow),
+        pytest.param(replace(MANY, heads=8, head_dim=8), id="narrow"),
+        pytest.param(LAYOUTS["qwen3moe"], id="experts", marks=pytest.mark.slow),
+    ],
 )
 def test_blocks_of_as_many_bits_stay_as_they_are(tmp_path, kind, model):
     """Frozen weights compute with every number of the file, on one device and on a mesh, in the bytes of its blocks."""

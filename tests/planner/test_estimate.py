@@ -74,7 +74,7 @@ def check(recipe: str, trained: str, axis: str) -> None:
 
 
 CASES = [
-    pytest.param(trained, axis, marks=[pytest.mark.slow] * (trained.endswith("bits") and axis != "tensor"))
+    pytest.param(trained, axis, marks=[pytest.mark.slow] * trained.endswith("bits"))
     for trained in TRAINED
     for axis in AXES
 ]

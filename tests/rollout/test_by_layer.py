@@ -39,7 +39,7 @@ CASES = {
 }
 
 
-SLOW = ("truncated", "int8", "experts", "windows")
+SLOW = ("truncated", "int8", "experts", "windows", "recurrent")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])

@@ -71,7 +71,7 @@ def step(parts, learner, run):
 
 @pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("parts", REFERENCES.values(), ids=REFERENCES, indirect=True)
-@pytest.mark.parametrize("starts", ["fresh", "cold"])
+@pytest.mark.parametrize("starts", ["cold", pytest.param("fresh", marks=pytest.mark.slow)])
 def test_a_loop_with_a_reference_takes_steps(parts, starts):
     run, learner = begun(parts)
     if starts == "cold":

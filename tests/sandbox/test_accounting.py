@@ -50,7 +50,12 @@ class Pool:
         return [self.run((session, code))[0] for code in codes]
 
 
-@pytest.fixture(scope="module", params=isolation.LEVELS)
+LEVELS = [
+    pytest.param(level, marks=[pytest.mark.slow] * (level in ("L1", "L3"))) for level in isolation.LEVELS
+]  # what L1 and L3 add is counted as at L2 and L4
+
+
+@pytest.fixture(scope="module", params=LEVELS)
 def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     if request.param not in _probing.probe_host().available:
         pytest.skip(f"{request.param} cannot be reached here")
