@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.config import ModelConfig
@@ -383,5 +383,6 @@ class Publisher:
 
 def _everywhere(params: Params) -> Any:
     """Replicated over the devices of the parameters, so that one program of the probe serves every layout."""
-    sharding = jax.tree.leaves(params)[0].sharding
+    leaf = jax.tree.leaves(params)[0]
+    sharding = leaf.sharding if isinstance(leaf, jax.Array) else SingleDeviceSharding(jax.local_devices()[0])
     return NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding
