@@ -93,6 +93,7 @@ def test_an_adapter_is_trained_saved_alone_and_exported_both_ways(published, tmp
 def test_a_run_on_frozen_weights_in_few_bits_goes_on_equally_and_exports_merged_weights(published, tmp_path):
     """The checkpoint holds the adapter; the frozen weights are rounded again to the same codes."""
     words = [published, "--lora=low_rank", "--lora.rank=2", "--lora.base_bits=4", "--checkpoint.every=1"]
+    words += ["--rollout.slots=16"]  # an engine of its own: that of `shared_programs` was compiled for other leaves
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     train(config := run_config(straight, *words))
     train(run_config(stopped, *words, "--steps=1"))
