@@ -383,6 +383,7 @@ class Publisher:
 
 def _everywhere(params: Params) -> Any:
     """Replicated over the devices of the parameters, so that one program of the probe serves every layout."""
-    leaf = jax.tree.leaves(params)[0]
-    sharding = leaf.sharding if isinstance(leaf, jax.Array) else SingleDeviceSharding(jax.local_devices()[0])
+    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)  # those of NumPy have none
+    if sharding is None:
+        return SingleDeviceSharding(jax.local_devices()[0])
     return NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding

@@ -1,5 +1,6 @@
 """Verdicts of hand-made trajectories, and the contract of custom reward functions."""
 
+import ctypes
 import sys
 import threading
 import time
@@ -60,12 +61,11 @@ def test_binary_reward(texts, stop, reward, status):
 
 @pytest.mark.parametrize("column", [[1], threading.Lock()], ids=["copied", "not copied"])
 def test_what_a_function_writes_changes_nothing(column):
-    """Through flags, the base of an array, another library, and what a dictionary holds."""
-    import torch
+    """Through flags, the base of an array, its memory as other libraries take it, and what a dictionary holds."""
 
     def writes(problem, trajectories):
         for t in trajectories:
-            torch.from_numpy(t.tokens)[:] = 7
+            ctypes.memset(t.tokens.ctypes.data, 7, t.tokens.nbytes)
             for name in ("tokens", "policy_mask", "logprobs", "versions"):
                 array = getattr(t, name)
                 array = array if array.base is None else array.base
