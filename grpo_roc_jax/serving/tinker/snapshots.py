@@ -84,7 +84,7 @@ class Seat:
 
 
 @dataclass(eq=False)
-class Group:
+class SeatedEngine:
     """An engine with the adapters that it samples with now."""
 
     loop: SamplingLoop
@@ -177,7 +177,7 @@ class Snapshots:
     """Matrices that adapters of this model may have."""
     _inbox: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     _engines: dict[Form, Engine] = field(default_factory=dict)
-    _groups: dict[Form, Group] = field(default_factory=dict)
+    _groups: dict[Form, SeatedEngine] = field(default_factory=dict)
     _recent: dict[str, tuple[float, Snapshot]] = field(default_factory=dict)
     """Owner -> when it was sampled from last, and the snapshot."""
     _clock: Any = field(default_factory=count)
@@ -216,7 +216,7 @@ class Snapshots:
                     group.loop.fail(error)
                 self._after_turn(group)
 
-    def _busy(self) -> list[Group]:
+    def _busy(self) -> list[SeatedEngine]:
         return [group for group in self._groups.values() if not group.idle]
 
     def _take(self, snapshot: Snapshot, job: SampleJob) -> None:
@@ -255,7 +255,7 @@ class Snapshots:
         self._recent[snapshot.owner] = now, snapshot
         return shared if (others or live) and self.most > 1 else alone
 
-    def _open(self, form: Form, snapshot: Snapshot) -> Group:
+    def _open(self, form: Form, snapshot: Snapshot) -> SeatedEngine:
         idle = sorted((group for group in self._groups.values() if group.idle), key=lambda group: group.used)
         for group in idle[: max(0, len(self._groups) - POOLS + 1)]:
             self._groups.pop(group.form).loop.release()
@@ -272,10 +272,10 @@ class Snapshots:
             sampler = replace(sampler, params=sampler.params | {"adapters": columns})
         else:
             sampler, seats[0].snapshot = engine.publish(snapshot.weights, 0), snapshot
-        group = self._groups[form] = Group(SamplingLoop(engine, sampler, self.deliver), form, bank, seats)
+        group = self._groups[form] = SeatedEngine(SamplingLoop(engine, sampler, self.deliver), form, bank, seats)
         return group
 
-    def _seat(self, group: Group, snapshot: Snapshot, job: SampleJob) -> bool:
+    def _seat(self, group: SeatedEngine, snapshot: Snapshot, job: SampleJob) -> bool:
         """Hands a job to its engine; False if its adapter gets no seat."""
         seat = group.seat_of(snapshot)
         if seat is None:
@@ -287,7 +287,7 @@ class Snapshots:
         group.loop.submit(job)
         return True
 
-    def _exchange(self, group: Group, seat: Seat, snapshot: Snapshot) -> None:
+    def _exchange(self, group: SeatedEngine, seat: Seat, snapshot: Snapshot) -> None:
         """Puts an adapter in the seat of one that no job uses."""
         loop, engine = group.loop, group.loop.engine
         before, seat.snapshot = seat.snapshot, None
@@ -306,7 +306,7 @@ class Snapshots:
             loop.sampler = sampler
         seat.snapshot = snapshot
 
-    def _after_turn(self, group: Group) -> None:
+    def _after_turn(self, group: SeatedEngine) -> None:
         """Seats that became free go to those who wait."""
         jobs = group.loop.jobs
         for seat in group.seats:

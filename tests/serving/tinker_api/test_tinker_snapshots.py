@@ -9,7 +9,7 @@ import pytest
 
 from grpo_roc_jax.model.lora import LowRank
 from grpo_roc_jax.serving.sampling_loop import SampleJob, SamplingLoop, sampled
-from grpo_roc_jax.serving.tinker.snapshots import Bank, Form, Group, Seat, Snapshot, bucket
+from grpo_roc_jax.serving.tinker.snapshots import Bank, Form, Seat, SeatedEngine, Snapshot, bucket
 from grpo_roc_jax.serving.tinker.trainer import Wanted
 from tests.helpers.tinker_server import MODEL, small_engine, small_trainer
 
@@ -143,7 +143,7 @@ def test_seats_go_to_the_adapter_that_waited_longest():
     a, b, c = (Snapshot({}) for _ in range(3))
     job = SampleJob(PROMPT, 1, lambda *_: None)
     seats = [Seat(a, 1, {job}, 3), Seat(b, 2, set(), 1), Seat(None, 3, set(), 2)]
-    group = Group(None, FORM, None, seats)
+    group = SeatedEngine(None, FORM, None, seats)
     assert group.seat_of(a) is seats[0]
     assert group.seat_of(b) is seats[1]
     assert group.seat_of(c) is seats[1]
