@@ -126,7 +126,7 @@ def own(options) -> dict:
     from grpo_roc_jax.model.sharding import shard_batch
     from grpo_roc_jax.rollout.records import RunOptions, SingleTurn
     from grpo_roc_jax.serving.sampling_loop import sampled
-    from grpo_roc_jax.serving.tinker.snapshots import Form
+    from grpo_roc_jax.serving.tinker.snapshots import EngineForm
     from grpo_roc_jax.serving.tinker.trainer import ROW_TOKENS, bucket
     from grpo_roc_jax.types import Problem, RolloutRequest, TrainRow
 
@@ -138,7 +138,7 @@ def own(options) -> dict:
         step = make_update_step(trainer.model, Ratio(), optim, trainer.update, trainer.mesh, lora=lora)
         params = trainer.start(lora, 0).params
         state = start_train_state(params, trainer.model, optim, trainer.mesh, lora)
-        engine = base.snapshots.make_engine(Form(lora.rank, lora.targets, 1))
+        engine = base.snapshots.make_engine(EngineForm(lora.rank, lora.targets, 1))
         prompts = prompts_of(options, trainer.model.vocab_size)
         problems = [Problem(str(i), "", "", "bench") for i in range(options.groups)]
         length = bucket(options.prompt + options.tokens, trainer.longest)

@@ -31,7 +31,7 @@ from grpo_roc_jax.run.load import serving_settings
 from grpo_roc_jax.sandbox.http_guard import is_loopback
 from grpo_roc_jax.serving.server import TOKEN_VARIABLE, ServerLimits, ServerThread
 from grpo_roc_jax.serving.tinker.endpoint import Base, TinkerEndpoint, trainable
-from grpo_roc_jax.serving.tinker.snapshots import Form, Snapshots
+from grpo_roc_jax.serving.tinker.snapshots import EngineForm, Snapshots
 from grpo_roc_jax.serving.tinker.store import Store
 from grpo_roc_jax.serving.tinker.trainer import ROW_TOKENS, Trainer
 
@@ -79,7 +79,7 @@ def open_base(stack: ExitStack, options: ServeTinkerConfig, text: str, overrides
     except (ValueError, OSError):
         family = None
 
-    def engine(form: Form) -> Engine:
+    def engine(form: EngineForm) -> Engine:
         ids, sampling = chat.tokenizer.vocab_size, SamplingConfig()
         return make_engine(model, config.rollout, sampling, (), mesh, seed=config.seed, vocab_size=ids)
 

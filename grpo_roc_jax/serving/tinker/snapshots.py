@@ -1,9 +1,9 @@
 """Samplers of fixed weights side by side: every row is drawn with the weights that it was submitted with.
 
 An adapter that is sampled from alone has an engine of its form to itself. As soon as several are sampled from at a
-time, new jobs go to an engine that holds the pairs of several adapters side by side (`Bank`), so that one batch mixes
-their rows; adapters of different ranks share it up to a bound (`bucket`). The cache knows whose tokens it holds, so a
-conversation finds its earlier turns and no other's. Engines take turns on one thread.
+time, new jobs go to an engine that holds the pairs of several adapters side by side (`AdapterBank`), so that one batch
+mixes their rows; adapters of different ranks share it up to a bound (`bucket`). The cache knows whose tokens it holds,
+so a conversation finds its earlier turns and no other's. Engines take turns on one thread.
 """
 
 import logging
@@ -42,7 +42,7 @@ POOLS = 3
 """Engines that keep their cache while nobody samples with them."""
 
 
-class Form(NamedTuple):
+class EngineForm(NamedTuple):
     """What an engine is compiled for."""
 
     rank: int
@@ -88,8 +88,8 @@ class SeatedEngine:
     """An engine with the adapters that it samples with now."""
 
     loop: SamplingLoop
-    form: Form
-    bank: "Bank | None"
+    form: EngineForm
+    bank: "AdapterBank | None"
     seats: list[Seat]
     waiting: deque[tuple[Snapshot, SampleJob]] = field(default_factory=deque)
     """Jobs whose adapter has no seat yet."""
@@ -107,11 +107,11 @@ class SeatedEngine:
 
 
 @dataclass(frozen=True, eq=False)
-class Bank:
+class AdapterBank:
     """Pairs of several adapters side by side: A as [in, n R], B as [n R, out]; a row uses the columns of its own."""
 
     model: ModelConfig
-    form: Form
+    form: EngineForm
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -167,7 +167,7 @@ def _replaced(pairs: Sequence[Params], added: Sequence[Params], index: Array, *,
 class Snapshots:
     """One thread that samples from any number of snapshots."""
 
-    make_engine: Callable[[Form], Engine]
+    make_engine: Callable[[EngineForm], Engine]
     """An engine without stop ids that cuts as the form says; called once for each form."""
     deliver: Callable[[Callable[[], None]], None]
     """Runs a function on the thread of those who submit."""
@@ -176,8 +176,8 @@ class Snapshots:
     targets: tuple[Target, ...] = LowRank().targets
     """Matrices that adapters of this model may have."""
     _inbox: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
-    _engines: dict[Form, Engine] = field(default_factory=dict)
-    _groups: dict[Form, SeatedEngine] = field(default_factory=dict)
+    _engines: dict[EngineForm, Engine] = field(default_factory=dict)
+    _groups: dict[EngineForm, SeatedEngine] = field(default_factory=dict)
     _recent: dict[str, tuple[float, Snapshot]] = field(default_factory=dict)
     """Owner -> when it was sampled from last, and the snapshot."""
     _clock: Any = field(default_factory=count)
@@ -232,12 +232,12 @@ class Snapshots:
             error = failure
             self.deliver(lambda: job.report("failed", 0, error))
 
-    def _form(self, snapshot: Snapshot) -> Form:
+    def _form(self, snapshot: Snapshot) -> EngineForm:
         """The engine that a job goes to."""
         if snapshot.lora is None:
-            return Form(0, (), 1)
-        alone = Form(snapshot.lora.rank, snapshot.lora.targets, 1)
-        shared = Form(bucket(snapshot.lora.rank), self.targets, self.most)
+            return EngineForm(0, (), 1)
+        alone = EngineForm(snapshot.lora.rank, snapshot.lora.targets, 1)
+        shared = EngineForm(bucket(snapshot.lora.rank), self.targets, self.most)
         now = time.monotonic()
         before, _ = self._recent.get(snapshot.owner, (now, None))
         others = any(  # those that took turns with this owner
@@ -255,7 +255,7 @@ class Snapshots:
         self._recent[snapshot.owner] = now, snapshot
         return shared if (others or live) and self.most > 1 else alone
 
-    def _open(self, form: Form, snapshot: Snapshot) -> SeatedEngine:
+    def _open(self, form: EngineForm, snapshot: Snapshot) -> SeatedEngine:
         idle = sorted((group for group in self._groups.values() if group.idle), key=lambda group: group.used)
         for group in idle[: max(0, len(self._groups) - POOLS + 1)]:
             self._groups.pop(group.form).loop.release()
@@ -266,7 +266,7 @@ class Snapshots:
         engine = engine.sibling()
         bank, seats = None, [Seat()]
         if form.adapters > 1:
-            bank, seats = Bank(engine.programs.model, form), [Seat(number=i + 1) for i in range(form.adapters)]
+            bank, seats = AdapterBank(engine.programs.model, form), [Seat(number=i + 1) for i in range(form.adapters)]
             sampler = engine.publish(bank.empty(snapshot.base), 0)
             columns = engine.programs.place(bank.columns())
             sampler = replace(sampler, params=sampler.params | {"adapters": columns})

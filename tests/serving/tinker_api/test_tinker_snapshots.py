@@ -9,13 +9,13 @@ import pytest
 
 from grpo_roc_jax.model.lora import LowRank
 from grpo_roc_jax.serving.sampling_loop import SampleJob, SamplingLoop, sampled
-from grpo_roc_jax.serving.tinker.snapshots import Bank, Form, Seat, SeatedEngine, Snapshot, bucket
+from grpo_roc_jax.serving.tinker.snapshots import AdapterBank, EngineForm, Seat, SeatedEngine, Snapshot, bucket
 from grpo_roc_jax.serving.tinker.trainer import Wanted
 from tests.helpers.tinker_server import MODEL, small_engine, small_trainer
 
 PROMPT = np.arange(3, 40, dtype=np.int32)
 ALL = LowRank().targets
-FORM = Form(8, ALL, 3)
+FORM = EngineForm(8, ALL, 3)
 
 
 def adapter(rank, seed, targets=ALL):
@@ -39,7 +39,7 @@ class Run:
 
     def __init__(self, form=FORM, engine=None):
         self.engine = engine or small_engine(form).sibling()
-        self.bank, base = Bank(MODEL, form), small_trainer().base
+        self.bank, base = AdapterBank(MODEL, form), small_trainer().base
         sampler = self.engine.publish(self.bank.empty(base), 0)
         columns = self.engine.programs.place(self.bank.columns())
         sampler = replace(sampler, params=sampler.params | {"adapters": columns})
