@@ -371,6 +371,11 @@ def check_remote_samplers(config: Config) -> None:
             f"rollout.samplers {samplers.kind} with rollout.step_limit {limit.kind}: samplers that come and go return "
             "groups as they end; set rollout.step_limit stream (lag 0 trains on rollouts of the current policy alone)"
         )
+    if config.tools.executor.kind == "ray":
+        raise ValueError(
+            f"tools.executor ray with rollout.samplers {samplers.kind}: each sampler runs the programs of its rows on "
+            "its own host; set tools.executor local"
+        )
 
 
 OF_ALL_STAGES = frozenset(
@@ -502,7 +507,14 @@ def derived(config: Config) -> list[str]:
         f"{config.rollout.max_row_tokens} tokens ({config.rollout.max_prompt_tokens} prompt + "
         f"{config.rollout.max_response_tokens} response), {config.rollout.slots} at a time",
     ]
-    limit = config.rollout.step_limit
+    limit, samplers = config.rollout.step_limit, config.rollout.remote
+    if samplers is not None:
+        sent = "the adapter" if config.lora.rank else "all weights in the compute dtype"
+        where = f"in the cluster {samplers.address}" if samplers.address else "on this machine"
+        lines.append(
+            f"samplers: {samplers.count} {samplers.kind} actors {where}, {config.rollout.slots} rows at a time each; "
+            f"each step sends them {sent}; evaluations run here"
+        )
     if limit.lag:
         lines.append(
             f"rollouts run on: at most {(limit.lag + 1) * group.problems * sampled} at a time, their tokens at most "

@@ -262,6 +262,11 @@ def check_together(config: Config, mesh: Mesh) -> None:
     Raises:
         ValueError: The message names the settings and what to change.
     """
+    if mesh.is_multi_process and config.rollout.remote is not None:
+        raise ValueError(
+            f"rollout.samplers {config.rollout.remote.kind} with a trainer of several processes; train on one host, or "
+            "leave rollout.samplers out: the processes of the trainer then sample"
+        )
     together, refused = processes_together(mesh), ""
     if config.rollout.step_limit.streams:
         refused = "rollout.step_limit stream, whose chunks have no order among the programs of the update"

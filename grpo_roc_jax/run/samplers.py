@@ -55,10 +55,6 @@ FAILED_STARTS = 3
 """Samplers in a row that end before they have started, after which the run ends."""
 
 
-class SamplerLost(Exception):
-    """A sampler does not answer any more: its process or its host is gone."""
-
-
 class SamplerFailed(RuntimeError):
     """A sampler raised an exception, which another one would raise too."""
 
@@ -197,6 +193,8 @@ class HostedGroups:
         self._source.drop_rows([group for number, group in self._groups.items() if number in orders.drop])
 
     def _publish(self, weights: Weights) -> None:
+        if weights.version < self._version:
+            return
         if not weights.whole:
             self._refused = weights.version
             return
@@ -314,6 +312,9 @@ def own_config(config: Config) -> Config:
 class Transport(Protocol):
     """Starts samplers, and carries orders to them and reports back. Samplers and calls are values of its own."""
 
+    lost: tuple[type[Exception], ...]
+    """What `result` raises for a sampler whose process or host is gone."""
+
     def start(self) -> Any:
         """A new sampler. Orders to it wait until it has started."""
 
@@ -330,11 +331,7 @@ class Transport(Protocol):
         """The calls of `poll` that have a result; waits so long for the first."""
 
     def result(self, call: Any) -> Report:
-        """The report.
-
-        Raises:
-            SamplerLost: The sampler is gone; the message says what is known.
-        """
+        """The report; raises one of `lost` for a sampler that is gone."""
 
     def stop(self, sampler: Any) -> None:
         """Ends a sampler, which may be gone."""
@@ -480,8 +477,9 @@ class SamplerPool:
         """Takes the report of a sampler; whether groups are complete or begin again."""
         try:
             report = self._transport.result(member.call)
-        except SamplerLost as error:
-            return self._lose(member, str(error))
+        except self._transport.lost as error:
+            said = str(error).strip() or type(error).__name__
+            return self._lose(member, said.splitlines()[0])
         member.call = None
         if report.failure:
             raise SamplerFailed(f"{member.name} ({report.place or 'not started'}): {report.failure}")
@@ -644,7 +642,7 @@ def remote_samplers(config: Config, policy: PolicyModel, sampling: GroupSampler)
     kind = getattr(importlib.import_module(f"grpo_roc_jax.{module}"), name)
     make = partial(RemoteSampler, config, sampling.sampler.executor.registry, all_passed())
     with config_errors():
-        transport = kind(samplers, make, sent_bytes(policy))
+        transport = kind(samplers, make, config.method.files, sent_bytes(policy))
     try:
         yield SamplerPool(transport, sampling, samplers.count, samplers.timeout_s, config.sampling.temperature)
     finally:

@@ -7,7 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_roc_jax.run.samplers import HostedGroups, Orders, Report, SamplerLost, Weights
+from grpo_roc_jax.run.samplers import HostedGroups, Orders, Report, Weights
+
+
+class Killed(Exception):
+    """The process of a sampler is gone."""
 
 
 class LocalSampler:
@@ -36,6 +40,8 @@ class LocalSampler:
 
 class LocalTransport:
     """Orders and reports as bytes, as between processes."""
+
+    lost = (Killed,)
 
     def __init__(self, make):
         """`make(number)` makes the `HostedGroups` of a sampler."""
@@ -67,7 +73,7 @@ class LocalTransport:
 
     def result(self, call):
         if call[0].lost:
-            raise SamplerLost("its process was killed")
+            raise Killed("its process was killed")
         return call[0].work()
 
     def stop(self, sampler):

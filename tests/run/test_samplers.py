@@ -18,13 +18,12 @@ from grpo_roc_jax.run.samplers import (
     RESENT,
     HostedGroups,
     SamplerFailed,
-    SamplerLost,
     SamplerPool,
     Weights,
     digest,
 )
 from grpo_roc_jax.settings.cli import ConfigError
-from tests.helpers.local_samplers import LocalTransport, OneNumber
+from tests.helpers.local_samplers import Killed, LocalTransport, OneNumber
 from tests.helpers.stream_fakes import SAMPLES, FakeEngine, faked, opened, stepped
 
 PROBLEMS, STEPS = 3, 6
@@ -216,7 +215,7 @@ def test_a_failure_of_a_sampler_ends_the_run_and_so_do_samplers_that_cannot_star
     never = play(4, *limit(0))
 
     def gone(call):
-        raise SamplerLost("out of memory")
+        raise Killed("out of memory")
 
     never.transport.result = gone
     with pytest.raises(SamplerFailed, match=f"{FAILED_STARTS} samplers in a row .* out of memory"):
