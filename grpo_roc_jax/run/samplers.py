@@ -12,6 +12,8 @@ has are taken, so that nothing is lost or counted twice.
 
 import hashlib
 import importlib
+import os
+import socket
 import threading
 import time
 import traceback
@@ -40,6 +42,7 @@ from grpo_roc_jax.run.policy import PolicyModel, parameter_count
 from grpo_roc_jax.run.sample import GroupSampler, PartialGroup, ScoredRollouts, merge_stats
 from grpo_roc_jax.settings.callables import all_passed, given
 from grpo_roc_jax.settings.cli import ConfigError, config_errors
+from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics, RolloutRequest, Trajectory
 
@@ -271,7 +274,8 @@ class RemoteSampler:
     def _run(self, config: Config, registry: Registry | None, functions: Mapping | None) -> None:
         try:
             with given(functions), make_parts(config, registry=registry) as (policy, sampling):
-                self._work(HostedGroups(policy, sampling), describe_device())
+                here = f"{socket.gethostname()}, process {os.getpid()}, {describe_device()}"
+                self._work(HostedGroups(policy, sampling), here)
         except Exception as error:
             said = str(error) if isinstance(error, ConfigError) else traceback.format_exc()
             with self._changed:
@@ -457,8 +461,15 @@ class SamplerPool:
 
     def advance(self, timeout_s: float) -> None:
         """Takes reports until groups are complete or begin again, or for so long."""
+        if timeout_s > 0 and not any(member.ready for member in self._members):
+            with phase("starting samplers"):
+                self._advance(timeout_s, lambda: any(member.ready for member in self._members))
+        self._advance(timeout_s, lambda: False)
+
+    def _advance(self, timeout_s: float, enough: Callable[[], bool]) -> None:
+        """Takes reports until groups are complete or begin again, for so long, or until it is enough."""
         ends, changed = self._clock() + timeout_s, False
-        while not changed:
+        while not (changed or enough()):
             for member in self._members:
                 if member.call is None:
                     member.call, member.called_s = self._transport.poll(member.link), self._clock()

@@ -7,6 +7,7 @@ Ray restarts no actor by itself; the pool replaces those that are lost. Needs th
 
 import contextlib
 import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -90,14 +91,16 @@ class RayTransport:
         """Starts Ray on this machine, for this process, or joins a cluster."""
         settings, quiet = self._settings, {"log_to_driver": False, "logging_level": "error"}
         if not settings.address:
-            # As many cores as the actors reserve, however few the machine has: they share them with the trainer.
-            self._ray.init(
-                include_dashboard=False,
-                num_cpus=max(os.cpu_count() or 1, int(settings.count * settings.cpus) + 1),
-                object_store_memory=STORE_BYTES + VERSIONS * weight_bytes,
-                _node_ip_address="127.0.0.1",
-                **quiet,
-            )
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # its children execute other programs
+                # As many cores as the actors reserve, however few the machine has: they share them with the trainer.
+                self._ray.init(
+                    include_dashboard=False,
+                    num_cpus=max(os.cpu_count() or 1, int(settings.count * settings.cpus) + 1),
+                    object_store_memory=STORE_BYTES + VERSIONS * weight_bytes,
+                    _node_ip_address="127.0.0.1",
+                    **quiet,
+                )
             return
         try:
             self._ray.init(address=settings.address, **quiet)
