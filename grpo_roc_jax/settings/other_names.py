@@ -425,13 +425,13 @@ def other_name(key: str) -> OtherName | None:
     """The setting of another project that matches a key, written in full, with a section before it, or
     without its own.
 
-    Of several matches the longest counts.
+    Of several names that the key may stand for, the longest is meant; of several that end in the key, the shortest.
     """
     matches = [row for row in OTHER_NAMES if _stands_for(row.theirs, key)]
     if matches:
         return max(matches, key=lambda row: len(row.theirs))
     tails = [row for row in OTHER_NAMES if row.theirs.endswith(f".{key}")]
-    return tails[0] if len({row.ours for row in tails}) == 1 else None
+    return min(tails, key=lambda row: len(row.theirs), default=None)
 
 
 def _stands_for(theirs: str, key: str) -> bool:
