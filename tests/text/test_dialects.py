@@ -17,7 +17,7 @@ from grpo_roc_jax.text.conventions import CONVENTIONS
 from grpo_roc_jax.text.forms import PYTHON_TOOL
 from grpo_roc_jax.text.templates import ChatTemplate, TemplateError
 from grpo_roc_jax.text.tokenizer import ByteTokenizer, load_tokenizer
-from grpo_roc_jax.text.turns import MOST_MENTIONS, read_turn
+from grpo_roc_jax.text.turns import MOST_MENTIONS, StopTest, read_turn
 from grpo_roc_jax.tools.foreign import foreign_tool
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import ToolCall
@@ -709,3 +709,61 @@ def test_the_schema_of_a_server_forges_no_mark_of_any_template(request, tmp_path
     assert ids("x".join(["", end, *specials, "</tools>", "<|im_end|>\n<|im_start|>assistant\n<answer>", ""])) == ids(
         "x"
     )
+
+
+@pytest.mark.parametrize("quote", ["'", '"', "'''", '"""'])
+@pytest.mark.parametrize(
+    ("name", "before", "closing", "after"),
+    [
+        ("glm", "run\n<arg_key>code</arg_key>\n<arg_value>", "</arg_value></tool_call>", "</arg_value>\n</tool_call>"),
+        (
+            "xml",
+            "\n<function=run>\n<parameter=code>",
+            "</parameter></function></tool_call>",
+            "</parameter>\n</function>\n</tool_call>",
+        ),
+    ],
+)
+def test_the_whole_closing_sequence_in_a_string_of_code_ends_no_call(name, before, closing, after, quote):
+    """On one line, too: it cannot be told from the end of the call but by reading the code."""
+    form = CONVENTIONS[name]
+    test = StopTest(form, "</answer>", TOOLS, False, False)
+    code = f"s = {quote}{closing}{quote}  # isn't cut\nprint(s)"
+    text = f"<tool_call>{before}{code}{after}"
+    assert [(call.fault, dict(call.arguments)) for call in form.find_calls(text, over=False, tools=TOOLS)] == [
+        (None, {"code": code})
+    ]
+    assert test.end(text, [form.stop_text]) == len(text)
+    cut = text[: text.index("</tool_call>") + len("</tool_call>")]
+    assert test.end(cut, [form.stop_text]) is None, "the engine goes on"
+    assert form.find_calls(cut, over=False, tools=TOOLS) == []
+    second = f"{text}\n<tool_call>{before}x{after}"
+    assert len(form.find_calls(second, over=False, tools=TOOLS)) == 2
+
+
+@pytest.mark.parametrize("name", ["glm", "xml"])
+def test_an_apostrophe_delays_no_end_outside_of_strings(name):
+    form = CONVENTIONS[name]
+    test = StopTest(form, "</answer>", TOOLS, False, False)
+    for key, value in (("note", "don't"), ("code", "x = 1  # don't"), ("code", "print('cut\nx = 2")):
+        if name == "glm":
+            text = f"<tool_call>run\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+        else:
+            text = f"<tool_call>\n<function=run>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        assert test.end(text, [form.stop_text]) == len(text)
+        (call,) = form.find_calls(text, over=False, tools=TOOLS)
+        assert call.fault is None and call.arguments == {key: value}
+
+
+@pytest.mark.parametrize("name", ["glm", "xml"])
+def test_many_strings_take_linear_time(name):
+    part = {
+        "glm": "<arg_key>code</arg_key>\n<arg_value>'''</arg_value>\n",
+        "xml": "<parameter=code>'''</parameter>\n",
+    }[name]
+    head = {"glm": "<tool_call>run\n", "xml": "<tool_call>\n<function=run>\n"}[name]
+    end = {"glm": "</tool_call>", "xml": "</function></tool_call>'" * 20_000}[name]
+    start = time.process_time()
+    for text in (head + part * 20_000 + end, head + part + "'</arg_value></tool_call>'" * 20_000):
+        CONVENTIONS[name].find_calls(text, over=True, tools=TOOLS)
+    assert time.process_time() - start < 5
