@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from grpo_roc_jax.text.calls import call_blocks
+from grpo_roc_jax.text.calls import THOUGHTS, call_blocks
 from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS
@@ -243,6 +243,36 @@ def test_a_thought_that_a_published_template_opens_is_open_until_it_is_closed(tm
     chat = make_chat(config, load_tokenizer(config), TOOLS)
     for text, number in ((f"I call {XML}", 0), (f"{XML} or not\n</think>\n\nNo.", 0), (f"so\n</think>\n\n{XML}", 1)):
         assert len(chat.parse_turn(sampled(chat, [*chat.raw_ids(text), chat.end_id])).calls) == number, text
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_no_form_reads_a_call_that_a_thought_mentions(name):
+    """In a thought of the turn's own, before and after a closed one, in one that the prompt opened and in one that
+    never ends; under the marks of every family."""
+    form = CONVENTIONS[name]
+    for opening, closing in form.thoughts or THOUGHTS:
+        go_on = "<|start|>assistant" if closing == "<|end|>" else "\n"
+        for code in ("print(1)", "print('</think>')", "<think>", 'x = "</reason>"'):
+            if closing in code:
+                continue
+            mentioned, run = (form.write_calls("", [ToolCall("run", {"code": value}, "")]) for value in (code, "run"))
+            cases = (
+                (False, f"{opening}Maybe\n{mentioned}\nor not{closing}{go_on}{run}", ["run"]),
+                (False, f"{opening}Maybe\n{mentioned}\nor not", []),
+                (False, f"{opening}Maybe {mentioned}", []),
+                (False, f"{opening}Maybe {mentioned}{closing}No.", []),
+                (False, f"{opening}a{closing}\n{opening}Maybe\n{mentioned}{closing}{go_on}{run}", ["run"]),
+                (True, f"Maybe\n{mentioned}\nor not{closing}{go_on}{run}", ["run"]),
+                (True, f"Maybe\n{mentioned}\nor not", []),
+            )
+            for opened, text, calls in cases:
+                if opened and (opening, closing) in form.thoughts:
+                    continue  # no prompt opens a message on a channel
+                parts = read_turn(text, form, opened=opened, strict=opened, tools=TOOLS)
+                assert [call.arguments.get("code") for span in parts.spans for call in span.calls] == calls, text
+                if form.stop_text:
+                    test = StopTest(form, "</answer>", TOOLS, opened, opened)
+                    assert test.end(text, [form.stop_text, "</answer>"]) == (len(text) if calls else None), text
 
 
 def test_only_so_many_stops_are_held_back():
