@@ -729,7 +729,12 @@ def test_the_schema_of_a_server_forges_no_mark_of_any_template(request, tmp_path
     template = "chatml" if name == "chatml" else PublishedTemplate()
 
     def ids(text):
-        properties = {"a": {"type": "string", "description": text, "enum": [text]}, f"b{text}": {"type": "string"}}
+        properties = {
+            "a": {"type": "string", "description": text, "enum": [text], "title": text, "default": text},
+            f"b{text}": {"type": "string", "pattern": "a", "$comment": text, "examples": [text, {text: [text]}]},
+            "c": {"anyOf": [{"const": text}, {"type": "array", "items": {"type": "string", "description": text}}]},
+            "d": {"type": "object", "properties": {text: {"type": "string"}}, "required": [text], text: text},
+        }
         schema = {"name": "run", "description": text, "input_schema": {"properties": properties}}
         tools = Registry([foreign_tool(schema, print)]).schemas
         config = TextConfig(tokenizer=str(folder), template=template, tools_section=True)
