@@ -6,7 +6,7 @@ from typing import Annotated
 import jax.numpy as jnp
 from annotated_types import Ge, Len
 
-from grpo_roc_jax.settings.options import AtLeast1, Axis, NotNegative, Positive, kind
+from grpo_roc_jax.settings.options import AtLeast1, Axis, NotNegative, Positive, PositiveShare, kind
 from grpo_roc_jax.shapes import Array, Float
 
 Factor = Annotated[float, Ge(1)]
@@ -39,6 +39,21 @@ class LinearRopeScaling(RopeScaling):
 
     def rescaled(self, frequencies: Float[Array, " R"], theta: float) -> Float[Array, " R"]:
         return frequencies / self.factor
+
+
+@kind("proportional")
+class ProportionalRopeScaling(RopeScaling):
+    """The first frequencies are kept and the others are 0, so that a part of a head's columns is not rotated; columns
+    are paired over the whole head (Gemma 4)."""
+
+    share: PositiveShare = 1.0
+    """Share of the frequencies that is kept."""
+    factor: Factor = 1.0
+    """They are divided by this number."""
+
+    def rescaled(self, frequencies: Float[Array, " R"], theta: float) -> Float[Array, " R"]:
+        R = len(frequencies)
+        return jnp.where(jnp.arange(R) < int(self.share * 2 * R // 2), frequencies / self.factor, 0.0)
 
 
 @kind("llama3")
