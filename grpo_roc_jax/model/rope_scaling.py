@@ -70,16 +70,17 @@ class Llama3RopeScaling(RopeScaling):
     """Longest text before the extension, in tokens."""
 
     def __post_init__(self) -> None:
-        if not self.low_freq < self.high_freq:
+        if not self.low_freq <= self.high_freq:
             raise ValueError(
-                f"model.rope_scaling.low_freq = {self.low_freq}; must be below model.rope_scaling.high_freq = "
+                f"model.rope_scaling.low_freq = {self.low_freq}; must be at most model.rope_scaling.high_freq = "
                 f"{self.high_freq}"
             )
 
     def rescaled(self, frequencies: Float[Array, " R"], theta: float) -> Float[Array, " R"]:
         slow = frequencies / self.factor
         turns = self.original_length * frequencies / (2 * math.pi)
-        fast_share = jnp.clip((turns - self.low_freq) / (self.high_freq - self.low_freq), min=0.0, max=1.0)
+        between = self.high_freq - self.low_freq or 1e-6  # Llama 4 has a step
+        fast_share = jnp.clip((turns - self.low_freq) / between, min=0.0, max=1.0)
         return fast_share * frequencies + (1.0 - fast_share) * slow
 
 

@@ -277,7 +277,8 @@ CASES |= {
     ),
     "llama4": (
         "Llama4Text",
-        _heads(4, 2, head_dim=12, num_hidden_layers=4, no_rope_layer_interval=2, rope_parameters=_LLAMA3, **_FOUR),
+        _heads(4, 2, head_dim=12, num_hidden_layers=4, no_rope_layer_interval=2, **_FOUR)
+        | {"rope_parameters": _LLAMA3 | {"high_freq_factor": 1.0}},
     ),
     "llama4-odd": (
         "Llama4Text",
