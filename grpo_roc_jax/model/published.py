@@ -842,6 +842,9 @@ def same_model(left: ModelConfig, right: ModelConfig) -> bool:
         local_theta = config.windows.local_theta or config.rope_theta
         attention = tuple(i for i, attends in enumerate(config.attends) if attends)
         delta = replace(config.delta, every=config.layers, attention=attention) if config.delta else None
+        sizes = config.layer_windows or (0,)
+        windows = config.windows if isinstance(config.windows, SlidingWindows) else SlidingWindows(sizes)
+        windows = replace(windows, sizes=sizes, local_theta=local_theta, chunked=windows.chunked and any(sizes))
         experts = replace(config.experts, replay=False) if config.experts.replay else config.experts
         return replace(
             config,
@@ -849,7 +852,7 @@ def same_model(left: ModelConfig, right: ModelConfig) -> bool:
             ignore_keys=(),
             compute_dtype="auto",
             max_positions=0,
-            windows=delta or SlidingWindows(config.layer_windows or (0,), local_theta),
+            windows=delta or windows,
             extras=SomeExtras(**extras),
             experts=experts,
             rope_scaling=scaling,
