@@ -42,7 +42,7 @@ PLACEHOLDERS = {
 ELSEWHERE = re.compile(
     r"qwen|llama|rstar|smollm|package:|aime|gsm8k|words|world\b|world\.yaml|environments/|cold|cobalt|ranks|states|hub:|"
     r"\.npz|--preflight|--topology|--tinker|\bserve|serve-tools|replay|cut-traces|learning_rate|--watch|COMMAND|\$|"
-    r"gsm8k_traces|catalog|shows them|docs/roc_vs|roc=|data/trl|runs/two|runs/my-model|"
+    r"gsm8k_traces|catalog|shows them|roc=|data/trl|runs/two|runs/my-model|"
     r"runs/(roc|grpo)/|runs/mine|runs/guess|\.\.\.|rc_grpo|^grpo-roc (check-data|train|view|replay)$"
 )
 """Commands that need what a test has not: a model of a hub, an accelerator, a server's end, others' files."""
