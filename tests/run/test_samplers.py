@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_roc_jax.config import read_config
+from grpo_roc_jax.config import derived, read_config
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.rollout.sampler import Sampler
+from grpo_roc_jax.run.components import check_together
 from grpo_roc_jax.run.rollout_stream import RolloutStream, age_metrics
 from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.run.samplers import (
@@ -267,5 +268,21 @@ def test_samplers_need_a_stream():
     assert config.rollout.step_limit.kind == "stream" and config.rollout.remote.count == 2
     assert [part.kind for part in config.weights.factors] == ["truncated_is"]
     assert read_config("--rollout.samplers=none").rollout.remote is None
+    with pytest.raises(ConfigError, match=r"count .*: is a setting of kind ray; set rollout\.samplers to a kind"):
+        read_config("--rollout.samplers.count=3")
+    with pytest.raises(ConfigError, match="each sampler runs the programs of its rows on its own host"):
+        read_config("--rollout.samplers=ray", "--tools.executor=ray")
     with pytest.raises(ConfigError, match=r"ray with rollout\.step_limit none: .* set rollout\.step_limit stream"):
         read_config("--rollout.samplers=ray", "--rollout.step_limit=none")
+
+
+def test_a_trainer_of_several_processes_is_refused():
+    with pytest.raises(ValueError, match=r"samplers ray with a trainer of several processes; train on one host"):
+        check_together(known(), SimpleNamespace(is_multi_process=True))
+
+
+def test_a_dry_run_says_where_rollouts_are_sampled():
+    assert "samplers: 2 ray actors on this machine, 64 rows at a time each" in "\n".join(derived(known()))
+    joined = known("rollout.samplers.address=auto", "rollout.slots=32", "lora=low_rank")
+    said = next(line for line in derived(joined) if line.startswith("samplers"))
+    assert "2 ray actors in the cluster auto, 32 rows" in said and "sends them the adapter" in said
