@@ -51,7 +51,7 @@ from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.rounds import StepSamples, WaveSampler, check_accounts, draw_problems, merge_rounds, run_round
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler
-from grpo_roc_jax.run.samplers import remote_samplers
+from grpo_roc_jax.run.samplers import SamplerFailed, remote_samplers
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
 from grpo_roc_jax.run.stages import enter_stage, first_stage, next_claim, observe, stage_over
 from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run
@@ -104,6 +104,7 @@ def train(
         Preempted: A signal to stop arrived; a note of the exception names the step that is saved.
         ProcessLost: One of several processes is gone.
         StorageFailed: The end of the run could not be copied to object storage.
+        SamplerFailed: A sampler of `rollout.samplers` raised an exception, or none of them starts.
     """
     started = time.perf_counter()
     config, functions = with_environment(config, environment, functions)
@@ -530,7 +531,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended(CONFIG_STATUS, f"reward: {error}", error)
     except Stopped as error:
         return ended(error.status, f"stopped: {error}", error)
-    except (CheckpointFailed, StorageFailed) as error:
+    except (CheckpointFailed, StorageFailed, SamplerFailed) as error:
         return ended(INFRASTRUCTURE_STATUS, f"stopped: {error}", error)
     except ProcessLost as error:
         print(

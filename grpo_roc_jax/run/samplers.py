@@ -403,7 +403,8 @@ class SamplerPool:
         """Groups whose samplers were told to end their rows."""
         self._weights: Any = None
         self._sent: Weights | None = None
-        self._stats: list[RolloutStats] = []
+        self._stats: dict[str, RolloutStats] = {}
+        """What the engine of each sampler counted, by the name of the sampler."""
         self._notes: list[str] = []
         self._dropped = self._started = self._failed_starts = 0
         self._counts = dict.fromkeys(("joined", "lost", "rows_lost", "groups_again", "weights_refused"), 0)
@@ -499,7 +500,9 @@ class SamplerPool:
             self._counts["joined"] += 1
             self._notes.append(f"{member.name} has joined: {report.place}")
         member.version, member.unfinished = report.version, dict(report.unfinished)
-        self._stats += report.stats
+        for stats in report.stats:
+            before = self._stats.get(member.name)
+            self._stats[member.name] = stats if before is None else before.followed_by(stats)
         if report.refused >= 0 and report.refused == self.version:
             self._send_again(member)
         returned = [own for own in report.groups if member.tasks.pop(own.number, None) is not None]
@@ -604,7 +607,7 @@ class SamplerPool:
         return dropped
 
     def take_stats(self) -> RolloutStats:
-        stats, self._stats = self._stats, []
+        stats, self._stats = [*self._stats.values()], {}
         return merge_stats(stats) if stats else RolloutStats()
 
     def take_notes(self) -> list[str]:
