@@ -49,7 +49,9 @@ from grpo_roc_jax.shapes import Array
 
 AnyTensor = Tensor | TensorSlice | mxfp4.PackedTensor | GgufTensor | Nf4Tensor
 
-LEFT_OUT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..*|mtp\..*")
+LEFT_OUT = re.compile(
+    r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|embed_audio)\..*|mtp\..*"
+)
 """Tensors that do not belong to the text model: those of vision, and of multi-token prediction."""
 _TEXT_PREFIX = re.compile(r"(model\.)?language_model\.(model\.)?")
 
@@ -331,6 +333,11 @@ def _read_slice(
     """Fills `out` with slice `index` of a leaf of one layer, out of the tensors of these names."""
     if "{expert}" not in rule.name:
         name, published = rule.name.format(layer=layer), out.transpose(layout.permutation)
+        if rule.runs:
+            *outer, last = layout.published_index(index)
+            start = rule.turn[0] * layout.published_shape[-1]
+            tensor(name).read((*outer, slice(start + last.start, start + last.stop)), published)
+            return out
         if rule.turn[1] > 1:
             _read_turns(tensor(name), rule.turn, layout.published_index(index), published)
             return out
@@ -536,18 +543,19 @@ Part = tuple[str, tuple[TensorRule, ...], int, int]
 
 def _parts(table: Sequence[TensorRule], config: ModelConfig) -> Iterator[Part]:
     """Every published tensor in order: the embedding, layer by layer, then those after the layers."""
-    joined: dict[str, tuple[TensorRule, ...]] = {}
+    joined: dict[tuple[str, tuple[int, ...]], tuple[TensorRule, ...]] = {}
     for rule in table:
-        joined[rule.name] = (*joined.get(rule.name, ()), rule)
-    first, *top = [name for name in joined if "{layer}" not in name]
-    yield first, joined[first], 0, 0
+        key = rule.name, layers_with(rule.leaf, config) if "{layer}" in rule.name else ()
+        joined[key] = (*joined.get(key, ()), rule)
+    first, *top = [(name, rules_of) for (name, _), rules_of in joined.items() if "{layer}" not in name]
+    yield *first, 0, 0
     for layer in range(config.layers):
-        for name, (rule, *_) in joined.items():
-            if "{layer}" in name and layer in layers_with(rule.leaf, config):
+        for (name, places), rules_of in joined.items():
+            if layer in places:
                 for expert in range(config.experts.count if "{expert}" in name else 1):
-                    yield name.format(layer=layer, expert=expert), joined[name], layer, expert
-    for name in top:
-        yield name, joined[name], 0, 0
+                    yield name.format(layer=layer, expert=expert), rules_of, layer, expert
+    for name, rules_of in top:
+        yield name, rules_of, 0, 0
 
 
 def _published_shape(joined: Sequence[TensorRule], config: ModelConfig) -> tuple[int, ...]:
@@ -572,8 +580,10 @@ def _published_values(
                 pieces.append(Layout(rule, config).to_published(stored).astype(dtype))
         value = pieces[0]
         if len(pieces) > 1:
-            turns = joined[0].turn[1] > 1
-            value = np.stack(pieces, -1).reshape(*value.shape[:-1], -1) if turns else np.concatenate(pieces)
+            if joined[0].turn[1] > 1 and not joined[0].runs:
+                value = np.stack(pieces, -1).reshape(*value.shape[:-1], -1)
+            else:
+                value = np.concatenate(pieces, -1 if joined[0].runs else 0)
         if not np.isfinite(value.astype(np.float32)).all():
             raise CheckpointError(
                 f"{name} holds values that are not finite in {dtype.name}; nothing was written. Export an earlier "

@@ -29,7 +29,7 @@ CHUNK = 64
 ORDERS = ("tne", "npu")
 """Axes of a `Memory` after the row: tokens, key heads, channels; value heads, width of keys, width of values."""
 
-_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 class Memory(NamedTuple):

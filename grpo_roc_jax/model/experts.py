@@ -96,10 +96,11 @@ def route(
 
     With `norm_weights` the weights are divided by their sum. With `scores: sigmoid` the weights are sigmoids, to which
     `bias` is added for the choice alone (arXiv:2412.19437, eq. 16); else it is added to the router's numbers.
+    `sigmoid_input` has the weights of `sigmoid` without a bias.
     """
     options = config.experts
     logits = jnp.einsum("md,de->me", h, router, preferred_element_type=jnp.float32)
-    if options.scores == "sigmoid":
+    if options.scores.startswith("sigmoid"):
         shares = jax.nn.sigmoid(logits)
         worth = jax.lax.stop_gradient(shares if bias is None else shares + bias[None].astype(jnp.float32))
         experts = jax.lax.top_k(_in_top_groups(worth, options), options.per_token)[1]
@@ -139,7 +140,8 @@ def mix_experts(
     mesh: Mesh | None = None,
     rows: tuple[str, ...] = ("data", "fsdp"),
 ) -> Float[Array, "B T D"]:
-    """sum over a token's experts of weight * (act(h W_gate) * (h W_up)) W_down, float32.
+    """sum over a token's experts of weight * (act(h W_gate) * (h W_up)) W_down, float32; with `scores: sigmoid_input`
+    the weight multiplies h instead.
 
     On a mesh each device sends the tokens of its rows through the experts that it holds, and the partial results are
     summed over `tensor`. Without this XLA sorts the tokens of all rows on every device, or gathers all experts.
@@ -204,7 +206,9 @@ def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array 
     order = jnp.argsort(chosen)
     sizes = jnp.bincount(chosen, length=here + 1)[:here].astype(jnp.int32)
     source = order // config.experts.per_token
-    copies = tokens[source]
+    copies, weight = tokens[source], shares.reshape(-1)[order][:, None]
+    if config.experts.scores == "sigmoid_input":
+        copies, weight = (copies * weight).astype(copies.dtype), jnp.ones_like(weight)
     expert = jnp.minimum(chosen[order], here - 1)
 
     def product(x: Array, name: str, dtype: jnp.dtype | None = None) -> Array:
@@ -214,5 +218,5 @@ def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array 
     hidden = activate(product(copies, "gate"), product(copies, "up"), config)
     out = product(hidden, "down", jnp.float32)
     out = jnp.where((jnp.arange(out.shape[0]) < jnp.sum(sizes))[:, None], out, 0.0)
-    mixed = jnp.zeros((B * T, D), jnp.float32).at[source].add(out * shares.reshape(-1)[order][:, None])
+    mixed = jnp.zeros((B * T, D), jnp.float32).at[source].add(out * weight)
     return mixed.reshape(B, T, D)

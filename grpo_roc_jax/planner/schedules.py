@@ -29,7 +29,7 @@ def compiled_costs(programs: Sequence[Needs], work: Work, chip: Chip) -> Costs |
     written = work.append_rows * (work.append_length or work.prompt)
     trained = work.micro_batches / work.updates * work.micro_rows * work.row_length * work.fill
     return Costs(
-        step=(fixed / rate + decode.moved / chip.link_rate) / work.chunk,
+        step=(fixed / rate + decode.times(chip)["links"]) / work.chunk,
         row=0.0,
         column=(decode.traffic - fixed) / rate / work.chunk / (rows * work.columns) / work.shards,
         compute_row=decode.flops / chip.flops / work.chunk / work.slots,
