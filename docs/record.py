@@ -101,8 +101,8 @@ def run(entry: Entry, folder: Path, timeout_s: float = 900) -> list[str]:
 
 
 def form(line: str) -> str:
-    """A line without its numbers and the width of its columns: what two runs have in common."""
-    return " ".join(NUMBER.sub("#", DURATION.sub(r"\1 s", line)).split())
+    """A line without its numbers and the width of its columns and rules: what two runs have in common."""
+    return " ".join(NUMBER.sub("#", DURATION.sub(r"\1 s", re.sub("─+", "─", line))).split())
 
 
 def missing(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
