@@ -26,8 +26,7 @@ PROGRESS = re.compile(r"^[\w ,/]+: .*(so far|done after .*|\d (?:s|min|h) left)$
 """Lines on how far a phase is, of which a slow machine prints more."""
 TRAINS = re.compile(r"grpo-roc (?:train|sft) (?!.*--(?:dry-run|help|preflight))", re.DOTALL)
 TELLING = re.compile(
-    r"plan: |\d+ problems x |.*\.jsonl: \d+ problems|sft +\d+  nll|step +[1-9]\d*  reward"
-    r"|accuracy on|failing tool|files: "
+    r"plan: |\d+ problems x |sft +(?:1|\d*00)  nll|step +[1-9]\d*  reward|accuracy on|failing tool|files: "
 )
 """What a page shows of a training run: the plan, one step, losses, rewards, and how it ended."""
 DURATION = re.compile(r"(?<![\w.])(\d[\d.]*) (?:s|min|h)\b")
@@ -102,8 +101,8 @@ def run(entry: Entry, folder: Path, timeout_s: float = 900) -> list[str]:
 
 
 def form(line: str) -> str:
-    """A line without its numbers and the width of its columns: what two runs have in common."""
-    return " ".join(NUMBER.sub("#", DURATION.sub(r"\1 s", line)).split())
+    """A line without its numbers and the width of its columns and rules: what two runs have in common."""
+    return " ".join(NUMBER.sub("#", DURATION.sub(r"\1 s", re.sub("─+", "─", line))).split())
 
 
 def missing(shown: Sequence[str], printed: Sequence[str]) -> list[str]:

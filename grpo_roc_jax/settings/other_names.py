@@ -25,10 +25,13 @@ CLOSE_ALONE = 0.75
 """The same for a key without a section: `hlep` and `help` have 0.75, `hello` and `tell` 0.67."""
 MISSPELT = 0.9
 """The same for settings of other projects: `learnig_rate` and `learning_rate` have 0.96."""
-GENERIC = frozenset(
-    "alpha clean enable enabled filter format high id interval level low max min mode model n name path port ratio rank"
-    " shape size source strategy timeout type value".split()
-)
+# fmt: off
+GENERIC = frozenset([
+    "alpha", "clean", "enable", "enabled", "filter", "format", "high", "id", "interval", "level", "low", "max",
+    "min", "mode", "model", "n", "name", "path", "port", "ratio", "rank", "shape", "size", "source", "strategy",
+    "timeout", "type", "value",
+])
+# fmt: on
 """Last parts of keys that mean nothing without their section: `renderer.name` is not `name`."""
 METHOD = "a recipe"
 """Marks a setting of another project that chooses a method."""
@@ -245,7 +248,7 @@ OTHER_NAMES = (
         ("actor_rollout_ref.rollout.multi_turn.enable", "tools.enabled"),
         ("actor_rollout_ref.rollout.multi_turn.format", "text.calls"),
         ("actor_rollout_ref.rollout.multi_turn.max_user_turns", "rollout.max_turns"),
-        ("actor_rollout_ref.rollout.multi_turn.tool_config_path", "environment", "a class whose public methods are the tools"),
+        ("actor_rollout_ref.rollout.multi_turn.tool_config_path", "environment", "its public methods are the tools"),
         ("actor_rollout_ref.rollout.*", "", "the engine is part of the run"),
         ("actor_rollout_ref.ref.*", "", "the reference takes the settings of the policy"),
         ("algorithm.lam", "", "no method here has a critic"),
