@@ -105,6 +105,8 @@ class Samplers(Axis, axis="rollout.samplers"):
 
     count: ClassVar[int] = 0
     """Number of samplers; 0 samples in the trainer's own process."""
+    package: ClassVar[str] = ""
+    """Package that the trainer imports, and the extra that installs it."""
 
 
 @kind("none")
@@ -115,6 +117,8 @@ class NoSamplers(Samplers):
 @kind("ray")
 class RaySamplers(Samplers):
     """Ray actors, each with the devices of a host; needs the extra `ray`."""
+
+    package = "ray"
 
     count: AtLeast1 = 2
     """Number of samplers. Those for which the cluster has no room yet start as nodes join, and one that is lost is

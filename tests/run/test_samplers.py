@@ -281,6 +281,12 @@ def test_a_trainer_of_several_processes_is_refused():
         check_together(known(), SimpleNamespace(is_multi_process=True))
 
 
+def test_samplers_without_their_package_are_refused_at_the_start(monkeypatch):
+    monkeypatch.setattr(type(known().rollout.samplers), "package", "a_package_that_nobody_has")
+    with pytest.raises(ValueError, match=r"samplers ray needs the package: pip install"):
+        check_together(known(), SimpleNamespace(is_multi_process=False))
+
+
 def test_a_dry_run_says_where_rollouts_are_sampled():
     assert "samplers: 2 ray actors on this machine, 64 rows at a time each" in "\n".join(derived(known()))
     joined = known("rollout.samplers.address=auto", "rollout.slots=32", "lora=low_rank")
