@@ -189,10 +189,13 @@ def schedule_lines(simulated: dict[str, dict[str, Any]]) -> list[str]:
             f"{name:44}{seconds:10,.1f}{found['tokens_per_s']:10,.0f}{found['live']:11,.1f}{found['busy']:7.0%}"
             f"{again:8.1%}"
         )
-    return [
-        *lines,
+    lines.append(
         "live rows: of a process, while it decodes; busy: share of the time in which its devices compute; again: "
-        "tokens written a second time after a row gave up its blocks, beside the sampled ones",
-        "trains apart: that share of the processes only trains, the others only sample (rollout.samplers), with twice "
-        "the slots and one queue",
-    ]
+        "tokens written a second time after a row gave up its blocks, beside the sampled ones"
+    )
+    if simulated.keys() & APART.keys():
+        lines.append(
+            "trains apart: that share of the processes only trains, the others only sample (rollout.samplers), with "
+            "twice the slots and one queue; live rows and busy are those of the samplers"
+        )
+    return lines
