@@ -7,6 +7,7 @@ Ray restarts no actor by itself; the pool replaces those that are lost. Needs th
 
 import contextlib
 import os
+import socket
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ STORE_BYTES = 200 << 20
 """Size of the object store on this machine alone, besides the weights: finished groups pass through it."""
 VERSIONS = 3
 """Versions of the weights in the store at a time: the newest, one that samplers still read, and one more."""
+CONNECT_S = 10.0
+"""Seconds in which the cluster must answer."""
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 """Environment variables with which Ray on one machine listens on the loopback interface only, as it does on Windows and
 macOS, and sends no statistics. It reads them when it is imported."""
@@ -102,9 +105,12 @@ class RayTransport:
                     **quiet,
                 )
             return
+        host, _, port = settings.address.rpartition(":")
         try:
+            if port.isdigit() and "//" not in host:  # Ray itself tries for minutes
+                socket.create_connection((host, int(port)), CONNECT_S).close()
             self._ray.init(address=settings.address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise ValueError(
                 f"rollout.samplers.address = {settings.address}: no Ray cluster answers there ({error}); start one "
                 "with `ray start --head`, or leave the address empty for Ray on this machine alone"
