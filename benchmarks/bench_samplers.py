@@ -4,13 +4,13 @@ One trainer and `--samplers` Ray actors on this machine, the toy model, and tool
 (log-uniform) as in `bench_stream.py`: rows wait most of their time, so that slots are what is scarce. At step `--kill`
 the process of a sampler gets SIGKILL, and another one takes its place. Everything runs in one call:
 
-1. alone: one process samples step after step of the same rows, without scoring pass and update. Its steps per second
-   are the unit.
+1. alone: one process only samples, without scoring pass and update: step after step, each of which waits for its
+   slowest row, and as a stream with the lag of the trainer. The steps per second of the stream are the unit.
 2. apart: the trainer takes groups from the samplers and trains on them, with a lag of `--lag`.
 
 The ceiling of the ratio of apart to alone is the number of samplers: each has the slots of the process that samples
-alone, and none of them waits for updates. It is lower where updates take longer than that, or where all processes share
-a few cores.
+alone, and none of them waits for updates. It is lower where updates take longer than that, where all processes share a
+few cores, or where the groups of the lag do not fill the slots of all of them.
 
     python benchmarks/bench_samplers.py --steps 12 --kill 5
 
@@ -52,17 +52,20 @@ def slow_sampler(config: Config) -> RemoteSampler:
     return RemoteSampler(config)
 
 
-def alone(config: Config, parts: tuple, steps: int) -> float:
+def alone(config: Config, parts: tuple, steps: int, *, streams: bool) -> float:
     """Steps per second of a process that only samples; the first step is left out."""
     policy, sampling = parts
     run, begun = fresh_run(config, *parts), 0.0
     sampling.sampler.engine.warmup(sampling.sampler.engine.publish(policy.full(run.train.params), 0))
+    stream = RolloutStream(config, sampling, policy.mesh) if streams else None
     for step in range(steps + 1):
         begun = time.perf_counter() if step == 1 else begun
-        sample_step(config, policy, sampling, run)
+        sample_step(config, policy, sampling, run, stream)
         run.buffer.take(config.group.problems)
         run.step += 1
-    return steps / (time.perf_counter() - begun)
+    seconds = time.perf_counter() - begun
+    sampling.sampler.engine.release()
+    return steps / seconds
 
 
 class Watched(SamplerPool):
@@ -159,15 +162,16 @@ def main() -> None:
     asked, more = parser.parse_known_args()
     remote = [f"--rollout.samplers={{kind: ray, count: {asked.samplers}}}", f"--rollout.step_limit.lag={asked.lag}"]
     config = read_config(*WORDS, f"--steps={asked.steps}", *remote, *more)
-    plain = replace(read_config(*WORDS, *more), steps=10**6)
+    limit = ("--rollout.step_limit=stream", f"--rollout.step_limit.lag={asked.lag}")
+    plain = replace(read_config(*WORDS, *limit, *more), steps=10**6)
     print(f"ceiling: {asked.samplers} times the steps of sampling alone, where updates and cores do not bound it first")
     with mock.patch.object(sampler_module, "with_tools", scripted):
         with make_parts(plain) as parts:
             parts[1].sampler.engine.warmup(
                 parts[1].sampler.engine.publish(parts[0].full(fresh_run(plain, *parts).train.params), 0)
             )
-            steps_alone = alone(plain, parts, asked.alone)
-        print(f"alone: {steps_alone:.3f} steps/s", flush=True)
+            by_step, steps_alone = (alone(plain, parts, asked.alone, streams=streams) for streams in (False, True))
+        print(f"alone: {by_step:.3f} steps/s step by step, {steps_alone:.3f} as a stream", flush=True)
         with make_parts(config) as parts:
             policy, sampling = parts
             transport = RayTransport(config.rollout.remote, partial(slow_sampler, config), (), sent_bytes(policy))
@@ -190,7 +194,7 @@ def main() -> None:
         "slots": config.rollout.slots,
         "words": more,
         "ceiling": asked.samplers,
-        "steps_per_s": {"alone": round(steps_alone, 4)}
+        "steps_per_s": {"alone": round(steps_alone, 4), "alone_by_step": round(by_step, 4)}
         | {name: round(measured.pop(name), 4) for name in ("before_kill", "all")},
     }
     speed = summary["steps_per_s"]
