@@ -19,6 +19,11 @@ ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 ERRORS |= {429: "rate_limit_error", 500: "api_error"}
 """Status -> the type of an error; any other is an `invalid_request_error`."""
 
+SAME_FIELDS = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "return_token_ids",
+               "return_weight_versions")  # fmt: skip
+"""Fields that chat completions have too."""
+OWN_FIELDS = ("messages", "system", "tools", "tool_choice", "stop_sequences", "output_config", "output_format")
+
 
 def error_body(path: str, error: RequestRefused) -> JSON:
     """The body of an error, in the form of the path that was asked for."""
@@ -32,6 +37,7 @@ class MessagesReply(EventReply):
     """One answer, whole or as a stream of events."""
 
     path, name, chunk_name, prefix = "/v1/messages", "message", "message", "msg_"
+    reads = frozenset({*SAME_FIELDS, *OWN_FIELDS})
     _open = ""
     """Type of the block that the stream is in."""
     _blocks = 0
@@ -137,9 +143,8 @@ def _chat_body(body: Mapping[str, Any]) -> JSON:
     system = text_of(body.get("system"), "system")
     turns = field_of(body, "messages", list, [])
     messages = [message for i, turn in enumerate(turns) for message in _messages(turn, f"messages[{i}]")]
-    same = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed")
     form = field_of(field_of(body, "output_config", dict, {}), "format", dict) or field_of(body, "output_format", dict)
-    found = {name: body[name] for name in (*same, "return_token_ids", "return_weight_versions") if name in body}
+    found = {name: body[name] for name in SAME_FIELDS if name in body}
     return found | {
         "messages": [*([{"role": "system", "content": system}] if system else []), *messages],
         "tools": [_tool(tool) for tool in field_of(body, "tools", list, [])],
