@@ -5,13 +5,12 @@ docs.anthropic.com/en/api/messages. A key may come as `x-api-key`.
 """
 
 import json
-import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_roc_jax.serving.dialogues import TurnAnswer, text_of
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
-from grpo_roc_jax.serving.replies import JSON, EventReply, SampledChoice
+from grpo_roc_jax.serving.replies import JSON, EventReply, SampledChoice, call_ids
 
 COUNT_TOKENS = "/v1/messages/count_tokens"
 """Says how long a request is; samples nothing."""
@@ -131,8 +130,8 @@ def _block(kind: str, text: str) -> JSON:
 
 def _tool_uses(answer: TurnAnswer) -> list[JSON]:
     return [
-        {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name, "input": dict(call.arguments)}
-        for call in answer.calls
+        {"type": "tool_use", "id": own_id, "name": call.name, "input": dict(call.arguments)}
+        for own_id, call in zip(call_ids("toolu_", answer), answer.calls, strict=True)
     ]
 
 

@@ -54,15 +54,15 @@ def read_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def whole_number(body: Mapping[str, Any], name: str, default: int = 0, least: int = 0) -> int:
-    """A field of a request that counts: from `least` to 2**31 - 1.
+def whole_number(body: Mapping[str, Any], name: str, default: int = 0, least: int = 0, bits: int = 31) -> int:
+    """A field of a request that counts: from `least` to 2**bits - 1.
 
     Raises:
         RequestRefused: It is something else.
     """
     value = field_of(body, name, int, default)
-    if not least <= value < 1 << 31:
-        raise RequestRefused(f"{name} = {str(value)[:40]}; must be {least} to {(1 << 31) - 1}", name)
+    if not least <= value < 1 << bits:
+        raise RequestRefused(f"{name} = {str(value)[:40]}; must be {least} to {(1 << bits) - 1}", name)
     return value
 
 

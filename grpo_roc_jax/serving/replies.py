@@ -379,14 +379,21 @@ class EventReply(ChatReply):
         return iter(())
 
 
+def call_ids(prefix: str, answer: TurnAnswer) -> list[str]:
+    """A new id for each call of an answer. They sort as the calls stand: some clients (smolagents) send calls that ran
+    at a time back in the order of their ids, and another order would be another conversation."""
+    common = uuid.uuid4().hex[:18]
+    return [f"{prefix}{common}{number:06x}" for number in range(len(answer.calls))]
+
+
 def _tool_calls(answer: TurnAnswer) -> list[JSON]:
     return [
         {
-            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "id": own_id,
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }
-        for call in answer.calls
+        for own_id, call in zip(call_ids("call_", answer), answer.calls, strict=True)
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_roc_jax.serving.dialogues import TurnAnswer
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
-from grpo_roc_jax.serving.replies import JSON, EventReply, SampledChoice
+from grpo_roc_jax.serving.replies import JSON, EventReply, SampledChoice, call_ids
 
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 """Types of parts of a content that hold text."""
@@ -137,12 +137,12 @@ class ResponsesReply(EventReply):
             {
                 "id": _new_id("function_call"),
                 "type": "function_call",
-                "call_id": f"call_{uuid.uuid4().hex[:24]}",
+                "call_id": call_id,
                 "name": call.name,
                 "arguments": json.dumps(call.arguments),
                 "status": "completed",
             }
-            for call in answer.calls
+            for call_id, call in zip(call_ids("call_", answer), answer.calls, strict=True)
         ]
 
     def _ended_response(self, choice: SampledChoice, output: list[JSON], answer: TurnAnswer) -> JSON:

@@ -717,7 +717,7 @@ class TinkerEndpoint:
         base, snapshot = sampler.base, sampler.snapshot
         model = base.trainer.model
         asked = read_asked(body, model.vocab_size, base.context, base.reserved, base.stop_ids)
-        pending, new = self.futures.make((session, whole_number(body, "seq_id")), raw)
+        pending, new = self.futures.make((session, whole_number(body, "seq_id", bits=63)), raw)
         if not new:
             return pending
         pending.extra["sample_sequence_ids"] = [f"{pending.request_id}:{i}" for i in range(asked.count)]
