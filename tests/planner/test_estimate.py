@@ -28,13 +28,14 @@ TRAINED = {"full": [], "adapter": ADAPTER, "adapter, 4 bits": [*ADAPTER, "--lora
 def small(model: ModelConfig) -> ModelConfig:
     """A model of the same family, of a size that compiles in seconds."""
     sizes = {"d_model": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab_size": 256, "layers": 3}
-    model = replace(model, **sizes, d_ff=64 if model.experts.count else 256, compute_dtype="float32")
-    if model.experts.count:
-        model = replace(model, experts=replace(model.experts, count=4, per_token=2))
-    if isinstance(model.windows, GatedDelta):
-        narrow = replace(model.windows, key_heads=2, value_heads=4, key_dim=16, value_dim=16)
-        model = replace(model, windows=narrow, layers=4)
-    return model
+    windows, experts = model.windows, model.experts
+    if experts.count:
+        experts = replace(experts, count=4, per_token=2, shared=64 if experts.shared else 0)
+    if isinstance(windows, GatedDelta):
+        windows = replace(windows, key_heads=2, value_heads=4, key_dim=16, value_dim=16)
+        sizes["layers"] = 4
+    sizes |= {"d_ff": 64 if experts.count else 256, "compute_dtype": "float32"}
+    return replace(model, **sizes, windows=windows, experts=experts)
 
 
 _TINY = {"d_model": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "d_ff": 256, "vocab_size": 256, "layers": 4}

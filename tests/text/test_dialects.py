@@ -687,6 +687,40 @@ def test_a_run_whose_calls_would_not_be_read_is_refused_with_what_to_set(tmp_pat
     assert published_chat(tmp_path, calls="olmo") and published_chat(tmp_path, tools=())
 
 
+NAME, GIVEN = '"name": "{{ call.function.name }}"', "{{ call.function.arguments | tojson }}"
+FRESH = {
+    "arguments first": ('<tool_call>{"arguments": GIVEN, NAME}</tool_call>', "hermes"),
+    "parameters": ('<tool_call>\n{NAME, "parameters": GIVEN}\n</tool_call>', "hermes"),
+    "arguments as text": ('<tool_call>{NAME, "arguments": {{ (GIVEN) | tojson }}}</tool_call>', "hermes"),
+    "the call as it is given": ("<tool_call>{{ call.function | tojson }}</tool_call>", "hermes"),
+    "JSON alone": ('{NAME, "parameters": GIVEN}', "llama3"),
+    "arguments in Python": ('<tool_call>{NAME, "arguments": {{ call.function.arguments }}}</tool_call>', None),
+    "no arguments": ("<tool_call>{NAME}</tool_call>", None),
+    "arguments cut": ('<tool_call>{NAME, "arguments": {{ (call.function.arguments | tojson)[:9] }}}</tool_call>', None),
+    "names of arguments": ('<tool_call>{NAME, "arguments": {"place": "x", "count": 3}}</tool_call>', None),
+    "another name": ('<tool_call>{"name": "{{ call.function.name | upper }}", "arguments": GIVEN}</tool_call>', None),
+    "escaped for HTML": ('<tool_call>{NAME, "arguments": {{ (GIVEN) | e }}}</tool_call>', None),
+    "a level too deep": ("<tool_call>{{ call | tojson }}</tool_call>", None),
+    "a tag of its own": ("<call>{{ call.function | tojson }}</call>", None),
+    "prose": ("Action: {{ call.function.name }}\nAction Input: GIVEN", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FRESH)
+def test_a_call_comes_back_as_it_was_or_the_run_is_refused(tmp_path, case):
+    written, form = FRESH[case]
+    written = written.replace("(GIVEN)", GIVEN.strip("{ }")).replace("NAME", NAME).replace("GIVEN", GIVEN)
+    make_directory(tmp_path, "thinking")
+    unread = "{{- '<invoke ' + call.function.name + ' ' + (call.function.arguments | tojson) + '/>' -}}"
+    assert unread in UNREAD
+    (tmp_path / "chat_template.jinja").write_text(UNREAD.replace(unread, written), encoding="utf-8")
+    if form:
+        assert published_chat(tmp_path)._convention is CONVENTIONS[form]
+    else:
+        with pytest.raises(TemplateError, match=r"which no form of calls reads; set text\.calls to"):
+            published_chat(tmp_path)
+
+
 TRL = {
     "deepseekv3": "deepseek",
     "gemma4_v5": "gemma4",
