@@ -3,7 +3,8 @@
 A page shows a session in a block marked `console`: a line that begins with `$ ` is a command (with the lines of its
 here-document), what follows is its output. The commands of a page run in one empty folder, one after the other. A
 command that ends in `# refused` must fail, all others must succeed. Where a page shows a part of an output, recording
-replaces each shown line by the line of this run that differs from it in numbers only, and keeps the line `...`.
+replaces each shown line by the line of this run that differs from it in numbers only, and keeps the line `...`. Of a
+training run that a page does not show yet, the lines in `TELLING` are taken.
 
 `tests/test_pages_run.py` runs the pages by the same functions.
 """
@@ -23,6 +24,13 @@ DOCUMENT = re.compile(r"<<'(\w+)'")
 GAP = "..."
 PROGRESS = re.compile(r"^[\w ,/]+: .*(so far|done after .*|\d (?:s|min|h) left)$|^(?:compiled|compiling) .*")
 """Lines on how far a phase is, of which a slow machine prints more."""
+TRAINS = re.compile(r"grpo-roc (?:train|sft) (?!.*--(?:dry-run|help|preflight))", re.DOTALL)
+TELLING = re.compile(
+    r"plan: |\d+ problems x |sft +(?:1|\d*00)  nll|step +[1-9]\d*  reward|accuracy on|failing tool|files: "
+)
+"""What a page shows of a training run: the plan, one step, losses, rewards, and how it ended."""
+DURATION = re.compile(r"(?<![\w.])(\d[\d.]*) (?:s|min|h)\b")
+"""`about 90 s` on one machine is `about 2 min` on another."""
 NUMBER = re.compile(r"(?<![A-Za-z_])[-+]?\d[\d.,]*(?:e-?\d+)?|\b[0-9a-f]{16}\b")
 
 
@@ -93,8 +101,8 @@ def run(entry: Entry, folder: Path, timeout_s: float = 900) -> list[str]:
 
 
 def form(line: str) -> str:
-    """A line without its numbers and the width of its columns: what two runs have in common."""
-    return " ".join(NUMBER.sub("#", line).split())
+    """A line without its numbers and the width of its columns and rules: what two runs have in common."""
+    return " ".join(NUMBER.sub("#", DURATION.sub(r"\1 s", re.sub("─+", "─", line))).split())
 
 
 def missing(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
@@ -105,6 +113,17 @@ def missing(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
             absent.append(line)
             rest = iter([])
     return absent
+
+
+def telling(printed: Sequence[str]) -> list[str]:
+    """The lines of a training run that a page shows, with gaps for the others."""
+    lines: list[str] = []
+    for line in printed:
+        if TELLING.match(line):
+            lines.append(line)
+        elif lines[-1:] != [GAP]:
+            lines.append(GAP)
+    return lines
 
 
 def renewed(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
@@ -121,7 +140,10 @@ def recorded(page: str, folder: Path) -> str:
     def block(match: re.Match[str]) -> str:
         parts = []
         for entry in entries(match[1]):
-            parts.append("\n".join([f"$ {entry.command}", *renewed(entry.shown, run(entry, folder))]))
+            printed = run(entry, folder)
+            if not entry.shown and TRAINS.search(entry.command):
+                printed = telling(printed)
+            parts.append("\n".join([f"$ {entry.command}", *renewed(entry.shown, printed)]))
         return "```console\n" + "\n".join(parts) + "\n```"
 
     return BLOCK.sub(block, page)
