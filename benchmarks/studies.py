@@ -24,6 +24,7 @@ COMMON: tuple[Measure, ...] = (
     ("turns", "rollout/turns", "step"),
 )
 FIRST_ERRORS: Measure = ("failing calls at the start", ERRORS, "first")
+TRUNCATED: Measure = ("truncated", "rollout/truncated", "step")
 REWARDS: tuple[Measure, ...] = (("reward at the start", REWARD, "first"), ("reward", REWARD, "step"))
 
 
@@ -188,7 +189,7 @@ STUDIES: Mapping[str, Study] = {
         measures=(
             FIRST_ERRORS,
             *(measure for measure in COMMON if "pass" not in measure[0]),
-            ("truncated", "rollout/truncated", "step"),
+            TRUNCATED,
             *((title, f"eval/{source}/avg@1", "step")
               for title, source in (("held out", "heldout"), ("SVAMP", "svamp"), ("GSM8K", "gsm8k"))),
         ),
@@ -240,7 +241,7 @@ STUDIES: Mapping[str, Study] = {
             "no_cold_start": ("--resample=roc", "--sft.steps=0"),
         },
         BOTH,
-        measures=(*COMMON, ("truncated", "rollout/truncated", "step"), ("calls", "rollout/tool_calls", "step")),
+        measures=(*COMMON, TRUNCATED, ("calls", "rollout/tool_calls", "step")),
         claims=(
             Claim("the filter raises truncation with RoC", "overlong_filter", "roc", "truncated", below=False),
             Claim("it does with GRPO", "grpo_overlong_filter", "grpo", "truncated", below=False),

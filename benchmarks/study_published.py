@@ -1,4 +1,4 @@
-"""The arms of study `roc` on a published model, with the runs' cost estimated before any starts.
+"""Study `real`, its arms, measures and claims, on a published model on an accelerator, and the cost before any run.
 
     python -m benchmarks.study_published --model Qwen/Qwen2.5-0.5B-Instruct  # the cost alone
     python -m benchmarks.study_published --model Qwen/Qwen2.5-0.5B-Instruct --start --arms roc grpo --seeds 3
@@ -9,14 +9,14 @@ run: `--set data.sources=[world:chain:2] data.eval_sources=[] data.trace_sources
 
 Every arm starts from the same supervised stage, or from the model if `sft.steps` is 0. The cost is the lower bound of
 `plan` by formulas: real steps take longer, and supervised steps, evaluations and compilation are not in it. Further
-words are those of `benchmarks.study`. The arm `repair` is missing, since it reads the toy's tokenizer.
+words are those of `benchmarks.study`.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks.studies import GRPO, STUDIES, Study, Words
+from benchmarks.studies import COMMON, FIRST_ERRORS, GRPO, STUDIES, TRUNCATED, Study, Words
 from benchmarks.study import chosen, ordered
 from benchmarks.study import main as run_study
 from grpo_roc_jax.config import Config
@@ -30,11 +30,13 @@ def published(model: str, recipe: Sequence[str], words: Words) -> Study:
     files = [name if name.endswith(".yaml") else f"{name}.yaml" for name in recipe]
     base = (*files, f"--model.path={model}", *words)
     config = load_config(Config, base, prog="study_published")
-    arms = {name: arm for name, arm in STUDIES["roc"].arms.items() if name != "repair"}
-    arms["grpo_2g"] = (*GRPO, f"--group.size={2 * config.group.size}")
+    real = STUDIES["real"]
+    arms = {**real.arms, "grpo_2g": (*GRPO, f"--group.size={2 * config.group.size}")}
     name = model.rstrip("/").rpartition("/")[2]
-    question = f"Does resampling on correct lower failing calls of {name}?"
-    return Study(question, arms, {name: base}, 3, ("--eval.samples=4",), cold=config.sft.steps > 0)
+    question = f"Does resampling on correct lower failing calls of {name}, and what does it cost?"
+    measures = (FIRST_ERRORS, *COMMON, TRUNCATED)
+    cold, words = config.sft.steps > 0, ("--eval.samples=4",)
+    return Study(question, arms, {name: base}, 3, words, measures, cold, claims=real.claims)
 
 
 def cost_lines(study: Study, topology: str, shape: str, response: float) -> list[str]:
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole = published(own.model, own.recipe, tuple(f"--{word}" for word in own.set))
     study = chosen(whole, argparse.Namespace(arms=own.arms, worlds=[], seeds=own.seeds))
     print("\n".join(cost_lines(study, own.topology, own.model_shape, own.mean_response)), flush=True)
-    return run_study([f"roc_{next(iter(study.worlds))}", *rest], study) if own.start else 0
+    return run_study([f"real_{next(iter(study.worlds))}", *rest], study) if own.start else 0
 
 
 if __name__ == "__main__":

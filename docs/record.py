@@ -3,7 +3,8 @@
 A page shows a session in a block marked `console`: a line that begins with `$ ` is a command (with the lines of its
 here-document), what follows is its output. The commands of a page run in one empty folder, one after the other. A
 command that ends in `# refused` must fail, all others must succeed. Where a page shows a part of an output, recording
-replaces each shown line by the line of this run that differs from it in numbers only, and keeps the line `...`.
+replaces each shown line by the line of this run that differs from it in numbers only, and keeps the line `...`. Of a
+training run that a page does not show yet, the lines in `TELLING` are taken.
 
 `tests/test_pages_run.py` runs the pages by the same functions.
 """
@@ -13,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +22,17 @@ DOCS = Path(__file__).resolve().parent
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 DOCUMENT = re.compile(r"<<'(\w+)'")
 GAP = "..."
+INSIDE = "│"
+"""Begins the lines of a box, between the one with `╭` and the one with `╰`."""
 PROGRESS = re.compile(r"^[\w ,/]+: .*(so far|done after .*|\d (?:s|min|h) left)$|^(?:compiled|compiling) .*")
 """Lines on how far a phase is, of which a slow machine prints more."""
+TRAINS = re.compile(r"grpo-roc (?:train|sft) (?!.*--(?:dry-run|help|preflight))", re.DOTALL)
+TELLING = re.compile(
+    r"plan: |\d+ problems x |sft +(?:1|\d*00)  nll|step +[1-9]\d*  reward|accuracy on|failing tool|files: "
+)
+"""What a page shows of a training run: the plan, one step, losses, rewards, and how it ended."""
+DURATION = re.compile(r"(?<![\w.])(\d[\d.]*) (?:s|min|h)\b")
+"""`about 90 s` on one machine is `about 2 min` on another."""
 NUMBER = re.compile(r"(?<![A-Za-z_])[-+]?\d[\d.,]*(?:e-?\d+)?|\b[0-9a-f]{16}\b")
 
 
@@ -93,26 +103,50 @@ def run(entry: Entry, folder: Path, timeout_s: float = 900) -> list[str]:
 
 
 def form(line: str) -> str:
-    """A line without its numbers and the width of its columns: what two runs have in common."""
-    return " ".join(NUMBER.sub("#", line).split())
+    """A line without its numbers and the width of its columns and rules: what two runs have in common."""
+    return " ".join(NUMBER.sub("#", DURATION.sub(r"\1 s", re.sub("─+", "─", line))).split())
 
 
 def missing(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
-    """Shown lines that the output does not have, in this order and but for numbers."""
+    """Shown lines that the output does not have, in this order and but for numbers and what is inside of a box.
+
+    A box holds a rollout, and what a policy says after training differs from one version of XLA to the next.
+    """
     rest, absent = iter([form(line) for line in printed]), []
     for line in shown:
-        if line != GAP and form(line) not in rest:
+        if line != GAP and not line.startswith(INSIDE) and form(line) not in rest:
             absent.append(line)
             rest = iter([])
     return absent
+
+
+def telling(printed: Sequence[str]) -> list[str]:
+    """The lines of a training run that a page shows, with gaps for the others."""
+    lines: list[str] = []
+    for line in printed:
+        if TELLING.match(line):
+            lines.append(line)
+        elif lines[-1:] != [GAP]:
+            lines.append(GAP)
+    return lines
 
 
 def renewed(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
     """The shown lines with the numbers of this output; all of it where the page shows nothing yet."""
     if not shown or missing(shown, printed):
         return list(printed)
-    lines: Iterator[str] = iter(printed)
-    return [line if line == GAP else next(other for other in lines if form(other) == form(line)) for line in shown]
+    lines, kept = iter(printed), list[str]()
+    for line in shown:
+        if line == GAP:
+            kept.append(line)
+        elif not line.startswith(INSIDE):
+            inside = []
+            for other in lines:
+                if form(other) == form(line):
+                    break
+                inside = [*inside, other] if other.startswith(INSIDE) else []
+            kept += [*inside, other]
+    return kept
 
 
 def recorded(page: str, folder: Path) -> str:
@@ -121,7 +155,10 @@ def recorded(page: str, folder: Path) -> str:
     def block(match: re.Match[str]) -> str:
         parts = []
         for entry in entries(match[1]):
-            parts.append("\n".join([f"$ {entry.command}", *renewed(entry.shown, run(entry, folder))]))
+            printed = run(entry, folder)
+            if not entry.shown and TRAINS.search(entry.command):
+                printed = telling(printed)
+            parts.append("\n".join([f"$ {entry.command}", *renewed(entry.shown, printed)]))
         return "```console\n" + "\n".join(parts) + "\n```"
 
     return BLOCK.sub(block, page)

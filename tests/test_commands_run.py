@@ -1,16 +1,21 @@
 """The commands of the pages run, with their placeholders filled by a small run, its model and files.
 
 `test_readme.py` parses every command; here those that need neither a hub, a pod nor an accelerator end with status 0.
-Sessions (blocks marked `console`) run in `test_pages_run.py`. Both are run by `pytest -m slow`, not by CI.
+Recipes of published models train a small exported one, and plans are made by arithmetic. Sessions (blocks marked
+`console`) run in `test_pages_run.py`. CI runs an eighth of both with each commit.
 """
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -37,15 +42,31 @@ PLACEHOLDERS = {
     "NAME": "grpo",
     "SECTION": "optim",
     "CONFIG.yaml": "mine.yaml",
+    "KIND": "h100:1",
 }
 """What a page leaves to its reader -> a value that exists in the folder of the test."""
 ELSEWHERE = re.compile(
-    r"qwen|llama|rstar|smollm|package:|aime|gsm8k|words|world\b|world\.yaml|environments/|cold|cobalt|ranks|states|hub:|"
-    r"\.npz|--preflight|--topology|--tinker|\bserve|serve-tools|replay|cut-traces|learning_rate|--watch|COMMAND|\$|"
-    r"gsm8k_traces|catalog|shows them|docs/roc_vs|roc=|data/trl|runs/two|runs/my-model|"
-    r"runs/(roc|grpo)/|runs/mine|runs/guess|\.\.\.|rc_grpo|^grpo-roc (check-data|train|view|replay)$"
+    r"rstar2_qwen3_14b.yaml --run_dir|aime|configs/(?:words|world)|environments/|cobalt|ranks|states|"
+    r"replay|learning_rate|COMMAND|\.\.\.|gsm8k_traces|catalog|shows them|"
+    r"data/(?:messages|math|gsm8k)|rc_grpo|^grpo-roc (?:check-data|train|view|replay)$"
 )
-"""Commands that need what a test has not: a model of a hub, an accelerator, a server's end, others' files."""
+"""Commands that need what a test has not: models and data of a hub, a pod, hours, or what stands before them."""
+COPIES = """
+runs/b runs/first runs/plain runs/toy runs/qwen runs/two runs/roc/0 runs/grpo/0 runs/my-model run cold words2/cold
+""".split()  # noqa: SIM905
+"""Names under which pages know a run."""
+PUBLISHED = re.compile(r"qwen|smollm")
+"""Recipes of published models; here they train the exported model of the small run."""
+SMALL_MODEL = """
+--model.path=model --model.compute_dtype=float32 --data.sources=problems.jsonl --data.eval_sources=heldout.jsonl
+--data.trace_sources=[world:gcd:1] --data.prompt_column= --stages=[] --rollout.narrow=[]
+""".split()  # noqa: SIM905 (a command line reads better as one)
+SHAPES = {
+    "qwen2_5_7b_lora_4bit": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B",
+    "rstar2_qwen3_14b": "Qwen/Qwen3-14B",
+}
+"""Recipe -> the shape that a plan takes where no hub can be asked."""
 RUNNABLE = sorted(
     {
         line
@@ -55,18 +76,50 @@ RUNNABLE = sorted(
 )
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
 def run(words: list[str], folder: Path) -> None:
-    """A command in a process of its own; it must end with status 0."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    """A command in a process of its own; it must end with status 0, or 1 if it is a plan of what does not fit."""
     done = subprocess.run(
         [sys.executable, "-m", "grpo_roc_jax", *words],
         cwd=folder,
-        env=environment,
+        env=environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    fine = (0, 1) if words[0] == "plan" else (0,)
+    assert done.returncode in fine, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def serve(words: list[str], folder: Path) -> None:
+    """A server in a process of its own: it says where it listens, answers, and ends when it is told to."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_roc_jax", *words],
+        cwd=folder,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said: list[str] = []
+        for line in process.stdout:
+            said.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                break
+        else:
+            pytest.fail("".join(said)[-2000:])
+        with contextlib.suppress(urllib.error.HTTPError):  # which is an answer
+            urllib.request.urlopen(found[0], timeout=60).read()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode in (0, 143, -signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +127,18 @@ def folder(tmp_path_factory):
     """A small run under several names, an exported model, problems, rewards and configurations as pages name them."""
     root = tmp_path_factory.mktemp("reader")
     run(["train", "toy.yaml", *TINY, "--log.traces=1", "--run_dir=runs/a"], root)
-    for name in ("runs/b", "runs/first", "runs/plain", "runs/toy", "run"):
+    for name in COPIES:
         shutil.copytree(root / "runs/a", root / name)
     run(["export", "runs/a", "model"], root)
+    shutil.copytree(root / "model", root / "cold_model")
+    (root / "words2").mkdir()
     rows = [{"prompt": f"gcd({n},6)=?", "answer": "6", "level": 1} for n in (12, 18, 24, 30)]
     (root / "data").mkdir()
-    for name, part in (("problems.jsonl", rows), ("data/problems.jsonl", rows), ("heldout.jsonl", rows[:2])):
+    parts = (("problems.jsonl", rows), ("data/problems.jsonl", rows), ("heldout.jsonl", rows[:2]))
+    for name, part in (*parts, ("words2/train.jsonl", rows), ("gsm8k_test.jsonl", rows)):
         (root / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+    for name in ("runs/qwen2_5_7b_lora", "runs/qwen2_5_7b_lora_4bit"):
+        run(filled(f"grpo-roc train {name.removeprefix('runs/')}.yaml --run_dir {name}"), root)
     (root / "rewards.py").write_text(REWARDS)
     for name in ("mine.yaml", "my.yaml", "config.yaml"):
         (root / name).write_text("base: toy.yaml\nsteps: 2\n")
@@ -92,14 +150,23 @@ def filled(line: str) -> list[str]:
     """The words of a command, with placeholders filled, and small enough for a test."""
     words = [
         PLACEHOLDERS.get(word) or re.sub(r"\b(RUN|NAME|TARGET)\b", lambda found: PLACEHOLDERS[found[0]], word)
-        for word in shlex.split(line)
+        for word in shlex.split(re.sub(r"\$\w+", "0", line))
     ]
     words = words[3:] if words[:3] == ["python", "-m", "grpo_roc_jax"] else words
     if words[:2] == ["python", "-m"]:
         words = [words[2].removeprefix("grpo_roc_jax."), *words[3:]]
     name, *rest = words[1:] if words[0] == "grpo-roc" else words
-    if name in ("train", "sft") and "--help" not in rest and "--dry-run" not in rest:
-        rest += TINY
+    if name in ("train", "sft") and "--help" not in rest:
+        published = bool(PUBLISHED.search(line))
+        if published or "--dry-run" not in rest:
+            rest += [word for word in TINY if not (published and word.startswith("--model."))]
+        rest += SMALL_MODEL if published else []
+    if name == "plan":
+        rest += [] if "--arithmetic" in rest else ["--arithmetic"]
+        shapes = [shape for recipe, shape in SHAPES.items() if recipe in line]
+        rest += ["--model_shape", shapes[0]] if shapes and "--model_shape" not in rest else []
+    if name == "serve" and "--port" in rest:
+        rest[rest.index("--port") + 1] = "0"
     if name == "view" and not {"--text", "--html", "--atif"} & set(rest):
         rest.append("--text")
     if "--step" in rest:  # of a run of two
@@ -114,7 +181,7 @@ def filled(line: str) -> list[str]:
 def test_the_pages_leave_enough_to_run():
     names = {filled(line)[0] for line in RUNNABLE}
     assert names >= {"train", "sft", "evaluate", "difficulty", "view", "plot", "export", "chat", "check-data"}
-    assert names >= {"check-reward", "doctor", "probe", "new", "run-tools"} and len(RUNNABLE) > 40
+    assert names >= {"check-reward", "doctor", "probe", "new", "run-tools"} and len(RUNNABLE) > 95
 
 
 @pytest.mark.slow
@@ -127,5 +194,8 @@ def test_a_command_of_the_pages_runs(line, folder, tmp_path):
     target = made[1] if made else words[2] if words[0] == "export" else words[1] if words[0] == "new" else ""
     if target:  # what the command makes must not be there before it
         shutil.rmtree(here / target, ignore_errors=True)
-    run(words, here)
+    if words[0] in ("serve", "serve-tools"):
+        serve(words, here)
+    else:
+        run(words, here)
     assert not target or (here / target).exists()

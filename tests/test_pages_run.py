@@ -51,6 +51,26 @@ def test_two_runs_may_differ_in_numbers_and_in_nothing_else():
     assert record.missing(["step 1  rewards 0.5  kept 128"], printed)
     assert record.renewed(["...", "end in 3 s"], printed) == ["...", "end in 12 s"]
     assert record.renewed([], printed) == printed
+    box = ["╭─ uid 2 ─╮", "│ 5 │", "│ 6 │", "╰─────╯", "end in 1 s"]  # what a policy said may be something else
+    assert record.missing(["╭─ uid 1 ──╮", "│ up │", "╰────╯", "end in 9 s"], ["a", *box]) == []
+    assert record.renewed(["╭─ uid 1 ──╮", "│ up │", "╰────╯", "end in 9 s"], ["a", *box]) == box
+    assert record.missing(["╭─ uid 1 ──╮", "╰──╯", "╰──╯"], box) == ["╰──╯"]
+    assert record.form("plan: 9 steps, about 90 s") == record.form("plan: 8 steps, about 1.5 min")
+
+
+def test_of_a_training_run_the_telling_lines_are_taken():
+    printed = [
+        "plan: 2 steps",
+        "device: cpu",
+        "tools: L4",
+        "sft    1  nll 6.5",
+        "step    0",
+        "step    2  reward 0.5  kept 8",
+    ]
+    shown = ["plan: 2 steps", "...", "sft    1  nll 6.5", "...", "step    2  reward 0.5  kept 8"]
+    assert record.telling(printed) == shown and record.missing(shown, printed) == []
+    assert record.TRAINS.search("cd a && grpo-roc train \\\n  c.yaml --steps 2")
+    assert not record.TRAINS.search("grpo-roc train c.yaml \\\n  --dry-run")
 
 
 def test_a_page_is_recorded(tmp_path):
@@ -73,7 +93,7 @@ def test_there_is_a_session_for_each_task():
 @pytest.mark.parametrize("entry", SHOWN)
 def test_what_a_page_shows_was_printed_and_names_no_machine(entry):
     """A command that prints shows its output; an output of nothing is one of a command that writes files."""
-    quiet = re.match(r"cat > |python \w+\.py$|printf |cd \w+ && true", entry.command) is not None
+    quiet = re.match(r"cat > |python \w+\.py$|bash \w+\.sh$|printf |cd \w+ && true", entry.command) is not None
     assert entry.shown or quiet, "run `python docs/record.py`"
     assert not re.search(r"/work\b|/tmp\b|/root\b|/home\b|site-packages", "\n".join(entry.shown))
 

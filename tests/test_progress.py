@@ -65,6 +65,24 @@ def test_steps_that_end_together_are_told_with_their_rate():
     assert [line.split(",")[0] for line in told] == [f"evaluation: problem {n} of 300" for n in (128, 256, 300)]
 
 
+def test_the_time_left_shrinks_while_a_step_runs():
+    clock, told = Hand(), []
+    stage = Phase("stage", 10, say=told.append, clock=clock)
+    for done, seconds in ((1, 60.0), (2, 30.0), (3, 30.0)):
+        clock.now += seconds
+        stage.step(done)
+    left = []
+    for _ in range(9):
+        left.append(stage.left(clock.now))
+        clock.now += 5.0
+    assert (
+        left[0] == ", 4 min left" and left[-1] == left[-2] == ", 3 min left"
+    )  # 7 steps; then more than the 6 after it
+    stage.at(9)
+    clock.now += 100.0
+    assert stage.left(clock.now) == ""  # the last one takes longer than all before: nothing is known
+
+
 def told_by(phases, seconds, look_every=0.25):
     """(seconds, line) of a narrator with these phases open; `phases` are (begin, end, arguments of `Phase`)."""
     clock, told = Hand(), []

@@ -53,6 +53,38 @@ TYPED = [
     f"tml-{SECRET}abcdef",
     f"sk-{SECRET}abcdef",
     f"hf_{SECRET}abcdef",
+    f"python agent.py -k {SECRET} --n 3",
+    f"agent -k='{SECRET}'",
+    f"mysql -u root -p{SECRET} db",
+    f"mysqldump -h db -p'{SECRET}' x",
+    f"mariadb-dump -uroot -p{SECRET}",
+    f"docker login -u me -p {SECRET} ghcr.io",
+    f"docker login -p={SECRET}",
+    f"podman login registry.example -u me -p {SECRET}",
+    f"helm registry login -u me -p {SECRET} host",
+    f"az acr login -n x -p {SECRET}",
+    f"sshpass -p {SECRET} ssh -p 2222 host",
+    f"sshpass -p{SECRET} ssh host",
+    f"7z x a.7z -p{SECRET}",
+    f"unzip -P {SECRET} a.zip",
+    f"mongosh -u me -p {SECRET} host",
+    f"redis-cli -h db -a {SECRET} ping",
+    f"ldapsearch -x -w {SECRET}",
+    f"wandb login {SECRET}",
+    f"wandb login --relogin {SECRET}",
+    f"wandb login --host https://w.example {SECRET}",
+    f"vault login {SECRET}",
+    f"ngrok config add-authtoken {SECRET}",
+    f"huggingface-cli login --token {SECRET}",
+    f"hf auth login --token={SECRET}",
+    f"tailscale up --authkey={SECRET}",
+    f"aws configure set aws_secret_access_key {SECRET}",
+    f"npm config set //registry.example/:_authToken {SECRET}",
+    f"export MY_TOKEN={SECRET}",
+    f"PGPASSWORD={SECRET} psql -h db",
+    f"SSHPASS={SECRET} sshpass -e ssh host",
+    f"MYSQL_PWD={SECRET} mysql",
+    f"git clone https://oauth2:{SECRET}@host/a.git",
 ]
 PLAIN = [
     "http://127.0.0.1:8000/mcp?x=1&page=2",
@@ -71,6 +103,24 @@ PLAIN = [
     "--rollout.max_turn_tokens=9 --environment.token_variable=MY_TOKEN",
     "PATH=/usr/bin:/bin KEYS=3",
     "a: *** b ***",
+    "python serve.py -p 8080 -k 5 --k 3",
+    "ssh -p 2222 host -k",
+    "docker run -p 8080:80 image",
+    "docker login ghcr.io && docker run -p 8080:80 image",
+    "docker login -u me --password-stdin ghcr.io",
+    "mkdir -p runs/2024 && pytest -k test_train_2_of_3",
+    "pytest -k 'not slow' -p no:cacheprovider",
+    "curl -k https://host:8443/a1b2",
+    "mysql -u root -p db",
+    "mysql -u root -P 3306 db",
+    "wandb login && python train.py",
+    "wandb login --relogin",
+    "python train.py --wandb login -k 128",
+    "unzip -q a.zip -d b2c3",
+    "7z x archive2024.7z",
+    "redis-cli -h db -p 6379 ping",
+    "sort -k 2,3 -n file | head -k5",
+    "MAX_STEPS=9 PYTHONPATH=src",
     "",
 ]
 
@@ -91,6 +141,11 @@ def test_words_of_a_command_that_come_apart():
     words = ["a.py", "--api-key", SECRET, "--token", "--n", "3", "-H", f"Authorization: Bearer {SECRET}"]
     found = without_secrets(words)
     assert found[:6] == ["a.py", "--api-key", HIDDEN, "--token", "--n", "3"] and SECRET not in str(found)
+    for command in ("docker login -u me -p", "wandb login --relogin", "sshpass -p", "redis-cli -a", "agent -k"):
+        assert without_secrets([*command.split(), SECRET, "x"]) == [*command.split(), HIDDEN, "x"], command
+    assert without_secrets(["mysql", "-u", "me", f"-p{SECRET}", "db"]) == ["mysql", "-u", "me", f"-p{HIDDEN}", "db"]
+    for plain in PLAIN:
+        assert without_secrets(plain.split()) == plain.split()
     assert without_secrets((f"env A_KEY={SECRET}", 3, None)) == (f"env A_KEY={HIDDEN}", 3, None)
     assert without_secrets({"a": {"b": [f"http://{SECRET}@h"]}}) == {"a": {"b": [f"http://{HIDDEN}@h"]}}
 
@@ -147,7 +202,7 @@ def test_no_recipe_is_changed_by_it():
 
 def secret_words(folder):
     """A run with a secret in every setting that takes an address or a command."""
-    program = f"{sys.executable} -c pass --key={SECRET}"
+    program = f"{sys.executable} -c pass --key={SECRET} -k {SECRET} mysql -p{SECRET} docker login -p {SECRET}"
     return [
         "toy.yaml", *TINY, f"--run_dir={folder}", f"--environment={{kind: agent, command: {shlex.quote(program)}}}",
         "--reward.functions=environment", "--watch={}", f"--watch.notice_url=http://u:{SECRET}@127.0.0.1:9/x?token={SECRET}",
@@ -171,7 +226,8 @@ def test_no_file_of_a_run_has_them(tmp_path, monkeypatch, capfd):
 
 def test_files_hide_them_and_the_run_resumes_with_what_is_typed_again(tmp_path, monkeypatch):
     words = secret_words(tmp_path / "run")
-    monkeypatch.setattr(sys, "argv", ["grpo-roc", "train", *words, "--api-key", SECRET])
+    typed = ["wandb", "login", SECRET, "-k", SECRET, "--api-key", SECRET]
+    monkeypatch.setattr(sys, "argv", ["grpo-roc", "train", *words, *typed])
     config = load_config(train.Config, words, prog="x")
     assert SECRET in config.environment.command
     (tmp_path / "run").mkdir()

@@ -281,6 +281,8 @@ def test_a_published_model_goes_through_the_study(tmp_path, capsys, template):
         and said.index("accelerator hours") < said.index(": done")
     )
     assert said.count(": done") == 2 and "difference to `grpo`, paired by seed" in said
-    kept = study.read_rows(tmp_path / "study_roc_model.jsonl.gz")
+    study_of_model = study_published.published(str(model), ["qwen3_0_6b_gsm8k"], ())
+    assert study_of_model.claims == STUDIES["real"].claims and list(study_of_model.arms) == list(STUDIES["real"].arms)
+    kept = study.read_rows(tmp_path / "study_real_model.jsonl.gz")
     sampled = {arm: found["columns"]["rollout/sampled"][-1] for (_, arm, _), found in kept.items()}
     assert sampled == {"grpo": 4.0, "roc": 8.0}

@@ -5,6 +5,7 @@ What a function can read:
     problem.prompt, problem.answer   the question and the reference answer
     problem.extra["level"]           any further column of the row in data/problems.jsonl
     trajectory.turns[-1].text        what the policy wrote in its last turn, as sampled
+    g.final_answer(trajectory)       the answer that it gives, or None (`import grpo_roc_jax as g`)
     turn.calls, turn.results         its calls (name, arguments) and what came back (kind, stdout, observation)
     trajectory.policy_mask.sum()     tokens that the policy sampled
 

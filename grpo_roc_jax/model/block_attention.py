@@ -76,6 +76,17 @@ class Limits(NamedTuple):
     """Only the last `window` columns; 0 for all."""
     cap: float
     """Soft cap of the scores, 0 for none."""
+    chunked: bool = False
+    """Whether windows are chunks: a query sees only columns of its own multiple of `window`."""
+
+    def seen(self, queries: Int[Array, "..."], columns: Int[Array, "..."]) -> Array:
+        """Whether a query in one column sees another; the arrays broadcast."""
+        distance = queries - columns
+        if not self.window:
+            return distance >= 0
+        if self.chunked:
+            return (distance >= 0) & (queries // self.window == columns // self.window)
+        return (distance >= 0) & (distance < self.window)
 
 
 class Partial(NamedTuple):
@@ -112,7 +123,7 @@ def merge_blocks(
 ) -> Partial:
     """Adds the columns in the blocks of an arena to `partial`, up to the position of each row. `layout` has the axis
     orders of its keys and values."""
-    (keys, values), (arena, orders), (window, cap) = leaves, layout, limits
+    (keys, values), (arena, orders) = leaves, layout
     K, C = (values.shape[1 + orders[1].index(axis)] for axis in "ks")
     B, _, N, H = q.shape
     n, M, G = arena.blocks, arena.readers, N // K
@@ -126,9 +137,8 @@ def merge_blocks(
         scores = (
             jnp.einsum(f"bkmh,b{orders[0]}->bkms", read_queries, keys, preferred_element_type=jnp.float32) * H**-0.5
         )
-        distance = positions[rows][:, :, None] - columns[:, None]
-        seen = (distance >= 0) & (distance < window) if window else distance >= 0
-        scores = soft_cap(scores, cap).reshape(n, K, M, G, C)
+        seen = limits.seen(positions[rows][:, :, None], columns[:, None])
+        scores = soft_cap(scores, limits.cap).reshape(n, K, M, G, C)
         scores = jnp.where(seen[:, None, :, None], scores, MASKED)
         top = partial.top.at[rows].max(scores.max(axis=-1).transpose(0, 2, 1, 3))
         weights = jnp.exp(scores - top[rows].transpose(0, 2, 1, 3)[..., None])
@@ -172,7 +182,7 @@ def attend_window(
         limits: Window and soft cap.
         sinks: Scores of the heads that take part in the softmax and bring no value.
     """
-    (B, T, N, H), (window, cap) = q.shape, limits
+    B, T, N, H = q.shape
     values = jax.eval_shape(gather, table[:, :1])[1]
     K, C = (values.shape[2 + orders[1].index(axis)] for axis in "ks")
     G, W = N // K, table.shape[1]
@@ -187,9 +197,8 @@ def attend_window(
         scores = (
             jnp.einsum(f"bkmh,bp{orders[0]}->bkmps", row_queries, keys, preferred_element_type=jnp.float32) * H**-0.5
         )
-        distance = columns[:, :, None] - (i * P * C + jnp.arange(P * C, dtype=jnp.int32))[None, None]
-        seen = (distance >= 0) & (distance < window) if window else distance >= 0
-        scores = soft_cap(scores, cap).reshape(B, K, G, T, P * C)
+        seen = limits.seen(columns[:, :, None], (i * P * C + jnp.arange(P * C, dtype=jnp.int32))[None, None])
+        scores = soft_cap(scores, limits.cap).reshape(B, K, G, T, P * C)
         scores = jnp.where(seen[:, None, None], scores, MASKED).reshape(B, K, G * T, P * C)
         new = jnp.maximum(top, scores.max(axis=-1))
         weights, rescale = jnp.exp(scores - new[..., None]), jnp.exp(top - new)

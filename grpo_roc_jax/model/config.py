@@ -1,5 +1,6 @@
 """Shape and options of the policy model."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from functools import wraps
@@ -13,6 +14,8 @@ from grpo_roc_jax.settings.options import Axis, Count, NotNegative, Positive, Po
 Layers = Annotated[int, Ge(1), Le(10_000)]
 Width = Annotated[int, Ge(1), Le(1 << 20)]
 Rows = Annotated[int, Ge(0), Le(1 << 27)]
+FULL = "g_"
+"""Prefix of the leaves of attention in layers without a window, where these have heads of their own (Gemma 4)."""
 MOST_PARAMETERS = 10**14
 """A hundred times the largest published model. Shapes beyond it are mistakes, or meant to take all memory."""
 
@@ -32,7 +35,9 @@ class Experts(Axis, axis="model.experts"):
     scale: ClassVar[float] = 1.0
     dense_layers: ClassVar[int] = 0
     dense_ff: ClassVar[int] = 0
+    every: ClassVar[int] = 1
     biases: ClassVar[bool] = False
+    own_norms: ClassVar[bool] = False
     replay: ClassVar[bool] = False
 
 
@@ -55,9 +60,10 @@ class Mixture(Experts):
     """Hidden width of a further feed-forward, which sees all tokens; 0 for none (Qwen3.5-MoE)."""
     shared_gate: bool = False
     """Its output is multiplied by the sigmoid of a number that each token computes (Qwen3.5-MoE)."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sigmoid_input"] = "softmax"
     """How the router's numbers become weights. `sigmoid`: each by itself, and a bias of each expert counts in the
-    choice but not in the weights (GLM-4.5, DeepSeek-V3)."""
+    choice but not in the weights (GLM-4.5, DeepSeek-V3). `sigmoid_input`: each by itself, and it multiplies the input
+    of the expert instead of its output (Llama 4)."""
     groups: Annotated[int, Ge(1), Le(1 << 20)] = 1
     """Groups of consecutive experts, of which a token first chooses `top_groups` (DeepSeek-V3)."""
     top_groups: Annotated[int, Ge(1), Le(1 << 20)] = 1
@@ -67,9 +73,16 @@ class Mixture(Experts):
     dense_layers: Annotated[int, Ge(0), Le(10_000)] = 0
     """First layers that have one feed-forward of width `dense_ff` instead of experts."""
     dense_ff: Rows = 0
-    """Hidden width of those layers."""
+    """Hidden width of the layers without experts."""
+    every: Layers = 1
+    """The last of so many consecutive layers has experts, the others one feed-forward of width `dense_ff` (Llama 4
+    Maverick)."""
     biases: bool = False
     """Biases on the router and on the matrices of the experts (gpt-oss)."""
+    own_norms: bool = False
+    """Experts have norms of their own before and after them, and so has the feed-forward of all tokens after it. The
+    router reads the residual stream divided by its root mean square, times a scale, and the weights are multiplied by a
+    number of each expert (Gemma 4)."""
     replay: bool = False
     """Training passes take the experts that the sampler chose for the tokens it decoded, weighted by the current
     router (R3, arXiv:2510.11370). Prompts and observations keep their own choice."""
@@ -91,10 +104,19 @@ class Mixture(Experts):
                 f"model.experts.groups = {self.groups} of {self.count // self.groups} experts; a group must have at "
                 f"least two, and the chosen groups model.experts.per_token = {self.per_token}"
             )
-        if bool(self.dense_layers) != bool(self.dense_ff):
+        if (self.dense_layers > 0 or self.every > 1) != bool(self.dense_ff):
             raise ValueError(
-                f"model.experts.dense_layers = {self.dense_layers} with model.experts.dense_ff = {self.dense_ff}; set "
-                "both, or neither"
+                f"model.experts.dense_layers = {self.dense_layers} and model.experts.every = {self.every} with "
+                f"model.experts.dense_ff = {self.dense_ff}; layers without experts need a width, and only they have one"
+            )
+        if self.dense_layers and self.every > 1:
+            raise ValueError(
+                f"model.experts.dense_layers = {self.dense_layers} with model.experts.every = {self.every}; set one"
+            )
+        if self.own_norms and (not self.shared or self.dense_ff):
+            raise ValueError(
+                f"model.experts.own_norms with model.experts.shared = {self.shared} and model.experts.dense_ff = "
+                f"{self.dense_ff}; must be a width and 0"
             )
         if self.shared_gate and not self.shared:
             raise ValueError(
@@ -107,6 +129,10 @@ class Windows(Axis, axis="model.windows"):
 
     sizes: ClassVar[tuple[int, ...]] = ()
     local_theta: ClassVar[float] = 0.0
+    chunked: ClassVar[bool] = False
+    full_head_dim: ClassVar[int] = 0
+    full_kv_heads: ClassVar[int] = 0
+    full_keys_as_values: ClassVar[bool] = False
     every: ClassVar[int] = 1
     attention: ClassVar[tuple[int, ...]] = ()
 
@@ -125,6 +151,31 @@ class SlidingWindows(Windows):
     repeats five windows and a 0; Mistral v0.1 has one window for all."""
     local_theta: NotNegative = 0.0
     """Base of the rotary frequencies in layers with a window, which are then not rescaled; 0: as in the others."""
+    chunked: bool = False
+    """A text is cut into chunks as long as the window, and a query sees the keys of its own chunk only (Llama 4)."""
+    full_head_dim: Annotated[int, Ge(0), Le(1 << 20), MultipleOf(2)] = 0
+    """Width of a head in layers without a window, whose matrices are then leaves of their own; 0: as in the others
+    (Gemma 4)."""
+    full_kv_heads: Rows = 0
+    """Key-value heads of these layers; set together with their width."""
+    full_keys_as_values: bool = False
+    """Whether the values of these layers are the keys before their norm, so that they have no matrix (Gemma 4)."""
+
+    def __post_init__(self) -> None:
+        if bool(self.full_head_dim) != bool(self.full_kv_heads) or (
+            self.full_keys_as_values > bool(self.full_head_dim)
+        ):
+            raise ValueError(
+                f"model.windows.full_head_dim = {self.full_head_dim}, model.windows.full_kv_heads = "
+                f"{self.full_kv_heads}, model.windows.full_keys_as_values = {self.full_keys_as_values}; set the first "
+                "two, or none"
+            )
+        if self.full_head_dim and (0 not in self.sizes or not any(self.sizes) or not self.local_theta):
+            raise ValueError(
+                f"model.windows.full_head_dim = {self.full_head_dim} with model.windows.sizes = {self.sizes} and "
+                f"model.windows.local_theta = {self.local_theta}; must be windows in some layers and 0 in others, and "
+                "a base for those with a window"
+            )
 
 
 @kind("gated_delta")
@@ -181,6 +232,10 @@ class Extras(Axis, axis="model.extras"):
     output_bias: ClassVar[bool] = False
     query_growth: ClassVar[float] = 0.0
     query_length: ClassVar[int] = 0
+    query_unrotated: ClassVar[bool] = False
+    rotated_norm: ClassVar[bool] = False
+    value_norm: ClassVar[bool] = False
+    layer_factors: ClassVar[bool] = False
     latent: ClassVar[int] = 0
     latent_query: ClassVar[int] = 0
     latent_key: ClassVar[int] = 0
@@ -224,6 +279,14 @@ class SomeExtras(Extras):
     """Queries are multiplied by 1 + this number * ln(1 + position // `query_length`); 0 leaves them (Ministral 3)."""
     query_length: Count = 0
     """Positions up to which they are left unchanged."""
+    query_unrotated: bool = False
+    """They grow in layers without rotation only, and from the position before (Llama 4)."""
+    rotated_norm: bool = False
+    """Queries and keys are divided by their root mean square after the rotation, in layers that have one (Llama 4)."""
+    value_norm: bool = False
+    """Values are divided by their root mean square (Gemma 4)."""
+    layer_factors: bool = False
+    """The residual stream after a layer is multiplied by a number of the layer, which is not trained (Gemma 4)."""
     latent: Rows = 0
     """Width of the vector of a token from which every head makes its keys and values (multi-head latent attention,
     arXiv:2405.04434, sec. 2.1; DeepSeek-V3); 0 for attention of the usual kind. The cache holds this vector and the
@@ -320,6 +383,21 @@ class ModelConfig:
             raise ValueError(
                 f"model.experts.dense_layers = {self.experts.dense_layers}; must be below model.layers = {self.layers}"
             )
+        if self.experts.every > self.layers or (self.experts.every > 1 and self.delta):
+            raise ValueError(
+                f"model.experts.every = {self.experts.every}; must be at most model.layers = {self.layers}, and 1 with "
+                "recurrent layers"
+            )
+        if self.windows.full_kv_heads and self.heads % self.windows.full_kv_heads:
+            raise ValueError(
+                f"model.heads = {self.heads} is not a multiple of model.windows.full_kv_heads = "
+                f"{self.windows.full_kv_heads}; each key-value head serves the same number of query heads"
+            )
+        if self.windows.full_head_dim and (self.qkv_bias or self.qk_norm == "whole" or self.extras.rotary_share != 1):
+            raise ValueError(
+                "model.windows.full_head_dim with model.qkv_bias, model.qk_norm whole or model.extras.rotary_share is "
+                "not supported"
+            )
         if self.experts.dense_layers and self.delta:
             raise ValueError("model.experts.dense_layers with recurrent layers is not supported; set it to 0")
         if bool(self.extras.query_growth) != bool(self.extras.query_length):
@@ -366,6 +444,36 @@ class ModelConfig:
         """The window of each layer; empty when no layer has one."""
         sizes = self.windows.sizes
         return tuple(sizes[i % len(sizes)] for i in range(self.layers)) if any(sizes) else ()
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """Layers without a window whose heads are others than those of the layers with one; most models have none."""
+        return tuple(i for i, size in enumerate(self.layer_windows) if not size) if self.windows.full_head_dim else ()
+
+    @property
+    def attention_heads(self) -> tuple[tuple[int, int], ...]:
+        """(key-value heads, head width) of each layer that attends to keys."""
+        full, usual = (self.windows.full_kv_heads, self.windows.full_head_dim), (self.kv_heads, self.head_dim)
+        return tuple(full if i in self.full_layers else usual for i, attends in enumerate(self.attends) if attends)
+
+    @property
+    def attention_width(self) -> int:
+        """Columns of all query heads, summed over the layers that attend to keys."""
+        return self.heads * sum(width for _, width in self.attention_heads)
+
+    @property
+    def key_columns(self) -> int:
+        """Columns of all keys of a token, summed over the layers that attend to keys."""
+        return sum(heads * width for heads, width in self.attention_heads)
+
+    @property
+    def period(self) -> int:
+        """Number of consecutive layers after which leaves of the same names follow; 1 if all layers have the same."""
+        if self.delta:
+            return self.windows.every
+        patterns = [self.experts.every, len(self.windows.sizes) if self.full_layers else 1]
+        patterns += [len(pattern) for pattern in (self.windows.sizes, self.extras.rotary_layers) if max(patterns) > 1]
+        return math.lcm(*(max(1, count) for count in patterns))
 
     @property
     def layer_rotary(self) -> tuple[bool, ...]:

@@ -49,7 +49,9 @@ from grpo_roc_jax.shapes import Array
 
 AnyTensor = Tensor | TensorSlice | mxfp4.PackedTensor | GgufTensor | Nf4Tensor
 
-LEFT_OUT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..*|mtp\..*")
+LEFT_OUT = re.compile(
+    r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|embed_audio)\..*|mtp\..*"
+)
 """Tensors that do not belong to the text model: those of vision, and of multi-token prediction."""
 _TEXT_PREFIX = re.compile(r"(model\.)?language_model\.(model\.)?")
 
@@ -331,6 +333,12 @@ def _read_slice(
     """Fills `out` with slice `index` of a leaf of one layer, out of the tensors of these names."""
     if "{expert}" not in rule.name:
         name, published = rule.name.format(layer=layer), out.transpose(layout.permutation)
+        if rule.runs:
+            source = layout.published_index(index)
+            start, cut = rule.turn[0] * layout.published_shape[rule.runs], source[rule.runs]
+            source[rule.runs] = slice(start + cut.start, start + cut.stop)
+            tensor(name).read(source, published)
+            return out
         if rule.turn[1] > 1:
             _read_turns(tensor(name), rule.turn, layout.published_index(index), published)
             return out
@@ -536,24 +544,26 @@ Part = tuple[str, tuple[TensorRule, ...], int, int]
 
 def _parts(table: Sequence[TensorRule], config: ModelConfig) -> Iterator[Part]:
     """Every published tensor in order: the embedding, layer by layer, then those after the layers."""
-    joined: dict[str, tuple[TensorRule, ...]] = {}
+    joined: dict[tuple[str, tuple[int, ...]], tuple[TensorRule, ...]] = {}
     for rule in table:
-        joined[rule.name] = (*joined.get(rule.name, ()), rule)
-    first, *top = [name for name in joined if "{layer}" not in name]
-    yield first, joined[first], 0, 0
+        key = rule.name, layers_with(rule.leaf, config) if "{layer}" in rule.name else ()
+        joined[key] = (*joined.get(key, ()), rule)
+    first, *top = [(name, rules_of) for (name, _), rules_of in joined.items() if "{layer}" not in name]
+    yield *first, 0, 0
     for layer in range(config.layers):
-        for name, (rule, *_) in joined.items():
-            if "{layer}" in name and layer in layers_with(rule.leaf, config):
+        for (name, places), rules_of in joined.items():
+            if layer in places:
                 for expert in range(config.experts.count if "{expert}" in name else 1):
-                    yield name.format(layer=layer, expert=expert), joined[name], layer, expert
-    for name in top:
-        yield name, joined[name], 0, 0
+                    yield name.format(layer=layer, expert=expert), rules_of, layer, expert
+    for name, rules_of in top:
+        yield name, rules_of, 0, 0
 
 
 def _published_shape(joined: Sequence[TensorRule], config: ModelConfig) -> tuple[int, ...]:
     shapes = [Layout(rule, config).published_shape for rule in joined]
     if joined[0].turn[1] > 1:
-        return *shapes[0][:-1], shapes[0][-1] * len(joined)
+        axis = len(shapes[0]) + (joined[0].runs or -1)
+        return *shapes[0][:axis], shapes[0][axis] * len(joined), *shapes[0][axis + 1 :]
     return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
 
@@ -572,8 +582,10 @@ def _published_values(
                 pieces.append(Layout(rule, config).to_published(stored).astype(dtype))
         value = pieces[0]
         if len(pieces) > 1:
-            turns = joined[0].turn[1] > 1
-            value = np.stack(pieces, -1).reshape(*value.shape[:-1], -1) if turns else np.concatenate(pieces)
+            if joined[0].turn[1] > 1 and not joined[0].runs:
+                value = np.stack(pieces, -1).reshape(*value.shape[:-1], -1)
+            else:
+                value = np.concatenate(pieces, joined[0].runs)
         if not np.isfinite(value.astype(np.float32)).all():
             raise CheckpointError(
                 f"{name} holds values that are not finite in {dtype.name}; nothing was written. Export an earlier "

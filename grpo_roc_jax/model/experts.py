@@ -96,10 +96,11 @@ def route(
 
     With `norm_weights` the weights are divided by their sum. With `scores: sigmoid` the weights are sigmoids, to which
     `bias` is added for the choice alone (arXiv:2412.19437, eq. 16); else it is added to the router's numbers.
+    `sigmoid_input` has the weights of `sigmoid` without a bias.
     """
     options = config.experts
     logits = jnp.einsum("md,de->me", h, router, preferred_element_type=jnp.float32)
-    if options.scores == "sigmoid":
+    if options.scores.startswith("sigmoid"):
         shares = jax.nn.sigmoid(logits)
         worth = jax.lax.stop_gradient(shares if bias is None else shares + bias[None].astype(jnp.float32))
         experts = jax.lax.top_k(_in_top_groups(worth, options), options.per_token)[1]
@@ -128,7 +129,7 @@ def _in_top_groups(worth: Float[Array, "M E"], options: Experts) -> Float[Array,
 
 BY_EXPERT = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 """Leaves of a layer that begin with an axis of experts."""
-WEIGHTS = ("router", "b_router", *BY_EXPERT)
+WEIGHTS = ("router", "b_router", "router_scale", "expert_scale", "e_norm", *BY_EXPERT)
 """Leaves that a mixture reads."""
 
 
@@ -139,7 +140,8 @@ def mix_experts(
     mesh: Mesh | None = None,
     rows: tuple[str, ...] = ("data", "fsdp"),
 ) -> Float[Array, "B T D"]:
-    """sum over a token's experts of weight * (act(h W_gate) * (h W_up)) W_down, float32.
+    """sum over a token's experts of weight * (act(h W_gate) * (h W_up)) W_down, float32; with `scores: sigmoid_input`
+    the weight multiplies h instead.
 
     On a mesh each device sends the tokens of its rows through the experts that it holds, and the partial results are
     summed over `tensor`. Without this XLA sorts the tokens of all rows on every device, or gathers all experts.
@@ -183,7 +185,8 @@ def recorded(experts: Callable[..., Array], chosen: list[Array]) -> Callable[...
     """Wraps `experts` so that it also appends the choice of each layer, int16[B,T,X], to `chosen` during tracing."""
 
     def run(layer: dict[str, Any], h: Array, config: ModelConfig) -> Array:
-        choice, _ = route(h.reshape(-1, h.shape[-1]), layer["router"], config, bias=layer.get("b_router"))
+        tokens = _routed(layer, h.reshape(-1, h.shape[-1]))
+        choice, _ = route(tokens, layer["router"], config, bias=layer.get("b_router"))
         choice = choice.reshape(*h.shape[:2], -1)
         chosen.append(choice.astype(jnp.int16))
         return experts(layer | {"routes": choice}, h, config)
@@ -191,12 +194,23 @@ def recorded(experts: Callable[..., Array], chosen: list[Array]) -> Callable[...
     return run
 
 
+def _routed(weights: dict[str, Array], tokens: Float[Array, "M D"]) -> Float[Array, "M D"]:
+    """What the router reads of tokens."""
+    if "router_scale" not in weights:
+        return tokens
+    return tokens * (weights["router_scale"] * tokens.shape[-1] ** -0.5).astype(tokens.dtype)[None]
+
+
 def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array | int, routes: Array | None) -> Array:
     """The contribution of the experts from `first` on, whose matrices this device holds."""
     B, T, D = h.shape
     tokens = h.reshape(B * T, D)
     replayed = None if routes is None else routes.reshape(B * T, -1)
-    experts, shares = route(tokens, weights["router"], config, replayed, weights.get("b_router"))
+    experts, shares = route(_routed(weights, tokens), weights["router"], config, replayed, weights.get("b_router"))
+    if "expert_scale" in weights:
+        shares = shares * weights["expert_scale"][experts]
+    if "e_norm" in weights:
+        tokens = tokens * weights["e_norm"].astype(tokens.dtype)[None]
     here = weights["w_up"].shape[0]
     chosen = experts.reshape(-1) - first
     chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)
@@ -204,7 +218,9 @@ def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array 
     order = jnp.argsort(chosen)
     sizes = jnp.bincount(chosen, length=here + 1)[:here].astype(jnp.int32)
     source = order // config.experts.per_token
-    copies = tokens[source]
+    copies, weight = tokens[source], shares.reshape(-1)[order][:, None]
+    if config.experts.scores == "sigmoid_input":
+        copies, weight = (copies * weight).astype(copies.dtype), jnp.ones_like(weight)
     expert = jnp.minimum(chosen[order], here - 1)
 
     def product(x: Array, name: str, dtype: jnp.dtype | None = None) -> Array:
@@ -214,5 +230,5 @@ def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array 
     hidden = activate(product(copies, "gate"), product(copies, "up"), config)
     out = product(hidden, "down", jnp.float32)
     out = jnp.where((jnp.arange(out.shape[0]) < jnp.sum(sizes))[:, None], out, 0.0)
-    mixed = jnp.zeros((B * T, D), jnp.float32).at[source].add(out * shares.reshape(-1)[order][:, None])
+    mixed = jnp.zeros((B * T, D), jnp.float32).at[source].add(out * weight)
     return mixed.reshape(B, T, D)

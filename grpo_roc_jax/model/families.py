@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import FULL, ModelConfig
 from grpo_roc_jax.model.delta import channels
 
 Json = Mapping[str, Any]
@@ -37,6 +37,9 @@ class TensorRule:
     turn: tuple[int, int] = (0, 1)
     """(i, n): the leaf has every n-th entry, from i on, of the innermost dimension of the tensor, which n leaves share
     in turn."""
+    runs: int = 0
+    """The dimension, counted from the end as -1, -2, that n leaves share one after the other instead, the leaf being
+    the i-th; 0 for none."""
 
 
 _LAYER = "model.layers.{layer}."
@@ -103,6 +106,15 @@ _OSS_LAYER = (
     TensorRule("b_down", _OSS + "down_proj_bias", "E D", "E D"),
 )
 
+_FOUR = _LAYER + "feed_forward."
+_LLAMA4_LAYER = (
+    TensorRule("router", _FOUR + "router.weight", "E D", "D E"),
+    TensorRule("w_gate", _FOUR + "experts.gate_up_proj", "E D F", "E D F", turn=(0, 2), runs=-1),
+    TensorRule("w_up", _FOUR + "experts.gate_up_proj", "E D F", "E D F", turn=(1, 2), runs=-1),
+    TensorRule("w_down", _FOUR + "experts.down_proj", "E F D", "E F D"),
+    *(replace(rule, name=rule.name.replace("mlp.", "feed_forward.")) for rule in (*_SHARED[:3], *_FIRST_DENSE)),
+)
+
 _LATENT = (
     TensorRule("attn_norm", _LAYER + "input_layernorm.weight", "D", "D"),
     TensorRule("q_down", _LAYER + "self_attn.q_a_proj.weight", "Z D", "D Z"),
@@ -121,6 +133,30 @@ _GEMMA_NORMS = (
     TensorRule("attn_post_norm", _LAYER + "post_attention_layernorm.weight", "D", "D"),
     TensorRule("mlp_norm", _LAYER + "pre_feedforward_layernorm.weight", "D", "D"),
     TensorRule("mlp_post_norm", _LAYER + "post_feedforward_layernorm.weight", "D", "D"),
+)
+
+_FULL_ATTENTION = tuple(
+    replace(
+        rule,
+        leaf=f"{FULL}{rule.leaf}",
+        **{side: getattr(rule, side).translate(str.maketrans("KHQ", "CAA")) for side in ("dims", "order")},
+    )
+    for rule in _ATTENTION
+    if rule.leaf in ("wq", "wk", "wv", "wo", "q_norm", "k_norm")
+)
+"""Attention in layers without a window, where its heads are others (Gemma 4)."""
+_GEMMA4_LAYER = (
+    TensorRule("factor", _LAYER + "layer_scalar", "Y", "Y"),
+    *(replace(rule, name=rule.name.replace("shared_expert.", "")) for rule in _SHARED[:3]),
+    TensorRule("s_post_norm", _LAYER + "post_feedforward_layernorm_1.weight", "D", "D"),
+    TensorRule("e_norm", _LAYER + "pre_feedforward_layernorm_2.weight", "D", "D"),
+    TensorRule("e_post_norm", _LAYER + "post_feedforward_layernorm_2.weight", "D", "D"),
+    TensorRule("router", _LAYER + "router.proj.weight", "E D", "D E"),
+    TensorRule("router_scale", _LAYER + "router.scale", "D", "D"),
+    TensorRule("expert_scale", _LAYER + "router.per_expert_scale", "E", "E"),
+    TensorRule("w_gate", _LAYER + "experts.gate_up_proj", "E F D", "E D F", turn=(0, 2), runs=-2),
+    TensorRule("w_up", _LAYER + "experts.gate_up_proj", "E F D", "E D F", turn=(1, 2), runs=-2),
+    TensorRule("w_down", _LAYER + "experts.down_proj", "E D F", "E F D"),
 )
 
 _OLMO_NORMS = (
@@ -192,6 +228,8 @@ _GEMMA_DEFAULTS = {"query_pre_attn_scalar": 256, "head_dim": 256, "num_key_value
 _GEMMA_DEFAULTS |= {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
 
 
+_GEMMA4_UNUSED = ("hidden_act", "vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts")
+_GEMMA4_UNUSED += ("moe_intermediate_size", "num_global_key_value_heads", "norm_topk_prob", "intermediate_size")
 _LATENT_KEYS = ("head_dim", "qk_head_dim", "num_key_value_heads", "num_local_experts", "ep_size", "topk_method")
 _LATENT_KEYS += ("scoring_func", "moe_layer_freq", "aux_loss_alpha", "seq_aux", "partial_rotary_factor")
 
@@ -216,6 +254,10 @@ class Family:
         """Keys that describe parts which the model has not, or that another key replaces."""
         if self.model_type == "granitemoehybrid":
             return ("mamba_chunk_size", "intermediate_size", "num_experts_per_tok", "init_method")
+        if self.model_type == "gemma4_text":
+            return _GEMMA4_UNUSED
+        if self.model_type == "llama4_text":
+            return ("output_router_logits", "num_local_experts", "attn_scale", "floor_scale", "intermediate_size_mlp")
         if self.sigmoid_experts:
             left = ("num_nextn_predict_layers", "num_mtp_layers", "intermediate_size")
             return (*left, *_LATENT_KEYS) if self.latent else left
@@ -460,6 +502,40 @@ FAMILIES += (
 )
 
 
+_GEMMA4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+FAMILIES += (
+    Family(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        table=(*_TOP, *_ATTENTION, *_FULL_ATTENTION, *_GEMMA_NORMS, *_MLP, *_GEMMA4_LAYER),
+        fixed={"post_norms": True, "qk_norm": True},
+        required={"attention_bias": False, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        defaults={key: value for key, value in _GEMMA_DEFAULTS.items() if key != "query_pre_attn_scalar"}
+        | {"sliding_window": 512, "global_head_dim": 512, "hidden_size_per_layer_input": 256, "rms_norm_eps": 1e-6}
+        | {"rope_parameters": _GEMMA4_ROPE, "norm_topk_prob": True},
+    ),
+    Family(
+        "Llama4ForCausalLM",
+        "llama4_text",
+        table=(*_TOP, *_ATTENTION, *_NORMS, *_LLAMA4_LAYER),
+        required={"attention_bias": False},
+        defaults={"rope_theta": 500_000.0, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
+        | {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attn_temperature_tuning": True}
+        | {"floor_scale": 8192, "attn_scale": 0.1, "use_qk_norm": True, "interleave_moe_layer_step": 1}
+        | {
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16_384,
+        }
+        | {"norm_topk_prob": False},
+    ),
+)
+
+
 class UnsupportedModelError(ValueError):
     """A published model that this package cannot compute exactly; the message names the reason."""
 
@@ -523,9 +599,16 @@ def rules(family: Family, config: ModelConfig) -> list[TensorRule]:
     absent |= {"unembed"} if config.tie_embeddings else set()
     absent |= set() if config.delta else {rule.leaf for rule in (*_MAMBA_LAYER, *_DELTA)}
     absent |= set() if config.extras.latent_query else {"q_down", "q_latent_norm"}
-    absent |= set() if config.experts.dense_layers else {"d_gate", "d_up", "d_down"}
+    absent |= set() if config.experts.dense_ff else {"d_gate", "d_up", "d_down"}
+    absent |= {f"{FULL}wv"} if config.windows.full_keys_as_values else set()
     absent |= set() if config.experts.shared else {"s_gate", "s_up", "s_down"}
+    if family.model_type == "gemma4_text":
+        absent |= set() if config.experts.count else {"router", "router_scale", "expert_scale"}
+        absent |= set() if config.experts.count else {"e_norm", "e_post_norm", "s_post_norm"}
     table = [rule for rule in family.table if rule.leaf not in absent]
+    if family.model_type == "gemma4_text":
+        other = ".mlp." if config.experts.count else ".experts."
+        table = [rule for rule in table if not (rule.leaf.startswith("w_") and other in rule.name)]
     if not family.latent:
         return table
     inputs = "Z" if config.extras.latent_query else "D"
@@ -539,6 +622,7 @@ class Layout:
         sizes = {"D": config.d_model, "N": config.heads, "K": config.kv_heads, "H": config.head_dim}
         sizes |= {"F": config.d_ff, "V": config.vocab_size, "E": config.experts.count}
         sizes |= {"G": config.experts.shared, "I": config.experts.dense_ff}
+        sizes |= {"C": config.windows.full_kv_heads, "A": config.windows.full_head_dim}
         extras = config.extras
         sizes |= {"L": extras.latent, "Z": extras.latent_query, "P": extras.latent_key + extras.latent_value}
         sizes |= {"O": extras.latent_value}

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import FULL, ModelConfig
 from grpo_roc_jax.model.families import Family, Layout, rules
 from grpo_roc_jax.model.low_precision import plain, plain_layer
 from grpo_roc_jax.model.safetensors_io import CheckpointError, Planned, listed, read_header, write_file
@@ -111,21 +111,30 @@ def pair_shapes(lora: LowRank, model: ModelConfig) -> dict[str, tuple[tuple[int,
     layer = layer_shapes(model)
     shapes = {}
     for target in lora.targets:
-        leaf, inputs = TARGETS[target]
+        leaf, _ = TARGETS[target]
         if leaf not in layer:
             kinds = "attention without a latent vector" if leaf in ("wk", "wv") else "recurrent layers"
             raise ValueError(
                 f"lora.targets names {target!r}, a matrix of {kinds}, of which this model has none; list others"
             )
-        shape, axes = layer[leaf]
         if model.experts.count and leaf in ("w_gate", "w_up", "w_down"):
             raise ValueError(
                 f"lora.targets names {target!r}, which are experts in this model; list the attention matrices only "
                 "(q_proj, k_proj, v_proj, o_proj)"
             )
+    for leaf, inputs in target_leaves(lora, layer):
+        shape, axes = layer[leaf]
         shapes[f"{leaf}_lora_a"] = ((*shape[:inputs], lora.rank), (*axes[:inputs], None))
         shapes[f"{leaf}_lora_b"] = ((lora.rank, *shape[inputs:]), (None, *axes[inputs:]))
     return shapes
+
+
+def target_leaves(lora: LowRank, layer: Container[str]) -> list[tuple[str, int]]:
+    """(leaf, number of its leading dimensions that are inputs) of the targets, among the leaves of a layer or of all
+    layers; those of layers whose heads are others come after."""
+    targets = [TARGETS[target] for target in lora.targets]
+    leaves = [*targets, *((f"{FULL}{leaf}", inputs) for leaf, inputs in targets)]
+    return [(leaf, inputs) for leaf, inputs in leaves if leaf in layer]
 
 
 def init_adapter(key: Key[Array, ""], lora: LowRank, model: ModelConfig) -> Params:
@@ -184,7 +193,7 @@ def merge(base: Params, adapter: Params, lora: LowRank) -> Params:
 
     def merged(layer: Params, pairs: Params, batch: int) -> Params:
         result = plain_layer(layer, base["embed"].dtype)
-        for leaf in (TARGETS[target][0] for target in lora.targets if TARGETS[target][0] in layer):
+        for leaf, _ in target_leaves(lora, layer):
             weight, a, b = layer[leaf], pairs[f"{leaf}_lora_a"], pairs[f"{leaf}_lora_b"]
             product = partial(jnp.tensordot, axes=1)
             product = jax.vmap(product) if batch else product
@@ -220,12 +229,16 @@ def _published_pairs(lora: LowRank, family: Family, model: ModelConfig) -> list[
     Raises:
         CheckpointError: the family holds several of the targets as one matrix, or one under another name.
     """
-    leaves = {TARGETS[target][0] for target in lora.targets}
+    leaves = {leaf for leaf, _ in target_leaves(lora, layer_shapes(model))}
     table = rules(family, model)
     targeted = [rule for rule in table if rule.leaf in leaves]
-    names = [rule.name for rule in table]
-    modules = {rule.name: rule.name.removesuffix(".weight").rpartition(".")[2] for rule in targeted}
-    joined = {name for name, module in modules.items() if names.count(name) > 1 or module not in lora.targets}
+    names = [(rule.name, layers_with(rule.leaf, model)) for rule in table if "{layer}" in rule.name]
+    modules = {
+        name: name[0].removesuffix(".weight").rpartition(".")[2]
+        for name in names
+        if name[0] in {r.name for r in targeted}
+    }
+    joined = {name[0] for name, module in modules.items() if names.count(name) > 1 or module not in lora.targets}
     if joined:
         raise CheckpointError(
             f"a {family.architecture} holds targets of the adapter as one matrix or under another name "

@@ -25,6 +25,7 @@ from grpo_roc_jax.shapes import Array
 
 DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "w_qkv", "w_z", "w_out")
+MATRICES += ("g_wq", "g_wk", "g_wv", "g_wo")
 """Leaves of a layer that are stored in fewer bits. `router`, the small matrices of recurrent layers and everything
 outside of the layers are not."""
 
@@ -236,7 +237,7 @@ def summed_axes(name: str, ndim: int = 0) -> tuple[int, ...]:
     """The axes of a layer's matrix that a product with it sums over; experts have one axis more before them."""
     if ndim == 3 and name in ("w_gate", "w_up", "w_down"):
         return (1,)
-    return (0, 1) if name in ("wo", "w_out") else (0,)
+    return (0, 1) if name in ("wo", "w_out", "g_wo") else (0,)
 
 
 def quantize(matrix: Array, axes: tuple[int, ...], bits: int) -> QuantizedWeight:

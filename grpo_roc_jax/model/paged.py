@@ -36,20 +36,23 @@ def check_paged(config: ModelConfig, platform: str, tensor: int = 1) -> None:
         raise ValueError(
             f"rollout.attention = 'paged' with model.extras.sinks: the kernel has no scores without keys{remedy}"
         )
+    if config.windows.chunked:
+        raise ValueError(f"rollout.attention = 'paged' with model.windows.chunked: the kernel has no chunks{remedy}")
     dtype = compute_dtype(config)
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"rollout.attention = 'paged' in {dtype}: must be bfloat16 or float32{remedy}")
-    if config.head_dim % 128:
-        raise ValueError(
-            f"rollout.attention = 'paged' with model.head_dim = {config.head_dim}: must be a multiple of 128{remedy}"
-        )
-    heads, packing = 2 * config.kv_heads // tensor, 4 // dtype.itemsize
-    tiles = heads // packing
-    if config.kv_heads % tensor or heads % packing or not (tiles in (1, 2, 4) or tiles % 8 == 0):
-        raise ValueError(
-            f"rollout.attention = 'paged' with model.kv_heads = {config.kv_heads} over {tensor} devices: must be 1, 2 "
-            f"or 4 a device, or a multiple of {4 * packing}, in {dtype}{remedy}"
-        )
+    for kv_heads, width in dict.fromkeys(config.attention_heads):
+        if width % 128:
+            raise ValueError(
+                f"rollout.attention = 'paged' with model.head_dim = {width}: must be a multiple of 128{remedy}"
+            )
+        heads, packing = 2 * kv_heads // tensor, 4 // dtype.itemsize
+        tiles = heads // packing
+        if kv_heads % tensor or heads % packing or not (tiles in (1, 2, 4) or tiles % 8 == 0):
+            raise ValueError(
+                f"rollout.attention = 'paged' with model.kv_heads = {kv_heads} over {tensor} devices: must be 1, 2 "
+                f"or 4 a device, or a multiple of {4 * packing}, in {dtype}{remedy}"
+            )
 
 
 @checked

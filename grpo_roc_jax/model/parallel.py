@@ -149,7 +149,9 @@ def attention_for(name: str, model: ModelConfig, length: int, mesh: Mesh | None)
     Raises:
         ValueError: See `make_attention`.
     """
-    windows, cap = sorted(set(model.layer_windows)), model.extras.attention_cap
+    # Chunks are segments of their own, see `transformer.forward`.
+    windows = [] if model.windows.chunked else sorted(set(model.layer_windows))
+    cap = model.extras.attention_cap
     if model.extras.sinks and name in FUSED.values():
         raise ValueError(
             f"update.attention = {name!r} with model.extras.sinks: the kernel has no scores without keys; take auto, "
@@ -196,7 +198,7 @@ def choose_attention(
     if len(names) == 1:
         return names[0], {}
     inputs = _drawn_rows(model, length, rows, segment, mesh)
-    window = np.int32(model.layer_windows[0]) if model.layer_windows else None
+    window = np.int32(model.layer_windows[0]) if model.layer_windows and not model.windows.chunked else None
 
     def timed(name: str) -> Callable[[], tuple[Array, ...]]:
         attend = attention_for(name, model, length, mesh)

@@ -152,13 +152,15 @@ def allocate(
 ) -> BlockPool:
     """A pool of zeros for each of the shards. It is never uninitialized, since a NaN would survive the mask. `stored`
     is the dtype of keys and values where the orders have scales."""
-    sizes = {"k": config.kv_heads, "c": 2 * config.kv_heads, "s": size.columns, "h": config.head_dim}
+    heads = iter(config.attention_heads)
     arenas = size.arenas(orders)
     dtypes = [stored] * 2 + [jnp.float32] * 2 if len(orders) == 4 else [dtype] * len(orders)
 
     def layer(attends: bool) -> tuple[tuple[Array, ...], ...]:
         if not attends:
             return (tuple(delta.empty_memory(config.windows, shards * size.slots, dtype)),)
+        kv_heads, width = next(heads)
+        sizes = {"k": kv_heads, "c": 2 * kv_heads, "s": size.columns, "h": width}
         return tuple(
             tuple(
                 jnp.zeros((shards * arena.blocks, *(sizes[axis] for axis in order)), kind)
@@ -350,13 +352,13 @@ class PoolWriter:
         `first` on."""
         self._layers, self._pool, self._mesh = dict(enumerate(pool.layers, first)), pool, mesh
         self._windows = config.layer_windows or (0,) * config.layers
-        self._cap = config.extras.attention_cap
+        self._cap, self._chunked = config.extras.attention_cap, config.windows.chunked
 
     def pool(self) -> BlockPool:
         return self._pool.replace(layers=tuple(self._layers.values()))
 
     def _limits(self, layer: int) -> Limits:
-        return Limits(self._windows[layer], self._cap)
+        return Limits(self._windows[layer], self._cap, self._chunked)
 
     def attend(self, layer: int, at: Tokens | Spans | Tiles) -> Callable[..., Array]:
         """The function that a layer calls with the queries, keys and values (or signals) of these tokens."""
@@ -377,7 +379,9 @@ class PoolWriter:
             self._write(layer, k, v, at.block[:, None], at.position[:, None] % pool.columns)
             if pool.orders == PAGED:
                 seen = jnp.where(at.active, at.position + 1, 1)
-                return attend_table(q, *self._layers[layer][0], at.table, seen, **limits._asdict(), mesh=self._mesh)
+                return attend_table(
+                    q, *self._layers[layer][0], at.table, seen, window=limits.window, cap=limits.cap, mesh=self._mesh
+                )
             columns = jnp.where(at.active, at.position, 0)[:, None]
             return attend_window(q, self._reader(layer, q.dtype), at.table, columns, pool.orders[:2], limits, sinks)
 
@@ -419,7 +423,9 @@ class PoolWriter:
             self._write(layer, k, v, jnp.where(step < length[:, None], blocks, -1), columns % pool.columns)
             if pool.orders == PAGED:
                 seen = start + q.shape[1]
-                return attend_table(q, *self._layers[layer][0], table, seen, **limits._asdict(), mesh=self._mesh)
+                return attend_table(
+                    q, *self._layers[layer][0], table, seen, window=limits.window, cap=limits.cap, mesh=self._mesh
+                )
             return attend_window(q, self._reader(layer, q.dtype), table, columns, pool.orders[:2], limits, sinks)
 
         return attend

@@ -96,6 +96,7 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _ROPE_SCALINGS = {
     "default": {},
     "linear": {"factor": "factor"},
+    "proportional": {"partial_rotary_factor": "share", "factor": "factor"},
     "llama3": {
         "factor": "factor",
         "low_freq_factor": "low_freq",
@@ -134,17 +135,19 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
     family = find_family(published)
     published = _Keys(published, family, ignore_keys)
     d_model, heads = published["hidden_size"], published["num_attention_heads"]
-    experts = _experts(published, family) if family.has_experts else DenseFeedForward()
+    mixes = family.has_experts and (family.model_type != "gemma4_text" or bool(published.get("enable_moe_block")))
+    experts = _experts(published, family) if mixes else DenseFeedForward()
     theta, local_theta, scaling = _rope(published, family)
     sizes = _windows(published, family)
-    windows = SlidingWindows(sizes or (0,), local_theta) if sizes or local_theta else NoWindows()
+    own = _own_windows(published, family)
+    windows = SlidingWindows(sizes or (0,), local_theta, **own) if sizes or local_theta else NoWindows()
     fields = dict(
         d_model=d_model,
         layers=published["num_hidden_layers"],
         heads=heads,
         kv_heads=published.get("num_key_value_heads") or heads,
         head_dim=published.get("head_dim") or d_model // heads,
-        d_ff=published[_width_key(family)],
+        d_ff=published[_width_key(family) if mixes or not family.has_experts else "intermediate_size"],
         vocab_size=published["vocab_size"],
         norm_eps=published["rms_norm_eps"],
         tie_embeddings=bool(published.get("tie_word_embeddings", False)),
@@ -221,7 +224,8 @@ def _width_key(family: Family) -> str:
     """The key of the width of a feed-forward, or of an expert."""
     if family.model_type == "granitemoehybrid":
         return "shared_intermediate_size"
-    return "moe_intermediate_size" if family.has_experts and family.model_type != "gpt_oss" else "intermediate_size"
+    with_experts = family.has_experts and family.model_type not in ("gpt_oss", "llama4_text")
+    return "moe_intermediate_size" if with_experts else "intermediate_size"
 
 
 def _stated(published: _Keys, family: Family) -> dict[str, Any]:
@@ -255,7 +259,10 @@ def _activation(published: _Keys, key: str) -> str:
 def _extras(published: _Keys, family: Family) -> Extras:
     """The optional steps of this family; none if all have their neutral value."""
     settings: dict[str, Any] = {}
-    if family.gemma:
+    if family.model_type == "gemma4_text":
+        settings = {"scale_embed": True, "query_scale": 1.0, "value_norm": True, "layer_factors": True}
+        settings["logit_cap"] = float(published.get("final_logit_softcapping") or 0)
+    elif family.gemma:
         settings = {"scale_embed": True, "query_scale": float(published["query_pre_attn_scalar"])}
     if family.model_type == "gemma2":
         caps = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
@@ -269,6 +276,8 @@ def _extras(published: _Keys, family: Family) -> Extras:
         settings = {"rotary_layers": () if all(rotary) else _period(rotary)}
     if family.model_type == "glm4":
         settings["rotary_pairs"] = True
+    if family.model_type == "llama4_text":
+        settings = _llama4(published)
     if family.latent:
         settings = _latent(published)
     if family.model_type == "gpt_oss":
@@ -293,6 +302,47 @@ def _extras(published: _Keys, family: Family) -> Extras:
         settings["rotary_layers"] = () if kind == "rope" else (False,)
     extras = SomeExtras(**settings)
     return NoExtras() if extras == SomeExtras() else extras
+
+
+def _llama4(published: _Keys) -> dict[str, Any]:
+    rotary = _rotary_layers(published)
+    settings = {"rotary_pairs": True, "rotary_layers": () if all(rotary) else _period(rotary)}
+    settings["rotated_norm"] = bool(published.get("use_qk_norm"))
+    if published.get("attn_temperature_tuning") and not all(rotary):
+        settings |= {"query_growth": float(published["attn_scale"]), "query_length": published["floor_scale"]}
+        settings["query_unrotated"] = True
+    return settings
+
+
+def _own_windows(published: _Keys, family: Family) -> dict[str, Any]:
+    """What windows mean in this family, and what its layers without one have of their own."""
+    if family.model_type == "llama4_text":
+        return {"chunked": True}
+    if family.model_type != "gemma4_text":
+        return {}
+    if published.get("use_bidirectional_attention") not in (None, False, "vision"):
+        raise UnsupportedModelError(
+            f"config.json of a {family.architecture}: use_bidirectional_attention = "
+            f"{published['use_bidirectional_attention']!r} is not supported"
+        )
+    joined = bool(published.get("attention_k_eq_v"))
+    own = published.get("num_global_key_value_heads") if joined else None
+    heads = {"head_dim": published["global_head_dim"], "num_key_value_heads": own or published["num_key_value_heads"]}
+    if stated := published.get("per_layer_config"):  # as transformers 5 writes it
+        types = published.get("layer_types") or _layer_types(published, family, published["num_hidden_layers"])
+        full = {i for i, kind in enumerate(types) if kind == "full_attention"}
+        entries = [dict(entry) for entry in stated.values()]
+        heads = {"num_key_value_heads": published["num_key_value_heads"]} | entries[0]
+        if {int(key) for key in stated} != full or entries != entries[:1] * len(full) or len(heads) != 2:
+            raise UnsupportedModelError(
+                f"config.json of a {family.architecture}: per_layer_config = {stated!r} is not supported; must give "
+                "all layers of full_attention, and only these, the same head_dim and num_key_value_heads"
+            )
+    return {
+        "full_head_dim": heads["head_dim"],
+        "full_kv_heads": heads["num_key_value_heads"],
+        "full_keys_as_values": joined,
+    }
 
 
 def _twelve_digits(number: float) -> float:
@@ -341,6 +391,8 @@ def _windows(published: _Keys, family: Family) -> tuple[int, ...]:
     if not family.has_windows:
         return ()
     window, layers = published.get("sliding_window"), published["num_hidden_layers"]
+    if family.model_type == "llama4_text":
+        return _chunks(published, layers)
     types = published.get("layer_types")
     if not window or (family.optional_windows and not published.get("use_sliding_window", False)):
         window = 0
@@ -348,6 +400,8 @@ def _windows(published: _Keys, family: Family) -> tuple[int, ...]:
         window = 0  # Phi-4-mini has windows that are longer than its rows
     if types is None:
         types = _layer_types(published, family, layers)
+    if family.model_type == "gemma4_text" and types:
+        types = [*types[:-1], "full_attention"]  # as transformers does
     unknown = set(types) - {"sliding_attention", "full_attention"}
     if unknown or len(types) != layers:
         raise UnsupportedModelError(
@@ -356,6 +410,20 @@ def _windows(published: _Keys, family: Family) -> tuple[int, ...]:
         )
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in types)
     return _period(windows) if any(windows) else ()
+
+
+def _chunks(published: _Keys, layers: int) -> tuple[int, ...]:
+    """The length of the chunks of each layer of a Llama 4, or 0."""
+    size = published.get("attention_chunk_size") or 0
+    rotary = _rotary_layers(published)
+    types = published.get("layer_types") or ["chunked_attention" if yes else "full_attention" for yes in rotary]
+    if set(types) - {"chunked_attention", "full_attention"} or len(types) != layers:
+        raise UnsupportedModelError(
+            f"config.json: layer_types = {types!r} is not supported; must be chunked_attention or full_attention for "
+            f"each of {layers} layers"
+        )
+    chunks = tuple(size if kind == "chunked_attention" else 0 for kind in types)
+    return _period(chunks) if any(chunks) else ()
 
 
 def _period(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -367,6 +435,7 @@ def _period(values: tuple[Any, ...]) -> tuple[Any, ...]:
 def _layer_types(published: _Keys, family: Family, layers: int) -> list[str]:
     sliding, full = "sliding_attention", "full_attention"
     every = {"gemma2": 2, "gemma3_text": published.get("sliding_window_pattern") or 6, "olmo3": 4, "gpt_oss": 2}
+    every["gemma4_text"] = 6
     if family.model_type in every:
         return [sliding if (i + 1) % every[family.model_type] else full for i in range(layers)]
     if family.model_type == "smollm3":
@@ -432,7 +501,7 @@ def _rope(published: _Keys, family: Family) -> tuple[float, float, RopeScaling]:
     """(theta, theta of layers with a window or 0, rescaling), from `rope_parameters` (transformers 5) or from
     `rope_theta` and `rope_scaling` (4)."""
     parameters = published.get("rope_parameters") or {}
-    olmo, gemma3 = family.model_type == "olmo3", family.model_type == "gemma3_text"
+    olmo, gemma3 = family.model_type == "olmo3", family.model_type in ("gemma3_text", "gemma4_text")
     theta, local = published.get("rope_theta"), published.get("rope_local_base_freq") if gemma3 else 0.0
     scaling = dict(published.get("rope_scaling") or {})
     if (gemma3 or olmo) and "full_attention" in parameters:
@@ -455,6 +524,8 @@ def _rope(published: _Keys, family: Family) -> tuple[float, float, RopeScaling]:
             scaling.pop(key, None)
     if kind == "yarn":
         _complete_yarn(scaling)
+    if kind == "proportional":
+        scaling = {"partial_rotary_factor": 1.0, "factor": 1.0} | scaling
     if family.model_type == "phi3":
         kind = "longrope" if kind in ("su", "yarn") else kind  # names in older files
         _complete_longrope(published, kind, scaling)
@@ -505,6 +576,10 @@ def _experts(published: _Keys, family: Family) -> Mixture:
         more |= {"shared": published["shared_expert_intermediate_size"], "shared_gate": True}
     if family.model_type == "gpt_oss":
         more["biases"] = True
+    if family.model_type == "gemma4_text":
+        more |= {"shared": published["intermediate_size"], "own_norms": True}
+    if family.model_type == "llama4_text":
+        more |= {"scores": "sigmoid_input", "shared": published["intermediate_size"]} | _sparse_layers(published)
     if family.sigmoid_experts:
         dense = _dense_layers(published, family)
         more |= {"scores": "sigmoid", "groups": published["n_group"], "top_groups": published["topk_group"]}
@@ -512,9 +587,24 @@ def _experts(published: _Keys, family: Family) -> Mixture:
         more |= {"scale": float(published["routed_scaling_factor"]), "dense_layers": dense}
         more |= {"dense_ff": published["intermediate_size"] if dense else 0}
     try:
-        return Mixture(count, published["num_experts_per_tok"], **more)
+        per_token = "top_k_experts" if family.model_type == "gemma4_text" else "num_experts_per_tok"
+        return Mixture(count, published[per_token], **more)
     except ValueError as error:
         raise UnsupportedModelError(f"config.json: {error}") from error
+
+
+def _sparse_layers(published: _Keys) -> dict[str, int]:
+    """Which layers of a Llama 4 have experts, and the width of the others."""
+    layers, every = published["num_hidden_layers"], published["interleave_moe_layer_step"]
+    stated = published.get("moe_layers")
+    sparse = [*range(every - 1, layers, every)] if stated is None else stated
+    every = sparse[0] + 1 if sparse else 0
+    if not sparse or [*sparse] != [*range(every - 1, layers, every)]:
+        raise UnsupportedModelError(
+            f"config.json: moe_layers = {sparse!r} of {layers} layers is not supported; must be the last of every so "
+            "many layers"
+        )
+    return {"every": every, "dense_ff": published["intermediate_size_mlp"] if every > 1 else 0}
 
 
 def write_config(config: ModelConfig, family: Family | None = None) -> dict[str, Any]:
@@ -549,7 +639,7 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
         "sliding_window": window or None,
         "max_position_embeddings": config.max_positions or 32_768,
     }
-    if family.model_type not in ("mistral", "ministral3", "phi3") and (
+    if family.model_type not in ("mistral", "ministral3", "phi3", "llama4_text") and (
         window or family.gemma or family.model_type == "olmo3"
     ):
         published["layer_types"] = sliding
@@ -578,7 +668,9 @@ def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
     """The keys that only this family has."""
     name, extras = family.model_type, config.extras
     published: dict[str, Any] = {}
-    if family.gemma:
+    if name == "gemma4_text":
+        published |= _gemma4_keys(config)
+    elif family.gemma:
         scale = extras.query_scale or config.head_dim
         # transformers 5 refuses a float.
         published["query_pre_attn_scalar"] = int(scale) if scale == int(scale) else scale
@@ -593,6 +685,8 @@ def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
         published["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
     if name == "smollm3":
         published["no_rope_layers"] = [int(rotated) for rotated in config.layer_rotary]
+    if name == "llama4_text":
+        published |= _llama4_keys(config)
     if name == "phi3":
         published["partial_rotary_factor"] = extras.rotary_share
         if isinstance(config.rope_scaling, LongRopeScaling):
@@ -626,9 +720,49 @@ def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
         published["rope_scaling"] = None
     if family.latent:
         published |= _latent_keys(config)
-    if family.has_experts:
+    if name == "gemma4_text":
+        published["enable_moe_block"] = bool(config.experts.count)
+        if config.experts.count:
+            published |= {"intermediate_size": config.experts.shared, "moe_intermediate_size": config.d_ff}
+            published |= {"num_experts": config.experts.count, "top_k_experts": config.experts.per_token}
+    elif family.has_experts:
         published |= _expert_keys(config, family)
     return published
+
+
+def _gemma4_keys(config: ModelConfig) -> dict[str, Any]:
+    windows, theta = config.windows, {"rope_theta": config.rope_theta}
+    full = (_rope_scaling(config) or {"rope_type": "default"}) | theta
+    if config.rope_scaling.kind == "proportional" and config.rope_scaling.factor == 1:
+        del full["factor"]
+    return {
+        "global_head_dim": windows.full_head_dim,
+        "num_global_key_value_heads": windows.full_kv_heads if windows.full_keys_as_values else None,
+        "attention_k_eq_v": windows.full_keys_as_values,
+        "final_logit_softcapping": config.extras.logit_cap or None,
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": windows.local_theta},
+        },
+    }
+
+
+def _llama4_keys(config: ModelConfig) -> dict[str, Any]:
+    extras, experts = config.extras, config.experts
+    chunks = config.layer_windows or (0,) * config.layers
+    return {
+        "no_rope_layers": [int(rotated) for rotated in config.layer_rotary],
+        "layer_types": ["chunked_attention" if size else "full_attention" for size in chunks],
+        "attention_chunk_size": max(chunks) or None,
+        "sliding_window": None,
+        "use_qk_norm": extras.rotated_norm,
+        "attn_temperature_tuning": bool(extras.query_growth),
+        "attn_scale": extras.query_growth or 0.1,
+        "floor_scale": extras.query_length or 8192,
+        "interleave_moe_layer_step": experts.every,
+        "moe_layers": [*range(experts.every - 1, config.layers, experts.every)],
+        "intermediate_size_mlp": experts.dense_ff or 2 * config.d_ff,
+    }
 
 
 def _latent_keys(config: ModelConfig) -> dict[str, Any]:
@@ -638,7 +772,7 @@ def _latent_keys(config: ModelConfig) -> dict[str, Any]:
     published |= {"v_head_dim": extras.latent_value, "rope_interleave": extras.rotary_pairs}
     published |= {"num_key_value_heads": config.heads}
     width = float(extras.latent_key + turned)
-    if scaling and extras.query_scale not in (0.0, width):
+    if scaling and scaling.get("factor", 1.0) > 1.0 and extras.query_scale not in (0.0, width):
         unit = 0.1 * math.log(scaling["factor"])
         grown = (width / extras.query_scale) ** 0.25
         scaling["mscale_all_dim"] = _twelve_digits((grown - 1.0) / unit)
@@ -649,7 +783,7 @@ def _latent_keys(config: ModelConfig) -> dict[str, Any]:
 def _expert_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
     experts = config.experts
     published: dict[str, Any] = {"num_experts_per_tok": experts.per_token}
-    if family.model_type == "gpt_oss":
+    if family.model_type in ("gpt_oss", "llama4_text"):
         return published | {"num_local_experts": experts.count}
     published |= {"moe_intermediate_size": config.d_ff}
     if family.recurrent:
@@ -717,6 +851,9 @@ def same_model(left: ModelConfig, right: ModelConfig) -> bool:
         local_theta = config.windows.local_theta or config.rope_theta
         attention = tuple(i for i, attends in enumerate(config.attends) if attends)
         delta = replace(config.delta, every=config.layers, attention=attention) if config.delta else None
+        sizes = config.layer_windows or (0,)
+        windows = config.windows if isinstance(config.windows, SlidingWindows) else SlidingWindows(sizes)
+        windows = replace(windows, sizes=sizes, local_theta=local_theta, chunked=windows.chunked and any(sizes))
         experts = replace(config.experts, replay=False) if config.experts.replay else config.experts
         return replace(
             config,
@@ -724,7 +861,7 @@ def same_model(left: ModelConfig, right: ModelConfig) -> bool:
             ignore_keys=(),
             compute_dtype="auto",
             max_positions=0,
-            windows=delta or SlidingWindows(config.layer_windows or (0,), local_theta),
+            windows=delta or windows,
             extras=SomeExtras(**extras),
             experts=experts,
             rope_scaling=scaling,

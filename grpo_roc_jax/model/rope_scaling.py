@@ -6,7 +6,7 @@ from typing import Annotated
 import jax.numpy as jnp
 from annotated_types import Ge, Len
 
-from grpo_roc_jax.settings.options import AtLeast1, Axis, NotNegative, Positive, kind
+from grpo_roc_jax.settings.options import AtLeast1, Axis, NotNegative, Positive, PositiveShare, kind
 from grpo_roc_jax.shapes import Array, Float
 
 Factor = Annotated[float, Ge(1)]
@@ -41,6 +41,21 @@ class LinearRopeScaling(RopeScaling):
         return frequencies / self.factor
 
 
+@kind("proportional")
+class ProportionalRopeScaling(RopeScaling):
+    """The first frequencies are kept and the others are 0, so that a part of a head's columns is not rotated; columns
+    are paired over the whole head (Gemma 4)."""
+
+    share: PositiveShare = 1.0
+    """Share of the frequencies that is kept."""
+    factor: Factor = 1.0
+    """They are divided by this number."""
+
+    def rescaled(self, frequencies: Float[Array, " R"], theta: float) -> Float[Array, " R"]:
+        R = len(frequencies)
+        return jnp.where(jnp.arange(R) < int(self.share * 2 * R // 2), frequencies / self.factor, 0.0)
+
+
 @kind("llama3")
 class Llama3RopeScaling(RopeScaling):
     """Slow frequencies are divided by a factor and fast ones are kept, as published with Llama 3.1."""
@@ -55,16 +70,17 @@ class Llama3RopeScaling(RopeScaling):
     """Longest text before the extension, in tokens."""
 
     def __post_init__(self) -> None:
-        if not self.low_freq < self.high_freq:
+        if not self.low_freq <= self.high_freq:
             raise ValueError(
-                f"model.rope_scaling.low_freq = {self.low_freq}; must be below model.rope_scaling.high_freq = "
+                f"model.rope_scaling.low_freq = {self.low_freq}; must be at most model.rope_scaling.high_freq = "
                 f"{self.high_freq}"
             )
 
     def rescaled(self, frequencies: Float[Array, " R"], theta: float) -> Float[Array, " R"]:
         slow = frequencies / self.factor
         turns = self.original_length * frequencies / (2 * math.pi)
-        fast_share = jnp.clip((turns - self.low_freq) / (self.high_freq - self.low_freq), min=0.0, max=1.0)
+        between = self.high_freq - self.low_freq or 1e-6  # Llama 4 has a step
+        fast_share = jnp.clip((turns - self.low_freq) / between, min=0.0, max=1.0)
         return fast_share * frequencies + (1.0 - fast_share) * slow
 
 

@@ -7,7 +7,7 @@ from grpo_roc_jax.shapes import Array, Float, Int, checked
 
 Rope = tuple[Array, ...]
 """Cosine and sine of the rotary angles, float32, without a head axis; third, where there is one, the factor of the
-queries [B,T]."""
+queries [B,T]; fourth, where there is one, whether rotated queries and keys are normalized."""
 
 
 def rope_names(config: ModelConfig) -> tuple[str, ...]:
@@ -20,10 +20,11 @@ def rope_names(config: ModelConfig) -> tuple[str, ...]:
 
 def rotary_frequencies(config: ModelConfig, name: str) -> Float[Array, " R"]:
     """theta^(-2i/H), rescaled as configured; layers with a window may have a theta of their own, not rescaled."""
+    width = config.windows.full_head_dim or config.rotary_dim if name == "plain" else config.rotary_dim
     if name == "none":
-        return jnp.zeros(config.rotary_dim // 2, jnp.float32)
+        return jnp.zeros(width // 2, jnp.float32)
     theta = config.windows.local_theta if name == "local" else config.rope_theta
-    plain = theta ** (-jnp.arange(0, config.rotary_dim, 2, dtype=jnp.float32) / config.rotary_dim)
+    plain = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     return plain if name == "local" else config.rope_scaling.rescaled(plain, theta)
 
 
@@ -45,9 +46,14 @@ def rotary_tables(positions: Int[Array, "*B"], config: ModelConfig) -> dict[str,
     if "plain" in tables and config.rope_scaling.magnitude != 1:
         tables["plain"] = tuple(config.rope_scaling.magnitude * part for part in tables["plain"])
     if config.extras.query_growth:
-        steps = (positions // config.extras.query_length).astype(jnp.float32)
+        unrotated = config.extras.query_unrotated
+        steps = ((positions + unrotated) // config.extras.query_length).astype(jnp.float32)
         factor = 1.0 + config.extras.query_growth * jnp.log1p(steps)
-        tables = {name: (*table, factor) for name, table in tables.items()}
+        plain = jnp.ones_like(factor) if unrotated else factor
+        tables = {name: (*table, factor if name == "none" else plain) for name, table in tables.items()}
+    if config.extras.rotated_norm:
+        factor = () if config.extras.query_growth else (jnp.ones(positions.shape, jnp.float32),)
+        tables = {name: (*table, *factor, jnp.array(name != "none")) for name, table in tables.items()}
     return tables
 
 

@@ -217,6 +217,12 @@ def check_divisible(config: ModelConfig, mesh: Mesh) -> None:
             tensor,
             "sharding.tensor",
         ),
+        (
+            "windows.full_kv_heads",
+            config.windows.full_kv_heads * head_copies(config, tensor),
+            tensor,
+            "sharding.tensor",
+        ),
         ("windows.key_heads", config.windows.key_heads if config.delta else 0, tensor, "sharding.tensor"),
         ("d_ff", config.d_ff, tensor, "sharding.tensor"),
         ("experts", config.experts.count, tensor, "sharding.tensor"),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from grpo_roc_jax.model.attention import attend_reference
 from grpo_roc_jax.model.attention_mask import soft_cap
-from grpo_roc_jax.model.config import ModelConfig, NoExtras
+from grpo_roc_jax.model.config import FULL, ModelConfig, NoExtras
 from grpo_roc_jax.model.delta import Signals, delta_shapes, init_decay, recur_packed
 from grpo_roc_jax.model.experts import WEIGHTS, gated, mix_experts
 from grpo_roc_jax.model.low_precision import QuantizedWeight, is_quantized, product
@@ -124,6 +124,10 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[
         shapes |= {"q_norm": ((N, H), ("heads", None)), "k_norm": ((K, H), ("kv_heads", None))}
     elif config.qk_norm:
         shapes |= {"q_norm": ((H,), (None,)), "k_norm": ((H,), (None,))}
+    if config.windows.full_head_dim:
+        shapes |= _full_shapes(config)
+    if config.extras.layer_factors:
+        shapes["factor"] = ((1,), (None,))
     if config.post_norms:
         shapes |= {"attn_post_norm": ((D,), ("embed",)), "mlp_post_norm": ((D,), ("embed",))}
     if config.post_norms == "only":
@@ -144,13 +148,31 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[
             }
         if config.experts.biases or config.experts.scores == "sigmoid":
             shapes["b_router"] = ((E,), (None,))
-        if config.experts.dense_layers:
+        if config.experts.own_norms:
+            shapes |= {name: ((D,), ("embed",)) for name in ("e_norm", "e_post_norm", "s_post_norm", "router_scale")}
+            shapes["expert_scale"] = ((E,), (None,))
+        if config.experts.dense_ff:
             shapes |= _feed_forward_shapes("d", D, config.experts.dense_ff)
     if G := config.experts.shared:
         shapes |= _feed_forward_shapes("s", D, G)
     if config.experts.shared_gate:
         shapes["s_share"] = ((D, 1), ("embed", None))
     return shapes | (delta_shapes(config) if config.delta else {})
+
+
+def _full_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
+    D, N, K, H = config.d_model, config.heads, config.windows.full_kv_heads, config.windows.full_head_dim
+    shapes: dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]] = {
+        "wq": ((D, N, H), ("embed", "heads", None)),
+        "wk": ((D, K, H), ("embed", "kv_heads", None)),
+        "wv": ((D, K, H), ("embed", "kv_heads", None)),
+        "wo": ((N, H, D), ("heads", None, "embed")),
+    }
+    if config.windows.full_keys_as_values:
+        del shapes["wv"]
+    if config.qk_norm:
+        shapes |= {"q_norm": ((H,), (None,)), "k_norm": ((H,), (None,))}
+    return {f"{FULL}{name}": shape for name, shape in shapes.items()}
 
 
 def latent_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
@@ -179,7 +201,7 @@ def _feed_forward_shapes(prefix: str, D: int, F: int) -> dict[str, tuple[tuple[i
 
 BIASES = ("bq", "bk", "bv", "bo", "sinks", "b_gate", "b_up", "b_down", "b_router", "conv_bias", "skip")
 """Leaves that begin as zeros and do not decay."""
-EXACT = ("a_log", "dt_bias", "sinks", "b_router", "conv_bias", "skip")
+EXACT = ("a_log", "dt_bias", "sinks", "b_router", "conv_bias", "skip", "factor", "router_scale", "expert_scale")
 """Leaves that stay float32, since they are used in float32 arithmetic only; so do those of norms."""
 _OF_ATTENTION = ("wq", "wk", "wv", "wo", "bq", "bk", "bv", "bo", "sinks", "q_norm", "k_norm")
 _OF_ATTENTION += ("q_down", "q_latent_norm", "kv_down", "kv_latent_norm", "kv_up")
@@ -187,16 +209,23 @@ _DENSE = ("d_gate", "d_up", "d_down")
 _OF_EXPERTS = ("s_gate", "s_up", "s_down", "s_share", *WEIGHTS)
 
 
+_OUTPUTS = ("wo", "w_down", "w_out", "s_down", "d_down")
+
+
 def layers_with(name: str, config: ModelConfig) -> tuple[int, ...]:
     """The layers that have a leaf, or its low-rank pair, in the order of its leading axis."""
-    name, attends = name.partition("_lora_")[0], config.attends
+    name, attends, full = name.partition("_lora_")[0], config.attends, config.full_layers
+    if name.startswith(FULL):
+        return full
     if name in _OF_ATTENTION:
-        return tuple(i for i, attention in enumerate(attends) if attention)
+        return tuple(i for i, attention in enumerate(attends) if attention and i not in full)
     if config.delta and name in delta_shapes(config):
         return tuple(i for i, attention in enumerate(attends) if not attention)
-    if name in _DENSE:
-        return tuple(range(config.experts.dense_layers))
-    return tuple(range(config.experts.dense_layers if name in _OF_EXPERTS else 0, config.layers))
+    if name in _DENSE or name in _OF_EXPERTS:
+        dense, every = config.experts.dense_layers, config.experts.every
+        sparse = [i >= dense and (i + 1) % every == 0 for i in range(config.layers)]
+        return tuple(i for i in range(config.layers) if sparse[i] == (name in _OF_EXPERTS))
+    return tuple(range(config.layers))
 
 
 def layer_weights(config: ModelConfig) -> float:
@@ -243,12 +272,12 @@ def init_params(key: Key[Array, ""], config: ModelConfig) -> Params:
         leaf_key = jax.random.fold_in(key, _stable_id(name))
         if name in ("a_log", "dt_bias"):
             return init_decay(leaf_key, name, shape)
-        if name.endswith("norm"):
+        if name.endswith("norm") or name in ("factor", "router_scale", "expert_scale"):
             offset = config.norm_offset and name != "delta_norm"
             return jnp.zeros(shape, jnp.float32) if offset else jnp.ones(shape, jnp.float32)
         if name in BIASES:
             return jnp.zeros(shape, jnp.float32)
-        scale = D**-0.5 / (2 * L) ** 0.5 if name in ("wo", "w_down", "w_out", "s_down", "d_down") else D**-0.5
+        scale = D**-0.5 / (2 * L) ** 0.5 if name.removeprefix(FULL) in _OUTPUTS else D**-0.5
         scale = shape[-1] ** -0.5 if name == "conv" else scale
         return scale * jax.random.normal(leaf_key, shape, jnp.float32)
 
@@ -333,6 +362,7 @@ def block(
     splits: Splits = FREE,
 ) -> Array:
     """One layer: x + attention(norm(x)), then + gated feed-forward; `layer` has no layer axis, any float dtype."""
+    layer = {name.removeprefix(FULL): leaf for name, leaf in layer.items()}
     dense = "w" if not config.experts.count else "d" if "d_down" in layer else ""
     down = layer[f"{dense or 'w'}_down"]
     dtype = compute_dtype(config) if is_quantized(down) else down.dtype
@@ -346,11 +376,17 @@ def block(
     added = splits.block_output(mix(layer, h, rope, attend, config, splits.flat))
     x = x + config.extras.residual_factor * normed("attn_post_norm", added)
     h = splits.block_input(normed("mlp_norm", x).astype(dtype))
-    mixed = _feed_forward(layer, h, config, splits, dense) if dense else experts(layer, h, config)
-    if "s_down" in layer:
+    if config.experts.own_norms:
+        mixed = normed("s_post_norm", _shared_expert(layer, h, config, splits))
+        h = splits.block_input(_unscaled_norm(x, config).astype(dtype))
+        mixed = mixed + normed("e_post_norm", experts(layer, h, config))
+    else:
+        mixed = _feed_forward(layer, h, config, splits, dense) if dense else experts(layer, h, config)
+    if "s_down" in layer and not config.experts.own_norms:
         mixed = mixed + _shared_expert(layer, h, config, splits)
     added = splits.block_output(mixed)
-    return x + config.extras.residual_factor * normed("mlp_post_norm", added)
+    x = x + config.extras.residual_factor * normed("mlp_post_norm", added)
+    return x * _like(jax.lax.stop_gradient(layer["factor"]), x) if "factor" in layer else x
 
 
 def _attention(
@@ -361,7 +397,7 @@ def _attention(
     if config.gated_attention:
         q, gate = jnp.split(q, 2, axis=-1)
     k = linear(layer, "wk", h, flat=flat)
-    v = linear(layer, "wv", h, flat=flat)
+    v = linear(layer, "wv", h, flat=flat) if "wv" in layer else k
     if config.qkv_bias:
         q, k, v = q + _like(layer["bq"], q), k + _like(layer["bk"], k), v + _like(layer["bv"], v)
     if config.qk_norm == "whole":
@@ -369,11 +405,15 @@ def _attention(
     elif config.qk_norm:
         q = norm(q, layer["q_norm"], config).astype(dtype)
         k = norm(k, layer["k_norm"], config).astype(dtype)
-    if config.extras.query_scale:  # attention divides by sqrt(head_dim)
-        q = q * (config.head_dim / config.extras.query_scale) ** 0.5
+    if config.extras.value_norm:
+        v = _unscaled_norm(v, config)
+    if config.extras.query_scale:  # attention divides by the root of a head's width
+        q = q * (q.shape[-1] / config.extras.query_scale) ** 0.5
     if config.extras.rotary_pairs:
         q, k = (paired_halves(x, config.rotary_dim) for x in (q, k))
     q, k = apply_rotary(q, *rope[:2]), apply_rotary(k, *rope[:2])
+    if config.extras.rotated_norm:
+        q, k = (jnp.where(rope[3], _unscaled_norm(x, config), x) for x in (q, k))
     if len(rope) > 2:
         q = (q * rope[2][..., None, None]).astype(dtype)
     context = attend(q, k, v, layer["sinks"]) if "sinks" in layer else attend(q, k, v)
@@ -412,6 +452,11 @@ def _latent_attention(
     context = attend(q, k, jnp.pad(c, ((0, 0),) * 3 + ((0, R),)))[..., :L]
     context = jnp.einsum("btnl,lno->btno", context, to_value)
     return linear(layer, "wo", context, 2, jnp.float32, flat=flat)
+
+
+def _unscaled_norm(x: Float[Array, "*B D"], config: ModelConfig) -> Array:
+    """`norm` with the scale 1, in the dtype of `x`."""
+    return norm(x, jnp.ones(x.shape[-1]), replace(config, norm_offset=False)).astype(x.dtype)
 
 
 def _flat_norm(x: Float[Array, "B T N H"], scale: Float[Array, "N H"], config: ModelConfig) -> Array:
@@ -538,8 +583,9 @@ def forward(
     def body(x: Array, inputs: tuple[Params, Array | None, Array | None, Array | None]) -> tuple[Array, None]:
         layer, window, rope, replayed = inputs
         layer = layer if replayed is None else layer | {"routes": replayed}
-        attend = partial(_attend_rows, attend_all, segment_ids, window)
-        mix = attend if "wq" in layer else partial(recur_packed, config.delta, segment_ids)
+        segments, window = _in_chunks(segment_ids, positions, window, config)
+        attend = partial(_attend_rows, attend_all, segments, window)
+        mix = partial(recur_packed, config.delta, segment_ids) if "w_qkv" in layer else attend
         x = block(layer, x, _choose_rope([*tables.values()], rope), mix, config, execution.experts, splits)
         return splits.residual(x), None
 
@@ -550,10 +596,11 @@ def forward(
     by_layer = (windows, ropes, None if routes is None else jnp.moveaxis(routes, 2, 0))
     if isinstance(params["layers"], tuple):
         x = splits.residual(x)
-        for i, layer in enumerate(params["layers"]):
-            x, _ = body(x, (layer, *(None if of is None else of[i] for of in by_layer)))
-    elif config.delta:
-        x = _scan_periods(body, splits.residual(x), params["layers"], by_layer, config)
+        for i, (layer, name) in enumerate(zip(params["layers"], rope_names(config), strict=True)):
+            window, _, replayed = (None if of is None else of[i] for of in by_layer)
+            x, _ = body(x, (layer, window, tables[name], replayed))
+    elif config.period > 1:
+        x = _scan_periods(body, splits.residual(x), params["layers"], by_layer, [*tables.values()], config)
     else:
         x, layers, by_layer = _first_layers(body, splits.residual(x), params["layers"], by_layer, config)
         unroll = config.layers if execution.unroll else 1
@@ -576,25 +623,48 @@ def _first_layers(
 
 
 def _scan_periods(
-    body: Callable, x: Array, layers: Params, by_layer: tuple[Array | None, ...], config: ModelConfig
+    body: Callable,
+    x: Array,
+    layers: Params,
+    by_layer: tuple[Array | None, ...],
+    tables: list[Rope],
+    config: ModelConfig,
 ) -> Array:
     """A scan over the periods of layers of different kinds; the layers of a period are unrolled."""
-    period = config.windows.every if config.layers % config.windows.every == 0 else config.layers
+    period = config.period if config.layers % config.period == 0 else config.layers
     one_period = replace(config, layers=period, extras=NoExtras())
+    names = rope_names(config)
+    ropes = [tables[list(dict.fromkeys(names)).index(name)] for name in names[:period]]
+    windows, _, routes = by_layer
 
     def visit(x: Array, inputs: tuple[Params, tuple[Array | None, ...]]) -> tuple[Array, None]:
         layers, layer_inputs = inputs
-        for i in range(period):
-            x, _ = body(x, (take_layer(layers, i, one_period), *jax.tree.map(lambda of, i=i: of[i], layer_inputs)))
+        for i, rope in enumerate(ropes):
+            window, replayed = jax.tree.map(lambda of, i=i: of[i], layer_inputs)
+            x, _ = body(x, (take_layer(layers, i, one_period), window, rope, replayed))
         return x, None
 
     periods = config.layers // period
-    grouped = jax.tree.map(lambda leaf: leaf.reshape(periods, -1, *leaf.shape[1:]), (layers, by_layer))
+    grouped = jax.tree.map(lambda leaf: leaf.reshape(periods, -1, *leaf.shape[1:]), (layers, (windows, routes)))
     return jax.lax.scan(visit, x, grouped)[0]
 
 
-def _choose_rope(tables: list[Rope], index: Array | None) -> Rope:
-    """The table with that index; the only table if `index` is None."""
+def _in_chunks(
+    segment_ids: Array, positions: Array, window: Array | None, config: ModelConfig
+) -> tuple[Array, Array | None]:
+    """(segments, window) of a layer. Where windows are chunks, each chunk of a segment is a segment of its own."""
+    if not config.windows.chunked or window is None:
+        return segment_ids, window
+    most = -(-segment_ids.shape[1] // min(size for size in config.windows.sizes if size))
+    chunk = positions // jnp.maximum(window, 1)
+    chunks = jnp.where(segment_ids > 0, segment_ids * (most + 1) + chunk, 0)
+    return jnp.where(window > 0, chunks, segment_ids), None
+
+
+def _choose_rope(tables: list[Rope], index: Array | Rope | None) -> Rope:
+    """The table with that index; the only table if `index` is None, and `index` itself if it is a table."""
+    if isinstance(index, tuple):
+        return index
     chosen = tables[0]
     for i, table in enumerate(tables[1:], start=1):
         chosen = jax.tree.map(lambda values, others, i=i: jnp.where(index == i, values, others), table, chosen)

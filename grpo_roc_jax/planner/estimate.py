@@ -12,8 +12,10 @@ from grpo_roc_jax.learner.pack import rows_per_micro_batch
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.delta import token_flops
 from grpo_roc_jax.model.sharding import AXES, check_slices, process_count, processes_together, row_shards, slot_shards
+from grpo_roc_jax.model.transformer import layers_with
 from grpo_roc_jax.planner.arguments import batch_like, device_bytes, trained_like
 from grpo_roc_jax.planner.hlo_cost import between_slices
+from grpo_roc_jax.planner.links import axis_shares
 from grpo_roc_jax.planner.roofline import Needs, Work
 from grpo_roc_jax.planner.topology import Topology
 from grpo_roc_jax.rollout.programs import COPIES
@@ -97,7 +99,7 @@ def active_parameters(model: ModelConfig) -> float:
     if not model.tie_embeddings:
         total -= model.vocab_size * model.d_model
     if model.experts.count:
-        layers = model.layers - model.experts.dense_layers
+        layers = len(layers_with("router", model))
         experts = 3 * layers * model.experts.count * model.d_model * model.d_ff
         total -= experts * (1 - model.experts.per_token / model.experts.count)
     return float(total)
@@ -119,7 +121,7 @@ def update_flops(config: Config, model: ModelConfig, tokens: float, length: floa
         products = (passes - 2.0) * active_parameters(model) + passes * parameter_count(model, config.lora)
     scores = 9 if remat == "full" else 7
     recurrent = {"none": 3.0}.get(remat, 4.0) * recurrent_flops(model, config.batch.row_length)
-    return tokens * (products + scores * sum(model.attends) * model.heads * model.head_dim * length + recurrent)
+    return tokens * (products + scores * model.attention_width * length + recurrent)
 
 
 def recurrent_flops(model: ModelConfig, length: int) -> float:
@@ -144,11 +146,11 @@ def estimate(deployment: Deployment) -> list[Needs]:
     active = active_parameters(model)
     rows = max(1, work.slots * work.samplers // slot_shards(mesh))
     length = work.prompt + work.response
-    attention = 4 * sum(model.attends) * model.heads * model.head_dim * length / tensor
+    attention = 4 * model.attention_width * length / tensor
     attention += recurrent_flops(model, 1) / tensor
     shares = max(1, work.append_rows // 8)
     cached = {"arguments": sampler + parts["cache"], "results": parts["cache"], "aliased": parts["cache"]}
-    return [
+    programs = [
         Needs(
             "weight_sync",
             arguments=parts["masters"] + base,
@@ -182,6 +184,12 @@ def estimate(deployment: Deployment) -> list[Needs]:
         ),
         _estimate_update(deployment, parts),
     ]
+    links = axis_shares(mesh, deployment.topology)
+    for needs in programs:
+        for name, entry in needs.collectives.items():
+            axis = name.partition(" over ")[2] or ("tensor" if needs.name == "decode" else "")
+            entry["links"] = links[axis]
+    return programs
 
 
 def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
@@ -205,7 +213,7 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     again = (passes - 1) * itemsize * matrix_count(model) / tensor if few_bits else 0.0
     read = parts["frozen weights"] * shared if few_bits else weights
     residual = tokens * model.d_model * 4.0
-    keys = 2 * itemsize * sum(model.attends) * sequence * tokens * model.kv_heads * model.head_dim / tensor
+    keys = 2 * itemsize * sequence * tokens * model.key_columns / tensor
     return Needs(
         "update",
         resident=parts.get("reference", 0.0) + parts.get("teacher", 0.0) + runs_on,

@@ -10,6 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from grpo_roc_jax.planner.links import Torus
+
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\](\{[^}]*\})?")
 _NUMBERED = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -53,6 +55,8 @@ class HloModule:
     """That run it together."""
     slices: tuple[int, ...] = ()
     """The slice of each of these devices, where there are several."""
+    torus: Torus | None = None
+    """Their chips, on a TPU slice."""
 
 
 def parse_hlo(text: str) -> HloModule:

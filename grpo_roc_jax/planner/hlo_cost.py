@@ -54,6 +54,8 @@ class Collective:
     instead over many devices."""
     slices: int = 1
     """Slices that a replica group extends over."""
+    links: float = 1.0
+    """Part of a chip's links that it uses, see `links.Torus.share`."""
 
     @property
     def moved(self) -> float:
@@ -96,13 +98,17 @@ class Cost:
     def by_kind(self) -> dict[str, dict[str, float]]:
         """Kind -> runs, bytes of results, and bytes that one device sends."""
         found: dict[str, dict[str, float]] = {}
+        busy: dict[str, float] = {}
         for one in self.collectives:
             entry = found.setdefault(one.kind, {"runs": 0.0, "bytes": 0.0, "moved": 0.0})
             entry["runs"] += one.times
             entry["bytes"] += one.bytes * one.times
             entry["moved"] += one.moved * one.times
+            busy[one.kind] = busy.get(one.kind, 0.0) + one.moved * one.times / one.links
             if one.slices > 1:
                 entry["between"] = entry.get("between", 0.0) + one.between * one.times
+        for kind, entry in found.items():
+            entry |= {"links": entry["moved"] / busy[kind]} if busy[kind] > entry["moved"] else {}
         return found
 
 
@@ -170,13 +176,11 @@ def _collective(
         kind == "all-reduce" and any(lies_in_zeros(module, lines, name) for name in line.operands)
     )
     name = source[1] if source else line.name
-    return Collective(kind, result, group_size(line), times, loops, name, gathers, _slices(module, line))
-
-
-def _slices(module: HloModule, line: Instruction) -> int:
-    """Slices that a replica group of a collective extends over."""
-    groups = device_groups(line.rest) if module.slices else []
-    return len({module.slices[device] for device in groups[0]}) if groups else 1
+    groups = device_groups(line.rest) if module.slices or module.torus else []
+    first = groups[0] if groups else []
+    slices = len({module.slices[device] for device in first}) if module.slices and first else 1
+    links = module.torus.share(first) if module.torus and first else 1.0
+    return Collective(kind, result, group_size(line), times, loops, name, gathers, slices, links)
 
 
 def _result_parts(line: Instruction) -> list[str]:

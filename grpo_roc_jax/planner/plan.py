@@ -49,6 +49,7 @@ from grpo_roc_jax.planner.hlo import parse_hlo
 from grpo_roc_jax.planner.hlo_cost import largest_gather, read_cost
 from grpo_roc_jax.planner.hlo_loops import check_loops
 from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
+from grpo_roc_jax.planner.links import Torus, torus_of
 from grpo_roc_jax.planner.roofline import Needs, Work, kind_of, program_lines, step_lines, step_times
 from grpo_roc_jax.planner.schedules import schedule_lines, simulate_schedules
 from grpo_roc_jax.planner.suggest import advice, slot_lines, suggest
@@ -261,8 +262,10 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
                 continue
             if path != paths_taken[0] and kind not in BY_PATH:
                 continue
+            on = mesh if kind in SHARED else alone
             slices = slices_of(mesh) if kind in SHARED else ()
-            needs = read_needs(name, lowered, resident[kind], loops_of(kind, work), say, slices)
+            torus = torus_of(on, deployment.topology)
+            needs = read_needs(name, lowered, resident[kind], loops_of(kind, work), say, slices, torus)
             yield replace(needs, **fixed_parts(kind, sampled, config, work))
 
     paths_taken = cache_paths(config, model, alone)
@@ -277,7 +280,8 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
             model, config.surrogate, config.optim, update, mesh, temperature=temperature, lora=config.lora
         )
         lowered = step.lower(state, batch_like(config, mesh, model), *frozen)
-        yield read_needs(name, lowered, resident["update"], trip_counts, say, slices_of(mesh))
+        torus = torus_of(mesh, deployment.topology)
+        yield read_needs(name, lowered, resident["update"], trip_counts, say, slices_of(mesh), torus)
 
 
 BY_PATH = ("decode", "append")
@@ -417,9 +421,10 @@ def read_needs(
     trip_counts: Sequence[float],
     say: Callable[[str], Any],
     slices: tuple[int, ...] = (),
+    torus: Torus | None = None,
 ) -> Needs:
     """Compiles one program and reads what it needs; `trip_counts` as in `hlo_cost.read_cost`, `slices` those of the
-    devices in the order of the mesh, where there are several.
+    devices in the order of the mesh, where there are several, and `torus` their chips.
 
     Raises:
         ValueError: See `check_loops`.
@@ -434,7 +439,7 @@ def read_needs(
         said = next((line for line in str(error).splitlines() if "hbm" in line), str(error).splitlines()[0])
         return Needs(name, resident=resident, refused=said.strip()[:300], compile_s=time.perf_counter() - begun)
     memory = compiled.memory_analysis()
-    program = replace(parse_hlo(compiled.as_text()), slices=slices)
+    program = replace(parse_hlo(compiled.as_text()), slices=slices, torus=torus)
     check_loops(program, jax.tree.leaves(compiled.input_shardings), name)
     cost, gather = read_cost(program, trip_counts), largest_gather(program)
     return Needs(

@@ -34,7 +34,7 @@ class Needs:
     fixed_traffic: float = 0.0
     collectives: dict[str, dict[str, float]] = field(default_factory=dict)
     """Kind -> runs, bytes of results, bytes that the device sends; `between`, where there are several slices, those of
-    them that leave its slice."""
+    them that leave its slice; `links`, where it is known, the part of the chip's links that they take."""
     kernels: dict[str, float] = field(default_factory=dict)
     """Runs of custom kernels by target; `flops` does not include their work."""
     largest_gather: float = 0.0
@@ -63,7 +63,11 @@ class Needs:
         times = {
             "compute": self.flops / chip.flops,
             "memory": self.traffic / chip.memory_rate,
-            "links": (self.moved - self.between) / chip.link_rate,
+            "links": sum(
+                (entry["moved"] - entry.get("between", 0.0)) / entry.get("links", 1.0)
+                for entry in self.collectives.values()
+            )
+            / chip.link_rate,
         }
         return times | ({"network": self.between / chip.network_rate} if self.between else {})
 
@@ -247,6 +251,7 @@ def program_lines(programs: Sequence[Needs], chip: Chip) -> list[str]:
                 f"  {needs.name}: {kind} x {entry['runs']:.0f}, {entry['bytes'] / GB:.3f} GB, "
                 f"{entry['moved'] / GB:.3f} GB leave a chip"
                 + (f", {entry['between'] / GB:.3f} of them for other slices" if "between" in entry else "")
+                + (f", over {entry['links']:.0%} of its links" if entry.get("links", 1.0) < 0.995 else "")
             )
         if needs.kernels:
             said = ", ".join(f"{name} x {runs:.0f}" for name, runs in sorted(needs.kernels.items()))

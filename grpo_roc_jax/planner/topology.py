@@ -125,10 +125,10 @@ CHIPS: dict[str, Chip] = {
         Chip("v5e", 16e9, 197e12, 819e9, 200e9, 4, f"{_GOOGLE}/v5e", network_rate=3.125e9, ring_side=16),
         Chip("v5p", 95 * GIB, 459e12, 2765e9, 600e9, 4, f"{_GOOGLE}/v5p", network_rate=6.25e9, ring_side=4, sides=3),
         Chip("v6e", 32e9, 918e12, 1638e9, 400e9, 4, f"{_GOOGLE}/v6e", network_rate=12.5e9, ring_side=16),
-        # A chip of 192 GB, 2307 TFLOP/s and 7380 GB/s is two devices.
+        # A chip of 192 GiB, 2307 TFLOP/s, 7380 GB/s, 600 GB/s of links and 100 Gb/s of network is two devices.
         Chip(
             "v7x",
-            96e9,
+            96 * GIB,
             1153.5e12,
             3690e9,
             300e9,

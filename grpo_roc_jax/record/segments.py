@@ -101,7 +101,8 @@ def headline(record: TraceRecord) -> str:
         words += [f"reward {verdict.reward:g}", verdict.status]
         words.append(f"{verdict.tool_errors}/{verdict.tool_calls} calls failed")
     words += [f"{len(trajectory.turns)} turns", f"{trajectory.length - trajectory.prompt_length} tokens"]
-    words += [f"stop {trajectory.stop}", f"{'kept' if record.kept else 'not kept'} ({record.why})"]
+    state = "kept" if record.kept else "not kept"
+    words += [f"stop {trajectory.stop}", state if record.why == state else f"{state} ({record.why})"]
     advantage = advantage_of(record)
     if advantage is not None:
         words.append(f"advantage {advantage:+.3f}")

@@ -78,7 +78,7 @@ def without_constant(answer: str, gold: str) -> tuple[str, str]:
     return stripped[0], stripped[1]
 
 
-_ARROW = re.compile(r"\\(?:vec|overrightarrow)\{([a-z])\}")
+_ARROW = re.compile(r"\\(?:vec|overrightarrow|(?:wide)?hat(?=\{[ijk]\}))\{([a-z])\}")
 
 
 def without_arrows(answer: str, gold: str) -> tuple[str, str]:

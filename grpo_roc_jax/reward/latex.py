@@ -269,6 +269,10 @@ class _Cleaner:
             self.roman = True
         elif name in _WORDS:
             self.awaited = ["words"]
+        elif name in ("imath", "jmath"):
+            self.emit(name[0])
+        elif name in ("underline", "uline") and self._in_decimals():
+            self.emit(r"\overline", roman=False)  # the line under 0.\underline{6} marks the digits that repeat
         elif name in _MARKUP:
             self.awaited = ["markup"]
         elif name in _COLOURED:
@@ -281,6 +285,11 @@ class _Cleaner:
                 self.emit(rf"\mathbb{{{name[-1]}}}", roman=False)
             else:
                 self.emit("\\" + name if name[0].isalpha() or name in "{}" else name, roman=False)
+
+    def _in_decimals(self) -> bool:
+        """Whether the text so far ends with a number and its decimal point, or with decimals."""
+        last = self.tokens[-1] if self.tokens and not self.gap else Token(" ")
+        return "." in last.text and (last.is_number or (last.text == "." and self.tokens[-2:-1] != []))
 
     def _environment(self, text: str) -> None:
         command, _, name = text.rstrip("}").replace("*", "").partition("{")
@@ -323,108 +332,157 @@ class _Cleaner:
             )
 
 
+class _Bracer:
+    r"""One pass over tokens: braces around every argument, ° for `^\circ`, `\frac` for `\over`."""
+
+    def __init__(self, tokens: Sequence[Token]) -> None:
+        self.tokens = tokens
+        self.texts = [token.text for token in tokens] + ["", "", ""]
+        self.out: list[Token] = []
+        self.opened: list[tuple[str, int, str]] = []
+        """Of each open group: what ends it, how many arguments its command needs after it, and that command. The end
+        is "" for an operand without brackets, `dropped` for braces that are layout, `converted` for parentheses."""
+        self.needed, self.command = 0, ""
+        """Arguments that the last command still needs, and that command."""
+        self.signed = False
+        """The last token was the sign of an exponent."""
+        index = 0
+        while index < len(tokens):
+            index += self._degrees(index) or self._read(index)
+        self.out.extend(Token("}") for end, *_ in self.opened if end in ("", "converted"))
+
+    def _degrees(self, index: int) -> int:
+        """The number of tokens of a degree sign, which becomes °; 0 for anything else."""
+        texts = self.texts[index : index + 4]
+        if texts[:2] == ["^", r"\circ"]:
+            size = 2
+        elif texts == ["^", "{", r"\circ", "}"]:
+            size = 4
+        elif texts[0] in (r"\degree", r"\circ") and not self.needed:
+            size = 1
+        else:
+            return 0
+        self.out.append(Token("°"))
+        self._close_operands()
+        return size
+
+    def _read(self, index: int) -> int:
+        """Reads one token; returns 1."""
+        if not self._awaits_operand(self.tokens[index]):
+            if not (self._over(index) or self._opens(index) or self._argument(self.tokens[index])):
+                self._other(index)
+            self._close_operands()
+        return 1
+
+    def _awaits_operand(self, token: Token) -> bool:
+        """A command with arguments, or the sign of an exponent: the operand follows."""
+        if self.needed and self.command == "^" and token.text in "+-" and not self.signed:
+            self._open_operand(token)
+            self.needed, self.signed = 1, True
+            return True
+        if token.text not in _ARGUMENTS:
+            return False
+        if self.needed and token.text not in "^_":
+            self._open_operand(token)
+        else:
+            self.out.append(token)
+        self.needed, self.command, self.signed = _ARGUMENTS[token.text], token.text, False
+        return True
+
+    def _open_operand(self, token: Token) -> None:
+        self.out.extend((Token("{"), token))
+        self.opened.append(("", self.needed - 1, self.command))
+
+    def _close_operands(self) -> None:
+        """Ends the operands without brackets whose commands have all their arguments."""
+        self.signed = False
+        while not self.needed and self.opened and self.opened[-1][0] == "":
+            self.out.append(Token("}"))
+            _, self.needed, self.command = self.opened.pop()
+
+    def _over(self, index: int) -> bool:
+        r"""`{a \over b}` as `\frac{a}{b}`."""
+        if self.texts[index] != r"\over" or not self.opened or self.opened[-1][0] != "dropped":
+            return False
+        self.out[self.opened[-1][1]] = Token(r"\frac{")
+        self.opened[-1] = ("}", 0, "")
+        self.out.append(Token("}{"))
+        return True
+
+    def _opens(self, index: int) -> bool:
+        """A bracket that opens an argument, or braces that are layout."""
+        token, text = self.tokens[index], self.texts[index]
+        if text == "{" and not self.needed:
+            before = self.texts[index - 1] if index else ""
+            if before[:1] == "\\" and before[-1:].isalpha():
+                return False
+            self.opened.append(("dropped", len(self.out), ""))
+            self.out.append(Token(""))
+        elif self.needed and text == "[" and self.command == r"\sqrt":
+            self.opened.append(("]", self.needed, self.command))
+            self.out.append(token)
+        elif self.needed and (text == "{" or (text == "(" and self.command in ("^", "_", r"\sqrt"))):
+            self.opened.append(("}" if text == "{" else "converted", self.needed - 1, self.command))
+            self.out.append(Token("{", token.gap))
+        else:
+            return False
+        self.needed = 0
+        return True
+
+    def _argument(self, token: Token) -> bool:
+        r"""An argument without braces: a digit of `\frac12`, a number, a letter, or a command such as `\pi`."""
+        text = token.text
+        command = text[0] == "\\" and text[1:2].isalpha()
+        if not self.needed or not (token.is_number or token.is_name or command):
+            return False
+        letter = token.is_name and not token.roman
+        digit = self.command in (r"\frac", r"\binom") and "." not in text
+        size = 1 if text[0] != "\\" and (letter or digit) else len(text)
+        if self.signed:
+            self.out.append(token)
+        else:
+            self._wrap(token, text[:size])
+        self.needed -= 1
+        rest = text[size:]
+        if rest and self.needed:
+            self._wrap(token, rest[:1])
+            self.needed, rest = self.needed - 1, rest[1:]
+        if rest:
+            self.out.append(Token(rest, False, token.roman))
+        return True
+
+    def _wrap(self, token: Token, text: str) -> None:
+        self.out.extend((Token("{"), token._replace(text=text, gap=False), Token("}")))
+
+    def _other(self, index: int) -> None:
+        """A token that is no argument; brackets are kept in pairs."""
+        token, text = self.tokens[index], self.texts[index]
+        self.needed = 0
+        times_ten = self.texts[index + 1 : index + 3] == ["10", "^"] and index > 0 and self.tokens[index - 1].is_number
+        if text in ("x", "X") and times_ten:
+            token = Token(r"\times")
+        if text in "([{":
+            self.opened.append(({"(": ")", "[": "]", "{": "}"}[text], 0, ""))
+        elif text in ")]}":
+            token = self._closed(token)
+        self.out.append(token)
+
+    def _closed(self, token: Token) -> Token:
+        """The token for a closing bracket: of the kind that was opened, or empty for braces that are layout."""
+        text, opened = token.text, self.opened
+        while text == "}" and opened and opened[-1][0] in ("", ")", "]"):
+            opened.pop()
+        if not opened or opened[-1][0] not in (text, {")": "converted", "}": "dropped"}.get(text, text)):
+            return token
+        end, self.needed, self.command = opened.pop()
+        if end == "dropped":
+            self.needed = 0
+        return Token({"converted": "}", "dropped": ""}.get(end, text), token.gap)
+
+
 def _braced(tokens: Sequence[Token]) -> list[Token]:
     r"""Braces around every argument: `\frac12`, `x^10`, `2^(1/2)` and `\sqrt3` as they are meant; `^\circ` as °."""
-    texts = [token.text for token in tokens] + ["", "", ""]
-    out: list[Token] = []
-    opened: list[tuple[str, int, str]] = []
-    """For each open group: its end, and the arguments that its command still needs after it."""
-    needed, command, signed = 0, "", False
-
-    def wrap(token: Token) -> None:
-        out.extend((Token("{"), token._replace(gap=False), Token("}")))
-
-    skip = 0
-    for index, token in enumerate(tokens):
-        text = token.text
-        if skip:
-            skip -= 1
-            continue
-        if text == "^" and texts[index + 1] == r"\circ":
-            out.append(Token("°"))
-            skip = 1
-        elif text == "^" and texts[index + 1 : index + 4] == ["{", r"\circ", "}"]:
-            out.append(Token("°"))
-            skip = 3
-        elif text in ("\\degree", "\\circ") and not needed:
-            out.append(Token("°"))
-        elif text == r"\over" and opened and opened[-1][0] == "dropped":
-            out[opened[-1][1]] = Token(r"\frac{")
-            opened[-1] = ("}", 0, "")
-            out.append(Token("}{"))
-        elif (
-            text == "{"
-            and not needed
-            and not (index and texts[index - 1][:1] == "\\" and texts[index - 1][-1:].isalpha())
-        ):
-            opened.append(("dropped", len(out), ""))
-            out.append(Token(""))
-        elif needed and text == "[" and command == r"\sqrt":
-            out.append(token)
-            opened.append(("]", needed, command))
-            needed = 0
-        elif needed and (text == "{" or (text == "(" and command in ("^", "_", r"\sqrt"))):
-            out.append(Token("{", token.gap))
-            opened.append(("}" if text == "{" else "converted", needed - 1, command))
-            needed = 0
-        elif needed and text in "+-" and command == "^" and not signed:
-            out.extend((Token("{"), token))
-            opened.append(("", needed - 1, command))
-            needed, signed = 1, True
-            continue
-        elif needed and text in _ARGUMENTS and text not in "^_":
-            out.extend((Token("{"), token))
-            opened.append(("", needed - 1, command))
-            needed, command = _ARGUMENTS[text], text
-            continue
-        elif needed and (token.is_number or token.is_name or (text[0] == "\\" and text[1:2].isalpha())):
-            size = (
-                1
-                if (token.is_name and not token.roman) or (command in (r"\frac", r"\binom") and "." not in text)
-                else len(text)
-            )
-            size = len(text) if text[0] == "\\" else size
-            if signed:
-                out.append(token)
-            else:
-                wrap(token._replace(text=text[:size]))
-            needed -= 1
-            rest = text[size:]
-            if rest and needed:
-                wrap(token._replace(text=rest[:1]))
-                needed, rest = needed - 1, rest[1:]
-            if rest:
-                out.append(Token(rest, False, token.roman))
-        else:
-            needed = 0
-            if text in _ARGUMENTS:
-                out.append(token)
-                needed, command = _ARGUMENTS[text], text
-                continue
-            if (
-                text in ("x", "X")
-                and texts[index + 1] == "10"
-                and texts[index + 2] == "^"
-                and index
-                and tokens[index - 1].is_number
-            ):
-                token = Token(r"\times")
-            if text in "([{":
-                opened.append(({"(": ")", "[": "]", "{": "}"}[text], 0, ""))
-            elif text in ")]}":
-                while opened and opened[-1][0] in ("", ")", "]") and opened[-1][0] != text and text == "}":
-                    opened.pop()
-                if opened and opened[-1][0] in (text, {")": "converted", "}": "dropped"}.get(text, text)):
-                    end, needed, command = opened.pop()
-                    needed = 0 if end == "dropped" else needed
-                    token = Token({"converted": "}", "dropped": ""}.get(end, text), token.gap)
-            out.append(token)
-        signed = False
-        while not needed and opened and opened[-1][0] == "":
-            out.append(Token("}"))
-            _, needed, command = opened.pop()
-    out.extend(Token("}") for end, *_ in opened if end in ("", "converted"))
-    return [token for token in out if token.text]
+    return [token for token in _Bracer(tokens).out if token.text]
 
 
 # ---- brackets ------------------------------------------------------------------------------------------------------

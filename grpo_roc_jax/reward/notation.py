@@ -39,7 +39,7 @@ from grpo_roc_jax.reward.numbers import (
     read_number,
 )
 from grpo_roc_jax.reward.quantities import merged_numbers, quantity
-from grpo_roc_jax.reward.reading import as_region, read
+from grpo_roc_jax.reward.reading import as_region, components, read
 
 __all__ = [
     "MAX_EXACT_DIGITS",
@@ -373,6 +373,9 @@ class _Rules:
                     return self.equal(items.items[0], gold) if items is form else self.equal(form, items.items[0])
                 if items.kind == "list" and (known := _without_domain(items)) is not None and not self.strict:
                     return self.equal(known, gold) if items is form else self.equal(form, known)
+                row = components(other.tokens, len(items.items)) if items.kind in ("tuple", "vector", "array") else None
+                if row and not self.strict and len(row) in (2, 3):
+                    return self._in_order(items.items, row) if items is form else self._in_order(row, items.items)
                 if isinstance(other, Relation) or (
                     isinstance(other, Quantity) and not _is_number(other) and items.kind != "list"
                 ):

@@ -421,6 +421,8 @@ def _relation(tokens: Sequence[Token], again: _Again) -> Form | None:
         near = alike  # figures are congruent, numbers are near
     if near:
         parts = split(tokens, near)
+        if _changes(parts[0]):
+            return Relation(tuple(tokens))
         if all(parts) and len(parts) == 2:
             if _NAME_ALONE.fullmatch(render(parts[1])) and decimal_value(parts[1]) is None:
                 parts = parts[::-1]  # 2.7 \approx x
@@ -431,6 +433,8 @@ def _relation(tokens: Sequence[Token], again: _Again) -> Form | None:
         return None
     signs = [tokens[i].text for i in at]
     parts = split(tokens, at)
+    if _changes(parts[0]):
+        return Relation(tuple(tokens))
     if not all(parts):
         return again([*parts[0], *parts[1]]) if signs == ["="] else Relation(tuple(tokens))
     if set(signs) <= {"=", r"\equiv"}:
@@ -451,6 +455,12 @@ def _relation(tokens: Sequence[Token], again: _Again) -> Form | None:
             return replace(form, tokens=tuple(tokens), variable=name)
         return Equation(tuple(tokens), name, form, _SIMPLE_NAME.fullmatch(name) is not None)
     return _inequality(tokens, parts, signs, again) or Relation(tuple(tokens))
+
+
+def _changes(name: Sequence[Token]) -> bool:
+    """Whether the words before a sign deny or bound what stands after it."""
+    words = [_lower(token) for token in name if token.is_name]
+    return bool(name) and name[-1].is_name and vocabulary.changes(words)
 
 
 _SLACK = Decimal("1e-9")
@@ -741,6 +751,36 @@ def _point(tokens: Sequence[Token], again: _Again) -> Form | None:
         if isinstance(form, Items) and form.kind == "tuple":
             return replace(form, tokens=tuple(tokens), name=tokens[0].text)
     return None
+
+
+_AXES = {"i": 0, "j": 1, "k": 2}
+_ARROWS = {r"\hat", r"\vec", r"\widehat", r"\overrightarrow"}
+
+
+def components(tokens: Sequence[Token], size: int) -> list[Form] | None:
+    r"""The components of a sum of unit vectors, such as `-\mathbf{i}+2\hat{k}`; None for anything else.
+
+    Markup is gone, so a lone `3i` is a complex number; sums of it need another axis or a mark.
+    """
+    level = depths(tokens)
+    starts = [i for i, token in enumerate(tokens) if i and not level[i] and token.text in ("+", "-")]
+    found: dict[int, Form] = {}
+    marked = False
+    for start, end in pairwise([0, *starts, len(tokens)]):
+        term = list(tokens[start:end])
+        hat = len(term) > 3 and term[-4].text in _ARROWS and term[-1].text == "}"
+        axis = _AXES.get(term[-2 if hat else -1].text, size) if term else size
+        if axis >= size or axis in found:
+            return None
+        factor = term[: -4 if hat else -1]
+        factor = factor[1:] if factor and factor[0].text == "+" else factor
+        if factor and factor[-1].text in (r"\cdot", r"\times", "*"):
+            factor = factor[:-1]
+        if not factor or [token.text for token in factor] == ["-"]:
+            factor = [*factor, Token("1")]
+        marked = marked or hat or axis > 0
+        found[axis] = read(factor)
+    return [found.get(axis, read([Token("0")])) for axis in range(size)] if marked else None
 
 
 def _ratio(tokens: Sequence[Token], again: _Again) -> Form | None:

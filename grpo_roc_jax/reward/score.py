@@ -11,10 +11,11 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -356,16 +357,25 @@ def check_rewards(name: str, values: Any, turns: Sequence[int]) -> tuple[list[Pa
         RewardError: `values` is not a sequence, has the wrong length, or holds something other than `Pay`.
     """
     count = len(turns)
-    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+    unordered = isinstance(values, str | bytes | bytearray | memoryview | Mapping | Set)
+    if unordered or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
         raise RewardError(
             f"reward {name} returned {type(values).__name__}; must be a sequence of {count} numbers, one per trajectory"
         )
-    if len(values) != count:
-        raise RewardError(f"reward {name} returned {len(values)} values for {count} trajectories; return one for each")
+    try:
+        size, rows = len(values), list(islice(values, count + 1))
+    except Exception as error:  # of an array without dimensions, or of a class of the user's own
+        raise RewardError(
+            f"reward {name} returned {type(values).__name__}, which cannot be read ({error}); must be a sequence of "
+            f"{count} numbers, one per trajectory"
+        ) from None
+    if size != count or len(rows) != count:
+        size = len(rows) if size == count else size
+        raise RewardError(f"reward {name} returned {size} values for {count} trajectories; return one for each")
     checked: list[Pay] = []
     fault = None
-    for index, (value, length) in enumerate(zip(values, turns, strict=True)):
-        by_turn = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim > 0)
+    for index, (value, length) in enumerate(zip(rows, turns, strict=True)):
+        by_turn = isinstance(value, list | tuple) or getattr(value, "ndim", 0) > 0
         items = list(value) if by_turn else [value]
         if by_turn and len(items) != length:
             raise RewardError(
@@ -388,10 +398,14 @@ def check_rewards(name: str, values: Any, turns: Sequence[int]) -> tuple[list[Pa
 def _number(name: str, index: int, value: Any) -> float | None:
     try:
         return None if value is None else float(None if isinstance(value, str | bytes) else value)
-    except (TypeError, ValueError):
+    except Exception:
+        try:
+            shown = repr(value)[:80]
+        except Exception:  # an integer of thousands of digits, or a class of the user's own
+            shown = "unreadable"
         raise RewardError(
-            f"reward {name}: value {index} is {value!r} ({type(value).__name__}); must be a number, one number per "
-            "turn, or None"
+            f"reward {name}: value {index} is {shown} ({type(value).__name__}); must be a number, one number per turn, "
+            "or None"
         ) from None
 
 

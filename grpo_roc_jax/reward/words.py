@@ -1,8 +1,9 @@
 """What the words around a number mean: units, currencies, number words, and words that change what the number says."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 
 def names(text: str) -> list[str]:
@@ -271,6 +272,23 @@ BLOCKING = (
     | set(_PARTS)
 )
 """A number with one of these words is not the number alone."""
+_ABOUT_NAMES = HEDGES | BLOCKING | {"at", "does", "do", "did", "can", "must", "should", "be", "t"}
+_BOUNDS = set(names("than over under above below exceeding exceeds exceed almost nearly between beyond minus negative"))
+
+
+def changes(words: Sequence[str]) -> bool:
+    """Whether the name before a value denies or bounds it: `not = 5`, `x is over = 5`, `the answer is not: 5`.
+
+    `Number of apples not eaten`, `Least value` and `Profit` are names of values.
+    """
+    pairs = set(pairwise(words))
+    if not words or words[-1] in _BOUNDS | _NEGATIONS or words[-2:] in (["at", "least"], ["at", "most"]):
+        return bool(words)
+    denied = any(word in _BEFORE_NOT and after == "t" for word, after in pairs)
+    about = all(word in _ABOUT_NAMES or word in _BEFORE_NOT for word in words)
+    return about and (denied or not _NEGATIONS.isdisjoint(words) or "than" in words)
+
+
 _PLACES = set(
     names(
         """

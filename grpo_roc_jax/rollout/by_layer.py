@@ -30,7 +30,7 @@ from grpo_roc_jax.model.pool import (
     token_places,
 )
 from grpo_roc_jax.model.rotary import Rope, rope_names, rotary_tables
-from grpo_roc_jax.model.transformer import Params, block, embed
+from grpo_roc_jax.model.transformer import Params, block, embed, layers_with
 from grpo_roc_jax.rollout.decode import (
     ChunkReport,
     ChunkSettings,
@@ -91,7 +91,8 @@ class LayerPrograms:
 def layer_kinds(config: ModelConfig) -> tuple[int, ...]:
     """For each layer, the index of the first layer that computes the same."""
     windows = config.layer_windows or (0,) * config.layers
-    kinds = list(zip(windows, rope_names(config), config.attends, strict=True))
+    sparse = [i in layers_with("router", config) for i in range(config.layers)]
+    kinds = list(zip(windows, rope_names(config), config.attends, sparse, strict=True))
     return tuple(map(kinds.index, kinds))
 
 
@@ -180,7 +181,8 @@ def copy_by_layer(
     def copy(leaves: Leaves, blocks: Array, rows: Array, *, index: int) -> Leaves:
         return copy_blocks(form.replace(layers=(leaves,)), blocks, rows, index).layers[0]
 
-    firsts = [config.attends.index(attends) for attends in config.attends]
+    forms = [(attends, i in config.full_layers) for i, attends in enumerate(config.attends)]
+    firsts = [forms.index(form) for form in forms]
     layers = (
         parts(("copy", pool.blocks, first), partial(copy, index=first), leaves, blocks, rows, donate=(0,))
         for first, leaves in zip(firsts, pool.layers, strict=True)

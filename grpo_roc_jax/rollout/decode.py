@@ -37,7 +37,7 @@ from grpo_roc_jax.model.pool import (
     token_places,
 )
 from grpo_roc_jax.model.rotary import layer_ropes
-from grpo_roc_jax.model.transformer import Params, block, embed, final_hidden, unembed
+from grpo_roc_jax.model.transformer import Params, block, embed, final_hidden, layers_with, unembed
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.steering import Steering, steer
 from grpo_roc_jax.shapes import Array, Float, Int, checked
@@ -532,9 +532,9 @@ def unfinished(slots: Slots, report: ChunkReport, settings: ChunkSettings, steer
 
 def _by_layer(chosen: list[Array], config: ModelConfig) -> Int[Array, "L X B"]:
     """The recorded experts [B,1,X] of each layer; -1 for those without."""
-    dense = jnp.full_like(chosen[0], -1)
-    chosen = [dense] * config.experts.dense_layers + chosen
-    return jnp.stack(chosen)[:, :, 0].transpose(0, 2, 1)
+    dense, found = jnp.full_like(chosen[0], -1), iter(chosen)
+    sparse = layers_with("router", config)
+    return jnp.stack([next(found) if i in sparse else dense for i in range(config.layers)])[:, :, 0].transpose(0, 2, 1)
 
 
 def draw_tokens(

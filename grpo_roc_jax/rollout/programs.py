@@ -231,6 +231,7 @@ class SamplerPrograms:
         """Attention and cache writes of one layer in a chunk and in the appends that come with it, over rows of half of
         the greatest length."""
         model, slots, size = self.model, self.rollout.slots, self.largest_size
+        kv_heads, width = model.attention_heads[0]
         n, T = self._append_shapes()[-1]
         dtype, attends = compute_dtype(model), model.attends.index(True)
 
@@ -239,21 +240,21 @@ class SamplerPrograms:
             return pool.replace(layers=(pool.layers[attends],), recurrent=())
 
         pool = self._run(ProgramCall(("timed pool", orders), make, (), (), self._rows(0)))
-        q = self.place(np.zeros((slots, 1, model.heads, model.head_dim), dtype), *self._rows(0))
+        q = self.place(np.zeros((slots, 1, model.heads, width), dtype), *self._rows(0))
         half = self.rollout.table_width * size.columns // 2
         positions = self.place(np.full(slots, half, np.int32), *self._rows(0))
         table = np.arange(slots * self.rollout.table_width, dtype=np.int32) % size.blocks
         table = self.place(table.reshape(slots, -1), *self._rows(0))
-        span = self.place(np.zeros((self.shards * n, T, model.heads, model.head_dim), dtype), *self._rows(0))
+        span = self.place(np.zeros((self.shards * n, T, model.heads, width), dtype), *self._rows(0))
 
         def chunk(pool: BlockPool, q: Array, positions: Array, table: Array, span: Array) -> tuple[BlockPool, ...]:
             def step(i: Array, state: tuple[BlockPool, Array]) -> tuple[BlockPool, Array]:
-                writer, new = PoolWriter(state[0], model, self.mesh), q[:, :, : model.kv_heads]
+                writer, new = PoolWriter(state[0], model, self.mesh), q[:, :, :kv_heads]
                 places = token_places(pool, positions + i, jnp.ones(positions.shape, bool), table, ())
                 return writer.pool(), state[1] + writer.attend_token(0, places)(q + state[1], new, new)
 
             def append(i: Array, state: tuple[BlockPool, Array]) -> tuple[BlockPool, Array]:
-                writer, new = PoolWriter(state[0], model, self.mesh), span[:, :, : model.kv_heads]
+                writer, new = PoolWriter(state[0], model, self.mesh), span[:, :, :kv_heads]
                 rows, full = jnp.arange(n, dtype=jnp.int32) % positions.size, jnp.full(n, T, jnp.int32)
                 attend = writer.attend_span(0, table[rows], rows, jnp.maximum(positions[rows] - T, 0), full)
                 return writer.pool(), state[1] + attend(span + state[1], new, new)
@@ -486,7 +487,7 @@ class SamplerPrograms:
     def _each_leaf(self, pool: BlockPool, change: Callable[[Any, P], Any]) -> BlockPool:
         """The pool with `change(leaf, spec)` applied to every leaf: blocks over the shards, heads over `tensor` if it
         divides them."""
-        heads = dict.fromkeys("kc", self.model.kv_heads)
+        heads = dict.fromkeys("kc", math.gcd(*(kv_heads for kv_heads, _ in self.model.attention_heads)))
         heads |= {"n": self.model.windows.key_heads} if self.model.delta else {}
         split = {axis: "tensor" for axis, n in heads.items() if self._tensor > 1 and n % self._tensor == 0}
 

@@ -4,6 +4,7 @@ The check compares the log-probabilities of a fixed sequence of probe tokens, co
 the masters and by the engine's layers from the published parameters.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,6 +66,9 @@ def sampler_config(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
     """The model as it is sampled from: with repeated heads where `sharding.head_copies` says so, so that the cache is
     split over all devices of a row."""
     copies = head_copies(config, mesh.shape.get("tensor", 1)) if mesh is not None else 1
+    if config.windows.full_kv_heads:
+        windows = replace(config.windows, full_kv_heads=copies * config.windows.full_kv_heads)
+        config = replace(config, windows=windows)
     return replace(config, kv_heads=copies * config.kv_heads)
 
 
@@ -133,7 +137,8 @@ def sampler_shardings(config: ModelConfig, mesh: Mesh, params: Params | None = N
         weights: See `Published`.
     """
     tensor = mesh.shape.get("tensor", 1)
-    sizes = {"heads": config.heads, "kv_heads": config.kv_heads, "vocab": config.vocab_size}
+    kv_heads = math.gcd(config.kv_heads, config.windows.full_kv_heads)
+    sizes = {"heads": config.heads, "kv_heads": kv_heads, "vocab": config.vocab_size}
     sizes |= {"experts": config.experts.count} if config.experts.count else {"mlp": config.d_ff}
     sizes |= {"delta_heads": config.windows.key_heads} if config.delta else {}
 

@@ -160,7 +160,7 @@ def timed_rows(
     The layers are those of one period of the model, under a small vocabulary. Their matrix products are most of an
     update, and the remaining layers gain from more rows in the same way.
     """
-    kinds = (model.windows.every, len(model.windows.sizes), len(model.extras.rotary_layers))
+    kinds = (model.period, len(model.windows.sizes), len(model.extras.rotary_layers))
     period = math.lcm(*(max(1, count) for count in kinds))
     spread = math.prod(mesh.shape[axis] for axis in ("tensor", "fsdp", "sequence"))
     small = dataclasses.replace(model, layers=min(model.layers, period), vocab_size=256 * spread)

@@ -47,7 +47,14 @@ from grpo_roc_jax.model.sharding import (
     row_shards,
     slot_shards,
 )
-from grpo_roc_jax.model.transformer import Params, compute_dtype, init_params, layer_shapes, layers_with
+from grpo_roc_jax.model.transformer import (
+    Params,
+    cast_params,
+    compute_dtype,
+    init_params,
+    layer_shapes,
+    layers_with,
+)
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.rollout.publish import sampler_config, unstack
 from grpo_roc_jax.settings.cli import ConfigError, config_errors
@@ -67,6 +74,15 @@ class PolicyModel:
     def full(self, trained: Params) -> Params:
         """The parameters of the policy, from the parameters of the training state."""
         return full_params(self.base, trained, self.lora)
+
+    def portable(self, trained: Params) -> Params:
+        """What another process needs of the training state's parameters to sample, as NumPy arrays: the adapter, or all
+        parameters in the compute dtype, to which `Engine.publish` casts them too."""
+        return jax.device_get(trained if self.lora.rank else cast_params(trained, compute_dtype(self.model)))
+
+    def placed(self, portable: Params) -> Params:
+        """The result of `portable` on the devices of this model."""
+        return jax.device_put(portable, trained_shardings(self.model, self.mesh, self.lora))
 
 
 @cache
@@ -213,7 +229,7 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
     )
     kept_bytes_per_layer = 4 * model.d_model
     if config.update.remat in ("attention", "auto"):
-        kept_bytes_per_layer += compute * model.heads * model.head_dim
+        kept_bytes_per_layer += compute * model.attention_width // max(1, sum(model.attends))
     elif config.update.remat == "none":
         kept_bytes_per_layer += _activations(config, model, compute)
     columns = min(config.update.vocab_chunk or USUAL_CHUNK, model.vocab_size)
@@ -237,13 +253,14 @@ def cache_bytes(model: ModelConfig, compute: int, stored: str = "full") -> tuple
     `RolloutConfig.cache_dtype`."""
     attends = sum(model.attends)
     per_row = (model.layers - attends) * row_bytes(model.delta, compute) if model.delta else 0
-    return 2 * attends * model.kv_heads * stored_bytes(stored, model.head_dim, compute), per_row
+    return 2 * sum(heads * stored_bytes(stored, width, compute) for heads, width in model.attention_heads), per_row
 
 
 def _activations(config: Config, model: ModelConfig, compute: int) -> int:
     """Bytes per token and layer that the backward pass reads in addition to the layer's input when nothing is
     recomputed."""
-    heads, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    attends = sum(model.attends)
+    heads, kv = model.attention_width // attends, model.key_columns // attends
     width = model.d_ff * max(1, model.experts.per_token) + model.experts.shared
     activation_bytes = 4 * model.d_model + compute * (2 * model.d_model + 2 * heads + 2 * kv + 3 * width)
     # Blockwise attention does not store its scores; short rows use the reference implementation, which does.

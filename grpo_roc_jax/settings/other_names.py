@@ -25,6 +25,14 @@ CLOSE_ALONE = 0.75
 """The same for a key without a section: `hlep` and `help` have 0.75, `hello` and `tell` 0.67."""
 MISSPELT = 0.9
 """The same for settings of other projects: `learnig_rate` and `learning_rate` have 0.96."""
+# fmt: off
+GENERIC = frozenset([
+    "alpha", "clean", "enable", "enabled", "filter", "format", "high", "id", "interval", "level", "low", "max",
+    "min", "mode", "model", "n", "name", "path", "port", "ratio", "rank", "shape", "size", "source", "strategy",
+    "timeout", "type", "value",
+])
+# fmt: on
+"""Last parts of keys that mean nothing without their section: `renderer.name` is not `name`."""
 METHOD = "a recipe"
 """Marks a setting of another project that chooses a method."""
 ELSEWHERE = "elsewhere"
@@ -125,6 +133,45 @@ OTHER_NAMES = (
         ("attn_implementation", "update.attention"),
         ("packing", "", "rows are always packed"),
         ("repetition_penalty", "", "tokens are drawn from the probabilities that are trained"),
+        ("adam_epsilon", "optim.eps"),
+        ("logging_strategy", "", "every step is logged"),
+        ("logging_dir", "run_dir"),
+        ("save_strategy", "checkpoint.every"),
+        ("eval_strategy", "eval.every"),
+        ("per_device_eval_batch_size", "rollout.slots", "rows that are sampled at a time"),
+        ("num_generations_eval", "eval.samples"),
+        ("entropy_coef", "advantage.adjust", "entropy_bonus, which follows a target"),
+        ("use_adaptive_entropy", "advantage.adjust", "entropy_bonus, which follows a target"),
+        ("entropy_target", "advantage.adjust.entropy_bonus.target"),
+        ("vllm_importance_sampling_clip_max", "weights.factors", "high of truncated_is or masked_is"),
+        ("vllm_importance_sampling_clip_min", "weights.factors", "low of masked_is"),
+        ("vllm_importance_sampling_cap", "weights.factors", "high of truncated_is or masked_is"),
+        ("use_bias_correction_kl", METHOD, "methods/kl_corrected.yaml"),
+        ("multi_objective_aggregation", METHOD, "methods/gdpo.yaml normalizes each reward by itself"),
+        ("sapo_temperature_pos", "surrogate.positive", "of surrogate sapo"),
+        ("sapo_temperature_neg", "surrogate.negative", "of surrogate sapo"),
+        ("vespo_k_pos", METHOD, "methods/vespo.yaml"),
+        ("vespo_lambda_pos", METHOD, "methods/vespo.yaml"),
+        ("shuffle_dataset", "data.shuffle"),
+        ("num_completions_to_print", "log.samples", "one rollout every so many steps"),
+        ("push_to_hub", "", "`grpo-roc export RUN TARGET` writes a folder that can be uploaded"),
+        ("hub_model_id", "", "`grpo-roc export RUN TARGET` writes a folder that can be uploaded"),
+        ("peft_config", "lora", "lora low_rank trains an adapter"),
+        ("quantization_config", "lora.base_bits", "of lora low_rank"),
+        ("rollout_func", "environment", "a class that answers turns"),
+        ("processing_class", "text.tokenizer"),
+        ("trust_remote_code", "", "code that comes with a checkpoint is never run"),
+        ("fp16", "model.compute_dtype"),
+        ("use_liger_kernel", "update.vocab_chunk", "logits of so many columns exist at a time"),
+        ("deepspeed", "sharding.fsdp", "devices that share one copy of the state"),
+        ("fsdp", "sharding.fsdp", "devices that share one copy of the state"),
+        ("ds3_gather_for_generation", "", "the engine is part of the run"),
+        ("cache_implementation", "", "the engine is part of the run"),
+        ("use_transformers_paged", "", "the engine is part of the run"),
+        ("use_transformers_continuous_batching", "", "the engine is part of the run"),
+        ("max_staleness", "rollout.step_limit.lag", "of rollout.step_limit stream"),
+        ("max_inflight_tasks", "rollout.slots"),
+        ("vllm_*", "", "the engine is part of the run"),
     ),
     *_rows(
         "verl",
@@ -181,7 +228,46 @@ OTHER_NAMES = (
         ("data.shuffle_seed", "seed"),
         ("actor_rollout_ref.model.enable_gradient_checkpointing", "update.remat"),
         ("actor_rollout_ref.rollout.top_p", "sampling.top_p"),
-        ("critic.optim.lr", "", "no method here has a critic"),
+        ("actor_rollout_ref.rollout.top_k", "sampling.top_k"),
+        ("actor_rollout_ref.rollout.response_length", "rollout.max_response_tokens", "counts the outputs of tools too"),
+        ("actor_rollout_ref.rollout.prompt_length", "rollout.max_prompt_tokens"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", METHOD),
+        ("actor_rollout_ref.actor.clip_ratio_c", "surrogate.dual", "of surrogate capped_clip"),
+        ("actor_rollout_ref.actor.use_dynamic_bsz", "", "rows are always packed"),
+        ("actor_rollout_ref.model.use_remove_padding", "", "rows are always packed"),
+        ("actor_rollout_ref.model.target_modules", "lora.targets"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps", "optim.warmup_steps"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", "optim.warmup_steps", "steps, not a share"),
+        ("actor_rollout_ref.actor.entropy_from_logits_with_chunking", "update.vocab_chunk"),
+        ("fsdp_config.fsdp_size", "sharding.fsdp"),
+        ("fsdp_config.optimizer_offload", "optim.offload"),
+        ("fsdp_config.param_offload", "optim.offload", "moves the moments; parameters stay on the devices"),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "eval.samples"),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", "eval.temperature"),
+        ("actor_rollout_ref.rollout.val_kwargs.*", "", "evaluation has settings of its own in the section eval"),
+        ("actor_rollout_ref.rollout.multi_turn.enable", "tools.enabled"),
+        ("actor_rollout_ref.rollout.multi_turn.format", "text.calls"),
+        ("actor_rollout_ref.rollout.multi_turn.max_user_turns", "rollout.max_turns"),
+        ("actor_rollout_ref.rollout.multi_turn.tool_config_path", "environment", "its public methods are the tools"),
+        ("actor_rollout_ref.rollout.*", "", "the engine is part of the run"),
+        ("actor_rollout_ref.ref.*", "", "the reference takes the settings of the policy"),
+        ("algorithm.lam", "", "no method here has a critic"),
+        ("critic.*", "", "no method here has a critic"),
+        ("trainer.critic_warmup", "", "no method here has a critic"),
+        ("data.gen_batch_size", "group.dynamic_sampling_rounds", "batches are sampled until enough groups remain"),
+        ("data.truncation", "data.bad_rows", "nothing is cut"),
+        ("data.image_key", "", "problems are text"),
+        ("data.custom_cls.*", "", "a file of problems is JSONL or Parquet"),
+        ("reward_model.overlong_buffer.*", "shaping", "overlong"),
+        ("trainer.project_name", "log.wandb.project"),
+        ("trainer.val_before_train", "eval.every", "a run is evaluated before and after"),
+        ("trainer.balance_batch", "", "rows are always packed"),
+        ("trainer.log_val_generations", "log.samples"),
+        ("trainer.rollout_data_dir", "log.traces"),
+        ("trainer.max_actor_ckpt_to_keep", "checkpoint.keep"),
+        ("async_training.staleness_threshold", "rollout.step_limit.lag", "of rollout.step_limit stream"),
+        ("async_training.*", "rollout.step_limit", "of step_limit stream"),
+        ("ray_kwargs.*", "", "a run needs no Ray"),
     ),
     *_rows(
         "tunix",
@@ -205,6 +291,42 @@ OTHER_NAMES = (
         ("checkpoint_root_directory", "run_dir"),
         ("reward_fns", "reward.functions"),
         ("system_prompt", "text.system"),
+        ("model_config.model_id", "model.path"),
+        ("model_config.model_name", "model.path"),
+        ("model_config.model_source", "model.path", "a directory, a hub id or package:NAME"),
+        ("model_config.use_flash_attention", "update.attention"),
+        ("model_config.remat_config", "update.remat"),
+        ("model_config.rng_seed", "seed"),
+        ("mesh.shape", "sharding.fsdp", "and sharding.tensor"),
+        ("mesh.axis_names", "sharding.fsdp", "and sharding.tensor"),
+        ("lora_config.module_path", "lora.targets"),
+        ("tokenizer_config.tokenizer_path", "text.tokenizer"),
+        ("num_batches", "steps"),
+        ("num_test_batches", "data.eval_problems"),
+        ("train_fraction", "data.eval_sources", "a file of its own"),
+        ("actor_optimizer_config.opt_type", "", "the optimizer is AdamW; its settings are in the section optim"),
+        ("actor_optimizer_config.peak_value", "optim.lr"),
+        ("actor_optimizer_config.schedule_type", "optim.schedule"),
+        ("actor_optimizer_config.decay_steps", "optim.schedule.total_steps"),
+        ("actor_optimizer_config.end_value", "optim.schedule.final_ratio", "a share of the peak"),
+        ("actor_optimizer_config.init_value", "", "the warm-up begins at 0"),
+        ("actor_optimizer_config.b1", "optim.beta1"),
+        ("actor_optimizer_config.b2", "optim.beta2"),
+        ("metrics_logging_options.log_dir", "run_dir"),
+        ("checkpointing_options.save_interval_steps", "checkpoint.every"),
+        ("checkpointing_options.max_to_keep", "checkpoint.keep"),
+        ("total_generation_steps", "rollout.max_response_tokens", "counts the outputs of tools too"),
+        ("offload_to_cpu", "optim.offload"),
+        ("kl_loss_mode", "surrogate.kl"),
+        ("sampler_is", "weights.factors", "truncated_is or masked_is"),
+        ("sampler_is_threshold", "weights.factors", "high of truncated_is or masked_is"),
+        ("env_class_path", "environment", "file.py:Class"),
+        ("agent_class_path", "environment", "file.py:Class"),
+        ("enable_thinking", "text.template.variables", "enable_thinking=false"),
+        ("data_module", "data.sources"),
+        ("rollout_engine", "", "the engine is part of the run"),
+        ("env_kwargs.*", "environment", "a class reads its own settings"),
+        ("vllm_config.*", "", "the engine is part of the run"),
     ),
     *_rows(
         "prime-rl",
@@ -217,7 +339,7 @@ OTHER_NAMES = (
         ("trainer.loss.type", METHOD, "methods/dppo.yaml is near to its default"),
         ("trainer.loss.ratio_low", "weights.factors.masked_is.low", "of weights.factors masked_is"),
         ("trainer.loss.ratio_high", "weights.factors.masked_is.high", "of weights.factors masked_is"),
-        ("orchestrator.train.algo.type", METHOD),
+        ("algo.type", METHOD),
         ("orchestrator.algorithms.id", METHOD),
         ("orchestrator.train.group_size", "group.size"),
         ("orchestrator.max_off_policy_steps", "rollout.step_limit.lag", "of rollout.step_limit stream"),
@@ -230,6 +352,31 @@ OTHER_NAMES = (
         ("ckpt.interval", "checkpoint.every"),
         ("env.id", "environment", "environment verifiers"),
         ("trainer.model.ac", "update.remat"),
+        ("trainer.loss.dppo_mask_low", "surrogate.low", "of surrogate dppo"),
+        ("trainer.loss.dppo_mask_high", "surrogate.high", "of surrogate dppo"),
+        ("trainer.loss.kl_tau", "surrogate.penalty", "of surrogate dppo"),
+        ("trainer.optim.type", "", "the optimizer is AdamW; its settings are in the section optim"),
+        ("trainer.model.lora.target_modules", "lora.targets"),
+        ("trainer.model.lora.dropout", "", "adapters have no dropout"),
+        ("trainer.model.attn", "update.attention"),
+        ("trainer.model.cp", "sharding.sequence"),
+        ("algo.teacher.*", METHOD, "methods/opd.yaml"),
+        ("algo.length_penalty.*", "shaping"),
+        ("sampling.max_completion_tokens", "rollout.max_response_tokens", "counts the outputs of tools too"),
+        ("eval.interval", "eval.every"),
+        ("eval.num_examples", "data.eval_problems"),
+        ("eval.group_size", "eval.samples"),
+        ("concurrency.max_inflight", "rollout.slots"),
+        ("ckpt.keep_last", "checkpoint.keep"),
+        ("monitors.wandb.project", "log.wandb.project"),
+        ("monitors.wandb.name", "name"),
+        ("env.taskset.*", "environment", "environment verifiers"),
+        ("orchestrator.train.source.*", "environment", "environment verifiers"),
+        ("renderer.*", "text.template", "how roles are written"),
+        ("inference.*", "", "the engine is part of the run"),
+        ("weight_broadcast.*", "", "the engine is part of the run"),
+        ("deployment.*", "", "every host runs the same command; the section sharding divides the devices"),
+        ("slurm.*", "", "every host runs the same command; docs/launch.md has a script"),
     ),
     *_rows(
         ELSEWHERE,
@@ -279,15 +426,29 @@ COMMAND_NAMES |= {"eval": "evaluate", "generate": "chat", "init": "new", "env": 
 
 def other_name(key: str) -> OtherName | None:
     """The setting of another project that matches a key, written in full, with a section before it, or
-    without its own."""
-    for row in OTHER_NAMES:  # in full, or in any section
-        if key == row.theirs or key.endswith(f".{row.theirs}"):
-            return row
-    return next((row for row in OTHER_NAMES if row.theirs.endswith(f".{key}")), None)
+    without its own.
+
+    Of several names that the key may stand for, the longest is meant; of several that end in the key, the shortest.
+    """
+    matches = [row for row in OTHER_NAMES if _stands_for(row.theirs, key)]
+    if matches:
+        return max(matches, key=lambda row: len(row.theirs))
+    tails = [row for row in OTHER_NAMES if row.theirs.endswith(f".{key}")]
+    return min(tails, key=lambda row: len(row.theirs), default=None)
 
 
-def _misspelt(tail: str) -> OtherName | None:
-    """The setting of another project whose last part is spelt nearly like `tail`."""
+def _stands_for(theirs: str, key: str) -> bool:
+    """Whether a row's name is that of a key, behind any sections; `section.*` is every key of a section."""
+    if theirs.endswith("*"):
+        return f".{theirs[:-1]}" in f".{key}"
+    return key == theirs or key.endswith(f".{theirs}")
+
+
+def _misspelt(key: str) -> OtherName | None:
+    """The setting of another project whose last part is spelt nearly like that of `key`."""
+    tail = key.rpartition(".")[2]
+    if tail in GENERIC:
+        return None
     ratio, row = max(
         ((_alike(row.theirs.rpartition(".")[2], tail), row) for row in OTHER_NAMES), key=lambda pair: pair[0]
     )
@@ -319,7 +480,7 @@ def advice(key: str, value: object, known: Collection[str]) -> str:
         known: Every setting.
     """
     near = nearest(key, list(known))
-    row = other_name(key) or (None if near else _misspelt(key.rpartition(".")[2]))
+    row = other_name(key) or (None if near else _misspelt(key))
     if row is not None and (row.ours in known or not row.ours or row.ours == METHOD):
         note = f" ({row.note})" if row.note else ""
         if row.ours == METHOD:
@@ -345,14 +506,15 @@ def nearest(key: str, known: Sequence[str]) -> str:
     if close := close_to(tail, [name.rpartition(".")[2] for name in near]):
         return f"{section}.{close}"
     same = [name for name in known if name.rpartition(".")[2] == tail]
-    if same and (len(same) == 1 or len(tail) > 3):
+    if same and (len(same) == 1 or len(tail) > 3) and not (section and tail in GENERIC):
         return min(same, key=lambda name: (name.count("."), known.index(name)))
     if joined := [name for name in known if _joined(name) == _joined(key)]:
         return joined[0]
     alike = {name: _alike(name.rpartition(".")[2], tail) for name in known}
     here = [name for name in known if section and _alike(name.rpartition(".")[0], section) >= CLOSE <= alike[name]]
-    least = CLOSE_ELSEWHERE if section else CLOSE_ALONE
-    elsewhere = [name for name in known if alike[name] >= least]
+    ours = not section or section.partition(".")[0] in {name.partition(".")[0] for name in known}
+    least = 1.0 if not ours else CLOSE_ELSEWHERE if section else CLOSE_ALONE
+    elsewhere = [name for name in known if alike[name] >= least and not (section and tail in GENERIC)]
     return max(here or elsewhere, key=lambda name: (alike[name], _alike(name, key), -name.count(".")), default="")
 
 

@@ -50,21 +50,25 @@ class Phase:
     announced: bool = False
     _first_s: float = 0.0
     """Seconds of the first step, which includes compilation."""
+    _grew: float = 0.0
+    """Time at which `done` grew last."""
     _stepped: float = field(default=0.0)
     """Time of the last line on a step."""
 
     def __post_init__(self) -> None:
-        self.started = self._stepped = self.clock()
+        self.started = self._stepped = self._grew = self.clock()
 
     def at(self, done: int, status: str = "") -> None:
         """Records how many steps are done; the narrator writes a line if one is due."""
+        if done > self.done:
+            self._grew = self.clock()
         self.done, self.status = done, status
 
     def step(self, done: int) -> None:
         """Records that step number `done`, counted from 1, has ended. The first steps have a line, later ones one per
         `STEPS_S`. Several steps at once always have one."""
         now, several = self.clock(), done - self.done > 1
-        self.done, self.status = done, ""
+        self.done, self.status, self._grew = done, "", now
         if done == 1:
             self._first_s = now - self.started
         if several or done in FIRST_STEPS or done == self.steps or now - self._stepped >= STEPS_S:
@@ -75,26 +79,26 @@ class Phase:
         at = f"{self.name}: {self.unit} {self.done} of {self.steps}"
         if self.done == 1:
             return f"{at} after {self._first_s:.1f} s, compilation included{self.left(now)}"
-        return f"{at}, {self._each(now):.2f} s a {self.unit}{self.left(now)}"
+        return f"{at}, {self._each():.2f} s a {self.unit}{self.left(now)}"
 
-    def _each(self, now: float) -> float:
-        """Seconds per step, without the first one, which compiles."""
-        return (now - self.started - self._first_s) / max(self.done - (self._first_s > 0), 1)
+    def _each(self) -> float:
+        """Seconds per step up to the last one that ended, without the first one, which compiles."""
+        return (self._grew - self.started - self._first_s) / max(self.done - (self._first_s > 0), 1)
 
     def left(self, now: float) -> str:
         """How long it still takes, in words after a comma; empty if nothing says so."""
-        left, each = self.steps - self.done, self._each(now) if self.done > 1 else self.usual
+        left, each = self.steps - self.done, self._each() if self.done > 1 else self.usual
         if self.steps:
-            return f", {describe_seconds(each * left)} left" if left > 0 and each else ""
+            more = max(each * left - (now - self._grew), each * (left - 1))  # the step that runs may take longer
+            return f", {describe_seconds(more)} left" if more > 0 else ""
         more = self.usual - (now - self.started)
         return f", about {describe_seconds(more)} left" if more > 0 else ""
 
     def seconds(self) -> float:
         """Seconds of a step, or of the whole phase if it has no steps; 0 if too few steps were done to estimate it."""
-        now = self.clock()
         if self.steps:
-            return self._each(now) if self.done > 1 else 0.0
-        return now - self.started
+            return self._each() if self.done > 1 else 0.0
+        return self.clock() - self.started
 
     def going_on(self) -> str:
         """The line for a phase that has had none for long."""

@@ -1,7 +1,8 @@
 """Keeps secrets that were typed into a setting or a command out of the files, logs and services of a run.
 
 A secret is recognized by its context: the user information of an address, a part of its query, the value of an option
-or of a variable whose name suggests it, a header, or a token with the prefix of a known service. Other settings stay
+or of a variable whose name suggests it, a header, an argument of a command that takes a secret there, or a token with
+the prefix of a known service. Other settings stay
 unchanged. `token_variable` and similar settings keep secrets out of the configuration altogether. Everything that
 modules of this package log passes through here, whatever displays it.
 """
@@ -14,17 +15,51 @@ from typing import Any
 
 HIDDEN = "<hidden>"
 _NAME = (
-    r"(?:api[-_]?key|access[-_]?key|private[-_]?key|key|token|secret|password|passwd|passphrase|pass|pwd|pw|credentials?"
-    r"|auth|sig|signature)"
+    r"(?:(?:api|auth|access|private|secret)[-_]?key|(?:api|auth|access)[-_]?token|key|token|secret|password|passwd"
+    r"|passphrase|pass|pwd|pw|credentials?|auth|sig|signature)"
 )
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s\"',;]+)"
 _OPTION = rf"--?(?!(?:[\w.]*\.)?(?:bos|eos|pad|unk)[-_]token)(?:[\w.]+[-_.])*{_NAME}"
-_VARIABLE = r"(?:[A-Z][A-Z0-9]*_)*(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|PWD|CREDENTIALS?|AUTH)"
+_VARIABLE = (
+    r"(?:[A-Z][A-Z0-9]*_)*(?:[A-Z0-9]{0,20}(?:APIKEY|TOKEN|SECRET|PASSWORD|PASSWD)|SSHPASS|API_?KEY|KEY|PASS|PWD"
+    r"|CREDENTIALS?|AUTH)"
+)
 _SETTING = (
     r"(?!(?:bos|eos|pad|unk|mask|sep|cls|image|stop)_token)(?:[a-z]+_){0,3}"
     r"(?:password|passwd|secret|api_?key|access_?key|private_key|(?<=_)token)"
 )
 _SCHEME = r"(?:bearer|basic|token|digest|apikey)"
+_ARGUMENT = r"(?:\"[^\"]*\"|'[^']*'|[^\s\"',;|&<>-][^\s\"';|&<>]*)"
+"""A word of a command that is neither an option nor a sign of the shell."""
+_WITHIN = r"(?:[^|;&\n]{0,200}?\s)??"
+"""Further words of the same command."""
+_LOGIN = r"(?:docker|podman|nerdctl|buildah|skopeo|oras|crane|helm|az|oc|cf|swanlab)\s+(?:[\w-]+\s+){0,2}?login"
+_MYSQL = r"(?:mysql\w{0,12}|mycli|mariadb(?:-\w{1,12})?)"
+_RANDOM = (
+    r"(?=[A-Za-z0-9+=~-]{10,}(?![^\s\"';|&]))(?=\S*[A-Za-z])"
+    r"(?:(?=\S*\d[A-Za-z+=~-]+\d)|(?=\S*\d)(?=\S*[a-z])(?=\S*[A-Z]))[A-Za-z0-9+=~-]+"
+)
+"""A word that looks drawn at random: ten letters and digits or more, in several runs of digits or in both cases."""
+_COMMANDS = tuple(
+    (re.compile(pattern), r"\1" + HIDDEN)
+    for pattern in (
+        rf"((?<![\w.-]){_LOGIN}\s{_WITHIN}-[pk](?:=|\s*+)(?!=))(?!<){_ARGUMENT}",
+        rf"((?<![\w.-]){_MYSQL}\s{_WITHIN}-p)(?!<){_ARGUMENT}",
+        rf"((?<![\w.-])sshpass\s+(?:-[evP]\S*\s+)*+-p\s*)(?!<){_ARGUMENT}",
+        rf"((?<![\w.-])7z[ar]?\s{_WITHIN}-p)(?!<){_ARGUMENT}",
+        rf"((?<![\w.-])(?:un)?zip\s{_WITHIN}-P\s*)(?!<){_ARGUMENT}",
+        rf"((?<![\w.-])mongo(?:sh|dump|restore)?\s{_WITHIN}-p\s+)(?!<){_ARGUMENT}",
+        rf"((?<![\w.-])redis-cli\s{_WITHIN}-a\s+)(?!<){_ARGUMENT}",
+        rf"((?<![\w.-])ldap\w+\s{_WITHIN}-w\s*)(?!<){_ARGUMENT}",
+        r"((?<![\w.-])(?:wandb|vault|trackio)\s+login\s+"
+        rf"(?:--?(?:host|method|path)[=\s]\s*\S+\s+|--?[\w-]+(?:=\S+)?\s+)*+)(?!<){_ARGUMENT}",
+        rf"((?<![\w.-])ngrok\s+(?:config\s+add-)?authtoken\s+)(?!<){_ARGUMENT}",
+        rf"((?:\b|_)(?:secret_access_key|_authToken)[\s=]\s*)(?!<){_ARGUMENT}",
+        rf"((?<![\w-])-k(?:=|\s+)[\"']?){_RANDOM}",
+    )
+)
+"""Secrets that a command takes without a name: `mysql -pX`, `docker login -p X`, `wandb login X`. Of `-k X`, which is
+often no secret, only words that look random."""
 _RULES = tuple(
     (re.compile(pattern, flags), r"\1" + HIDDEN)
     for pattern, flags in (
@@ -46,6 +81,8 @@ _RULES = tuple(
     )
 )
 """Patterns and their replacements, in the order in which they are applied."""
+MOST_WORDS = 16
+"""Words of a command that are looked at before one of them."""
 _WORD = re.compile(_OPTION, re.IGNORECASE)
 """A word whose value is the next word."""
 
@@ -54,7 +91,7 @@ def hidden(text: str) -> str:
     """The text with `<hidden>` in place of what looks like a typed secret."""
     if not isinstance(text, str) or len(text) < 4:
         return text
-    for pattern, instead in _RULES:
+    for pattern, instead in (*_RULES, *_COMMANDS):
         text = pattern.sub(instead, text)
     return text
 
@@ -69,10 +106,25 @@ def without_secrets(value: Any) -> Any:
         before, words = "", []
         for item in value:
             option = isinstance(before, str) and isinstance(item, str) and _WORD.fullmatch(before)
-            words.append(HIDDEN if option and not item.startswith("-") else without_secrets(item))
+            if option and not item.startswith("-"):
+                words.append(HIDDEN)
+            else:
+                words.append(_in_command(words[-MOST_WORDS:], without_secrets(item)))
             before = item
         return words if isinstance(value, list) else tuple(words)
     return value
+
+
+def _in_command(before: list, item: Any) -> Any:
+    """A word of a command that comes apart, hidden if the words before it say that it is a secret."""
+    if not isinstance(item, str) or not before or any(not isinstance(word, str) for word in before):
+        return item
+    start = " ".join(before) + " "
+    for pattern, instead in _COMMANDS:
+        changed = pattern.sub(instead, start + item)
+        if changed.startswith(start):
+            item = changed.removeprefix(start)
+    return item
 
 
 def hides_something(value: Any) -> bool:

@@ -23,8 +23,8 @@ from grpo_roc_jax.text.calls import (
     requires_nothing,
 )
 from grpo_roc_jax.text.dialects import DIALECTS
-from grpo_roc_jax.text.forms import CALL_ID, CallForm, as_json, or_json, properties_of, typed
-from grpo_roc_jax.text.literals import fence_end, python_call, python_calls
+from grpo_roc_jax.text.forms import CALL_ID, CODE, CallForm, as_json, or_json, properties_of, typed, value_end
+from grpo_roc_jax.text.literals import CodeStrings, fence_end, python_call, python_calls
 from grpo_roc_jax.types import ToolCall
 
 CallConvention = CallForm
@@ -61,8 +61,9 @@ class XmlCalls(HermesCalls):
     """`<tool_call><function=name><parameter=x>value</parameter></function></tool_call>`, once or several times.
 
     Values are plain text on lines of their own; the schema of the tool says which of them are JSON. A value that begins
-    with a line ends where `</parameter>` begins one. A call that is not closed to its end is never run. JSON between
-    the tags is read too, and written where a value holds the marks of this form.
+    with a line ends where `</parameter>` begins one; marks inside the strings of Python code are text. A call that is
+    not closed to its end is never run. JSON between the tags is read too, and written where a value holds the marks of
+    this form.
     Source: the chat templates of Qwen3-Coder, Qwen3.5 and Nemotron 3.
     """
 
@@ -83,7 +84,7 @@ class XmlCalls(HermesCalls):
             if unfinished or begins(text, body, "<function=") == "open":
                 return CallSpan(opened, len(text), (parse_call(text[begin:]),), "open", ended=False)
             return super()._block(text, opened, tools)
-        state, end, values = self._values(text, head.end())
+        state, end, values, sure = self._values(text, head.end())
         fault = "a parameter is not closed" if state == "broken" else "the call ends before </function>"
         if state == "closed":
             end = after_space(text, end)
@@ -91,48 +92,53 @@ class XmlCalls(HermesCalls):
             if state != "broken":
                 call = self._call(head[1], values, text[begin:end], tools)
                 ended = state == "closed"
-                return CallSpan(opened, end + len(CALL_CLOSE) if ended else len(text), (call,), state, ended)
+                after = end + len(CALL_CLOSE) if ended else len(text)
+                if not sure and CALL_OPEN not in text[after:]:
+                    return CallSpan(opened, after, (call,), "open", ended=False)
+                return CallSpan(opened, after, (call,), state, ended)
             fault = "nothing may stand between </function> and </tool_call>"
         close = text.find(CALL_CLOSE, end) if state == "broken" else -1
         raw, after = (text[begin:], len(text)) if close < 0 else (text[begin:close], close + len(CALL_CLOSE))
         return CallSpan(opened, after, (malformed(raw, fault, head[1].strip()),), state, ended=close >= 0)
 
-    def _values(self, text: str, at: int) -> tuple[State, int, list[tuple[str, str]]]:
-        """(state, end of `</function>` or of the readable part, names and texts of the parameters)."""
+    def _values(self, text: str, at: int) -> tuple[State, int, list[tuple[str, str]], bool]:
+        """(state, end of `</function>` or of the readable part, names and texts of the parameters, whether the last of
+        them is sure to end there: its closing mark is not in a string of code that goes on)."""
         values: list[tuple[str, str]] = []
         cuts: dict[str, int] = {}
+        sure, coded = True, False
         while True:
             parameter = self._parameter.match(text, at)
             if parameter is None:
                 begin = after_space(text, at)
                 if text.startswith("</function>", begin):
-                    return "closed", begin + len("</function>"), values
+                    return "closed", begin + len("</function>"), values, sure
                 rest = text[begin : begin + 300]
                 unfinished = re.fullmatch(r"<parameter=[^<>\n]*", rest) is not None or any(
                     mark.startswith(rest) for mark in ("<parameter=", "</function>")
                 )
-                return ("open" if unfinished else "broken"), begin, values
+                return ("open" if unfinished else "broken"), begin, values, sure
             start = parameter.end()
             closing = "\n</parameter>" if text.startswith("\n", start) else "</parameter>"
-            if cuts.get(closing, -1) < start:
-                cut = self._cuts[closing].search(text, start)
-                cuts[closing] = cut.start() if cut else len(text)
-            state, end = self._value_end(text, start, closing)
-            if state != "closed" or end > cuts[closing]:
+            code = parameter[1].strip() == CODE and not coded
+            coded = coded or code
+            if code or cuts.get(closing, -1) < start:
+                cuts[closing] = self._cut(text, start, closing, code)
+            state, end = value_end(text, start, closing, ("<parameter=", "</function>"), code=code)
+            sure = sure and state == "closed"
+            if end == len(text) or end > cuts[closing]:
                 cut_off = cuts[closing] < len(text)
-                return ("broken", cuts[closing], values) if cut_off else ("open", len(text), values)
+                return ("broken", cuts[closing], values, sure) if cut_off else ("open", len(text), values, sure)
             values.append((parameter[1].strip(), text[start:end].removeprefix("\n")))
             at = end + len(closing)
 
-    @staticmethod
-    def _value_end(text: str, at: int, closing: str) -> tuple[State, int]:
-        """Where the closing mark of a value begins. It must be followed by another parameter or the end of the call."""
-        while (end := text.find(closing, at)) >= 0:
-            after = after_space(text, end + len(closing))
-            if any(begins(text, after, mark) != "broken" for mark in ("<parameter=", "</function>")):
-                return "closed", end
-            at = end + 1
-        return "open", len(text)
+    def _cut(self, text: str, at: int, closing: str, code: bool) -> int:
+        """Where the call ends at the latest; the length of the text without such a place."""
+        strings = CodeStrings(text, at) if code else None
+        for cut in self._cuts[closing].finditer(text, at):
+            if strings is None or strings.around(cut.start()) != "closed":
+                return cut.start()
+        return len(text)
 
     @staticmethod
     def _call(name: str, values: Sequence[tuple[str, str]], raw: str, tools: Tools) -> ToolCall:

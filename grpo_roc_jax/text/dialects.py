@@ -24,7 +24,17 @@ from grpo_roc_jax.text.calls import (
     malformed,
     parse_call,
 )
-from grpo_roc_jax.text.forms import PYTHON_TOOL, CallForm, as_json, or_json, plain_name, properties_of, typed
+from grpo_roc_jax.text.forms import (
+    CODE,
+    PYTHON_TOOL,
+    CallForm,
+    as_json,
+    or_json,
+    plain_name,
+    properties_of,
+    typed,
+    value_end,
+)
 from grpo_roc_jax.text.literals import Broken, Ended, GemmaValues, bracket_end, python_value
 from grpo_roc_jax.types import ToolCall
 
@@ -51,7 +61,8 @@ def _json_call(name: str, arguments: str, raw: str, tools: Tools) -> ToolCall:
 class GlmCalls(CallForm):
     """`<tool_call>name`, then `<arg_key>x</arg_key>` and `<arg_value>value</arg_value>` for each argument.
 
-    Text stands as it is; the schema of the tool says which values are JSON. Source: the chat template of GLM-4.5.
+    Text stands as it is; the schema of the tool says which values are JSON. Marks inside the strings of Python code are
+    text. Source: the chat template of GLM-4.5.
     """
 
     stop_text = CALL_CLOSE
@@ -75,9 +86,13 @@ class GlmCalls(CallForm):
             return CallSpan(opened, after, (parse_call(text[begin:end], tools),), state, ended=after > end)
         values: list[tuple[str, str]] = []
         end = head.end()
+        sure, coded = True, False
         while (key := self._key.match(text, end)) is not None:
-            end = self._value_end(text, key.end())
-            if end < 0:
+            code = key[1].strip() == CODE and not coded
+            coded = coded or code
+            value, end = value_end(text, key.end(), "</arg_value>", ("<arg_key>", CALL_CLOSE), code=code)
+            sure = sure and value == "closed"
+            if end == len(text):
                 fault = malformed(text[begin:], CUT_OFF, head[1])
                 return CallSpan(opened, len(text), (fault,), "open", ended=False)
             values.append((key[1].strip(), text[key.end() : end]))
@@ -88,24 +103,15 @@ class GlmCalls(CallForm):
             known = properties_of(head[1], tools)
             arguments = {name: typed(value, known.get(name, {})) for name, value in values}
             call = call_of({"name": head[1], "arguments": arguments}, text[begin:end])
-            return CallSpan(opened, end + len(CALL_CLOSE), (call,), "closed")
+            end += len(CALL_CLOSE)
+            sure = sure or CALL_OPEN in text[end:]
+            return CallSpan(opened, end, (call,), "closed" if sure else "open", ended=sure)
         if state == "broken" and (begins(text, end, "<arg_key>") == "broken"):
             close = text.find(CALL_CLOSE, end)
             raw, after = (text[begin:], len(text)) if close < 0 else (text[begin:close], close + len(CALL_CLOSE))
             fault = malformed(raw, "not readable as keys and values of arguments", head[1])
             return CallSpan(opened, after, (fault,), "broken", ended=close >= 0)
         return CallSpan(opened, len(text), (malformed(text[begin:], CUT_OFF, head[1]),), "open", ended=False)
-
-    @staticmethod
-    def _value_end(text: str, at: int) -> int:
-        """Where the closing mark of a value begins, or -1. It must be followed by another key or the end
-        of the call."""
-        while (end := text.find("</arg_value>", at)) >= 0:
-            after = after_space(text, end + len("</arg_value>"))
-            if any(begins(text, after, mark) != "broken" for mark in ("<arg_key>", CALL_CLOSE)):
-                return end
-            at = end + 1
-        return -1
 
     def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
         texts = (

@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpo_roc_jax.text.calls import CallSpan, Tools, call_id, functions_of
+from grpo_roc_jax.text.calls import CallSpan, State, Tools, after_space, begins, call_id, functions_of
+from grpo_roc_jax.text.literals import CodeStrings
 from grpo_roc_jax.types import ToolCall
 
 CALL_ID = "{:09d}"
@@ -90,6 +91,30 @@ class CallForm:
     def probe_id(self, name: str, index: int) -> str:
         """An id of a call in this form, for a template that checks it or reads the name of the tool from it."""
         return CALL_ID.format(index + 1)
+
+
+CODE = "code"
+"""Name of a parameter whose values are Python."""
+
+
+def value_end(text: str, at: int, closing: str, follows: Sequence[str], *, code: bool) -> tuple[State, int]:
+    """Where the closing mark of a value begins that stands as it is; it must be followed by one of some marks.
+
+    `open` with a place that is before the end of the text: the mark is inside a string of Python that the text does not
+    end, so that it may belong to the value. In strings that are closed, marks are text. Takes linear time.
+
+    Args:
+        code: The value is Python.
+    """
+    strings = CodeStrings(text, at) if code else None
+    while (end := text.find(closing, at)) >= 0:
+        after = after_space(text, end + len(closing))
+        if any(begins(text, after, mark) != "broken" for mark in follows):
+            inside = strings.around(end) if strings else None
+            if inside != "closed":
+                return ("open" if inside else "closed"), end
+        at = end + 1
+    return "open", len(text)
 
 
 def plain_name(name: str) -> str:

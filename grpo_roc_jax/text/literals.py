@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from grpo_roc_jax.text.calls import State, after_space, begins, json_span, malformed
@@ -27,6 +28,36 @@ def string_end(text: str, at: int) -> tuple[State, int]:
     if end >= len(text) or begins(text, end, quote) == "open" or (text[end] == "\\" and end + 1 == len(text)):
         return "open", len(text)
     return "broken", end
+
+
+_STRING_OR_COMMENT = re.compile(rf"{_QUOTE.pattern}|#")
+
+
+class CodeStrings:
+    """The strings of Python code that begins at `at`. Asked for growing indices, reads the text once."""
+
+    def __init__(self, text: str, at: int):
+        self._strings = self._read(text, at)
+        self._string = next(self._strings, None)
+
+    @staticmethod
+    def _read(text: str, at: int) -> Iterator[tuple[int, int, State]]:
+        while (mark := _STRING_OR_COMMENT.search(text, at)) is not None:
+            if mark.group() == "#":
+                at = text.find("\n", mark.end())
+                if at < 0:
+                    return
+                continue
+            state, at = string_end(text, mark.start())
+            if state != "broken":
+                yield mark.start(), at, state
+
+    def around(self, index: int) -> State | None:
+        """The state of the string that `index` is inside of: closed, or open at the end of the text; None outside of
+        strings. A string of one line that the line ends is none."""
+        while self._string is not None and self._string[1] <= index:
+            self._string = next(self._strings, None)
+        return self._string[2] if self._string is not None and self._string[0] < index else None
 
 
 _PLAIN = re.compile(r"[^\"'#()\[\]{}]*")

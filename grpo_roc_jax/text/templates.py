@@ -153,14 +153,20 @@ class ChatTemplate:
 
     def _written_calls(self, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
         """(name of a convention, a turn of one structured call as the template writes it, or "" if it writes none).
-        Conventions whose own form occurs in the turn come first."""
+        Conventions whose opening marks occur in the turn come first, and of these the ones whose own form does."""
         turns = {name: self.written_call(form, tools) for name, form in CONVENTIONS.items()}
-        exact = {name: CONVENTIONS[name].write_calls("", [PROBE]).strip() in turn for name, turn in turns.items()}
-        yield from sorted(turns.items(), key=lambda turn: not exact[turn[0]])
+
+        def distance(name: str) -> tuple[bool, bool]:
+            form, turn = CONVENTIONS[name], turns[name]
+            marked = any(mark in turn for mark in form.openings)
+            return not marked, form.write_calls("", [PROBE]).strip() not in turn
+
+        yield from sorted(turns.items(), key=lambda turn: distance(turn[0]))
 
     def written_call(self, form: CallConvention, tools: Sequence[Mapping[str, Any]]) -> str:
-        """What a template writes for a turn of one call, with the ids of this form. Its arguments are passed as an
-        object, or as JSON text if the template requires that."""
+        """What a template writes for a turn of one call, with the ids of this form; a part of the call if it writes no
+        more. Its arguments are passed as an object, or as JSON text if the template requires that."""
+        part = ""
         for arguments in (dict(PROBE.arguments), json.dumps(PROBE.arguments, ensure_ascii=False)):
             call = {"id": form.probe_id(PROBE.name, 0), "type": "function", "function": {"name": PROBE.name}}
             call["function"]["arguments"] = arguments
@@ -173,7 +179,8 @@ class ChatTemplate:
                 after = text.rpartition(USER)[2]
                 if PROBE.name in after and MARKER in after:
                     return after
-        return ""
+                part = part or (after if PROBE.name in after or MARKER in after else "")
+        return part
 
 
 MARKER = "xPROBEx"

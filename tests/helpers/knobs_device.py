@@ -103,6 +103,11 @@ SOME = {"model.extras": {"kind": "some"}}
 ALL_EXTRAS = {"scale_embed": True, "query_scale": 5.0, "attention_cap": 2.0, "logit_cap": 3.0, "rotary_share": 0.5}
 ALL_EXTRAS |= {"rotary_layers": (False,), "rotary_pairs": True, "embed_factor": 3.0, "residual_factor": 0.5}
 ALL_EXTRAS |= {"logit_divisor": 2.0, "sinks": True, "output_bias": True}
+ALL_EXTRAS |= {"rotated_norm": True, "value_norm": True, "layer_factors": True}
+FULL = {"kind": "sliding", "sizes": (4, 0), "local_theta": 50.0, "full_head_dim": 8, "full_kv_heads": 2}
+FULL_SETTINGS = {"full_head_dim": 12, "full_kv_heads": 1, "full_keys_as_values": True}
+EVERY = {"kind": "mixture", "count": 3, "per_token": 2, "every": 2, "dense_ff": 16}
+UNROTATED = {"kind": "some", "query_growth": 0.1, "query_length": 4, "rotary_layers": (True, False)}
 GROWTH = published_shape(extras={"kind": "some", "query_growth": 0.1, "query_length": 64})
 LATENT = {"kind": "some", "latent": 16, "latent_key": 8, "latent_value": 8}
 LATENT = published_shape(kv_heads=1, head_dim=24, extras=LATENT)
@@ -140,7 +145,21 @@ MODEL = (
     | cases(traced, {"model.ignore_keys": ("odd_key",)}, PLAIN_SHAPE | {"model.path": "{files}/model_odd"})
     | cases(traced, {"model.windows": {"kind": "sliding", "sizes": (4,)}})
     | cases(traced, {"model.windows.sizes": (4,), "model.windows.local_theta": 50.0}, WINDOWS)
+    | cases(traced, {"model.windows.chunked": True}, WINDOWS)
+    | cases(traced, {f"model.windows.{name}": value for name, value in FULL_SETTINGS.items()}, {"model.windows": FULL})
     | cases(traced, {f"model.windows.{name}": value for name, value in DELTA_SETTINGS.items()}, LAYERS)
+    | cases(
+        traced,
+        {"model.rope_scaling.share": 0.25},
+        published_shape(rope_scaling={"kind": "proportional", "share": 0.5}),
+    )
+    | cases(traced, {"model.experts.every": 4}, published_shape(layers=4, experts=EVERY))
+    | cases(
+        traced,
+        {"model.experts.own_norms": True},
+        published_shape(experts={"kind": "mixture", "count": 3, "per_token": 2, "shared": 8}),
+    )
+    | cases(traced, {"model.extras.query_unrotated": True}, published_shape(extras=UNROTATED))
     | cases(traced, {"model.rope_scaling": {"kind": "linear", "factor": 2.0}})
     | cases(traced, {"model.rope_scaling.factor": 4.0}, LLAMA)
     | cases(traced, {"model.rope_scaling.low_freq": 3.0, "model.rope_scaling.high_freq": 9.0}, LLAMA)

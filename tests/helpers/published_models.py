@@ -257,9 +257,46 @@ CASES |= {
     ),
     "glm4-lite": ("Glm4MoeLite", _heads(4, 4, **_DEEP | {"n_group": 1, "topk_group": 1})),
 }
+# Scores are not divided by the root of the width, so attention is close to one key and enlarges the rounding.
+_GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 16, "sliding_window": 8}
+_PART = {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.5}
+_FOUR = {"intermediate_size": 20, "intermediate_size_mlp": 44, "num_local_experts": 6, "num_experts_per_tok": 2}
+_FOUR |= {"attention_chunk_size": 8, "floor_scale": 5, "attn_scale": 0.4}
+CASES |= {
+    "gemma4": (
+        "Gemma4Text",
+        _heads(4, 2, head_dim=12, num_hidden_layers=4, attention_k_eq_v=True, num_global_key_value_heads=1, **_GEMMA4)
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "rms_norm_eps": 1e-3}
+        | {"final_logit_softcapping": 2.0},
+    ),
+    "gemma4-odd": (
+        "Gemma4Text",
+        _heads(3, 3, head_dim=10, num_hidden_layers=5, hidden_size=36, tie_word_embeddings=False, **_GEMMA4)
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"], "sliding_window": 5}
+        | {"rope_parameters": {"full_attention": _PART, "sliding_attention": {"rope_type": "default", **_THETA}}},
+    ),
+    "gemma4-moe": (
+        "Gemma4Text",
+        _heads(4, 2, head_dim=12, num_hidden_layers=3, attention_k_eq_v=True, num_global_key_value_heads=1, **_GEMMA4)
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "rms_norm_eps": 1e-3}
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20},
+    ),
+    "llama4": (
+        "Llama4Text",
+        _heads(4, 2, head_dim=12, num_hidden_layers=4, no_rope_layer_interval=2, **_FOUR)
+        | {"rope_parameters": _LLAMA3 | {"high_freq_factor": 1.0}},
+    ),
+    "llama4-odd": (
+        "Llama4Text",
+        _heads(3, 3, head_dim=8, hidden_size=36, num_hidden_layers=6, tie_word_embeddings=True, **_FOUR)
+        | {"interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 0, 1, 1, 0], "use_qk_norm": False}
+        | {"num_local_experts": 3, "num_experts_per_tok": 1, "attention_chunk_size": 7},
+    ),
+}
 ONE_PER_FAMILY = ("qwen2", "qwen3-tied", "llama3-scaling", "mistral-sliding", "gemma3", "moe-top2")
 ONE_PER_FAMILY += ("gemma2", "olmo3", "smollm3", "phi3-longrope", "qwen35", "qwen35-moe")
 ONE_PER_FAMILY += ("granite", "granite4-h", "glm4", "glm4-moe", "gpt-oss", "deepseek", "ministral3")
+ONE_PER_FAMILY += ("gemma4", "llama4")
 
 
 def need_reference(module: str) -> Any:
@@ -298,7 +335,7 @@ def save_model(name: str, folder: Path, dtype: str = "float32", **save: Any) -> 
                 value.add_(0.3 * torch.randn_like(value))
             assert value.std() > 0, key
         for key, value in model.named_buffers():
-            if key.endswith("e_score_correction_bias"):
+            if key.endswith(("e_score_correction_bias", "layer_scalar")):
                 value.add_(0.2 * torch.randn_like(value))
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder, **save)

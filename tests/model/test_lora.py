@@ -236,7 +236,9 @@ def test_impossible_settings_are_refused(values):
 # ---- PEFT directories ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3-gqa4", *(pytest.param(name, marks=SLOW) for name in ("gemma3", "qwen35"))])
+@pytest.mark.parametrize(
+    "name", ["qwen3-gqa4", *(pytest.param(name, marks=SLOW) for name in ("gemma3", "qwen35", "gemma4"))]
+)
 def test_peft_loads_a_saved_adapter_and_the_reverse(tmp_path, name):
     lora = LowRank(rank=3, alpha=12.0, targets=tuple(TARGETS)) if name == "qwen35" else LORA
     need_transformers()

@@ -95,6 +95,8 @@ TOGETHER = {
 TOGETHER |= {"no_rope_layer_interval", "rope_theta", "partial_rotary_factor", "full_attention_interval"}
 TOGETHER |= {"sliding_window", "intermediate_size", "mamba_chunk_size", "mamba_expand", "num_experts_per_tok"}
 TOGETHER |= {"num_nextn_predict_layers", "num_mtp_layers", "num_key_value_heads", "head_dim", "qk_head_dim"}
+TOGETHER |= {"vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts"}
+TOGETHER |= {"moe_intermediate_size", "intermediate_size_mlp", "interleave_moe_layer_step"}
 """Keys that a more exact one overrides, or that belong to layers which the model has not."""
 
 

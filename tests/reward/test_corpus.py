@@ -28,6 +28,7 @@ FILES = (
     "unseen_corpus.jsonl",
     "further_pairs.jsonl",
     "fresh_pairs.jsonl",
+    "written_pairs.jsonl",
     "pairs.jsonl",
     "held_out_pairs.jsonl",
 )

@@ -148,6 +148,13 @@ def test_custom_rewards_may_be_awaitable_or_arrays():
     assert custom(slow).groups[0].rewards.tolist() == [2.0, 2.0, 2.0]
 
 
+class SaysThree(list):
+    """A sequence whose length is not that of its items."""
+
+    def __len__(self):
+        return 3
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -158,6 +165,17 @@ def test_custom_rewards_may_be_awaitable_or_arrays():
         ([1.0, "1.0", 0.0], "value 1 is '1.0'"),
         ([1.0, [1.0, 2.0], 0.0], "value 1 is"),
         ([1.0, np.ones(2), 0.0], "value 1 is"),
+        ({0.0, 1.0, 2.0}, "returned set"),
+        ({"a": 1.0, "b": 0.0, "c": 0.0}, "returned dict"),
+        (bytearray(3), "returned bytearray"),
+        (np.array(1.0), "returned ndarray, which cannot be read"),
+        (list, "returned type, which cannot be read"),
+        ((x for x in (1.0, 0.0, 0.0)), "returned generator"),
+        (SaysThree([1.0]), "returned 1 values for 3"),
+        (SaysThree([1.0] * 9), "returned 4 values for 3"),
+        ([1.0, 10**5000, 0.0], "value 1 is unreadable (int)"),
+        ([1.0, 1j, 0.0], "value 1 is 1j (complex)"),
+        (np.zeros((3, 2, 2)), "value 0 is"),
     ],
 )
 def test_broken_contract_names_the_function(values, message):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, SlidingWindows, SomeExtras
-from grpo_roc_jax.model.rope_scaling import YarnRopeScaling
+from grpo_roc_jax.model.rope_scaling import ProportionalRopeScaling, YarnRopeScaling
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
@@ -56,6 +56,28 @@ MODELS = {
         **SHAPE, extras=SomeExtras(query_scale=4.0, embed_factor=3.0, residual_factor=0.4, logit_divisor=1.5)
     ),
     "ministral3": ModelConfig(**SHAPE, extras=SomeExtras(query_growth=0.3, query_length=9), rope_scaling=YARN),
+    "gemma4": ModelConfig(
+        **SHAPE,
+        qk_norm=True,
+        post_norms=True,
+        norm_eps=1e-3,
+        extras=SomeExtras(scale_embed=True, query_scale=1.0, value_norm=True, layer_factors=True, logit_cap=3.0),
+        windows=SlidingWindows((16, 0), 1e4, full_head_dim=12, full_kv_heads=1, full_keys_as_values=True),
+        rope_scaling=ProportionalRopeScaling(share=0.5),
+    ),
+    "llama4": ModelConfig(
+        **SHAPE,
+        windows=SlidingWindows((16, 0), chunked=True),
+        extras=SomeExtras(
+            rotary_pairs=True,
+            rotary_layers=(True, False),
+            rotated_norm=True,
+            query_growth=0.3,
+            query_length=9,
+            query_unrotated=True,
+        ),
+        experts=Mixture(4, 2, norm_weights=False, scores="sigmoid_input", shared=12, every=2, dense_ff=40, replay=True),
+    ),
 }
 QUICK = ("deepseek_v3",)
 WIDTH = 128

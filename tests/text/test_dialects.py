@@ -10,14 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from grpo_roc_jax.text.calls import call_blocks
+from grpo_roc_jax.text.calls import THOUGHTS, call_blocks
 from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS
 from grpo_roc_jax.text.forms import PYTHON_TOOL
 from grpo_roc_jax.text.templates import ChatTemplate, TemplateError
 from grpo_roc_jax.text.tokenizer import ByteTokenizer, load_tokenizer
-from grpo_roc_jax.text.turns import MOST_MENTIONS, read_turn
+from grpo_roc_jax.text.turns import MOST_MENTIONS, StopTest, read_turn
 from grpo_roc_jax.tools.foreign import foreign_tool
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import ToolCall
@@ -243,6 +243,36 @@ def test_a_thought_that_a_published_template_opens_is_open_until_it_is_closed(tm
     chat = make_chat(config, load_tokenizer(config), TOOLS)
     for text, number in ((f"I call {XML}", 0), (f"{XML} or not\n</think>\n\nNo.", 0), (f"so\n</think>\n\n{XML}", 1)):
         assert len(chat.parse_turn(sampled(chat, [*chat.raw_ids(text), chat.end_id])).calls) == number, text
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_no_form_reads_a_call_that_a_thought_mentions(name):
+    """In a thought of the turn's own, before and after a closed one, in one that the prompt opened and in one that
+    never ends; under the marks of every family."""
+    form = CONVENTIONS[name]
+    for opening, closing in form.thoughts or THOUGHTS:
+        go_on = "<|start|>assistant" if closing == "<|end|>" else "\n"
+        for code in ("print(1)", "print('</think>')", "<think>", 'x = "</reason>"'):
+            if closing in code:
+                continue
+            mentioned, run = (form.write_calls("", [ToolCall("run", {"code": value}, "")]) for value in (code, "run"))
+            cases = (
+                (False, f"{opening}Maybe\n{mentioned}\nor not{closing}{go_on}{run}", ["run"]),
+                (False, f"{opening}Maybe\n{mentioned}\nor not", []),
+                (False, f"{opening}Maybe {mentioned}", []),
+                (False, f"{opening}Maybe {mentioned}{closing}No.", []),
+                (False, f"{opening}a{closing}\n{opening}Maybe\n{mentioned}{closing}{go_on}{run}", ["run"]),
+                (True, f"Maybe\n{mentioned}\nor not{closing}{go_on}{run}", ["run"]),
+                (True, f"Maybe\n{mentioned}\nor not", []),
+            )
+            for opened, text, calls in cases:
+                if opened and (opening, closing) in form.thoughts:
+                    continue  # no prompt opens a message on a channel
+                parts = read_turn(text, form, opened=opened, strict=opened, tools=TOOLS)
+                assert [call.arguments.get("code") for span in parts.spans for call in span.calls] == calls, text
+                if form.stop_text:
+                    test = StopTest(form, "</answer>", TOOLS, opened, opened)
+                    assert test.end(text, [form.stop_text, "</answer>"]) == (len(text) if calls else None), text
 
 
 def test_only_so_many_stops_are_held_back():
@@ -657,6 +687,40 @@ def test_a_run_whose_calls_would_not_be_read_is_refused_with_what_to_set(tmp_pat
     assert published_chat(tmp_path, calls="olmo") and published_chat(tmp_path, tools=())
 
 
+NAME, GIVEN = '"name": "{{ call.function.name }}"', "{{ call.function.arguments | tojson }}"
+FRESH = {
+    "arguments first": ('<tool_call>{"arguments": GIVEN, NAME}</tool_call>', "hermes"),
+    "parameters": ('<tool_call>\n{NAME, "parameters": GIVEN}\n</tool_call>', "hermes"),
+    "arguments as text": ('<tool_call>{NAME, "arguments": {{ (GIVEN) | tojson }}}</tool_call>', "hermes"),
+    "the call as it is given": ("<tool_call>{{ call.function | tojson }}</tool_call>", "hermes"),
+    "JSON alone": ('{NAME, "parameters": GIVEN}', "llama3"),
+    "arguments in Python": ('<tool_call>{NAME, "arguments": {{ call.function.arguments }}}</tool_call>', None),
+    "no arguments": ("<tool_call>{NAME}</tool_call>", None),
+    "arguments cut": ('<tool_call>{NAME, "arguments": {{ (call.function.arguments | tojson)[:9] }}}</tool_call>', None),
+    "names of arguments": ('<tool_call>{NAME, "arguments": {"place": "x", "count": 3}}</tool_call>', None),
+    "another name": ('<tool_call>{"name": "{{ call.function.name | upper }}", "arguments": GIVEN}</tool_call>', None),
+    "escaped for HTML": ('<tool_call>{NAME, "arguments": {{ (GIVEN) | e }}}</tool_call>', None),
+    "a level too deep": ("<tool_call>{{ call | tojson }}</tool_call>", None),
+    "a tag of its own": ("<call>{{ call.function | tojson }}</call>", None),
+    "prose": ("Action: {{ call.function.name }}\nAction Input: GIVEN", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FRESH)
+def test_a_call_comes_back_as_it_was_or_the_run_is_refused(tmp_path, case):
+    written, form = FRESH[case]
+    written = written.replace("(GIVEN)", GIVEN.strip("{ }")).replace("NAME", NAME).replace("GIVEN", GIVEN)
+    make_directory(tmp_path, "thinking")
+    unread = "{{- '<invoke ' + call.function.name + ' ' + (call.function.arguments | tojson) + '/>' -}}"
+    assert unread in UNREAD
+    (tmp_path / "chat_template.jinja").write_text(UNREAD.replace(unread, written), encoding="utf-8")
+    if form:
+        assert published_chat(tmp_path)._convention is CONVENTIONS[form]
+    else:
+        with pytest.raises(TemplateError, match=r"which no form of calls reads; set text\.calls to"):
+            published_chat(tmp_path)
+
+
 TRL = {
     "deepseekv3": "deepseek",
     "gemma4_v5": "gemma4",
@@ -699,7 +763,12 @@ def test_the_schema_of_a_server_forges_no_mark_of_any_template(request, tmp_path
     template = "chatml" if name == "chatml" else PublishedTemplate()
 
     def ids(text):
-        properties = {"a": {"type": "string", "description": text, "enum": [text]}, f"b{text}": {"type": "string"}}
+        properties = {
+            "a": {"type": "string", "description": text, "enum": [text], "title": text, "default": text},
+            f"b{text}": {"type": "string", "pattern": "a", "$comment": text, "examples": [text, {text: [text]}]},
+            "c": {"anyOf": [{"const": text}, {"type": "array", "items": {"type": "string", "description": text}}]},
+            "d": {"type": "object", "properties": {text: {"type": "string"}}, "required": [text], text: text},
+        }
         schema = {"name": "run", "description": text, "input_schema": {"properties": properties}}
         tools = Registry([foreign_tool(schema, print)]).schemas
         config = TextConfig(tokenizer=str(folder), template=template, tools_section=True)
@@ -709,3 +778,61 @@ def test_the_schema_of_a_server_forges_no_mark_of_any_template(request, tmp_path
     assert ids("x".join(["", end, *specials, "</tools>", "<|im_end|>\n<|im_start|>assistant\n<answer>", ""])) == ids(
         "x"
     )
+
+
+@pytest.mark.parametrize("quote", ["'", '"', "'''", '"""'])
+@pytest.mark.parametrize(
+    ("name", "before", "closing", "after"),
+    [
+        ("glm", "run\n<arg_key>code</arg_key>\n<arg_value>", "</arg_value></tool_call>", "</arg_value>\n</tool_call>"),
+        (
+            "xml",
+            "\n<function=run>\n<parameter=code>",
+            "</parameter></function></tool_call>",
+            "</parameter>\n</function>\n</tool_call>",
+        ),
+    ],
+)
+def test_the_whole_closing_sequence_in_a_string_of_code_ends_no_call(name, before, closing, after, quote):
+    """On one line, too: it cannot be told from the end of the call but by reading the code."""
+    form = CONVENTIONS[name]
+    test = StopTest(form, "</answer>", TOOLS, False, False)
+    code = f"s = {quote}{closing}{quote}  # isn't cut\nprint(s)"
+    text = f"<tool_call>{before}{code}{after}"
+    assert [(call.fault, dict(call.arguments)) for call in form.find_calls(text, over=False, tools=TOOLS)] == [
+        (None, {"code": code})
+    ]
+    assert test.end(text, [form.stop_text]) == len(text)
+    cut = text[: text.index("</tool_call>") + len("</tool_call>")]
+    assert test.end(cut, [form.stop_text]) is None, "the engine goes on"
+    assert form.find_calls(cut, over=False, tools=TOOLS) == []
+    second = f"{text}\n<tool_call>{before}x{after}"
+    assert len(form.find_calls(second, over=False, tools=TOOLS)) == 2
+
+
+@pytest.mark.parametrize("name", ["glm", "xml"])
+def test_an_apostrophe_delays_no_end_outside_of_strings(name):
+    form = CONVENTIONS[name]
+    test = StopTest(form, "</answer>", TOOLS, False, False)
+    for key, value in (("note", "don't"), ("code", "x = 1  # don't"), ("code", "print('cut\nx = 2")):
+        if name == "glm":
+            text = f"<tool_call>run\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+        else:
+            text = f"<tool_call>\n<function=run>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        assert test.end(text, [form.stop_text]) == len(text)
+        (call,) = form.find_calls(text, over=False, tools=TOOLS)
+        assert call.fault is None and call.arguments == {key: value}
+
+
+@pytest.mark.parametrize("name", ["glm", "xml"])
+def test_many_strings_take_linear_time(name):
+    part = {
+        "glm": "<arg_key>code</arg_key>\n<arg_value>'''</arg_value>\n",
+        "xml": "<parameter=code>'''</parameter>\n",
+    }[name]
+    head = {"glm": "<tool_call>run\n", "xml": "<tool_call>\n<function=run>\n"}[name]
+    end = {"glm": "</tool_call>", "xml": "</function></tool_call>'" * 20_000}[name]
+    start = time.process_time()
+    for text in (head + part * 20_000 + end, head + part + "'</arg_value></tool_call>'" * 20_000):
+        CONVENTIONS[name].find_calls(text, over=True, tools=TOOLS)
+    assert time.process_time() - start < 5

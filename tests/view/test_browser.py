@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import threading
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -480,7 +481,10 @@ def test_a_list_says_what_its_marks_mean_and_sorts(tab, serve, demo):
     share = dict(zip(groups, failing, strict=True))
     assert [share[int(step), int(place)] for step, place in found] == sorted(failing, reverse=True)[:8]
     said = page.inner_text("main .key")
-    assert "correct" in said and "dropped" in said and "call: exception" in said
+    assert "correct" in said and "dropped" in said and "call:" not in said  # the squares of groups show no calls
+    page = tab(f"{base}#/rollouts?view=flat")
+    page.wait_for_selector(".item")
+    assert "call: exception" in page.inner_text("main .key")
     page = tab(f"{base}#/rollouts?sort=spread")
     page.wait_for_selector(".item")
     assert page.inner_text(".count").endswith("groups") and max(spread) == 1
@@ -491,7 +495,12 @@ def test_a_list_says_what_its_marks_mean_and_sorts(tab, serve, demo):
 
 def test_a_card_has_its_answer_and_a_penalty_only_where_it_ranks(tab, serve, demo):
     page = tab(f"{serve(demo[0])}#/group?g=0.step.1.0")
-    for i, record in enumerate(r for r in trace.read_trace(demo[0], 1) if r.group == 0):
+    group = [r for r in trace.read_trace(demo[0], 1) if r.group == 0]
+    dropped = Counter(r.why for r in group if not r.kept)
+    words = [f"{len(group) - sum(dropped.values())} of {len(group)} kept"]
+    words += [f"{count} dropped: {why.replace('_', ' ')}" for why, count in dropped.items()]
+    assert dropped and " · ".join(words) in page.inner_text("section > .facts")
+    for i, record in enumerate(group):
         card = page.locator(".card").nth(i)
         said, verdict = card.inner_text(), record.verdict
         assert (f"= {verdict.answer}" if verdict.answer else "no answer") in said

@@ -452,7 +452,7 @@ async function rollouts(query, turn) {
   count.textContent = `${rows.toLocaleString("en")} of ${total.toLocaleString("en")} rollouts` + (flat ? "" : ` in ${items.length.toLocaleString("en")} groups`);
   const order = ORDERS[query.get("sort")];
   if (order) items.sort((a, b) => order(b) - order(a));
-  holder.append(listLegend(kind, blocks));
+  holder.append(listLegend(kind, blocks, flat));
   if (!items.length) holder.append(nothing(kind, blocks));
   else holder.append(virtual(items, flat ? rolloutRow : groupRow));
 }
@@ -463,13 +463,13 @@ const ORDERS = {
   spread: item => { const paid = rowsOf(item).map(i => columnsOf(item).reward[i]).filter(value => value !== null); return paid.length ? Math.max(...paid) - Math.min(...paid) : -1; },
   failed: item => { const columns = columnsOf(item), sum = name => rowsOf(item).reduce((total, i) => total + columns[name][i], 0); return sum("tool_calls") ? sum("tool_errors") / sum("tool_calls") : -1; },
 };
-function listLegend(kind, blocks) {
+function listLegend(kind, blocks, flat) {
   const statuses = new Set(), letters = new Map();
   for (const block of blocks) {
     for (const s of block.columns.status) statuses.add(block.names[s]);
     for (const c of new Set(block.columns.calls.join(""))) if (c !== " ") letters.set(c, block.outcomes[c.charCodeAt(0) - 97]);
   }
-  return keyOf([...statuses], [...new Set(letters.values())], kind === "step");
+  return keyOf([...statuses], flat ? [...new Set(letters.values())] : [], kind === "step");  // groups show no calls
 }
 
 function nothing(kind, blocks) {
@@ -602,11 +602,10 @@ async function group(query, turn) {
 
 function grid(found, picked, toggle) {
   const { block, rows } = found, { columns } = block, longest = Math.max(...rows.map(i => columns.tokens[i]), 1);
-  const reasons = {};
-  for (const i of rows) reasons[text(block, "why", i)] = (reasons[text(block, "why", i)] || 0) + 1;
-  const kept = rows.filter(i => columns.kept[i]).length;
+  const reasons = {}, dropped = rows.filter(i => !columns.kept[i]);
+  for (const i of dropped) reasons[text(block, "why", i)] = (reasons[text(block, "why", i)] || 0) + 1;
   const said = block.kind === "eval" ? `${rows.length} rollouts of an evaluation`
-    : `${kept} of ${rows.length} kept · ` + Object.entries(reasons).map(([why, n]) => `${why} ${n}`).join(" · ");
+    : [`${rows.length - dropped.length} of ${rows.length} kept`, ...Object.entries(reasons).map(([why, n]) => `${n} dropped: ${why.replaceAll("_", " ")}`)].join(" · ");
   return el("section", {}, el("p", { class: "facts" }, el("b", {}, [shortRun(found.run), `step ${block.step}`].filter(Boolean).join(", ")), el("span", {}, said)),
     el("div", { class: "cards" }, rows.map(i => card(block, i, picked.indexOf(idOf(block, i)), longest, toggle))), legend(block, rows));
 }
