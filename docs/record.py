@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,8 @@ DOCS = Path(__file__).resolve().parent
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 DOCUMENT = re.compile(r"<<'(\w+)'")
 GAP = "..."
+INSIDE = "│"
+"""Begins the lines of a box, between the one with `╭` and the one with `╰`."""
 PROGRESS = re.compile(r"^[\w ,/]+: .*(so far|done after .*|\d (?:s|min|h) left)$|^(?:compiled|compiling) .*")
 """Lines on how far a phase is, of which a slow machine prints more."""
 TRAINS = re.compile(r"grpo-roc (?:train|sft) (?!.*--(?:dry-run|help|preflight))", re.DOTALL)
@@ -106,10 +108,13 @@ def form(line: str) -> str:
 
 
 def missing(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
-    """Shown lines that the output does not have, in this order and but for numbers."""
+    """Shown lines that the output does not have, in this order and but for numbers and what is inside of a box.
+
+    A box holds a rollout, and what a policy says after training differs from one version of XLA to the next.
+    """
     rest, absent = iter([form(line) for line in printed]), []
     for line in shown:
-        if line != GAP and form(line) not in rest:
+        if line != GAP and not line.startswith(INSIDE) and form(line) not in rest:
             absent.append(line)
             rest = iter([])
     return absent
@@ -130,8 +135,18 @@ def renewed(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
     """The shown lines with the numbers of this output; all of it where the page shows nothing yet."""
     if not shown or missing(shown, printed):
         return list(printed)
-    lines: Iterator[str] = iter(printed)
-    return [line if line == GAP else next(other for other in lines if form(other) == form(line)) for line in shown]
+    lines, kept = iter(printed), list[str]()
+    for line in shown:
+        if line == GAP:
+            kept.append(line)
+        elif not line.startswith(INSIDE):
+            inside = []
+            for other in lines:
+                if form(other) == form(line):
+                    break
+                inside = [*inside, other] if other.startswith(INSIDE) else []
+            kept += [*inside, other]
+    return kept
 
 
 def recorded(page: str, folder: Path) -> str:

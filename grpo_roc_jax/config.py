@@ -31,10 +31,19 @@ from grpo_roc_jax.pod.processes import Distributed, FoundProcesses
 from grpo_roc_jax.record.checkpoint import CheckpointConfig
 from grpo_roc_jax.record.metrics import LogConfig
 from grpo_roc_jax.reward.config import RewardConfig
-from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig, StreamedRows
 from grpo_roc_jax.settings.cli import CONTRIB_METHODS, ConfigError, build, load_config
 from grpo_roc_jax.settings.layers import KeyPath, Layer
-from grpo_roc_jax.settings.options import AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, settings
+from grpo_roc_jax.settings.options import (
+    AtLeast1,
+    Count,
+    NotNegative,
+    Positive,
+    PositiveShare,
+    Share,
+    as_mapping,
+    settings,
+)
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.tools.config import ToolsConfig
 
@@ -173,8 +182,9 @@ class Config:
 
     @staticmethod
     def completed(values: dict[str, Any], written: Container[tuple[str, ...]]) -> dict[str, Any]:
-        """The settings with the defaults that follow from others: the steps of all stages, and importance weights where
-        training uses tokens of other policies than the trained one.
+        """The settings with the defaults that follow from others: the steps of all stages, a stream of rollouts where
+        samplers have processes of their own, and importance weights where training uses tokens of other policies than
+        the trained one.
 
         Args:
             values: All settings, by section.
@@ -184,7 +194,11 @@ class Config:
         steps = [stage.get("steps") for stage in stages if isinstance(stage, dict)]
         if steps and ("steps",) not in written and all(isinstance(stage, int) for stage in steps):
             values["steps"] = sum(steps)
-        limit, surrogate = values["rollout"]["step_limit"], values["surrogate"]
+        rollout, surrogate = values["rollout"], values["surrogate"]
+        limit, at = rollout["step_limit"], ("rollout", "step_limit")
+        if isinstance(rollout.get("samplers"), dict) and at not in written and (*at, "kind") not in written:
+            own = limit if isinstance(limit, dict) else {}
+            limit = rollout["step_limit"] = as_mapping(StreamedRows()) | {k: v for k, v in own.items() if k != "kind"}
         streams = isinstance(limit, dict) and limit["kind"] == "stream" and str(limit["lag"]) != "0"
         if not streams and values["rollout"].get("low_precision") is None:
             return values
@@ -272,6 +286,7 @@ class Config:
         check_plan(self)
         check_method(self)
         check_sampler(self)
+        check_remote_samplers(self)
         check_environment(self)
         if self.rollout.max_row_tokens > self.batch.row_length:
             raise ValueError(
@@ -338,6 +353,28 @@ def check_sampler(config: Config) -> None:
         raise ValueError(
             f"rollout.low_precision.weights = {config.rollout.weight_dtype} with lora {config.lora.kind}: sampler and "
             "update share the frozen weights; set rollout.low_precision.weights full"
+        )
+
+
+def check_remote_samplers(config: Config) -> None:
+    """Refuses settings that are not supported where samplers have processes of their own.
+
+    Raises:
+        ValueError: The message names the settings to change.
+    """
+    samplers = config.rollout.remote
+    if samplers is None:
+        return
+    limit = config.rollout.step_limit
+    if not limit.streams:
+        raise ValueError(
+            f"rollout.samplers {samplers.kind} with rollout.step_limit {limit.kind}: samplers that come and go return "
+            "groups as they end; set rollout.step_limit stream (lag 0 trains on rollouts of the current policy alone)"
+        )
+    if config.tools.executor.kind == "ray":
+        raise ValueError(
+            f"tools.executor ray with rollout.samplers {samplers.kind}: each sampler runs the programs of its rows on "
+            "its own host; set tools.executor local"
         )
 
 
@@ -470,7 +507,14 @@ def derived(config: Config) -> list[str]:
         f"{config.rollout.max_row_tokens} tokens ({config.rollout.max_prompt_tokens} prompt + "
         f"{config.rollout.max_response_tokens} response), {config.rollout.slots} at a time",
     ]
-    limit = config.rollout.step_limit
+    limit, samplers = config.rollout.step_limit, config.rollout.remote
+    if samplers is not None:
+        sent = "the adapter" if config.lora.rank else "all weights in the compute dtype"
+        where = f"in the cluster {samplers.address}" if samplers.address else "on this machine"
+        lines.append(
+            f"samplers: {samplers.count} {samplers.kind} actors {where}, {config.rollout.slots} rows at a time each; "
+            f"each step sends them {sent}; evaluations run here"
+        )
     if limit.lag:
         lines.append(
             f"rollouts run on: at most {(limit.lag + 1) * group.problems * sampled} at a time, their tokens at most "

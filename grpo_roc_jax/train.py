@@ -51,6 +51,7 @@ from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.rounds import StepSamples, WaveSampler, check_accounts, draw_problems, merge_rounds, run_round
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler
+from grpo_roc_jax.run.samplers import SamplerFailed, remote_samplers
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
 from grpo_roc_jax.run.stages import enter_stage, first_stage, next_claim, observe, stage_over
 from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run
@@ -103,6 +104,7 @@ def train(
         Preempted: A signal to stop arrived; a note of the exception names the step that is saved.
         ProcessLost: One of several processes is gone.
         StorageFailed: The end of the run could not be copied to object storage.
+        SamplerFailed: A sampler of `rollout.samplers` raised an exception, or none of them starts.
     """
     started = time.perf_counter()
     config, functions = with_environment(config, environment, functions)
@@ -168,10 +170,15 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step."""
     config, checkpointer = session.config, session.checkpointer
     policy, sampling, sampler = session.policy, session.sampling, session.sampling.sampler
-    with phase("training", steps=config.steps - run.step) as under_way, tracing(session.run_dir) as tracer:
+    with (
+        phase("training", steps=config.steps - run.step) as under_way,
+        tracing(session.run_dir) as tracer,
+        remote_samplers(config, policy, sampling) as remote,
+    ):
         reach("compile")
-        sampler.engine.warmup(sampler.engine.publish(policy.full(run.train.params), run.step))
-        stream = RolloutStream(config, sampling, policy.mesh) if config.rollout.step_limit.streams else None
+        if remote is None or session.held_out:
+            sampler.engine.warmup(sampler.engine.publish(policy.full(run.train.params), run.step))
+        stream = RolloutStream(config, sampling, policy.mesh, remote) if config.rollout.step_limit.streams else None
         learner = make_learner(config, policy, sampler.chat)
         learner.warmup(run)
         if stream is not None:
@@ -202,6 +209,8 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
                     metrics |= aged
                     if alarm:
                         session.events.note(run.step + 1, "stale_samples", alarm)
+                    for note in stream.take_notes():
+                        session.events.note(run.step + 1, "samplers", note)
                 run.method = next_state(samples.groups, groups, config, run.method, drift)
                 run.step += 1
                 run.reference = learner.next_reference(run)
@@ -254,7 +263,10 @@ def sample_step(
     """The sampling half of a step: publishes the policy, samples, scores and selects until the buffer has the groups of
     a step, or no dynamic sampling round is left. If there is a stream, the groups come from it."""
     reach("sample")
-    weights = sampling.sampler.engine.publish(policy.full(run.train.params), run.step)
+    if stream is None:
+        weights = sampling.sampler.engine.publish(policy.full(run.train.params), run.step)
+    else:
+        weights = stream.publish(policy, run)
     rng, plan_rng = np.random.default_rng([config.seed, run.step]), np.random.default_rng([config.seed, run.step, 2])
     rounds = []
     for index in range(1 + config.group.dynamic_sampling_rounds):
@@ -520,7 +532,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended(CONFIG_STATUS, f"reward: {error}", error)
     except Stopped as error:
         return ended(error.status, f"stopped: {error}", error)
-    except (CheckpointFailed, StorageFailed) as error:
+    except (CheckpointFailed, StorageFailed, SamplerFailed) as error:
         return ended(INFRASTRUCTURE_STATUS, f"stopped: {error}", error)
     except ProcessLost as error:
         print(

@@ -14,7 +14,7 @@ def test_the_toy_has_few_settings():
     ("word", "said"),
     [
         ("lora.rank=8", "kind low_rank"),
-        ("model.rope_scaling.factor=8", "kind linear, llama3, yarn"),
+        ("model.rope_scaling.factor=8", "kind linear, llama3, proportional, yarn"),
         ("model.experts.count=8", "kind mixture"),
         ("model.windows.sizes=8", "kind sliding"),
         ("distributed.coordinator=host:1", "kind address"),

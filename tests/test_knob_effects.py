@@ -20,6 +20,9 @@ METHOD = ("plan.", "plan", "resample", "shaping", "advantage", "weights", "surro
 BY_CONTRIB = {"plan.warmup_steps", "tools.executor"} | {
     f"tools.executor.{name}" for name in ["url", "retries", "timeout_s", "concurrency", "batch", "actors", "cpus"]
 }
+BY_CONTRIB |= {"rollout.samplers"} | {
+    f"rollout.samplers.{name}" for name in ["count", "address", "cpus", "gpus", "tpus", "tensor", "timeout_s"]
+}
 ADAPTERS = ("url", "action", "taskset", "harness", "runtime", "settings", "observation")
 HARBOR = ("tasks", "container", "command_s", "processes")
 BY_CONTRIB |= {f"environment.{name}" for name in (*ADAPTERS, *HARBOR)}

@@ -51,6 +51,10 @@ def test_two_runs_may_differ_in_numbers_and_in_nothing_else():
     assert record.missing(["step 1  rewards 0.5  kept 128"], printed)
     assert record.renewed(["...", "end in 3 s"], printed) == ["...", "end in 12 s"]
     assert record.renewed([], printed) == printed
+    box = ["╭─ uid 2 ─╮", "│ 5 │", "│ 6 │", "╰─────╯", "end in 1 s"]  # what a policy said may be something else
+    assert record.missing(["╭─ uid 1 ──╮", "│ up │", "╰────╯", "end in 9 s"], ["a", *box]) == []
+    assert record.renewed(["╭─ uid 1 ──╮", "│ up │", "╰────╯", "end in 9 s"], ["a", *box]) == box
+    assert record.missing(["╭─ uid 1 ──╮", "╰──╯", "╰──╯"], box) == ["╰──╯"]
     assert record.form("plan: 9 steps, about 90 s") == record.form("plan: 8 steps, about 1.5 min")
 
 

@@ -33,7 +33,7 @@ from grpo_roc_jax.model.sharding import (
     replicate_key,
     replicated,
 )
-from grpo_roc_jax.model.transformer import BIASES, Params, init_params
+from grpo_roc_jax.model.transformer import BIASES, EXACT, Params, init_params
 from grpo_roc_jax.settings.options import Axis, Count, NotNegative, Positive, kind, settings
 from grpo_roc_jax.shapes import Array, Float, Int, Key
 
@@ -204,7 +204,7 @@ def _either(applied: Array | bool, new: Any, old: Any) -> Any:
 
 def _is_decayed(params: Params) -> Any:
     """True for matrices. Decided by name, since the layer axis gives vectors a second dimension."""
-    plain = (*BIASES, "a_log", "dt_bias")
+    plain = (*BIASES, *EXACT)
     return jax.tree_util.tree_map_with_path(
         lambda path, _: not path[-1].key.endswith("norm") and path[-1].key not in plain, params
     )

@@ -37,6 +37,7 @@ class Experts(Axis, axis="model.experts"):
     dense_ff: ClassVar[int] = 0
     every: ClassVar[int] = 1
     biases: ClassVar[bool] = False
+    own_norms: ClassVar[bool] = False
     replay: ClassVar[bool] = False
 
 
@@ -78,6 +79,10 @@ class Mixture(Experts):
     Maverick)."""
     biases: bool = False
     """Biases on the router and on the matrices of the experts (gpt-oss)."""
+    own_norms: bool = False
+    """Experts have norms of their own before and after them, and so has the feed-forward of all tokens after it. The
+    router reads the residual stream divided by its root mean square, times a scale, and the weights are multiplied by a
+    number of each expert (Gemma 4)."""
     replay: bool = False
     """Training passes take the experts that the sampler chose for the tokens it decoded, weighted by the current
     router (R3, arXiv:2510.11370). Prompts and observations keep their own choice."""
@@ -107,6 +112,11 @@ class Mixture(Experts):
         if self.dense_layers and self.every > 1:
             raise ValueError(
                 f"model.experts.dense_layers = {self.dense_layers} with model.experts.every = {self.every}; set one"
+            )
+        if self.own_norms and (not self.shared or self.dense_ff):
+            raise ValueError(
+                f"model.experts.own_norms with model.experts.shared = {self.shared} and model.experts.dense_ff = "
+                f"{self.dense_ff}; must be a width and 0"
             )
         if self.shared_gate and not self.shared:
             raise ValueError(

@@ -334,9 +334,10 @@ def _read_slice(
     if "{expert}" not in rule.name:
         name, published = rule.name.format(layer=layer), out.transpose(layout.permutation)
         if rule.runs:
-            *outer, last = layout.published_index(index)
-            start = rule.turn[0] * layout.published_shape[-1]
-            tensor(name).read((*outer, slice(start + last.start, start + last.stop)), published)
+            source = layout.published_index(index)
+            start, cut = rule.turn[0] * layout.published_shape[rule.runs], source[rule.runs]
+            source[rule.runs] = slice(start + cut.start, start + cut.stop)
+            tensor(name).read(source, published)
             return out
         if rule.turn[1] > 1:
             _read_turns(tensor(name), rule.turn, layout.published_index(index), published)
@@ -561,7 +562,8 @@ def _parts(table: Sequence[TensorRule], config: ModelConfig) -> Iterator[Part]:
 def _published_shape(joined: Sequence[TensorRule], config: ModelConfig) -> tuple[int, ...]:
     shapes = [Layout(rule, config).published_shape for rule in joined]
     if joined[0].turn[1] > 1:
-        return *shapes[0][:-1], shapes[0][-1] * len(joined)
+        axis = len(shapes[0]) + (joined[0].runs or -1)
+        return *shapes[0][:axis], shapes[0][axis] * len(joined), *shapes[0][axis + 1 :]
     return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
 
@@ -583,7 +585,7 @@ def _published_values(
             if joined[0].turn[1] > 1 and not joined[0].runs:
                 value = np.stack(pieces, -1).reshape(*value.shape[:-1], -1)
             else:
-                value = np.concatenate(pieces, -1 if joined[0].runs else 0)
+                value = np.concatenate(pieces, joined[0].runs)
         if not np.isfinite(value.astype(np.float32)).all():
             raise CheckpointError(
                 f"{name} holds values that are not finite in {dtype.name}; nothing was written. Export an earlier "

@@ -90,6 +90,8 @@ def token_flops(delta: GatedDelta, length: int) -> float:
     """FLOPs a token of the rule in one layer, for rows of that length or spans of a decode step (1)."""
     C, K, N = min(CHUNK, length), delta.key_heads, delta.value_heads
     P, U, levels = delta.key_dim, delta.value_dim, max(0, C.bit_length() - 1)
+    if delta.form == "mamba2":  # no system to solve, and only queries read the state
+        return 2.0 * K * C * P + N * (2.0 * C * U + 4.0 * P * U)
     return 4.0 * K * C * P + N * (4.0 * levels * C * C + 2.0 * C * (P + 2 * U) + 6.0 * P * U)
 
 

@@ -129,7 +129,7 @@ def _in_top_groups(worth: Float[Array, "M E"], options: Experts) -> Float[Array,
 
 BY_EXPERT = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 """Leaves of a layer that begin with an axis of experts."""
-WEIGHTS = ("router", "b_router", *BY_EXPERT)
+WEIGHTS = ("router", "b_router", "router_scale", "expert_scale", "e_norm", *BY_EXPERT)
 """Leaves that a mixture reads."""
 
 
@@ -185,7 +185,8 @@ def recorded(experts: Callable[..., Array], chosen: list[Array]) -> Callable[...
     """Wraps `experts` so that it also appends the choice of each layer, int16[B,T,X], to `chosen` during tracing."""
 
     def run(layer: dict[str, Any], h: Array, config: ModelConfig) -> Array:
-        choice, _ = route(h.reshape(-1, h.shape[-1]), layer["router"], config, bias=layer.get("b_router"))
+        tokens = _routed(layer, h.reshape(-1, h.shape[-1]))
+        choice, _ = route(tokens, layer["router"], config, bias=layer.get("b_router"))
         choice = choice.reshape(*h.shape[:2], -1)
         chosen.append(choice.astype(jnp.int16))
         return experts(layer | {"routes": choice}, h, config)
@@ -193,12 +194,23 @@ def recorded(experts: Callable[..., Array], chosen: list[Array]) -> Callable[...
     return run
 
 
+def _routed(weights: dict[str, Array], tokens: Float[Array, "M D"]) -> Float[Array, "M D"]:
+    """What the router reads of tokens."""
+    if "router_scale" not in weights:
+        return tokens
+    return tokens * (weights["router_scale"] * tokens.shape[-1] ** -0.5).astype(tokens.dtype)[None]
+
+
 def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array | int, routes: Array | None) -> Array:
     """The contribution of the experts from `first` on, whose matrices this device holds."""
     B, T, D = h.shape
     tokens = h.reshape(B * T, D)
     replayed = None if routes is None else routes.reshape(B * T, -1)
-    experts, shares = route(tokens, weights["router"], config, replayed, weights.get("b_router"))
+    experts, shares = route(_routed(weights, tokens), weights["router"], config, replayed, weights.get("b_router"))
+    if "expert_scale" in weights:
+        shares = shares * weights["expert_scale"][experts]
+    if "e_norm" in weights:
+        tokens = tokens * weights["e_norm"].astype(tokens.dtype)[None]
     here = weights["w_up"].shape[0]
     chosen = experts.reshape(-1) - first
     chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)

@@ -37,8 +37,9 @@ class TensorRule:
     turn: tuple[int, int] = (0, 1)
     """(i, n): the leaf has every n-th entry, from i on, of the innermost dimension of the tensor, which n leaves share
     in turn."""
-    runs: bool = False
-    """Whether n leaves share that dimension one after the other instead, the leaf being the i-th."""
+    runs: int = 0
+    """The dimension, counted from the end as -1, -2, that n leaves share one after the other instead, the leaf being
+    the i-th; 0 for none."""
 
 
 _LAYER = "model.layers.{layer}."
@@ -108,8 +109,8 @@ _OSS_LAYER = (
 _FOUR = _LAYER + "feed_forward."
 _LLAMA4_LAYER = (
     TensorRule("router", _FOUR + "router.weight", "E D", "D E"),
-    TensorRule("w_gate", _FOUR + "experts.gate_up_proj", "E D F", "E D F", turn=(0, 2), runs=True),
-    TensorRule("w_up", _FOUR + "experts.gate_up_proj", "E D F", "E D F", turn=(1, 2), runs=True),
+    TensorRule("w_gate", _FOUR + "experts.gate_up_proj", "E D F", "E D F", turn=(0, 2), runs=-1),
+    TensorRule("w_up", _FOUR + "experts.gate_up_proj", "E D F", "E D F", turn=(1, 2), runs=-1),
     TensorRule("w_down", _FOUR + "experts.down_proj", "E F D", "E F D"),
     *(replace(rule, name=rule.name.replace("mlp.", "feed_forward.")) for rule in (*_SHARED[:3], *_FIRST_DENSE)),
 )
@@ -144,7 +145,19 @@ _FULL_ATTENTION = tuple(
     if rule.leaf in ("wq", "wk", "wv", "wo", "q_norm", "k_norm")
 )
 """Attention in layers without a window, where its heads are others (Gemma 4)."""
-_FACTOR = (TensorRule("factor", _LAYER + "layer_scalar", "Y", "Y"),)
+_GEMMA4_LAYER = (
+    TensorRule("factor", _LAYER + "layer_scalar", "Y", "Y"),
+    *(replace(rule, name=rule.name.replace("shared_expert.", "")) for rule in _SHARED[:3]),
+    TensorRule("s_post_norm", _LAYER + "post_feedforward_layernorm_1.weight", "D", "D"),
+    TensorRule("e_norm", _LAYER + "pre_feedforward_layernorm_2.weight", "D", "D"),
+    TensorRule("e_post_norm", _LAYER + "post_feedforward_layernorm_2.weight", "D", "D"),
+    TensorRule("router", _LAYER + "router.proj.weight", "E D", "D E"),
+    TensorRule("router_scale", _LAYER + "router.scale", "D", "D"),
+    TensorRule("expert_scale", _LAYER + "router.per_expert_scale", "E", "E"),
+    TensorRule("w_gate", _LAYER + "experts.gate_up_proj", "E F D", "E D F", turn=(0, 2), runs=-2),
+    TensorRule("w_up", _LAYER + "experts.gate_up_proj", "E F D", "E D F", turn=(1, 2), runs=-2),
+    TensorRule("w_down", _LAYER + "experts.down_proj", "E D F", "E F D"),
+)
 
 _OLMO_NORMS = (
     TensorRule("q_norm", _LAYER + "self_attn.q_norm.weight", "(N H)", "N H"),
@@ -216,7 +229,7 @@ _GEMMA_DEFAULTS |= {"tie_word_embeddings": True, "hidden_activation": "gelu_pyto
 
 
 _GEMMA4_UNUSED = ("hidden_act", "vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts")
-_GEMMA4_UNUSED += ("moe_intermediate_size", "num_global_key_value_heads")
+_GEMMA4_UNUSED += ("moe_intermediate_size", "num_global_key_value_heads", "norm_topk_prob", "intermediate_size")
 _LATENT_KEYS = ("head_dim", "qk_head_dim", "num_key_value_heads", "num_local_experts", "ep_size", "topk_method")
 _LATENT_KEYS += ("scoring_func", "moe_layer_freq", "aux_loss_alpha", "seq_aux", "partial_rotary_factor")
 
@@ -497,13 +510,12 @@ FAMILIES += (
     Family(
         "Gemma4ForCausalLM",
         "gemma4_text",
-        table=(*_TOP, *_ATTENTION, *_FULL_ATTENTION, *_GEMMA_NORMS, *_MLP, *_FACTOR),
+        table=(*_TOP, *_ATTENTION, *_FULL_ATTENTION, *_GEMMA_NORMS, *_MLP, *_GEMMA4_LAYER),
         fixed={"post_norms": True, "qk_norm": True},
-        required={"attention_bias": False, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
-        | {"enable_moe_block": False},
+        required={"attention_bias": False, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
         defaults={key: value for key, value in _GEMMA_DEFAULTS.items() if key != "query_pre_attn_scalar"}
         | {"sliding_window": 512, "global_head_dim": 512, "hidden_size_per_layer_input": 256, "rms_norm_eps": 1e-6}
-        | {"rope_parameters": _GEMMA4_ROPE},
+        | {"rope_parameters": _GEMMA4_ROPE, "norm_topk_prob": True},
     ),
     Family(
         "Llama4ForCausalLM",
@@ -590,7 +602,13 @@ def rules(family: Family, config: ModelConfig) -> list[TensorRule]:
     absent |= set() if config.experts.dense_ff else {"d_gate", "d_up", "d_down"}
     absent |= {f"{FULL}wv"} if config.windows.full_keys_as_values else set()
     absent |= set() if config.experts.shared else {"s_gate", "s_up", "s_down"}
+    if family.model_type == "gemma4_text":
+        absent |= set() if config.experts.count else {"router", "router_scale", "expert_scale"}
+        absent |= set() if config.experts.count else {"e_norm", "e_post_norm", "s_post_norm"}
     table = [rule for rule in family.table if rule.leaf not in absent]
+    if family.model_type == "gemma4_text":
+        other = ".mlp." if config.experts.count else ".experts."
+        table = [rule for rule in table if not (rule.leaf.startswith("w_") and other in rule.name)]
     if not family.latent:
         return table
     inputs = "Z" if config.extras.latent_query else "D"

@@ -135,7 +135,8 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
     family = find_family(published)
     published = _Keys(published, family, ignore_keys)
     d_model, heads = published["hidden_size"], published["num_attention_heads"]
-    experts = _experts(published, family) if family.has_experts else DenseFeedForward()
+    mixes = family.has_experts and (family.model_type != "gemma4_text" or bool(published.get("enable_moe_block")))
+    experts = _experts(published, family) if mixes else DenseFeedForward()
     theta, local_theta, scaling = _rope(published, family)
     sizes = _windows(published, family)
     own = _own_windows(published, family)
@@ -146,7 +147,7 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
         heads=heads,
         kv_heads=published.get("num_key_value_heads") or heads,
         head_dim=published.get("head_dim") or d_model // heads,
-        d_ff=published[_width_key(family)],
+        d_ff=published[_width_key(family) if mixes or not family.has_experts else "intermediate_size"],
         vocab_size=published["vocab_size"],
         norm_eps=published["rms_norm_eps"],
         tie_embeddings=bool(published.get("tie_word_embeddings", False)),
@@ -575,6 +576,8 @@ def _experts(published: _Keys, family: Family) -> Mixture:
         more |= {"shared": published["shared_expert_intermediate_size"], "shared_gate": True}
     if family.model_type == "gpt_oss":
         more["biases"] = True
+    if family.model_type == "gemma4_text":
+        more |= {"shared": published["intermediate_size"], "own_norms": True}
     if family.model_type == "llama4_text":
         more |= {"scores": "sigmoid_input", "shared": published["intermediate_size"]} | _sparse_layers(published)
     if family.sigmoid_experts:
@@ -584,7 +587,8 @@ def _experts(published: _Keys, family: Family) -> Mixture:
         more |= {"scale": float(published["routed_scaling_factor"]), "dense_layers": dense}
         more |= {"dense_ff": published["intermediate_size"] if dense else 0}
     try:
-        return Mixture(count, published["num_experts_per_tok"], **more)
+        per_token = "top_k_experts" if family.model_type == "gemma4_text" else "num_experts_per_tok"
+        return Mixture(count, published[per_token], **more)
     except ValueError as error:
         raise UnsupportedModelError(f"config.json: {error}") from error
 
@@ -716,7 +720,12 @@ def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
         published["rope_scaling"] = None
     if family.latent:
         published |= _latent_keys(config)
-    if family.has_experts:
+    if name == "gemma4_text":
+        published["enable_moe_block"] = bool(config.experts.count)
+        if config.experts.count:
+            published |= {"intermediate_size": config.experts.shared, "moe_intermediate_size": config.d_ff}
+            published |= {"num_experts": config.experts.count, "top_k_experts": config.experts.per_token}
+    elif family.has_experts:
         published |= _expert_keys(config, family)
     return published
 
@@ -763,7 +772,7 @@ def _latent_keys(config: ModelConfig) -> dict[str, Any]:
     published |= {"v_head_dim": extras.latent_value, "rope_interleave": extras.rotary_pairs}
     published |= {"num_key_value_heads": config.heads}
     width = float(extras.latent_key + turned)
-    if scaling and extras.query_scale not in (0.0, width):
+    if scaling and scaling.get("factor", 1.0) > 1.0 and extras.query_scale not in (0.0, width):
         unit = 0.1 * math.log(scaling["factor"])
         grown = (width / extras.query_scale) ** 0.25
         scaling["mscale_all_dim"] = _twelve_digits((grown - 1.0) / unit)

@@ -148,6 +148,9 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[
             }
         if config.experts.biases or config.experts.scores == "sigmoid":
             shapes["b_router"] = ((E,), (None,))
+        if config.experts.own_norms:
+            shapes |= {name: ((D,), ("embed",)) for name in ("e_norm", "e_post_norm", "s_post_norm", "router_scale")}
+            shapes["expert_scale"] = ((E,), (None,))
         if config.experts.dense_ff:
             shapes |= _feed_forward_shapes("d", D, config.experts.dense_ff)
     if G := config.experts.shared:
@@ -198,7 +201,7 @@ def _feed_forward_shapes(prefix: str, D: int, F: int) -> dict[str, tuple[tuple[i
 
 BIASES = ("bq", "bk", "bv", "bo", "sinks", "b_gate", "b_up", "b_down", "b_router", "conv_bias", "skip")
 """Leaves that begin as zeros and do not decay."""
-EXACT = ("a_log", "dt_bias", "sinks", "b_router", "conv_bias", "skip", "factor")
+EXACT = ("a_log", "dt_bias", "sinks", "b_router", "conv_bias", "skip", "factor", "router_scale", "expert_scale")
 """Leaves that stay float32, since they are used in float32 arithmetic only; so do those of norms."""
 _OF_ATTENTION = ("wq", "wk", "wv", "wo", "bq", "bk", "bv", "bo", "sinks", "q_norm", "k_norm")
 _OF_ATTENTION += ("q_down", "q_latent_norm", "kv_down", "kv_latent_norm", "kv_up")
@@ -269,7 +272,7 @@ def init_params(key: Key[Array, ""], config: ModelConfig) -> Params:
         leaf_key = jax.random.fold_in(key, _stable_id(name))
         if name in ("a_log", "dt_bias"):
             return init_decay(leaf_key, name, shape)
-        if name.endswith("norm") or name == "factor":
+        if name.endswith("norm") or name in ("factor", "router_scale", "expert_scale"):
             offset = config.norm_offset and name != "delta_norm"
             return jnp.zeros(shape, jnp.float32) if offset else jnp.ones(shape, jnp.float32)
         if name in BIASES:
@@ -373,8 +376,13 @@ def block(
     added = splits.block_output(mix(layer, h, rope, attend, config, splits.flat))
     x = x + config.extras.residual_factor * normed("attn_post_norm", added)
     h = splits.block_input(normed("mlp_norm", x).astype(dtype))
-    mixed = _feed_forward(layer, h, config, splits, dense) if dense else experts(layer, h, config)
-    if "s_down" in layer:
+    if config.experts.own_norms:
+        mixed = normed("s_post_norm", _shared_expert(layer, h, config, splits))
+        h = splits.block_input(_unscaled_norm(x, config).astype(dtype))
+        mixed = mixed + normed("e_post_norm", experts(layer, h, config))
+    else:
+        mixed = _feed_forward(layer, h, config, splits, dense) if dense else experts(layer, h, config)
+    if "s_down" in layer and not config.experts.own_norms:
         mixed = mixed + _shared_expert(layer, h, config, splits)
     added = splits.block_output(mixed)
     x = x + config.extras.residual_factor * normed("mlp_post_norm", added)
@@ -446,8 +454,8 @@ def _latent_attention(
     return linear(layer, "wo", context, 2, jnp.float32, flat=flat)
 
 
-def _unscaled_norm(x: Float[Array, "B T N H"], config: ModelConfig) -> Array:
-    """`norm` of each head, whose scale is 1."""
+def _unscaled_norm(x: Float[Array, "*B D"], config: ModelConfig) -> Array:
+    """`norm` with the scale 1, in the dtype of `x`."""
     return norm(x, jnp.ones(x.shape[-1]), replace(config, norm_offset=False)).astype(x.dtype)
 
 
@@ -588,8 +596,9 @@ def forward(
     by_layer = (windows, ropes, None if routes is None else jnp.moveaxis(routes, 2, 0))
     if isinstance(params["layers"], tuple):
         x = splits.residual(x)
-        for i, layer in enumerate(params["layers"]):
-            x, _ = body(x, (layer, *(None if of is None else of[i] for of in by_layer)))
+        for i, (layer, name) in enumerate(zip(params["layers"], rope_names(config), strict=True)):
+            window, _, replayed = (None if of is None else of[i] for of in by_layer)
+            x, _ = body(x, (layer, window, tables[name], replayed))
     elif config.period > 1:
         x = _scan_periods(body, splits.residual(x), params["layers"], by_layer, [*tables.values()], config)
     else:

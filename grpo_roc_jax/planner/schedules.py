@@ -107,7 +107,7 @@ def life_of(trajectory: Trajectory) -> RowLife:
 
 STEPS, SKIPPED, ENGINES = 4, 4, 4
 """Simulated steps, those before them, and engines at most; more engines have rows like these."""
-SCHEDULES = {
+SCHEDULES: dict[str, tuple[int, StepSchedule]] = {
     "whole rows reserved": (1, StepSchedule(whole_rows=True)),
     "blocks": (1, StepSchedule()),
     "blocks, twice the slots": (2, StepSchedule()),
@@ -117,6 +117,13 @@ SCHEDULES = {
     "blocks, twice the slots, lag 1, stealing": (2, StepSchedule(lag=1, stealing=True)),
 }
 """Name -> slots, in those of the configuration, and the schedule."""
+APART = {
+    "a quarter trains apart, lag 1": (1, 1),
+    "a quarter trains apart, lag 2": (1, 2),
+    "half trains apart, lag 1": (2, 1),
+    "half trains apart, lag 2": (2, 2),
+}
+"""Name -> processes out of four that only train while the others only sample (`rollout.samplers`), and the lag."""
 
 
 def simulate_schedules(
@@ -162,6 +169,14 @@ def simulate_schedules(
         result = simulate(drawn, room, costs, schedule, STEPS, skipped=SKIPPED, kept=kept)
         whole = {"slots": room.slots, "tokens_per_s": result.tokens_per_s * work.sampled / part.sampled}
         found[name] = asdict(result) | whole
+    for name, (trainers, lag) in APART.items() if engines == ENGINES else ():
+        schedule = StepSchedule(lag=lag, stealing=True, apart=True)
+        room = replace(machine, engines=engines - trainers, slots=2 * work.slots)
+        slower = replace(costs, trained_token=costs.trained_token * engines / trainers)
+        drawn = traced_groups(traces) if traces else groups
+        result = simulate(drawn, room, slower, schedule, STEPS, skipped=SKIPPED, kept=work.kept / work.sampled)
+        whole = {"slots": room.slots, "tokens_per_s": result.tokens_per_s * work.sampled / part.sampled}
+        found[name] = asdict(result) | whole
     return found
 
 
@@ -174,8 +189,13 @@ def schedule_lines(simulated: dict[str, dict[str, Any]]) -> list[str]:
             f"{name:44}{seconds:10,.1f}{found['tokens_per_s']:10,.0f}{found['live']:11,.1f}{found['busy']:7.0%}"
             f"{again:8.1%}"
         )
-    return [
-        *lines,
+    lines.append(
         "live rows: of a process, while it decodes; busy: share of the time in which its devices compute; again: "
-        "tokens written a second time after a row gave up its blocks, beside the sampled ones",
-    ]
+        "tokens written a second time after a row gave up its blocks, beside the sampled ones"
+    )
+    if simulated.keys() & APART.keys():
+        lines.append(
+            "trains apart: that share of the processes only trains, the others only sample (rollout.samplers), with "
+            "twice the slots and one queue; live rows and busy are those of the samplers"
+        )
+    return lines

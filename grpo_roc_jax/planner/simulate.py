@@ -2,7 +2,7 @@
 
 An engine repeats the rounds of `rollout.scheduler`: it appends what tools answered, gives slots to rows while what is
 expected of them fits, decodes a chunk, and passes the rows whose turn has ended to their tools. Engines meet at
-updates. Nothing here computes with weights.
+updates, unless these have devices of their own. Nothing here computes with weights.
 
 Left out: the host's work between chunks beyond `Costs.round`, selection and scoring, and unequal shards of an engine.
 Tools answer after their own time, however many run.
@@ -162,6 +162,8 @@ class StepSchedule:
     `run.rollout_stream` says which groups a step takes, and when."""
     stealing: bool = False
     """Whether engines take the next problem from one queue, in place of an equal share each."""
+    apart: bool = False
+    """Whether updates have devices of their own (`rollout.samplers`), so that the engines go on meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,8 @@ class _Group:
     born: int
     rows: Sequence[RowLife]
     left: int = field(init=False)
+    ended: float = 0.0
+    """When its last row ended."""
 
     def __post_init__(self) -> None:
         self.left = len(self.rows)
@@ -245,6 +249,8 @@ class _Simulation:
         seconds, sampled, submitted, now = [], 0, 0, 0.0
         count = len(groups(0))
         for trained in range(skipped + steps):
+            if self.schedule.apart:
+                self._go_on(now)
             while submitted <= trained + self.schedule.lag:
                 new = [_Group(trained, rows) for rows in groups(submitted)]
                 self._share(new)
@@ -259,18 +265,22 @@ class _Simulation:
                 sampled += sum(row.sampled for group in done for row in group.rows)
             costs = self.costs
             spent = costs.publish + costs.update + costs.trained_token * kept * tokens
-            end = max(engine.clock for engine in self.engines) + spent
-            for engine in self.engines:
-                engine.clock = end
-                engine.busy += spent
+            if self.schedule.apart:
+                end = max(now, *(group.ended for group in done)) + spent
+            else:
+                end = max(engine.clock for engine in self.engines) + spent
+                for engine in self.engines:
+                    engine.clock = end
+                    engine.busy += spent
             seconds.append(end - now)
             now = end
+        latest = max(engine.clock for engine in self.engines)
         decoded = max(1, sum(engine.decode_steps for engine in self.engines))
         return Simulated(
             tuple(seconds[skipped:]),
             sampled,
             sum(engine.live_steps for engine in self.engines) / decoded,
-            sum(engine.busy for engine in self.engines) / (now * len(self.engines)),
+            sum(engine.busy for engine in self.engines) / (max(now, latest) * len(self.engines)),
             sum(engine.evictions for engine in self.engines),
             sum(engine.recomputed for engine in self.engines),
         )
@@ -283,6 +293,18 @@ class _Simulation:
             first, last = (len(groups) * i // len(self.engines) for i in (index, index + 1))
             for group in groups[first:last]:
                 engine.take(group)
+
+    def _go_on(self, until: float) -> None:
+        """Rounds of the engines during an update that ends then."""
+        while True:
+            if self.queue:
+                self._steal()
+            late = [e for e in self.engines if (e.occupied or e.waiting) and e.clock < until]
+            if not late:
+                break
+            min(late, key=lambda e: e.clock).round(until)
+        for engine in self.engines:
+            engine.clock = max(engine.clock, until)
 
     def _advance(self) -> None:
         """A round of the engine whose time is the earliest, of those that have something to do."""
@@ -337,8 +359,8 @@ class _Engine:
             self.queue.append((self.tickets, group, row))
             self.tickets += 1
 
-    def round(self) -> None:
-        """Appends, admission, a chunk; or the wait for the next answer of a tool."""
+    def round(self, until: float = NEVER) -> None:
+        """Appends, admission, a chunk; or the wait for the next answer of a tool, at most until then."""
         observed, prompts = self._observe(), self._seat_again() + self._admit()
         if self.machine.append_rows:
             self._write(observed + prompts)
@@ -352,7 +374,7 @@ class _Engine:
             return
         answered = self.until[self.until < NEVER]
         if len(answered):
-            self.clock = max(self.clock, float(answered.min()))
+            self.clock = max(self.clock, min(float(answered.min()), until))
 
     def _live(self) -> np.ndarray:
         return (self.left > 0) & (self.until == NEVER) & ~self.parked
@@ -487,6 +509,7 @@ class _Engine:
         group.left -= 1
         self.lengths.add(int(self.length[slot]))
         if not group.left:
+            group.ended = self.clock
             self.prompts.discard(group)
         self.used[slot], self.ticket[slot] = False, np.iinfo(np.int64).max
         self.length[slot] = 0

@@ -208,14 +208,14 @@ def decode_by_layer(
     B = slots.token.shape[0]
     rows = settings.rows if 0 < settings.rows < B else B
     asked = Steering(*steering) if steering else None
-    kind = ("steered", asked.tokens.shape[1]) if asked is not None else ("decode",)
+    kind = ("steered", asked.tokens.shape[1], asked.places.shape[1]) if asked is not None else ("decode",)
     name, of_pool = (*kind, rows), (*kind, rows, pool.blocks)
 
     def start(slots: Slots, table: Array, asked: Steering | None) -> tuple[Any, ...]:
         at, part, few = narrow(slots, table, rows) if rows < B else (None, slots, table)
-        report = empty_report(rows, config, settings)
-        readers = readers_of(form, few, part.active)
         asked = asked if at is None else narrow_steering(asked, at)
+        report = empty_report(rows, config, settings, asked)
+        readers = readers_of(form, few, part.active)
         more = unfinished(part, report, settings, asked)
         return at, jax.tree.map(jnp.copy, part), few, readers, report, more, asked
 

@@ -100,6 +100,45 @@ class StreamedRows(StepLimit):
 
 
 @settings
+class Samplers(Axis, axis="rollout.samplers"):
+    """Samplers in processes of their own, which may come and go while the run trains (`rollout.step_limit stream`)."""
+
+    count: ClassVar[int] = 0
+    """Number of samplers; 0 samples in the trainer's own process."""
+    package: ClassVar[str] = ""
+    """Package that the trainer imports, and the extra that installs it."""
+
+
+@kind("none")
+class NoSamplers(Samplers):
+    """The trainer's processes sample; for a command line that takes back what a file chose."""
+
+
+@kind("ray")
+class RaySamplers(Samplers):
+    """Ray actors, each with the devices of a host; needs the extra `ray`."""
+
+    package = "ray"
+
+    count: AtLeast1 = 2
+    """Number of samplers. Those for which the cluster has no room yet start as nodes join, and one that is lost is
+    replaced."""
+    address: str = ""
+    """Address of the cluster to join: `auto` for the one of this machine, or `host:port`. Empty starts Ray on this
+    machine alone, for this run."""
+    cpus: NotNegative = 1.0
+    """Cores that Ray reserves for a sampler."""
+    gpus: Count = 0
+    """GPUs of a sampler."""
+    tpus: Count = 0
+    """TPU chips of a sampler: all of a host, since a process takes them together."""
+    tensor: AtLeast1 = 1
+    """Devices of a sampler that share the heads of one row; its slots are divided over the others."""
+    timeout_s: Positive = 120.0
+    """Seconds without an answer after which a sampler that has started counts as lost."""
+
+
+@settings
 class LowPrecision:
     """Fewer bits in the sampler. Its policy then differs from the trained one, so importance weights are needed;
     `weights.factors truncated_is` with `surrogate.old_logprobs scored` are the default then."""
@@ -171,6 +210,9 @@ class RolloutConfig:
     """Longest time from admission to the end of a row, seconds; stop `deadline`. 0: no limit."""
     step_limit: StepLimit = field(default_factory=NoStepLimit)
     """When a training step ends its rollouts, and what happens to those that are not finished."""
+    samplers: Samplers | None = None
+    """Samplers in processes of their own, which take weights and problems from the trainer and return scored groups;
+    none while this section is left out. The default of `rollout.step_limit` is then `stream`."""
     low_precision: LowPrecision | None = None
     """Fewer bits in the sampler; none while this section is left out."""
     early_exit: bool = False
@@ -213,6 +255,11 @@ class RolloutConfig:
     def weight_dtype(self) -> str:
         """The dtype of the layers' matrices; `full` is the compute dtype."""
         return "full" if self.low_precision is None else self.low_precision.weights
+
+    @property
+    def remote(self) -> Samplers | None:
+        """The samplers in other processes; None where the trainer samples itself."""
+        return self.samplers if self.samplers is not None and self.samplers.count else None
 
     @property
     def max_row_tokens(self) -> int:

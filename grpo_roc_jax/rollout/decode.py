@@ -263,6 +263,9 @@ class ChunkReport:
     """int32[shards]: decode steps run; fewer than K if no active row was left."""
     routes: Array | None = None
     """int16[K,L,X,B]: experts of the token before each drawn one, with `model.experts.replay`."""
+    top: tuple[Array, Array] | None = None
+    """(int32[K,N,B], float32[K,N,B]): the N most likely tokens at each drawn one and their log-probabilities, where
+    `Steering.places` asks for them."""
 
 
 @dataclass(frozen=True)
@@ -498,15 +501,18 @@ def widen(slots: Slots, part: Slots, report: ChunkReport, at: Int[Array, " n"]) 
         return jnp.zeros((*new.shape[:-1], B), new.dtype).at[..., at].set(new, mode="drop")
 
     columns = (report.tokens, report.logprobs, report.mass, report.count)
-    routes = jax.tree.map(put_columns, report.routes)
+    routes, top = jax.tree.map(put_columns, (report.routes, report.top))
     slots = jax.tree.map(lambda leaf, new: leaf.at[at].set(new, mode="drop"), slots, part)
-    return slots, ChunkReport(*map(put_columns, columns), steps=report.steps, routes=routes)
+    return slots, ChunkReport(*map(put_columns, columns), steps=report.steps, routes=routes, top=top)
 
 
-def empty_report(rows: int, config: ModelConfig, settings: ChunkSettings) -> ChunkReport:
+def empty_report(
+    rows: int, config: ModelConfig, settings: ChunkSettings, steering: Steering | None = None
+) -> ChunkReport:
     """The report before the first step."""
     chunk, mass_rows = settings.chunk, settings.chunk if settings.sampling.truncated else 0
     experts = config.experts
+    K = 0 if steering is None else steering.places.shape[1]
     return ChunkReport(
         tokens=jnp.zeros((chunk, rows), jnp.int32),
         logprobs=jnp.zeros((chunk, rows), jnp.float32),
@@ -514,6 +520,7 @@ def empty_report(rows: int, config: ModelConfig, settings: ChunkSettings) -> Chu
         count=jnp.zeros(rows, jnp.int32),
         steps=jnp.zeros(1, jnp.int32),
         routes=jnp.zeros((chunk, config.layers, experts.per_token, rows), jnp.int16) if experts.replay else None,
+        top=(jnp.zeros((chunk, K, rows), jnp.int32), jnp.zeros((chunk, K, rows), jnp.float32)) if K else None,
     )
 
 
@@ -560,6 +567,7 @@ def draw_tokens(
         count=report.count + slots.active,
         steps=report.steps + 1,
         routes=put(report.routes, _by_layer(chosen, config)) if chosen else None,
+        top=report.top and jax.tree.map(put, report.top, _most_likely(logits, slots, steering, settings)),
     )
     slots = slots.replace(
         position=jnp.where(slots.active, drawn_at, slots.position),
@@ -567,6 +575,18 @@ def draw_tokens(
         active=slots.active & ~stopped,
     )
     return slots, report
+
+
+def _most_likely(
+    logits: Float[Array, "B V"], slots: Slots, steering: Steering, settings: ChunkSettings
+) -> tuple[Array, Array]:
+    """(ids, log-probabilities) [K,B] of the most likely tokens, as `Steering.places` asks."""
+    heat = jnp.where(slots.temperature <= 0, 1.0, slots.temperature)[:, None]
+    logprobs = jax.nn.log_softmax(logits / heat, axis=-1)
+    if settings.vocab_size is not None:
+        logprobs = jnp.where(jnp.arange(logits.shape[1]) < settings.vocab_size, logprobs, -jnp.inf)
+    values, ids = jax.lax.top_k(logprobs, steering.places.shape[1])
+    return ids.T.astype(jnp.int32), values.T
 
 
 def _draw_chunk(
@@ -580,7 +600,7 @@ def _draw_chunk(
 ) -> tuple[BlockPool, Slots, ChunkReport]:
     """The loop of `decode_chunk` over these slots."""
     config = model.config
-    report = empty_report(slots.token.shape[0], config, settings)
+    report = empty_report(slots.token.shape[0], config, settings, steering)
     readers = readers_of(pool, table, slots.active)
 
     def step(state: tuple[BlockPool, Slots, ChunkReport]) -> tuple[BlockPool, Slots, ChunkReport]:

@@ -343,10 +343,11 @@ class SamplerPrograms:
     ) -> ProgramCall:
         sized = {"model": self._sampler, "settings": replace(self.settings, rows=width)}
         routes = self._rows(3) if self.model.experts.replay else None
-        report = ChunkReport(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)), routes=routes)
+        top = self._rows(2) if steering and steering[4].shape[1] else None
+        report = ChunkReport(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)), routes=routes, top=top)
         specs = (*(self._rows(0) for _ in steering[:-1]), *(P() for _ in steering[-1:]))
         return ProgramCall(
-            ("steered", width, steering[1].shape[1]) if steering else ("decode", width),
+            ("steered", width, steering[1].shape[1], steering[4].shape[1]) if steering else ("decode", width),
             partial(decode_steered if steering else decode_chunk, **sized),
             (params, pool, slots, patch, table, *steering),
             (None, self._rows(0), self._rows(0), self._rows(1), self._rows(0), *specs),

@@ -640,7 +640,7 @@ class Scheduler:
     def _steered(self) -> tuple[np.ndarray, ...]:
         """What live rows ask of the next chunk, as arrays; none if they ask for nothing."""
         rows = self._steered_rows()
-        if any(row.one_step for row in rows.values()) and self.device.flight is not None:
+        if any(row.most_steps for row in rows.values()) and self.device.flight is not None:
             self._take_flight()  # what may follow depends on its tokens
             rows = self._steered_rows()
         if not rows:
@@ -678,7 +678,11 @@ class Scheduler:
         for slot in np.flatnonzero(drew).tolist():
             row, span = self.rows[int(table.row[slot])], slice(before[slot], table.length[slot])
             if row.steering is not None:
-                row.steering.take((table.tokens[slot, span] & ID_MASK).tolist())
+                ids = (table.tokens[slot, span] & ID_MASK).tolist()
+                top = (
+                    () if report.top is None else zip(*(leaf[: len(ids), :, slot] for leaf in report.top), strict=True)
+                )
+                row.steering.take(ids, [*top])
             if row.submission.drawn is not None:
                 row.submission.drawn(row.index, table.tokens[slot, span].copy(), table.logprobs[slot, span].copy())
         for slot in np.flatnonzero(stopped & (table.length < table.limit)).tolist():

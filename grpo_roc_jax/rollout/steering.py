@@ -1,11 +1,13 @@
-"""What single rows ask of their draws: other truncation, biased tokens, penalties, a mask of tokens that may follow.
+"""What single rows ask of their draws: other truncation, biased tokens, penalties, tokens that may not follow, a mask
+of those that may; and what they ask to be told about them, the most likely tokens at each.
 
 `RowSteering` is the host's side, one for each row that asks for something. `steering_arrays` writes those of all slots
 as arrays, and `steer` applies them on the device to the logits that a token is drawn from. The recorded
 log-probabilities stay those of the policy itself: the full softmax at the row's temperature of the logits before.
 
-A batch mixes steered rows with others. What depends on the tokens before (a mask, penalties) is known one token ahead,
-so a chunk in which such a row decodes has one step; truncation and biases leave chunks as they are.
+A batch mixes steered rows with others. What depends on the tokens before (a mask, penalties, banned texts of several
+tokens) is known one token ahead, so a chunk in which such a row decodes has one step, and one in which a row may not
+end yet has no more steps than tokens it lacks; the rest leaves chunks as they are.
 """
 
 from collections import Counter
@@ -25,6 +27,8 @@ EDITED = (32, 512, 8192)
 the next power of two."""
 WORD = 32
 """Tokens in an integer of a mask."""
+TOP = 20
+"""Most likely tokens that are reported where a row asks for some; one number, so that there is one program for it."""
 
 
 class TokenMask(Protocol):
@@ -52,6 +56,13 @@ class DrawSettings:
     """The same for each time."""
     repetition: float = 1.0
     """Positive logits of tokens of the prompt and of drawn ones are divided by it, negative ones multiplied."""
+    min_tokens: int = 0
+    """Tokens that are drawn before one of `ends` may be."""
+    ends: frozenset[int] = frozenset()
+    banned: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that are not drawn."""
+    top: int = 0
+    """How many of the most likely tokens are reported at each position; at most `TOP`."""
 
     @property
     def counts(self) -> bool:
@@ -67,18 +78,39 @@ class RowSteering:
         self.settings, self.mask = settings, mask
         self._drawn: Counter[int] = Counter()
         self._prompt = set(map(int, prompt)) if settings.repetition != 1 else set()
+        self._count = 0
+        self._last: list[int] = []
+        """The tokens that a banned sequence may have begun with."""
+        self._reach = max(map(len, settings.banned), default=1) - 1
+        self.top: list[tuple[np.ndarray, np.ndarray]] = []
+        """(ids, log-probabilities) of the most likely tokens at each drawn one, with `settings.top`."""
 
     @property
-    def one_step(self) -> bool:
-        """Whether what may follow depends on each token."""
-        return self.mask is not None or self.settings.counts
+    def most_steps(self) -> int | None:
+        """How many tokens may be drawn before this is asked again; None for any number."""
+        if self.mask is not None or self.settings.counts or self._reach:
+            return 1
+        return max(0, self.settings.min_tokens - self._count) or None
 
-    def take(self, ids: Sequence[int]) -> None:
-        """The row has drawn these tokens."""
+    def take(self, ids: Sequence[int], top: Sequence[tuple[np.ndarray, np.ndarray]] = ()) -> None:
+        """The row has drawn these tokens, and these were the most likely ones at each."""
+        self._count += len(ids)
+        if self._reach:
+            self._last = [*self._last, *ids][-self._reach :]
+        if self.settings.top:
+            self.top += [(tokens[: self.settings.top], values[: self.settings.top]) for tokens, values in top]
         if self.settings.counts:
             self._drawn.update(ids)
         if self.mask is not None:
             self.mask.take(ids)
+
+    def forbidden(self) -> set[int]:
+        """Tokens that may not follow."""
+        found = set(self.settings.ends) if self._count < self.settings.min_tokens else set()
+        for *before, last in self.settings.banned:
+            if not before or self._last[-len(before) :] == before:
+                found.add(last)
+        return found
 
     def edits(self) -> dict[int, tuple[float, float, float]]:
         """By token: what is added to its logit, by what that is then divided or multiplied, what is then subtracted.
@@ -109,12 +141,14 @@ class Steering:
     """float32[B,3,N]: see `RowSteering.edits`."""
     limits: Array
     """float32[B,3]: top-k (0 for all), top-p, min-p."""
+    places: Array
+    """int32[B,K]: 0 to K - 1; the K most likely tokens are reported."""
     steps: Array
     """int32[]: most steps of the chunk."""
 
     @property
     def per_row(self) -> tuple[Array, ...]:
-        return self.allowed, self.tokens, self.edits, self.limits
+        return self.allowed, self.tokens, self.edits, self.limits, self.places
 
 
 def steering_arrays(
@@ -128,6 +162,8 @@ def steering_arrays(
         vocabulary: Width of the logits.
         sampling: What slots without steering have.
         steps: Most steps of the chunk; it has one if a row depends on each token.
+
+    A row that may draw nothing at all otherwise may draw what `RowSteering.forbidden` names.
     """
     words = -(-vocabulary // WORD)
     allowed = np.full((slots, words), 0xFFFFFFFF, np.uint32)
@@ -144,11 +180,18 @@ def steering_arrays(
             allowed[slot] = 0
             bits = row.mask.allowed()[:words]
             allowed[slot, : len(bits)] = bits
+        if forbidden := row.forbidden():
+            bits = allowed[slot].copy()
+            for token in forbidden:
+                bits[token // WORD] &= ~np.uint32(1 << token % WORD)
+            allowed[slot] = bits if bits.any() else allowed[slot]
     for slot, found in edits.items():
         tokens[slot, : len(found)] = list(found)
         changes[slot, :, : len(found)] = np.array(list(found.values()), np.float32).T
-    one_step = any(row.one_step for row in rows.values())
-    return allowed, tokens, changes, limits, np.asarray(1 if one_step else steps, np.int32)
+    K = TOP if any(row.settings.top for row in rows.values()) else 0
+    places = np.tile(np.arange(min(K, vocabulary), dtype=np.int32), (slots, 1))
+    most_steps = min(steps, *(row.most_steps or steps for row in rows.values()))
+    return allowed, tokens, changes, limits, places, np.asarray(most_steps, np.int32)
 
 
 def steer(logits: Float[Array, "B V"], steering: Steering) -> Float[Array, "B V"]:

@@ -2,6 +2,7 @@
 each other."""
 
 import datetime
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -257,11 +258,20 @@ def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, Cha
 
 
 def check_together(config: Config, mesh: Mesh) -> None:
-    """Refuses settings that are not supported where several processes sample as one.
+    """Refuses settings that are not supported where several processes sample as one, and samplers in other processes
+    that cannot be started.
 
     Raises:
         ValueError: The message names the settings and what to change.
     """
+    remote = config.rollout.remote
+    if remote is not None and importlib.util.find_spec(remote.package) is None:
+        raise ValueError(f"rollout.samplers {remote.kind} needs the package: {install_command(remote.package)}")
+    if remote is not None and mesh.is_multi_process:
+        raise ValueError(
+            f"rollout.samplers {remote.kind} with a trainer of several processes; train on one host, or "
+            "leave rollout.samplers out: the processes of the trainer then sample"
+        )
     together, refused = processes_together(mesh), ""
     if config.rollout.step_limit.streams:
         refused = "rollout.step_limit stream, whose chunks have no order among the programs of the update"

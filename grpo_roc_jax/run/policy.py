@@ -47,7 +47,14 @@ from grpo_roc_jax.model.sharding import (
     row_shards,
     slot_shards,
 )
-from grpo_roc_jax.model.transformer import Params, compute_dtype, init_params, layer_shapes, layers_with
+from grpo_roc_jax.model.transformer import (
+    Params,
+    cast_params,
+    compute_dtype,
+    init_params,
+    layer_shapes,
+    layers_with,
+)
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.rollout.publish import sampler_config, unstack
 from grpo_roc_jax.settings.cli import ConfigError, config_errors
@@ -67,6 +74,15 @@ class PolicyModel:
     def full(self, trained: Params) -> Params:
         """The parameters of the policy, from the parameters of the training state."""
         return full_params(self.base, trained, self.lora)
+
+    def portable(self, trained: Params) -> Params:
+        """What another process needs of the training state's parameters to sample, as NumPy arrays: the adapter, or all
+        parameters in the compute dtype, to which `Engine.publish` casts them too."""
+        return jax.device_get(trained if self.lora.rank else cast_params(trained, compute_dtype(self.model)))
+
+    def placed(self, portable: Params) -> Params:
+        """The result of `portable` on the devices of this model."""
+        return jax.device_put(portable, trained_shardings(self.model, self.mesh, self.lora))
 
 
 @cache

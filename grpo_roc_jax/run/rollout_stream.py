@@ -12,7 +12,7 @@ list. The update changes the weights of all processes at once.
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, groupby
 from typing import Protocol, TypeVar
 
@@ -24,12 +24,13 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.edit import joined
 from grpo_roc_jax.method.planning import Wave
 from grpo_roc_jax.rollout.publish import SamplerParams
-from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
-from grpo_roc_jax.rollout.sampler import split
+from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.rollout.table import from_prompt
+from grpo_roc_jax.run.open_groups import EngineGroups, GroupSource, OpenGroup
+from grpo_roc_jax.run.policy import PolicyModel
 from grpo_roc_jax.run.rounds import StepSamples, draw_problems, edited, numbered, opening_requests
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.sample import GroupSampler, PartialGroup, ScoredRollouts, merge_stats, resumable, score
+from grpo_roc_jax.run.sample import GroupSampler, PartialGroup, ScoredRollouts, merge_stats, resumable
 from grpo_roc_jax.types import Group, Metrics, RolloutRequest, Trajectory
 
 ESS = "mismatch/token_effective_sample_size"
@@ -40,68 +41,49 @@ ASK_S = 0.1
 earlier."""
 
 
-@dataclass(eq=False)
-class OpenGroup:
-    """The rollouts of a problem that no step has taken yet."""
-
-    number: int
-    """Number of the group in the order of submission; determines which process rolls it out."""
-    parts: list[PartialGroup]
-    """One for each request, without trajectories."""
-    rows: list[list[Trajectory | None]]
-    """The trajectories of each part; None while they run, and for rollouts of another process."""
-    elsewhere: bool = False
-    """Whether the group is complete in another process."""
-    scored: ScoredRollouts | None = None
-
-    @property
-    def born(self) -> int:
-        return self.parts[0].born
-
-    @property
-    def complete(self) -> bool:
-        return self.elsewhere or all(row is not None for row in chain.from_iterable(self.rows))
-
-    def ended(self) -> list[PartialGroup]:
-        return [replace(part, trajectories=tuple(rows)) for part, rows in zip(self.parts, self.rows, strict=True)]
-
-
-Destination = tuple[OpenGroup, int, int]
-"""Where the trajectory of a row goes: its group, part, and index in that part."""
-
-
 class RolloutStream:
     """Keeps the engine filled and returns complete groups, oldest first. A run has one of these."""
 
-    def __init__(self, config: Config, sampling: GroupSampler, mesh: Mesh):
+    def __init__(self, config: Config, sampling: GroupSampler, mesh: Mesh, source: GroupSource | None = None):
         """
         Args:
             config: Configuration of the run.
             sampling: Group sampler of the run. Only this stream and evaluations use its engine.
             mesh: Mesh of the update, during which the rollouts continue.
+            source: What rolls the groups out; by default the engine of `sampling`.
         """
-        self._config, self._sampling, self._engine = config, sampling, sampling.sampler.engine
+        self._config, self._sampling = config, sampling
+        self._source = source or EngineGroups(sampling, shows=not config.rollout.step_limit.lag)
         self._mesh, self._limit, self._count = mesh, config.rollout.step_limit, config.group.problems
         self._processes, self._begun = sampling.processes, 0
         """Processes of the run; number of groups submitted so far."""
         self._open: list[OpenGroup] = []
-        """Open groups in the order of submission."""
-        self._running: dict[int, Destination] = {}
-        """Destination of each running row, by the ticket that the engine gave it."""
+        """Open groups in the order of their births."""
         self._label = (-1, 0)
         """Step and number of the newest round, as random keys use them."""
         self._rng = np.random.default_rng()
         self._failure: Exception | None = None
         self._dropped, self._worked_s, self._alarmed = 0, 0.0, False
+        """Rows of groups that were dropped before they ended; seconds of work during updates; whether the last step
+        raised an alarm."""
 
     @property
     def meanwhile(self) -> Callable[[], None] | None:
         """What the host does while the device computes an update. None on several CPU devices, since programs with
         collectives would share their threads."""
         several = jax.default_backend() == "cpu" and self._mesh.size > 1
-        return None if several or not self._limit.lag else self._work
+        idle = several and not self._source.always_works
+        return None if idle or not self._limit.lag else self._work
 
-    def next_round(self, run: RunState, weights: SamplerParams) -> StepSamples:
+    def publish(self, policy: PolicyModel, run: RunState) -> SamplerParams | None:
+        """The rollouts go on with the parameters of this step. Returns the weights for `next_round`."""
+        return self._source.publish(policy, run.train.params, run.step)
+
+    def take_notes(self) -> list[str]:
+        """What happened to samplers since the last call, for the events of the run."""
+        return self._source.take_notes()
+
+    def next_round(self, run: RunState, weights: SamplerParams | None) -> StepSamples:
         """Returns the oldest complete groups, scored, as many as a step has problems, and submits others in their
         place.
 
@@ -126,7 +108,8 @@ class RolloutStream:
     def after_update(self, run: RunState, groups: Sequence[Group], metrics: Metrics) -> tuple[Metrics, str]:
         """Returns (metrics of the groups that were trained on, text of an alarm that was not raised before, or "").
         Leaves the rows that continue in `run.partial`, for a checkpoint."""
-        reports = self._processes.gather((self._cut(), self._dropped, self._worked_s), uninterrupted=True)
+        dropped = self._dropped + self._source.take_dropped()
+        reports = self._processes.gather((self._cut(), dropped, self._worked_s), uninterrupted=True)
         cuts, dropped, worked = zip(*reports, strict=True)
         run.partial = self._with_rows(cuts)
         effective, low = metrics.get(ESS, 1.0), self._limit.min_effective
@@ -139,12 +122,13 @@ class RolloutStream:
             "rollout/dropped_stale": float(sum(dropped)),
             "time/overlapped_s": max(worked),
         }
+        age |= self._source.metrics()
         self._dropped, self._worked_s = 0, 0.0
         return age, alarm
 
     # Submitting groups.
 
-    def _fill(self, run: RunState, weights: SamplerParams) -> None:
+    def _fill(self, run: RunState, weights: SamplerParams | None) -> None:
         """Begins rounds until there is one for this step and for each of the `lag` steps to come."""
         config, chat = self._config, self._sampling.sampler.chat
         while len(self._open) <= self._limit.lag * self._count:
@@ -160,48 +144,47 @@ class RolloutStream:
             opening = opening_requests(config, chat, wave)
             requests = numbered(opening, index * self._count, Counter())
             parts = [PartialGroup(r.problem, (), step, r.place, r.temperature, run.step) for r in requests]
-            mine = self._add(parts, [[None] * request.count for request in requests])
-            self._submit([r for r, is_mine in zip(requests, mine, strict=True) if is_mine], RunOptions(step), weights)
+            mine, groups = self._add(parts, [[None] * request.count for request in requests])
+            requests = [request for request, is_mine in zip(requests, mine, strict=True) if is_mine]
+            self._submit(groups, requests, RunOptions(step), weights)
 
-    def _add(self, parts: Sequence[PartialGroup], rows: Sequence[list[Trajectory | None]]) -> list[bool]:
+    def _add(
+        self, parts: Sequence[PartialGroup], rows: Sequence[list[Trajectory | None]]
+    ) -> tuple[list[bool], list[OpenGroup]]:
         """Opens groups; parts of the same problem must be adjacent. Returns for each part whether this process rolls it
-        out."""
-        mine = []
+        out, and the groups that it does."""
+        mine, groups = [], []
         for _, some in groupby(zip(parts, rows, strict=True), key=lambda pair: (pair[0].step, pair[0].place)):
             group = OpenGroup(self._begun, *map(list, zip(*some, strict=True)))
             self._begun += 1
             self._open.append(group)
             mine += [self._is_mine(group)] * len(group.parts)
-        return mine
+            groups += [group] if self._is_mine(group) else []
+        return mine, groups
 
     def _is_mine(self, group: OpenGroup) -> bool:
         """Whether this process rolls the group out."""
         return group.number % self._processes.count == self._processes.index
 
-    def _submit(self, requests: Sequence[RolloutRequest], options: RunOptions, weights: SamplerParams) -> None:
-        """Queues the rows of this process that are open and not running."""
-        if not requests:
-            return
-        running = set(self._running.values())
-        empty = [
-            (group, i, j)
-            for group in filter(self._is_mine, self._open)
-            for i, rows in enumerate(group.rows)
-            for j, row in enumerate(rows)
-            if row is None and (group, i, j) not in running
-        ]
-        shown = None if self._limit.lag else self._sampling.progress
-        arguments = self._sampling.sampler.submission(requests, replace(options, progress=shown))
-        self._running |= zip(self._engine.submit(weights, *arguments), empty, strict=True)
+    def _submit(
+        self,
+        groups: Sequence[OpenGroup],
+        requests: Sequence[RolloutRequest],
+        options: RunOptions,
+        weights: SamplerParams | None,
+    ) -> None:
+        """Begins the rows of this process's groups."""
+        if requests:
+            self._source.submit(groups, requests, options, weights)
 
-    def _restore(self, run: RunState, weights: SamplerParams) -> None:
+    def _restore(self, run: RunState, weights: SamplerParams | None) -> None:
         """Continues with the rows of a checkpoint. Keys and values of the cache are computed with the current weights.
         A row whose tool session is lost starts again."""
         cuts, run.partial = run.partial, ()
         if not cuts or self._open:
             return
         ended = [[None if t.stop == "cancelled" else t for t in part.trajectories] for part in cuts]
-        mine = self._add([replace(part, trajectories=()) for part in cuts], ended)
+        mine, groups = self._add([replace(part, trajectories=()) for part in cuts], ended)
         requests = [
             part.continuation(cut if resumable(cut) else from_prompt(cut))
             for part, is_mine in zip(cuts, mine, strict=True)
@@ -211,20 +194,18 @@ class RolloutStream:
         last = max((part.step, part.place) for part in cuts)
         self._label = (last[0], last[1] // self._count)
         self._rng = np.random.default_rng([self._config.seed, last[0], 2])
-        self._submit(requests, RunOptions(run.step), weights)
+        self._submit(groups, requests, RunOptions(run.step), weights)
 
     # Taking complete groups.
 
     def _take(self, trained: int) -> list[OpenGroup]:
         """The oldest complete groups, once no unfinished group would become too old."""
-        engine, lag, processes = self._engine, self._limit.lag, self._processes
+        lag, processes = self._limit.lag, self._processes
         drops = lag > 0 and self._limit.late == "drop"
         self._ask()  # also tells the others about groups that were completed during the update
         while processes.count == 1 or not processes.stopping:
-            late = late_groups(self._open, trained, lag) if drops else []
-            for ticket in [ticket for ticket, destination in self._running.items() if destination[0] in late]:
-                self._dropped += 1
-                engine.cancel(ticket)
+            if drops:
+                self._source.drop_rows(late_groups(self._open, trained, lag))
             if may_take(self._open, self._count, trained, lag, drops=drops):
                 break
             self._work_on()
@@ -234,14 +215,12 @@ class RolloutStream:
         return complete
 
     def _work_on(self) -> None:
-        """Runs the engine until a row ends, or for `ASK_S` if other processes may complete groups meanwhile."""
-        engine, several = self._engine, self._processes.count > 1
-        ended = engine.advance(ASK_S if several else np.inf) if self._running else []
-        if not (ended or several):
-            raise RuntimeError(f"the engine has lost {len(self._running)} rollouts that a step waits for")
-        self._accept(ended)
+        """Works until a row ends, or for `ASK_S` if other processes may complete groups meanwhile."""
+        several = self._processes.count > 1
+        self._source.advance(ASK_S if several else np.inf)
+        self._open.sort(key=lambda group: (group.born, group.number))  # groups of a lost sampler are younger now
         if several:
-            if not self._running:
+            if not self._source.working:
                 time.sleep(ASK_S / 5)
             self._ask()
 
@@ -261,19 +240,13 @@ class RolloutStream:
         for group in self._open:
             group.elsewhere = not self._is_mine(group) and group.number in numbers
 
-    def _accept(self, finished: Sequence[tuple[int, Trajectory]]) -> None:
-        for ticket, trajectory in finished:
-            if ticket in self._running:
-                group, part, index = self._running.pop(ticket)
-                group.rows[part][index] = trajectory
-
     def _scored(self, complete: Sequence[OpenGroup]) -> ScoredRollouts:
         """The scored groups, with the statistics of the engine since the last call."""
         local = [*filter(self._is_mine, complete)]
-        self._score([group for group in local if group.scored is None])
-        stats = self._engine.take_stats()
+        self._source.score(local)
+        stats = self._source.take_stats()
         if not self._open:
-            self._engine.release()
+            self._source.release()
         gathered = self._processes.gather(([group.scored for group in local], stats))
         parts = [iter(scored) for scored, _ in gathered]
         each = [with_problems(next(parts[g.number % len(parts)]), g.parts) for g in complete]
@@ -288,17 +261,6 @@ class RolloutStream:
             unscored=dict(sum((Counter(share.unscored) for share in each), Counter())),
         )
 
-    def _score(self, groups: Sequence[OpenGroup]) -> None:
-        """Scores groups together. Counts and faults concern all of them and are stored with the first one."""
-        if not groups:
-            return
-        parts = [group.ended() for group in groups]
-        scored = score(self._sampling.scorer, list(chain.from_iterable(parts)), (), RolloutStats(), keeps_partial=False)
-        shares = split(scored.groups, map(len, parts))
-        for group, share in zip(groups, shares, strict=True):
-            group.scored = ScoredRollouts(tuple(share))
-        groups[0].scored = replace(scored, groups=tuple(shares[0]))
-
     def _drop_stale(self, run: RunState) -> None:
         """Drops groups that no update may train on any more: those left in the buffer by dynamic sampling,
         or restored."""
@@ -307,9 +269,7 @@ class RolloutStream:
             return
         stale = [group for group in self._open if group.born + lag < run.step]
         mine = [*filter(self._is_mine, stale)]
-        for ticket in [ticket for ticket, destination in self._running.items() if destination[0] in mine]:
-            del self._running[ticket]
-            self._engine.cancel(ticket)
+        self._source.forget(mine)
         self._open = [group for group in self._open if group not in stale]
         old = run.buffer.discard(lambda group: oldest(group) + lag < run.step)
         rows = chain.from_iterable(chain.from_iterable(group.rows for group in mine))
@@ -323,9 +283,9 @@ class RolloutStream:
         begun = time.perf_counter()
         try:
             if self._failure is None:
-                self._accept(self._engine.advance(0.0))
+                self._source.advance(0.0)
                 local = filter(self._is_mine, self._open)
-                self._score([group for group in local if group.complete and group.scored is None][:1])
+                self._source.score([group for group in local if group.complete and group.scored is None][:1])
         except Exception as error:
             self._failure = error
         spent = time.perf_counter() - begun
@@ -335,12 +295,7 @@ class RolloutStream:
 
     def _cut(self) -> list[tuple[Trajectory, ...]]:
         """The rows of each part that is open here; unfinished rows are copied in their present state and continue."""
-        cuts = {destination: self._engine.cut(ticket) for ticket, destination in self._running.items()}
-        return [
-            tuple(cuts[group, i, j] if row is None else row for j, row in enumerate(rows))
-            for group in filter(self._is_mine, self._open)
-            for i, rows in enumerate(group.rows)
-        ]
+        return [rows for group in filter(self._is_mine, self._open) for rows in self._source.cut(group)]
 
     def _with_rows(self, cuts: Sequence[Sequence[tuple[Trajectory, ...]]]) -> tuple[PartialGroup, ...]:
         """All open groups, with the rows that each process has of them."""

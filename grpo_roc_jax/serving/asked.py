@@ -1,13 +1,14 @@
 """The bodies of requests, checked: what to sample, and in which form to answer."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from grpo_roc_jax.rollout.config import SamplingConfig
-from grpo_roc_jax.rollout.steering import DrawSettings
+from grpo_roc_jax.rollout.steering import TOP, DrawSettings
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
 from grpo_roc_jax.text.tokenizer import Tokenizer
 
@@ -18,21 +19,51 @@ MAX_STOP_LENGTH = 64
 """Characters of a stop text."""
 MOST_BIASED = 4096
 """Tokens of `logit_bias`."""
+MOST_BANNED = 1024
+"""Texts of `bad_words`."""
+MOST_UNREAD = 32
+FIELD = re.compile(r"[\w.-]{1,64}", re.ASCII)
+"""A name that a header can hold."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_logprobs": (0,),
     "prompt_logprobs": (0, False),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
     "use_beam_search": (False,),
     "functions": ([],),
-    "bad_words": ([],),
-    "length_penalty": (1,),
     "logits_processors": ([],),
 }
-"""Fields that are not supported, with the values that ask for nothing."""
+"""Fields that are not supported, with the values that ask for nothing: an answer without what they ask for would not be
+an answer to the request."""
+READ = frozenset((
+    "model", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
+    "min_p", "seed", "stop", "stop_token_ids", "logit_bias", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "min_tokens", "ignore_eos", "bad_words", "logprobs", "top_logprobs", "return_token_ids",
+    "return_tokens_as_token_ids", "return_weight_versions", "response_format", "guided_json", "guided_regex",
+    "guided_choice", "guided_grammar", "structured_outputs",
+))  # fmt: skip
+"""Fields that `read_asked` and `answer_formats.read_format` know, with those of the answer's form."""
+ABOUT = frozenset((
+    "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id",
+    "cache_salt", "priority", "service_tier", "data_parallel_rank", "kv_transfer_params", "betas",
+))  # fmt: skip
+"""Fields that speak of the request, its sender and its price, and ask nothing of the answer."""
+IDLE: dict[str, tuple[Any, ...]] = {
+    "parallel_tool_calls": (True,),
+    "reasoning": ({},),
+    "reasoning_effort": ("none",),
+    "thinking": ({"type": "disabled"},),
+    "truncation": ("disabled",),
+    "modalities": (["text"],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "length_penalty": (1,),
+    "include_reasoning": (True,),
+    "detokenize": (True,),
+}
+"""Fields that are not read, with the values that ask for what is done anyway."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +82,18 @@ class Asked:
     token_ids: bool
     """`return_token_ids`."""
     draw: DrawSettings
-    """What is other than the settings of the server."""
+    """What is other than the settings of the server; `ends` is what the request itself names."""
+    ignore_eos: bool
+    """Whether a stop id that the request does not name ends nothing."""
 
 
-def read_asked(body: Mapping[str, Any], sampling: SamplingConfig, vocabulary: int) -> Asked:
+def read_asked(body: Mapping[str, Any], sampling: SamplingConfig, tokenizer: Tokenizer) -> Asked:
     """The sampling fields of a request, or of its `sampling_params`.
 
     Args:
         body: The fields.
         sampling: What the server draws with where a request says nothing.
-        vocabulary: Tokens that can be biased.
+        tokenizer: Of the policy.
 
     Raises:
         RequestRefused: Of the wrong type, out of range, or not supported by the engine.
@@ -80,26 +113,42 @@ def read_asked(body: Mapping[str, Any], sampling: SamplingConfig, vocabulary: in
     max_tokens = field_of(body, name, int)
     if max_tokens is not None and max_tokens < 1:
         raise RequestRefused(f"{name} = {max_tokens}; must be at least 1", name)
-    logprobs = field_of(body, "logprobs", (bool, int), False)
-    if logprobs not in (False, 0, 1):
+    min_tokens = field_of(body, "min_tokens", int, 0)
+    if not 0 <= min_tokens <= (min_tokens if max_tokens is None else max_tokens):
         raise RequestRefused(
-            f"logprobs = {logprobs}; only those of the sampled tokens are known: ask for 1", "logprobs"
+            f"min_tokens = {min_tokens}; must be 0 to {name}, {max_tokens or 'the room'}", "min_tokens"
         )
+    if min_tokens and stops:
+        raise RequestRefused("min_tokens holds for token ids that stop, not for texts; leave out stop", "min_tokens")
     options = field_of(body, "stream_options", dict, {})
     stop_ids = field_of(body, "stop_token_ids", list, [])
+    stop_ids = frozenset(read_ids(stop_ids, "stop_token_ids").tolist() if stop_ids else ())
     return Asked(
         max_tokens,
         None if temperature is None else float(temperature),
         field_of(body, "seed", int),
         count,
         tuple(stops),
-        frozenset(read_ids(stop_ids, "stop_token_ids").tolist() if stop_ids else ()),
+        stop_ids,
         field_of(body, "stream", bool, False),
         bool(options.get("include_usage")),
         body.get("logprobs") is not None and body.get("logprobs") is not False,
         field_of(body, "return_token_ids", bool, False),
-        _read_draw(body, sampling, vocabulary),
+        replace(
+            _read_draw(body, sampling, tokenizer), min_tokens=min_tokens, ends=stop_ids if min_tokens else frozenset()
+        ),
+        field_of(body, "ignore_eos", bool, False),
     )
+
+
+def unread(body: Mapping[str, Any], read: Collection[str]) -> list[str]:
+    """Names of the fields that ask for something although nothing reads them; `read` are those that are."""
+
+    def asks(name: str, value: Any) -> bool:
+        return value not in (None, [], {}, "", *NEUTRAL.get(name, ()), *IDLE.get(name, ()))
+
+    names = [name for name, value in body.items() if name not in read and name not in ABOUT and asks(name, value)]
+    return [name for name in names if FIELD.fullmatch(name)][:MOST_UNREAD]
 
 
 def _number(
@@ -113,7 +162,8 @@ def _number(
     return float(value)
 
 
-def _read_draw(body: Mapping[str, Any], sampling: SamplingConfig, vocabulary: int) -> DrawSettings:
+def _read_draw(body: Mapping[str, Any], sampling: SamplingConfig, tokenizer: Tokenizer) -> DrawSettings:
+    vocabulary = tokenizer.vocab_size
     top_k = field_of(body, "top_k", int, sampling.top_k)
     if top_k < -1:
         raise RequestRefused(f"top_k = {top_k}; must be at least 1, or 0 or -1 for all tokens", "top_k")
@@ -128,7 +178,38 @@ def _read_draw(body: Mapping[str, Any], sampling: SamplingConfig, vocabulary: in
         presence=_number(body, "presence_penalty", -2, 2, 0),
         frequency=_number(body, "frequency_penalty", -2, 2, 0),
         repetition=_number(body, "repetition_penalty", 0, 100, 1, above=True),
+        banned=_read_banned(body, tokenizer),
+        top=_read_top(body),
     )
+
+
+def _read_top(body: Mapping[str, Any]) -> int:
+    """How many of the most likely tokens a request asks for: `top_logprobs`, or a number above 1 as `logprobs`."""
+    logprobs, top = field_of(body, "logprobs", (bool, int), False), field_of(body, "top_logprobs", int, 0)
+    for name, value in (("logprobs", logprobs), ("top_logprobs", top)):
+        if not 0 <= value <= TOP:
+            raise RequestRefused(f"{name} = {value}; must be 0 to {TOP}", name)
+    if top and not logprobs:
+        raise RequestRefused("top_logprobs without logprobs; set logprobs", "top_logprobs")
+    return top or (logprobs if type(logprobs) is int and logprobs > 1 else 0)
+
+
+def _read_banned(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The ids of `bad_words`: of each text as it is and, where that is as long, after a space."""
+    texts, found = field_of(body, "bad_words", list, []), []
+    if (
+        not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in texts)
+        or len(texts) > MOST_BANNED
+    ):
+        raise RequestRefused(
+            f"bad_words must be up to {MOST_BANNED} texts of 1 to {MAX_STOP_LENGTH} characters", "bad_words"
+        )
+    for text in texts:
+        plain = tuple(tokenizer.encode(text))
+        spaced = tuple(tokenizer.encode(" " + text.lstrip()))
+        found += [plain] if plain else []
+        found += [spaced] if spaced and len(spaced) == len(plain) and spaced[0] != plain[0] else []
+    return tuple(dict.fromkeys(found))
 
 
 def _read_bias(body: Mapping[str, Any], vocabulary: int) -> dict[int, float]:

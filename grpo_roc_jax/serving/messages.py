@@ -5,19 +5,23 @@ docs.anthropic.com/en/api/messages. A key may come as `x-api-key`.
 """
 
 import json
-import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_roc_jax.serving.dialogues import TurnAnswer, text_of
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
-from grpo_roc_jax.serving.replies import JSON, EventReply, SampledChoice
+from grpo_roc_jax.serving.replies import JSON, EventReply, SampledChoice, call_ids
 
 COUNT_TOKENS = "/v1/messages/count_tokens"
 """Says how long a request is; samples nothing."""
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 ERRORS |= {429: "rate_limit_error", 500: "api_error"}
 """Status -> the type of an error; any other is an `invalid_request_error`."""
+
+SAME_FIELDS = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "return_token_ids",
+               "return_weight_versions")  # fmt: skip
+"""Fields that chat completions have too."""
+OWN_FIELDS = ("messages", "system", "tools", "tool_choice", "stop_sequences", "output_config", "output_format")
 
 
 def error_body(path: str, error: RequestRefused) -> JSON:
@@ -32,6 +36,7 @@ class MessagesReply(EventReply):
     """One answer, whole or as a stream of events."""
 
     path, name, chunk_name, prefix = "/v1/messages", "message", "message", "msg_"
+    reads = frozenset({*SAME_FIELDS, *OWN_FIELDS})
     _open = ""
     """Type of the block that the stream is in."""
     _blocks = 0
@@ -125,8 +130,8 @@ def _block(kind: str, text: str) -> JSON:
 
 def _tool_uses(answer: TurnAnswer) -> list[JSON]:
     return [
-        {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name, "input": dict(call.arguments)}
-        for call in answer.calls
+        {"type": "tool_use", "id": own_id, "name": call.name, "input": dict(call.arguments)}
+        for own_id, call in zip(call_ids("toolu_", answer), answer.calls, strict=True)
     ]
 
 
@@ -137,9 +142,8 @@ def _chat_body(body: Mapping[str, Any]) -> JSON:
     system = text_of(body.get("system"), "system")
     turns = field_of(body, "messages", list, [])
     messages = [message for i, turn in enumerate(turns) for message in _messages(turn, f"messages[{i}]")]
-    same = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed")
     form = field_of(field_of(body, "output_config", dict, {}), "format", dict) or field_of(body, "output_format", dict)
-    found = {name: body[name] for name in (*same, "return_token_ids", "return_weight_versions") if name in body}
+    found = {name: body[name] for name in SAME_FIELDS if name in body}
     return found | {
         "messages": [*([{"role": "system", "content": system}] if system else []), *messages],
         "tools": [_tool(tool) for tool in field_of(body, "tools", list, [])],

@@ -21,7 +21,16 @@ from grpo_roc_jax.serving.answer_formats import (
     read_format,
     strict_schemas,
 )
-from grpo_roc_jax.serving.asked import MAX_CHOICES, Asked, read_asked, read_forced, read_ids, read_tools
+from grpo_roc_jax.serving.asked import (
+    MAX_CHOICES,
+    READ,
+    Asked,
+    read_asked,
+    read_forced,
+    read_ids,
+    read_tools,
+    unread,
+)
 from grpo_roc_jax.serving.dialogues import (
     HELD_BACK,
     Context,
@@ -95,12 +104,14 @@ class ReplyForm:
     """Ends a stream."""
     goes_on: Callable[[np.ndarray], bool] | None = None
     """See `SampleJob`."""
+    reads: frozenset[str] = READ
+    """Fields of a body that are read."""
 
     def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig):
         self.body, self.tokenizer = body, tokenizer
-        self.asked: Asked = read_asked(self._sampling_fields(), sampling, tokenizer.vocab_size)
+        self.asked: Asked = read_asked(self._sampling_fields(), sampling, tokenizer)
         self.format = TurnFormat(read_format(self._sampling_fields()))
-        self.not_applied: list[str] = []
+        self.not_applied: list[str] = unread(body, self.reads)
         """Fields of the request that change nothing here."""
         self.steering: Sequence[RowSteering] = ()
         """What each choice asks of its draws; empty for nothing."""
@@ -122,9 +133,13 @@ class ReplyForm:
         Raises:
             RequestRefused: That cannot be enforced.
         """
-        raise RequestRefused(
-            f"{self.format.params[0]} is not supported on {self.path}; leave it out", "response_format"
-        )
+        raise NotImplementedError
+
+    def scored(self, choice: SampledChoice, start: int = 0) -> list[tuple[int, float, list[tuple[int, float]]]]:
+        """(id, log-probability, most likely ids with theirs) of the sampled tokens from one on."""
+        tops = self.steering[choice.index].top[start:] if self.steering else []
+        listed = [[*zip(ids.tolist(), values.tolist(), strict=True)] for ids, values in tops] or [[]] * len(choice.ids)
+        return [*zip(choice.ids[start:], choice.logprobs[start:], listed, strict=False)]
 
     def fault_of(self, choice: SampledChoice) -> str:
         """Why the form of a choice could not be enforced; empty if it was."""
@@ -233,6 +248,8 @@ class ChatReply(ReplyForm):
 
     path, name, chunk_name, prefix = "/v1/chat/completions", "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
+    reads = READ | {"messages", "tools", "tool_choice"}
+
     def __init__(
         self,
         body: Mapping[str, Any],
@@ -243,12 +260,15 @@ class ChatReply(ReplyForm):
         session: str,
     ):
         super().__init__(self.as_chat(body), tokenizer, sampling)
+        self.not_applied = unread(body, self.reads)
         self.dialogues = dialogues
         tools, messages = read_tools(self.body), self.body.get("messages")
         self.context: Context = dialogues.context(session, messages, tools, read_forced(self.body, tools))
         self.prompts, self.known = [self.context.ids], self.context.known
         self.begun = len(self.context.begun_ids)
         self.goes_on = self.context.goes_on
+        if self.context.chat.config.max_calls_per_turn == 1 and "parallel_tool_calls" in self.not_applied:
+            self.not_applied.remove("parallel_tool_calls")  # a turn ends with its first call anyway
         strict = strict_schemas(self.body, field_of(self.body, "tools", list, []) if tools else [])
         self.format = replace(self.format, strict=strict)
         self._tools = tools
@@ -269,17 +289,16 @@ class ChatReply(ReplyForm):
         """
         return body
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> JSON | None:
+    def _logprobs(self, choice: SampledChoice, start: int = 0) -> JSON | None:
         if not self.asked.logprobs:
             return None
+
+        def entry(token: int, value: float) -> JSON:
+            return {"token": self._token(token), "logprob": value, "bytes": list(self.tokenizer.token_bytes(token))}
+
         tokens = [
-            {
-                "token": self._token(token),
-                "logprob": value,
-                "bytes": list(self.tokenizer.token_bytes(token)),
-                "top_logprobs": [],
-            }
-            for token, value in zip(ids, logprobs, strict=True)
+            entry(token, value) | {"top_logprobs": [entry(*one) for one in top]}
+            for token, value, top in self.scored(choice, start)
         ]
         return {"content": tokens, "refusal": None}
 
@@ -295,7 +314,7 @@ class ChatReply(ReplyForm):
         if begun:
             reasoning, text = new_parts(context, reasoning, text)
         delta = self._growth(choice, *(part[: max(0, len(part) - self._held)] for part in (reasoning, text)))
-        found = {"logprobs": self._logprobs(ids, logprobs)} if self.asked.logprobs else {}
+        found = {"logprobs": self._logprobs(choice, len(choice.ids) - len(ids))} if self.asked.logprobs else {}
         found |= {"token_ids": ids} if self.asked.token_ids else {}
         if delta or found:
             yield self.piece(choice, {"delta": delta}, **found)
@@ -339,7 +358,7 @@ class ChatReply(ReplyForm):
                 {
                     "index": choice.index,
                     "message": message,
-                    "logprobs": self._logprobs(choice.ids, choice.logprobs),
+                    "logprobs": self._logprobs(choice),
                     "finish_reason": "tool_calls" if calls else choice.finish_reason,
                 }
                 | self._token_fields(choice)
@@ -360,25 +379,47 @@ class EventReply(ChatReply):
         return iter(())
 
 
+def call_ids(prefix: str, answer: TurnAnswer) -> list[str]:
+    """A new id for each call of an answer. They sort as the calls stand: some clients (smolagents) send calls that ran
+    at a time back in the order of their ids, and another order would be another conversation."""
+    common = uuid.uuid4().hex[:18]
+    return [f"{prefix}{common}{number:06x}" for number in range(len(answer.calls))]
+
+
 def _tool_calls(answer: TurnAnswer) -> list[JSON]:
     return [
         {
-            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "id": own_id,
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }
-        for call in answer.calls
+        for own_id, call in zip(call_ids("call_", answer), answer.calls, strict=True)
     ]
 
 
-class TextReply(ReplyForm):
-    """`/v1/completions`; a prompt is text, in which tags of the template count, or token ids."""
-
-    path, name, chunk_name, prefix = "/v1/completions", "text_completion", "text_completion", "cmpl-"
+class PlainReply(ReplyForm):
+    """What `/v1/completions` and `/inference/v1/generate` share: a form is that of the whole answer."""
 
     def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig, *, chat: ChatFormat):
         super().__init__(body, tokenizer, sampling)
         self.end_id = chat.end_id
+
+    def masks(self, grammars: AnswerGrammars) -> list[GrammarMask]:
+        answer = self.format.answer
+        assert answer is not None
+        text = f"start: WS {answer.rule}\nWS: /{AROUND}/\n"
+        count = len(self.prompts) * self.asked.count
+        return grammars.masks(text, {self.tokenizer.eos_id, self.end_id}, (), answer.param, count)
+
+
+class TextReply(PlainReply):
+    """`/v1/completions`; a prompt is text, in which tags of the template count, or token ids."""
+
+    path, name, chunk_name, prefix = "/v1/completions", "text_completion", "text_completion", "cmpl-"
+    reads = READ | {"prompt"}
+
+    def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig, *, chat: ChatFormat):
+        super().__init__(body, tokenizer, sampling, chat=chat)
         prompt = body.get("prompt")
         several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
         for one in prompt if several else [prompt]:
@@ -387,12 +428,15 @@ class TextReply(ReplyForm):
                 raise RequestRefused("prompt is empty; must be text or token ids", "prompt")
             self.prompts.append(ids)
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> JSON | None:
+    def _logprobs(self, choice: SampledChoice, start: int = 0) -> JSON | None:
         if not self.asked.logprobs:
             return None
-        tokens = [self._token(token) for token in ids]
+        scored = self.scored(choice, start)
+        tokens = [self._token(token) for token, _, _ in scored]
         offsets = np.cumsum([0, *map(len, tokens)])[:-1].tolist()
-        return {"tokens": tokens, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
+        tops = [{self._token(other): score for other, score in [*top, (token, value)]} for token, value, top in scored]
+        found = {"tokens": tokens, "token_logprobs": [value for _, value, _ in scored]}
+        return found | {"top_logprobs": tops if self.asked.draw.top else None, "text_offset": offsets}
 
     def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
         sent, text = choice.sent.get("text", 0), self.before_stop(choice.text)
@@ -400,14 +444,9 @@ class TextReply(ReplyForm):
         choice.sent["text"] = sent + len(text)
         found = {"token_ids": ids} if self.asked.token_ids else {}
         found |= {"prompt_token_ids": choice.prompt.tolist()} if self.asked.token_ids and first else {}
-        yield self.piece(choice, {"text": text, "logprobs": self._logprobs(ids, logprobs)}, **found)
-
-    def masks(self, grammars: AnswerGrammars) -> list[GrammarMask]:
-        answer = self.format.answer
-        assert answer is not None
-        text = f"start: WS {answer.rule}\nWS: /{AROUND}/\n"
-        count = len(self.prompts) * self.asked.count
-        return grammars.masks(text, {self.tokenizer.eos_id, self.end_id}, (), answer.param, count)
+        yield self.piece(
+            choice, {"text": text, "logprobs": self._logprobs(choice, len(choice.ids) - len(ids))}, **found
+        )
 
     def _text(self, choice: SampledChoice) -> str:
         """The text up to a stop text, without the token that ended it."""
@@ -425,12 +464,12 @@ class TextReply(ReplyForm):
         for choice in self.choices:
             extra = {"prompt_token_ids": choice.prompt.tolist()} if self.asked.token_ids else {}
             found = {"index": choice.index, "text": self._text(choice), "finish_reason": choice.finish_reason}
-            found |= {"logprobs": self._logprobs(choice.ids, choice.logprobs)}
+            found |= {"logprobs": self._logprobs(choice)}
             choices.append(found | self._token_fields(choice) | extra)
         return self.around(choices, usage=self.usage, policy_version=self.version)
 
 
-class TokenReply(ReplyForm):
+class TokenReply(PlainReply):
     """`/inference/v1/generate`: token ids in and out, with log-probabilities and the versions that drew them.
 
     A log-probability carries its token as `token_id:ID`, which the client of verifiers reads, and as a number, which
@@ -438,9 +477,11 @@ class TokenReply(ReplyForm):
     """
 
     path, name, prefix = "/inference/v1/generate", "generate", "gen-"
+    reads = frozenset({"model", "token_ids", "prompt_token_ids", "sampling_params", "stream", "return_token_ids"})
 
-    def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig):
-        super().__init__(body, tokenizer, sampling)
+    def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig, *, chat: ChatFormat):
+        super().__init__(body, tokenizer, sampling, chat=chat)
+        self.not_applied += unread(self._sampling_fields(), READ)
         if self.asked.stream or body.get("stream"):
             raise RequestRefused("stream is not supported here; use /v1/completions with token ids", "stream")
         self.prompts = [read_ids(body.get("token_ids", body.get("prompt_token_ids")), "token_ids")]
@@ -459,8 +500,8 @@ class TokenReply(ReplyForm):
                 "finish_reason": choice.finish_reason,
                 "logprobs": {
                     "content": [
-                        {"token": f"token_id:{token}", "token_id": token, "logprob": value}
-                        for token, value in zip(choice.ids, choice.logprobs, strict=True)
+                        _numbered(token, value) | ({"top_logprobs": [_numbered(*one) for one in top]} if top else {})
+                        for token, value, top in self.scored(choice)
                     ]
                 },
                 "weight_versions": choice.weight_versions,
@@ -468,3 +509,7 @@ class TokenReply(ReplyForm):
             for choice in self.choices
         ]
         return self.around(choices, request_id=self.id, usage=self.usage, policy_version=self.version)
+
+
+def _numbered(token: int, logprob: float) -> JSON:
+    return {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}

@@ -11,14 +11,16 @@ from typing import Any
 
 from grpo_roc_jax.serving.dialogues import TurnAnswer
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
-from grpo_roc_jax.serving.replies import JSON, EventReply, SampledChoice
+from grpo_roc_jax.serving.replies import JSON, EventReply, SampledChoice, call_ids
 
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 """Types of parts of a content that hold text."""
 SAME_FIELDS = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "stop", "stop_token_ids",
                "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "structured_outputs",
-               "return_token_ids", "return_weight_versions")  # fmt: skip
+               "min_tokens", "ignore_eos", "bad_words", "return_token_ids", "return_weight_versions")  # fmt: skip
 """Fields that chat completions have too; those after `top_p`, but for `stream`, are none of OpenAI's form."""
+OWN_FIELDS = ("input", "instructions", "previous_response_id", "tools", "tool_choice", "max_output_tokens", "include",
+              "top_logprobs", "text", "store")  # fmt: skip
 UNSUPPORTED = ("background", "conversation", "prompt")
 """Fields that ask for what is not served."""
 
@@ -27,6 +29,7 @@ class ResponsesReply(EventReply):
     """One answer, whole or as a stream of events."""
 
     path, name, chunk_name, prefix = "/v1/responses", "response", "response", "resp_"
+    reads = frozenset({*SAME_FIELDS, *OWN_FIELDS})
 
     def __init__(
         self, body: Mapping[str, Any], *settings: Any, session: str, remembered: "RememberedResponses", **talk: Any
@@ -97,7 +100,7 @@ class ResponsesReply(EventReply):
                 part = _part(self._open) | {"text": ""}
                 yield self._event("response.content_part.added", **self._place(), part=part)
             self._open["text"] += new
-            found = [token | {"top_logprobs": []} for token in (piece.get("logprobs") or {}).get("content", ())]
+            found = (piece.get("logprobs") or {}).get("content", [])
             self._open["logprobs"] += found
             logprobs = {"logprobs": found} if kind == "message" else {}
             yield self._event(f"response.{_TEXT[kind]}.delta", **self._place(), delta=new, **logprobs)
@@ -121,7 +124,7 @@ class ResponsesReply(EventReply):
     def whole(self) -> JSON:
         (choice,) = self.choices
         answer, items = self.answer(choice), []
-        found = (self._logprobs(choice.ids, choice.logprobs) or {}).get("content", [])
+        found = (self._logprobs(choice) or {}).get("content", [])
         for kind, text in (("reasoning", answer.reasoning), ("message", answer.content)):
             if text or (kind == "message" and not answer.calls):
                 opened = {"id": _new_id(kind), "type": kind, "text": text, "logprobs": found}
@@ -134,12 +137,12 @@ class ResponsesReply(EventReply):
             {
                 "id": _new_id("function_call"),
                 "type": "function_call",
-                "call_id": f"call_{uuid.uuid4().hex[:24]}",
+                "call_id": call_id,
                 "name": call.name,
                 "arguments": json.dumps(call.arguments),
                 "status": "completed",
             }
-            for call in answer.calls
+            for call_id, call in zip(call_ids("call_", answer), answer.calls, strict=True)
         ]
 
     def _ended_response(self, choice: SampledChoice, output: list[JSON], answer: TurnAnswer) -> JSON:
@@ -224,9 +227,8 @@ def _chat_body(body: Mapping[str, Any], messages: list[JSON]) -> JSON:
         "tools": [_tool(tool) for tool in field_of(body, "tools", list, [])],
         "tool_choice": _tool_choice(body.get("tool_choice")),
         "max_tokens": field_of(body, "max_output_tokens", int),
-        "top_logprobs": body.get("top_logprobs"),
         "response_format": form,
-        **({"logprobs": True} if logprobs else {}),
+        **({"logprobs": True, "top_logprobs": body.get("top_logprobs")} if logprobs else {}),
     }
 
 

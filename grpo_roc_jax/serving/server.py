@@ -6,7 +6,6 @@ Tornado serves, since it is one package without dependencies and holds bodies, c
 import asyncio
 import json
 import logging
-import re
 import socket
 import threading
 import time
@@ -29,7 +28,7 @@ from grpo_roc_jax.serving.answer_formats import AnswerGrammars, GrammarMask
 from grpo_roc_jax.serving.asked import stop_finder
 from grpo_roc_jax.serving.dialogues import Dialogues
 from grpo_roc_jax.serving.messages import COUNT_TOKENS, MessagesReply, error_body
-from grpo_roc_jax.serving.refusal import RequestRefused
+from grpo_roc_jax.serving.refusal import RequestRefused, read_body
 from grpo_roc_jax.serving.replies import ChatReply, ReplyForm, SampledChoice, TextReply, TokenReply
 from grpo_roc_jax.serving.responses import RememberedResponses, ResponsesReply
 from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob, SamplingLoop, sampled
@@ -46,11 +45,10 @@ STALLED_S = 60.0
 """How long a client may take nothing of its stream before it counts as gone."""
 UNFINISHED = ("infrastructure", "cancelled")
 """Stops of rows whose tokens are no answer."""
-UNPAIRED = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Halves of characters beyond 16 bits, as JSON writes them."""
-SAMPLING_FIELDS = frozenset(
-    ["temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty"]
-)
+SAMPLING_FIELDS = frozenset((
+    "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "min_tokens", "ignore_eos", "bad_words",
+))  # fmt: skip
 """What a session's own sampling replaces."""
 NOT_APPLIED = "X-Not-Applied"
 """Header of an answer with the fields of the request that changed nothing."""
@@ -135,6 +133,8 @@ class Endpoint:
         self.enforce_formats = enforce_formats
         self._grammars = AnswerGrammars(chat.tokenizer)
         self._announced: set[str] = set()
+        self._ends = frozenset({*chat.stop_ids, chat.tokenizer.eos_id}) - ({chat.call_end_id} - {chat.end_id})
+        """Ids that end an answer, which may not be drawn before `min_tokens`."""
         self.dialogues = Dialogues(chat.config, chat.tokenizer)
         self.counts = ServerCounts()
         self.running: set[SampleJob] = set()
@@ -181,6 +181,9 @@ class Endpoint:
                         replaced.add(name)
         form = self._form(path, body, session)
         form.not_applied += sorted(replaced)
+        if self.sessions is not None and form.asked.draw.top:  # the programs of a run are compiled once
+            form.asked = replace(form.asked, draw=replace(form.asked.draw, top=0))
+            form.not_applied.append("top_logprobs")
         if self.sessions is not None and form.asked.draw.bias:
             raise RequestRefused(
                 "logit_bias is not supported while a policy trains: its tokens would not be the policy's; leave it out",
@@ -198,7 +201,7 @@ class Endpoint:
             return ResponsesReply(*settings, **talk, remembered=self._remembered)
         if path in (MessagesReply.path, COUNT_TOKENS):
             return MessagesReply(*settings, **talk)
-        return TextReply(*settings, chat=self.chat) if path == TextReply.path else TokenReply(*settings)
+        return (TextReply if path == TextReply.path else TokenReply)(*settings, chat=self.chat)
 
     def session(self, name: str) -> CallSession | None:
         """The session of that name, where sessions are known."""
@@ -298,7 +301,7 @@ class Endpoint:
                     0 if session is None else session.step,
                     asked.stop_ids,
                     find_stop,
-                    form.goes_on,
+                    (lambda ids: True) if asked.ignore_eos else form.goes_on,
                     steering[i * asked.count : (i + 1) * asked.count],
                 )
             )
@@ -307,9 +310,12 @@ class Endpoint:
     def _steering(self, form: ReplyForm) -> list[RowSteering]:
         """What the choices of a request ask of their draws; none for nothing."""
         count, draw = len(form.prompts) * form.asked.count, form.asked.draw
+        draw = replace(draw, ends=draw.ends | self._ends) if draw.min_tokens else draw
         masks: list[GrammarMask] = []
         if params := form.format.params:
             if self.enforce_formats and self.sessions is None:
+                if form.asked.ignore_eos:
+                    raise RequestRefused(f"ignore_eos beside {params[0]}, which ends with its form", "ignore_eos")
                 masks = form.masks(self._grammars)
             else:
                 form.not_applied += params
@@ -321,9 +327,10 @@ class Endpoint:
 
     def _announce(self, fields: Iterable[str]) -> None:
         """Says once of each field that it changes nothing."""
-        for name in sorted(set(fields) - self._announced):
+        for name in sorted(set(fields) - self._announced)[: RECENT - len(self._announced)]:
             self._announced.add(name)
-            why = "the sampling of the run holds" if name in SAMPLING_FIELDS else "answers are not held to it"
+            run = name in SAMPLING_FIELDS or name == "top_logprobs"
+            why = "the sampling of the run holds" if run else "answers are not held to it"
             log.info("requests ask for %s, which changes nothing here: %s", name, why)
 
     def models(self) -> dict[str, Any]:
@@ -504,14 +511,7 @@ class SamplingHandler(EndpointHandler):
     _work: asyncio.Task[None] | None = None
 
     async def post(self, path: str, session: str | None = None) -> None:
-        try:
-            body = json.loads(bytes(self.body))
-            if UNPAIRED.search(self.body):  # no tokenizer takes a half
-                body = json.loads(json.dumps(body, ensure_ascii=False).encode(errors="replace"))
-        except (ValueError, RecursionError) as error:
-            raise RequestRefused(f"the body is no JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise RequestRefused(f"the body is {type(body).__name__}; must be an object")
+        body = read_body(bytes(self.body))
         name = session or self.key_session or self.request.headers.get("X-Session-ID", "")
         known = self.endpoint.session(name)
         try:

@@ -65,6 +65,11 @@ def passed(name: str) -> Callable[..., Any] | None:
     return _GIVEN.get({}).get(name)
 
 
+def all_passed() -> dict[str, Callable[..., Any]]:
+    """All functions that were passed in the current context, by their names: for `given` in another process."""
+    return dict(_GIVEN.get({}))
+
+
 def public_callables(module: ModuleType) -> list[str]:
     """Names of the functions and classes that a module defines, in the order of its text; if it defines none, all of
     its public ones."""

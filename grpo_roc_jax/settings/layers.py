@@ -262,6 +262,11 @@ def _merge_kind(axis: type[Axis], below: Any, layer: Layer, above: Any, path: Ke
     above = above if isinstance(above, dict) else {"kind": above}
     if isinstance(above.get("kind"), str):
         above = {**above, **axis.spelled_out(str(above["kind"]))}
+    if below is None and "kind" not in above:
+        key = next(iter(above), "")
+        owners = ", ".join(kind for kind, cls in sorted(axis.kinds.items()) if key in fields_of(cls)) or axis.names()
+        at, where = ".".join((*path, key)), layer.places.get((*path, key), layer.name)
+        raise ConfigError(f"{at} ({where}): is a setting of kind {owners}; set {'.'.join(path)} to a kind too")
     below = below if isinstance(below, dict) else axis.spelled_out(str(below))
     name = above.get("kind", below.get("kind"))
     if str(name) not in axis.kinds:

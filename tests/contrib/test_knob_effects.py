@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -16,7 +17,9 @@ import pytest
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.contrib.executors import remote
+from grpo_roc_jax.contrib.samplers.ray_samplers import RayTransport
 from grpo_roc_jax.environments.config import adapter
+from grpo_roc_jax.run.samplers import SamplerPool, own_config
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall
 from grpo_roc_jax.types import Problem, ToolResult, Turn
@@ -131,6 +134,28 @@ def actors(config: Config) -> Any:
     return ray.options, sorted(ray.batches)
 
 
+def sampler_actors(config: Config) -> Any:
+    """How Ray is started and actors are made, how many, on which mesh they sample, and when a silent one is lost."""
+    if config.rollout.remote is None:
+        return None
+    ray, now = mock.MagicMock(), [0.0]
+    ray.is_initialized.return_value, ray.exceptions.RayError = False, RuntimeError
+    ray.wait.return_value = ([], [])
+    samplers, sampling = config.rollout.remote, SimpleNamespace(rollout=config.rollout)
+    with mock.patch.dict(sys.modules, {"ray": ray}), mock.patch.dict(os.environ):
+        transport = RayTransport(samplers, print, (), 0)
+        pool = SamplerPool(transport, sampling, samplers.count, samplers.timeout_s, clock=lambda: now[0])
+    options = ray.remote.return_value.return_value.options
+    for member in pool._members:
+        member.ready = True
+    lost = []
+    for now[0] in (0.0, 100.0, 200.0):
+        pool.advance(0.0)
+        lost.append(len(pool.take_notes()))
+    own = own_config(config).sharding
+    return ray.init.call_args.kwargs, options.call_args.kwargs, len(transport._actors), own, lost
+
+
 class Recorded:
     """Instead of a client of OpenEnv."""
 
@@ -192,6 +217,7 @@ def harbor_of(config: Config) -> Any:
 TASKS = str(Path(__file__).parents[2] / "examples" / "environments" / "harbor")
 RANKING = {"weight": 2.0, "top": 1, "judge": f"{__name__}:labels"}
 SCREENING = {"weight": 2.0, "column": "months", "judge": f"{__name__}:halfway"}
+STREAM = {"rollout.step_limit": {"kind": "stream"}}
 FUSION = {"tools.executor": "sandbox_fusion"}
 CASES = (
     cases(made_by, FUSION)
@@ -207,6 +233,20 @@ CASES = (
     )
     | cases(asked, {"tools.executor.batch": 1}, {"tools.executor": "code_judge", "tools.executor.batch": 4})
     | cases(actors, {"tools.executor.actors": 1, "tools.executor.cpus": 2.0}, {"tools.executor": "ray"})
+    | cases(sampler_actors, {"rollout.samplers": "ray"}, STREAM)
+    | cases(
+        sampler_actors,
+        {
+            "rollout.samplers.count": 1,
+            "rollout.samplers.address": "auto",
+            "rollout.samplers.cpus": 2.0,
+            "rollout.samplers.gpus": 1,
+            "rollout.samplers.tpus": 4,
+            "rollout.samplers.tensor": 2,
+            "rollout.samplers.timeout_s": 50.0,
+        },
+        STREAM | {"rollout.samplers": "ray"},
+    )
     | cases(step, {"plan.warmup_steps": 1}, {"plan.second": "draft"})
     | cases(
         judged,

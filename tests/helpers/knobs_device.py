@@ -154,6 +154,11 @@ MODEL = (
         published_shape(rope_scaling={"kind": "proportional", "share": 0.5}),
     )
     | cases(traced, {"model.experts.every": 4}, published_shape(layers=4, experts=EVERY))
+    | cases(
+        traced,
+        {"model.experts.own_norms": True},
+        published_shape(experts={"kind": "mixture", "count": 3, "per_token": 2, "shared": 8}),
+    )
     | cases(traced, {"model.extras.query_unrotated": True}, published_shape(extras=UNROTATED))
     | cases(traced, {"model.rope_scaling": {"kind": "linear", "factor": 2.0}})
     | cases(traced, {"model.rope_scaling.factor": 4.0}, LLAMA)

@@ -275,6 +275,12 @@ CASES |= {
         | {"layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"], "sliding_window": 5}
         | {"rope_parameters": {"full_attention": _PART, "sliding_attention": {"rope_type": "default", **_THETA}}},
     ),
+    "gemma4-moe": (
+        "Gemma4Text",
+        _heads(4, 2, head_dim=12, num_hidden_layers=3, attention_k_eq_v=True, num_global_key_value_heads=1, **_GEMMA4)
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "rms_norm_eps": 1e-3}
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20},
+    ),
     "llama4": (
         "Llama4Text",
         _heads(4, 2, head_dim=12, num_hidden_layers=4, no_rope_layer_interval=2, **_FOUR)

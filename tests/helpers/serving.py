@@ -96,6 +96,15 @@ class Served:
         json_like = answer.headers["Content-Type"].startswith("application/json")
         return answer.status, json.loads(text) if json_like else text
 
+    def header(self, name, path, body):
+        """A header of an answer, which must be one; None if it has none."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
+        connection.request("POST", path, json.dumps(body).encode())
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+        connection.close()
+        return answer.headers[name]
+
     def chat(self, messages, **fields):
         """The answer to messages, which must be one."""
         status, answer = self.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 24} | fields)

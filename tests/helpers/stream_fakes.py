@@ -12,7 +12,7 @@ from grpo_roc_jax.method.compose import initial_state
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.rollout.sampler import Sampler
-from grpo_roc_jax.run import rollout_stream
+from grpo_roc_jax.run import open_groups, rollout_stream
 from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts
@@ -117,7 +117,10 @@ def faked():
         parts = [[SAMPLES], [1] * SAMPLES]  # under one prompt, or each under its own
         return [RolloutRequest(p, i, count) for i, p in enumerate(wave.problems) for count in parts[i % 2]]
 
-    with mock.patch.multiple(rollout_stream, opening_requests=opening, score=score):
+    with (
+        mock.patch.object(rollout_stream, "opening_requests", opening),
+        mock.patch.object(open_groups, "score", score),
+    ):
         yield
 
 

@@ -408,7 +408,7 @@ def test_the_optimizer_is_that_of_optax(moments, largest):
 
 
 def test_weight_decay_leaves_norms_and_biases_alone():
-    model = dataclasses.replace(MODEL, qkv_bias=True, qk_norm=True)
+    model = dataclasses.replace(MODEL, qkv_bias=True, qk_norm=True, extras=SomeExtras(layer_factors=True))
     params = reference.random_params(model)
     optimizer = make_optimizer(OptimConfig(lr=1.0, warmup_steps=0, weight_decay=0.5))
     updates, _ = jax.jit(lambda p: optimizer.update(jax.tree.map(jnp.zeros_like, p), optimizer.init(p), p))(params)

@@ -32,7 +32,7 @@ def small(model: ModelConfig) -> ModelConfig:
     if experts.count:
         experts = replace(experts, count=4, per_token=2, shared=64 if experts.shared else 0)
     if isinstance(windows, GatedDelta):
-        windows = replace(windows, key_heads=2, value_heads=4, key_dim=16, value_dim=16)
+        windows = replace(windows, key_heads=2, value_heads=4, key_dim=16, value_dim=16, every=2)
         sizes["layers"] = 4
     sizes |= {"d_ff": 64 if experts.count else 256, "compute_dtype": "float32"}
     return replace(model, **sizes, windows=windows, experts=experts)
@@ -41,7 +41,7 @@ def small(model: ModelConfig) -> ModelConfig:
 _TINY = {"d_model": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "d_ff": 256, "vocab_size": 256, "layers": 4}
 _TINY |= {"compute_dtype": "float32"}
 _SIGMOIDS = {"scores": "sigmoid", "shared": 64, "dense_layers": 1, "dense_ff": 256}
-_MAMBA = {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 32, "attention": (1,), "form": "mamba2"}
+_MAMBA = {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 32, "every": 2, "form": "mamba2"}
 FAMILIES = {
     "Qwen3.5-MoE": small(KNOWN_SHAPES["Qwen/Qwen3.5-35B-A3B"]),
     "Granite 3": ModelConfig(**_TINY, extras=SomeExtras(residual_factor=0.5, logit_divisor=2.0)),
@@ -65,8 +65,8 @@ FAMILIES = {
     ),
     "Llama 4": ModelConfig(
         **_TINY | {"d_ff": 64},
-        windows=SlidingWindows((64, 64, 64, 0), chunked=True),
-        extras=SomeExtras(rotary_pairs=True, rotary_layers=(True, True, True, False), rotated_norm=True),
+        windows=SlidingWindows((64, 0), chunked=True),
+        extras=SomeExtras(rotary_pairs=True, rotary_layers=(True, False), rotated_norm=True),
         experts=Mixture(4, 1, norm_weights=False, scores="sigmoid_input", shared=64, every=2, dense_ff=256),
     ),
 }
@@ -75,6 +75,8 @@ FAMILIES = {
 def compared(recipe: str, trained: str, axis: str, model: ModelConfig | None = None):
     """(deployment on two devices, what its update needs as compiled, and by arithmetic)."""
     words = [f"configs/{recipe}", *TRAINED[trained]]
+    if model and model.delta and trained != "full":  # else the first layer would need no gradient
+        words += ["--lora.targets", "[q_proj, o_proj, out_proj]"]
     words += [f"--sharding.{name}={2 if name == axis else 1}" for name in ("data", "fsdp", "sequence", "tensor")]
     config = planning.chosen_stages(load_config(Config, words, prog="test"), "")[0]
     sizes = {"rollout.max_prompt_tokens": 128, "rollout.max_response_tokens": 128, "rollout.append_lengths": (32, 64)}

@@ -103,6 +103,27 @@ def test_a_lag_fills_the_tail_of_a_step():
     assert with_lag(steps=2, skipped=1) == (25, 21)
 
 
+def test_updates_apart_let_the_engines_go_on():
+    """With devices of their own for updates, a step takes as long as the slower of the two."""
+    groups = [plain(4), plain(4)]
+    slow, quick = (dataclasses.replace(DECODING, update=of) for of in (20.0, 1.0))
+    together = seconds(groups, costs=slow, schedule=StepSchedule(lag=1), steps=4)
+    apart = seconds(groups, costs=slow, schedule=StepSchedule(lag=1, apart=True), steps=4)
+    assert together[-1] == 4 + 20 and apart == (4 + 20, 20, 20, 20)
+    sampling = seconds(groups, costs=quick, schedule=StepSchedule(lag=1, apart=True), steps=4)
+    assert sampling[0] == 4 + 1 and sampling[-1] == pytest.approx(4)
+    # Without a lag there is nothing to roll out meanwhile.
+    assert seconds(groups, costs=slow, schedule=StepSchedule(apart=True), steps=3) == (24, 24, 24)
+
+
+def test_an_engine_that_waits_for_tools_takes_the_rows_of_the_next_step():
+    """Its wait ends with the update, and not with the answer of the tool."""
+    waits = RowLife(8, (RowTurn(4, 8, 100.0), RowTurn(4)))
+    steps = [[(waits,), plain(4)], [plain(4), plain(4)], [plain(4), plain(4)]]
+    found = simulate(lambda step: steps[min(step, 2)], MACHINE, DECODING, StepSchedule(lag=2, apart=True), 1)
+    assert found.seconds == (8 + 5,), "the first two groups that are whole"
+
+
 def test_rows_are_parked_and_nothing_is_lost():
     rng = np.random.default_rng(0)
     steps = [[plain(*rng.integers(1, 56, 4).tolist()) for _ in range(6)] for _ in range(4)]

@@ -82,7 +82,27 @@ def test_edits_and_masks_of_logits_are_those_of_a_loop():
     wanted[2, [i for i in range(V) if i not in STOPS]] = -np.inf
     found = steer(jnp.asarray(logits), arrays(rows, 4))
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    assert rows[1].one_step and rows[2].one_step and not rows[0].one_step
+    assert [rows[i].most_steps for i in range(3)] == [None, 1, 1]
+
+
+def test_tokens_that_may_not_follow_are_those_of_a_loop_over_the_tokens_before():
+    banned = ((12,), (9, 30), (9, 9, 31))
+    row = RowSteering(DrawSettings(min_tokens=3, ends=frozenset(STOPS), banned=banned))
+    plain = RowSteering(DrawSettings(min_tokens=3, ends=frozenset(STOPS), banned=((12,),)))
+    drawn, steps = [], []
+    for token in (9, 30, 9, 9, 8):
+        ends = set(STOPS) if len(drawn) < 3 else set()
+        wanted = ends | {last for *before, last in banned if drawn[len(drawn) - len(before) :] == before}
+        assert row.forbidden() == wanted and row.most_steps == 1
+        found = steer(jnp.zeros((2, V)), arrays({1: row}, 2))
+        assert set(np.flatnonzero(np.isinf(found[1])).tolist()) == wanted and np.isfinite(found[0]).all()
+        steps.append(int(steering_arrays({0: plain}, 2, V, PLAIN, 2)[-1]))
+        for one in (row, plain):
+            one.take([token])
+        drawn.append(token)
+    assert steps == [2, 2, 1, 2, 2], "a chunk ends where a row may end for the first time"
+    only = RowSteering(DrawSettings(banned=tuple((stop,) for stop in STOPS)), Alternating(0))
+    assert np.isfinite(np.asarray(steer(jnp.zeros((1, V)), arrays({0: only}, 1)))).sum() == len(STOPS), "not nothing"
 
 
 CUTS = [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.3}, {}, {"top_k": 30, "top_p": 0.8, "min_p": 0.05}, {"top_k": 1}]
@@ -205,6 +225,6 @@ def test_the_others_make_a_leaders_steered_call(monkeypatch):
     leader.decode_steered("weights", None, None, patch, table, *steering, width=6)
     follower.repeat("weights", sent)
     first, second = calls
-    assert first.key == second.key == ("steered", 6, 32)
+    assert first.key == second.key == ("steered", 6, 32, 0)
     for mine, theirs in zip(first.arguments[3:], second.arguments[3:], strict=True):
         np.testing.assert_array_equal(mine, theirs)

@@ -131,11 +131,18 @@ FORM = {"type": "json_schema", "name": "x", "schema": closed({"a": {"type": "boo
         ("/v1/chat/completions", {"messages": [ASK, THOUGHT_OVER], "max_tokens": 60, "guided_json": FORM["schema"]}),
         ("/v1/completions", {"prompt": "Say it.", "max_tokens": 60, **named(FORM["schema"])}),
         ("/v1/completions", {"prompt": "x", "max_tokens": 60, "structured_outputs": {"json": FORM["schema"]}}),
+        ("/inference/v1/generate", {"structured_outputs": {"json": FORM["schema"]}}),
+        ("/inference/v1/generate", named(FORM["schema"])),
         ("/v1/responses", {"input": [ASK, THOUGHT_OVER], "max_output_tokens": 60, "text": {"format": FORM}}),
         ("/v1/messages", {"messages": [ASK, THOUGHT_OVER], "max_tokens": 60, "output_config": {"format": FORM}}),
     ],
 )
 def test_every_form_of_request_and_its_stream(server, path, body):
+    if path == "/inference/v1/generate":  # tokens in and out, no stream
+        body = {"token_ids": [40, 50], "sampling_params": body | {"max_tokens": 60, "seed": 6}}
+        ids = server.ask(path, body)[1]["choices"][0]["token_ids"]
+        assert type(json.loads(small_policy()[0].tokenizer.decode(ids[:-1]))["a"]) is bool
+        return
     status, whole = server.ask(path, body | {"seed": 6})
     assert status == 200, whole
     text = {
@@ -244,9 +251,10 @@ def test_a_conversation_that_trains_is_sampled_from_the_policy_and_told_so():
     with served() as server:
         server.endpoint.sessions = {"one": Trained()}
         asked = {"temperature": 0, "top_p": 0.1, "presence_penalty": 1, **named(FORM["schema"])}
+        asked |= {"min_tokens": 5, "ignore_eos": True, "bad_words": ["a"], "logprobs": True, "top_logprobs": 2}
         (status, headers), free = head_of(server, asked, key="/one"), head_of(server, {}, key="/one")
         assert status == free[0] == 200 and "X-Not-Applied" not in free[1]
-        named_fields = {"temperature", "top_p", "presence_penalty", "response_format"}
+        named_fields = {*asked} - {"logprobs"}
         assert set(headers["X-Not-Applied"].split(", ")) == named_fields
         body = {"messages": [ASK], "max_tokens": 9, "return_token_ids": True}
         answers = [server.ask("/s/one/v1/chat/completions", body | more)[1]["choices"][0] for more in ({}, asked)]

@@ -2,6 +2,7 @@
 conversation for the join, whatever a client sends back of it. Their own clients read the answers where installed."""
 
 import json
+import re
 
 import pytest
 
@@ -291,3 +292,24 @@ def test_the_anthropic_client_reads_messages():
         last = client.messages.create(messages=messages, **fields)
         assert last.content[-1].text == "It rains." and last.usage.output_tokens > 0
         assert client.messages.count_tokens(model="policy", messages=messages[:1]).input_tokens > 0
+
+
+MANY = "".join(
+    f'<tool_call>{{"name": "weather", "arguments": {{"city": "{number}"}}}}</tool_call>' for number in range(12)
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_of_calls_sort_as_the_calls_stand(stream):
+    """A client that runs calls at a time may send them back sorted by id."""
+    question = [{"role": "user", "content": ASK}]
+    asks = {
+        "/v1/chat/completions": {"messages": question, "tools": [WEATHER]},
+        "/v1/responses": {"input": ASK, "tools": [FLAT]},
+        "/v1/messages": {"messages": question, "tools": [OWN]},
+    }
+    with scripted(*[MANY] * 3, config=TextConfig(max_calls_per_turn=20)) as server:
+        for path, body in asks.items():
+            answer = json.dumps(server.ask(path, body | {"stream": stream})[1])
+            ids = list(dict.fromkeys(re.findall(r"(?:call|toolu)_[0-9a-f]{24}", answer)))
+            assert len(ids) == 12 and ids == sorted(ids), path

@@ -29,7 +29,7 @@ from grpo_roc_jax.model.families import Family
 from grpo_roc_jax.model.lora import LowRank, Target, save_adapter
 from grpo_roc_jax.sandbox.http_guard import IDLE_S, REQUEST_S, Connections, RequestHead, refusal
 from grpo_roc_jax.serving.asked import stop_finder
-from grpo_roc_jax.serving.refusal import RequestRefused, field_of
+from grpo_roc_jax.serving.refusal import RequestRefused, field_of, read_body, whole_number
 from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob
 from grpo_roc_jax.serving.server import TOKEN_VARIABLE, EndpointHandler, LimitedServer, ServerLimits
 from grpo_roc_jax.serving.tinker.futures import Futures, InOrder, Pending
@@ -53,6 +53,7 @@ ALPHA = 32.0
 ATTENTION: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
 LARGEST_RANK = 256
+LONGEST_TTL_S = 3650 * 24 * 3600.0
 STATE_STEPS = 4
 """Optimizer steps from one state of the journal to the next; at a start so many are run again, or twice as many."""
 SAMPLERS = 64
@@ -257,7 +258,7 @@ class TinkerEndpoint:
         return session
 
     def _new_model(self, body: dict[str, Any]) -> str:
-        name = f"{self._session(body)}:train:{field_of(body, 'model_seq_id', int, 0)}"
+        name = f"{self._session(body)}:train:{whole_number(body, 'model_seq_id')}"
         if self._replayed is None and name not in self.models:
             self._restore(name)
         return name
@@ -274,7 +275,7 @@ class TinkerEndpoint:
         return self.bases[name]
 
     def _lora(self, base: Base, given: dict[str, Any]) -> tuple[LowRank, int]:
-        rank, seed = field_of(given, "rank", int, 32), field_of(given, "seed", int, 0)
+        rank, seed = field_of(given, "rank", int, 32), field_of(given, "seed", int, 0) % (1 << 32)
         if not 1 <= rank <= LARGEST_RANK:
             raise RequestRefused(f"lora_config rank {rank}; must be 1 to {LARGEST_RANK}")
         parts = (("train_attn", ATTENTION), ("train_mlp", MLP))
@@ -464,14 +465,14 @@ class TinkerEndpoint:
 
     def optim_step(self, body: dict[str, Any], raw: bytes) -> Pending:
         given, (model_id, seq) = field_of(body, "adam_params", dict, {}), _numbered(body)
+        adam = Adam(**{name: field_of(given, name, (int, float), old) for name, old in vars(Adam()).items()})
 
         def work(run: ModelRun) -> dict[str, Any]:
             if run.failed:
                 text, run.failed = run.failed, ""
                 run.state = replace(run.state, gradient=None)
                 raise RequestRefused(f"optim_step after a forward_backward that failed: {text}; gradients were dropped")
-            known = {name: float(value) for name, value in given.items() if name in vars(Adam())}
-            run.state, metrics = run.base.trainer.optimizer_step(run.state, Adam(**known))
+            run.state, metrics = run.base.trainer.optimizer_step(run.state, adam)
             run.unsaved += 1
             if run.unsaved >= STATE_STEPS:
                 self._save_state(run, seq + 1)
@@ -482,9 +483,8 @@ class TinkerEndpoint:
     # ---- checkpoints
 
     def _about(self, run: ModelRun, body: dict[str, Any]) -> About:
-        ttl, now, lora = field_of(body, "ttl_seconds", (int, float)), time.time(), run.lora
-        expires = now + ttl if ttl else 0.0
-        return About(run.base.name, lora.rank, lora.alpha, lora.targets, run.state.steps, run.seed, now, expires)
+        base, lora, expires = run.base.name, run.lora, _expiry(body)
+        return About(base, lora.rank, lora.alpha, lora.targets, run.state.steps, run.seed, time.time(), expires)
 
     def _export(self, run: ModelRun) -> Callable[[Path], Any] | None:
         base = run.base
@@ -552,8 +552,10 @@ class TinkerEndpoint:
 
     def save_weights_for_sampler(self, body: dict[str, Any], raw: bytes) -> Pending:
         model_id, seq = _numbered(body)
-        name, number = field_of(body, "path", str), field_of(body, "sampling_session_seq_id", int)
+        name, number = field_of(body, "path", str), whole_number(body, "sampling_session_seq_id")
         place = Place(model_id, "sampler_weights", check_name(name)) if name else None
+        if place is None and (sampler := f"{model_id.partition(':')[0]}:sample:{number}") in self._noted:
+            raise RequestRefused(f"{sampler} samples from something else; count sampling_session_seq_id up for each")
 
         def work(run: ModelRun) -> dict[str, Any]:
             snapshot = Snapshot(run.base.trainer.base, run.lora, run.state.params, model_id)
@@ -640,7 +642,10 @@ class TinkerEndpoint:
     # ---- sampling
 
     def create_sampling_session(self, body: dict[str, Any]) -> dict[str, Any]:
-        name = f"{self._session(body)}:sample:{field_of(body, 'sampling_session_seq_id', int, 0)}"
+        name = f"{self._session(body)}:sample:{whole_number(body, 'sampling_session_seq_id')}"
+        before = self._noted.get(name, {} if name in self.samplers else body)
+        if any(before.get(key) != body.get(key) for key in ("model_path", "base_model")):
+            raise RequestRefused(f"{name} samples from something else; count sampling_session_seq_id up for each")
         if name not in self.samplers and name not in self._saved:
             path = field_of(body, "model_path", str)
             if path is None:
@@ -712,7 +717,7 @@ class TinkerEndpoint:
         base, snapshot = sampler.base, sampler.snapshot
         model = base.trainer.model
         asked = read_asked(body, model.vocab_size, base.context, base.reserved, base.stop_ids)
-        pending, new = self.futures.make((session, field_of(body, "seq_id", int, 0)), raw)
+        pending, new = self.futures.make((session, whole_number(body, "seq_id", bits=63)), raw)
         if not new:
             return pending
         pending.extra["sample_sequence_ids"] = [f"{pending.request_id}:{i}" for i in range(asked.count)]
@@ -747,7 +752,21 @@ def trainable(model: ModelConfig) -> tuple[Target, ...]:
 
 
 def _numbered(body: dict[str, Any]) -> tuple[str, int]:
-    return field_of(body, "model_id", str, ""), field_of(body, "seq_id", int, 0)
+    """(model, number) of a call.
+
+    Raises:
+        RequestRefused: They are none, or the call says of its result what cannot be.
+    """
+    _expiry(body)
+    return field_of(body, "model_id", str, ""), whole_number(body, "seq_id", least=1)
+
+
+def _expiry(body: dict[str, Any]) -> float:
+    """When a checkpoint with the `ttl_seconds` of a request ends, in seconds since 1970; 0 for never."""
+    ttl = field_of(body, "ttl_seconds", (int, float), 0)
+    if not 0 <= ttl <= LONGEST_TTL_S:
+        raise RequestRefused(f"ttl_seconds = {str(ttl)[:40]}; must be 0 (never) to {LONGEST_TTL_S:.0f}", "ttl_seconds")
+    return time.time() + ttl if ttl else 0.0
 
 
 def _time(seconds: float) -> str:
@@ -896,9 +915,8 @@ class TinkerHandler(EndpointHandler):
 
     def put(self, path: str = "") -> None:
         if (found := CHECKPOINT.fullmatch(path)) and found[4] == "/ttl" and found[2] in KINDS:
-            ttl = field_of(self._json(bytes(self.body)), "ttl_seconds", (int, float))
-            place = Place(check_name(found[1]), found[2], check_name(found[3]))
-            self.endpoint.store.expire(place, time.time() + ttl if ttl else 0.0)
+            expires = _expiry(self._json(bytes(self.body)))
+            self.endpoint.store.expire(Place(check_name(found[1]), found[2], check_name(found[3])), expires)
             self.finish({})
         else:
             self._absent()
@@ -910,18 +928,12 @@ class TinkerHandler(EndpointHandler):
 
     def _number(self, name: str, default: int) -> int:
         text = self.get_query_argument(name, str(default))
-        if not text.isdigit() or len(text) > 9:
+        if not (text.isascii() and text.isdigit()) or len(text) > 9:
             raise RequestRefused(f"{name} = {text!r:.80}; must be a number from 0", name)
         return int(text)
 
     def _json(self, raw: bytes) -> dict[str, Any]:
-        try:
-            body = json.loads(raw or b"{}")
-        except (ValueError, RecursionError) as error:
-            raise RequestRefused(f"the body is no JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise RequestRefused(f"the body is {type(body).__name__}; must be an object")
-        return body
+        return read_body(raw or b"{}")
 
     def _file(self, model: str, kind: str, name: str, file: str) -> None:
         place = Place.read(f"tinker://{model}/{kind}/{name}")

@@ -17,6 +17,9 @@ from grpo_roc_jax.serving.tinker.wire import Answer, OfPrompt, Sparse, write_sam
 MOST_TOP = 256
 """Most likely ids, draws or targets of a position at most."""
 MOST_SAMPLES = 1024
+MOST_STOPS, LONGEST_STOP = 64, 256
+"""Texts that stop, and characters of one."""
+HOTTEST = 1e6
 EMPTY = -99999.0
 """Log-probability of an empty cell."""
 
@@ -77,11 +80,11 @@ def read_asked(body: dict[str, Any], vocab_size: int, context: int, reserved: in
             "loss_fn (importance_sampling, ppo, cispo, gspo)"
         )
     count, temperature = field_of(body, "num_samples", int, 1), field_of(params, "temperature", (int, float), 1.0)
-    if not 1 <= count <= MOST_SAMPLES or not 0 <= temperature < float("inf"):
+    if not 1 <= count <= MOST_SAMPLES or not 0 <= temperature <= HOTTEST:
         raise RequestRefused(
-            f"num_samples {count}, temperature {temperature}; must be 1 to {MOST_SAMPLES}, and 0 or more"
+            f"num_samples {count}, temperature {temperature}; must be 1 to {MOST_SAMPLES}, and 0 to {HOTTEST:g}"
         )
-    top_k, top_p = field_of(params, "top_k", int, -1), float(field_of(params, "top_p", (int, float), 1.0))
+    top_k, top_p = field_of(params, "top_k", int, -1), field_of(params, "top_p", (int, float), 1.0)
     if top_k < -1 or not 0 < top_p <= 1:
         raise RequestRefused(f"top_k {top_k}, top_p {top_p}; must be -1 (all) or more, and above 0 to 1")
     numbers = {}
@@ -138,6 +141,8 @@ def _stops(stop: Any, eos: frozenset[int]) -> tuple[frozenset[int], tuple[str, .
     if not isinstance(listed, list) or not all(type(item) in (str, int) for item in listed) or "" in listed:
         raise RequestRefused(f"stop {stop!r:.80}; must be a text, texts or token ids", "stop")
     ids, texts = ([item for item in listed if type(item) is kind] for kind in (int, str))
+    if len(texts) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in texts):
+        raise RequestRefused(f"stop has {len(texts)} texts; must be at most {MOST_STOPS} of {LONGEST_STOP} characters")
     return frozenset(ids), tuple(texts)
 
 

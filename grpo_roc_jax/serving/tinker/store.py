@@ -152,7 +152,10 @@ class Store:
         Raises:
             RequestRefused: It lacks some of them.
         """
-        tensors, (leaves, form) = load_file(self.folder(place) / STATE), jax.tree.flatten(like)
+        try:
+            tensors, (leaves, form) = load_file(self.folder(place) / STATE), jax.tree.flatten(like)
+        except FileNotFoundError:
+            raise RequestRefused(f"no checkpoint {place}; it was deleted meanwhile", status=404) from None
         loaded = []
         for (name, _), leaf in zip(_named(like), leaves, strict=True):
             if name not in tensors or tensors[name].shape != leaf.shape:

@@ -37,6 +37,7 @@ ROW_TOKENS = 4096
 """Tokens of a micro-batch, or one row of it if that is longer."""
 MOST_TARGETS = 64
 """Target ids of a position at most; each costs the products with the unembedding once more."""
+LARGEST = float(np.finfo(np.float32).max)
 READ_BLOCK = 128
 """Positions whose logits are in memory at a time."""
 
@@ -55,8 +56,9 @@ class Adam:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not 0 <= value < float("inf") or (name in ("beta1", "beta2") and value >= 1):
-                raise RequestRefused(f"adam_params {name} = {value}; must be 0 or more, and betas below 1", name)
+            if not 0 <= value <= LARGEST or (name in ("beta1", "beta2") and value >= 1):
+                text = f"adam_params {name} = {str(value)[:40]}; must be 0 to {LARGEST:.3g}, and betas below 1"
+                raise RequestRefused(text, name)
 
 
 @dataclass(frozen=True, eq=False)

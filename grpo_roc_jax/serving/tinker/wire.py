@@ -50,6 +50,8 @@ MESSAGES: dict[str, dict[int, str]] = {
 """Message -> number: type and name of a field. `*` repeated, `?` present or absent, `map:` from strings."""
 DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 BFLOAT16 = 4
+MOST_CELLS = 1 << 24
+"""Cells of a sparse array."""
 STOP, LENGTH = 0, 1
 """Reasons why an answer ended."""
 
@@ -143,6 +145,8 @@ def _datum(index: int, datum: Any) -> Datum:
     for chunk in datum.model_input:
         if not chunk.HasField("text"):
             raise RequestRefused(f"datum {index} holds an image or audio; only chunks of text tokens are trained on")
+        if len(chunk.text.tokens) % 4:
+            raise RequestRefused(f"datum {index}: a chunk of {len(chunk.text.tokens)} bytes; must be int32 ids")
         parts.append(np.frombuffer(chunk.text.tokens, "<i4"))
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
     inputs = {name: _tensor(f"datum {index}, {name}", tensor) for name, tensor in datum.loss_fn_inputs.items()}
@@ -164,9 +168,17 @@ def _tensor(name: str, tensor: Any) -> np.ndarray:
         if not tensor.HasField("sparse"):
             dense = values(tensor.dense)
             return dense.reshape(shape or dense.shape)
-        filled = np.zeros(shape, np.float32 if tensor.dtype == BFLOAT16 else DTYPES[tensor.dtype])
         starts, columns = (np.frombuffer(part, "<i8") for part in (tensor.sparse.crow, tensor.sparse.col))
-        filled[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values(tensor.sparse.values)
+        given, (rows, width) = values(tensor.sparse.values), shape
+        counts = np.diff(starts)
+        if not (rows + 1 == len(starts) and starts[0] == 0 and (counts >= 0).all()):
+            raise ValueError("its row starts do not fit")
+        if not starts[-1] == len(columns) == len(given) or not (width >= 0 and rows * width <= MOST_CELLS):
+            raise ValueError(f"its columns do not fit, or it has more than {MOST_CELLS} cells")
+        if len(columns) and not 0 <= columns.min() <= columns.max() < width:
+            raise ValueError("a column is out of range")
+        filled = np.zeros(shape, given.dtype)
+        filled[np.repeat(np.arange(rows), counts), columns] = given
         return filled
     except (ValueError, IndexError) as error:
         raise RequestRefused(f"{name}: its bytes do not fit its shape {list(tensor.shape)} ({error})") from None

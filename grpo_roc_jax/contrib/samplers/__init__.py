@@ -1,0 +1,1 @@
+"""Transports of `rollout.samplers`: how orders reach samplers in other processes, and reports come back."""
