@@ -135,5 +135,6 @@ def test_a_notebook_runs_from_top_to_bottom(path, folder, monkeypatch):
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
     monkeypatch.setenv("JAX_PLATFORMS", os.environ.get("JAX_PLATFORMS", "cpu"))
-    found = [cell.outputs for cell in build.executed(path, folder, SHORT.get(path.stem, {})).cells if cell.cell_type == "code"]
+    run = build.executed(path, folder, SHORT.get(path.stem, {}))
+    found = [cell.outputs for cell in run.cells if cell.cell_type == "code"]
     assert [kinds(outputs) for outputs in found] == [kinds(cell["outputs"]) for cell in cells(path)]
