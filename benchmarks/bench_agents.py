@@ -1,6 +1,7 @@
 """What does a rollout of an agent cost beside its calls: a program that is started, one that is forked, and a function?
 
 The agent imports a framework and asks twice, with the client of the standard library; a step is 8 rollouts at a time.
+`--rollouts 64 --calls 45 --tokens 4 --variants function` is the load of many agents.
 `started` is an interpreter for each rollout (`environment.warm false`), `forked` the same program from a process that
 has made its imports, `function` an `async def` in threads, `processes` in four processes. The first step of each, which
 imports, is not in the medians, and is reported beside them. `environment_share` is the share of a step in which nothing
@@ -25,25 +26,32 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from grpo_roc_jax.environments.config import AgentCommand, HostProcesses
 from grpo_roc_jax.serving.agent_ends import AgentCall
 from grpo_roc_jax.serving.agent_programs import ProgramAgent
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 AGENT = """
-import asyncio, json, os, sys, urllib.request
+import asyncio, json, os, sys, time, urllib.request
 {imports}
 
 def ask(base_url, api_key, messages):
-    body = json.dumps({{"messages": messages, "max_tokens": 16}}).encode()
+    body = json.dumps({{"messages": messages, "max_tokens": {tokens}}}).encode()
     request = urllib.request.Request(base_url + "/chat/completions", body, {{"Authorization": "Bearer " + api_key}})
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
 
 def play(row, base_url, api_key):
-    messages = [{{"role": "user", "content": row["prompt"]}}]
-    messages.append({{"role": "assistant", "content": ask(base_url, api_key, messages)}})
-    ask(base_url, api_key, [*messages, {{"role": "user", "content": "go on"}}])
+    messages, took = [{{"role": "user", "content": row["prompt"]}}], []
+    for call in range({calls}):
+        begun = time.perf_counter()
+        messages.append({{"role": "assistant", "content": ask(base_url, api_key, messages)}})
+        took.append(time.perf_counter() - begun)
+        messages.append({{"role": "user", "content": "go"}})
+    with open({times!r}, "a") as file:
+        file.write(json.dumps(took) + "\n")
     return 1.0
 
 async def rollout(row, base_url, api_key):
@@ -85,6 +93,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--imports", nargs="*", default=["langgraph.prebuilt", "langchain_openai"])
     parser.add_argument("--rollouts", type=int, default=8)
+    parser.add_argument("--calls", type=int, default=2, help="of a rollout")
+    parser.add_argument("--tokens", type=int, default=16, help="of a call")
     parser.add_argument("--steps", type=int, default=4, help="of each variant, the first included")
     parser.add_argument("--variants", nargs="+", default=["started", "forked", "function", "processes"])
     parser.add_argument("--cases", nargs="+", choices=("start", "step"), default=("start", "step"))
@@ -108,7 +118,8 @@ def step(options: argparse.Namespace) -> None:
     request = RolloutRequest(Problem("p", "2+3=", "5", "bench"), 0, options.rollouts)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "bench_agent.py"
-        file.write_text(AGENT.format(imports="\n".join(f"import {name}" for name in options.imports)))
+        times, imports = Path(folder) / "times", "\n".join(f"import {name}" for name in options.imports)
+        file.write_text(AGENT.format(imports=imports, tokens=options.tokens, calls=options.calls, times=str(times)))
         command = AgentCommand(command=f"{sys.executable} {file}")
         function = AgentCommand(function=f"{file}:rollout")
         choices = {
@@ -120,18 +131,25 @@ def step(options: argparse.Namespace) -> None:
         measured = {}
         for name in options.variants:
             runs = AgentRuns(choices[name], chat, Engine(engine.programs, engine._publisher, engine.seed), 4096, [""])
-            seconds, shares = [], []
+            seconds, shares, rates = [], [], []
             begun_cpu = processor_s()
             for number in range(options.steps):
                 begun = time.perf_counter()
                 found, stats = runs.collect(weights, [request], RunOptions(step=number))
                 seconds.append(time.perf_counter() - begun)
                 shares.append(stats.metrics()["time/environment_s"] / stats.seconds)
+                rates.append(stats.sampled_tokens / seconds[-1])
                 assert all(one.reward == 1.0 for one in found), found[0].fault
             runs.close()
+            took = [
+                second for line in times.read_text().splitlines()[options.rollouts :] for second in json.loads(line)
+            ]
+            times.unlink()
             measured[name] = {
                 "first_step_s": round(seconds[0], 2),
                 "step_s": round(statistics.median(seconds[1:]), 2),
+                "tokens_per_s": round(statistics.median(rates[1:]), 1),
+                "call_s": {str(q): round(float(np.quantile(took, q)), 3) for q in (0.5, 0.99)},
                 "environment_share": round(statistics.median(shares[1:]), 2),
                 "processor_s_all_steps": round(processor_s() - begun_cpu, 2),
             }
@@ -142,6 +160,7 @@ def step(options: argparse.Namespace) -> None:
                 "case": "step",
                 "device": f"{os.cpu_count()} CPU cores",
                 "rollouts": options.rollouts,
+                "calls": options.calls,
                 "steps": options.steps,
                 "packages": {name: importlib.metadata.version(name) for name in sorted(packages)},
                 "variants": measured,

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pickle import PicklingError
@@ -25,6 +25,10 @@ from typing import Any, Protocol
 from grpo_roc_jax.environments.config import Host, HostActors, HostProcesses
 from grpo_roc_jax.environments.episode import Answer
 from grpo_roc_jax.environments.failure import plain_failure
+
+BLOCKING = 256
+"""Calls that block in threads of one loop at a time (`asyncio.to_thread`). Python's own bound is four more than there
+are processors: rollouts beyond it would wait for each other's answers."""
 
 
 class HostLost(ConnectionError):
@@ -66,6 +70,7 @@ class ThreadHost:
         self._last: dict[str, Future[Answer]] = {}
         """Operations that the loop runs, the last one of each episode."""
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(BLOCKING, thread_name_prefix="blocking"))
         threading.Thread(target=self._loop.run_forever, daemon=True, name="environments").start()
 
     def call(self, key: str, operation: str, *arguments: Any) -> "Future[Answer]":

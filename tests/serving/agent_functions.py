@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import threading
 import time
 import urllib.request
 
@@ -57,6 +58,16 @@ async def quiet(row, base_url, api_key):
 async def huge(row, base_url, api_key):
     await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
     return 1e30
+
+
+TOGETHER = threading.Barrier(40)
+
+
+async def at_once(row, base_url, api_key):
+    """Forty clients that block, each until all are there."""
+    messages = await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
+    await asyncio.to_thread(TOGETHER.wait, 60)
+    return float(len(messages) == 2)
 
 
 def plain(row, base_url, api_key):

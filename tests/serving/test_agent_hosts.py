@@ -52,6 +52,12 @@ def test_a_function_is_imported_once_wherever_it_runs(host):
     assert [one.tokens.tolist() for one in steps[0]] == [one.tokens.tolist() for one in steps[1]]
 
 
+def test_clients_that_block_in_threads_do_not_wait_for_each_other():
+    """More than there are processors."""
+    found, _ = collected("", count=40, function=f"{FUNCTIONS}:at_once", host=HostThreads())
+    assert [one.reward for one in found] == [1.0] * 40
+
+
 def test_a_process_that_dies_or_blocks_costs_its_own_rollouts():
     choice = AgentCommand(function=f"{FUNCTIONS}:by_answer", host=HostProcesses(workers=3), timeout_s=2.0)
     runs, weights = runs_of(choice)
