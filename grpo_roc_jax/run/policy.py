@@ -163,7 +163,8 @@ def split_checkpoint(path: str) -> tuple[Path, int | None]:
     """
     path_given = Path(path)
     name = path_given.name.removeprefix("step_")
-    step = int(name) if name.isdigit() else None
+    is_run = (path_given / "config.yaml").is_file()  # of a name such as `runs/roc/0`
+    step = int(name) if name.isdigit() and not is_run else None
     run = (
         path_given.parent.parent
         if step is not None

@@ -15,7 +15,15 @@ from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import forward, unembed
 from grpo_roc_jax.run.components import resolve_model
-from grpo_roc_jax.run.policy import frozen_like, frozen_weights, full_params, load_trained, memory_parts, sum_bytes
+from grpo_roc_jax.run.policy import (
+    frozen_like,
+    frozen_weights,
+    full_params,
+    load_trained,
+    memory_parts,
+    split_checkpoint,
+    sum_bytes,
+)
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -138,6 +146,15 @@ def test_frozen_weights_are_the_same_codes_on_every_mesh(published):
 def test_all_parameters_are_the_trained_ones_without_an_adapter():
     params = random_params(resolve_model(SHAPE, load_tokenizer(TextConfig())))
     assert full_params(None, params, Config().lora) is params
+
+
+def test_a_run_may_be_named_by_a_number(tmp_path):
+    run = tmp_path / "roc" / "0"
+    checkpoint = run / "checkpoints" / "step_00000003"
+    checkpoint.mkdir(parents=True)
+    (run / "config.yaml").write_text("steps: 3\n")
+    assert split_checkpoint(str(run)) == split_checkpoint(str(checkpoint.parent)) == (run, None)
+    assert split_checkpoint(str(checkpoint)) == (run, 3)
 
 
 def test_rows_longer_than_the_model_was_made_for_are_refused(published, tmp_path):
