@@ -9,7 +9,9 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import nbclient
 import nbformat
@@ -21,13 +23,27 @@ BADGE = f"[![Open in Colab]({COLAB}assets/colab-badge.svg)]({COLAB})"
 """Opens Colab's dialog, where a notebook is uploaded; the project has no public address that a link could name."""
 
 
-def executed(path: Path, folder: Path, timeout_s: float = 900) -> nbformat.NotebookNode:
+def executed(
+    path: Path, folder: Path, changes: Mapping[str, str] = MappingProxyType({}), timeout_s: float = 3600
+) -> nbformat.NotebookNode:
     """The notebook with the outputs of a run in `folder`.
+
+    Args:
+        path: The notebook.
+        folder: Where it runs.
+        changes: Texts of cells that are replaced before it runs, each of which must occur.
+        timeout_s: Of one cell, in seconds.
 
     Raises:
         CellExecutionError: A cell failed.
+        ValueError: A text to replace is not there.
     """
     notebook = nbformat.read(path, as_version=4)
+    for old, new in changes.items():
+        if not any(old in cell.source for cell in notebook.cells):
+            raise ValueError(f"{path.name} has no {old!r}")
+        for cell in notebook.cells:
+            cell.source = cell.source.replace(old, new)
     nbclient.NotebookClient(notebook, timeout=timeout_s, resources={"metadata": {"path": str(folder)}}).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)

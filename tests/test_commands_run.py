@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_roc_jax.config import read_config
 from tests.helpers.parts import part_of
 from tests.test_readme import LINES, TINY
 
@@ -131,7 +132,6 @@ def folder(tmp_path_factory):
         shutil.copytree(root / "runs/a", root / name)
     run(["export", "runs/a", "model"], root)
     shutil.copytree(root / "model", root / "cold_model")
-    (root / "words2").mkdir()
     rows = [{"prompt": f"gcd({n},6)=?", "answer": "6", "level": 1} for n in (12, 18, 24, 30)]
     (root / "data").mkdir()
     parts = (("problems.jsonl", rows), ("data/problems.jsonl", rows), ("heldout.jsonl", rows[:2]))
@@ -159,7 +159,9 @@ def filled(line: str) -> list[str]:
     if name in ("train", "sft") and "--help" not in rest:
         published = bool(PUBLISHED.search(line))
         if published or "--dry-run" not in rest:
-            rest += [word for word in TINY if not (published and word.startswith("--model."))]
+            other = [word for word in rest if re.search("methods/(?!grpo_roc)", word)] or "--resample none" in line
+            left = ("--model.",) * published + ("--resample.min_",) * bool(other)
+            rest += [word for word in TINY if not word.startswith(left)]
         rest += SMALL_MODEL if published else []
     if name == "plan":
         rest += [] if "--arithmetic" in rest else ["--arithmetic"]
@@ -182,6 +184,19 @@ def test_the_pages_leave_enough_to_run():
     names = {filled(line)[0] for line in RUNNABLE}
     assert names >= {"train", "sft", "evaluate", "difficulty", "view", "plot", "export", "chat", "check-data"}
     assert names >= {"check-reward", "doctor", "probe", "new", "run-tools"} and len(RUNNABLE) > 95
+
+
+def test_what_is_filled_in_is_a_configuration(tmp_path, monkeypatch):
+    """A quick look at the trainings that the slow test runs."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.yaml", "my.yaml", "config.yaml"):
+        Path(name).write_text("base: toy.yaml\nsteps: 2\n")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for line in RUNNABLE:
+        name, *words = filled(line)
+        if name in ("train", "sft") and "--help" not in words:
+            flags = {"--preflight", "--dry-run", "full", "--force"}
+            read_config(*[word for word in words if word not in flags])
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from mcp.client.stdio import stdio_client
 from grpo_roc_jax.environments.config import EnvironmentMcp, bearer
 from grpo_roc_jax.environments.connection import Connection, outcome
 from grpo_roc_jax.environments.environment import Environment, row_of
-from grpo_roc_jax.tools.registry import ToolUnavailable
+from grpo_roc_jax.tools.registry import MAX_TOOLS, ToolUnavailable
 from grpo_roc_jax.types import Problem, ToolResult
 
 INVALID_PARAMS = -32602
@@ -121,18 +121,24 @@ def mcp_class(choice: EnvironmentMcp) -> type[McpEnvironment]:
             raise ValueError(f"environment: the MCP server {server!r} does not answer: {said}") from error
     if not schemas:
         raise ValueError(f"environment: the MCP server {server!r} has no tools")
+    if len(schemas) > MAX_TOOLS:
+        raise ValueError(
+            f"environment: the MCP server {server!r} has more than {MAX_TOOLS} tools, which no prompt can list; "
+            "offer fewer"
+        )
     return type("McpEnvironment", (McpEnvironment,), {"choice": choice, "schemas": schemas})
 
 
 async def _schemas(choice: EnvironmentMcp, errors: IO[str]) -> tuple[dict[str, Any], ...]:
     found, cursor = [], None
     async with client_of(choice, None, errors) as client:
-        while True:
+        for _ in range(MAX_TOOLS):  # a server may name a further page for ever
             page = await client.list_tools(cursor=cursor)
             for tool in page.tools:
                 found.append({"name": tool.name, "description": tool.description, "input_schema": tool.input_schema})
-            if not (cursor := page.next_cursor):
+            if len(found) > MAX_TOOLS or not (cursor := page.next_cursor):
                 return tuple(found)
+    raise ValueError(f"it lists its tools in more than {MAX_TOOLS} pages")
 
 
 def client_of(

@@ -142,6 +142,20 @@ def load(log: Path, kind: str, step: int) -> bytes:
     return content
 
 
+def intact(log: Path) -> bool:
+    """Whether a log file is as it was when its index was written; without an index, whether it ends with a line."""
+    with open(log, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL))
+        tail = file.read()
+    stamp = None
+    with suppress(OSError), open(index_file(log), "rb") as file:
+        stamp = STAMP.match(file.read(200))
+    if stamp and int(stamp[1]) == FORMAT:
+        return (int(stamp[2]), int(stamp[3])) == (size, zlib.crc32(tail))
+    return tail.endswith(b"}\n") and b"\0" not in tail
+
+
 def save(log: Path, content: bytes) -> None:
     """Writes an index. If it cannot be written, readers rebuild it."""
     path = index_file(log)

@@ -373,8 +373,7 @@ class _Rules:
                     return self.equal(items.items[0], gold) if items is form else self.equal(form, items.items[0])
                 if items.kind == "list" and (known := _without_domain(items)) is not None and not self.strict:
                     return self.equal(known, gold) if items is form else self.equal(form, known)
-                row = components(other.tokens, len(items.items)) if items.kind in ("tuple", "vector", "array") else None
-                if row and not self.strict and len(row) in (2, 3):
+                if (row := self._vector(items, other)) is not None:
                     return self._in_order(items.items, row) if items is form else self._in_order(row, items.items)
                 if isinstance(other, Relation) or (
                     isinstance(other, Quantity) and not _is_number(other) and items.kind != "list"
@@ -385,6 +384,19 @@ class _Rules:
             other = gold if isinstance(form, Matrix | Cases) else form
             return self._expressions(form, gold) if isinstance(other, Quantity) and not _is_number(other) else False
         return None
+
+    def _vector(self, items: Items, other: Form) -> list[Form] | None:
+        r"""The components of a sum of unit vectors that is compared with a tuple, such as `2\hat{i}+\hat{j}`."""
+        sum_of_units = isinstance(other, Quantity) and not other.words and not other.changed
+        if (
+            self.strict
+            or not sum_of_units
+            or items.kind == "list"
+            or items.kind == "set"
+            or len(items.items) not in (2, 3)
+        ):
+            return None
+        return components(other.expression, len(items.items))
 
     def _collections(self, form: Items, gold: Items) -> Goal:
         kinds = {form.kind, gold.kind}

@@ -45,6 +45,8 @@ MAX_DESCRIPTION = 4000
 """Most characters of a description in an outside schema, of the tool or of a parameter; longer ones are cut."""
 MAX_SCHEMA = 64_000
 """Most characters of an outside schema as JSON."""
+MAX_TOOLS = 1000
+"""Most tools of one server, and most pages of its list."""
 TOOL_NAME = re.compile(rf"[\w./:-]{{1,{MAX_TOOL_NAME}}}")
 
 

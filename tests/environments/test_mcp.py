@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,8 @@ from tests.environments.test_episodes import Play
 from tests.helpers.servers import call, served, two_call_chat
 
 pytest.importorskip("mcp", reason="needs the extra mcp; .ci/adapters runs these tests")
+from grpo_roc_jax.environments import mcp_tools
+
 SERVER = str(Path(__file__).parent / "mcp_server.py")
 STDIO = EnvironmentMcp(command=(sys.executable, SERVER), timeout_s=60.0, retries=1)
 
@@ -55,6 +58,26 @@ def test_schemas_are_taken_over_and_rollouts_have_servers_of_their_own(chat, std
     first, _ = play.end()
     assert [result.kind for result in first.results] == ["ok", "ok", "exception", "bad_arguments"]
     assert first.reward == 0.0
+
+
+@pytest.mark.parametrize(("tools", "said"), [(7, "more than 1000 tools"), (0, "more than 1000 pages")])
+def test_a_list_of_tools_without_end_is_refused(monkeypatch, tools, said):
+    """The server names a further page for ever, with tools on each or with none."""
+
+    class Pages:
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_):
+            return None
+
+        async def list_tools(self, cursor=None):
+            listed = [SimpleNamespace(name=f"t{i}", description="", input_schema={}) for i in range(tools)]
+            return SimpleNamespace(tools=listed, next_cursor="further")
+
+    monkeypatch.setattr(mcp_tools, "client_of", lambda *_: Pages())
+    with pytest.raises(ValueError, match=said):
+        mcp_tools.mcp_class(replace(STDIO, retries=0, timeout_s=30.0 + tools))
 
 
 def test_a_server_that_dies_is_an_infrastructure_failure_and_others_go_on(chat, stdio):

@@ -34,7 +34,7 @@ from grpo_roc_jax.planner.hlo_cost import largest_gather, read_cost
 from grpo_roc_jax.planner.hlo_loops import check_loops, hanging, placed
 from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.planner.roofline import Needs, Work, step_times
-from grpo_roc_jax.planner.schedules import SCHEDULES, STEPS
+from grpo_roc_jax.planner.schedules import APART, SCHEDULES, STEPS
 from grpo_roc_jax.planner.topology import CHIPS, TopologyError, has_compiler, parse_topology, topology_devices
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
@@ -706,6 +706,21 @@ def test_simulated_steps_are_added(capsys):
         assert sum(found["seconds"]) / STEPS >= report["step_s"]["total"], "no less than the bound"
         assert found["sampled"] and 0 < found["busy"] <= 1 and found["live"] <= found["slots"]
     assert report["lines"][-len(alone) - 2].startswith("simulated")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("platform_kept")
+def test_simulated_steps_with_a_trainer_apart(capsys):
+    """From four processes on. The samplers go on during updates, and no step is shorter than its update."""
+    words = [*TINY, "--topology", "h100:32", "--arithmetic", "--simulate", "--json", "--group.problems", "4"]
+    plan_command.main(words)
+    report = json.loads(capsys.readouterr().out)
+    simulated = report["simulated"]
+    assert [name for name in simulated if name not in SCHEDULES] == list(APART)
+    assert report["lines"][-1].startswith("trains apart")
+    for name in APART:
+        assert simulated[name]["sampled"] and 0 < simulated[name]["busy"] <= 1
+        assert min(simulated[name]["seconds"]) >= report["step_s"]["update"]
 
 
 @pytest.mark.usefixtures("platform_kept")

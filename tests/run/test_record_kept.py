@@ -1,5 +1,6 @@
 """What was sampled is what trains, and what was written is on the disk before a checkpoint counts on it."""
 
+import json
 import os
 import pickle
 import shutil
@@ -19,6 +20,7 @@ from grpo_roc_jax.record.trace import TraceWriter, eval_records, read_trace
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.train import train
 from grpo_roc_jax.types import ARRAYS
+from tests.helpers.demo import write_run
 from tests.helpers.samples import make_group
 from tests.test_train import TINY
 from tests.test_train import shared_programs as shared_programs  # a fixture
@@ -133,7 +135,8 @@ def test_spans():
 
 @pytest.mark.usefixtures("one_device")
 def test_a_resumed_run_names_the_rows_that_a_power_cut_took(tmp_path):
-    """Zeros in the middle of the metrics, as a file system leaves them, and a trajectory file that is gone."""
+    """Zeros in the middle of the metrics, as a file system leaves them, a trajectory file that is gone, and one that is
+    cut."""
     run = tmp_path / "run"
     words = [*TINY, f"--run_dir={run}", "--steps=4", "--resume=auto", "--data.eval_problems=0"]
     train(load_config(Config, words, prog="test"))
@@ -143,11 +146,44 @@ def test_a_resumed_run_names_the_rows_that_a_power_cut_took(tmp_path):
     torn = [b"\0" * (len(line) - 1) + b"\n" if lost else line for line, lost in zip(lines, steps, strict=True)]
     (run / "metrics.jsonl").write_bytes(b"".join(torn))
     (run / "trajectories" / "step_00000003.jsonl").unlink()
+    os.truncate(run / "trajectories" / "step_00000002.jsonl", 999)
     shutil.copytree(run, tmp_path / "other")
     for more, kept in (("--log.traces=1", True), ("--log.traces=0", False)):
         where = run if kept else tmp_path / "other"
         train(load_config(Config, [*words, more, f"--run_dir={where}", "--steps=5"], prog="test"))
         texts = [event["text"] for event in read_events(where) if event["event"] == "missing_rows"]
         assert texts[0].startswith("metrics.jsonl lacks steps 2-3")
-        assert [text.startswith("trajectories/ lacks step 3") for text in texts[1:]] == [True] * kept
+        cut = "trajectories/ lacks a part of step 2, which had not reached the disk"
+        assert [text[:26] for text in texts[1:-1]] == ["trajectories/ lacks step 3"] * kept and texts[-1] == cut
         assert [row["step"] for row in read_metrics(where) if "time/step_s" in row] == [1, 4, 5]
+
+
+def test_whatever_a_power_cut_leaves_of_a_log_is_named(tmp_path):
+    """Each log below the checkpoint, cut at lengths from nothing to all but one byte, and with zeros at its end; with
+    the index of its trajectories and without."""
+    run = write_run(tmp_path / "run", 0, steps=2, groups=2, size=2)
+    steps = ({"step": step, "rollout/reward": 0.5, "time/step_s": 1.0} for step in (1, 2))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+    (run / "sft.jsonl").write_text("".join(json.dumps({"step": step, "sft/loss": 1.0}) + "\n" for step in (1, 2, 5)))
+    assert missing_rows(run, 2, 1, 5) == []
+    logs = sorted([run / "metrics.jsonl", run / "sft.jsonl", *(run / "trajectories").glob("*.jsonl")])
+    assert [path.stem for path in logs[2:]] == ["eval_00000000", "step_00000001", "step_00000002"]
+    for indexed in (True, False):
+        if not indexed:
+            shutil.rmtree(run / "trajectories_index")
+        for path in logs:
+            content = path.read_bytes()
+            ends = content.index(b"\n") + 1  # a file that ends with a line is whole where no index says how long it was
+            for length in {0, 1, len(content) // 3, len(content) // 2, len(content) - 2, *([ends] if indexed else [])}:
+                for rest in (b"", b"\0" * (len(content) - length)):
+                    path.write_bytes(content[:length] + rest)
+                    lines = missing_rows(run, 2, 1, 5)
+                    where = path.name if path.parent == run else "trajectories/ lacks a part of"
+                    assert [line.startswith(where) for line in lines] == [True], (
+                        path.name,
+                        length,
+                        rest[:1],
+                        lines,
+                    )
+            path.write_bytes(content)
+        assert missing_rows(run, 2, 1, 5) == []
