@@ -61,6 +61,7 @@ PUBLISHED = re.compile(r"qwen|smollm")
 SMALL_MODEL = """
 --model.path=model --model.compute_dtype=float32 --data.sources=problems.jsonl --data.eval_sources=heldout.jsonl
 --data.trace_sources=[world:gcd:1] --data.prompt_column= --stages=[] --rollout.narrow=[]
+--text.system= --text.tools_section=false --text.instruction=
 """.split()  # noqa: SIM905 (a command line reads better as one)
 SHAPES = {
     "qwen2_5_7b_lora_4bit": "Qwen/Qwen2.5-7B-Instruct",
