@@ -134,12 +134,19 @@ print(json.dumps(found))
 """
 
 
-def words_of(options, data: str, length: int, rows: int) -> list[str]:
-    """The settings of `train`."""
+def prompt_words(options, data: str) -> list[str]:
+    """The settings of `train` that prompts follow from."""
     return [
         "configs/smollm2_words.yaml",
         *(f"--model.path={options.model}", "--sft.steps=0", "--stages=[]", f"--data.sources=[{data}]"),
         *("--data.eval_problems=0", "--data.eval_sources=[]", "--tools.enabled=[]", "--rollout.max_turns=1"),
+    ]
+
+
+def words_of(options, data: str, length: int, rows: int) -> list[str]:
+    """The settings of `train`."""
+    return [
+        *prompt_words(options, data),
         *(f"--lora={{kind: low_rank, rank: {options.rank}}}", "--checkpoint.every=0", "--log.traces=0"),
         *(f"--rollout.max_prompt_tokens={length - options.tokens}", f"--rollout.max_response_tokens={options.tokens}"),
         *(f"--rollout.slots={options.groups * options.size}", "--rollout.narrow=[]", "--log.console=off"),
@@ -169,7 +176,7 @@ def prompts_of(options) -> list[list[int]]:
     from grpo_roc_jax.run.components import check_components, make_registry
     from grpo_roc_jax.types import Problem
 
-    config = read_config(*words_of(options, "x.jsonl", options.context, 1))
+    config = read_config(*prompt_words(options, "x.jsonl"))
     _, chat = check_components(config, make_registry(config))[:2]
     ids = [chat.prompt_ids(Problem("0", question, "", "bench")) for question in questions_of(options)]
     shortest = min(

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPE, TINY = "configs/smollm2_words.yaml", "configs/toy.yaml"
 """A published model that a Python package brings, and a model from random numbers."""
 SMALL = {"--steps": "2", "--group.problems": "2", "--group.size": "2", "--rollout.slots": "8"}
-SMALL |= {"--data.eval_problems": "2", "--eval.every": "0", "--rollout.max_response_tokens": "64", "--sft.steps": "20"}
+SMALL |= {"--data.eval_problems": "2", "--eval.every": "0", "--rollout.max_response_tokens": "64"}
 
 
 def kernels(tiny: bool) -> dict[str, Any]:

@@ -132,7 +132,6 @@ def folder(tmp_path_factory):
         shutil.copytree(root / "runs/a", root / name)
     run(["export", "runs/a", "model"], root)
     shutil.copytree(root / "model", root / "cold_model")
-    (root / "words2").mkdir()
     rows = [{"prompt": f"gcd({n},6)=?", "answer": "6", "level": 1} for n in (12, 18, 24, 30)]
     (root / "data").mkdir()
     parts = (("problems.jsonl", rows), ("data/problems.jsonl", rows), ("heldout.jsonl", rows[:2]))
