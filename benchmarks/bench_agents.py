@@ -51,7 +51,7 @@ def play(row, base_url, api_key):
         took.append(time.perf_counter() - begun)
         messages.append({{"role": "user", "content": "go"}})
     with open({times!r}, "a") as file:
-        file.write(json.dumps(took) + "\n")
+        print(json.dumps(took), file=file)
     return 1.0
 
 async def rollout(row, base_url, api_key):

@@ -167,7 +167,7 @@ def test_tools_of_any_name_are_offered_or_refused(server, strict):
 @pytest.mark.parametrize(
     "form",
     [
-        {"guided_regex": "((a{0,999}){0,999}){0,999}"},
+        pytest.param({"guided_regex": "((a{0,999}){0,999}){0,999}"}, marks=pytest.mark.slow),
         {"guided_regex": "(a|aa)*" * 500},
         {"guided_choice": [f"text {i}" for i in range(5000)]},
         {"guided_json": deep(100, {"type": "string"})},

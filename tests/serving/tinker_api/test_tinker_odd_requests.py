@@ -224,6 +224,7 @@ def test_one_number_of_a_sampler_is_one_sampler(client, trained):
     assert client.ask("save_weights_for_sampler", again)[0] == 400
 
 
+@pytest.mark.slow
 def test_a_future_is_there_for_all_who_ask_however_often(client, trained):
     """Twice in a row, by two at a time, and after one that asked went away."""
     body = {"sampling_session_id": trained[1], "num_samples": 2, "seq_id": 900, "prompt": prompt(3, 1)}
