@@ -124,7 +124,7 @@ def test_rows_of_other_settings_are_refused(tmp_path):
 
 def test_a_published_model_has_the_same_arms_and_a_cost():
     found = published("Qwen/Qwen2.5-0.5B-Instruct", ["qwen3_0_6b_gsm8k"], ())
-    assert set(found.arms) == set(STUDIES["roc"].arms) - {"repair"} and "--group.size=16" in found.arms["grpo_2g"]
+    assert set(found.arms) == set(STUDIES["real"].arms) and "--group.size=16" in found.arms["grpo_2g"]
     lines = cost_lines(found, "h200:8", "", 0.0)
     hours = {line.split(":")[0]: float(line.split(": ")[1].split()[0]) for line in lines[:-1]}
     assert 0 < hours["grpo"] < hours["roc"] == hours["uniform"] < hours["grpo_2g"]

@@ -468,9 +468,10 @@ class ModelConfig:
 
     @property
     def period(self) -> int:
-        """Number of consecutive layers after which leaves of the same names follow; 1 if all layers have the same."""
+        """Number of consecutive layers after which leaves of the same names and the same rotations follow; 1 if all
+        layers have the same leaves."""
         if self.delta:
-            return self.windows.every
+            return math.lcm(self.windows.every, max(1, len(self.extras.rotary_layers)))
         patterns = [self.experts.every, len(self.windows.sizes) if self.full_layers else 1]
         patterns += [len(pattern) for pattern in (self.windows.sizes, self.extras.rotary_layers) if max(patterns) > 1]
         return math.lcm(*(max(1, count) for count in patterns))

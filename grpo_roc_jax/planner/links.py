@@ -36,7 +36,7 @@ class Torus:
         return tuple(1 + max(side) for side in zip(*self.places, strict=True))
 
     def _rings(self) -> list[int]:
-        return [side if side % self.ring_side == 0 else 0 for side in self.grid]
+        return [side if self.ring_side and side % self.ring_side == 0 else 0 for side in self.grid]
 
     def _links(self, covered: Sequence[int]) -> float:
         """Links of a chip, on average, along sides of which a group covers so many chips."""

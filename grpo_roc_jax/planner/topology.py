@@ -215,7 +215,7 @@ class Topology:
 def links_there(chip: Chip, grid: Sequence[int]) -> float:
     """Links that a chip of a slice has on average, of those of a chip of a whole pod: two along each side that is a
     ring, and one less at both ends of a line."""
-    links = sum(2.0 if side % chip.ring_side == 0 else 2.0 * (side - 1) / side for side in grid)
+    links = sum(2.0 if chip.ring_side and side % chip.ring_side == 0 else 2.0 * (side - 1) / side for side in grid)
     return links / (2 * chip.sides)
 
 

@@ -137,7 +137,7 @@ def test_the_terminal_shows_text_calls_verdict_and_reason(run):
     view.show([record], Console(file=wrong, width=140))
     assert "penalties" not in wrong.getvalue()  # failures are not ranked
     assert "observation, 15 tokens" in text and "<answer>" in text and "exception" in text and "ValueError" in text
-    assert f"kept ({record.why})" in text and "penalties: total 0.25" in text and "reference '7'" in text
+    assert " · kept" in text and "(kept)" not in text and "penalties: total 0.25" in text and "reference '7'" in text
 
 
 def test_markup_and_escapes_in_policy_text_stay_text(run):

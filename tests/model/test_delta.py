@@ -227,19 +227,24 @@ def test_what_the_layers_cannot_be_is_refused():
 def test_the_scan_gives_every_layer_its_own_options():
     """Over two periods, with a pattern of rotations that is longer than one."""
     extras = SomeExtras(rotary_share=0.5, rotary_layers=(True, True, True, False))
-    model = replace(MODEL, layers=4, windows=SPLIT, extras=extras)
-    layers = {"wq": jnp.array([5.0, 7.0]), "w_qkv": jnp.array([2.0, 3.0]), "w_down": jnp.arange(4.0)}
+    model = replace(MODEL, layers=8, windows=SPLIT, extras=extras)
+    halves = {"wq": jnp.array([5.0, 7.0, 11.0, 13.0]), "w_qkv": jnp.array([2.0, 3.0, 4.0, 6.0])}
+    layers, routes, tables = (
+        halves | {"w_down": jnp.arange(8.0)},
+        jnp.arange(11.0, 19.0),
+        [jnp.ones(()), jnp.full((), 2.0)],
+    )
 
     def body(x, inputs):
         layer, window, rope, routes = inputs
         assert window is None
-        return 3 * x + layer["w_down"] * routes + layer.get("wq", 0.0) + 10 * layer.get("w_qkv", 0.0) + rope, None
+        return x / 3 + layer["w_down"] * routes + layer.get("wq", 0.0) + 10 * layer.get("w_qkv", 0.0) + rope, None
 
-    by_layer, wanted = (None, jnp.array([1.0, 1.0, 1.0, 2.0]), jnp.arange(11.0, 15.0)), jnp.float32(1.0)
-    for i in range(4):
-        wanted, _ = body(wanted, (take_layer(layers, i, model), None, by_layer[1][i], by_layer[2][i]))
-    scanned = jax.jit(lambda x, layers, by_layer: _scan_periods(body, x, layers, by_layer, model))
-    assert scanned(jnp.float32(1.0), layers, by_layer) == wanted
+    wanted = jnp.float32(1.0)
+    for i in range(8):
+        wanted, _ = body(wanted, (take_layer(layers, i, model), None, tables[i % 4 == 3], routes[i]))
+    scanned = jax.jit(lambda x, layers, routes: _scan_periods(body, x, layers, (None, None, routes), tables, model))
+    np.testing.assert_allclose(scanned(jnp.float32(1.0), layers, routes), wanted, rtol=1e-6)
 
 
 def test_fresh_states_forget_slowly_and_their_norm_has_no_offset():

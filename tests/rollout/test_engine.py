@@ -74,7 +74,7 @@ def assert_same(left, right):
     for a, b in zip(left, right, strict=True):
         for name in ("tokens", "policy_mask", "versions"):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=5e-6)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=5e-6, rtol=1e-6)  # of -23 a float32 keeps 2e-6
         assert (a.stop, a.turns, a.prompt_length) == (b.stop, b.turns, b.prompt_length)
 
 
