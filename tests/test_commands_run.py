@@ -2,7 +2,7 @@
 
 `test_readme.py` parses every command; here those that need neither a hub, a pod nor an accelerator end with status 0.
 Recipes of published models train a small exported one, and plans are made by arithmetic. Sessions (blocks marked
-`console`) run in `test_pages_run.py`. CI runs an eighth of both with each commit.
+`console`) run in `test_pages_run.py`. CI runs a few of both with each commit.
 """
 
 import contextlib
