@@ -168,8 +168,8 @@ def filled(line: str) -> list[str]:
         rest += [] if "--arithmetic" in rest else ["--arithmetic"]
         shapes = [shape for recipe, shape in SHAPES.items() if recipe in line]
         rest += ["--model_shape", shapes[0]] if shapes and "--model_shape" not in rest else []
-    if name == "serve":
-        rest = ["model" if word == PLACEHOLDERS["DIR"] else word for word in rest]
+    if name in ("serve", "chat", "evaluate"):  # what they are given is there; what others write is not
+        rest = ["model" if word in (PLACEHOLDERS["DIR"], PLACEHOLDERS["TARGET"]) else word for word in rest]
     if name == "serve" and "--port" in rest:
         rest[rest.index("--port") + 1] = "0"
     if name == "view" and not {"--text", "--html", "--atif"} & set(rest):
