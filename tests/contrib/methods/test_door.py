@@ -22,7 +22,7 @@ def test_recipes_beside_methods_are_named_like_those_of_the_core(tmp_path, monke
     names = ("configs/methods/hill.yaml", "methods/hill.yaml", "methods/hill")
     assert [find_config(name) for name in names] == [path] * 3
     monkeypatch.chdir(CONTRIB_METHODS)  # by its path, it finds its base in the configs directory too
-    assert [list(file_layers(Path(at)))[0].name for at in ("hill.yaml", path)] == ["toy.yaml"] * 2
+    assert [next(iter(file_layers(Path(at)))).name for at in ("hill.yaml", path)] == ["toy.yaml"] * 2
     assert not {p.name for p in CONTRIB_METHODS.glob("*.yaml")} & {p.name for p in (CONFIG_DIR / "methods").glob("*")}
 
 
