@@ -84,20 +84,13 @@ def read_asked(body: dict[str, Any], vocab_size: int, context: int, reserved: in
         raise RequestRefused(
             f"num_samples {count}, temperature {temperature}; must be 1 to {MOST_SAMPLES}, and 0 to {HOTTEST:g}"
         )
-    top_k, top_p = field_of(params, "top_k", int, -1), field_of(params, "top_p", (int, float), 1.0)
-    if top_k < -1 or not 0 < top_p <= 1:
-        raise RequestRefused(f"top_k {top_k}, top_p {top_p}; must be -1 (all) or more, and above 0 to 1")
+    drawing = _drawing(params, vocab_size)
     numbers = {}
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         numbers[name] = field_of(body, name, int, 0)
         if not 0 <= numbers[name] <= min(MOST_TOP, vocab_size):
             raise RequestRefused(f"{name} = {numbers[name]}; must be 0 to {min(MOST_TOP, vocab_size)}", name)
-    room = context - max(reserved, P)
-    if room < 1:
-        raise RequestRefused(f"a prompt of {P} tokens leaves no room in a context of {context}; raise --context")
-    most = field_of(params, "max_tokens", int)
-    if most is not None and most < 1:
-        raise RequestRefused(f"max_tokens = {most}; must be at least 1", "max_tokens")
+    max_tokens = _max_tokens(params, P, context, reserved)
     last_n = field_of(body, "prompt_logprobs_last_n", int, 0)
     if not 0 <= last_n < max(P, 1):
         raise RequestRefused(f"prompt_logprobs_last_n = {last_n}; must be 1 to {P - 1}, the prompt without its first")
@@ -106,9 +99,9 @@ def read_asked(body: dict[str, Any], vocab_size: int, context: int, reserved: in
     return Asked(
         prompt=prompt,
         count=count,
-        max_tokens=room if most is None else min(most, room),
+        max_tokens=max_tokens,
         temperature=float(temperature),
-        drawing=DrawSettings(top_k=top_k if 0 < top_k < vocab_size else None, top_p=top_p if top_p < 1 else None),
+        drawing=drawing,
         seed=field_of(params, "seed", int),
         stop_ids=stop_ids,
         stops=stops,
@@ -131,6 +124,25 @@ def _prompt(body: dict[str, Any], vocab_size: int) -> np.ndarray:
     if not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
         raise RequestRefused("the prompt must hold at least one id, all in the vocabulary; use get_tokenizer()")
     return np.array(ids, np.int32)
+
+
+def _drawing(params: dict[str, Any], vocab_size: int) -> DrawSettings:
+    """The truncation of each draw; values that truncate nothing are left out."""
+    top_k, top_p = field_of(params, "top_k", int, -1), field_of(params, "top_p", (int, float), 1.0)
+    if top_k < -1 or not 0 < top_p <= 1:
+        raise RequestRefused(f"top_k {top_k}, top_p {top_p}; must be -1 (all) or more, and above 0 to 1")
+    return DrawSettings(top_k=top_k if 0 < top_k < vocab_size else None, top_p=top_p if top_p < 1 else None)
+
+
+def _max_tokens(params: dict[str, Any], P: int, context: int, reserved: int) -> int:
+    """The most tokens of an answer to a prompt of P tokens."""
+    room = context - max(reserved, P)
+    if room < 1:
+        raise RequestRefused(f"a prompt of {P} tokens leaves no room in a context of {context}; raise --context")
+    most = field_of(params, "max_tokens", int)
+    if most is not None and most < 1:
+        raise RequestRefused(f"max_tokens = {most}; must be at least 1", "max_tokens")
+    return room if most is None else min(most, room)
 
 
 def _stops(stop: Any, eos: frozenset[int]) -> tuple[frozenset[int], tuple[str, ...]]:
