@@ -299,7 +299,7 @@ PROBE_NAMES = ("xNAMExOFx1", "xNAMExOFx2")
 """Placeholders of the names of tools in the text around observations."""
 
 
-def _thought(
+def _thought_marks(
     template: ChatTemplate, convention: CallConvention, prompt_open: str, prompt_close: str
 ) -> tuple[str, str]:
     """(text before the thought of a turn, text after it), given the text around a problem."""
@@ -357,7 +357,7 @@ def make_glue(
     between = _around(observed(FIRST, SECOND), FIRST, template)[1]
     after_calls = _around(before, TURN, template)[1]
     call_end = _call_end(after_calls, (end, *convention.end_tokens, *ends), template)
-    thought_open, thought_close = _thought(template, convention, prompt_open, prompt_close)
+    thought_open, thought_close = _thought_marks(template, convention, prompt_open, prompt_close)
     return Glue(
         prompt_open=prompt_open,
         prompt_close=prompt_close,
