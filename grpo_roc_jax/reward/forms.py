@@ -149,7 +149,7 @@ class Joined(Form):
 
 
 @dataclass(frozen=True)
-class Ratio(Form):
+class Proportion(Form):
     """a:b:c."""
 
     parts: tuple[Form, ...] = ()

@@ -24,8 +24,8 @@ from grpo_roc_jax.reward.forms import (
     Items,
     Joined,
     Matrix,
+    Proportion,
     Quantity,
-    Ratio,
     Region,
     Relation,
 )
@@ -788,4 +788,4 @@ def _ratio(tokens: Sequence[Token], again: _Again) -> Form | None:
     parts = split(tokens, at)
     if not at or not all(parts):
         return None
-    return Ratio(tuple(tokens), tuple(again(part) for part in parts))
+    return Proportion(tuple(tokens), tuple(again(part) for part in parts))

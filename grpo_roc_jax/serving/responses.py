@@ -67,7 +67,7 @@ class ResponsesReply(EventReply):
             yield from self._grown(piece["choices"][0])
 
     def ended(self, choice: SampledChoice) -> Iterator[JSON]:
-        if not self.asked.stream:
+        if not self.fields.stream:
             return
         answer = self.answer(choice)
         yield from self._grown({"delta": self._growth(choice, answer.reasoning, answer.content)})

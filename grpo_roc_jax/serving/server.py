@@ -25,12 +25,12 @@ from tornado.web import Application, HTTPError, RequestHandler, stream_request_b
 from grpo_roc_jax.rollout.steering import DrawSettings, RowSteering
 from grpo_roc_jax.sandbox.http_guard import IDLE_S, LINGER_BYTES, LINGER_S, REQUEST_S, Connections, RequestHead, refusal
 from grpo_roc_jax.serving.answer_formats import AnswerGrammars, GrammarMask
-from grpo_roc_jax.serving.asked import stop_finder
 from grpo_roc_jax.serving.dialogues import Dialogues
 from grpo_roc_jax.serving.messages import COUNT_TOKENS, MessagesReply, error_body
 from grpo_roc_jax.serving.refusal import RequestRefused, read_body
 from grpo_roc_jax.serving.replies import ChatReply, ReplyForm, SampledChoice, TextReply, TokenReply
 from grpo_roc_jax.serving.responses import RememberedResponses, ResponsesReply
+from grpo_roc_jax.serving.sampling_fields import stop_finder
 from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob, SamplingLoop, sampled
 from grpo_roc_jax.text.chat_format import ChatFormat
 
@@ -181,10 +181,10 @@ class Endpoint:
                         replaced.add(name)
         form = self._form(path, body, session)
         form.not_applied += sorted(replaced)
-        if self.sessions is not None and form.asked.draw.top:  # the programs of a run are compiled once
-            form.asked = replace(form.asked, draw=replace(form.asked.draw, top=0))
+        if self.sessions is not None and form.fields.draw.top:  # the programs of a run are compiled once
+            form.fields = replace(form.fields, draw=replace(form.fields.draw, top=0))
             form.not_applied.append("top_logprobs")
-        if self.sessions is not None and form.asked.draw.bias:
+        if self.sessions is not None and form.fields.draw.bias:
             raise RequestRefused(
                 "logit_bias is not supported while a policy trains: its tokens would not be the policy's; leave it out",
                 "logit_bias",
@@ -270,10 +270,10 @@ class Endpoint:
             yield from form.ended(choice)
 
     def _jobs(self, form: ReplyForm, session: CallSession | None, arrived: Any) -> list[SampleJob]:
-        asked, jobs = form.asked, []
+        fields, jobs = form.fields, []
         if len(self.running) + len(form.prompts) > self.limits.waiting:
             raise RequestRefused("the server is busy; ask again later", code="overloaded", status=429)
-        find_stop = stop_finder(self.chat.tokenizer, asked.stops)
+        find_stop = stop_finder(self.chat.tokenizer, fields.stops)
         steering = self._steering(form)
         self._announce(form.not_applied)
         for i, prompt in enumerate(form.prompts):
@@ -287,41 +287,41 @@ class Endpoint:
             if int(prompt.max()) >= self.loop.engine.programs.model.vocab_size:
                 raise RequestRefused("token ids outside the vocabulary; use the tokenizer of the model")
             self._number += 1
-            seed = asked.seed if asked.seed is not None else self._number
+            seed = fields.seed if fields.seed is not None else self._number
             jobs.append(
                 SampleJob(
                     prompt,
-                    min(asked.max_tokens or room, room),
-                    lambda event, sample, value, first=i * asked.count: arrived.put_nowait(
+                    min(fields.max_tokens or room, room),
+                    lambda event, sample, value, first=i * fields.count: arrived.put_nowait(
                         (first + sample, event, value)
                     ),
-                    asked.count,
-                    asked.temperature if session is None else session.temperature,
+                    fields.count,
+                    fields.temperature if session is None else session.temperature,
                     seed % PLACES if session is None else session.place(),
                     0 if session is None else session.step,
-                    asked.stop_ids,
+                    fields.stop_ids,
                     find_stop,
-                    (lambda ids: True) if asked.ignore_eos else form.goes_on,
-                    steering[i * asked.count : (i + 1) * asked.count],
+                    (lambda ids: True) if fields.ignore_eos else form.goes_on,
+                    steering[i * fields.count : (i + 1) * fields.count],
                 )
             )
         return jobs
 
     def _steering(self, form: ReplyForm) -> list[RowSteering]:
         """What the choices of a request ask of their draws; none for nothing."""
-        count, draw = len(form.prompts) * form.asked.count, form.asked.draw
+        count, draw = len(form.prompts) * form.fields.count, form.fields.draw
         draw = replace(draw, ends=draw.ends | self._ends) if draw.min_tokens else draw
         masks: list[GrammarMask] = []
         if params := form.format.params:
             if self.enforce_formats and self.sessions is None:
-                if form.asked.ignore_eos:
+                if form.fields.ignore_eos:
                     raise RequestRefused(f"ignore_eos beside {params[0]}, which ends with its form", "ignore_eos")
                 masks = form.masks(self._grammars)
             else:
                 form.not_applied += params
         if not masks and draw == DrawSettings():
             return []
-        prompts = [prompt for prompt in form.prompts for _ in range(form.asked.count)]
+        prompts = [prompt for prompt in form.prompts for _ in range(form.fields.count)]
         form.steering = [RowSteering(draw, masks[i] if masks else None, prompts[i]) for i in range(count)]
         return form.steering
 
@@ -531,7 +531,7 @@ class SamplingHandler(EndpointHandler):
             self.set_status(499, "Client Closed Request")
 
     async def _answer(self, form: ReplyForm, session: CallSession | None) -> None:
-        if not form.asked.stream:
+        if not form.fields.stream:
             async with aclosing(self.endpoint.pieces(form, session)) as found:
                 async for _ in found:
                     pass

@@ -200,7 +200,7 @@ def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class SampledSequence:
     """One sampled sequence."""
 
     tokens: np.ndarray
@@ -236,7 +236,7 @@ class OfPrompt:
     """(ids, log-probabilities) [P-1,K]."""
 
 
-def write_samples(answers: Sequence[Answer], prompt: OfPrompt | None = None, cached: int = 0) -> bytes:
+def write_samples(answers: Sequence[SampledSequence], prompt: OfPrompt | None = None, cached: int = 0) -> bytes:
     """The result of sampling.
 
     Args:

@@ -42,7 +42,7 @@ READ = frozenset((
     "return_tokens_as_token_ids", "return_weight_versions", "response_format", "guided_json", "guided_regex",
     "guided_choice", "guided_grammar", "structured_outputs",
 ))  # fmt: skip
-"""Fields that `read_asked` and `answer_formats.read_format` know, with those of the answer's form."""
+"""Fields that `read_sampling_fields` and `answer_formats.read_format` know, with those of the answer's form."""
 ABOUT = frozenset((
     "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id",
     "cache_salt", "priority", "service_tier", "data_parallel_rank", "kv_transfer_params", "betas",
@@ -67,7 +67,7 @@ IDLE: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class SamplingFields:
     """How to sample, and what the answer has to hold."""
 
     max_tokens: int | None
@@ -87,7 +87,7 @@ class Asked:
     """Whether a stop id that the request does not name ends nothing."""
 
 
-def read_asked(body: Mapping[str, Any], sampling: SamplingConfig, tokenizer: Tokenizer) -> Asked:
+def read_sampling_fields(body: Mapping[str, Any], sampling: SamplingConfig, tokenizer: Tokenizer) -> SamplingFields:
     """The sampling fields of a request, or of its `sampling_params`.
 
     Args:
@@ -123,7 +123,7 @@ def read_asked(body: Mapping[str, Any], sampling: SamplingConfig, tokenizer: Tok
     options = field_of(body, "stream_options", dict, {})
     stop_ids = field_of(body, "stop_token_ids", list, [])
     stop_ids = frozenset(read_ids(stop_ids, "stop_token_ids").tolist() if stop_ids else ())
-    return Asked(
+    return SamplingFields(
         max_tokens,
         None if temperature is None else float(temperature),
         field_of(body, "seed", int),
