@@ -174,7 +174,7 @@ def one_of_several(asked: argparse.Namespace, more: list[str]) -> dict | None:
 
 
 def run_steps(config: Config, parts: tuple, learner, *, overlap: bool) -> dict[str, float]:
-    """The loop of `train.train_steps` without records; means over the steps after the first."""
+    """The loop of `train.train_stage` without records; means over the steps after the first."""
     (policy, sampling), steps, rows = parts, config.steps, []
     run, stream = fresh_run(config, *parts), rollout_stream.RolloutStream(config, sampling, policy.mesh)
     if overlap:

@@ -184,7 +184,8 @@ class ToolEnvironment:
             return self._finish(row, "turns")
         row.results = [None] * len(parsed.calls)
         for place, call in enumerate(parsed.calls):
-            self._submit(index, place, call)
+            if (code := self._noted(index, place, call)) is not None:
+                self._executor.submit(code)
         self._answer_if_complete(index)
         return Wait()
 
@@ -234,23 +235,23 @@ class ToolEnvironment:
         row.closed = parsed.closed
         return parsed
 
-    def _submit(self, index: int, place: int, call: ToolCall) -> None:
+    def _noted(self, index: int, place: int, call: ToolCall) -> CodeCall | None:
+        """A call of row `index` as the executor takes it, noted as pending. None for a malformed one, which has its
+        result already."""
         row = self._rows[index]
         if call.fault is not None:
             row.results[place] = malformed_result(call.message)
-            return
+            return None
         turn = len(row.turns)
         call_id = f"{row.session}/{turn}/{place}"
         row.pending[call_id] = place
         self._row_of_call[call_id] = index
-        self._executor.submit(
-            CodeCall(
-                id=call_id,
-                tool=call.name,
-                arguments=call.arguments,
-                session=row.session,
-                seed=stable_seed(self._seed, row.step, row.request.problem.uid, row.sample, turn, place),
-            )
+        return CodeCall(
+            id=call_id,
+            tool=call.name,
+            arguments=call.arguments,
+            session=row.session,
+            seed=stable_seed(self._seed, row.step, row.request.problem.uid, row.sample, turn, place),
         )
 
     def _answer_if_complete(self, index: int) -> None:
@@ -408,8 +409,9 @@ class EpisodeEnvironment(ToolEnvironment):
         row.results = [None] * len(parsed.calls)
         self._playing[row.session] = (index, ENDS.get(parsed.ended_by, "length"))
         for place, call in enumerate(parsed.calls):
-            if call.fault is not None or call.name in self._episodes.shared:
-                self._submit(index, place, call)
+            here = call.fault is not None or call.name in self._episodes.shared
+            if here and (code := self._noted(index, place, call)) is not None:
+                self._executor.submit(code)
         self._answer_if_complete(index)
         ended = self._answers and self._answers[-1][0] == index and isinstance(self._answers[-1][1], Finish)
         return self._answers.pop()[1] if ended else Wait()

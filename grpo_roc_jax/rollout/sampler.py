@@ -157,26 +157,22 @@ class Sampler:
         rows: list[Sequence[Trajectory]] = [()] * len(requests)
         stats: RolloutStats | None = None
         for agents in (True, False):
-            part = [i for i, agent in enumerate(by_agent) if agent == agents]
-            if not part:
+            indices = [i for i, agent in enumerate(by_agent) if agent == agents]
+            if not indices:
                 continue
-            found, counted = self._roll_out(weights, [requests[i] for i in part], options, agents)
-            for i, trajectories in zip(part, split(found, [requests[i].count for i in part]), strict=True):
-                rows[i] = trajectories
+            part = [requests[i] for i in indices]
+            if agents:
+                trajectories, counted = self.agents.collect(weights, part, options)
+            elif self.episodes is not None:
+                source = EpisodeSource(self.executor, self.episodes)
+                trajectories, counted = collect_episodes(self.engine, weights, self.chat, source, part, options)
+            else:
+                trajectories, counted = self.engine.run(weights, *self.submission(part, options))
+            for i, of_request in zip(indices, split(trajectories, [request.count for request in part]), strict=True):
+                rows[i] = of_request
             stats = counted if stats is None else stats.followed_by(counted)
         assert stats is not None
         return rows, stats
-
-    def _roll_out(
-        self, weights: SamplerParams, requests: Sequence[RolloutRequest], options: RunOptions, agents: bool
-    ) -> tuple[list[Trajectory], RolloutStats]:
-        """The trajectories of requests that agents play, or of others."""
-        if agents:
-            return self.agents.collect(weights, requests, options)
-        if self.episodes is not None:
-            source = EpisodeSource(self.executor, self.episodes)
-            return collect_episodes(self.engine, weights, self.chat, source, requests, options)
-        return self.engine.run(weights, *self.submission(requests, options))
 
     def submission(self, requests: Sequence[RolloutRequest], options: RunOptions) -> tuple:
         """The arguments of `Engine.submit` after the weights: the requests with their prompts as token ids, the tools

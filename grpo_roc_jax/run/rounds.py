@@ -136,81 +136,65 @@ def numbered(requests: Sequence[RolloutRequest], first_place: int, sampled: Coun
     return numbered_requests
 
 
-class WaveSampler:
-    """Sends the waves of one round to the sampler, numbering places and samples through the step."""
-
-    def __init__(
-        self,
-        sampling: GroupSampler,
-        weights: SamplerParams,
-        *,
-        step: int,
-        first_place: int,
-        partial: Sequence[PartialGroup],
-    ):
-        """
-        Args:
-            sampling: Group sampler of the run.
-            weights: From `engine.publish`.
-            step: Training step.
-            first_place: Number of problems already sampled in this step.
-            partial: Groups to continue with the first wave.
-        """
-        self._sampling, self._weights = sampling, weights
-        self._step, self._first_place, self._partial = step, first_place, partial
-        self._sampled: Counter[int] = Counter()
-        self.done: list[ScoredRollouts] = []
-        self.seconds = 0.0
-        """Seconds spent on sampling and scoring."""
-
-    def roll_out(self, requests: Sequence[RolloutRequest]) -> tuple[Group, ...]:
-        """The scored groups of the next wave, one for each request."""
-        started = time.perf_counter()
-        requests = numbered(requests, self._first_place, self._sampled)
-        wave = sample_requests(self._sampling, self._weights, requests, RunOptions(self._step), self._partial)
-        self._partial = ()
-        self.done.append(wave)
-        self.seconds += time.perf_counter() - started
-        return wave.groups
-
-
 def run_round(
     config: Config,
     sampling: GroupSampler,
+    weights: SamplerParams,
     problems: Sequence[Problem],
     state: AlgoState,
     rng: np.random.Generator,
-    waves: WaveSampler,
+    *,
+    step: int,
+    first_place: int = 0,
+    partial: Sequence[PartialGroup] = (),
 ) -> StepSamples:
     """Rolls the problems out, wave after wave, until the plan asks for no more.
 
-    Completed groups of earlier steps are appended to those of the problems. `rng` is the generator of the planner.
+    Completed groups of earlier steps are appended to those of the problems.
+
+    Args:
+        config: Configuration of the run.
+        sampling: Group sampler of the run.
+        weights: From `engine.publish`.
+        problems: The problems of the round.
+        state: State of the method.
+        rng: Generator of the planner.
+        step: Training step.
+        first_place: Number of problems already sampled in this step.
+        partial: Groups to continue with the first wave.
     """
-    begun, chat = time.perf_counter(), sampling.sampler.chat
+    begun, sampling_s, chat = time.perf_counter(), 0.0, sampling.sampler.chat
     thought = functools.partial(thought_length, tokenizer=chat.tokenizer)
     wave = Wave(problems, config.resample.sampled(config.group.size), state, rng, thought=thought)
-    requests = opening_requests(config, chat, wave)
-    groups = gathered(problems, requests, waves.roll_out(requests))
-    notes: dict[int, str] = {}
+    groups: list[Group] = []
     explained: list[Group] = []
-    skipped = 0
-    while planned := next_wave(replace(wave, number=len(waves.done), groups=groups, notes=notes), config.plan):
+    notes: dict[int, str] = {}
+    waves: list[ScoredRollouts] = []
+    sampled: Counter[int] = Counter()
+    skipped, requests = 0, opening_requests(config, chat, wave)
+    while requests:
+        started = time.perf_counter()
+        sent, old = numbered(requests, first_place, sampled), () if waves else partial
+        waves.append(sample_requests(sampling, weights, sent, RunOptions(step), old))
+        sampling_s += time.perf_counter() - started
+        results = waves[-1].groups
+        if len(waves) == 1:
+            groups = gathered(problems, requests, results)
+        else:
+            groups = config.plan.second.merge(groups, requests, results)
+            notes = config.plan.second.notes(requests, results)
+            explained += config.plan.second.supervised(requests, results)
+        planned = next_wave(replace(wave, number=len(waves), groups=groups, notes=notes), config.plan)
         requests = [request for request in planned if fits(config, chat, request)]
         skipped += len(planned) - len(requests)
-        if not requests:
-            break
-        results = waves.roll_out(requests)
-        groups = config.plan.second.merge(groups, requests, results)
-        notes = config.plan.second.notes(requests, results)
-        explained += config.plan.second.supervised(requests, results)
-    groups += [group for wave in waves.done for group in wave.completed]
-    samples = edited(config, sampling, groups, waves.done)
+    groups += [group for wave in waves for group in wave.completed]
+    samples = edited(config, sampling, groups, waves)
     return replace(
         samples,
         explanations=tuple(explained),
-        partial=tuple(group for wave in waves.done for group in wave.partial),
+        partial=tuple(group for wave in waves for group in wave.partial),
         skipped=skipped,
-        plan_s=time.perf_counter() - begun - waves.seconds,
+        plan_s=time.perf_counter() - begun - sampling_s,
     )
 
 

@@ -117,6 +117,9 @@ def sample_requests(
     result. Requests that do not fit into the slots at once go, one by one, to the process that has a free slot
     first.
 
+    Under `rollout.step_limit: partial` a training group with cut rows is not scored but returned as partial. Groups
+    begun in earlier steps come first, so that each rollout ends after some steps.
+
     Args:
         sampling: Group sampler of the run.
         weights: From `engine.publish`.
@@ -133,20 +136,35 @@ def sample_requests(
     queue = None if fixed == len(requests) else processes.numbers(fixed, len(requests))
     try:
         with leading(sampling, weights) as leads:
-            if not leads:
+            own, cut = [requests[index] for index in numbers], [group for _, group in processes.share(partial)]
+            if not leads or not (own or cut or queue):
                 sampled = ScoredRollouts()
-            elif queue is None:
-                cut = [group for _, group in processes.share(partial)]
-                sampled = sample_share(sampling, weights, [requests[index] for index in numbers], options, cut)
-            else:
+            elif queue is not None:
                 sampled = sample_while_free(sampling, weights, requests, numbers, queue, options)
+            else:
+                submitted = [*chain.from_iterable(group.requests() for group in cut), *own]
+                rows, stats = sampling.sampler.roll_out(submitted, own_options(sampling, submitted, options), weights)
+                sampled = score_share(sampling, own, cut, rows, stats, options)
     except Preempted:
         if processes.count == 1:
             raise
         numbers, sampled = [], ScoredRollouts()  # discarded: the exchange stops all processes at the same point
     parts = processes.gather((numbers, sampled))
-    if len(parts) == 1:
-        return sampled
+    return sampled if len(parts) == 1 else merge_shares(requests, partial, parts)
+
+
+def merge_shares(
+    requests: Sequence[RolloutRequest],
+    partial: Sequence[PartialGroup],
+    parts: Sequence[tuple[Sequence[int], ScoredRollouts]],
+) -> ScoredRollouts:
+    """The scored rollouts of all processes in the order of the requests.
+
+    Args:
+        requests: The requests that were divided.
+        partial: The groups of the step before that were divided.
+        parts: For each process the indices of its requests, and what it scored.
+    """
     problems = [*(request.problem for request in requests), *(group.problem for group in partial)]
     order = {problem.uid: i for i, problem in reversed([*enumerate(problems)])}
     removed = [pair for _, part in parts for pair in part.removed]
@@ -198,32 +216,24 @@ def divided_before(sampling: GroupSampler, requests: Sequence[RolloutRequest]) -
     return sum(rows < processes.samplers * rollout.slots for rows in [*before][:-1])
 
 
-def sample_share(
+def score_share(
     sampling: GroupSampler,
-    weights: SamplerParams,
     requests: Sequence[RolloutRequest],
+    partial: Sequence[PartialGroup],
+    rows: Sequence[Sequence[Trajectory]],
+    stats: RolloutStats,
     options: RunOptions,
-    partial: Sequence[PartialGroup] = (),
 ) -> ScoredRollouts:
-    """Like `sample_requests`, for the requests of this process; there may be none.
-
-    Under `rollout.step_limit: partial` a training group with cut rows is not scored but returned as partial. Groups
-    begun in earlier steps come first, so that each rollout ends after some steps.
-    """
-    if not requests and not partial:
-        return ScoredRollouts()
-    trains = options.purpose == "train"
-    resumed = [group.requests() for group in partial]
-    submitted = [*chain.from_iterable(resumed), *requests]
-    rows, stats = sampling.sampler.roll_out(submitted, own_options(sampling, submitted, options), weights)
-    before = len(submitted) - len(requests)
-    old, new = split([row for (row,) in rows[:before]], map(len, resumed)), rows[before:]
+    """Scores what this process rolled out: a trajectory for each request of the partial groups, then those of its
+    requests."""
+    first = len(rows) - len(requests)
+    resumed = split([row for (row,) in rows[:first]], [len(group.requests()) for group in partial])
     begun = [
-        PartialGroup(request.problem, tuple(rows), options.step, request.place, request.temperature)
-        for request, rows in zip(requests, new, strict=True)
+        PartialGroup(request.problem, tuple(new), options.step, request.place, request.temperature)
+        for request, new in zip(requests, rows[first:], strict=True)
     ]
-    continued = [group.continued(rows) for group, rows in zip(partial, old, strict=True)]
-    keeps = sampling.rollout.step_limit.partial and trains
+    continued = [group.continued(later) for group, later in zip(partial, resumed, strict=True)]
+    keeps = sampling.rollout.step_limit.partial and options.purpose == "train"
     return score(sampling.scorer, begun, continued, stats, keeps_partial=keeps)
 
 

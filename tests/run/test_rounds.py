@@ -204,26 +204,35 @@ def test_explanations_train_in_the_first_optimizer_step_only(monkeypatch):
 
 def test_samples_and_places_are_numbered_through_a_step(monkeypatch):
     """Random keys derive from them: no two rollouts of a step may share a pair."""
-    asked = []
+    pairs, carried = [], []
 
     def sample(sampling, weights, requests, options, partial):
-        asked.extend((request.place, sample) for request in requests for sample in request.samples)
-        return ScoredRollouts()
+        pairs.extend((request.place, sample) for request in requests for sample in request.samples)
+        carried.append(partial)
+        return ScoredRollouts(tuple(Group(request.problem, (), ()) for request in requests))
+
+    def next_wave(wave, plan):
+        return [RolloutRequest(PROBLEM, place, 3) for place in range(2)] if wave.number < 2 else []
 
     monkeypatch.setattr(rounds, "sample_requests", sample)
-    for first_place in (0, 8):
-        waves = rounds.WaveSampler(None, None, step=3, first_place=first_place, partial=())
-        for _ in range(2):
-            waves.roll_out([RolloutRequest(PROBLEM, place, 3) for place in range(2)])
-    assert len(set(asked)) == len(asked) == 24
-    assert sorted(asked) == [(first + place, i) for first in (0, 8) for place in range(2) for i in range(6)]
+    monkeypatch.setattr(rounds, "next_wave", next_wave)
+    config = method("grpo", "--group.size=3", "--resample.drop=none")
+    sampling = SimpleNamespace(sampler=SimpleNamespace(chat=SimpleNamespace(tokenizer=None)))
+    rng = np.random.default_rng(0)
+    for first in (0, 8):
+        placed = {"step": 3, "first_place": first, "partial": ("cut",)}
+        monkeypatch.setattr(rounds, "fits", lambda *_: True)
+        rounds.run_round(config, sampling, None, [PROBLEM] * 2, AlgoState(), rng, **placed)
+    assert len(set(pairs)) == len(pairs) == 24
+    assert sorted(pairs) == [(first + place, i) for first in (0, 8) for place in range(2) for i in range(6)]
+    assert carried == [("cut",), ()] * 2, "groups of the step before are continued with the first wave"
 
 
 def test_rounds_of_a_step_have_places_of_their_own(monkeypatch):
     places = []
 
-    def run_round(config, sampling, problems, state, rng, waves):
-        places.append(waves._first_place)
+    def run_round(config, sampling, weights, problems, state, rng, *, first_place, **placed):
+        places.append(first_place)
         return StepSamples()
 
     monkeypatch.setattr(train, "run_round", run_round)
