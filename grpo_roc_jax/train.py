@@ -49,9 +49,8 @@ from grpo_roc_jax.run.profiling import Profile, Tracer, profiled, tracing
 from grpo_roc_jax.run.prospects import hindrances
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
-from grpo_roc_jax.run.rounds import StepSamples, check_accounts, draw_problems, merge_rounds, run_round
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.sample import GroupSampler
+from grpo_roc_jax.run.sample import GroupSampler, StepSamples, check_accounts, draw_problems, merge_rounds, run_round
 from grpo_roc_jax.run.samplers import SamplerFailed, remote_samplers
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
 from grpo_roc_jax.run.stages import enter_stage, first_stage, next_claim, observe, stage_over

@@ -50,7 +50,7 @@ def names_in(text: str) -> list[str]:
 
 
 def module_of(name: str) -> str | None:
-    """The file of the package that a name such as `run.rounds.run_round` or `sandbox/_child.py` lies in."""
+    """The file of the package that a name such as `run.sample.run_round` or `sandbox/_child.py` lies in."""
     parts = name.removesuffix(".py").replace("/", ".").split(".")
     for size in range(len(parts), 0, -1):
         path = PACKAGE.joinpath(*parts[:size]).with_suffix(".py")

@@ -28,9 +28,19 @@ from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.rollout.table import from_prompt
 from grpo_roc_jax.run.open_groups import EngineGroups, GroupSource, OpenGroup
 from grpo_roc_jax.run.policy import PolicyModel
-from grpo_roc_jax.run.rounds import StepSamples, draw_problems, edited, numbered, opening_requests
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.sample import GroupSampler, PartialGroup, ScoredRollouts, merge_stats, resumable
+from grpo_roc_jax.run.sample import (
+    GroupSampler,
+    PartialGroup,
+    ScoredRollouts,
+    StepSamples,
+    draw_problems,
+    edited,
+    merge_stats,
+    numbered,
+    opening_requests,
+    resumable,
+)
 from grpo_roc_jax.types import Group, Metrics, RolloutRequest, Trajectory
 
 ESS = "mismatch/token_effective_sample_size"

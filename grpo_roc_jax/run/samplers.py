@@ -31,9 +31,9 @@ import numpy as np
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.model.sharding import ShardingConfig
 from grpo_roc_jax.model.transformer import Params, compute_dtype
-from grpo_roc_jax.rollout.collect import render
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError, SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
+from grpo_roc_jax.rollout.sampler import render
 from grpo_roc_jax.rollout.scheduler import expand
 from grpo_roc_jax.rollout.table import starting_point
 from grpo_roc_jax.run.components import describe_device, make_parts
