@@ -11,8 +11,8 @@ from grpo_roc_jax.environments.config import Factories, Hosted
 from grpo_roc_jax.environments.environment import Environment, Observation, accepted, method_tools, row_of
 from grpo_roc_jax.environments.failure import Failure, failure_of, may_blame_policy, plain_failure
 from grpo_roc_jax.environments.threads import IdleThreads, LeasedThread
+from grpo_roc_jax.sandbox.base import cut
 from grpo_roc_jax.settings.callables import given
-from grpo_roc_jax.tools.base import cut
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.foreign import ForeignTool
 from grpo_roc_jax.tools.observation import observe

@@ -77,8 +77,8 @@ WRITTEN = (
     (
         "sample",
         "run/sample.py",
-        "tuple(rows), options.step, request.place",
-        "tuple(rows[1:]), options.step, request.place",
+        "tuple(new), options.step, request.place",
+        "tuple(new[1:]), options.step, request.place",
     ),
     # The last request is lost there.
     ("sample", "run/sample.py", "rows[first:]", "[*rows[first:-1], ()]"),

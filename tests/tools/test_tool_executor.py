@@ -20,8 +20,8 @@ from grpo_roc_jax.tools import (
     default_registry,
     make_executor,
 )
-from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.config import parse_cpus
+from grpo_roc_jax.tools.executor import BaseExecutor
 from grpo_roc_jax.types import ToolResult
 from tests.helpers.arena import wait_until
 from tests.helpers.fake_executor import FakeExecutor
