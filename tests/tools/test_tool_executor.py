@@ -16,7 +16,6 @@ from grpo_roc_jax.tools import (
     ExecutorFailed,
     IsolationUnavailable,
     ToolsConfig,
-    base,
     default_registry,
     make_executor,
 )
@@ -173,7 +172,7 @@ def test_the_text_of_a_result_is_made_without_the_lock(executor: BaseExecutor, m
         thread.join()
         return ""
 
-    monkeypatch.setattr(base, "observe", observe)
+    monkeypatch.setattr("grpo_roc_jax.tools.executor.observe", observe)
     calls = [call("free"), CodeCall("t0", "lookup", {"name": "pi"}, None), CodeCall("u0", "nope", {}, None)]
     assert len(executor.run(calls)) == 3
     assert free == [True] * 3
