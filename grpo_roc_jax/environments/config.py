@@ -292,11 +292,11 @@ class AgentKind(EnvironmentKind):
     on_failure: OnFailure = "zero"
     """What becomes of a rollout whose agent got answers and then failed, as one does that cannot read an answer.
     `zero`: it ends with stop `failed` and scores 0. `drop`: it leaves its group as an infrastructure failure, as every
-    agent does that asked nothing, was killed by someone else, or was told of a fault of the server."""
+    agent does that asked nothing, was killed by someone else, or got a fault of the server as its answer."""
     address: str = "127.0.0.1"
-    """Address that the endpoint listens on, which agents are told. Another one than loopback lets agents of other
+    """Address that the endpoint listens on, which agents are given. Another one than loopback lets agents of other
     machines in, with the token of the variable `GRPO_SERVE_TOKEN`; `0.0.0.0` listens on all addresses, and agents are
-    told the name of the machine."""
+    given the name of the machine."""
     port: Count = 0
     """Port of the endpoint; 0 takes a free one."""
 

@@ -158,7 +158,7 @@ class StepSchedule:
     whole_rows: bool = False
     """Whether a row reserves the blocks of the longest row when it starts."""
     lag: int = 0
-    """Steps to come whose rollouts begin now, and versions that the oldest rows of a step may be behind it.
+    """Steps to come whose rollouts begin now, and by how many versions the oldest rows of a step may be older than it.
     `run.rollout_stream` says which groups a step takes, and when."""
     stealing: bool = False
     """Whether engines take the next problem from one queue, in place of an equal share each."""

@@ -140,7 +140,7 @@ class Sampler:
 
         Args:
             params: The parameters of the policy, in the layout of the trainer.
-            version: Recorded with every token that they draw: the number of updates behind them.
+            version: Recorded with every token that they draw: the number of updates that led to them.
 
         Raises:
             NonFiniteWeightsError: A weight is NaN or infinite.
@@ -298,7 +298,7 @@ class _Row:
     asked_again: bool
     """Whether it was cut before the observation of its last turn, so that the engine reports that turn once more."""
     pending: dict[str, int] = field(default_factory=dict)
-    """Call id -> place of its result in `results`."""
+    """Call id -> position of its result in `results`."""
     results: list[ToolResult | None] = field(default_factory=list)
     closed: bool = False
     """Whether the last turn ended with the end-of-turn token, so that its observation must not add one."""
@@ -351,8 +351,8 @@ class ToolEnvironment:
         if len(row.turns) >= self._max_turns:
             return self._finish(row, "turns")
         row.results = [None] * len(parsed.calls)
-        for place, call in enumerate(parsed.calls):
-            if (code := self._noted(index, place, call)) is not None:
+        for position, call in enumerate(parsed.calls):
+            if (code := self._noted(index, position, call)) is not None:
                 self._executor.submit(code)
         self._answer_if_complete(index)
         return Wait()
@@ -403,23 +403,23 @@ class ToolEnvironment:
         row.closed = parsed.closed
         return parsed
 
-    def _noted(self, index: int, place: int, call: ToolCall) -> CodeCall | None:
+    def _noted(self, index: int, position: int, call: ToolCall) -> CodeCall | None:
         """A call of row `index` as the executor takes it, noted as pending. None for a malformed one, which has its
         result already."""
         row = self._rows[index]
         if call.fault is not None:
-            row.results[place] = malformed_result(call.message)
+            row.results[position] = malformed_result(call.message)
             return None
         turn = len(row.turns)
-        call_id = f"{row.session}/{turn}/{place}"
-        row.pending[call_id] = place
+        call_id = f"{row.session}/{turn}/{position}"
+        row.pending[call_id] = position
         self._row_of_call[call_id] = index
         return CodeCall(
             id=call_id,
             tool=call.name,
             arguments=call.arguments,
             session=row.session,
-            seed=stable_seed(self._seed, row.step, row.request.problem.uid, row.sample, turn, place),
+            seed=stable_seed(self._seed, row.step, row.request.problem.uid, row.sample, turn, position),
         )
 
     def _answer_if_complete(self, index: int) -> None:
@@ -576,9 +576,9 @@ class EpisodeEnvironment(ToolEnvironment):
             return self._finish(row, "length")
         row.results = [None] * len(parsed.calls)
         self._playing[row.session] = (index, ENDS.get(parsed.ended_by, "length"))
-        for place, call in enumerate(parsed.calls):
+        for position, call in enumerate(parsed.calls):
             here = call.fault is not None or call.name in self._episodes.shared
-            if here and (code := self._noted(index, place, call)) is not None:
+            if here and (code := self._noted(index, position, call)) is not None:
                 self._executor.submit(code)
         self._answer_if_complete(index)
         ended = self._answers and self._answers[-1][0] == index and isinstance(self._answers[-1][1], Finish)
@@ -610,7 +610,7 @@ class EpisodeEnvironment(ToolEnvironment):
             self._end(row)
         while any(self._episodes.awaits(key) for key, answer in self._ended.items() if answer is None):
             self._ended |= {key: answer for key, answer in self._episodes.poll(GRACE_S) if key in self._ended}
-        found = []
+        paid = []
         for row, trajectory in zip(self._rows, trajectories, strict=True):
             answer = self._ended.get(row.session)
             if answer is not None and answer.failure is not None:
@@ -620,12 +620,12 @@ class EpisodeEnvironment(ToolEnvironment):
                 stop: StopReason = "failed" if failure is not None and failure.by_policy else "infrastructure"
                 stop = trajectory.stop if trajectory.stop == "cancelled" else stop
                 reward = 0.0 if stop == "failed" else None
-                found.append(replace(trajectory, stop=stop, reward=reward, fault=failure.whole if failure else ""))
+                paid.append(replace(trajectory, stop=stop, reward=reward, fault=failure.whole if failure else ""))
                 continue
             turns = sum(turn.reward for turn in trajectory.turns)
             reward, rewards = answer.value
-            found.append(replace(trajectory, reward=None if reward is None else reward + turns, rewards=rewards))
-        return found
+            paid.append(replace(trajectory, reward=None if reward is None else reward + turns, rewards=rewards))
+        return paid
 
     def _answer_if_complete(self, index: int) -> None:
         """Asks the environment as soon as the results of the executor are there."""

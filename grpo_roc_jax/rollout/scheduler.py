@@ -655,8 +655,8 @@ class Scheduler:
         if all(submission.steering is None for submission in self.submissions):
             return {}
         slots = np.flatnonzero(self.table.live).tolist()
-        found = {slot: self.rows[int(self.table.row[slot])].steering for slot in slots}
-        return {slot: steering for slot, steering in found.items() if steering is not None}
+        steering_of = {slot: self.rows[int(self.table.row[slot])].steering for slot in slots}
+        return {slot: steering for slot, steering in steering_of.items() if steering is not None}
 
     # Reports.
 

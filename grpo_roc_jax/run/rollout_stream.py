@@ -235,7 +235,7 @@ class RolloutStream:
             self._ask()
 
     def _ask(self) -> None:
-        """Exchanges with the other processes which groups are complete. A process decides only on what it has told the
+        """Exchanges with the other processes which groups are complete. A process decides only on what it has sent the
         others; otherwise it would wait in `gather` while the others wait for its groups."""
         if self._processes.count > 1:
             self._mark_complete(self._processes.post(self._complete_numbers()))

@@ -155,15 +155,15 @@ def sample_requests(
     queue = None if fixed == len(requests) else processes.numbers(fixed, len(requests))
     try:
         with leading(sampling, weights) as leads:
-            own, cut = [requests[index] for index in numbers], [group for _, group in processes.share(partial)]
-            if not leads or not (own or cut or queue):
+            assigned, cut = [requests[index] for index in numbers], [group for _, group in processes.share(partial)]
+            if not leads or not (assigned or cut or queue):
                 sampled = ScoredRollouts()
             elif queue is not None:
                 sampled = sample_while_free(sampling, weights, requests, numbers, queue, options)
             else:
-                submitted = [*chain.from_iterable(group.requests() for group in cut), *own]
+                submitted = [*chain.from_iterable(group.requests() for group in cut), *assigned]
                 rows, stats = sampling.sampler.roll_out(submitted, own_options(sampling, submitted, options), weights)
-                sampled = score_share(sampling, own, cut, rows, stats, options)
+                sampled = score_share(sampling, assigned, cut, rows, stats, options)
     except Preempted:
         if processes.count == 1:
             raise

@@ -221,8 +221,8 @@ class AgentRuns:
                 f"environment.address {address}, environment.port {port}: the endpoint cannot listen there ({error})"
             ) from error
         self._server.endpoint.sessions = {}
-        told = socket.gethostname() if address in ANY_ADDRESS else address
-        self.url = f"http://{f'[{told}]' if ':' in told else told}:{self._server.port}"
+        host = socket.gethostname() if address in ANY_ADDRESS else address
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.port}"
         """Where agents find the endpoint."""
         self._agents: dict[str, Agent] = {}
         try:

@@ -202,9 +202,7 @@ class TinkerEndpoint:
 
     def session_heartbeat(self, body: dict[str, Any]) -> dict[str, Any]:
         if field_of(body, "session_id", str, "") not in self.sessions:
-            raise RequestRefused(
-                "no such session; it has ended, or was idle for a week: make a client anew", status=410
-            )
+            raise RequestRefused("no such session; it has ended, or was idle for a week: make a new client", status=410)
         return {}
 
     def session(self, name: str) -> dict[str, Any]:
@@ -253,7 +251,7 @@ class TinkerEndpoint:
     def _session(self, body: dict[str, Any]) -> str:
         session = field_of(body, "session_id", str, "")
         if session not in self.sessions:
-            text = f"no session {session!r:.80}; it has ended, or was idle for a week: make a client anew"
+            text = f"no session {session!r:.80}; it has ended, or was idle for a week: make a new client"
             raise RequestRefused(text, status=404)
         return session
 
@@ -368,7 +366,7 @@ class TinkerEndpoint:
         if request_id not in self.futures and owner_of(request_id) not in self.models:
             self._restore(owner_of(request_id))
         if request_id not in self.futures and not owner_of(request_id):
-            # The client then asks for its samples anew.
+            # The client then asks for its samples again.
             raise RequestRefused(f"no request {request_id!r:.80}; the server started again", status=410)
         return self.futures.find(request_id)
 
@@ -406,7 +404,7 @@ class TinkerEndpoint:
             self._deliver(partial(pending.finish, result))
 
     def _call(self, model_id: str, seq: int, raw: bytes, work: Callable[[ModelRun], Any], path: str) -> Pending:
-        """Queues a call of a model behind those with lower numbers."""
+        """Queues a call of a model after those with lower numbers."""
         run = self._model(model_id)
         pending, new = self._new_call((model_id, seq), model_id, seq, raw, path)
         if new and seq < run.order.next_seq:
@@ -693,7 +691,7 @@ class TinkerEndpoint:
                 raise RequestRefused("what was going on before the start is computed again; ask later", status=503)
             raise RequestRefused(
                 f"no sampling session {name!r:.120}; the server started again, or {SAMPLERS} others were used since: "
-                "make the client anew from a saved path",
+                "make a new client from a saved path",
                 status=404,
             )
         self.samplers.move_to_end(name)

@@ -25,7 +25,7 @@ class Pending:
     result: dict[str, Any] | bytes | None = None
     """JSON, or a protocol buffer."""
     queue_state: str = "active"
-    """What a client is told that asks before there is a result."""
+    """The answer to a client that asks before there is a result."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def finish(self, result: dict[str, Any] | bytes) -> None:
