@@ -470,7 +470,7 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
         if processes.first:
             session.traces.cut(run.step)
             sft_steps = 0 if session.start.forced or session.claim.stages else config.sft.steps
-            for lost in missing_rows(session.run_dir, run.step, config.log.traces, sft_steps):
+            for lost in missing_rows(session.run_dir, run.step, config.log.traces, sft_steps, saved.logs):
                 session.events.note(run.step, "missing_rows", f"{lost}, which had not reached the disk")
         if run.step == 0 and run.accuracy_before is None and session.held_out:
             evaluate_first(session, run)

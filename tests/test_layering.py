@@ -100,6 +100,7 @@ def modules() -> dict[str, ast.Module]:
     return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in PATHS.items()}
 
 
+@cache
 def imported(name: str, *, everywhere: bool) -> set[str]:
     """Names that a module imports: all of them, or those of its top level alone."""
     tree = modules()[name]
@@ -127,6 +128,7 @@ def top_level(tree: ast.Module):
             waiting += list(ast.iter_child_nodes(node))
 
 
+@cache
 def own_imports(name: str, *, everywhere: bool) -> set[str]:
     """Modules of the package that a module imports."""
     names = {
@@ -170,12 +172,12 @@ def test_rooms_are_listed_in_the_order_of_their_imports():
         assert set(others.split()) <= set(list(ROOMS)[:index]), room
 
 
-@pytest.mark.parametrize("name", [name for name in PATHS if name])
-def test_a_room_imports_only_what_it_may(name):
-    room = room_of(name)
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_it_may(room):
     allowed = {room, *ROOMS[room].split()}
-    wrong = [other for other in own_imports(name, everywhere=True) if other and room_of(other) not in allowed]
-    assert not wrong, f"{name} imports {wrong}; {room} may import {ROOMS[room] or 'no other room'}"
+    for name in (name for name in PATHS if name and room_of(name) == room):
+        wrong = [other for other in own_imports(name, everywhere=True) if other and room_of(other) not in allowed]
+        assert not wrong, f"{name} imports {wrong}; {room} may import {ROOMS[room] or 'no other room'}"
 
 
 def test_no_module_imports_itself_through_others():
@@ -192,16 +194,20 @@ def test_host_modules_need_no_device_library(place):
             assert not used, f"{name} reaches {module}, which imports {used}"
 
 
-@pytest.mark.parametrize("name", [name for name in PATHS if name.startswith("method.")])
-def test_methods_compute_on_the_host_but_for_surrogates(name, device=DEVICE_IN_METHOD):
-    used = {full.split(".")[0] for full in imported(name, everywhere=True)} & DEVICE_LIBRARIES
-    assert bool(used) == (name in device)
+def with_device_libraries(*packages: str) -> set[str]:
+    """The modules of these packages that import a library of the device, at their top level or later."""
+    names = (name for name in PATHS if name.startswith(packages))
+    roots = {name: {full.split(".")[0] for full in imported(name, everywhere=True)} for name in names}
+    assert len(roots) > 5
+    return {name for name, used in roots.items() if used & DEVICE_LIBRARIES}
 
 
-@pytest.mark.parametrize("name", [name for name in PATHS if name.startswith(("tools", "sandbox"))])
-def test_tools_touch_no_device_library_even_late(name):
-    used = {full.split(".")[0] for full in imported(name, everywhere=True)} & DEVICE_LIBRARIES
-    assert not used
+def test_methods_compute_on_the_host_but_for_surrogates():
+    assert with_device_libraries("method.") == DEVICE_IN_METHOD
+
+
+def test_tools_touch_no_device_library_even_late():
+    assert not with_device_libraries("tools", "sandbox")
 
 
 def test_importing_the_package_and_its_viewers_loads_no_jax():
@@ -223,11 +229,9 @@ def test_walks_of_the_architecture_are_short_and_name_what_exists():
 LOSS_OF_DEMONSTRATIONS, TEACHING = "NegativeLogLikelihood", "SelfTeacher"
 
 
-@pytest.mark.parametrize("name", [name for name in PATHS if room_of(name) in ("run", "train")])
-def test_a_run_names_no_method(name):
+def test_a_run_names_no_method():
     """What a method asks of a run is a hook of `method.part.Part` and of its axes; the supervised stage names its loss,
     and the update of a teacher its kind."""
-    imported_names = {n.removeprefix(f"{PACKAGE}.") for n in imported(name, everywhere=True)}
     kinds = {
         f"{module}.{node.name}"
         for module, tree in modules().items()
@@ -237,7 +241,10 @@ def test_a_run_names_no_method(name):
         if ast.unparse(node.decorator_list[0]) != "kind('none')"
     }
     assert len(kinds) > 40
-    assert {n.rpartition(".")[2] for n in imported_names & kinds} <= {LOSS_OF_DEMONSTRATIONS, TEACHING}
+    for name in (name for name in PATHS if room_of(name) in ("run", "train")):
+        imported_names = {n.removeprefix(f"{PACKAGE}.") for n in imported(name, everywhere=True)}
+        named = {n.rpartition(".")[2] for n in imported_names & kinds}
+        assert named <= {LOSS_OF_DEMONSTRATIONS, TEACHING}, f"{name} names {named}"
 
 
 def test_sampler_and_learner_reach_no_run():

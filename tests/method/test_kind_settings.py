@@ -23,7 +23,7 @@ def test_setting_changes_something(axis, kind, setting):
 
 
 def test_the_observer_is_deterministic():
-    assert CASES.observed(CASES.made("resample", "roc")) == CASES.base("resample", "roc")
+    assert list(CASES.observed(CASES.made("resample", "roc"))) == CASES.base("resample", "roc")
 
 
 def test_what_is_seen_elsewhere_exists():

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_roc_jax.contrib.methods import hints
 from grpo_roc_jax.method.catalog import SKETCH, SKETCH_MARKS, load_methods, read_method, sketch_table, with_table
-from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS, find_config
+from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS, file_layers, find_config
 from grpo_roc_jax.types import CONDITIONS, Condition, condition_kind, traits_of
 from tests import test_layering as layering
 
@@ -21,6 +22,8 @@ def test_recipes_beside_methods_are_named_like_those_of_the_core(tmp_path, monke
     path = CONTRIB_METHODS / "hill.yaml"
     names = ("configs/methods/hill.yaml", "methods/hill.yaml", "methods/hill")
     assert [find_config(name) for name in names] == [path] * 3
+    monkeypatch.chdir(CONTRIB_METHODS)  # by its path, it finds its base in the configs directory too
+    assert [next(iter(file_layers(Path(at)))).name for at in ("hill.yaml", path)] == ["toy.yaml"] * 2
     assert not {p.name for p in CONTRIB_METHODS.glob("*.yaml")} & {p.name for p in (CONFIG_DIR / "methods").glob("*")}
 
 
@@ -33,7 +36,7 @@ def test_no_module_outside_names_a_file_of_the_folder():
 
 
 def test_a_condition_says_what_other_stages_must_know():
-    assert traits_of("hint").helped and traits_of("hint").moves and not traits_of("hint_writer").attempt
+    assert traits_of(hints.HINT).helped and traits_of(hints.HINT).moves and not traits_of(hints.WRITER).attempt
     assert traits_of("of another version") == traits_of("")
     assert Condition.parse("of another version:3") == Condition("of another version", 3)
     assert condition_kind("hint", helped=True, moves=True, optional=True) == "hint"
@@ -91,6 +94,5 @@ def test_a_sketch_says_what_it_is_in_three_places(tmp_path, line):
         read_method(path)
 
 
-@pytest.mark.parametrize("name", [name for name in layering.PATHS if name.startswith("contrib.methods.")])
-def test_methods_compute_on_the_host_but_for_surrogates(name):
-    layering.test_methods_compute_on_the_host_but_for_surrogates(name, ON_DEVICE)
+def test_methods_compute_on_the_host_but_for_surrogates():
+    assert layering.with_device_libraries("contrib.methods.") == ON_DEVICE
