@@ -226,9 +226,9 @@ class EnvironmentByRow(OwnEnvironments):
     def name_for(self, problem: Problem) -> str:
         name = problem.extra.get("environment", problem.source)
         if name not in self._names:
-            given = repr(name) if "environment" in problem.extra else f"missing, and its source is {name!r}"
+            shown = repr(name) if "environment" in problem.extra else f"missing, and its source is {name!r}"
             known = ", ".join(self._names)
-            raise ValueError(f"column environment of problem {problem.uid!r} is {given}; must be one of {known}")
+            raise ValueError(f"column environment of problem {problem.uid!r} is {shown}; must be one of {known}")
         return name
 
 

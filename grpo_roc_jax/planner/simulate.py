@@ -144,9 +144,9 @@ def packs(written: Sequence[int], lengths: tuple[int, ...]) -> list[int]:
         calls.append(size := first_calls(lengths)[min(sum(queue), 2 * lengths[-1])])
         tokens, tiles, width, left = size, tile_count(size), tile_width(size), []
         for count in queue:
-            taken = min(count, tokens, tiles * width)
-            tokens, tiles = tokens - taken, tiles - -(-taken // width)
-            left += [count - taken] if taken < count else []
+            packed = min(count, tokens, tiles * width)
+            tokens, tiles = tokens - packed, tiles - -(-packed // width)
+            left += [count - packed] if packed < count else []
         queue = left
     return calls
 
@@ -433,13 +433,13 @@ class _Engine:
 
     def _fits(self, length: int) -> bool:
         """Whether there is room for a row, beside what is expected of the others; see `Scheduler._fits`."""
-        own = self._seated()
+        seated = self._seated()
         if self.whole:
-            return (int(own.sum()) + 1) * self._blocks(self.machine.longest) <= self.machine.blocks
-        lengths = np.append(self.length[own], length)
+            return (int(seated.sum()) + 1) * self._blocks(self.machine.longest) <= self.machine.blocks
+        lengths = np.append(self.length[seated], length)
         ends, ahead = np.full(len(lengths), self.machine.longest), lengths + self.machine.chunk
         need = self._blocks(np.minimum(np.maximum(self.lengths.reserved(lengths, ends), ahead), ends))
-        return int(need.sum()) <= self.machine.blocks or not own.any()
+        return int(need.sum()) <= self.machine.blocks or not seated.any()
 
     def _grow(self) -> None:
         """Blocks for the next chunk, if need be from the youngest rows."""

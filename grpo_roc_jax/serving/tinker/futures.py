@@ -83,16 +83,16 @@ class Futures:
         Raises:
             RequestRefused: There is no such request.
         """
-        if (found := self._by_id.get(request_id)) is None:
+        if (pending := self._by_id.get(request_id)) is None:
             raise RequestRefused(
                 f"no request {request_id!r:.80}; the server started again, or forgot its result", status=404
             )
-        return found
+        return pending
 
     @property
     def open(self) -> int:
         """Requests without a result."""
-        return sum(not found.done.is_set() for found in self._by_id.values())
+        return sum(not pending.done.is_set() for pending in self._by_id.values())
 
 
 @dataclass(eq=False)

@@ -108,8 +108,8 @@ class Journal:
         """Removes the calls before a number, but for what made the model, and what was not written to its end."""
         folder = self._folder(model)
         if folder.is_dir():
-            kept = b"".join(call.packed() for call in self.calls(model) if call.seq >= first or not call.seq)
-            replace_file(folder / CALLS, kept)
+            packed = b"".join(call.packed() for call in self.calls(model) if call.seq >= first or not call.seq)
+            replace_file(folder / CALLS, packed)
 
     def remove(self, model: str) -> None:
         """The model has ended: its checkpoints stay."""
