@@ -204,7 +204,9 @@ class EnvironmentByRow(OwnEnvironments):
         where = f"environment.classes {name}"
         given = parse_yaml(text, where)
         chosen = EnvironmentKind.kinds.get(str(given.get("kind")), Hosted)
-        shared = {one: getattr(self, one) for one in fields_of(Hosted)} if issubclass(chosen, Hosted) else {}
+        shared = (
+            {setting: getattr(self, setting) for setting in fields_of(Hosted)} if issubclass(chosen, Hosted) else {}
+        )
         if both := sorted(given.keys() & shared.keys()):
             raise ValueError(f"{where} sets {both[0]}, which is that of by_row; set it there")
         if not issubclass(chosen, Hosted | AgentKind) or issubclass(chosen, OwnEnvironments):

@@ -307,5 +307,5 @@ def _written(module: HloModule, body: dict[str, Instruction]) -> float:
 
 def largest_gather(module: HloModule) -> Collective | None:
     """The gather with the largest result, however often it runs, or None; see `Collective.gathers`."""
-    found = [one for one in read_cost(module).collectives if one.gathers]
-    return max(found, key=lambda one: one.bytes, default=None)
+    gathers = [collective for collective in read_cost(module).collectives if collective.gathers]
+    return max(gathers, key=lambda collective: collective.bytes, default=None)

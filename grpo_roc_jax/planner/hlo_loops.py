@@ -122,8 +122,8 @@ class _Search:
         if line.opcode == "tuple":
             return operands
         if line.opcode == "get-tuple-element":
-            whole = operands[0]
-            return whole[int(line.attribute("index"))] if isinstance(whole, list) else whole
+            argument = operands[0]
+            return argument[int(line.attribute("index"))] if isinstance(argument, list) else argument
         if line.opcode in _SAME_TUPLE and len(operands) == 1:
             return operands[0]
         if line.opcode == "while":

@@ -117,23 +117,27 @@ def describe_suggestions(deployment: Deployment, say: Callable[[str], Any]) -> d
     best, how = suggest(deployment), "by arithmetic"
     if not by_arithmetic(deployment) and best:
         compiled, how = [], "as compiled"
-        for one in best:
-            mesh = planned_mesh(one.deployment.config, topology, False)
-            real = replace(one.deployment, mesh=mesh, work=work_of(one.deployment.config, mesh, topology, 0.0))
-            say(f"compiling {one.settings}")
-            found = {needs.name: needs for needs in one.programs}
+        for suggestion in best:
+            mesh = planned_mesh(suggestion.deployment.config, topology, False)
+            real = replace(
+                suggestion.deployment, mesh=mesh, work=work_of(suggestion.deployment.config, mesh, topology, 0.0)
+            )
+            say(f"compiling {suggestion.settings}")
+            programs = {needs.name: needs for needs in suggestion.programs}
             needed = compile_programs(real, ("decode", "update"), say)
-            found |= {kind_of(needs.name): needs for needs in needed if not needs.name.startswith(COMPARED)}
-            compiled.append(replace(one, programs=tuple(found.values())))
-        best = sorted((one for one in compiled if one.fits), key=lambda one: one.seconds)
+            programs |= {kind_of(needs.name): needs for needs in needed if not needs.name.startswith(COMPARED)}
+            compiled.append(replace(suggestion, programs=tuple(programs.values())))
+        best = sorted(
+            (suggestion for suggestion in compiled if suggestion.fits), key=lambda suggestion: suggestion.seconds
+        )
     lines = [f"{config.name} on {topology.name} ({how}): the fastest that fit, at most one for each mesh"]
-    for place, one in enumerate(best, 1):
-        first, *yaml = one.lines()
-        lines += [f"{place}. {first}", *yaml]
+    for rank, suggestion in enumerate(best, 1):
+        first, *yaml = suggestion.lines()
+        lines += [f"{rank}. {first}", *yaml]
     if not best:
         lines += ["nothing fits", *advice(deployment, estimate(deployment))]
-    found = [{"settings": one.settings, "step_s": one.seconds} for one in best]
-    return {"plan": config.name, "topology": topology.name, "fits": bool(best), "suggested": found, "lines": lines}
+    suggested = [{"settings": suggestion.settings, "step_s": suggestion.seconds} for suggestion in best]
+    return {"plan": config.name, "topology": topology.name, "fits": bool(best), "suggested": suggested, "lines": lines}
 
 
 def deployment_of(config: Config, topology: Topology, shape: str, arithmetic: bool, response: float) -> Deployment:

@@ -20,10 +20,13 @@ def compiled_costs(programs: Sequence[Needs], work: Work, chip: Chip) -> Costs |
     A decode step reads the weights, and of the cache what rows hold; it computes every slot. An append reads the
     weights and computes its tokens; what it reads of the cache is left out. Shards work side by side.
     """
-    found = {kind_of(needs.name): needs for needs in programs}
-    if any(name not in found or found[name].refused for name in ("weight_sync", "append", "decode", "update")):
+    programs_by_kind = {kind_of(needs.name): needs for needs in programs}
+    if any(
+        name not in programs_by_kind or programs_by_kind[name].refused
+        for name in ("weight_sync", "append", "decode", "update")
+    ):
         return None
-    decode, append, update = (found[name] for name in ("decode", "append", "update"))
+    decode, append, update = (programs_by_kind[name] for name in ("decode", "append", "update"))
     rate, rows = chip.memory_rate, work.slots / work.shards
     fixed = min(decode.fixed_traffic, decode.traffic)
     written = work.append_rows * (work.append_length or work.prompt)

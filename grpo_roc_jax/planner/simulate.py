@@ -414,12 +414,12 @@ class _Engine:
                 break
             self.queue.popleft()
             slot = free.popleft()
-            whole, blocks = (row.prompt - 1) // self.machine.block, self._blocks(row.prompt - 1)
+            prompt, blocks = (row.prompt - 1) // self.machine.block, self._blocks(row.prompt - 1)
             if group not in self.prompts:
                 self.prompts.add(group)
                 written.append(row.prompt)
             else:
-                self.copied += blocks - whole * self.machine.shares
+                self.copied += blocks - prompt * self.machine.shares
             self.rows[slot], self.used[slot], self.ticket[slot] = (group, row), True, ticket
             self.length[slot], self.turn[slot], self.left[slot] = row.prompt, 0, row.turns[0].sampled
             self.held[slot] = self._blocks(row.prompt)
@@ -446,10 +446,10 @@ class _Engine:
         while True:
             live = self._live()
             end = np.minimum(self.length + np.minimum(self.left, self.machine.chunk), self.machine.longest)
-            held = np.where(live, np.maximum(self.held, self._blocks(end)), self.held)
+            blocks = np.where(live, np.maximum(self.held, self._blocks(end)), self.held)
             seated = self._seated()
-            if self.whole or held[seated].sum() <= self.machine.blocks:
-                self.held = held
+            if self.whole or blocks[seated].sum() <= self.machine.blocks:
+                self.held = blocks
                 return
             youngest = int(np.argmax(np.where(seated, self.ticket, -1)))
             self.parked[youngest] = True
@@ -464,11 +464,11 @@ class _Engine:
 
     def _read(self, live: np.ndarray) -> float:
         """Columns of the arenas in which a live row has a block; rows take the lowest blocks that are free."""
-        for ids, held in zip(self.ids, self.held.tolist(), strict=True):
-            ids += [heapq.heappop(self.free) for _ in range(held - len(ids))]
+        for ids, count in zip(self.ids, self.held.tolist(), strict=True):
+            ids += [heapq.heappop(self.free) for _ in range(count - len(ids))]
         ends = np.cumsum(self.machine.arenas)
-        own = [block for slot in np.flatnonzero(live).tolist() for block in self.ids[slot]]
-        used = np.unique(np.searchsorted(ends, own, side="right"))
+        blocks = [block for slot in np.flatnonzero(live).tolist() for block in self.ids[slot]]
+        used = np.unique(np.searchsorted(ends, blocks, side="right"))
         return float(np.asarray(self.machine.arenas)[used].sum() * self.machine.block)
 
     def _write(self, written: Sequence[int]) -> None:
@@ -491,8 +491,8 @@ class _Engine:
         steps = int(min(self.machine.chunk, self.left[live].max()))
         drawn = np.where(live, np.minimum(self.left, steps), 0)
         width = next((width for width in self.machine.widths if width >= rows), self.machine.slots)
-        own = float(self.length[live].sum() + drawn[live].sum() / 2)
-        columns = self._read(live) if self.machine.arenas else own
+        tokens_read = float(self.length[live].sum() + drawn[live].sum() / 2)
+        columns = self._read(live) if self.machine.arenas else tokens_read
         self._spend(self.costs.round + steps * self.costs.decode(width, columns))
         self.decode_steps += steps
         self.live_steps += float(drawn.sum())

@@ -258,15 +258,17 @@ class AgentRuns:
             raise ValueError("environment agent cannot go on from tokens; use a method that samples whole rollouts")
         heat, config = self._engine.programs.settings.sampling.temperature, self._engine.config
         singles = [
-            replace(one, count=1, first_sample=i, temperature=heat if one.temperature is None else one.temperature)
-            for one in requests
-            for i in one.samples
+            replace(
+                single, count=1, first_sample=i, temperature=heat if single.temperature is None else single.temperature
+            )
+            for single in requests
+            for i in single.samples
         ]
         sessions = {}
-        for one in singles:
-            agent = self._choice.name_for(one.problem)
-            sessions[f"{one.place}-{one.first_sample}-{secrets.token_hex(4)}"] = AgentSession(
-                one, options.key_step, config.max_turns, self._choice.agents[agent], agent
+        for single in singles:
+            agent = self._choice.name_for(single.problem)
+            sessions[f"{single.place}-{single.first_sample}-{secrets.token_hex(4)}"] = AgentSession(
+                single, options.key_step, config.max_turns, self._choice.agents[agent], agent
             )
         endpoint = self._server.endpoint
         endpoint.dialogues = Dialogues(self._chat.config, self._chat.tokenizer)

@@ -210,7 +210,7 @@ class TurnGrammar:
         before, has, after = text.partition(mark)
         if has:
             return f"{self._opening(before)} {rule} {self._literal(after)}"
-        opening = next((one for one in self._chat.call_marks if one in text), "")
+        opening = next((opener for opener in self._chat.call_marks if opener in text), "")
         self.unenforced = ("tools.strict",)
         if not opening:
             return ""
@@ -304,10 +304,10 @@ class AnswerGrammars:
         key = (grammar, frozenset(ends))
         if key not in self._compiled:
             matcher = self._library.LLMatcher
-            found = matcher(self._of(key[1]), matcher.grammar_from_lark(grammar), log_level=0)
-            if found.is_error():
-                raise RequestRefused(f"{param}: {_reason(found.get_error())}", param)
-            self._compiled[key] = found
+            compiled = matcher(self._of(key[1]), matcher.grammar_from_lark(grammar), log_level=0)
+            if compiled.is_error():
+                raise RequestRefused(f"{param}: {_reason(compiled.get_error())}", param)
+            self._compiled[key] = compiled
             if len(self._compiled) > GRAMMARS:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)

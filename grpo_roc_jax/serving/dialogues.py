@@ -300,13 +300,13 @@ def _results(run: list[tuple[int, Any]], messages: list[Any]) -> Iterator[Said]:
     yield from (Said("tool", texts[i]) for i in order)
 
 
-def _merged(said: Sequence[Said]) -> list[Said]:
+def _merged(turns: Sequence[Said]) -> list[Said]:
     """Messages, with consecutive ones of a user as one."""
-    found: list[Said] = []
-    for of_user, run in groupby(said, lambda one: one.role == "user"):
+    merged: list[Said] = []
+    for of_user, run in groupby(turns, lambda turn: turn.role == "user"):
         messages = list(run)
-        found += [Said("user", "\n\n".join(one.text for one in messages))] if of_user else messages
-    return found
+        merged += [Said("user", "\n\n".join(turn.text for turn in messages))] if of_user else messages
+    return merged
 
 
 def text_of(content: Any, where: str) -> str:

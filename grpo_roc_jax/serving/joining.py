@@ -80,7 +80,7 @@ def joined(
     """(the trajectory of conversations, the number of those left out since all would be longer than `longest`)."""
     conversations: list[Conversation] = []
     for row in rows:
-        if sum(len(one.tokens) for one in conversations) + len(row.tokens) <= longest:
+        if sum(len(conversation.tokens) for conversation in conversations) + len(row.tokens) <= longest:
             conversations.append(row)
     starts = np.cumsum([0, *(len(row.tokens) for row in conversations)]).tolist()
     turns = []

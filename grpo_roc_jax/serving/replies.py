@@ -306,18 +306,18 @@ class ChatReply(ReplyForm):
         if first:
             extra = {"prompt_token_ids": choice.prompt.tolist()} if self.fields.token_ids else {}
             yield self.piece(choice, {"delta": {"role": "assistant", "content": ""}}) | extra
-        context, said = self.context, self.before_stop(choice.text)
+        context, shown = self.context, self.before_stop(choice.text)
         begun = context.chat.tokenizer.decode(context.begun_ids)
-        reasoning, text = parts_of(context.chat, begun + said, tools=context.tools)
+        reasoning, text = parts_of(context.chat, begun + shown, tools=context.tools)
         if not reasoning and context.chat.opens_thought and not begun:
             text = ""  # the prompt has opened a thought: whether this is one is known when it is closed
         if begun:
             reasoning, text = new_parts(context, reasoning, text)
         delta = self._growth(choice, *(part[: max(0, len(part) - self._held)] for part in (reasoning, text)))
-        found = {"logprobs": self._logprobs(choice, len(choice.ids) - len(ids))} if self.fields.logprobs else {}
-        found |= {"token_ids": ids} if self.fields.token_ids else {}
-        if delta or found:
-            yield self.piece(choice, {"delta": delta}, **found)
+        fields = {"logprobs": self._logprobs(choice, len(choice.ids) - len(ids))} if self.fields.logprobs else {}
+        fields |= {"token_ids": ids} if self.fields.token_ids else {}
+        if delta or fields:
+            yield self.piece(choice, {"delta": delta}, **fields)
 
     def _growth(self, choice: SampledChoice, reasoning: str, content: str) -> JSON:
         delta = {}

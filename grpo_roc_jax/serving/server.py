@@ -495,7 +495,7 @@ class StateHandler(EndpointHandler):
 
     def get(self, path: str, session: str | None = None, model: str | None = None) -> None:
         if model is not None:
-            known = {one["id"]: one for one in self.endpoint.models()["data"]}
+            known = {entry["id"]: entry for entry in self.endpoint.models()["data"]}
             if model not in known:
                 names = ", ".join(known)
                 raise RequestRefused(f"no model {model!r:.80}; there is {names}", "model", "model_not_found", 404)
@@ -534,8 +534,8 @@ class SamplingHandler(EndpointHandler):
 
     async def _answer(self, form: ReplyForm, session: CallSession | None) -> None:
         if not form.fields.stream:
-            async with aclosing(self.endpoint.pieces(form, session)) as found:
-                async for _ in found:
+            async with aclosing(self.endpoint.pieces(form, session)) as stream:
+                async for _ in stream:
                     pass
             self._say_not_applied(form)
             self.finish(form.whole())
@@ -543,8 +543,8 @@ class SamplingHandler(EndpointHandler):
         self.set_header("Content-Type", "text/event-stream")
         self.set_header("Cache-Control", "no-cache")
         try:
-            async with aclosing(self.endpoint.pieces(form, session)) as found:
-                async for pieces in found:
+            async with aclosing(self.endpoint.pieces(form, session)) as stream:
+                async for pieces in stream:
                     if not self._headers_written:
                         self._say_not_applied(form)
                     self._write(form, pieces)

@@ -686,7 +686,7 @@ class TinkerEndpoint:
             for model in self.store.models():
                 if model.startswith(session) and model not in self.models:
                     self._restore(model)
-        if (found := self.samplers.get(name)) is None:
+        if (sampling_session := self.samplers.get(name)) is None:
             if any(run.restoring for model, run in self.models.items() if model.startswith(session)):
                 raise RequestRefused("what was going on before the start is computed again; ask later", status=503)
             raise RequestRefused(
@@ -695,7 +695,7 @@ class TinkerEndpoint:
                 status=404,
             )
         self.samplers.move_to_end(name)
-        return found
+        return sampling_session
 
     def finish(self, session: str) -> None:
         """A client has ended: what it trained and did not save is freed."""

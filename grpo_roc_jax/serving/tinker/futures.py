@@ -69,7 +69,7 @@ class Futures:
         self._by_id[pending.request_id] = pending
         self._by_key[key], self._keys[pending.request_id] = pending.request_id, key
         if len(self._by_id) > REMEMBERED:
-            old = next((name for name, found in self._by_id.items() if found.done.is_set()), None)
+            old = next((name for name, future in self._by_id.items() if future.done.is_set()), None)
             if old is not None:
                 del self._by_id[old]
                 self._by_key.pop(self._keys.pop(old), None)

@@ -127,12 +127,12 @@ class Journal:
                 notes.append(json.loads(line))
         finished = {note["finished"] for note in notes if "finished" in note}
         recent = time.time() - FORGOTTEN_S
-        kept = [
+        lines = [
             note for note in notes if "session" in note and note["session"] not in finished and note["time"] > recent
         ]
-        replace_file(file, b"".join(json.dumps(note).encode() + b"\n" for note in kept))
+        replace_file(file, b"".join(json.dumps(note).encode() + b"\n" for note in lines))
         self._forget(recent)
-        return kept
+        return lines
 
     def _forget(self, before: float) -> None:
         for model in self.store.models():
