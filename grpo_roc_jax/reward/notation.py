@@ -141,7 +141,7 @@ def compare(answer: str, gold: str, *, strict: bool = False) -> Goal:
 
 
 def _abbreviated(tokens: Sequence[Token]) -> Quantity | None:
-    """2.5K and 5M as numbers; None for anything else, such as a unit behind a space."""
+    """2.5K and 5M as numbers; None for anything else, such as a unit after a space."""
     if len(tokens) != 2 or tokens[1].gap or tokens[1].text not in ("k", "K", "M", "B"):
         return None
     value = read_number(tokens[0].text)
@@ -781,7 +781,7 @@ def _is_one_name(form: Quantity) -> bool:
 
 
 def _heavy(form: Quantity) -> bool:
-    """Whether more than units and words stands behind the number."""
+    """Whether more than units and words follows the number."""
     return form.changed and not vocabulary.blocked(form.words, form.unit)
 
 

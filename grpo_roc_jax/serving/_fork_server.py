@@ -7,7 +7,7 @@ The other end of the Unix socket FD sends for each run a JSON line with `number`
 `{"number", "pid"}` when the run has begun, `{"number", "status"}` when it has ended, `{"number", "refused"}` if an
 import has started a thread, which no fork would have. A run leads a session of its own.
 
-Only installed packages are imported before: files of the user's begin anew in each run. Which packages those are, the
+Only installed packages are imported before; each run imports files of the user's itself. Which packages those are, the
 file of the program says, and the runs themselves, which report at their end what they have imported.
 """
 

@@ -143,8 +143,8 @@ def _chat_body(body: Mapping[str, Any]) -> JSON:
     turns = field_of(body, "messages", list, [])
     messages = [message for i, turn in enumerate(turns) for message in _messages(turn, f"messages[{i}]")]
     form = field_of(field_of(body, "output_config", dict, {}), "format", dict) or field_of(body, "output_format", dict)
-    found = {name: body[name] for name in SAME_FIELDS if name in body}
-    return found | {
+    chat = {name: body[name] for name in SAME_FIELDS if name in body}
+    return chat | {
         "messages": [*([{"role": "system", "content": system}] if system else []), *messages],
         "tools": [_tool(tool) for tool in field_of(body, "tools", list, [])],
         "tool_choice": _tool_choice(field_of(body, "tool_choice", dict, {})),

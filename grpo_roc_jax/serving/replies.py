@@ -222,8 +222,8 @@ class ReplyForm:
         return f"token_id:{token}" if self.body.get("return_tokens_as_token_ids") else self.tokenizer.decode([token])
 
     def _token_fields(self, choice: SampledChoice) -> JSON:
-        found: JSON = {"token_ids": choice.ids} if self.fields.token_ids else {}
-        return found | ({"weight_versions": choice.weight_versions} if self._shows_versions else {})
+        extra: JSON = {"token_ids": choice.ids} if self.fields.token_ids else {}
+        return extra | ({"weight_versions": choice.weight_versions} if self._shows_versions else {})
 
     @property
     def _shows_versions(self) -> bool:
@@ -297,7 +297,7 @@ class ChatReply(ReplyForm):
             return {"token": self._token(token), "logprob": value, "bytes": list(self.tokenizer.token_bytes(token))}
 
         tokens = [
-            entry(token, value) | {"top_logprobs": [entry(*one) for one in top]}
+            entry(token, value) | {"top_logprobs": [entry(*alternative) for alternative in top]}
             for token, value, top in self.scored(choice, start)
         ]
         return {"content": tokens, "refusal": None}
@@ -306,18 +306,18 @@ class ChatReply(ReplyForm):
         if first:
             extra = {"prompt_token_ids": choice.prompt.tolist()} if self.fields.token_ids else {}
             yield self.piece(choice, {"delta": {"role": "assistant", "content": ""}}) | extra
-        context, said = self.context, self.before_stop(choice.text)
+        context, shown = self.context, self.before_stop(choice.text)
         begun = context.chat.tokenizer.decode(context.begun_ids)
-        reasoning, text = parts_of(context.chat, begun + said, tools=context.tools)
+        reasoning, text = parts_of(context.chat, begun + shown, tools=context.tools)
         if not reasoning and context.chat.opens_thought and not begun:
             text = ""  # the prompt has opened a thought: whether this is one is known when it is closed
         if begun:
             reasoning, text = new_parts(context, reasoning, text)
         delta = self._growth(choice, *(part[: max(0, len(part) - self._held)] for part in (reasoning, text)))
-        found = {"logprobs": self._logprobs(choice, len(choice.ids) - len(ids))} if self.fields.logprobs else {}
-        found |= {"token_ids": ids} if self.fields.token_ids else {}
-        if delta or found:
-            yield self.piece(choice, {"delta": delta}, **found)
+        fields = {"logprobs": self._logprobs(choice, len(choice.ids) - len(ids))} if self.fields.logprobs else {}
+        fields |= {"token_ids": ids} if self.fields.token_ids else {}
+        if delta or fields:
+            yield self.piece(choice, {"delta": delta}, **fields)
 
     def _growth(self, choice: SampledChoice, reasoning: str, content: str) -> JSON:
         delta = {}
@@ -342,8 +342,8 @@ class ChatReply(ReplyForm):
     def answer(self, choice: SampledChoice) -> TurnAnswer:
         """The parsed turn of a choice that has ended, which is remembered."""
         answer = read_answer(self.context, choice.ids, self.fields.stops)
-        whole = np.concatenate([choice.prompt, np.asarray(choice.ids, np.int32)])
-        self.dialogues.remember(self.context, answer, whole)
+        ids = np.concatenate([choice.prompt, np.asarray(choice.ids, np.int32)])
+        self.dialogues.remember(self.context, answer, ids)
         return answer
 
     def whole(self) -> JSON:
@@ -422,8 +422,8 @@ class TextReply(PlainReply):
         super().__init__(body, tokenizer, sampling, chat=chat)
         prompt = body.get("prompt")
         several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-        for one in prompt if several else [prompt]:
-            ids = np.asarray(chat.raw_ids(one), np.int32) if isinstance(one, str) else read_ids(one, "prompt")
+        for item in prompt if several else [prompt]:
+            ids = np.asarray(chat.raw_ids(item), np.int32) if isinstance(item, str) else read_ids(item, "prompt")
             if not len(ids):
                 raise RequestRefused("prompt is empty; must be text or token ids", "prompt")
             self.prompts.append(ids)
@@ -435,17 +435,17 @@ class TextReply(PlainReply):
         tokens = [self._token(token) for token, _, _ in scored]
         offsets = np.cumsum([0, *map(len, tokens)])[:-1].tolist()
         tops = [{self._token(other): score for other, score in [*top, (token, value)]} for token, value, top in scored]
-        found = {"tokens": tokens, "token_logprobs": [value for _, value, _ in scored]}
-        return found | {"top_logprobs": tops if self.fields.draw.top else None, "text_offset": offsets}
+        listed = {"tokens": tokens, "token_logprobs": [value for _, value, _ in scored]}
+        return listed | {"top_logprobs": tops if self.fields.draw.top else None, "text_offset": offsets}
 
     def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
         sent, text = choice.sent.get("text", 0), self.before_stop(choice.text)
         text = text[sent : max(sent, len(text) - self._held)]
         choice.sent["text"] = sent + len(text)
-        found = {"token_ids": ids} if self.fields.token_ids else {}
-        found |= {"prompt_token_ids": choice.prompt.tolist()} if self.fields.token_ids and first else {}
+        fields = {"token_ids": ids} if self.fields.token_ids else {}
+        fields |= {"prompt_token_ids": choice.prompt.tolist()} if self.fields.token_ids and first else {}
         yield self.piece(
-            choice, {"text": text, "logprobs": self._logprobs(choice, len(choice.ids) - len(ids))}, **found
+            choice, {"text": text, "logprobs": self._logprobs(choice, len(choice.ids) - len(ids))}, **fields
         )
 
     def _text(self, choice: SampledChoice) -> str:
@@ -463,9 +463,9 @@ class TextReply(PlainReply):
         choices = []
         for choice in self.choices:
             extra = {"prompt_token_ids": choice.prompt.tolist()} if self.fields.token_ids else {}
-            found = {"index": choice.index, "text": self._text(choice), "finish_reason": choice.finish_reason}
-            found |= {"logprobs": self._logprobs(choice)}
-            choices.append(found | self._token_fields(choice) | extra)
+            answer = {"index": choice.index, "text": self._text(choice), "finish_reason": choice.finish_reason}
+            answer |= {"logprobs": self._logprobs(choice)}
+            choices.append(answer | self._token_fields(choice) | extra)
         return self.around(choices, usage=self.usage, policy_version=self.version)
 
 
@@ -500,7 +500,8 @@ class TokenReply(PlainReply):
                 "finish_reason": choice.finish_reason,
                 "logprobs": {
                     "content": [
-                        _numbered(token, value) | ({"top_logprobs": [_numbered(*one) for one in top]} if top else {})
+                        _numbered(token, value)
+                        | ({"top_logprobs": [_numbered(*alternative) for alternative in top]} if top else {})
                         for token, value, top in self.scored(choice)
                     ]
                 },

@@ -196,7 +196,7 @@ def _read_top(body: Mapping[str, Any]) -> int:
 
 def _read_banned(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """The ids of `bad_words`: of each text as it is and, where that is as long, after a space."""
-    texts, found = field_of(body, "bad_words", list, []), []
+    texts, banned = field_of(body, "bad_words", list, []), []
     if (
         not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in texts)
         or len(texts) > MOST_BANNED
@@ -207,26 +207,26 @@ def _read_banned(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[tuple[i
     for text in texts:
         plain = tuple(tokenizer.encode(text))
         spaced = tuple(tokenizer.encode(" " + text.lstrip()))
-        found += [plain] if plain else []
-        found += [spaced] if spaced and len(spaced) == len(plain) and spaced[0] != plain[0] else []
-    return tuple(dict.fromkeys(found))
+        banned += [plain] if plain else []
+        banned += [spaced] if spaced and len(spaced) == len(plain) and spaced[0] != plain[0] else []
+    return tuple(dict.fromkeys(banned))
 
 
 def _read_bias(body: Mapping[str, Any], vocabulary: int) -> dict[int, float]:
     """`logit_bias`: from ids, which JSON writes as text, to numbers from -100 to 100."""
-    given = field_of(body, "logit_bias", dict, {})
-    if len(given) > MOST_BIASED:
-        raise RequestRefused(f"logit_bias of {len(given)} tokens; must be at most {MOST_BIASED}", "logit_bias")
-    found = {}
-    for name, value in given.items():
+    listed = field_of(body, "logit_bias", dict, {})
+    if len(listed) > MOST_BIASED:
+        raise RequestRefused(f"logit_bias of {len(listed)} tokens; must be at most {MOST_BIASED}", "logit_bias")
+    bias = {}
+    for name, value in listed.items():
         if not (name.isascii() and name.isdigit() and len(name) < 12 and int(name) < vocabulary):
             raise RequestRefused(
                 f"logit_bias of {name!r:.40}; must be by token id, 0 to {vocabulary - 1}", "logit_bias"
             )
         if not isinstance(value, int | float) or isinstance(value, bool) or not -100 <= value <= 100:
             raise RequestRefused(f"logit_bias of {name} = {value!r:.40}; must be -100 to 100", "logit_bias")
-        found[int(name)] = float(value)
-    return {token: value for token, value in found.items() if value}
+        bias[int(name)] = float(value)
+    return {token: value for token, value in bias.items() if value}
 
 
 def _refuse_others(body: Mapping[str, Any]) -> None:

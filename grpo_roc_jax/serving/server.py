@@ -105,13 +105,13 @@ class ServerCounts:
 
     def lines(self, **gauges: float) -> str:
         """The text that Prometheus reads."""
-        found = {f'requests_total{{status="{status}"}}': n for status, n in sorted(self.requests.items())}
-        found |= {f"{name}_tokens_total": self.tokens[name] for name in ("prompt", "cached", "missed", "completion")}
+        counts = {f'requests_total{{status="{status}"}}': n for status, n in sorted(self.requests.items())}
+        counts |= {f"{name}_tokens_total": self.tokens[name] for name in ("prompt", "cached", "missed", "completion")}
         for name, values in (("waited", self.waited_s), ("first_token", self.first_s)):
             for share in (0.5, 0.99):
                 if values:
-                    found[f'{name}_seconds{{quantile="{share}"}}'] = float(np.quantile(values, share))
-        return "".join(f"grpo_roc_{name} {value}\n" for name, value in (found | gauges).items())
+                    counts[f'{name}_seconds{{quantile="{share}"}}'] = float(np.quantile(values, share))
+        return "".join(f"grpo_roc_{name} {value}\n" for name, value in (counts | gauges).items())
 
 
 class Endpoint:
@@ -156,8 +156,8 @@ class Endpoint:
         size = len(f"Bearer {self.token}") if self.token else authorization.find("/")
         named = size >= 0 and authorization[size : size + 1] == "/"
         key, session = (authorization[:size], authorization[size + 1 :]) if named else (authorization, "")
-        if (found := refusal(replace(head, authorization=key), self.token, TOKEN_VARIABLE)) is not None:
-            raise RequestRefused(found[1], code="invalid_api_key" if found[0] == 401 else None, status=found[0])
+        if (refused := refusal(replace(head, authorization=key), self.token, TOKEN_VARIABLE)) is not None:
+            raise RequestRefused(refused[1], code="invalid_api_key" if refused[0] == 401 else None, status=refused[0])
         if length > self.limits.body_mb << 20:
             raise RequestRefused(f"a body of {length} bytes; must be at most {self.limits.body_mb} MiB", status=413)
         if self.limits.per_minute:
@@ -207,9 +207,9 @@ class Endpoint:
         """The session of that name, where sessions are known."""
         if self.sessions is None:
             return None
-        if (found := self.sessions.get(name)) is None:
+        if (session := self.sessions.get(name)) is None:
             raise RequestRefused(f"no session {name!r:.80}; it ended, or the base URL names another", status=404)
-        return found
+        return session
 
     def forget(self, name: str) -> None:
         """A session has ended; thread-safe."""
@@ -336,8 +336,8 @@ class Endpoint:
     def models(self) -> dict[str, Any]:
         """The answer of `/v1/models`."""
         version = self.loop.sampler.version
-        one = {"id": self.name, "object": "model", "created": 0, "owned_by": "grpo_roc_jax"}
-        return {"object": "list", "data": [one | {"max_model_len": self.loop.room, "policy_version": version}]}
+        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "grpo_roc_jax"}
+        return {"object": "list", "data": [model | {"max_model_len": self.loop.room, "policy_version": version}]}
 
     def metrics(self) -> str:
         """The answer of `/metrics`."""
@@ -459,8 +459,10 @@ class EndpointHandler(RequestHandler):
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         error = kwargs.get("exc_info", (None, None))[1]
         if not isinstance(error, RequestRefused):
-            said = error.log_message if isinstance(error, HTTPError) and error.log_message else responses[status_code]
-            error = RequestRefused(f"{self.request.method} {self.request.path:.200}: {said}", status=status_code)
+            message = (
+                error.log_message if isinstance(error, HTTPError) and error.log_message else responses[status_code]
+            )
+            error = RequestRefused(f"{self.request.method} {self.request.path:.200}: {message}", status=status_code)
         self._describe(error)
         if error.status in (401, 403, 413, 415):
             self.set_header("Connection", "close")
@@ -493,7 +495,7 @@ class StateHandler(EndpointHandler):
 
     def get(self, path: str, session: str | None = None, model: str | None = None) -> None:
         if model is not None:
-            known = {one["id"]: one for one in self.endpoint.models()["data"]}
+            known = {entry["id"]: entry for entry in self.endpoint.models()["data"]}
             if model not in known:
                 names = ", ".join(known)
                 raise RequestRefused(f"no model {model!r:.80}; there is {names}", "model", "model_not_found", 404)
@@ -532,8 +534,8 @@ class SamplingHandler(EndpointHandler):
 
     async def _answer(self, form: ReplyForm, session: CallSession | None) -> None:
         if not form.fields.stream:
-            async with aclosing(self.endpoint.pieces(form, session)) as found:
-                async for _ in found:
+            async with aclosing(self.endpoint.pieces(form, session)) as stream:
+                async for _ in stream:
                     pass
             self._say_not_applied(form)
             self.finish(form.whole())
@@ -541,8 +543,8 @@ class SamplingHandler(EndpointHandler):
         self.set_header("Content-Type", "text/event-stream")
         self.set_header("Cache-Control", "no-cache")
         try:
-            async with aclosing(self.endpoint.pieces(form, session)) as found:
-                async for pieces in found:
+            async with aclosing(self.endpoint.pieces(form, session)) as stream:
+                async for pieces in stream:
                     if not self._headers_written:
                         self._say_not_applied(form)
                     self._write(form, pieces)

@@ -332,10 +332,9 @@ def make_glue(
         TemplateError: The template accepts no tool output in the convention's form, drops a placeholder, or writes no
             end token after a turn.
     """
-    start = _start(system)
 
     def rendered(*messages: Message) -> str:
-        return template.render([*start, *messages], tools=tools, add_generation_prompt=True)
+        return template.render([*_start(system), *messages], tools=tools, add_generation_prompt=True)
 
     def observed(*texts: str) -> str:
         return _first_accepted(

@@ -160,9 +160,9 @@ class TinkerEndpoint:
         """
         if head.content_type.partition(";")[0].strip().lower() == PROTOBUF:
             head = replace(head, content_type="application/json")  # no page can send either unasked
-        if (found := refusal(head, self.token, TOKEN_VARIABLE)) is not None:
-            hint = " as TINKER_API_KEY, in X-Api-Key; it begins with tml-" if found[0] == 401 else ""
-            raise RequestRefused(found[1] + hint, status=found[0])
+        if (refused := refusal(head, self.token, TOKEN_VARIABLE)) is not None:
+            hint = " as TINKER_API_KEY, in X-Api-Key; it begins with tml-" if refused[0] == 401 else ""
+            raise RequestRefused(refused[1] + hint, status=refused[0])
         if length > self.limits.body_mb << 20:
             raise RequestRefused(f"a body of {length} bytes; must be at most {self.limits.body_mb} MiB", status=413)
         return ""
@@ -202,9 +202,7 @@ class TinkerEndpoint:
 
     def session_heartbeat(self, body: dict[str, Any]) -> dict[str, Any]:
         if field_of(body, "session_id", str, "") not in self.sessions:
-            raise RequestRefused(
-                "no such session; it has ended, or was idle for a week: make a client anew", status=410
-            )
+            raise RequestRefused("no such session; it has ended, or was idle for a week: make a new client", status=410)
         return {}
 
     def session(self, name: str) -> dict[str, Any]:
@@ -253,7 +251,7 @@ class TinkerEndpoint:
     def _session(self, body: dict[str, Any]) -> str:
         session = field_of(body, "session_id", str, "")
         if session not in self.sessions:
-            text = f"no session {session!r:.80}; it has ended, or was idle for a week: make a client anew"
+            text = f"no session {session!r:.80}; it has ended, or was idle for a week: make a new client"
             raise RequestRefused(text, status=404)
         return session
 
@@ -307,14 +305,14 @@ class TinkerEndpoint:
         journal has none of that name."""
         if not NAME.fullmatch(name) or name.partition(":")[0] not in self.sessions:
             return None
-        calls, found = self.journal.calls(name), self.journal.first_state(name)
-        if not calls and found is None:
+        calls, state = self.journal.calls(name), self.journal.first_state(name)
+        if not calls and state is None:
             return None
         self.journal.trim(name, 0)  # what was not written to its end would hide what comes after it
-        if found is None:  # killed while it was made
+        if state is None:  # killed while it was made
             made = calls
         else:
-            checkpoint, about, first = found
+            checkpoint, about, first = state
             base = self._base(about.base_model)
             run = self.models[name] = self._model_run(name, base, about.seed, about.lora)
             run.order.next_seq = first
@@ -368,7 +366,7 @@ class TinkerEndpoint:
         if request_id not in self.futures and owner_of(request_id) not in self.models:
             self._restore(owner_of(request_id))
         if request_id not in self.futures and not owner_of(request_id):
-            # The client then asks for its samples anew.
+            # The client then asks for its samples again.
             raise RequestRefused(f"no request {request_id!r:.80}; the server started again", status=410)
         return self.futures.find(request_id)
 
@@ -406,7 +404,7 @@ class TinkerEndpoint:
             self._deliver(partial(pending.finish, result))
 
     def _call(self, model_id: str, seq: int, raw: bytes, work: Callable[[ModelRun], Any], path: str) -> Pending:
-        """Queues a call of a model behind those with lower numbers."""
+        """Queues a call of a model after those with lower numbers."""
         run = self._model(model_id)
         pending, new = self._new_call((model_id, seq), model_id, seq, raw, path)
         if new and seq < run.order.next_seq:
@@ -464,8 +462,8 @@ class TinkerEndpoint:
         return pending
 
     def optim_step(self, body: dict[str, Any], raw: bytes) -> Pending:
-        given, (model_id, seq) = field_of(body, "adam_params", dict, {}), _numbered(body)
-        adam = Adam(**{name: field_of(given, name, (int, float), old) for name, old in vars(Adam()).items()})
+        params, (model_id, seq) = field_of(body, "adam_params", dict, {}), _numbered(body)
+        adam = Adam(**{name: field_of(params, name, (int, float), old) for name, old in vars(Adam()).items()})
 
         def work(run: ModelRun) -> dict[str, Any]:
             if run.failed:
@@ -600,22 +598,22 @@ class TinkerEndpoint:
 
     def checkpoints(self, model: str | None = None) -> list[dict[str, Any]]:
         """Those of a model, or of all, the newest first."""
-        found = sorted(self.store.checkpoints(model), key=lambda of: of[1].time, reverse=model is None)
-        return [_listed(self.store, *of) for of in found]
+        saved = sorted(self.store.checkpoints(model), key=lambda of: of[1].time, reverse=model is None)
+        return [_listed(self.store, *of) for of in saved]
 
     def training_runs(self) -> list[dict[str, Any]]:
         """Those in memory and those with checkpoints, the last used first."""
-        found: dict[str, dict[str, Any]] = {}
+        runs: dict[str, dict[str, Any]] = {}
         last: dict[str, dict[str, Any]] = {}
         fields = {"training": "last_checkpoint", "sampler": "last_sampler_checkpoint"}
         for checkpoint, about in sorted(self.store.checkpoints(), key=lambda of: of[1].time):
-            found[checkpoint.model] = _run(checkpoint.model, about.base_model, about.rank, about.time)
+            runs[checkpoint.model] = _run(checkpoint.model, about.base_model, about.rank, about.time)
             if (name := fields.get(KINDS[checkpoint.kind])) is not None:
                 last.setdefault(checkpoint.model, {})[name] = _listed(self.store, checkpoint, about)
         for name, run in self.models.items():
-            found[name] = _run(name, run.base.name, run.lora.rank, run.used) | {"user_metadata": run.metadata}
-        found = {name: run | last.get(name, {}) for name, run in found.items()}
-        return sorted(found.values(), key=lambda run: run["last_request_time"], reverse=True)
+            runs[name] = _run(name, run.base.name, run.lora.rank, run.used) | {"user_metadata": run.metadata}
+        runs = {name: run | last.get(name, {}) for name, run in runs.items()}
+        return sorted(runs.values(), key=lambda run: run["last_request_time"], reverse=True)
 
     def training_run(self, name: str) -> dict[str, Any]:
         run = next((run for run in self.training_runs() if run["training_run_id"] == name), None)
@@ -688,16 +686,16 @@ class TinkerEndpoint:
             for model in self.store.models():
                 if model.startswith(session) and model not in self.models:
                     self._restore(model)
-        if (found := self.samplers.get(name)) is None:
+        if (sampling_session := self.samplers.get(name)) is None:
             if any(run.restoring for model, run in self.models.items() if model.startswith(session)):
                 raise RequestRefused("what was going on before the start is computed again; ask later", status=503)
             raise RequestRefused(
                 f"no sampling session {name!r:.120}; the server started again, or {SAMPLERS} others were used since: "
-                "make the client anew from a saved path",
+                "make a new client from a saved path",
                 status=404,
             )
         self.samplers.move_to_end(name)
-        return found
+        return sampling_session
 
     def finish(self, session: str) -> None:
         """A client has ended: what it trained and did not save is freed."""
@@ -707,9 +705,9 @@ class TinkerEndpoint:
         for name in self.store.models():
             if name.startswith(f"{session}:"):
                 self.journal.remove(name)
-        for held in (self.models, self.samplers, self._saved, self._noted):
-            for name in [name for name in held if name.startswith(f"{session}:")]:
-                del held[name]
+        for table in (self.models, self.samplers, self._saved, self._noted):
+            for name in [name for name in table if name.startswith(f"{session}:")]:
+                del table[name]
 
     def asample(self, body: dict[str, Any], raw: bytes) -> Pending:
         session = field_of(body, "sampling_session_id", str, "")
@@ -838,8 +836,8 @@ class TinkerHandler(EndpointHandler):
         headers = self.request.headers
         path = self.request.path
         if self.endpoint.token and path.startswith("/api/v1/files/") and self.request.method == "GET":
-            given = self.get_query_argument("key", "")
-            if hmac.compare_digest(given.encode(), self.endpoint.signature(path).encode()):
+            key = self.get_query_argument("key", "")
+            if hmac.compare_digest(key.encode(), self.endpoint.signature(path).encode()):
                 headers["Authorization"] = f"Bearer {self.endpoint.token}"
         await super().prepare()
 
@@ -871,8 +869,8 @@ class TinkerHandler(EndpointHandler):
             await self._retrieve(field_of(body, "request_id", str, ""))
         elif path == "telemetry":
             self.finish({"status": "accepted"})
-        elif found := re.fullmatch(r"sessions/([^/]+)/finish", path):
-            endpoint.finish(found[1])
+        elif match := re.fullmatch(r"sessions/([^/]+)/finish", path):
+            endpoint.finish(match[1])
             self.finish({})
         elif path == "cancel_future":
             self.finish({})
@@ -891,34 +889,34 @@ class TinkerHandler(EndpointHandler):
             self.finish(self._paged("checkpoints", endpoint.checkpoints(), 100))
         elif path == "sessions":
             self.finish({"sessions": self._paged("sessions", [*endpoint.sessions][::-1], 20)["sessions"]})
-        elif found := re.fullmatch(r"sessions/([^/]+)", path):
-            self.finish(endpoint.session(found[1]))
+        elif match := re.fullmatch(r"sessions/([^/]+)", path):
+            self.finish(endpoint.session(match[1]))
         elif path == "training_runs":
             self.finish(self._paged("training_runs", endpoint.training_runs(), 20))
-        elif found := re.fullmatch(r"samplers/(.+)", path):
-            self.finish(endpoint.sampler_info(found[1]))
-        elif found := re.fullmatch(r"training_runs/([^/]+)", path):
-            self.finish(endpoint.training_run(found[1]))
-        elif found := re.fullmatch(r"training_runs/([^/]+)/checkpoints", path):
-            self.finish({"checkpoints": endpoint.checkpoints(found[1])})
-        elif (found := CHECKPOINT.fullmatch(path)) and found[4] == "/external_weights_urls":
+        elif match := re.fullmatch(r"samplers/(.+)", path):
+            self.finish(endpoint.sampler_info(match[1]))
+        elif match := re.fullmatch(r"training_runs/([^/]+)", path):
+            self.finish(endpoint.training_run(match[1]))
+        elif match := re.fullmatch(r"training_runs/([^/]+)/checkpoints", path):
+            self.finish({"checkpoints": endpoint.checkpoints(match[1])})
+        elif (match := CHECKPOINT.fullmatch(path)) and match[4] == "/external_weights_urls":
             at = f"{self.request.protocol}://{self.request.host}"
-            self.finish(endpoint.urls(at, *found.group(1, 2, 3)))
-        elif found := re.fullmatch(r"files/([^/]+)/([^/]+)/([^/]+)/([\w.]+)", path):
-            self._file(*found.groups())
+            self.finish(endpoint.urls(at, *match.group(1, 2, 3)))
+        elif match := re.fullmatch(r"files/([^/]+)/([^/]+)/([^/]+)/([\w.]+)", path):
+            self._file(*match.groups())
         else:
             self._absent()
 
     def delete(self, path: str = "") -> None:
-        if (found := CHECKPOINT.fullmatch(path)) and found[4] is None and found[2] in KINDS:
-            self.finish(self.endpoint.delete_checkpoint(*found.group(1, 2, 3)))
+        if (match := CHECKPOINT.fullmatch(path)) and match[4] is None and match[2] in KINDS:
+            self.finish(self.endpoint.delete_checkpoint(*match.group(1, 2, 3)))
         else:
             self._absent()
 
     def put(self, path: str = "") -> None:
-        if (found := CHECKPOINT.fullmatch(path)) and found[4] == "/ttl" and found[2] in KINDS:
+        if (match := CHECKPOINT.fullmatch(path)) and match[4] == "/ttl" and match[2] in KINDS:
             expires = _expiry(self._json(bytes(self.body)))
-            self.endpoint.store.expire(CheckpointPath(check_name(found[1]), found[2], check_name(found[3])), expires)
+            self.endpoint.store.expire(CheckpointPath(check_name(match[1]), match[2], check_name(match[3])), expires)
             self.finish({})
         else:
             self._absent()

@@ -108,8 +108,8 @@ class Journal:
         """Removes the calls before a number, but for what made the model, and what was not written to its end."""
         folder = self._folder(model)
         if folder.is_dir():
-            kept = b"".join(call.packed() for call in self.calls(model) if call.seq >= first or not call.seq)
-            replace_file(folder / CALLS, kept)
+            packed = b"".join(call.packed() for call in self.calls(model) if call.seq >= first or not call.seq)
+            replace_file(folder / CALLS, packed)
 
     def remove(self, model: str) -> None:
         """The model has ended: its checkpoints stay."""
@@ -127,12 +127,12 @@ class Journal:
                 notes.append(json.loads(line))
         finished = {note["finished"] for note in notes if "finished" in note}
         recent = time.time() - FORGOTTEN_S
-        kept = [
+        lines = [
             note for note in notes if "session" in note and note["session"] not in finished and note["time"] > recent
         ]
-        replace_file(file, b"".join(json.dumps(note).encode() + b"\n" for note in kept))
+        replace_file(file, b"".join(json.dumps(note).encode() + b"\n" for note in lines))
         self._forget(recent)
-        return kept
+        return lines
 
     def _forget(self, before: float) -> None:
         for model in self.store.models():

@@ -214,16 +214,16 @@ def of_prompt(request: SampleRequest, read: Read, seed: int) -> OfPrompt:
     targets = None
     if P > 1:
         wanted = np.concatenate(columns, axis=1).astype(np.int32) if columns else None
-        found = read(prompt[:-1], Wanted(wanted, request.topk))
+        readings = read(prompt[:-1], Wanted(wanted, request.topk))
         first = max(1, P - request.last_n) if request.last_n else 1
         if logprobs is not None:
-            logprobs[first:] = found.scored[first - 1 :, -1]
+            logprobs[first:] = readings.scored[first - 1 :, -1]
         if topk is not None:
-            for leaf, new in zip(topk, found.top, strict=True):
+            for leaf, new in zip(topk, readings.top, strict=True):
                 leaf[first:] = new[first - 1 :]
         if request.targets is not None:
             named = request.targets >= 0
-            targets = np.where(named, found.scored[:, : request.targets.shape[1]], 0.0).astype(np.float32)
+            targets = np.where(named, readings.scored[:, : request.targets.shape[1]], 0.0).astype(np.float32)
             if request.sparse is not None:
                 sizes = np.diff(request.sparse.crow)
                 targets = targets[np.arange(targets.shape[1]) < sizes[:, None]]

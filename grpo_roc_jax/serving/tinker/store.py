@@ -145,14 +145,14 @@ class Store:
         """
         try:
             values = json.loads((self.folder(checkpoint) / ABOUT).read_text(encoding="utf-8"))
-            found = About(**values | {"targets": tuple(values["targets"])})
+            about = About(**values | {"targets": tuple(values["targets"])})
         except (OSError, ValueError, TypeError, KeyError):
-            found = None
-        if found is None or (found.expires and found.expires < time.time()):
+            about = None
+        if about is None or (about.expires and about.expires < time.time()):
             raise RequestRefused(
                 f"no checkpoint {checkpoint}; list those that there are (list_checkpoints)", status=404
             )
-        return found
+        return about
 
     def load(self, checkpoint: CheckpointPath, like: Any) -> Any:
         """The arrays of a checkpoint in the form, dtypes and places of `like`.

@@ -273,8 +273,8 @@ def _write_topk(message: Any, ids: np.ndarray, values: np.ndarray) -> None:
 
 
 def _write_tensor(message: Any, values: np.ndarray, sparse: Sparse | None = None) -> None:
-    whole = values.dtype.kind == "i"
-    data, message.dtype = values.astype("<i8" if whole else "<f4").tobytes(), 2 if whole else 1
+    integers = values.dtype.kind == "i"
+    data, message.dtype = values.astype("<i8" if integers else "<f4").tobytes(), 2 if integers else 1
     if sparse is None:
         message.dense = data
         message.shape.extend(values.shape)
