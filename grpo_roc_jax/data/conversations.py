@@ -24,7 +24,7 @@ from grpo_roc_jax.data.problems import (
 )
 from grpo_roc_jax.settings.files import parse_json
 from grpo_roc_jax.text.chat_format import Trace
-from grpo_roc_jax.text.replies import UnmatchedReply, in_order_of_calls
+from grpo_roc_jax.text.replies import ANSWERED_KEYS, UnmatchedReply, answered_id, id_of_call, in_order_of_calls
 from grpo_roc_jax.types import Problem
 
 TOOL_ROLES = ("tool", "function", "ipython")
@@ -32,7 +32,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant message that can hold a thought; several must hold the same one."""
 READ_KEYS = {
     "assistant": {"role", "content", "tool_calls", "function_call", "name", *REASONING},
-    **{role: {"role", "content", "tool_call_id", "name"} for role in TOOL_ROLES},
+    **{role: {"role", "content", "name", *ANSWERED_KEYS} for role in TOOL_ROLES},
 }
 """Keys that are read of the messages of a role; for roles not listed these are `role`, `content` and `name`."""
 FOLLOWS = {"system": ("system", "user"), "user": ("user", "assistant"), "assistant": TOOL_ROLES} | {
@@ -110,6 +110,8 @@ def _calls(message: Mapping[str, Any]) -> list[Any]:
     calls, old = message.get("tool_calls") or [], message.get("function_call")
     if not isinstance(calls, list):
         raise UnusableRow(f"'tool_calls' is {type(calls).__name__}; must be a list")
+    if calls and old and [_function(call) for call in calls] != [old]:
+        raise UnusableRow("an assistant message with 'tool_calls' and another 'function_call'; must be one of them")
     return calls or ([old] if old else [])
 
 
@@ -120,6 +122,8 @@ def _messages(row: Any) -> list[Mapping[str, Any]]:
     messages = _decoded(row.get("messages"), "column 'messages' is text but not JSON")
     if not isinstance(messages, list) or not messages:
         raise UnusableRow("column 'messages' is missing, empty or not a list")
+    for message in messages:
+        refuse_media(message if isinstance(message, Mapping) else {})
     messages = [_with_thought(message) if isinstance(message, Mapping) else message for message in messages]
     texts = [message_text(m.get("content") or "") if isinstance(m, Mapping) else None for m in messages]
     if None in texts:
@@ -205,8 +209,8 @@ def _in_order(calls: list[Any], replies: list[Mapping[str, Any]]) -> tuple[str, 
     if not replies:
         return ()
     names = [(_function(call) or {}).get("name") for call in calls]
-    ids = [_id_of(call, "id") for call in calls]
-    given = [(_id_of(reply, "tool_call_id"), str(reply.get("name") or "")) for reply in replies]
+    ids = [_text_of_id(id_of_call(call)) if isinstance(call, Mapping) else None for call in calls]
+    given = [(_text_of_id(answered_id(reply)), str(reply.get("name") or "")) for reply in replies]
     try:
         order = in_order_of_calls(list(zip(ids, map(str, names), strict=True)), given, strict=True)
     except UnmatchedReply as error:
@@ -214,9 +218,8 @@ def _in_order(calls: list[Any], replies: list[Mapping[str, Any]]) -> tuple[str, 
     return tuple(replies[i]["content"] for i in order)
 
 
-def _id_of(value: Any, key: str) -> str | None:
+def _text_of_id(own_id: Any) -> str | None:
     """An id as text; None if there is none."""
-    own_id = value.get(key) if isinstance(value, Mapping) else None
     return None if own_id in (None, "") else str(own_id)
 
 

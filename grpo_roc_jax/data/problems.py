@@ -48,7 +48,8 @@ LONG_ANSWER = 200
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 OWN_FORM = re.compile(
     r"\b(?:answer|output|put|write|give|return|enclose|place|wrap|end|finish)\b[^.?!\n]{0,80}"
-    r"(?:####|\\boxed|\\fbox|\bboxed\b|<answer>|answer tags|[\"'`“‘](?:the |final |my ){0,3}answers?(?: is)?\s?:)",
+    r"(?:####|\\boxed|\\fbox|\bboxed\b|<answer>|answer tags|[\"'`“‘](?:the |final |my ){0,3}answers?(?: is)?\s?:)"
+    r"|\b(?:of|in) the form(?:at)?:? [\"'`“‘$*]{0,3}(?:the |final |my ){0,3}answers?(?: is)?\s?:",
     re.IGNORECASE,
 )
 """Matches a question that says how the answer must be marked, as verl's prompts do."""

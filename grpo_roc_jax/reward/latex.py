@@ -35,15 +35,18 @@ _SIGNS = {
     "∠": r"\angle ", "△": r"\triangle ", "→": r"\to ", "⇒": r"\Rightarrow ", "∧": r"\land ", "∨": r"\lor ",
     "¬": r"\neg ", "∖": r"\setminus ", "⟨": r"\langle ", "⟩": r"\rangle ", "〈": r"\langle ", "〉": r"\rangle ",
     "∣": "|", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
-    "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ", "∂": r"\partial ", "ℏ": r"\hbar ", "µ": "μ", "％": "%", "，": ",",
-    "；": ";", "：": ":", "（": "(", "）": ")", "＝": "=", "\u200b": "", "\ufeff": "", "\u200e": "", "\u2060": "",
+    "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ", "∂": r"\partial ", "ℏ": r"\hbar ", "µ": "μ",
+    "\u200b": "", "\ufeff": "", "\u200e": "", "\u2060": "",
 }  # fmt: skip
 _VULGAR = {
     "½": "12", "⅓": "13", "⅔": "23", "¼": "14", "¾": "34", "⅕": "15", "⅖": "25", "⅗": "35", "⅘": "45", "⅙": "16",
     "⅚": "56", "⅛": "18", "⅜": "38", "⅝": "58", "⅞": "78",
 }  # fmt: skip
+_WIDE = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
+"""Full-width forms of ASCII, as Chinese and Japanese texts have them."""
 _CHARACTERS = str.maketrans(
-    {sign: rf"\{name} " for sign, name in _GREEK.items() if sign != "μ"}
+    _WIDE
+    | {sign: rf"\{name} " for sign, name in _GREEK.items() if sign != "μ"}
     | _SIGNS
     | {sign: rf"\frac{{{ratio[0]}}}{{{ratio[1]}}}" for sign, ratio in _VULGAR.items()}
 )
@@ -117,7 +120,7 @@ class Token(NamedTuple):
 
 _TOKEN = re.compile(
     r"(?P<space>\s+)|(?P<field>\\mathbb\s?(?:[A-Z]|\{\s?[A-Z]\s?\}))|\\(?P<env>(?:begin|end)\s?\{[A-Za-z]+\*?\})|\\(?P<command>[A-Za-z]+)\*?|\\(?P<escaped>.)"
-    r"|(?P<number>[0-9]+(?:\.[0-9]+)*|\.[0-9]+(?:\.[0-9]+)*)|(?P<name>[^\W\d_]+)|(?P<sign><=|>=|!=|==|->|\*\*|\+/-|.)",
+    r"|(?P<number>[0-9]+(?:\.[0-9]+)*|\.[0-9]+(?:\.[0-9]+)*)|(?P<name>[^\W\d_]+)|(?P<sign><=|>=|!=|=/=|==|->|\*\*|\+/-|.)",
     re.DOTALL,
 )
 SPACES = {*",;:!> \n", "quad", "qquad", "thinspace", "medspace", "thickspace", "enspace", "space"}
@@ -188,14 +191,33 @@ _PRICE = re.compile(r"(?<!\\)\$(?=\s*[0-9.])")
 _SKIPS = re.compile(r"\\(?:kern|mkern|hskip|mskip)\s{0,4}-?[0-9.]{1,9}\s?(?:pt|em|ex|mu|cm|mm|in|px)\b")
 
 
+_STRUCK = re.compile(r"(?<![^\s(*])~~(?=[^\s~])([^~\n]{1,200}?)(?<=[^\s~])~~(?![^\s).,;:*])")
+"""Markdown that is struck out, and no two spaces of LaTeX between operands: `~~17~~`."""
+
+
 def tokenize(text: str) -> list[Token]:
     """The tokens of a text, without spacing, markup and delimiters of formulas."""
     text = _SKIPS.sub(r"\\ ", _SCRIPTS.sub(_script, text).translate(_CHARACTERS))
     if len(_DOLLAR.findall(text)) == 1:  # delimiters of a formula come in pairs
         text = _PRICE.sub(r"\\$", text)
+    text = _STRUCK.sub(r"\\cancel{\1}", text)
     text = _from_python(_CLOCK_HALF.sub(r"\1\2", _TAGS.sub("", text)))
     text = _EXPONENT.sub(r"\1\\times10^{\2}", _ROOT.sub(r"\\sqrt{\1}", _PI.sub(r"\\pi ", text)))
     return _braced(_Cleaner(text).tokens)
+
+
+_ASCII = {
+    "<=": r"\le", ">=": r"\ge", "!=": r"\ne", "=/=": r"\ne", "==": "=", "->": r"\to", "+/-": r"\pm",
+}  # fmt: skip
+_DENIED = {
+    "=": r"\ne", r"\in": r"\notin", "<": r"\ge", ">": r"\le", r"\le": ">", r"\ge": "<", r"\ne": "=", r"\notin": r"\in",
+}  # fmt: skip
+"""Relations with a stroke through them, as they are read without one."""
+
+
+def _denied(relation: str) -> str:
+    r"""The relation after `\not`; of another sign its name after `not`, which no rule reads as equal to anything."""
+    return _DENIED.get(relation, r"\operatorname{not" + "".join(filter(str.isalpha, relation)) + "}")
 
 
 class _Cleaner:
@@ -215,6 +237,9 @@ class _Cleaner:
             self._read(match.lastgroup or "", match.group(match.lastgroup or 0), match)
 
     def emit(self, text: str, *, roman: bool | None = None) -> None:
+        if self.tokens and self.tokens[-1].text == r"\not":
+            text, roman = _denied(text), False
+            self.gap = self.tokens.pop().gap
         self.tokens.append(Token(text, self.gap, self.roman if roman is None else roman))
         self.gap = False
 
@@ -327,9 +352,7 @@ class _Cleaner:
             else:
                 self.bold = not self.bold
         elif text != '"':
-            self.emit(
-                {"<=": r"\le", ">=": r"\ge", "!=": r"\ne", "==": "=", "->": r"\to", "+/-": r"\pm"}.get(text, text)
-            )
+            self.emit(_ASCII.get(text, text))
 
 
 class _Bracer:

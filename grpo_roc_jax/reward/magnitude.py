@@ -26,8 +26,16 @@ MAX_FACTORS = 50
 """Factors of a binomial coefficient in variables."""
 MAX_SUMMED = 20_000
 """Terms of a sum over an index, times the expanded terms of what is summed."""
-MAX_DEPTH = 40
-"""Brackets, fractions, roots and powers inside one another."""
+MAX_DEPTH = 12
+"""Brackets, fractions, roots and powers inside one another; the library's parser takes seconds for 20."""
+MAX_DEPTH_FUNCTIONS = 6
+"""Functions such as the sine inside one another."""
+MAX_OF_GAMMA = 1500
+"""Largest number in an argument of the functions gamma and zeta."""
+MAX_OF_GCD = Decimal("1e300")
+"""Largest number of which a divisor or multiple is computed."""
+MAX_DETERMINANT = 5
+"""Rows of a determinant in variables."""
 
 _CONTEXT = Context(prec=28, Emax=10**17, Emin=-(10**17), traps=[])
 _PI, _E = Decimal("3.141592653589793238462643383"), Decimal("2.718281828459045235360287471")
@@ -127,6 +135,8 @@ class _Reader:
         self.depth = 0
         self.bars = 0
         """Absolute values that are open."""
+        self.functions = 0
+        """Functions that are open."""
 
     def peek(self) -> str:
         return self.texts[self.at] if self.at < len(self.texts) else ""
@@ -262,7 +272,13 @@ class _Reader:
             self.bars -= 1
             return None, largest, terms._replace(names=terms.names | {"|"})
         if text[:7] == r"\begin{":
-            return self.rows()
+            before = self.texts[max(0, self.at - 3) : self.at - 1]
+            return self.rows(determinant=text == r"\begin{vmatrix}" or r"\det" in before or before[-1:] == ["|"])
+        if text in (r"\Gamma", r"\gcd", r"\lcm", r"\zeta") and self.peek() == "(":
+            number, largest, terms = self.bracket(")")
+            if largest > (MAX_OF_GAMMA if text in (r"\Gamma", r"\zeta") else MAX_OF_GCD):
+                raise TooLarge(f"{text} of a large number")
+            return None, largest, terms._replace(names=terms.names | {text})
         if text in (r"\frac", r"\binom"):
             (over, first, above), (under, second, below) = self.argument(), self.argument()
             if text == r"\binom":
@@ -295,7 +311,11 @@ class _Reader:
             mark, self.at = self.peek(), self.at + 1
             number, *_ = self.argument()
             base, power = (number, power) if mark == "_" else (base, number if number is not None else Decimal(1))
+        self.functions += 1
+        if self.functions > MAX_DEPTH_FUNCTIONS:
+            raise TooLarge(f"more than {MAX_DEPTH_FUNCTIONS} functions inside one another")
         number, largest, inside = self.bracket(")") if self.peek() == "(" else self.power()
+        self.functions -= 1
         _short(inside, "an argument of a function")
         terms = _Expansion(1, 1, frozenset([name, *inside.names]))
         if power is not None and abs(power) <= MAX_TERMS:
@@ -347,15 +367,19 @@ class _Reader:
             raise TooLarge(f"a sum of more than {MAX_SUMMED} terms when it is multiplied out")
         return None, max(largest, size), terms._replace(names=names | {"index"}, degree=max(1, terms.degree))
 
-    def rows(self) -> _Size:
-        """A matrix: its power has sums of products of its entries."""
+    def rows(self, *, determinant: bool) -> _Size:
+        """A matrix: its power has sums of products of its entries, its determinant of one of each row."""
         largest, terms = Decimal(1), _NUMBER
+        rows = 1
         while self.peek() and self.peek()[:5] != r"\end{":
             before = self.at
+            rows += self.peek() == r"\\"
             _, size, more = self.sum()
             largest, terms = max(largest, size), terms.plus(more)
             self.at += self.at == before
         self.at += 1
+        if determinant and terms.names and rows > MAX_DETERMINANT:
+            raise TooLarge(f"a determinant in variables of more than {MAX_DETERMINANT} rows")
         return None, largest, terms
 
 

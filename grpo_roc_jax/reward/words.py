@@ -222,14 +222,16 @@ DIRECTIONS = set(
     upwards downward downwards inward outward forward forwards backward backwards clockwise counterclockwise
     anticlockwise past till until am pm bc ad bce ce profit loss gain
     increase increased decrease decreased rise fall higher lower
-    deeper taller shorter before after ago later earlier early late ahead behind credit debit surplus deficit increasing
+    deeper taller shorter before after ago later earlier early late ahead behind credit debit debt overdrawn
+    surplus deficit increasing
     decreasing positive negative receding approaching win lose wins losses
     """
     )
 )
 _NEGATIONS = set(names(
     """
-    not no never none neither nor without wrong incorrect false untrue isnt except cannot impossible un non
+    not no never none neither nor without wrong incorrect false untrue isnt except excluding cannot impossible un non
+    extraneous inadmissible disproved disproven contradiction reject hardly
     """
 ))  # fmt: skip
 _BEFORE_NOT = {f"{word}n" for word in names("is are was were do does did has have had could should would must need")}
@@ -253,7 +255,8 @@ _CONJUNCTIONS = set(
 _OPERATIONS = set(
     names(
         """
-    squared cubed factorial root roots power powers reciprocal inverse opposite divided multiplied score gross modulo
+    squared cubed doubled tripled quadrupled halved reversed inverted negated factorial root roots
+    power powers reciprocal inverse opposite divided multiplied score gross modulo
     logarithm sine cosine tangent
     """
     )

@@ -22,7 +22,7 @@ from grpo_roc_jax.text.calls import THOUGHTS, without_thoughts
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
 from grpo_roc_jax.text.config import CHATML_TAGS, TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS
-from grpo_roc_jax.text.replies import UnmatchedReply, in_order_of_calls
+from grpo_roc_jax.text.replies import UnmatchedReply, answered_id, id_of_call, in_order_of_calls
 from grpo_roc_jax.text.tokenizer import Tokenizer
 from grpo_roc_jax.types import Problem, ToolCall
 
@@ -285,7 +285,10 @@ def _results(run: list[tuple[int, Any]], messages: list[Any]) -> Iterator[Said]:
     calls = _calls_of(before, f"messages[{begin - 1}]") if before.get("role") == "assistant" else ()
     if not calls and isinstance(content := before.get("content"), str):
         calls = _written_calls(content.partition(CALLS_AS_TEXT)[2])
-    replies = [(field_of(m, "tool_call_id", str), field_of(m, "name", str) or "") for _, m in run]
+    replies = [
+        (field_of({"tool_call_id": answered_id(m)}, "tool_call_id", str), field_of(m, "name", str) or "")
+        for _, m in run
+    ]
     try:
         if not calls and before.get("role") != "assistant" and any(own_id for own_id, _ in replies):
             raise RequestRefused(
@@ -333,7 +336,7 @@ def _calls_of(message: Mapping[str, Any], where: str) -> tuple[Called, ...]:
 
 
 def _called(call: Mapping[str, Any]) -> Called:
-    own_id = call.get("id")
+    own_id = id_of_call(call)
     return _call(call["function"]), own_id if isinstance(own_id, str) else None
 
 

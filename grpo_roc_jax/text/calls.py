@@ -23,6 +23,8 @@ THOUGHTS = (
     ("<|channel>thought", "<channel|>"),
 )
 """Marks around thoughts: those of most models, of the built-in templates, of Magistral, of Gemma 4."""
+LINE_BEGIN = rf"(?:^|{'|'.join(f'(?<={re.escape(closing)})' for _, closing in THOUGHTS)})[^\S\n]*"
+"""The begin of a line, or the end of a thought: for forms of calls that no mark opens."""
 Tools = Sequence[Mapping[str, Any]]
 State = Literal["closed", "open", "broken"]
 """State of a call. `closed`: complete. `open`: the text ends inside it, so that more text could complete it. `broken`:

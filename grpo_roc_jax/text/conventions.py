@@ -9,6 +9,7 @@ from typing import Any
 from grpo_roc_jax.text.calls import (
     CALL_CLOSE,
     CALL_OPEN,
+    LINE_BEGIN,
     CallSpan,
     State,
     Tools,
@@ -173,7 +174,7 @@ class LlamaCalls(CallForm):
     openings = ("<|python_tag|>",)
     _tag = "<|python_tag|>"
     _begins = re.compile(r'\s*\{\s*"(?:name|type|function|parameters|arguments)"')
-    _line = re.compile(r'^[^\S\n]*\{\s*"(?:name|type|function)"', re.MULTILINE)
+    _line = re.compile(LINE_BEGIN + r'\{\s*"(?:name|type|function)"', re.MULTILINE)
     _given = re.compile(r'"(?:parameters|arguments)"\s{0,8}:')
     _between = re.compile(r"\s*[;,]?\s*")
 

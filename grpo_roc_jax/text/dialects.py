@@ -11,6 +11,7 @@ from typing import Any
 from grpo_roc_jax.text.calls import (
     CALL_CLOSE,
     CALL_OPEN,
+    LINE_BEGIN,
     CallSpan,
     State,
     Tools,
@@ -322,7 +323,7 @@ class PythonCalls(CallForm):
     """
 
     _name = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?=\()")
-    _list = re.compile(r"^[^\S\n]*(?:<\|python_tag\|>)?\[(?=\s*[A-Za-z_][\w.-]*\()", re.MULTILINE)
+    _list = re.compile(LINE_BEGIN + r"(?:<\|python_tag\|>)?\[(?=\s*[A-Za-z_][\w.-]*\()", re.MULTILINE)
     _pair = re.compile(r"\s*([^\s=,()\[\]{}\"']+)\s*=(?!=)")
 
     def __init__(self, tags: tuple[str, str] | None, *, as_json: bool):

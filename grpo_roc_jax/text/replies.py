@@ -1,6 +1,10 @@
 """Results of tools matched to the calls that they answer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ANSWERED_KEYS = ("tool_call_id", "call_id", "tool_use_id")
+"""Keys that can hold the id of the answered call."""
 
 
 class UnmatchedReply(ValueError):
@@ -17,8 +21,8 @@ def in_order_of_calls(
 ) -> list[int]:
     """Indices of the results of a turn, in the order of its calls.
 
-    Results are matched by id. If neither side has ids they are taken in the order of the calls or, for tools that are
-    called once, matched by name (the role `function` of older requests).
+    Results are matched by id. If neither side has ids they are matched by name (the role `function` of older requests),
+    those of one tool in their order. Results without names are taken in the order of the calls.
 
     Args:
         calls: Id, if it has one, and name of each call. Empty if the turn has its calls as text; results are then taken
@@ -27,7 +31,8 @@ def in_order_of_calls(
         strict: Whether calls with ids must be answered by id even if there is only one call.
 
     Raises:
-        UnmatchedReply: An id is unknown, missing, or given twice, or a call has no result.
+        UnmatchedReply: An id is unknown, missing, or given twice, a call has no result, or the names of several results
+            are not those of the calls.
     """
     known = [own_id for own_id, _ in calls if own_id]
     given = [own_id for own_id, _ in replies]
@@ -49,11 +54,27 @@ def in_order_of_calls(
     if len(replies) < len(calls):
         raise UnmatchedReply(f"{len(calls)} calls and {len(replies)} results; every call must have one")
     names, called = [name for _, name in replies], [name for _, name in calls]
-    if len(replies) == len(calls) and len(set(called)) == len(called) and sorted(names) == sorted(called):
-        return [names.index(name) for name in called]
     if len(calls) > 1 and len(replies) > len(calls):
         raise UnmatchedReply(f"{len(calls)} calls and {len(replies)} results; name their calls by tool_call_id")
-    return list(range(len(replies)))
+    if len(replies) != len(calls) or sorted(names) != sorted(called):
+        if len(calls) > 1 and all(names):
+            raise UnmatchedReply(
+                f"results of {', '.join(names)[:200]} after calls of {', '.join(called)[:200]}; "
+                "must be of the same tools"
+            )
+        return list(range(len(replies)))
+    left = {name: iter([i for i, other in enumerate(names) if other == name]) for name in names}
+    return [next(left[name]) for name in called]
+
+
+def id_of_call(call: Mapping[str, Any]) -> Any:
+    """The id of a call: `id` of chat completions, or `call_id` of responses."""
+    return next((call[key] for key in ("id", "call_id") if call.get(key) is not None), None)
+
+
+def answered_id(reply: Mapping[str, Any]) -> Any:
+    """The id of the call that a result answers, under any of the keys in use."""
+    return next((reply[key] for key in ANSWERED_KEYS if reply.get(key) is not None), None)
 
 
 def _by_id(known: Sequence[str], given: Sequence[str | None], calls: int) -> list[int]:

@@ -281,3 +281,37 @@ def test_an_end_token_in_the_arguments_of_a_call_is_text(tmp_path):
 def test_a_file_without_traces_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no row of the file can be used"):
         load_traces(write(tmp_path / "sft.jsonl", ["{"]))
+
+
+@pytest.mark.parametrize("key", ["tool_call_id", "call_id", "tool_use_id"])
+@pytest.mark.parametrize("own", ["id", "call_id"])
+def test_ids_under_the_keys_of_other_interfaces(tmp_path, key, own):
+    asked = [{own: name, "function": {"name": "f", "arguments": {"x": name}}} for name in "ab"]
+    results = [message("tool", f"of {name}", **{key: name}) for name in "ba"]
+    row = {
+        "messages": [
+            message("user", "1?"),
+            message("assistant", "", tool_calls=asked),
+            *results,
+            TOOL_ROW["messages"][-1],
+        ]
+    }
+    (trace,), report = load_traces(write(tmp_path / "sft.jsonl", [row]))
+    assert trace.observations == (("of a", "of b"),) and not report.unread
+
+
+def test_calls_under_two_keys_must_be_the_same(tmp_path):
+    again, other = CALL["function"], {"name": "f", "arguments": "{}"}
+    rows = [
+        {"messages": [message("user", "1?"), message("assistant", "", tool_calls=[CALL], function_call=call)]}
+        for call in (again, other)
+    ]
+    traces, report = load_traces(write(tmp_path / "sft.jsonl", rows))
+    assert len(traces) == 1 and "another 'function_call'" in report.bad[0].reason
+
+
+@pytest.mark.parametrize("media", [{"images": ["a.png"]}, {"audio": {"id": "x"}}])
+def test_messages_with_media_are_bad(tmp_path, media):
+    rows = [TOOL_ROW, {"messages": [message("user", "1?", **media), *TOOL_ROW["messages"][2:]]}]
+    traces, report = load_traces(write(tmp_path / "sft.jsonl", rows))
+    assert len(traces) == 1 and "is filled; problems are text" in report.bad[0].reason

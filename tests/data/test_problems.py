@@ -358,6 +358,7 @@ def test_a_question_about_a_picture_in_its_text_is_bad(tmp_path, question):
         "Return it in <answer> tags.",
         "write the answer after 'Answer:'.",
         'End with "The final answer is: ".',
+        "The last line of your response should be of the form Answer: $Answer.",
     ],
 )
 def test_a_question_that_asks_for_a_form_is_named(tmp_path, sentence):

@@ -302,3 +302,37 @@ def test_sizes_and_dimensions_by_hand():
     assert measure("h^-1·km") == (Fraction(5, 18), (("m", 1), ("s", -1)))
     assert measure("cm^3") == (Fraction(1, 10**6), (("m", 3),)) and measure("mL") == measure("cm^3")
     assert measure("kJ") == (1000, (("kg", 1), ("m", 2), ("s", -2))) and measure("apple") is None
+
+
+STRUCK = [
+    (r"\not=7", "7", False),
+    (r"\not\! = 7", "7", False),
+    (r"\not\approx 7", "7", False),
+    (r"\not\equiv 7", "7", False),
+    ("=/=7", "7", False),
+    (r"x\not=7", "x=7", False),
+    (r"x\not=7", r"x\ne 7", True),
+    (r"x\not<7", r"x\ge 7", True),
+    (r"x\not\ge 7", "x<7", True),
+    (r"x\not<7", "x<7", False),
+    ("~~17~~", "17", False),
+    ("17 ~~16~~", "17", False),
+    ("~~17~~ 18", "17", False),
+    (r"17~~\text{cm}", "17~cm", True),
+    ("7 excluding", "7", False),
+    ("7 doubled", "7", False),
+    (r"\text{reject } 7", "7", False),
+    (r"7 \text{ (extraneous)}", "7", False),
+    ("１２", "12", True),
+    ("－7．5", "-7.5", True),
+    ("５％", "5%", True),
+    ("（１，２）", "(1,2)", True),
+]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_strokes_denials_and_wide_characters(strict):
+    """By default and in `strict`, with algebra where the forms do not decide."""
+    with closing(Verifier(workers=1, strict=strict)) as pool:
+        verdicts = pool.compare([pair[:2] for pair in STRUCK])
+    assert [pair for pair, verdict in zip(STRUCK, verdicts, strict=True) if (verdict == "correct") != pair[2]] == []

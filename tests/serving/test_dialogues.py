@@ -283,3 +283,10 @@ def test_schemas_of_tools_forge_no_mark(dialogues):
     named = {"type": "function", "function": {"name": "a<|im_end|>b", "parameters": {}}}
     with pytest.raises(RequestRefused, match="imitates a mark of the dialogue; rename the tool"):
         dialogues.context("", [ASKED], [named])
+
+
+@pytest.mark.parametrize("key", ["call_id", "tool_use_id"])
+def test_ids_under_the_keys_of_other_interfaces(dialogues, key):
+    """Two results in another order than their calls, which position alone would exchange."""
+    results = [{"role": "tool", "content": f"of {own_id}", key: own_id} for own_id in "ba"]
+    assert shown(dialogues, [*TWO, *results]) == shown(dialogues, [*TWO, result("a", "of a"), result("b", "of b")])

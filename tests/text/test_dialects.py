@@ -836,3 +836,16 @@ def test_many_strings_take_linear_time(name):
     for text in (head + part * 20_000 + end, head + part + "'</arg_value></tool_call>'" * 20_000):
         CONVENTIONS[name].find_calls(text, over=True, tools=TOOLS)
     assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("name", sorted({*CONVENTIONS} - {"code", "harmony"}))
+@pytest.mark.parametrize("closing", [closing for _, closing in THOUGHTS])
+def test_a_call_right_after_a_thought_is_read(name, closing):
+    """With a line between them and without, also where only the begin of a line marks a call."""
+    form = CONVENTIONS[name]
+    written = form.write_calls("", [ToolCall("run", {"note": "x"}, "")])
+    for between in ("", " ", "\n"):
+        spans = read_turn(
+            f"I look it up.{closing}{between}{written}", form, opened=True, strict=True, tools=TOOLS
+        ).spans
+        assert plain([call for span in spans for call in span.calls]) == [("run", {"note": "x"}, None)]

@@ -15,6 +15,8 @@ AB = [("a", "f"), ("b", "g")]
         ([(None, "f"), (None, "g")], [(None, ""), (None, "")], [0, 1]),
         ([(None, "f"), (None, "g")], [(None, "g"), (None, "f")], [1, 0]),
         ([(None, "f"), (None, "f")], [(None, "f"), (None, "f")], [0, 1]),
+        ([(None, "f"), (None, "f"), (None, "g")], [(None, "g"), (None, "f"), (None, "f")], [1, 2, 0]),
+        ([(None, "f")], [(None, "h")], [0]),
         ([(None, "f")], [(None, ""), (None, "")], [0, 1]),
         ([], [(None, ""), (None, "")], [0, 1]),
         ([("a", "f")], [(None, "")], [0]),
@@ -38,6 +40,8 @@ def test_results_in_the_order_of_their_calls(calls, replies, order):
         ([("a", "f"), (None, "g")], [("a", "")], False, "a call without an id", None),
         ([(None, "f"), (None, "g")], [(None, "")], False, "2 calls and 1 results", None),
         ([(None, "f"), (None, "g")], [(None, "")] * 3, False, "2 calls and 3 results", None),
+        ([(None, "f"), (None, "g")], [(None, "g"), (None, "h")], False, "results of g, h after calls of f, g", None),
+        ([(None, "f"), (None, "g")], [(None, "g"), (None, "g")], False, "must be of the same tools", None),
         ([], [("a", "")], True, "answers no call", 0),
     ],
 )
