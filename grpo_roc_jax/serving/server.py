@@ -404,6 +404,9 @@ class EndpointHandler(RequestHandler):
     def initialize(self, endpoint: Endpoint) -> None:
         self.endpoint, self.body = endpoint, bytearray()
 
+    _stream: Any = None
+    """Set by `prepare`, which a request with an unknown method does not reach."""
+
     async def prepare(self) -> None:
         headers, self._stream = self.request.headers, self.request.connection.stream
         if "X-Api-Key" in headers and "Authorization" not in headers:  # the clients of Anthropic's form
@@ -429,7 +432,7 @@ class EndpointHandler(RequestHandler):
             self.endpoint.connections.begin(self._stream)
 
     def on_finish(self) -> None:
-        if self.endpoint.connections is not None:
+        if self.endpoint.connections is not None and self._stream is not None:
             self.endpoint.connections.end(self._stream)
 
     async def _refuse_unread(self, error: RequestRefused) -> None:
