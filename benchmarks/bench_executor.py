@@ -25,8 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grpo_roc_jax.sandbox import _probing
+from grpo_roc_jax.sandbox.base import percentile
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
-from grpo_roc_jax.tools.base import BaseExecutor, percentile
+from grpo_roc_jax.tools.executor import BaseExecutor
 
 TOOL = "python_code_with_standard_io"
 IN_FLIGHT = 2

@@ -90,7 +90,7 @@ class Watched(SamplerPool):
 
 
 def apart(config: Config, parts: tuple, learner, pool: Watched, kill_at: int) -> dict:
-    """The loop of `train.train_steps` without records."""
+    """The loop of `train.train_stage` without records."""
     (policy, sampling), run = parts, fresh_run(config, *parts)
     stream = RolloutStream(config, sampling, policy.mesh, pool)
     learner.learner.meanwhile = stream.meanwhile

@@ -46,8 +46,8 @@ from grpo_roc_jax.config import Config, read_config
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.pod.processes import joined
 from grpo_roc_jax.rollout import sampler as sampler_module
-from grpo_roc_jax.rollout.collect import render
 from grpo_roc_jax.rollout.records import Finish, Observe, RunOptions, Wait
+from grpo_roc_jax.rollout.sampler import render
 from grpo_roc_jax.run import rollout_stream, sample
 from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.run.learning import make_learner
@@ -117,7 +117,7 @@ class SleepingTools:
 
 
 def scripted(engine, chat, executor, requests, options):
-    """In place of `collect.with_tools`."""
+    """In place of `sampler.with_tools`."""
     return render(requests, chat), SleepingTools(requests, options.key_step), options
 
 
@@ -174,7 +174,7 @@ def one_of_several(asked: argparse.Namespace, more: list[str]) -> dict | None:
 
 
 def run_steps(config: Config, parts: tuple, learner, *, overlap: bool) -> dict[str, float]:
-    """The loop of `train.train_steps` without records; means over the steps after the first."""
+    """The loop of `train.train_stage` without records; means over the steps after the first."""
     (policy, sampling), steps, rows = parts, config.steps, []
     run, stream = fresh_run(config, *parts), rollout_stream.RolloutStream(config, sampling, policy.mesh)
     if overlap:

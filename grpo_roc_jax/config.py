@@ -197,8 +197,8 @@ class Config:
         rollout, surrogate = values["rollout"], values["surrogate"]
         limit, at = rollout["step_limit"], ("rollout", "step_limit")
         if isinstance(rollout.get("samplers"), dict) and at not in written and (*at, "kind") not in written:
-            own = limit if isinstance(limit, dict) else {}
-            limit = rollout["step_limit"] = as_mapping(StreamedRows()) | {k: v for k, v in own.items() if k != "kind"}
+            given = limit if isinstance(limit, dict) else {}
+            limit = rollout["step_limit"] = as_mapping(StreamedRows()) | {k: v for k, v in given.items() if k != "kind"}
         streams = isinstance(limit, dict) and limit["kind"] == "stream" and str(limit["lag"]) != "0"
         if not streams and values["rollout"].get("low_precision") is None:
             return values

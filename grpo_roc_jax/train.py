@@ -10,19 +10,20 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, derived
 from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass, Hosted, OwnEnvironments
+from grpo_roc_jax.learner.group_learner import GroupLearner
 from grpo_roc_jax.learner.learner import UpdateBatch
 from grpo_roc_jax.method.compose import next_state, resample_group, subset
 from grpo_roc_jax.model.transformer import compute_dtype
-from grpo_roc_jax.planner.measured import device_rates, measured_lines
+from grpo_roc_jax.planner.measured import Rates, device_rates, measured_lines
 from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
 from grpo_roc_jax.planner.suggest import device_limit, room_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
@@ -44,13 +45,12 @@ from grpo_roc_jax.run.durations import evaluation_phase
 from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
-from grpo_roc_jax.run.profiling import Profile, profiled, tracing
+from grpo_roc_jax.run.profiling import Profile, Tracer, profiled, tracing
 from grpo_roc_jax.run.prospects import hindrances
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
-from grpo_roc_jax.run.rounds import StepSamples, WaveSampler, check_accounts, draw_problems, merge_rounds, run_round
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.sample import GroupSampler
+from grpo_roc_jax.run.sample import GroupSampler, StepSamples, check_accounts, draw_problems, merge_rounds, run_round
 from grpo_roc_jax.run.samplers import SamplerFailed, remote_samplers
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
 from grpo_roc_jax.run.stages import enter_stage, first_stage, next_claim, observe, stage_over
@@ -63,7 +63,7 @@ from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, loa
 from grpo_roc_jax.settings.leaving import end_with
 from grpo_roc_jax.settings.options import fields_of
 from grpo_roc_jax.settings.points import injected, reach, spoiled
-from grpo_roc_jax.settings.progress import phase
+from grpo_roc_jax.settings.progress import Phase, phase
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics
@@ -127,10 +127,18 @@ def train_stage(
         Stopped: See `train`.
     """
     with open_session(claim, tools) as session:
+        config = session.config
         with state_kept(session):
             with phase("start of the run", routine=True):
                 run = begin(session)
-            compiled += train_steps(session, run)
+            with open_loop(session, run) as loop:
+                while run.step < config.steps and not stage_over(session, run):
+                    loop.tracer.before(run.step + 1)
+                    begun, counts = time.perf_counter(), run.buffer.counts
+                    samples = sample_step(config, session.policy, session.sampling, run, loop.stream)
+                    batches, metrics = update_step(session, run, loop, samples, counts, begun)
+                    after_step(session, run, loop, samples, batches, metrics)
+                compiled += loop.compiled_after_first
             following, summary = next_claim(claim, run), {}
             with phase("end of the run", routine=True):
                 if following is None:
@@ -166,12 +174,38 @@ def with_environment(
     return config, {**functions, **{paths[name]: cls for name, cls in passed.items()}}
 
 
-def train_steps(session: TrainingSession, run: RunState) -> int:
-    """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step."""
+@dataclass(eq=False)
+class Loop:
+    """What the steps of a stage use besides its session: made before the first of them, and ended after the last."""
+
+    progress: Phase
+    first_step: int
+    """The step that the stage starts from here."""
+    tracer: Tracer
+    stream: RolloutStream | None
+    learner: GroupLearner
+    rates: Rates | None
+    """How many FLOPs and bytes the devices do in a second, if that is known."""
+    watch: Watch
+    gap: GapCheck
+    compilations: CompilationCounter
+    compiled: int | None = None
+    """Number of programs compiled up to the end of the first step."""
+
+    @property
+    def compiled_after_first(self) -> int:
+        """Number of programs compiled after the first step; 0 is what is expected."""
+        return 0 if self.compiled is None else self.compilations.count - self.compiled
+
+
+@contextmanager
+def open_loop(session: TrainingSession, run: RunState) -> Iterator[Loop]:
+    """Compiles the programs of sampling and update, and makes what the steps need. Saves the state after the last step
+    if that is not saved yet."""
     config, checkpointer = session.config, session.checkpointer
     policy, sampling, sampler = session.policy, session.sampling, session.sampling.sampler
     with (
-        phase("training", steps=config.steps - run.step) as under_way,
+        phase("training", steps=config.steps - run.step) as progress,
         tracing(session.run_dir) as tracer,
         remote_samplers(config, policy, sampling) as remote,
     ):
@@ -185,68 +219,87 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             learner.learner.meanwhile = stream.meanwhile
         session.writer.say(describe_programs(session.compilations))
         checkpointer.latest = run.bundle()
-        watch, compiled, first = Watch(config.limits), None, run.step
-        rates = device_rates(config, policy.model, policy.mesh)
+        watch, rates = Watch(config.limits), device_rates(config, policy.model, policy.mesh)
         gap = GapCheck(session.events, exact=exact_sampling(config, policy))
         longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
         for watcher in filter(None, (watch, session.alarms)):
             watcher.recall(sampling.processes.once(lambda: recorded(session.run_dir)[-longest:]))
-        while run.step < config.steps and not stage_over(session, run):
-            tracer.before(run.step + 1)
-            begun = time.perf_counter()
-            counts = run.buffer.counts
-            samples = sample_step(config, policy, sampling, run, stream)
-            groups = run.buffer.take(config.group.problems)
-            batches = learner.batches(groups, samples.explanations, run)
-            check_accounts(samples, groups, batches, counts, run.buffer.counts)
-            drift = learner.drift(groups, run)
-            with session.preemption.deferred():  # the update donates its input: a step that began must end
-                reach("update")
-                run.train, batches, measured = learner.update(run, batches)
-                metrics = samples.metrics() | measured
-                if stream is not None:
-                    aged, alarm = stream.after_update(run, groups, measured)
-                    metrics |= aged
-                    if alarm:
-                        session.events.note(run.step + 1, "stale_samples", alarm)
-                    for note in stream.take_notes():
-                        session.events.note(run.step + 1, "samplers", note)
-                run.method = next_state(samples.groups, groups, config, run.method, drift)
-                run.step += 1
-                run.reference = learner.next_reference(run)
-                metrics |= observe(session, run, metrics)
-                if samples.unscored:
-                    session.events.note(run.step, "not_scored", samples.unscored)
-                checkpointer.latest = run.bundle()
-                metrics |= session.compilations.metrics() | {"data/left_out": run.stream.left_out}
-                metrics["time/step_s"] = time.perf_counter() - begun
-                metrics |= rates.metrics(metrics) if rates else {}
-                reach("record")
-                record(session, run, samples, groups, batches, metrics)
-                if checkpointer.due(run.step):
-                    checkpointer.save(run.step, checkpointer.latest)
-            compiled = session.compilations.count if compiled is None else compiled
-            if traced := tracer.after(run.step):
-                session.writer.say(traced)
-            under_way.step(run.step - first)
-            gap.look(run.step, metrics)
-            after_step(session, run, samples, batches, metrics, watch)
-        after_first = 0 if compiled is None else session.compilations.count - compiled
+        yield Loop(progress, run.step, tracer, stream, learner, rates, watch, gap, session.compilations)
         if not checkpointer.has(run.step):
             checkpointer.save(run.step, checkpointer.latest)
-        return after_first
+
+
+def update_step(
+    session: TrainingSession,
+    run: RunState,
+    loop: Loop,
+    samples: StepSamples,
+    counts: tuple[int, int, int],
+    begun: float,
+) -> tuple[Sequence[UpdateBatch], Metrics]:
+    """The second half of a step: updates the policy with the groups of the buffer, and records the step. From the
+    update to the checkpoint this is one critical section.
+
+    Args:
+        session: The session of the stage.
+        run: The state, which is updated.
+        loop: What the steps use.
+        samples: What `sample_step` returned.
+        counts: `RolloutBuffer.counts` before the step.
+        begun: When the step began, by `time.perf_counter`.
+
+    Returns:
+        (batches of the update, metrics of the step).
+    """
+    config, learner, stream, checkpointer = session.config, loop.learner, loop.stream, session.checkpointer
+    groups = run.buffer.take(config.group.problems)
+    batches = learner.batches(groups, samples.explanations, run)
+    check_accounts(samples, groups, batches, counts, run.buffer.counts)
+    drift = learner.drift(groups, run)
+    with session.preemption.deferred():  # the update donates its input: a step that began must end
+        reach("update")
+        run.train, batches, measured = learner.update(run, batches)
+        metrics = samples.metrics() | measured
+        if stream is not None:
+            aged, alarm = stream.after_update(run, groups, measured)
+            metrics |= aged
+            if alarm:
+                session.events.note(run.step + 1, "stale_samples", alarm)
+            for note in stream.take_notes():
+                session.events.note(run.step + 1, "samplers", note)
+        run.method = next_state(samples.groups, groups, config, run.method, drift)
+        run.step += 1
+        run.reference = learner.next_reference(run)
+        metrics |= observe(session, run, metrics)
+        if samples.unscored:
+            session.events.note(run.step, "not_scored", samples.unscored)
+        checkpointer.latest = run.bundle()
+        metrics |= session.compilations.metrics() | {"data/left_out": run.stream.left_out}
+        metrics["time/step_s"] = time.perf_counter() - begun
+        metrics |= loop.rates.metrics(metrics) if loop.rates else {}
+        reach("record")
+        record(session, run, samples, groups, batches, metrics)
+        if checkpointer.due(run.step):
+            checkpointer.save(run.step, checkpointer.latest)
+    return batches, metrics
 
 
 def after_step(
     session: TrainingSession,
     run: RunState,
+    loop: Loop,
     samples: StepSamples,
     batches: Sequence[UpdateBatch],
     metrics: Metrics,
-    watch: Watch,
 ) -> None:
     """Records failures of a finished step, checks its metrics, and evaluates if that is due."""
-    config = session.config
+    config, watch = session.config, loop.watch
+    if loop.compiled is None:
+        loop.compiled = session.compilations.count
+    if traced := loop.tracer.after(run.step):
+        session.writer.say(traced)
+    loop.progress.step(run.step - loop.first_step)
+    loop.gap.look(run.step, metrics)
     for text in watch.new_failures(samples.failures):
         session.events.note(run.step, "environment", text)
     watch.look_at_failures(samples.failures, samples.sampled)
@@ -274,9 +327,8 @@ def sample_step(
             samples = stream.next_round(run, weights)
         else:
             problems = draw_problems(config, run.stream, run.method, plan_rng)
-            first = index * config.group.problems
-            waves = WaveSampler(sampling, weights, step=run.step, first_place=first, partial=run.partial)
-            samples = run_round(config, sampling, problems, run.method, plan_rng, waves)
+            placed = {"step": run.step, "first_place": index * config.group.problems, "partial": run.partial}
+            samples = run_round(config, sampling, weights, problems, run.method, plan_rng, **placed)
         begun = time.perf_counter()
         reach("select")
         selections = tuple(resample_group(group, config, rng) for group in samples.groups)
@@ -418,7 +470,7 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
         if processes.first:
             session.traces.cut(run.step)
             sft_steps = 0 if session.start.forced or session.claim.stages else config.sft.steps
-            for lost in missing_rows(session.run_dir, run.step, config.log.traces, sft_steps):
+            for lost in missing_rows(session.run_dir, run.step, config.log.traces, sft_steps, saved.logs):
                 session.events.note(run.step, "missing_rows", f"{lost}, which had not reached the disk")
         if run.step == 0 and run.accuracy_before is None and session.held_out:
             evaluate_first(session, run)

@@ -216,7 +216,7 @@ class Trajectory:
 class RolloutRequest:
     """`count` rollouts of one problem under one prompt, which is prefilled once and shared by them.
 
-    The planner emits requests, `rollout.collect.render` adds the token ids of the prompt, the engine rolls them out.
+    The planner emits requests, `rollout.sampler.render` adds the token ids of the prompt, the engine rolls them out.
     """
 
     problem: Problem

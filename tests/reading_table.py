@@ -50,7 +50,7 @@ def names_in(text: str) -> list[str]:
 
 
 def module_of(name: str) -> str | None:
-    """The file of the package that a name such as `run.rounds.run_round` or `sandbox/_child.py` lies in."""
+    """The file of the package that a name such as `run.sample.run_round` or `sandbox/_child.py` lies in."""
     parts = name.removesuffix(".py").replace("/", ".").split(".")
     for size in range(len(parts), 0, -1):
         path = PACKAGE.joinpath(*parts[:size]).with_suffix(".py")
@@ -112,7 +112,7 @@ class Sent(BaseException):
 def frames_to_a_call() -> list[str]:
     """`file:function` of every frame of the package, from the command line to the executor's `submit`."""
     from grpo_roc_jax.text.chat_format import ChatFormat, ParsedTurn
-    from grpo_roc_jax.tools.python import PythonExecutor
+    from grpo_roc_jax.tools.executor import PythonExecutor
     from grpo_roc_jax.train import main
     from grpo_roc_jax.types import ToolCall
 
@@ -129,7 +129,7 @@ def frames_to_a_call() -> list[str]:
         try:
             main([*TINY, f"--run_dir={folder}/run"])
         except Sent as sent:
-            return [*sent.args[0], "tools/python.py:submit"]
+            return [*sent.args[0], "tools/executor.py:submit"]
     raise RuntimeError("the run sent no call")
 
 

@@ -25,13 +25,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.convert import MAX_SHARD_BYTES, find_model, read_published, resolve_config, save_params
+from grpo_roc_jax.model.convert import MAX_SHARD_BYTES, find_model, read_published, save_params
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import LowRank, merge, save_adapter
 from grpo_roc_jax.model.published import infer_family, write_config
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import Params
-from grpo_roc_jax.run.components import resolve_model, resolve_text
+from grpo_roc_jax.run.components import read_tokenizer_and_shape, resolve_text
 from grpo_roc_jax.run.load import is_run, load_pairs, settings_for
 from grpo_roc_jax.run.policy import frozen_weights, load_trained, split_checkpoint
 from grpo_roc_jax.settings.cli import ConfigError
@@ -40,7 +40,7 @@ from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig
 from grpo_roc_jax.text.exported import exported_template
-from grpo_roc_jax.text.tokenizer import PLAIN_SPECIAL, Tokenizer, load_tokenizer, tokenizer_path, with_added_tokens
+from grpo_roc_jax.text.tokenizer import PLAIN_SPECIAL, Tokenizer, tokenizer_path, with_added_tokens
 from grpo_roc_jax.tools.registry import default_registry
 
 TOKENIZER_FILES = (
@@ -229,8 +229,7 @@ def export_run(options: ExportConfig) -> list[str]:
     if options.adapter and not (trains and config.lora.rank):
         raise ConfigError(f"{options.checkpoint} trained no adapter; leave --adapter out")
     text = resolve_text(config)
-    tokenizer = load_tokenizer(text)
-    model = resolve_model(resolve_config(config.model), tokenizer)
+    tokenizer, model = read_tokenizer_and_shape(config)
     mesh = export_mesh(model)
     if trains:
         run, step = split_checkpoint(options.checkpoint)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from grpo_roc_jax.commands.run_tools import add_limits, config_of
 from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.sandbox.server import TOKEN_VARIABLE, make_server
-from grpo_roc_jax.tools.python import settings_of
+from grpo_roc_jax.tools.executor import settings_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

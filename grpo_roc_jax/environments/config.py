@@ -204,7 +204,9 @@ class EnvironmentByRow(OwnEnvironments):
         where = f"environment.classes {name}"
         given = parse_yaml(text, where)
         chosen = EnvironmentKind.kinds.get(str(given.get("kind")), Hosted)
-        shared = {one: getattr(self, one) for one in fields_of(Hosted)} if issubclass(chosen, Hosted) else {}
+        shared = (
+            {setting: getattr(self, setting) for setting in fields_of(Hosted)} if issubclass(chosen, Hosted) else {}
+        )
         if both := sorted(given.keys() & shared.keys()):
             raise ValueError(f"{where} sets {both[0]}, which is that of by_row; set it there")
         if not issubclass(chosen, Hosted | AgentKind) or issubclass(chosen, OwnEnvironments):
@@ -226,9 +228,9 @@ class EnvironmentByRow(OwnEnvironments):
     def name_for(self, problem: Problem) -> str:
         name = problem.extra.get("environment", problem.source)
         if name not in self._names:
-            given = repr(name) if "environment" in problem.extra else f"missing, and its source is {name!r}"
+            shown = repr(name) if "environment" in problem.extra else f"missing, and its source is {name!r}"
             known = ", ".join(self._names)
-            raise ValueError(f"column environment of problem {problem.uid!r} is {given}; must be one of {known}")
+            raise ValueError(f"column environment of problem {problem.uid!r} is {shown}; must be one of {known}")
         return name
 
 
@@ -292,11 +294,11 @@ class AgentKind(EnvironmentKind):
     on_failure: OnFailure = "zero"
     """What becomes of a rollout whose agent got answers and then failed, as one does that cannot read an answer.
     `zero`: it ends with stop `failed` and scores 0. `drop`: it leaves its group as an infrastructure failure, as every
-    agent does that asked nothing, was killed by someone else, or was told of a fault of the server."""
+    agent does that asked nothing, was killed by someone else, or got a fault of the server as its answer."""
     address: str = "127.0.0.1"
-    """Address that the endpoint listens on, which agents are told. Another one than loopback lets agents of other
+    """Address that the endpoint listens on, which agents are given. Another one than loopback lets agents of other
     machines in, with the token of the variable `GRPO_SERVE_TOKEN`; `0.0.0.0` listens on all addresses, and agents are
-    told the name of the machine."""
+    given the name of the machine."""
     port: Count = 0
     """Port of the endpoint; 0 takes a free one."""
 

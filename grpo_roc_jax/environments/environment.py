@@ -76,8 +76,8 @@ OWN_METHODS = ("reset", "step", "get_reward", "close", "call_tool")
 
 def said_in(turn: Turn) -> str:
     """What a turn says: its last line without what it thinks and without the marks around an answer."""
-    said = re.sub(r"</?answer>", "", re.split(r"</reason>|</think>", turn.text)[-1]).strip()
-    return said.splitlines()[-1].strip() if said else ""
+    text = re.sub(r"</?answer>", "", re.split(r"</reason>|</think>", turn.text)[-1]).strip()
+    return text.splitlines()[-1].strip() if text else ""
 
 
 def row_of(problem: Problem) -> dict[str, Any]:
@@ -88,9 +88,9 @@ def row_of(problem: Problem) -> dict[str, Any]:
 def accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a row that a function has parameters for."""
     parameters = inspect.signature(function).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(row)
-    return {one.name: row[one.name] for one in parameters if one.name in row}
+    return {parameter.name: row[parameter.name] for parameter in parameters if parameter.name in row}
 
 
 @lru_cache
@@ -100,9 +100,9 @@ def method_tools(environment: type) -> Registry:
     Raises:
         ValueError: A method has no docstring, or a parameter without a usable type hint.
     """
-    own = OWN_METHODS if issubclass(environment, Environment) else ("reset", "get_reward")
-    found = inspect.getmembers(environment, inspect.isfunction)
-    tools = [_tool(environment, name) for name, _ in found if name not in own and not name.startswith("_")]
+    reserved = OWN_METHODS if issubclass(environment, Environment) else ("reset", "get_reward")
+    methods = inspect.getmembers(environment, inspect.isfunction)
+    tools = [_tool(environment, name) for name, _ in methods if name not in reserved and not name.startswith("_")]
     try:
         for tool in tools:
             tool.schema  # noqa: B018 (made here, so that what is wrong with it is said at the start)
@@ -115,16 +115,16 @@ def method_tools(environment: type) -> Registry:
 
 def merged_tools(tools: Iterable[Tool]) -> Registry:
     """The tools by name. Raises ValueError if two of one name have different schemas."""
-    found: dict[str, Tool] = {}
+    tools_by_name: dict[str, Tool] = {}
     for tool in tools:
-        if found.setdefault(tool.name, tool).schema != tool.schema:
+        if tools_by_name.setdefault(tool.name, tool).schema != tool.schema:
             raise ValueError(f"environment: two tools are named {tool.name!r} and differ; rename one")
-    return Registry(found.values())
+    return Registry(tools_by_name.values())
 
 
 def environment_tools(classes: Iterable[type]) -> Registry:
     """The tools of all classes. Raises ValueError as `method_tools` and `merged_tools` do."""
-    return merged_tools(tool for one in classes for tool in method_tools(one))
+    return merged_tools(tool for cls in classes for tool in method_tools(cls))
 
 
 def classes_of(factories: Mapping[str, Callable[[], Any]]) -> tuple[type, ...]:

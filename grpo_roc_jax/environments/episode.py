@@ -11,8 +11,8 @@ from grpo_roc_jax.environments.config import Factories, Hosted
 from grpo_roc_jax.environments.environment import Environment, Observation, accepted, method_tools, row_of
 from grpo_roc_jax.environments.failure import Failure, failure_of, may_blame_policy, plain_failure
 from grpo_roc_jax.environments.threads import IdleThreads, LeasedThread
+from grpo_roc_jax.sandbox.base import cut
 from grpo_roc_jax.settings.callables import given
-from grpo_roc_jax.tools.base import cut
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.foreign import ForeignTool
 from grpo_roc_jax.tools.observation import observe
@@ -108,8 +108,8 @@ class Episode:
         if operation == "play" and None in arguments[1]:
             return False
         names = {"play": ("step",), "end": ("get_reward", "close")}[operation]
-        own = getattr(self._environment, "__dict__", {})
-        return inherits(type(self._environment), *names) and not own.keys() & set(names)
+        attributes = getattr(self._environment, "__dict__", {})
+        return inherits(type(self._environment), *names) and not attributes.keys() & set(names)
 
     async def open(self, problem: Problem, seed: int) -> Answer:
         """Makes the environment and resets it; another one is made if that fails."""
@@ -139,7 +139,7 @@ class Episode:
 
     async def _play(self, turn: Turn, given: Sequence[ToolResult | None]) -> Answer:
         waiting = {i: call for i, call in enumerate(turn.calls) if given[i] is None}
-        found = dict(enumerate(given))
+        results_by_position = dict(enumerate(given))
         jobs = {i: self._registry.prepare(call.name, call.arguments, None) for i, call in waiting.items()}
         if getattr(self._environment, "answers_calls", False):
             jobs = {i: job for i, job in jobs.items() if isinstance(job, ToolResult)}
@@ -147,25 +147,25 @@ class Episode:
         async def run(places: Sequence[int]) -> None:
             late = None
             for i in places:  # what a late call does to the state is not known, so none follows it
-                found[i] = late or await self._result(turn.calls[i].name, jobs[i])
-                late = found[i] if found[i].kind == "timeout" else late
+                results_by_position[i] = late or await self._result(turn.calls[i].name, jobs[i])
+                late = results_by_position[i] if results_by_position[i].kind == "timeout" else late
 
         alone = [i for i in jobs if asyncio.iscoroutinefunction(self._tool(turn.calls[i].name))]
         if jobs:
             await asyncio.gather(run([i for i in jobs if i not in alone]), *(run([i]) for i in alone))
-        results = tuple(found[i] for i in range(len(turn.calls)))
+        results = tuple(results_by_position[i] for i in range(len(turn.calls)))
         known = tuple(result for result in results if result is not None)
         if broken := [result for result in known if result.infra]:
-            said = f"{broken[0].error_type}: {broken[0].error_message}"
-            return self._done(failure=plain_failure("a call", said), value=(known, None))
+            message = f"{broken[0].error_type}: {broken[0].error_message}"
+            return self._done(failure=plain_failure("a call", message), value=(known, None))
         if any(results[i].kind == "timeout" for i in jobs):
             return self._done(late=True, value=(known, None))
         if not isinstance(self._environment, Environment):
             return self._done(value=(results, None))
 
         async def step() -> tuple[tuple[ToolResult, ...], Observation | None]:
-            said = checked_observation(await self._call(self._environment.step, replace(turn, results=results)))
-            return self._filled(results, said), said
+            observation = checked_observation(await self._call(self._environment.step, replace(turn, results=results)))
+            return self._filled(results, observation), observation
 
         answer = await self._answer(step, (ToolUnavailable, ConnectionError), "step")
         return answer if answer.failure is None else replace(answer, value=(known, None))

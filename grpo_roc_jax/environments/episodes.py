@@ -36,8 +36,8 @@ class Episodes:
     """
 
     def __init__(self, choice: Hosted, tools: ToolsConfig, shared: Sequence[str] = ()):
-        held = {path: found for path in choice.paths.values() if (found := passed(path)) is not None}
-        self._choice, settings = choice, EpisodeSettings(choice, held, tools)
+        passed_classes = {path: cls for path in choice.paths.values() if (cls := passed(path)) is not None}
+        self._choice, settings = choice, EpisodeSettings(choice, passed_classes, tools)
         self.tools: Registry = environment_tools(classes_of(settings.find()))
         """Those that the environments run."""
         self.shared = frozenset(shared)

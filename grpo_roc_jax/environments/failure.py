@@ -88,6 +88,6 @@ def may_blame_policy(error: BaseException, environment: Any) -> bool:
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:
     """File and line of the user's code: the last frame outside installed packages."""
-    own = [frame for frame in frames if "/lib/python" not in frame.filename and "-packages/" not in frame.filename]
-    last = (own or frames)[-1]
+    of_user = [frame for frame in frames if "/lib/python" not in frame.filename and "-packages/" not in frame.filename]
+    last = (of_user or frames)[-1]
     return f"{last.filename.rpartition('/')[2]}, line {last.lineno}"

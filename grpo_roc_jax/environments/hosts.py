@@ -129,7 +129,7 @@ class _Worker:
     """A process with episodes; `pending` holds what it has not answered."""
 
     def __init__(self, settings: HeldSettings):
-        own, other = socket.socketpair()
+        mine, other = socket.socketpair()
         command = [sys.executable, "-m", __name__, str(other.fileno())]
         path = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))  # what the caller can import, it can
         self.process = subprocess.Popen(
@@ -140,8 +140,8 @@ class _Worker:
             start_new_session=True,
         )
         other.close()
-        self._socket, self._mutex = own, threading.Lock()
-        self._link = Connection(os.dup(own.fileno()))
+        self._socket, self._mutex = mine, threading.Lock()
+        self._link = Connection(os.dup(mine.fileno()))
         self._pending: dict[int, Future[Answer]] = {}
         self._number, self.lost = 0, False
         try:
@@ -291,8 +291,8 @@ def main(descriptor: int) -> None:
             try:
                 link.send((number, future.result()))
             except Exception as error:  # it raised, or holds what no other process can read
-                said = plain_failure("its answer", f"{type(error).__name__}: {error}")
-                link.send((number, Answer(failure=said)))
+                failure = plain_failure("its answer", f"{type(error).__name__}: {error}")
+                link.send((number, Answer(failure=failure)))
 
     while True:
         try:

@@ -117,8 +117,8 @@ def mcp_class(choice: EnvironmentMcp) -> type[McpEnvironment]:
         try:
             schemas = outcome(partial(_schemas, choice, errors), choice.timeout_s, choice.retries)
         except ConnectionError as error:
-            said = f"{error}{_ending(errors)}"
-            raise ValueError(f"environment: the MCP server {server!r} does not answer: {said}") from error
+            text = f"{error}{_ending(errors)}"
+            raise ValueError(f"environment: the MCP server {server!r} does not answer: {text}") from error
     if not schemas:
         raise ValueError(f"environment: the MCP server {server!r} has no tools")
     if len(schemas) > MAX_TOOLS:
@@ -130,14 +130,14 @@ def mcp_class(choice: EnvironmentMcp) -> type[McpEnvironment]:
 
 
 async def _schemas(choice: EnvironmentMcp, errors: IO[str]) -> tuple[dict[str, Any], ...]:
-    found, cursor = [], None
+    schemas, cursor = [], None
     async with client_of(choice, None, errors) as client:
         for _ in range(MAX_TOOLS):  # a server may name a further page for ever
             page = await client.list_tools(cursor=cursor)
             for tool in page.tools:
-                found.append({"name": tool.name, "description": tool.description, "input_schema": tool.input_schema})
-            if len(found) > MAX_TOOLS or not (cursor := page.next_cursor):
-                return tuple(found)
+                schemas.append({"name": tool.name, "description": tool.description, "input_schema": tool.input_schema})
+            if len(schemas) > MAX_TOOLS or not (cursor := page.next_cursor):
+                return tuple(schemas)
     raise ValueError(f"it lists its tools in more than {MAX_TOOLS} pages")
 
 

@@ -1,7 +1,7 @@
 """Which rollouts a step asks for: problems, how many rollouts each, under which prompts, in how many waves.
 
 A plain method has one wave of equal requests. Everything else is a choice on five axes, with kinds here and in files of
-`contrib/methods/`: `problems`, `budget`, `condition`, `second` and `temperature`. `run.rounds` executes the requests:
+`contrib/methods/`: `problems`, `budget`, `condition`, `second` and `temperature`. `run.sample` executes the requests:
 
     requests = first_wave(wave, plan);  groups = gathered(problems, requests, results)
     while requests := next_wave(wave, plan):  groups = plan.second.merge(groups, requests, results)

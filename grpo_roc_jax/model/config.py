@@ -364,12 +364,19 @@ class ModelConfig:
                 f"model.vocab_size = {self.vocab_size} come to {count:.1e} parameters; must be at most "
                 f"{MOST_PARAMETERS:.0e}"
             )
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"model.heads = {self.heads} is not a multiple of model.kv_heads = {self.kv_heads}; "
-                "each key-value head serves the same number of query heads"
-            )
-        extras = self.extras
+        self._check_heads()
+        self._check_layers()
+        self._check_positions()
+
+    def _check_heads(self) -> None:
+        """Raises a ValueError for numbers and widths of heads that do not fit each other."""
+        extras, windows = self.extras, self.windows
+        for name, kv_heads in {"kv_heads": self.kv_heads, "windows.full_kv_heads": windows.full_kv_heads}.items():
+            if kv_heads and self.heads % kv_heads:
+                raise ValueError(
+                    f"model.heads = {self.heads} is not a multiple of model.{name} = {kv_heads}; "
+                    "each key-value head serves the same number of query heads"
+                )
         if extras.latent and (
             self.kv_heads != 1 or self.head_dim <= extras.latent or not (extras.latent_key and extras.latent_value)
         ):
@@ -379,32 +386,26 @@ class ModelConfig:
                 f"{extras.latent_value}; must be one key-value head, wider than the latent vector by the rotated "
                 "columns, and positive widths of keys and values"
             )
-        if self.experts.dense_layers >= self.layers:
-            raise ValueError(
-                f"model.experts.dense_layers = {self.experts.dense_layers}; must be below model.layers = {self.layers}"
-            )
-        if self.experts.every > self.layers or (self.experts.every > 1 and self.delta):
-            raise ValueError(
-                f"model.experts.every = {self.experts.every}; must be at most model.layers = {self.layers}, and 1 with "
-                "recurrent layers"
-            )
-        if self.windows.full_kv_heads and self.heads % self.windows.full_kv_heads:
-            raise ValueError(
-                f"model.heads = {self.heads} is not a multiple of model.windows.full_kv_heads = "
-                f"{self.windows.full_kv_heads}; each key-value head serves the same number of query heads"
-            )
-        if self.windows.full_head_dim and (self.qkv_bias or self.qk_norm == "whole" or self.extras.rotary_share != 1):
+        if windows.full_head_dim and (self.qkv_bias or self.qk_norm == "whole" or extras.rotary_share != 1):
             raise ValueError(
                 "model.windows.full_head_dim with model.qkv_bias, model.qk_norm whole or model.extras.rotary_share is "
                 "not supported"
             )
-        if self.experts.dense_layers and self.delta:
-            raise ValueError("model.experts.dense_layers with recurrent layers is not supported; set it to 0")
-        if bool(self.extras.query_growth) != bool(self.extras.query_length):
+
+    def _check_layers(self) -> None:
+        """Raises a ValueError for kinds of layers that `layers` of them cannot hold."""
+        experts = self.experts
+        if experts.dense_layers >= self.layers:
             raise ValueError(
-                f"model.extras.query_growth = {self.extras.query_growth} with model.extras.query_length = "
-                f"{self.extras.query_length}; set both, or neither"
+                f"model.experts.dense_layers = {experts.dense_layers}; must be below model.layers = {self.layers}"
             )
+        if experts.every > self.layers or (experts.every > 1 and self.delta):
+            raise ValueError(
+                f"model.experts.every = {experts.every}; must be at most model.layers = {self.layers}, and 1 with "
+                "recurrent layers"
+            )
+        if experts.dense_layers and self.delta:
+            raise ValueError("model.experts.dense_layers with recurrent layers is not supported; set it to 0")
         patterns = {"windows.sizes": self.windows.sizes, "extras.rotary_layers": self.extras.rotary_layers}
         for name, pattern in patterns.items():
             if len(pattern) > self.layers:
@@ -412,9 +413,24 @@ class ModelConfig:
                     f"model.{name} has {len(pattern)} entries; must be at most one for each of "
                     f"model.layers = {self.layers}"
                 )
+        if self.windows.every > self.layers:
+            raise ValueError(
+                f"model.windows.every = {self.windows.every}; must be at most model.layers = {self.layers}, so that "
+                "one layer attends to keys"
+            )
+
+    def _check_positions(self) -> None:
+        """Raises a ValueError for rotations that do not fit the width of a head, and for a scale of the queries of
+        long texts of which one half is missing."""
+        extras = self.extras
+        if bool(extras.query_growth) != bool(extras.query_length):
+            raise ValueError(
+                f"model.extras.query_growth = {extras.query_growth} with model.extras.query_length = "
+                f"{extras.query_length}; set both, or neither"
+            )
         if self.rotary_dim % 2 or not self.rotary_dim:
             raise ValueError(
-                f"model.extras.rotary_share = {self.extras.rotary_share} of model.head_dim = {self.head_dim} rotates "
+                f"model.extras.rotary_share = {extras.rotary_share} of model.head_dim = {self.head_dim} rotates "
                 f"{self.rotary_dim} columns; must be an even number of them"
             )
         for name in ("short", "long"):
@@ -424,11 +440,6 @@ class ModelConfig:
                     f"model.rope_scaling.{name} has {len(factors)} factors; must be one for each of "
                     f"{self.rotary_dim // 2} frequencies"
                 )
-        if self.windows.every > self.layers:
-            raise ValueError(
-                f"model.windows.every = {self.windows.every}; must be at most model.layers = {self.layers}, so that "
-                "one layer attends to keys"
-            )
 
     @property
     def most_parameters(self) -> int:

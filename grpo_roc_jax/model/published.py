@@ -702,16 +702,7 @@ def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
         published |= {"embedding_multiplier": extras.embed_factor, "residual_multiplier": extras.residual_factor}
         published |= {"logits_scaling": extras.logit_divisor}
     if name == "granitemoehybrid":
-        published |= {"shared_intermediate_size": config.d_ff}
-        published |= {"layer_types": ["attention" if attends else "mamba" for attends in config.attends]}
-        published |= {"position_embedding_type": "rope" if config.layer_rotary[0] else "nope"}
-        if mamba := config.delta:
-            sizes = {"n_heads": mamba.value_heads, "n_groups": mamba.key_heads, "d_state": mamba.key_dim}
-            sizes |= {"d_head": mamba.value_dim, "d_conv": mamba.conv}
-            sizes["expand"] = mamba.value_heads * mamba.value_dim // config.d_model
-        else:
-            sizes = {"n_heads": 1, "d_head": 2 * config.d_model}  # of no layer; the defaults may not fit
-        published |= {f"mamba_{name}": size for name, size in sizes.items()}
+        published |= _granite_hybrid_keys(config)
     if name == "ministral3":
         scaling = _rope_scaling(config) or {"rope_type": "default"}
         growth = {"llama_4_scaling_beta": extras.query_growth}
@@ -720,18 +711,30 @@ def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
         published["rope_scaling"] = None
     if family.latent:
         published |= _latent_keys(config)
-    if name == "gemma4_text":
-        published["enable_moe_block"] = bool(config.experts.count)
-        if config.experts.count:
-            published |= {"intermediate_size": config.experts.shared, "moe_intermediate_size": config.d_ff}
-            published |= {"num_experts": config.experts.count, "top_k_experts": config.experts.per_token}
-    elif family.has_experts:
+    if family.has_experts and name != "gemma4_text":
         published |= _expert_keys(config, family)
     return published
 
 
+def _granite_hybrid_keys(config: ModelConfig) -> dict[str, Any]:
+    if mamba := config.delta:
+        sizes = {"n_heads": mamba.value_heads, "n_groups": mamba.key_heads, "d_state": mamba.key_dim}
+        sizes |= {"d_head": mamba.value_dim, "d_conv": mamba.conv}
+        sizes["expand"] = mamba.value_heads * mamba.value_dim // config.d_model
+    else:
+        sizes = {"n_heads": 1, "d_head": 2 * config.d_model}  # of no layer; the defaults may not fit
+    return {
+        "shared_intermediate_size": config.d_ff,
+        "layer_types": ["attention" if attends else "mamba" for attends in config.attends],
+        "position_embedding_type": "rope" if config.layer_rotary[0] else "nope",
+        **{f"mamba_{name}": size for name, size in sizes.items()},
+    }
+
+
 def _gemma4_keys(config: ModelConfig) -> dict[str, Any]:
-    windows, theta = config.windows, {"rope_theta": config.rope_theta}
+    windows, theta, experts = config.windows, {"rope_theta": config.rope_theta}, config.experts
+    routed = {"intermediate_size": experts.shared, "moe_intermediate_size": config.d_ff}
+    routed |= {"num_experts": experts.count, "top_k_experts": experts.per_token}
     full = (_rope_scaling(config) or {"rope_type": "default"}) | theta
     if config.rope_scaling.kind == "proportional" and config.rope_scaling.factor == 1:
         del full["factor"]
@@ -744,6 +747,8 @@ def _gemma4_keys(config: ModelConfig) -> dict[str, Any]:
             "full_attention": full,
             "sliding_attention": {"rope_type": "default", "rope_theta": windows.local_theta},
         },
+        "enable_moe_block": bool(experts.count),
+        **(routed if experts.count else {}),
     }
 
 

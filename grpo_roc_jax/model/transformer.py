@@ -95,6 +95,31 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
     return jnp.dtype(config.compute_dtype)
 
 
+def _expert_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
+    """Leaves of the experts that a router chooses among, and of the dense feed-forward of the layers before them."""
+    D, F, E, experts = config.d_model, config.d_ff, config.experts.count, config.experts
+    shapes: dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]] = {
+        "router": ((D, E), ("embed", None)),
+        "w_gate": ((E, D, F), ("experts", "embed", "mlp")),
+        "w_up": ((E, D, F), ("experts", "embed", "mlp")),
+        "w_down": ((E, F, D), ("experts", "mlp", "embed")),
+    }
+    if experts.biases:
+        shapes |= {
+            "b_gate": ((E, F), ("experts", "mlp")),
+            "b_up": ((E, F), ("experts", "mlp")),
+            "b_down": ((E, D), ("experts", "embed")),
+        }
+    if experts.biases or experts.scores == "sigmoid":
+        shapes["b_router"] = ((E,), (None,))
+    if experts.own_norms:
+        shapes |= {name: ((D,), ("embed",)) for name in ("e_norm", "e_post_norm", "s_post_norm", "router_scale")}
+        shapes["expert_scale"] = ((E,), (None,))
+    if experts.dense_ff:
+        shapes |= _feed_forward_shapes("d", D, experts.dense_ff)
+    return shapes
+
+
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
     """Name -> (shape, logical axes) of one layer's leaves, without the leading layer axis. Where there are recurrent
     layers, a layer has a part of them (`layers_with`)."""
@@ -133,26 +158,7 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[
     if config.post_norms == "only":
         del shapes["attn_norm"], shapes["mlp_norm"]
     if config.experts.count:
-        E = config.experts.count
-        shapes |= {
-            "router": ((D, E), ("embed", None)),
-            "w_gate": ((E, D, F), ("experts", "embed", "mlp")),
-            "w_up": ((E, D, F), ("experts", "embed", "mlp")),
-            "w_down": ((E, F, D), ("experts", "mlp", "embed")),
-        }
-        if config.experts.biases:
-            shapes |= {
-                "b_gate": ((E, F), ("experts", "mlp")),
-                "b_up": ((E, F), ("experts", "mlp")),
-                "b_down": ((E, D), ("experts", "embed")),
-            }
-        if config.experts.biases or config.experts.scores == "sigmoid":
-            shapes["b_router"] = ((E,), (None,))
-        if config.experts.own_norms:
-            shapes |= {name: ((D,), ("embed",)) for name in ("e_norm", "e_post_norm", "s_post_norm", "router_scale")}
-            shapes["expert_scale"] = ((E,), (None,))
-        if config.experts.dense_ff:
-            shapes |= _feed_forward_shapes("d", D, config.experts.dense_ff)
+        shapes |= _expert_shapes(config)
     if G := config.experts.shared:
         shapes |= _feed_forward_shapes("s", D, G)
     if config.experts.shared_gate:

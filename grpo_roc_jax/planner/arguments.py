@@ -49,8 +49,11 @@ def policy_like(config: Config, state: TrainState, base: Params | None) -> Param
         for name, leaf in state.params["layers"].items()
     }
     layers = tuple(
-        {name: pairs[name] if name in pairs else jax.tree.map(lambda leaf: leaf.sharding, held[name]) for name in layer}
-        for layer, held in zip(shapes["layers"], base["layers"], strict=True)
+        {
+            name: pairs[name] if name in pairs else jax.tree.map(lambda leaf: leaf.sharding, leaves[name])
+            for name in layer
+        }
+        for layer, leaves in zip(shapes["layers"], base["layers"], strict=True)
     )
     ends = {name: leaf.sharding for name, leaf in base.items() if name != "layers"}
     return place_shapes(shapes, ends | {"layers": layers})
@@ -68,10 +71,10 @@ def batch_like(config: Config, mesh: Mesh | AbstractMesh, model: ModelConfig | N
 def optional_leaves(config: Config, model: ModelConfig | None = None) -> dict[str, tuple[Any, tuple[int, ...]]]:
     """Leaf -> (dtype, sizes of further axes) of what a batch has in some runs only; see `pack.OPTIONAL`."""
     filled = optional_fields(config)
-    found: dict[str, tuple[int, ...]] = {name: () for name, (field, *_) in OPTIONAL.items() if field in filled}
+    shape_of: dict[str, tuple[int, ...]] = {name: () for name, (field, *_) in OPTIONAL.items() if field in filled}
     if model and model.experts.replay:
-        found["routes"] = (model.layers, model.experts.per_token)
-    leaves = {name: (OPTIONAL[name][1], sizes) for name, sizes in found.items()}
+        shape_of["routes"] = (model.layers, model.experts.per_token)
+    leaves = {name: (OPTIONAL[name][1], sizes) for name, sizes in shape_of.items()}
     return leaves | ({"temperatures": (np.float32, ())} if config.plan.temperature.all else {})
 
 

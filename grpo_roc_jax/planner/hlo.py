@@ -33,8 +33,8 @@ class Instruction:
 
     def attribute(self, key: str) -> str:
         """The value of `key=` up to the next comma, or the text in its braces; empty if there is none."""
-        found = re.search(rf"\b{key}=(\{{[^}}]*\}}|[^,\s]+)", self.rest)
-        return found[1].strip("{}") if found else ""
+        match = re.search(rf"\b{key}=(\{{[^}}]*\}}|[^,\s]+)", self.rest)
+        return match[1].strip("{}") if match else ""
 
     def called(self) -> list[str]:
         """Names of the computations that it calls, without those of reductions."""
@@ -76,8 +76,8 @@ def parse_hlo(text: str) -> HloModule:
                 module.entry = current if header[1] else module.entry
         elif line.startswith("}"):
             current = None
-        elif (found := _NUMBERED.match(line)) is not None:
-            instruction = _read_instruction(bool(found[1]), found[2], found[3])
+        elif (match := _NUMBERED.match(line)) is not None:
+            instruction = _read_instruction(bool(match[1]), match[2], match[3])
             module.computations[current][instruction.name] = instruction
     if not module.entry:
         raise ValueError("the text holds no ENTRY computation; pass Compiled.as_text() of one program")
@@ -135,12 +135,12 @@ def group_size(instruction: Instruction) -> int:
 
 def device_groups(text: str) -> list[list[int]]:
     """The replica groups of a collective, as a list, an iota or axes of a mesh; none if the text does not say."""
-    if (found := re.search(r"replica_groups=\{(\{[\d,{}]+\})\}", text)) is not None:
-        return [[int(n) for n in group.split(",")] for group in re.findall(r"[\d,]+\d|\d", found[1])]
-    if (found := re.search(r"replica_groups=(\[\S+)", text)) is not None:
-        return iota(found[1]).tolist()
-    if (found := re.search(r"replica_groups=mesh(\[[^{]*)\{([^}]*)\}", text)) is not None:
-        return along(*mesh_of(found[1]), found[2]).tolist()
+    if (match := re.search(r"replica_groups=\{(\{[\d,{}]+\})\}", text)) is not None:
+        return [[int(n) for n in group.split(",")] for group in re.findall(r"[\d,]+\d|\d", match[1])]
+    if (match := re.search(r"replica_groups=(\[\S+)", text)) is not None:
+        return iota(match[1]).tolist()
+    if (match := re.search(r"replica_groups=mesh(\[[^{]*)\{([^}]*)\}", text)) is not None:
+        return along(*mesh_of(match[1]), match[2]).tolist()
     return []
 
 
@@ -182,6 +182,11 @@ def along(sizes: dict[str, int], devices: np.ndarray, parts: str) -> np.ndarray:
     return devices.reshape(shape).transpose(order).reshape(-1, width)
 
 
+def root_of(lines: dict[str, Instruction]) -> Instruction | None:
+    """The instruction whose value a computation returns."""
+    return next((line for line in lines.values() if line.root), None)
+
+
 def known_trip_count(line: Instruction, module: HloModule) -> float | None:
     """Trip count of a loop if the text gives it: as an attribute, or by a condition `counter < constant`. None for a
     computed bound.
@@ -189,10 +194,10 @@ def known_trip_count(line: Instruction, module: HloModule) -> float | None:
     Counters of loops with fixed bounds start at 0. The body increments them: JAX's loops by 1, the matrix products that
     XLA overlaps with communication by the number of parts that one iteration handles.
     """
-    if (said := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.rest)) is not None:
-        return float(said[1])
+    if (match := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.rest)) is not None:
+        return float(match[1])
     lines = module.computations.get(line.attribute("condition").lstrip("%"), {})
-    root = next((one for one in lines.values() if one.root), None)
+    root = root_of(lines)
     if root is None or root.opcode != "compare" or root.attribute("direction") != "LT":
         return None
     bound, counter = lines.get(root.operands[1]), lines.get(root.operands[0])
@@ -205,15 +210,15 @@ def known_trip_count(line: Instruction, module: HloModule) -> float | None:
 
 def _increment(body: dict[str, Instruction], index: int) -> float:
     """What a loop's body adds to an entry of its state, over any number of additions; 1 if unclear."""
-    root = next((one for one in body.values() if one.root), None)
+    root = root_of(body)
     name = root.operands[index] if root is not None and root.opcode == "tuple" else ""
     rise = 0.0
     while (line := body.get(name)) is not None and line.opcode in ("add", "copy"):
-        added = [body[one] for one in line.operands if one in body and body[one].opcode == "constant"]
-        if line.opcode == "add" and len(added) != 1:
+        constants = [name for name in line.operands if name in body and body[name].opcode == "constant"]
+        if line.opcode == "add" and len(constants) != 1:
             return 1.0
-        rise += sum(float(one.operands[0]) for one in added)
-        name = next(one for one in line.operands if one not in {constant.name for constant in added})
+        rise += sum(float(body[name].operands[0]) for name in constants)
+        name = next(name for name in line.operands if name not in constants)
     is_counter = line is not None and line.opcode == "get-tuple-element" and line.attribute("index") == str(index)
     return rise if is_counter and rise > 0 else 1.0
 
@@ -224,7 +229,7 @@ def lies_in_zeros(module: HloModule, lines: dict[str, Instruction], name: str) -
     if line is None or line.opcode not in ("dynamic-update-slice", "fusion"):
         return False
     inner = body_of(module, line) if line.opcode == "fusion" else lines
-    root = next((one for one in inner.values() if one.root), None) if line.opcode == "fusion" else line
+    root = root_of(inner) if line.opcode == "fusion" else line
     if root is None or root.opcode != "dynamic-update-slice":
         return False
     base = _origin(inner, root.operands[0])

@@ -97,19 +97,21 @@ class Cost:
 
     def by_kind(self) -> dict[str, dict[str, float]]:
         """Kind -> runs, bytes of results, and bytes that one device sends."""
-        found: dict[str, dict[str, float]] = {}
+        sums: dict[str, dict[str, float]] = {}
         busy: dict[str, float] = {}
-        for one in self.collectives:
-            entry = found.setdefault(one.kind, {"runs": 0.0, "bytes": 0.0, "moved": 0.0})
-            entry["runs"] += one.times
-            entry["bytes"] += one.bytes * one.times
-            entry["moved"] += one.moved * one.times
-            busy[one.kind] = busy.get(one.kind, 0.0) + one.moved * one.times / one.links
-            if one.slices > 1:
-                entry["between"] = entry.get("between", 0.0) + one.between * one.times
-        for kind, entry in found.items():
+        for collective in self.collectives:
+            entry = sums.setdefault(collective.kind, {"runs": 0.0, "bytes": 0.0, "moved": 0.0})
+            entry["runs"] += collective.times
+            entry["bytes"] += collective.bytes * collective.times
+            entry["moved"] += collective.moved * collective.times
+            busy[collective.kind] = (
+                busy.get(collective.kind, 0.0) + collective.moved * collective.times / collective.links
+            )
+            if collective.slices > 1:
+                entry["between"] = entry.get("between", 0.0) + collective.between * collective.times
+        for kind, entry in sums.items():
             entry |= {"links": entry["moved"] / busy[kind]} if busy[kind] > entry["moved"] else {}
-        return found
+        return sums
 
 
 def read_cost(module: HloModule, trip_counts: Sequence[float] = ()) -> Cost:
@@ -155,9 +157,9 @@ def _add(cost: Cost, module: HloModule, name: str, place: _Place, trip_counts: l
         elif line.opcode == "custom-call" and _KERNEL.search(target := line.attribute("custom_call_target")):
             target = target.strip('"')
             cost.kernels[target] = cost.kernels.get(target, 0.0) + times
-        if (found := _collective(module, line, lines, times, place.loops)) is not None:
-            scatters = found.kind == "all-reduce" and name.startswith(SCATTERED)
-            cost.collectives.append(replace(found, kind="reduce-scatter") if scatters else found)
+        if (collective := _collective(module, line, lines, times, place.loops)) is not None:
+            scatters = collective.kind == "all-reduce" and name.startswith(SCATTERED)
+            cost.collectives.append(replace(collective, kind="reduce-scatter") if scatters else collective)
         if not place.fused:
             cost.traffic += times * _traffic(module, line, lines)
 
@@ -185,11 +187,11 @@ def _collective(
 
 def _result_parts(line: Instruction) -> list[str]:
     """Shapes of a collective's results; most `-start` forms list the operands first."""
-    found = [f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims, _ in arrays(line.shape)]
+    parts = [f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims, _ in arrays(line.shape)]
     if line.opcode in ("all-gather-start", "collective-permute-start"):
         count = len(line.operands)
-        return found[count : 2 * count]
-    return found
+        return parts[count : 2 * count]
+    return parts
 
 
 def _product_flops(line: Instruction, lines: dict[str, Instruction]) -> float:
@@ -222,13 +224,13 @@ class _Window:
 
     @classmethod
     def read(cls, line: Instruction) -> "_Window":
-        found = dict(re.findall(r"(\w+)=(\S+)", line.attribute("window")))
-        size = [int(n) for n in found.get("size", "").split("x") if n]
+        fields = dict(re.findall(r"(\w+)=(\S+)", line.attribute("window")))
+        size = [int(n) for n in fields.get("size", "").split("x") if n]
 
         def whole(key: str) -> list[int]:
-            return [int(n) for n in found[key].split("x")] if key in found else [1] * len(size)
+            return [int(n) for n in fields[key].split("x")] if key in fields else [1] * len(size)
 
-        low = [int(pair.split("_")[0]) for pair in found["pad"].split("x")] if "pad" in found else [0] * len(size)
+        low = [int(pair.split("_")[0]) for pair in fields["pad"].split("x")] if "pad" in fields else [0] * len(size)
         return cls(size, whole("stride"), low, whole("lhs_dilate"), whole("rhs_dilate"))
 
     def pairs(self, axis: int, length: int, outputs: int) -> float:
@@ -259,7 +261,7 @@ def _traffic(module: HloModule, line: Instruction, lines: dict[str, Instruction]
     if line.opcode in ("copy-start", "slice-start", "dynamic-slice-start"):
         # (to, from, token) or (from, to, token): the smaller one moves; it is read once and written once.
         sizes = [(bytes_of(f"{d}[{','.join(map(str, n))}]"), "S(" in layout) for d, n, layout in arrays(line.shape)[:2]]
-        return min(size for size, _ in sizes) * (1 if any(kept for _, kept in sizes) else 2)
+        return min(size for size, _ in sizes) * (1 if any(stays for _, stays in sizes) else 2)
     if line.opcode != "fusion":
         return bytes_of(line.shape, main_memory=True) + sum(map(size, line.operands))
     body = body_of(module, line)
@@ -305,5 +307,5 @@ def _written(module: HloModule, body: dict[str, Instruction]) -> float:
 
 def largest_gather(module: HloModule) -> Collective | None:
     """The gather with the largest result, however often it runs, or None; see `Collective.gathers`."""
-    found = [one for one in read_cost(module).collectives if one.gathers]
-    return max(found, key=lambda one: one.bytes, default=None)
+    gathers = [collective for collective in read_cost(module).collectives if collective.gathers]
+    return max(gathers, key=lambda collective: collective.bytes, default=None)

@@ -37,10 +37,10 @@ def check_loops(module: HloModule, shardings: Sequence[jax.sharding.Sharding], n
     Raises:
         ValueError: naming the computation, the collectives and what to change.
     """
-    if found := hanging(module, shardings):
+    if problem := hanging(module, shardings):
         raise ValueError(
             f"{name} can hang, since the devices of a group need not reach these collectives equally often: "
-            f"{'; '.join(found)}. Gather the values before the loop, keep the exchange among devices that leave it "
+            f"{'; '.join(problem)}. Gather the values before the loop, keep the exchange among devices that leave it "
             "together, or make its condition equal on all of them (an `any` over the mesh axis)"
         )
 
@@ -50,7 +50,7 @@ def hanging(module: HloModule, shardings: Sequence[jax.sharding.Sharding]) -> li
     search = _Search(module)
     parameters = sum(line.opcode == "parameter" for line in module.computations[module.entry].values())
     known = len(shardings) == parameters
-    arguments = [placed(one, module.devices) for one in shardings] if known else [search.apart] * parameters
+    arguments = [placed(sharding, module.devices) for sharding in shardings] if known else [search.apart] * parameters
     search.call(module.entry, arguments, search.same)
     return list(search.found)
 
@@ -122,8 +122,8 @@ class _Search:
         if line.opcode == "tuple":
             return operands
         if line.opcode == "get-tuple-element":
-            whole = operands[0]
-            return whole[int(line.attribute("index"))] if isinstance(whole, list) else whole
+            argument = operands[0]
+            return argument[int(line.attribute("index"))] if isinstance(argument, list) else argument
         if line.opcode in _SAME_TUPLE and len(operands) == 1:
             return operands[0]
         if line.opcode == "while":
@@ -148,12 +148,12 @@ class _Search:
             state = after
 
     def branches(self, line: Instruction, operands: list[Value], together: Classes) -> Value:
-        taken = _all(operands[0], together)
-        results = [self.call(name, [part], taken) for name, part in zip(line.called(), operands[1:], strict=True)]
+        classes = _all(operands[0], together)
+        results = [self.call(name, [part], classes) for name, part in zip(line.called(), operands[1:], strict=True)]
         merged = results[0]
         for result in results[1:]:
             merged = _merged(merged, result)
-        return merged if taken == together else _merged(merged, taken)
+        return merged if classes == together else _merged(merged, classes)
 
     def exchanged(self, line: Instruction, value: Classes, together: Classes, inside: str) -> Classes:
         """The result of a collective, which is reported if not all of a group take part."""

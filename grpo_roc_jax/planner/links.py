@@ -48,10 +48,10 @@ class Torus:
         here = [device for device in devices if self.slices[device] == self.slices[devices[0]]]
         points = list(dict.fromkeys(self.places[device] for device in here))
         values = [sorted(set(side)) for side in zip(*points, strict=True)]
-        whole = [side[-1] - side[0] + 1 == len(side) for side in values]
-        covered = [len(side) if run else n for side, run, n in zip(values, whole, self.grid, strict=True)]
+        contiguous = [side[-1] - side[0] + 1 == len(side) for side in values]
+        covered = [len(side) if run else n for side, run, n in zip(values, contiguous, self.grid, strict=True)]
         hops = 1.0
-        if not all(whole) or math.prod(map(len, values)) != len(points):
+        if not all(contiguous) or math.prod(map(len, values)) != len(points):
             ring = zip(points, [*points[1:], points[0]], strict=True)
             hops = max(1.0, sum(distance(a, b, self._rings()) for a, b in ring) / len(points))
         links = self._links(covered)
@@ -84,11 +84,11 @@ def _planned_devices(topology: Topology, tensor: int) -> list[_Planned]:
     """Devices of all slices in the order of `sharding.make_mesh`."""
     grid = (*topology.grid, 1, 1)[:3]
     host, cores = topology.host_bounds(), topology.chip.cores
-    counts = [side // own for side, own in zip(grid, host, strict=True)]
+    counts = [side // width for side, width in zip(grid, host, strict=True)]
     devices = []
     for point in np.ndindex(*reversed(grid)):
         coords = tuple(int(value) for value in reversed(point))
-        x, y, z = (value // own for value, own in zip(coords, host, strict=True))
+        x, y, z = (value // width for value, width in zip(coords, host, strict=True))
         process = x + counts[0] * (y + counts[1] * z)
         devices += [_Planned(coords, process, len(devices) + core) for core in range(cores)]
     devices.sort(key=lambda device: (device.process_index, device.id))

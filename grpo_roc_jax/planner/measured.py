@@ -67,11 +67,11 @@ class Rates:
         model without recomputation, over all tokens of the micro-batches, padding included, and the peak) and
         `rollout/decode_bytes_per_s` of a device (weights in every step, the cache as far as rows of mean length read
         it)."""
-        found: Metrics = {}
+        metrics: Metrics = {}
         micro, spent = row.get("update/micro_batches", 0.0), row.get("time/update_s", 0.0)
         if micro and spent:
-            found["plan/update_s"] = micro / self.micro_batches * self.update.seconds(self.chip)
-            found["update/mfu"] = micro * self.model_flops / self.chip.flops / spent
+            metrics["plan/update_s"] = micro / self.micro_batches * self.update.seconds(self.chip)
+            metrics["update/mfu"] = micro * self.model_flops / self.chip.flops / spent
         sampled, spent = row.get("rollout/sampled_tokens", 0.0), row.get("time/decode_s", 0.0)
         use = row.get("rollout/slot_use", 0.0)
         if sampled and spent and use:
@@ -79,9 +79,9 @@ class Rates:
             runs = sampled / rows / self.steps
             fixed = min(self.decode.fixed_traffic, self.decode.traffic)
             cached = (self.decode.traffic - fixed) * min(1.0, rows / self.slots) * self.read
-            found["plan/decode_s"] = runs * self.decode.seconds_at(self.chip, self.read, min(1.0, rows / self.slots))
-            found["rollout/decode_bytes_per_s"] = runs * (fixed + cached) / spent
-        return found
+            metrics["plan/decode_s"] = runs * self.decode.seconds_at(self.chip, self.read, min(1.0, rows / self.slots))
+            metrics["rollout/decode_bytes_per_s"] = runs * (fixed + cached) / spent
+        return metrics
 
 
 def rates_of(config: Config, model: ModelConfig, mesh: Mesh, chip: Chip | None) -> Rates | None:

@@ -80,10 +80,12 @@ def chosen_stages(config: Config, name: str) -> list[Config]:
     if not config.stages:
         return [config]
     pairs = zip(config.stages, config.staged(), strict=True)
-    found = [replace(one, name=f"{config.name}, {stage.name}") for stage, one in pairs if name in ("", stage.name)]
-    if not found:
+    stages = [
+        replace(staged, name=f"{config.name}, {stage.name}") for stage, staged in pairs if name in ("", stage.name)
+    ]
+    if not stages:
         raise ConfigError(f"--stage {name}: must be one of {', '.join(stage.name for stage in config.stages)}")
-    return found
+    return stages
 
 
 def plan(config: Config, own: argparse.Namespace) -> dict[str, Any]:
@@ -115,23 +117,27 @@ def describe_suggestions(deployment: Deployment, say: Callable[[str], Any]) -> d
     best, how = suggest(deployment), "by arithmetic"
     if not by_arithmetic(deployment) and best:
         compiled, how = [], "as compiled"
-        for one in best:
-            mesh = planned_mesh(one.deployment.config, topology, False)
-            real = replace(one.deployment, mesh=mesh, work=work_of(one.deployment.config, mesh, topology, 0.0))
-            say(f"compiling {one.settings}")
-            found = {needs.name: needs for needs in one.programs}
+        for suggestion in best:
+            mesh = planned_mesh(suggestion.deployment.config, topology, False)
+            real = replace(
+                suggestion.deployment, mesh=mesh, work=work_of(suggestion.deployment.config, mesh, topology, 0.0)
+            )
+            say(f"compiling {suggestion.settings}")
+            programs = {needs.name: needs for needs in suggestion.programs}
             needed = compile_programs(real, ("decode", "update"), say)
-            found |= {kind_of(needs.name): needs for needs in needed if not needs.name.startswith(COMPARED)}
-            compiled.append(replace(one, programs=tuple(found.values())))
-        best = sorted((one for one in compiled if one.fits), key=lambda one: one.seconds)
+            programs |= {kind_of(needs.name): needs for needs in needed if not needs.name.startswith(COMPARED)}
+            compiled.append(replace(suggestion, programs=tuple(programs.values())))
+        best = sorted(
+            (suggestion for suggestion in compiled if suggestion.fits), key=lambda suggestion: suggestion.seconds
+        )
     lines = [f"{config.name} on {topology.name} ({how}): the fastest that fit, at most one for each mesh"]
-    for place, one in enumerate(best, 1):
-        first, *yaml = one.lines()
-        lines += [f"{place}. {first}", *yaml]
+    for rank, suggestion in enumerate(best, 1):
+        first, *yaml = suggestion.lines()
+        lines += [f"{rank}. {first}", *yaml]
     if not best:
         lines += ["nothing fits", *advice(deployment, estimate(deployment))]
-    found = [{"settings": one.settings, "step_s": one.seconds} for one in best]
-    return {"plan": config.name, "topology": topology.name, "fits": bool(best), "suggested": found, "lines": lines}
+    suggested = [{"settings": suggestion.settings, "step_s": suggestion.seconds} for suggestion in best]
+    return {"plan": config.name, "topology": topology.name, "fits": bool(best), "suggested": suggested, "lines": lines}
 
 
 def deployment_of(config: Config, topology: Topology, shape: str, arithmetic: bool, response: float) -> Deployment:
@@ -201,8 +207,8 @@ def model_of(config: Config, shape: str) -> ModelConfig:
         )
     else:
         model = resolve_config(config.model)
-    asked = config.model.compute_dtype
-    model = replace(model, compute_dtype="bfloat16" if asked == "auto" else asked)
+    dtype = config.model.compute_dtype
+    model = replace(model, compute_dtype="bfloat16" if dtype == "auto" else dtype)
     if not model.vocab_size:
         model = resolve_model(model, load_tokenizer(resolve_text(config)))
     return fit_length(model, config.rollout.max_row_tokens)
@@ -219,8 +225,8 @@ def teacher_model(config: Config) -> ModelConfig | None:
         return None
     if part.path in KNOWN_SHAPES:
         return KNOWN_SHAPES[part.path]
-    found = find_teacher(config, load_tokenizer(resolve_text(config)))
-    return found and found[1]
+    teacher = find_teacher(config, load_tokenizer(resolve_text(config)))
+    return teacher and teacher[1]
 
 
 def planned_mesh(config: Config, topology: Topology, arithmetic: bool) -> Mesh | AbstractMesh:
@@ -308,9 +314,9 @@ def chosen_path(by_path: Mapping[str, Sequence[Needs]], chip: Chip) -> Iterator[
         return math.inf if not decodes or decodes[-1].refused else decodes[-1].seconds(chip)
 
     best = min(by_path, key=seconds)
-    taken = {needs.name: needs for needs in by_path[best]}
+    needs_by_name = {needs.name: needs for needs in by_path[best]}
     for needs in next(iter(by_path.values())):  # the first path has the programs that do not attend to the cache too
-        yield taken.get(needs.name, needs)
+        yield needs_by_name.get(needs.name, needs)
     for path, programs in by_path.items():
         if path != best:
             yield from (
@@ -339,11 +345,13 @@ def fixed_parts(kind: str, sampler: Params, config: Config, work: Work) -> dict[
     if kind not in ("decode", "append"):
         return {}
     experts = ("w_gate", "w_up", "w_down")
-    held = [leaf for layer in sampler["layers"] for name, leaf in layer.items() if leaf.ndim < 3 or name not in experts]
+    leaves = [
+        leaf for layer in sampler["layers"] for name, leaf in layer.items() if leaf.ndim < 3 or name not in experts
+    ]
     if kind == "append":  # no logits
-        return {"fixed_traffic": device_bytes(held)}
-    read = device_bytes([held, sampler.get("unembed", ())])
-    products = numbers_held([held, sampler.get("unembed", ())]) * 2 * config.rollout.slots / work.shards
+        return {"fixed_traffic": device_bytes(leaves)}
+    read = device_bytes([leaves, sampler.get("unembed", ())])
+    products = numbers_held([leaves, sampler.get("unembed", ())]) * 2 * config.rollout.slots / work.shards
     return {"fixed_traffic": work.chunk * read, "fixed_flops": work.chunk * products}
 
 
@@ -353,10 +361,10 @@ COMPARED = "not taken: "
 
 def update_paths(update: UpdateConfig) -> list[tuple[str, UpdateConfig]]:
     """(name, settings) of the configured update and, if its attention is a kernel, of the same in plain XLA."""
-    found = [("update", update)]
+    paths = [("update", update)]
     if update.attention in FUSED.values():
-        found.append((f"{COMPARED}update by blocked", replace(update, attention="blocked")))
-    return found
+        paths.append((f"{COMPARED}update by blocked", replace(update, attention="blocked")))
+    return paths
 
 
 SHARED = ("weight_sync", "weight_check_trainer")
@@ -390,22 +398,24 @@ def resident_bytes(
     the next ones are made.
     """
     runs_on = bool(config.rollout.step_limit.lag)
-    kept = cache if runs_on else 0.0
+    cache_bytes = cache if runs_on else 0.0
     params, trained = device_bytes(policy), device_bytes(state.params)
     reference = teacher + (trained if needs_reference(config) else 0.0)
-    held = device_bytes(state.replace(opt_state=()) if config.optim.offload and not runs_on else state) + reference
+    state_bytes = (
+        device_bytes(state.replace(opt_state=()) if config.optim.offload and not runs_on else state) + reference
+    )
     # The weights of an adapter are the sampler's, unless these were gathered from their parts.
     shape = jax.tree.leaves(state.params)[0].sharding.mesh.shape
     shared = bool(config.lora.rank) and shape["fsdp"] * shape["sequence"] == 1
-    gathered, trainer = (0.0, held) if shared else (sampler, held + params - trained)
+    gathered, trainer = (0.0, state_bytes) if shared else (sampler, state_bytes + params - trained)
     return {
-        "weight_sync": held - trained + gathered + kept,
-        "weight_check_trainer": held - trained + gathered + kept,
-        "weight_check_sampler": trainer + kept,
+        "weight_sync": state_bytes - trained + gathered + cache_bytes,
+        "weight_check_trainer": state_bytes - trained + gathered + cache_bytes,
+        "weight_check_sampler": trainer + cache_bytes,
         "decode": trainer,
         "append": trainer,
         "copy": trainer + sampler,
-        "update": reference + kept + (gathered if runs_on else 0.0),
+        "update": reference + cache_bytes + (gathered if runs_on else 0.0),
     }
 
 
@@ -436,8 +446,8 @@ def read_needs(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        said = next((line for line in str(error).splitlines() if "hbm" in line), str(error).splitlines()[0])
-        return Needs(name, resident=resident, refused=said.strip()[:300], compile_s=time.perf_counter() - begun)
+        message = next((line for line in str(error).splitlines() if "hbm" in line), str(error).splitlines()[0])
+        return Needs(name, resident=resident, refused=message.strip()[:300], compile_s=time.perf_counter() - begun)
     memory = compiled.memory_analysis()
     program = replace(parse_hlo(compiled.as_text()), slices=slices, torus=torus)
     check_loops(program, jax.tree.leaves(compiled.input_shardings), name)
@@ -472,8 +482,8 @@ def gather_limit(model: ModelConfig) -> float:
 def open_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     """The choice that a run makes by measurement, for which the plan takes the first candidate."""
     names = paths(model, config.batch.row_length, mesh) if config.update.attention == "auto" else ("",)
-    said = f"planned with {names[0]}; a run times {' and '.join(names)} at its start and takes the faster"
-    return [f"update.attention auto: {said} (--update.attention {names[-1]} plans that)"] if len(names) > 1 else []
+    line = f"planned with {names[0]}; a run times {' and '.join(names)} at its start and takes the faster"
+    return [f"update.attention auto: {line} (--update.attention {names[-1]} plans that)"] if len(names) > 1 else []
 
 
 def path_lines(programs: Sequence[Needs], chip: Chip) -> list[str]:
@@ -482,9 +492,9 @@ def path_lines(programs: Sequence[Needs], chip: Chip) -> list[str]:
     if not others:
         return []
     name, _, other = others[-1].name.removeprefix(COMPARED).partition(" by ")
-    taken = next(needs for needs in programs if needs.name == name)
+    chosen = next(needs for needs in programs if needs.name == name)
     path = "paged" if other == "xla" else "xla"
-    times = f"{1e3 * taken.seconds(chip):.1f} ms a chunk at least, {1e3 * others[-1].seconds(chip):.1f} by {other}"
+    times = f"{1e3 * chosen.seconds(chip):.1f} ms a chunk at least, {1e3 * others[-1].seconds(chip):.1f} by {other}"
     return [
         f"rollout.attention auto: planned with {path} ({times}); a run times both and takes the faster. By "
         "xla the blocks of a row are copied side by side before they are multiplied: read, written and read again"
@@ -515,30 +525,30 @@ def describe(deployment: Deployment, programs: list[Needs], only: tuple[str, ...
     topology, chip, limit = deployment.topology, deployment.topology.chip, gather_limit(model)
     arithmetic = by_arithmetic(deployment)
     times = step_times(programs, work, chip)
-    own = [needs for needs in programs if not needs.name.startswith(COMPARED)]
-    whole = [needs.name for needs in own if needs.largest_gather > limit]
-    fits = all(needs.fits(chip) for needs in own) and not whole
+    run_by_config = [needs for needs in programs if not needs.name.startswith(COMPARED)]
+    gathering = [needs.name for needs in run_by_config if needs.largest_gather > limit]
+    fits = all(needs.fits(chip) for needs in run_by_config) and not gathering
     count = parameter_count(model)
     how = "by arithmetic" if arithmetic else "as compiled"
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     processes = processes_of(mesh, topology)
     together = processes_together(mesh, processes)
     team = f", {together} of which sample as one and have slots in common" if together > 1 else ""
-    taken = "" if chip.tpu else f" (of which JAX takes {chip.share:.0%}: {FRACTION})"
+    reserved = "" if chip.tpu else f" (of which JAX takes {chip.share:.0%}: {FRACTION})"
     lines = [
         f"{config.name} on {topology.name} ({how}): {count / 1e9:.3f} billion parameters, mesh {axes}, "
         f"{processes} processes{team}",
-        f"a chip has {chip.memory_bytes / 1e9:.0f} GB{taken}, {chip.flops / 1e12:.0f} TFLOP/s, "
+        f"a chip has {chip.memory_bytes / 1e9:.0f} GB{reserved}, {chip.flops / 1e12:.0f} TFLOP/s, "
         f"{chip.memory_rate / 1e9:.0f} GB/s, {chip.link_rate / 1e9:.0f} GB/s of links ({chip.source})",
         *program_lines(programs, chip),
         *(step_lines(times, work, topology.chips) if times else []),
-        *([] if arithmetic else [gather_line(own, limit), *open_lines(config, model, mesh)]),
+        *([] if arithmetic else [gather_line(run_by_config, limit), *open_lines(config, model, mesh)]),
         *path_lines(programs, chip),
-        *[f"{name} gathers more than that at once" for name in whole],
+        *[f"{name} gathers more than that at once" for name in gathering],
         *expert_lines(model, topology),
         ("fits" if fits else "DOES NOT FIT") + (f" ({', '.join(only)} alone)" if only else ""),
         *slot_lines(config, work),
-        *([] if fits else advice(deployment, own)),
+        *([] if fits else advice(deployment, run_by_config)),
     ]
     return {
         "plan": config.name,

@@ -117,5 +117,5 @@ def host_lines(config: Config) -> list[str]:
     """`host_parts` as text."""
     _, _, model, mesh, _ = check_components(config, make_registry(config))
     parts = host_parts(config, model, mesh)
-    said = ", ".join(f"{name} {part / MIB:.1f}" for name, part in parts.items())
-    return [f"memory of the host at most, MiB: {said}; together {sum(parts.values()) / MIB:.0f}"]
+    parts_in_mib = ", ".join(f"{name} {part / MIB:.1f}" for name, part in parts.items())
+    return [f"memory of the host at most, MiB: {parts_in_mib}; together {sum(parts.values()) / MIB:.0f}"]

@@ -81,8 +81,8 @@ class Needs:
         share *= rows
         fixed = min(self.flops, self.fixed_flops)
         flops = share * (self.flops - fixed) + rows * fixed
-        kept = min(self.traffic, self.fixed_traffic)
-        traffic = share * (self.traffic - kept) + kept
+        repeated = min(self.traffic, self.fixed_traffic)
+        traffic = share * (self.traffic - repeated) + repeated
         times = replace(self, flops=flops, traffic=traffic).times(chip)
         links = max(times["links"], times.get("network", 0.0))
         return max(times["compute"], times["memory"], share * links)
@@ -254,8 +254,8 @@ def program_lines(programs: Sequence[Needs], chip: Chip) -> list[str]:
                 + (f", over {entry['links']:.0%} of its links" if entry.get("links", 1.0) < 0.995 else "")
             )
         if needs.kernels:
-            said = ", ".join(f"{name} x {runs:.0f}" for name, runs in sorted(needs.kernels.items()))
-            lines.append(f"  {needs.name}: kernels whose FLOPs are not counted: {said}")
+            kernels = ", ".join(f"{name} x {runs:.0f}" for name, runs in sorted(needs.kernels.items()))
+            lines.append(f"  {needs.name}: kernels whose FLOPs are not counted: {kernels}")
     return lines
 
 

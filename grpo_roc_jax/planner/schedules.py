@@ -20,10 +20,13 @@ def compiled_costs(programs: Sequence[Needs], work: Work, chip: Chip) -> Costs |
     A decode step reads the weights, and of the cache what rows hold; it computes every slot. An append reads the
     weights and computes its tokens; what it reads of the cache is left out. Shards work side by side.
     """
-    found = {kind_of(needs.name): needs for needs in programs}
-    if any(name not in found or found[name].refused for name in ("weight_sync", "append", "decode", "update")):
+    programs_by_kind = {kind_of(needs.name): needs for needs in programs}
+    if any(
+        name not in programs_by_kind or programs_by_kind[name].refused
+        for name in ("weight_sync", "append", "decode", "update")
+    ):
         return None
-    decode, append, update = (found[name] for name in ("decode", "append", "update"))
+    decode, append, update = (programs_by_kind[name] for name in ("decode", "append", "update"))
     rate, rows = chip.memory_rate, work.slots / work.shards
     fixed = min(decode.fixed_traffic, decode.traffic)
     written = work.append_rows * (work.append_length or work.prompt)
@@ -57,7 +60,7 @@ def drawn_groups(work: Work, longest: int, turns: int, seed: int) -> Callable[[i
         hard = rng.normal(0.0, 0.4, (work.problems, 1))
         lengths = np.exp(hard + rng.normal(0.0, 0.5, (work.problems, per_group)))
         lengths = np.clip(lengths / np.exp((0.4**2 + 0.5**2) / 2) * work.response, 8, longest).astype(int)
-        found = []
+        groups_of_step = []
         for row in lengths:
             lives = []
             for length in row.tolist():
@@ -74,8 +77,8 @@ def drawn_groups(work: Work, longest: int, turns: int, seed: int) -> Callable[[i
                         ),
                     )
                 )
-            found.append(tuple(lives))
-        return found
+            groups_of_step.append(tuple(lives))
+        return groups_of_step
 
     return groups
 
@@ -92,8 +95,8 @@ def traced_groups(run_dir: str) -> Callable[[int], RowGroups]:
             steps.setdefault(record.step, {}).setdefault(record.group, []).append(life_of(record.trajectory))
     if not steps:
         raise ValueError(f"{run_dir} has no trajectories; run it with log.traces, or leave --traces out")
-    found = [tuple(tuple(rows) for rows in steps[step].values()) for step in sorted(steps)]
-    return lambda step: found[step % len(found)]
+    groups = [tuple(tuple(rows) for rows in steps[step].values()) for step in sorted(steps)]
+    return lambda step: groups[step % len(groups)]
 
 
 def life_of(trajectory: Trajectory) -> RowLife:
@@ -160,33 +163,33 @@ def simulate_schedules(
         append_lengths=rollout.append_lengths,
         append_rows=work.append_rows,
     )
-    found = {}
+    simulated = {}
     for name, (factor, schedule) in SCHEDULES.items():
         if schedule.stealing and engines == 1:
             continue
-        room, kept = replace(machine, slots=factor * work.slots), work.kept / work.sampled
+        room, share = replace(machine, slots=factor * work.slots), work.kept / work.sampled
         drawn = traced_groups(traces) if traces else groups
-        result = simulate(drawn, room, costs, schedule, STEPS, skipped=SKIPPED, kept=kept)
-        whole = {"slots": room.slots, "tokens_per_s": result.tokens_per_s * work.sampled / part.sampled}
-        found[name] = asdict(result) | whole
+        result = simulate(drawn, room, costs, schedule, STEPS, skipped=SKIPPED, kept=share)
+        figures = {"slots": room.slots, "tokens_per_s": result.tokens_per_s * work.sampled / part.sampled}
+        simulated[name] = asdict(result) | figures
     for name, (trainers, lag) in APART.items() if engines == ENGINES else ():
         schedule = StepSchedule(lag=lag, stealing=True, apart=True)
         room = replace(machine, engines=engines - trainers, slots=2 * work.slots)
         slower = replace(costs, trained_token=costs.trained_token * engines / trainers)
         drawn = traced_groups(traces) if traces else groups
         result = simulate(drawn, room, slower, schedule, STEPS, skipped=SKIPPED, kept=work.kept / work.sampled)
-        whole = {"slots": room.slots, "tokens_per_s": result.tokens_per_s * work.sampled / part.sampled}
-        found[name] = asdict(result) | whole
-    return found
+        figures = {"slots": room.slots, "tokens_per_s": result.tokens_per_s * work.sampled / part.sampled}
+        simulated[name] = asdict(result) | figures
+    return simulated
 
 
 def schedule_lines(simulated: dict[str, dict[str, Any]]) -> list[str]:
     """A table of `simulate_schedules`."""
     lines = [f"{'simulated (not measured)':44}{'s a step':>10}{'tokens/s':>10}{'live rows':>11}{'busy':>7}{'again':>8}"]
-    for name, found in simulated.items():
-        seconds, again = sum(found["seconds"]) / len(found["seconds"]), found["recomputed"] / found["sampled"]
+    for name, figures in simulated.items():
+        seconds, again = sum(figures["seconds"]) / len(figures["seconds"]), figures["recomputed"] / figures["sampled"]
         lines.append(
-            f"{name:44}{seconds:10,.1f}{found['tokens_per_s']:10,.0f}{found['live']:11,.1f}{found['busy']:7.0%}"
+            f"{name:44}{seconds:10,.1f}{figures['tokens_per_s']:10,.0f}{figures['live']:11,.1f}{figures['busy']:7.0%}"
             f"{again:8.1%}"
         )
     lines.append(

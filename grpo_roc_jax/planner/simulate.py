@@ -144,9 +144,9 @@ def packs(written: Sequence[int], lengths: tuple[int, ...]) -> list[int]:
         calls.append(size := first_calls(lengths)[min(sum(queue), 2 * lengths[-1])])
         tokens, tiles, width, left = size, tile_count(size), tile_width(size), []
         for count in queue:
-            taken = min(count, tokens, tiles * width)
-            tokens, tiles = tokens - taken, tiles - -(-taken // width)
-            left += [count - taken] if taken < count else []
+            packed = min(count, tokens, tiles * width)
+            tokens, tiles = tokens - packed, tiles - -(-packed // width)
+            left += [count - packed] if packed < count else []
         queue = left
     return calls
 
@@ -158,7 +158,7 @@ class StepSchedule:
     whole_rows: bool = False
     """Whether a row reserves the blocks of the longest row when it starts."""
     lag: int = 0
-    """Steps to come whose rollouts begin now, and versions that the oldest rows of a step may be behind it.
+    """Steps to come whose rollouts begin now, and by how many versions the oldest rows of a step may be older than it.
     `run.rollout_stream` says which groups a step takes, and when."""
     stealing: bool = False
     """Whether engines take the next problem from one queue, in place of an equal share each."""
@@ -414,12 +414,12 @@ class _Engine:
                 break
             self.queue.popleft()
             slot = free.popleft()
-            whole, blocks = (row.prompt - 1) // self.machine.block, self._blocks(row.prompt - 1)
+            prompt, blocks = (row.prompt - 1) // self.machine.block, self._blocks(row.prompt - 1)
             if group not in self.prompts:
                 self.prompts.add(group)
                 written.append(row.prompt)
             else:
-                self.copied += blocks - whole * self.machine.shares
+                self.copied += blocks - prompt * self.machine.shares
             self.rows[slot], self.used[slot], self.ticket[slot] = (group, row), True, ticket
             self.length[slot], self.turn[slot], self.left[slot] = row.prompt, 0, row.turns[0].sampled
             self.held[slot] = self._blocks(row.prompt)
@@ -433,23 +433,23 @@ class _Engine:
 
     def _fits(self, length: int) -> bool:
         """Whether there is room for a row, beside what is expected of the others; see `Scheduler._fits`."""
-        own = self._seated()
+        seated = self._seated()
         if self.whole:
-            return (int(own.sum()) + 1) * self._blocks(self.machine.longest) <= self.machine.blocks
-        lengths = np.append(self.length[own], length)
+            return (int(seated.sum()) + 1) * self._blocks(self.machine.longest) <= self.machine.blocks
+        lengths = np.append(self.length[seated], length)
         ends, ahead = np.full(len(lengths), self.machine.longest), lengths + self.machine.chunk
         need = self._blocks(np.minimum(np.maximum(self.lengths.reserved(lengths, ends), ahead), ends))
-        return int(need.sum()) <= self.machine.blocks or not own.any()
+        return int(need.sum()) <= self.machine.blocks or not seated.any()
 
     def _grow(self) -> None:
         """Blocks for the next chunk, if need be from the youngest rows."""
         while True:
             live = self._live()
             end = np.minimum(self.length + np.minimum(self.left, self.machine.chunk), self.machine.longest)
-            held = np.where(live, np.maximum(self.held, self._blocks(end)), self.held)
+            blocks = np.where(live, np.maximum(self.held, self._blocks(end)), self.held)
             seated = self._seated()
-            if self.whole or held[seated].sum() <= self.machine.blocks:
-                self.held = held
+            if self.whole or blocks[seated].sum() <= self.machine.blocks:
+                self.held = blocks
                 return
             youngest = int(np.argmax(np.where(seated, self.ticket, -1)))
             self.parked[youngest] = True
@@ -464,11 +464,11 @@ class _Engine:
 
     def _read(self, live: np.ndarray) -> float:
         """Columns of the arenas in which a live row has a block; rows take the lowest blocks that are free."""
-        for ids, held in zip(self.ids, self.held.tolist(), strict=True):
-            ids += [heapq.heappop(self.free) for _ in range(held - len(ids))]
+        for ids, count in zip(self.ids, self.held.tolist(), strict=True):
+            ids += [heapq.heappop(self.free) for _ in range(count - len(ids))]
         ends = np.cumsum(self.machine.arenas)
-        own = [block for slot in np.flatnonzero(live).tolist() for block in self.ids[slot]]
-        used = np.unique(np.searchsorted(ends, own, side="right"))
+        blocks = [block for slot in np.flatnonzero(live).tolist() for block in self.ids[slot]]
+        used = np.unique(np.searchsorted(ends, blocks, side="right"))
         return float(np.asarray(self.machine.arenas)[used].sum() * self.machine.block)
 
     def _write(self, written: Sequence[int]) -> None:
@@ -491,8 +491,8 @@ class _Engine:
         steps = int(min(self.machine.chunk, self.left[live].max()))
         drawn = np.where(live, np.minimum(self.left, steps), 0)
         width = next((width for width in self.machine.widths if width >= rows), self.machine.slots)
-        own = float(self.length[live].sum() + drawn[live].sum() / 2)
-        columns = self._read(live) if self.machine.arenas else own
+        tokens_read = float(self.length[live].sum() + drawn[live].sum() / 2)
+        columns = self._read(live) if self.machine.arenas else tokens_read
         self._spend(self.costs.round + steps * self.costs.decode(width, columns))
         self.decode_steps += steps
         self.live_steps += float(drawn.sum())

@@ -113,8 +113,8 @@ def advice(deployment: Deployment, programs: Sequence[Needs]) -> list[str]:
     Programs that were compiled take as much more than by arithmetic with other settings as they do now.
     """
     chip = deployment.topology.chip
-    found = [_too_much(needs, deployment) for needs in programs if not needs.fits(chip)]
-    if not found:
+    excesses = [_too_much(needs, deployment) for needs in programs if not needs.fits(chip)]
+    if not excesses:
         return []
     more = _beyond_arithmetic(deployment, programs)
     chosen: list[tuple[Remedy, float]] = []
@@ -138,12 +138,17 @@ def advice(deployment: Deployment, programs: Sequence[Needs]) -> list[str]:
         words = _options(remedy.settings) or f"{FRACTION}={MOST_OF_A_GPU}"
         room = current.topology.chip.room_bytes if FRACTION in remedy.settings else chip.room_bytes
         short = f"{left / GB:.1f} GB too much" if left > 0 else "fits"
-        found.append(f"  {words} ({remedy.why}): {short}" + ("" if room == chip.room_bytes else f" of {room / GB:.1f}"))
+        excesses.append(
+            f"  {words} ({remedy.why}): {short}" + ("" if room == chip.room_bytes else f" of {room / GB:.1f}")
+        )
     together = _options(settings)
     if excess <= 0:
         shown = f"{FRACTION}={settings[FRACTION]} " if FRACTION in settings else ""
-        return [*found, f"together, by arithmetic, it fits: {shown}{together}".rstrip()]
-    return [*found, f"with all of these {excess / GB:.1f} GB are still too much: more chips, or chips with more memory"]
+        return [*excesses, f"together, by arithmetic, it fits: {shown}{together}".rstrip()]
+    return [
+        *excesses,
+        f"with all of these {excess / GB:.1f} GB are still too much: more chips, or chips with more memory",
+    ]
 
 
 def _needed(deployment: Deployment, chosen: Sequence[Remedy], more: dict[str, float]) -> Settings:
@@ -281,7 +286,7 @@ class Suggestion:
         largest = max(self.programs, key=lambda needs: needs.total)
         bounds = []
         for kind in ("decode", "update"):
-            needs = next(one for one in self.programs if kind_of(one.name) == kind)
+            needs = next(program for program in self.programs if kind_of(program.name) == kind)
             each = needs.times(chip)
             bounds.append(f"{kind} bound by {max(each, key=lambda name: each[name])}")
         sections: dict[str, list[str]] = {}
@@ -301,7 +306,7 @@ def suggest(deployment: Deployment, count: int = 3) -> list[Suggestion]:
     micro-batch and rematerialization are searched."""
     best: list[Suggestion] = []
     for mesh in _meshes(deployment):
-        fitting = [one for one in _on_mesh(deployment, mesh) if one.fits]
+        fitting = [suggestion for suggestion in _on_mesh(deployment, mesh) if suggestion.fits]
         best += sorted(fitting, key=_order)[:1]
     return sorted(best, key=_order)[:count]
 
@@ -338,17 +343,17 @@ def _on_mesh(deployment: Deployment, mesh: Settings) -> Iterator[Suggestion]:
     counts = sorted({min(most, 2**n) for n in range(13)})
     best: Suggestion | None = None
     for count in counts:
-        one = _tried(deployment, small | {"rollout.slots": count * width})
-        if one and one.fits and (best is None or _order(one) < _order(best)):
-            best = one
+        suggestion = _tried(deployment, small | {"rollout.slots": count * width})
+        if suggestion and suggestion.fits and (best is None or _order(suggestion) < _order(best)):
+            best = suggestion
     if best is None:
         return
     yield best
     for rows in (1, 2, 4, 8, 16):
         for remat in ("none", "attention", "full"):
-            one = _tried(deployment, best.settings | {"batch.rows": rows * shards, "update.remat": remat})
-            if one:
-                yield one
+            suggestion = _tried(deployment, best.settings | {"batch.rows": rows * shards, "update.remat": remat})
+            if suggestion:
+                yield suggestion
 
 
 def _even(deployment: Deployment) -> Settings:

@@ -1,7 +1,7 @@
 """Checkpoints: the training state through Orbax, the host state, and a manifest that makes a checkpoint valid.
 
 A checkpoint is a directory `step_00000012` with `train/` (Orbax, sharded), `host_P.json` and `arrays_P.npz` of each
-process P, and `manifest.json`: sizes and checksums of every file, written last. It is built under the name
+process P, `logs.json`, and `manifest.json`: sizes and checksums of every file, written last. It is built under the name
 `staging_step_00000012` and renamed once the manifest is on disk, so that a process can be killed at any time. Older
 checkpoints are removed only after the newer one has been read back. Errors while saving are counted and logged and do
 not end the run. `checkpoint_files` is the part that needs no device.
@@ -29,6 +29,7 @@ from grpo_roc_jax.learner.offload import device_copy, is_on_host
 from grpo_roc_jax.record import checkpoint_files as files
 from grpo_roc_jax.record.checkpoint_files import Entry, InvalidCheckpoint, Manifest
 from grpo_roc_jax.record.codec import from_json, to_json
+from grpo_roc_jax.record.missing import measure_logs
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.options import AtLeast1, Count, settings
 
@@ -61,6 +62,8 @@ class Bundle:
     """NumPy arrays in nested mappings: buffered groups, method state. Equal in all processes."""
     step: int = -1
     """Number of training steps done; set by `restore_latest`, while `save` takes it as an argument."""
+    logs: Mapping[str, int] = field(default_factory=dict)
+    """How much the logs of the run held (`missing.measure_logs`); set by `restore_latest`, measured by `save`."""
 
 
 class CheckpointFailed(OSError):
@@ -215,17 +218,19 @@ class Checkpointer:
     def _load(self, entry: Entry, manifest: Manifest, train: Any) -> Bundle:
         process = jax.process_index() if manifest.processes == jax.process_count() else 0
 
-        def read() -> tuple[Any, dict[str, Any], dict[str, np.ndarray]]:
+        def read() -> tuple[Any, dict[str, Any], dict[str, np.ndarray], dict[str, int]]:
             state = ocp.load(entry.path / "train", jax.tree.map(_abstract, train))
-            return state, *files.read_host(entry.path, process)
+            return state, *files.read_host(entry.path, process), files.read_logs(entry.path)
 
         try:  # TensorStore reports failing reads as ValueError; one process alone cannot repeat a load of several
-            state, host, arrays = files.patiently(read, (OSError, ValueError)) if jax.process_count() == 1 else read()
+            state, host, arrays, logs = (
+                files.patiently(read, (OSError, ValueError)) if jax.process_count() == 1 else read()
+            )
         except (OSError, ValueError, KeyError) as error:
             raise InvalidCheckpoint(describe(error)) from error
         if not self._is_finite(state):
             raise InvalidCheckpoint("the state holds NaN or infinity")
-        return Bundle(state, from_json(host), unflatten_arrays(arrays), entry.step)
+        return Bundle(state, from_json(host), unflatten_arrays(arrays), entry.step, logs)
 
     def _warm(self, train: Any) -> None:
         """Compiles the finiteness check before training, so that the first save compiles nothing."""
@@ -257,9 +262,17 @@ class Checkpointer:
             begun = time.time()
             files.sync_logs(self._logs, self._synced)
             self._synced = begun - 2.0  # file times may be whole seconds, or come from another machine's clock
+            self._measure_logs(step, staging)
         if jax.process_index() == 0:
             final = files.commit(staging, step, leaves, jax.process_count())
             files.prune(final, self.config.keep)
+
+    def _measure_logs(self, step: int, staging: Path) -> None:
+        try:
+            files.write_logs(staging, measure_logs(self._logs, step))
+        except OSError as error:  # a problem with the logs is no reason to lose a checkpoint
+            (staging / files.LOGS).unlink(missing_ok=True)
+            log.warning("checkpoint %d does not say how long the logs are: %s", step, error)
 
     def _failed(self, step: int, reason: str, error: BaseException | None = None) -> bool:
         message = f"no checkpoint at step {step}: {reason}"

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+LOGS = "logs.json"
+"""How much the logs of the run held (`missing.measure_logs`); absent if no process wrote logs."""
 TRASH = "trash_"
 ROOT = "root/"
 """Prefix of every name inside the archive, so that none collides with a parameter of `np.savez`."""
@@ -188,6 +190,20 @@ def _read_host(path: Path, process: int) -> tuple[dict[str, Any], dict[str, np.n
     host = read_json_object(path / f"host_{process}.json")
     with np.load(path / f"arrays_{process}.npz", allow_pickle=False) as archive:
         return host, {name.removeprefix(ROOT): archive[name] for name in archive.files}
+
+
+def write_logs(path: Path, measured: Mapping[str, int]) -> None:
+    """Writes how much the logs of the run hold."""
+    (path / LOGS).write_text(json.dumps(dict(measured)), encoding="utf-8")
+
+
+def read_logs(path: Path) -> dict[str, int]:
+    """How much the logs of the run held when the checkpoint was saved; empty if it does not say.
+
+    Raises:
+        OSError, ValueError: The file cannot be read.
+    """
+    return read_json_object(path / LOGS) if (path / LOGS).exists() else {}
 
 
 def saved_stage(path: Path) -> dict[str, Any] | None:

@@ -1,41 +1,88 @@
 """Finds rows that the files of a run lack. A power cut loses what was written but not yet on the disk, including rows
-of steps before a checkpoint if the logs were not synced. A resumed run reports what is missing. How many events there
-were is not known, so lost events are not reported."""
+of steps before a checkpoint if the logs were not synced. So a checkpoint holds how much each log had of the steps
+before it (`measure_logs`), and a resumed run reports what is missing (`missing_rows`)."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 
 from grpo_roc_jax.record import index
-from grpo_roc_jax.record.metrics import SFT_FILE, recorded
-from grpo_roc_jax.record.trace import trace_files
+from grpo_roc_jax.record.events import EVENTS_FILE
+from grpo_roc_jax.record.metrics import FILE, SFT_FILE, parsed_row, recorded
+from grpo_roc_jax.record.trace import FOLDER, NAME, trace_files
+
+ROW = re.compile(rb'^\{"step": (-?\d+).*\}$', re.MULTILINE)
+"""A whole row of a log, which begins with its step."""
 
 
-def missing_rows(run_dir: Path, step: int, traces: int = 0, sft_steps: int = 0) -> list[str]:
+def measure_logs(run_dir: Path, step: int) -> dict[str, int]:
+    """What the logs of a run hold of the steps up to `step`.
+
+    Returns:
+        File -> number of rows, or bytes of a file of trajectories. The supervised stage counts its own steps, so all
+        its rows count.
+    """
+    measured = {}
+    for name in (FILE, SFT_FILE, EVENTS_FILE):
+        if (run_dir / name).exists():
+            steps = map(int, ROW.findall((run_dir / name).read_bytes()))
+            measured[name] = sum(name == SFT_FILE or number <= step for number in steps)
+    files = trace_files(run_dir)
+    return measured | {f"{FOLDER}/{path.name}": path.stat().st_size for path, _, number in files if number <= step}
+
+
+def missing_rows(
+    run_dir: Path, step: int, traces: int = 0, sft_steps: int = 0, saved: Mapping[str, int] | None = None
+) -> list[str]:
     """A line for each file of a run that lacks steps up to `step`, or a part of one; empty for a complete record.
 
     Args:
-        run_dir: Directory of the run.
+        run_dir: Directory of the run, whose logs hold no later steps.
         step: Step of the checkpoint from which the run resumes.
         traces: `log.traces`, the number of steps between saved trajectories.
         sft_steps: Steps of the supervised stage that the run has had.
+        saved: What `measure_logs` measured when the checkpoint was saved. Without it, lost events are not noticed, nor
+            a file of trajectories that lost whole lines and has no index.
     """
-    wanted = range(1, step + 1)
+    saved = saved or {}
+    return [*_missing_in_logs(run_dir, step, sft_steps, saved), *_missing_trajectories(run_dir, step, traces, saved)]
+
+
+def _missing_in_logs(run_dir: Path, step: int, sft_steps: int, saved: Mapping[str, int]) -> list[str]:
+    lines = {}
     have = {int(row["step"]) for row in recorded(run_dir) if "time/step_s" in row}
-    lines = [f"metrics.jsonl lacks {spans(lost)}"] if (lost := [s for s in wanted if s not in have]) else []
+    if lost := [number for number in range(1, step + 1) if number not in have]:
+        lines[FILE] = f"{FILE} lacks {spans(lost)}"
     if sft_steps and all(row["step"] != sft_steps for row in recorded(run_dir / SFT_FILE)):
-        lines.append(f"{SFT_FILE} lacks its last row, of {spans([sft_steps])}")
-    files = [file for file in trace_files(run_dir) if file[2] <= step]
-    saved = {number for _, kind, number in files if kind == "step"}
-    if traces and (lost := [s for s in wanted if s % traces == 0 and s not in saved]):
-        lines.append(f"trajectories/ lacks {spans(lost)}")
-    for kind, what in (
-        ("step", "trajectories/ lacks a part of"),
-        ("eval", "trajectories/ lacks a part of evaluations at"),
-    ):
-        if lost := [number for path, found, number in files if found == kind and not index.intact(path)]:
-            lines.append(f"{what} {spans(lost)}")
+        lines[SFT_FILE] = f"{SFT_FILE} lacks its last row, of {spans([sft_steps])}"
+    for name in (FILE, *([SFT_FILE] if sft_steps else []), EVENTS_FILE):
+        rows = _row_count(run_dir / name)
+        if rows < saved.get(name, 0):
+            lines.setdefault(name, f"{name} lacks {saved[name] - rows} of {saved[name]} rows")
+    return list(lines.values())
+
+
+def _missing_trajectories(run_dir: Path, step: int, traces: int, saved: Mapping[str, int]) -> list[str]:
+    files = {path.name: path for path, _, number in trace_files(run_dir) if number <= step}
+    sizes = {name.removeprefix(f"{FOLDER}/"): size for name, size in saved.items() if name.startswith(f"{FOLDER}/")}
+    due = {f"step_{number:08d}.jsonl" for number in range(1, step + 1) if traces and number % traces == 0}
+    gone = (due | (sizes.keys() if traces else set())) - files.keys()
+    cut = [name for name, path in files.items() if path.stat().st_size < sizes.get(name, 0) or not index.intact(path)]
+    lines = []
+    for kind, steps in (("step", "{}"), ("eval", "evaluations at {}")):
+        for lost, what in ((gone, "lacks"), (cut, "lacks a part of")):
+            numbers = sorted(int(match[2]) for match in map(NAME.fullmatch, lost) if match[1] == kind)
+            if numbers:
+                lines.append(f"{FOLDER}/ {what} {steps.format(spans(numbers))}")
     return lines
+
+
+def _row_count(path: Path) -> int:
+    if not path.exists():
+        return 0
+    with open(path, "rb") as file:
+        return sum(parsed_row(line) is not None for line in file)
 
 
 def spans(steps: Iterable[int]) -> str:

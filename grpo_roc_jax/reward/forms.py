@@ -105,7 +105,7 @@ class Approximation(Form):
 
 @dataclass(frozen=True)
 class Choice(Form):
-    """A letter of a multiple choice, and what stands behind it."""
+    """A letter of a multiple choice, and what follows it."""
 
     letter: str = ""
     rest: Form | None = None
@@ -149,7 +149,7 @@ class Joined(Form):
 
 
 @dataclass(frozen=True)
-class Ratio(Form):
+class Proportion(Form):
     """a:b:c."""
 
     parts: tuple[Form, ...] = ()

@@ -24,8 +24,8 @@ from grpo_roc_jax.reward.forms import (
     Items,
     Joined,
     Matrix,
+    Proportion,
     Quantity,
-    Ratio,
     Region,
     Relation,
     Words,
@@ -141,7 +141,7 @@ def compare(answer: str, gold: str, *, strict: bool = False) -> Goal:
 
 
 def _abbreviated(tokens: Sequence[Token]) -> Quantity | None:
-    """2.5K and 5M as numbers; None for anything else, such as a unit behind a space."""
+    """2.5K and 5M as numbers; None for anything else, such as a unit after a space."""
     if len(tokens) != 2 or tokens[1].gap or tokens[1].text not in ("k", "K", "M", "B"):
         return None
     value = read_number(tokens[0].text)
@@ -443,7 +443,7 @@ class _Rules:
             return True
         if isinstance(form, Clock) or isinstance(gold, Clock):
             return self._clocks(form, gold)
-        if isinstance(form, Ratio) or isinstance(gold, Ratio):
+        if isinstance(form, Proportion) or isinstance(gold, Proportion):
             return self._ratios(form, gold)
         if isinstance(form, Date) and isinstance(gold, Date):
             same = (form.month, form.day) == (gold.month, gold.day)
@@ -497,14 +497,14 @@ class _Rules:
             return form.seconds % 43200 == gold.seconds % 43200 and not self.strict
         clock, other = (form, gold) if isinstance(form, Clock) else (gold, form)
         bare = not any(token.is_name for token in clock.tokens)
-        if isinstance(other, Ratio | Quantity) and bare and any(token.text == ":" for token in clock.tokens):
+        if isinstance(other, Proportion | Quantity) and bare and any(token.text == ":" for token in clock.tokens):
             parts = tuple(quantity([token]) for token in clock.tokens if token.is_number)
-            ratio = Ratio(clock.tokens, parts)
+            ratio = Proportion(clock.tokens, parts)
             return self._ratios(ratio, gold) if clock is form else self._ratios(form, ratio)
         return False
 
     def _ratios(self, form: Form, gold: Form) -> Goal:
-        if isinstance(form, Ratio) and isinstance(gold, Ratio):
+        if isinstance(form, Proportion) and isinstance(gold, Proportion):
             if len(form.parts) != len(gold.parts):
                 return False
             values = [
@@ -514,7 +514,7 @@ class _Rules:
                 scale = values[0][0] / values[1][0]
                 return all(a == scale * b for a, b in zip(*values, strict=True))
             return self._in_order(form.parts, gold.parts)
-        ratio, other = (form, gold) if isinstance(form, Ratio) else (gold, form)
+        ratio, other = (form, gold) if isinstance(form, Proportion) else (gold, form)
         values = [part.value if isinstance(part, Quantity) else None for part in ratio.parts]
         if self.strict or len(values) != 2 or not isinstance(other, Quantity):
             return False
@@ -781,7 +781,7 @@ def _is_one_name(form: Quantity) -> bool:
 
 
 def _heavy(form: Quantity) -> bool:
-    """Whether more than units and words stands behind the number."""
+    """Whether more than units and words follows the number."""
     return form.changed and not vocabulary.blocked(form.words, form.unit)
 
 
@@ -795,7 +795,7 @@ def _without_domain(items: Items) -> Form | None:
 def _score(form: Form) -> tuple[str, ...] | None:
     """The two numbers of 2-1, 2:1 and `2 to 1`; None for anything else."""
     texts = [token.text for token in form.tokens]
-    joined = isinstance(form, Joined | Ratio) or (isinstance(form, Clock) and not form.half)
+    joined = isinstance(form, Joined | Proportion) or (isinstance(form, Clock) and not form.half)
     plain = (
         joined and len(texts) == 3 and texts[1] in ("-", ":", "to") and texts[0].isdecimal() and texts[2].isdecimal()
     )
@@ -832,7 +832,7 @@ def _expressions_of(form: Form | None) -> list[Sequence[Token]]:
         parts = [form.value]
     elif isinstance(form, Items):
         parts = list(form.items)
-    elif isinstance(form, Approximation | Ratio):
+    elif isinstance(form, Approximation | Proportion):
         parts = list(form.parts)
     elif isinstance(form, Matrix | Cases):
         parts = [cell for row in form.rows for cell in row]

@@ -169,7 +169,7 @@ def quantity(tokens: Sequence[Token]) -> Form:
         body, scale = body[:-1], Fraction(vocabulary.ABBREVIATIONS[body[-1].text])
     end = _tail_start(body)
     expression, tail = _operated(body[:end], body[end:])
-    while tail and tail[0].is_name and (factor := vocabulary.scale(tail[0].text.lower(), behind=True)):
+    while tail and tail[0].is_name and (factor := vocabulary.scale(tail[0].text.lower(), after_number=True)):
         scale, tail = scale * factor, tail[1:]
     tail = _Tail(tail)
     number = read_number(render(expression))
@@ -324,7 +324,7 @@ def _is_variable(token: Token) -> bool:
 
 
 def _tail_start(body: Sequence[Token]) -> int:
-    """Where the unit or the words behind an expression start; the length of the body without them."""
+    """Where the unit or the words after an expression start; the length of the body without them."""
     level = depths(body)
     variables = angle = False
     for index, token in enumerate(body):
@@ -359,7 +359,7 @@ def _starts_tail(body: Sequence[Token], index: int, *, variables: bool) -> bool:
 
 
 class _Tail:
-    """What stands behind an expression: a product of units, then words."""
+    """What follows an expression: a product of units, then words."""
 
     def __init__(self, tokens: Sequence[Token]) -> None:
         self.powers: list[tuple[str, int]] = []
@@ -387,7 +387,7 @@ class _Tail:
         return vocabulary.unit_text(self.powers)
 
     def _units(self, tokens: Sequence[Token]) -> tuple[Sequence[Token], int, bool]:
-        """(the tokens behind the units, the power announced by `square`, whether a division is open)."""
+        """(the tokens after the units, the power announced by `square`, whether a division is open)."""
         index, power, divided = 0, 1, False
         while index < len(tokens):
             token, text = tokens[index], tokens[index].text
@@ -436,7 +436,7 @@ _MODULUS = {r"\pmod", r"\bmod", r"\mod", "mod"}
 
 
 def _modulus(tokens: list[Token]) -> tuple[list[Token], tuple[str, ...]]:
-    r"""(the expression, `mod n` as a word) of an expression with `\pmod{n}` behind it."""
+    r"""(the expression, `mod n` as a word) of an expression with `\pmod{n}` after it."""
     for index in range(1, len(tokens)):
         following = tokens[index + 1].text if index + 1 < len(tokens) else ""
         if tokens[index].text in _MODULUS or (tokens[index].text == "(" and following in _MODULUS):

@@ -24,8 +24,8 @@ from grpo_roc_jax.reward.forms import (
     Items,
     Joined,
     Matrix,
+    Proportion,
     Quantity,
-    Ratio,
     Region,
     Relation,
 )
@@ -281,7 +281,7 @@ def _several_units(tokens: Sequence[Token], again: _Again) -> Form | None:
         while place + 1 < len(starts) and part and _lower(part[-1]) in ("and", ","):
             part.pop()
         if len(part) == 2 and part[1].is_name:
-            part[1] = part[1]._replace(gap=True)  # 2h 15m: behind a number, before another one, a letter is a unit
+            part[1] = part[1]._replace(gap=True)  # 2h 15m: after a number and before another one, a letter is a unit
         form = quantity(part) if part else None
         if isinstance(form, Quantity) and form.unit == "m" and {"h", "s"} & names:
             form = replace(form, unit="min")  # 2h 15m
@@ -788,4 +788,4 @@ def _ratio(tokens: Sequence[Token], again: _Again) -> Form | None:
     parts = split(tokens, at)
     if not at or not all(parts):
         return None
-    return Ratio(tuple(tokens), tuple(again(part) for part in parts))
+    return Proportion(tuple(tokens), tuple(again(part) for part in parts))

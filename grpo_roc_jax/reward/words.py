@@ -142,11 +142,11 @@ SCALES = {
     "lakh": 10**5, "crore": 10**7, "quadrillion": 10**15,
 }  # fmt: skip
 COUNTS = {"score": 20, "gross": 144, "tens": 10}
-"""Scales behind a number only: alone these are other things."""
+"""Scales after a number only: alone these words mean other things."""
 ABBREVIATIONS = {
     "k": 10**3, "K": 10**3, "M": 10**6, "mil": 10**6, "mn": 10**6, "B": 10**9, "bn": 10**9, "T": 10**12,
 }  # fmt: skip
-"""Letters behind a sum of money that scale it."""
+"""Letters after a sum of money that scale it."""
 _PARTS = {
     "half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8,
     "ninth": 9, "tenth": 10, "hundredth": 100,
@@ -163,9 +163,9 @@ ORDINALS = {name: {**_SMALL, **_TENS}[cardinal] for name, cardinal in _CARDINALS
 BASES = {**_SMALL, "binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16, "hex": 16}
 
 
-def scale(word: str, *, behind: bool = False) -> int | None:
-    """What `million` or `dozens` multiplies a number by; `score` too where it stands behind one."""
-    scales = SCALES | COUNTS if behind else SCALES
+def scale(word: str, *, after_number: bool = False) -> int | None:
+    """What `million` or `dozens` multiplies a number by; `score` too where it follows one."""
+    scales = SCALES | COUNTS if after_number else SCALES
     return scales.get(word, scales.get(word.removesuffix("s")))
 
 
@@ -259,7 +259,7 @@ _OPERATIONS = set(
     )
 )
 OPERATIONS_OF = {"square", "cube", "multiple", "multiples", "divisor", "opposite", "complement"}
-"""Words that make another number of the one behind them and `of`."""
+"""Words that make another number of the one after them and `of`."""
 BLOCKING = (
     _OPERATIONS
     | DIRECTIONS
@@ -332,7 +332,7 @@ def stems(words: Iterable[str]) -> frozenset[str]:
 
 
 COMPASS = {"N": "north", "S": "south", "E": "east", "W": "west"}
-"""Letters behind degrees of latitude and longitude."""
+"""Letters after degrees of latitude and longitude."""
 NO_SOLUTION = re.compile(
     r"(?:there (?:is|are|exists?) )?(?:no|zero) (?:real |such |valid )?(?:solutions?|roots?|values?)"
     r"(?: exists?)?(?: for x)?"

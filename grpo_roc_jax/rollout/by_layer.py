@@ -207,30 +207,30 @@ def decode_by_layer(
     kinds, ropes = layer_kinds(config), rope_names(config)
     B = slots.token.shape[0]
     rows = settings.rows if 0 < settings.rows < B else B
-    asked = Steering(*steering) if steering else None
-    kind = ("steered", asked.tokens.shape[1], asked.places.shape[1]) if asked is not None else ("decode",)
+    steered = Steering(*steering) if steering else None
+    kind = ("steered", steered.tokens.shape[1], steered.places.shape[1]) if steered is not None else ("decode",)
     name, of_pool = (*kind, rows), (*kind, rows, pool.blocks)
 
-    def start(slots: Slots, table: Array, asked: Steering | None) -> tuple[Any, ...]:
+    def start(slots: Slots, table: Array, steered: Steering | None) -> tuple[Any, ...]:
         at, part, few = narrow(slots, table, rows) if rows < B else (None, slots, table)
-        asked = asked if at is None else narrow_steering(asked, at)
-        report = empty_report(rows, config, settings, asked)
+        steered = steered if at is None else narrow_steering(steered, at)
+        report = empty_report(rows, config, settings, steered)
         readers = readers_of(form, few, part.active)
-        more = unfinished(part, report, settings, asked)
-        return at, jax.tree.map(jnp.copy, part), few, readers, report, more, asked
+        more = unfinished(part, report, settings, steered)
+        return at, jax.tree.map(jnp.copy, part), few, readers, report, more, steered
 
     def token(ends: Params, slots: Slots, table: Array, readers: Any, at: Array | None) -> tuple[Any, ...]:
         places = token_places(form, slots.position, slots.active, table, readers)._replace(rows=at)
         return *start_layers(ends, slots.token[:, None], slots.position[:, None], config), places
 
     def draw(
-        ends: Params, x: Array, slots: Slots, report: ChunkReport, chosen: list[Array], asked: Steering | None
+        ends: Params, x: Array, slots: Slots, report: ChunkReport, chosen: list[Array], steered: Steering | None
     ) -> tuple[Any, ...]:
-        slots, report = draw_tokens(ends, x, slots, report, chosen, model, settings, asked)
-        return slots, report, unfinished(slots, report, settings, asked)
+        slots, report = draw_tokens(ends, x, slots, report, chosen, model, settings, steered)
+        return slots, report, unfinished(slots, report, settings, steered)
 
     slots = parts(("patch",), apply_patch, slots, patch, donate=(0,))
-    at, part, few, readers, report, more, asked = parts((*of_pool, "start"), start, slots, table, asked)
+    at, part, few, readers, report, more, steered = parts((*of_pool, "start"), start, slots, table, steered)
     for _ in range(settings.chunk):
         if not parts.holds(more):
             break
@@ -241,7 +241,9 @@ def decode_by_layer(
             arguments = layer | beside, layers[i], x, tables[ropes[i]], places
             x, layers[i], chosen = parts((*of_pool, "layer", kinds[i]), function, *arguments, donate=(1,))
             recorded_experts += chosen
-        part, report, more = parts((*name, "draw"), draw, ends, x, part, report, recorded_experts, asked, donate=(2, 3))
+        part, report, more = parts(
+            (*name, "draw"), draw, ends, x, part, report, recorded_experts, steered, donate=(2, 3)
+        )
     pool = pool.replace(layers=tuple(layers))
     if at is None:
         return pool, part, report

@@ -532,9 +532,9 @@ def unfinished(slots: Slots, report: ChunkReport, settings: ChunkSettings, steer
 
 def _by_layer(chosen: list[Array], config: ModelConfig) -> Int[Array, "L X B"]:
     """The recorded experts [B,1,X] of each layer; -1 for those without."""
-    dense, found = jnp.full_like(chosen[0], -1), iter(chosen)
+    dense, ids = jnp.full_like(chosen[0], -1), iter(chosen)
     sparse = layers_with("router", config)
-    return jnp.stack([next(found) if i in sparse else dense for i in range(config.layers)])[:, :, 0].transpose(0, 2, 1)
+    return jnp.stack([next(ids) if i in sparse else dense for i in range(config.layers)])[:, :, 0].transpose(0, 2, 1)
 
 
 def draw_tokens(

@@ -2,7 +2,7 @@
 
 `make_engine` fixes the shapes; `publish` takes the parameters once a step; `run` rolls requests out, `submit` and
 `advance` do so without an end. The engine handles token ids and slots. Text and tools are the environment's
-(`rollout.collect`).
+(`rollout.sampler`).
 """
 
 import math
@@ -266,7 +266,7 @@ def check_requests(
     for index, request in enumerate(requests):
         name = f"request {index} (place {request.place}, {request.count} from sample {request.first_sample})"
         if request.prompt is None:
-            raise ValueError(f"{name} has no prompt ids; pass requests through rollout.collect.render first")
+            raise ValueError(f"{name} has no prompt ids; pass requests through rollout.sampler.render first")
         n, budget = len(request.prompt), config.max_response_tokens if request.budget is None else request.budget
         if not 1 <= n <= config.max_prompt_tokens:
             raise ValueError(

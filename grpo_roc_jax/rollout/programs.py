@@ -456,8 +456,8 @@ class SamplerPrograms:
         return self._each_leaf(shapes, lambda leaf, spec: self._like(leaf.shape, leaf.dtype, spec))
 
     def _like(self, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
-        place = None if self.mesh is None else NamedSharding(self.mesh, spec)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+        sharding = None if self.mesh is None else NamedSharding(self.mesh, spec)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     @cached_property
     def pack_lengths(self) -> tuple[int, ...]:

@@ -168,8 +168,8 @@ def localize(leaf: Array, mesh: Mesh) -> Array:
     """The array on `mesh`, the devices that this process samples with, which hold all of it between them."""
     if leaf.is_fully_addressable:
         return leaf
-    place = NamedSharding(mesh, leaf.sharding.spec)
-    return jax.make_array_from_single_device_arrays(leaf.shape, place, [s.data for s in leaf.addressable_shards])
+    sharding = NamedSharding(mesh, leaf.sharding.spec)
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [s.data for s in leaf.addressable_shards])
 
 
 def probe_tokens(config: ModelConfig) -> np.ndarray:
@@ -284,7 +284,7 @@ class Publisher:
             places = sampler_shardings(self._sampled, mesh, weights=weights)
             self._move_ends = jax.jit(partial(copied, config=config), out_shardings=split_ends(places))
             kinds = {frozenset(layer): layer for layer in places["layers"]}
-            moves = {kind: jax.jit(move, out_shardings=place) for kind, place in kinds.items()}
+            moves = {kind: jax.jit(move, out_shardings=shardings) for kind, shardings in kinds.items()}
             self._moves = [moves[frozenset(layer)] for layer in places["layers"]]
         everywhere, here = (NamedSharding(m, P()) if m and m.is_multi_process else None for m in (mesh, self._local))
         self._training = jax.jit(partial(training_probe, config=config, weights=weights), out_shardings=everywhere)
@@ -339,9 +339,9 @@ class Publisher:
         """All parameters, cast, unstacked and moved."""
         beside = _everywhere(params)
         # Without a mesh the places stay uncommitted, as such parameters may be.
-        place = partial(place_host, sharding=beside) if isinstance(beside, NamedSharding) else jax.device_put
+        put = partial(place_host, sharding=beside) if isinstance(beside, NamedSharding) else jax.device_put
         layers = zip(self._moves, layer_arguments(params["layers"], self._config), strict=True)
-        moved = (move(leaves, jax.tree.map(place, at)) for move, (leaves, at) in layers)
+        moved = (move(leaves, jax.tree.map(put, at)) for move, (leaves, at) in layers)
         return self._move_ends(split_ends(params)) | {"layers": tuple(moved)}
 
     def _shares(self, params: Params) -> bool:
@@ -378,8 +378,8 @@ class Publisher:
             yield "weight_check_sampler", self._sampling.lower(published, self._like(published, tokens))
 
     @staticmethod
-    def _like(params: Params, given: np.ndarray) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(given.shape, given.dtype, sharding=_everywhere(params))
+    def _like(params: Params, array: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=_everywhere(params))
 
     def _read(self, probe: Callable[[Params, Array], Array], params: Params, tokens: np.ndarray) -> np.ndarray:
         probed = probe(params, place_host(tokens, _everywhere(params)))

@@ -16,7 +16,7 @@ import logging
 import time
 from bisect import bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -303,7 +303,7 @@ class Scheduler:
             else:
                 read = self.device.read() if self.device.flight is not None else None
             if read is not None:
-                self._take_report(*read)
+                self._end_turns(self._take_report(*read))
             elif self.rows and not self._may_go_on():
                 raise RuntimeError(f"{len(self.rows)} rollouts are left and none can go on: no room for the next one")
             for submission in self.submissions:
@@ -390,37 +390,38 @@ class Scheduler:
 
     # Ends of turns and rows.
 
-    def _end_turn(self, slot: int, at_stop_text: bool) -> None:
-        """Hands the turn of a stopped row to its environment."""
+    def _end_turns(self, stopped: Mapping[int, bool]) -> None:
+        """Hands the turns of stopped rows to their environments: slot -> whether the row stopped at a stop text."""
         table = self.table
-        turn, row = table.end_turn(slot), self.rows[int(table.row[slot])]
-        reason: TurnReason = "turn_length"
-        if turn.end >= table.total[slot]:
-            reason = "length"
-        elif at_stop_text or self.is_stop[table.tokens[slot, turn.end - 1] & ID_MASK]:
-            reason = "stop"
-        span = slice(turn.start, turn.end)
-        ended = TurnEnd(
-            row.index, turn.start, table.tokens[slot, span].copy(), table.logprobs[slot, span].copy(), reason=reason
-        )
-        before = time.perf_counter()
-        try:
-            reach("rollout.turn")
-            answer = row.submission.environment.turn_ended(row.index, ended)
-        except Exception:  # a fault in one trajectory costs that trajectory
-            if not self.stats.stops["infrastructure"]:
-                log.exception("a turn could not be taken; its rollout ends as an infrastructure failure")
-            with suppress(Exception):
-                row.submission.environment.cancelled(row.index)
-            reason, answer = "turn_length", Finish("infrastructure")
-        self.stats.environment_s += time.perf_counter() - before
-        if reason == "length":
-            self._finish(slot, "length")
-        elif isinstance(answer, Finish):
-            self._finish(slot, answer.stop)
-        else:
-            table.waiting[slot] = True
-            table.waiting_since_s[slot] = time.perf_counter()
+        for slot, at_stop_text in stopped.items():
+            if table.row[slot] == FREE:  # the end of a row before it in this loop cancelled this one
+                continue
+            turn, row = table.end_turn(slot), self.rows[int(table.row[slot])]
+            reason: TurnReason = "turn_length"
+            if turn.end >= table.total[slot]:
+                reason = "length"
+            elif at_stop_text or self.is_stop[table.tokens[slot, turn.end - 1] & ID_MASK]:
+                reason = "stop"
+            tokens, logprobs = (of[slot, turn.start : turn.end].copy() for of in (table.tokens, table.logprobs))
+            before = time.perf_counter()
+            try:
+                reach("rollout.turn")
+                ended = TurnEnd(row.index, turn.start, tokens, logprobs, reason=reason)
+                answer = row.submission.environment.turn_ended(row.index, ended)
+            except Exception:  # a fault in one trajectory costs that trajectory
+                if not self.stats.stops["infrastructure"]:
+                    log.exception("a turn could not be taken; its rollout ends as an infrastructure failure")
+                with suppress(Exception):
+                    row.submission.environment.cancelled(row.index)
+                reason, answer = "turn_length", Finish("infrastructure")
+            self.stats.environment_s += time.perf_counter() - before
+            if reason == "length":
+                self._finish(slot, "length")
+            elif isinstance(answer, Finish):
+                self._finish(slot, answer.stop)
+            else:
+                table.waiting[slot] = True
+                table.waiting_since_s[slot] = time.perf_counter()
 
     def _finish(self, slot: int, stop: StopReason) -> None:
         table, ticket = self.table, int(self.table.row[slot])
@@ -564,7 +565,7 @@ class Scheduler:
         row.slot = slot
         seated = self._seat(slot, again=False)
         if row.request.resume is not None and awaits_observation(row.request.resume):
-            self._end_turn(slot, at_stop_text=True)
+            self._end_turns({slot: True})
         elif seated:
             self.table.go(slot, self.config.max_turn_tokens)
 
@@ -654,18 +655,19 @@ class Scheduler:
         if all(submission.steering is None for submission in self.submissions):
             return {}
         slots = np.flatnonzero(self.table.live).tolist()
-        found = {slot: self.rows[int(self.table.row[slot])].steering for slot in slots}
-        return {slot: steering for slot, steering in found.items() if steering is not None}
+        steering_of = {slot: self.rows[int(self.table.row[slot])].steering for slot in slots}
+        return {slot: steering for slot, steering in steering_of.items() if steering is not None}
 
     # Reports.
 
     def _take_flight(self) -> None:
         """Takes the chunk in flight, if there is one."""
         if self.device.flight is not None:
-            self._take_report(*self.device.read())
+            self._end_turns(self._take_report(*self.device.read()))
 
-    def _take_report(self, report: ChunkReport, count: np.ndarray, version: int) -> None:
-        """Takes a chunk's tokens, `count` of each slot, and ends the turns of rows that stopped in it."""
+    def _take_report(self, report: ChunkReport, count: np.ndarray, version: int) -> dict[int, bool]:
+        """Takes a chunk's tokens, `count` of each slot. Returns slot -> whether it stopped at a stop text, for the rows
+        whose turns ended in the chunk."""
         table, before = self.table, self.table.length.copy()
         table.extend(report, count, version)
         drew = count > 0
@@ -689,10 +691,7 @@ class Scheduler:
             if slot not in at_stop_text and self._goes_on(slot):
                 stopped[slot] = False
                 table.go(slot, self.config.max_turn_tokens)
-        for slot in np.flatnonzero(stopped).tolist():
-            # The end of a row before it in this loop may have cancelled this one.
-            if table.live[slot]:
-                self._end_turn(slot, at_stop_text=slot in at_stop_text)
+        return {slot: slot in at_stop_text for slot in np.flatnonzero(stopped & table.live).tolist()}
 
     def _goes_on(self, slot: int) -> bool:
         """Whether the stop id that a row drew is part of its turn."""

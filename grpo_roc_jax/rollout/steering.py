@@ -1,5 +1,5 @@
 """What single rows ask of their draws: other truncation, biased tokens, penalties, tokens that may not follow, a mask
-of those that may; and what they ask to be told about them, the most likely tokens at each.
+of those that may; and what they ask to be reported, the most likely tokens at each draw.
 
 `RowSteering` is the host's side, one for each row that asks for something. `steering_arrays` writes those of all slots
 as arrays, and `steer` applies them on the device to the logits that a token is drawn from. The recorded
@@ -106,11 +106,11 @@ class RowSteering:
 
     def forbidden(self) -> set[int]:
         """Tokens that may not follow."""
-        found = set(self.settings.ends) if self._count < self.settings.min_tokens else set()
+        tokens = set(self.settings.ends) if self._count < self.settings.min_tokens else set()
         for *before, last in self.settings.banned:
             if not before or self._last[-len(before) :] == before:
-                found.add(last)
-        return found
+                tokens.add(last)
+        return tokens
 
     def edits(self) -> dict[int, tuple[float, float, float]]:
         """By token: what is added to its logit, by what that is then divided or multiplied, what is then subtracted.
@@ -168,14 +168,14 @@ def steering_arrays(
     words = -(-vocabulary // WORD)
     allowed = np.full((slots, words), 0xFFFFFFFF, np.uint32)
     limits = np.tile(np.array([sampling.top_k, sampling.top_p, sampling.min_p], np.float32), (slots, 1))
-    edits = {slot: found for slot, row in rows.items() if (found := row.edits())}
+    edits = {slot: edited for slot, row in rows.items() if (edited := row.edits())}
     most = max(map(len, edits.values()), default=0)
     N = next((n for n in EDITED if n >= most), 1 << (most - 1).bit_length())
     tokens, changes = np.full((slots, N), vocabulary, np.int32), np.zeros((slots, 3, N), np.float32)
     changes[:, 1] = 1.0
     for slot, row in rows.items():
-        asked = (row.settings.top_k, row.settings.top_p, row.settings.min_p)
-        limits[slot] = [old if new is None else new for new, old in zip(asked, limits[slot], strict=True)]
+        truncation = (row.settings.top_k, row.settings.top_p, row.settings.min_p)
+        limits[slot] = [old if new is None else new for new, old in zip(truncation, limits[slot], strict=True)]
         if row.mask is not None:
             allowed[slot] = 0
             bits = row.mask.allowed()[:words]
@@ -185,9 +185,9 @@ def steering_arrays(
             for token in forbidden:
                 bits[token // WORD] &= ~np.uint32(1 << token % WORD)
             allowed[slot] = bits if bits.any() else allowed[slot]
-    for slot, found in edits.items():
-        tokens[slot, : len(found)] = list(found)
-        changes[slot, :, : len(found)] = np.array(list(found.values()), np.float32).T
+    for slot, edited in edits.items():
+        tokens[slot, : len(edited)] = list(edited)
+        changes[slot, :, : len(edited)] = np.array(list(edited.values()), np.float32).T
     K = TOP if any(row.settings.top for row in rows.values()) else 0
     places = np.tile(np.arange(min(K, vocabulary), dtype=np.int32), (slots, 1))
     most_steps = min(steps, *(row.most_steps or steps for row in rows.values()))

@@ -58,8 +58,8 @@ def read_timings(file: Path) -> dict[str, float]:
 
 @contextmanager
 def remembered(config: Config, narrator: Narrator) -> Iterator[None]:
-    """Phases of the block are told with what they took in an earlier run, and what they take now is written for later
-    ones. A cache that cannot be written is left."""
+    """Lines on the phases of the block say how long they took in an earlier run; how long they take now is written for
+    later ones. A cache that cannot be written is left."""
     file = timings_file(config)
     narrator.usual = read_timings(file)
     try:

@@ -13,15 +13,14 @@ from grpo_roc_jax.learner.update import make_score
 from grpo_roc_jax.method.compose import teacher_of
 from grpo_roc_jax.method.distillation import SelfTeacher
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.convert import resolve_config
 from grpo_roc_jax.model.sharding import Mesh, check_divisible
 from grpo_roc_jax.rollout.publish import unstack
-from grpo_roc_jax.run.components import fit_length, resolve_model, resolve_text
+from grpo_roc_jax.run.components import fit_length, read_tokenizer_and_shape
 from grpo_roc_jax.run.load import load_policy, settings_for
 from grpo_roc_jax.run.policy import PolicyModel, frozen_weights, update_settings
 from grpo_roc_jax.settings.cli import ConfigError, config_errors
 from grpo_roc_jax.text.chat_format import ChatFormat
-from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
+from grpo_roc_jax.text.tokenizer import Tokenizer
 
 
 def make_learner(config: Config, policy: PolicyModel, chat: ChatFormat) -> GroupLearner:
@@ -90,9 +89,8 @@ def find_teacher(config: Config, tokenizer: Tokenizer) -> tuple[Config, ModelCon
         raise ConfigError(f"{name}; must be a run or the directory of a published model")
     try:
         config_of_teacher = settings_for(part.path, (), name, dialogue=False)
-        other = load_tokenizer(resolve_text(config_of_teacher))
+        other, model = read_tokenizer_and_shape(config_of_teacher)
         check_vocabulary(tokenizer, other)
-        model = resolve_model(resolve_config(config_of_teacher.model), other)
         model = fit_length(model, config.rollout.max_row_tokens)
     except (ConfigError, ValueError, OSError) as error:
         raise ConfigError(f"{name} cannot be the teacher: {error}") from error

@@ -173,7 +173,7 @@ class EngineGroups:
         score_together(self._sampling.scorer, [group for group in groups if group.scored is None])
 
     def cut(self, group: OpenGroup) -> list[tuple[Trajectory, ...]]:
-        cuts = {(i, j): self._engine.cut(t) for t, (own, i, j) in self._running.items() if own is group}
+        cuts = {(i, j): self._engine.cut(t) for t, (other, i, j) in self._running.items() if other is group}
         return [
             tuple(cuts[i, j] if row is None else row for j, row in enumerate(rows)) for i, rows in enumerate(group.rows)
         ]

@@ -129,10 +129,10 @@ def frozen_weights(config: Config, model: ModelConfig, mesh: Mesh) -> Params | N
     base = jax.jit(partial(unstack, config=model))(stacked)
     if bits == 16:
         return base
-    places = jax.tree.map(lambda leaf: leaf.sharding, frozen_like(model, mesh, bits)["layers"])
-    layers = zip(base["layers"], places, strict=True)
+    shardings_by_layer = jax.tree.map(lambda leaf: leaf.sharding, frozen_like(model, mesh, bits)["layers"])
+    layers = zip(base["layers"], shardings_by_layer, strict=True)
     quantized = partial(quantized_layer, bits=bits)
-    return base | {"layers": tuple(jax.jit(quantized, out_shardings=place)(layer) for layer, place in layers)}
+    return base | {"layers": tuple(jax.jit(quantized, out_shardings=sharding)(layer) for layer, sharding in layers)}
 
 
 @config_errors()
@@ -201,7 +201,9 @@ def frozen_like(model: ModelConfig, mesh: Mesh, bits: int = 16) -> Params:
     layer = {name: NamedSharding(mesh, P(*sharding.spec[1:])) for name, sharding in stacked["layers"].items()}
     layers = tuple({name: layer[name] for name in leaves} for leaves in shapes["layers"])
     if bits < 16:
-        quantized = jax.eval_shape(lambda layers: tuple(quantized_layer(one, bits) for one in layers), shapes["layers"])
+        quantized = jax.eval_shape(
+            lambda layers: tuple(quantized_layer(layer, bits) for layer in layers), shapes["layers"]
+        )
         shapes |= {"layers": quantized}
         layers = split_all(layers, quantized)
     return place_shapes(shapes, stacked | {"layers": layers})

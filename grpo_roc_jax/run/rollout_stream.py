@@ -28,9 +28,19 @@ from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.rollout.table import from_prompt
 from grpo_roc_jax.run.open_groups import EngineGroups, GroupSource, OpenGroup
 from grpo_roc_jax.run.policy import PolicyModel
-from grpo_roc_jax.run.rounds import StepSamples, draw_problems, edited, numbered, opening_requests
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.sample import GroupSampler, PartialGroup, ScoredRollouts, merge_stats, resumable
+from grpo_roc_jax.run.sample import (
+    GroupSampler,
+    PartialGroup,
+    ScoredRollouts,
+    StepSamples,
+    draw_problems,
+    edited,
+    merge_stats,
+    numbered,
+    opening_requests,
+    resumable,
+)
 from grpo_roc_jax.types import Group, Metrics, RolloutRequest, Trajectory
 
 ESS = "mismatch/token_effective_sample_size"
@@ -225,7 +235,7 @@ class RolloutStream:
             self._ask()
 
     def _ask(self) -> None:
-        """Exchanges with the other processes which groups are complete. A process decides only on what it has told the
+        """Exchanges with the other processes which groups are complete. A process decides only on what it has sent the
         others; otherwise it would wait in `gather` while the others wait for its groups."""
         if self._processes.count > 1:
             self._mark_complete(self._processes.post(self._complete_numbers()))

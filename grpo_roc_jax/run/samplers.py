@@ -31,9 +31,9 @@ import numpy as np
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.model.sharding import ShardingConfig
 from grpo_roc_jax.model.transformer import Params, compute_dtype
-from grpo_roc_jax.rollout.collect import render
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError, SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
+from grpo_roc_jax.rollout.sampler import render
 from grpo_roc_jax.rollout.scheduler import expand
 from grpo_roc_jax.rollout.table import starting_point
 from grpo_roc_jax.run.components import describe_device, make_parts
@@ -122,7 +122,7 @@ class GroupTask:
 
 @dataclass(frozen=True, eq=False)
 class Orders:
-    """What a sampler is told, in this order: weights, groups to drop the rows of or to give up, and new groups."""
+    """What a sampler is sent, in this order: weights, groups to drop the rows of or to give up, and new groups."""
 
     drop: tuple[int, ...] = ()
     """Groups that have become too old: their unfinished rows end."""
@@ -145,8 +145,8 @@ class Report:
 
     ready: bool = True
     """Whether it has started."""
-    place: str = ""
-    """Its devices, and where they are."""
+    host: str = ""
+    """Its devices and their host."""
     version: int = -1
     """Version of its weights."""
     groups: tuple[CompletedGroup, ...] = ()
@@ -277,14 +277,14 @@ class RemoteSampler:
                 here = f"{socket.gethostname()}, process {os.getpid()}, {describe_device()}"
                 self._work(HostedGroups(policy, sampling), here)
         except Exception as error:
-            said = str(error) if isinstance(error, ConfigError) else traceback.format_exc()
+            failure = str(error) if isinstance(error, ConfigError) else traceback.format_exc()
             with self._changed:
-                self._report = replace(self._report, failure=said)
+                self._report = replace(self._report, failure=failure)
                 self._changed.notify_all()
 
-    def _work(self, groups: HostedGroups, place: str) -> None:
+    def _work(self, groups: HostedGroups, host: str) -> None:
         with self._changed:
-            self._report = replace(self._report, ready=True, place=place)
+            self._report = replace(self._report, ready=True, host=host)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._inbox or groups.working or self._closed)
@@ -299,7 +299,7 @@ class RemoteSampler:
             with self._changed:
                 before = self._report
                 merged = {"groups": before.groups + new.groups, "stats": before.stats + new.stats}
-                self._report = replace(new, place=place, **merged)
+                self._report = replace(new, host=host, **merged)
                 self._changed.notify_all()
 
 
@@ -359,7 +359,7 @@ class _Member:
     unfinished: dict[int, int] = field(default_factory=dict)
     """Number of rows of each, as last reported."""
     refusals: int = 0
-    place: str = ""
+    host: str = ""
 
     @property
     def rows(self) -> int:
@@ -400,7 +400,7 @@ class SamplerPool:
         self._queue: dict[int, GroupTask] = {}
         """Groups that no sampler has."""
         self._dropping: set[int] = set()
-        """Groups whose samplers were told to end their rows."""
+        """Groups whose samplers have been sent the order to end their rows."""
         self._weights: Any = None
         self._sent: Weights | None = None
         self._stats: dict[str, RolloutStats] = {}
@@ -445,10 +445,12 @@ class SamplerPool:
             missing = len(group.missing)
             if not missing:
                 continue
-            own: list[RolloutRequest] = []
-            while sum(request.count for request in own) < missing:
-                own.append(next(left))
-            task = GroupTask(group.number, tuple(group.parts), tuple(map(tuple, group.rows)), tuple(own), options.step)
+            batch: list[RolloutRequest] = []
+            while sum(request.count for request in batch) < missing:
+                batch.append(next(left))
+            task = GroupTask(
+                group.number, tuple(group.parts), tuple(map(tuple, group.rows)), tuple(batch), options.step
+            )
             self._groups[group.number], self._queue[group.number] = group, task
             self._cuts[group.number] = self._before(task)
         self._assign()
@@ -490,28 +492,28 @@ class SamplerPool:
         try:
             report = self._transport.result(member.call)
         except self._transport.lost as error:
-            said = str(error).strip() or type(error).__name__
-            return self._lose(member, said.splitlines()[0])
+            reason = str(error).strip() or type(error).__name__
+            return self._lose(member, reason.splitlines()[0])
         member.call = None
         if report.failure:
-            raise SamplerFailed(f"{member.name} ({report.place or 'not started'}): {report.failure}")
+            raise SamplerFailed(f"{member.name} ({report.host or 'not started'}): {report.failure}")
         if report.ready and not member.ready:
-            member.ready, member.place, self._failed_starts = True, report.place, 0
+            member.ready, member.host, self._failed_starts = True, report.host, 0
             self._counts["joined"] += 1
-            self._notes.append(f"{member.name} has joined: {report.place}")
+            self._notes.append(f"{member.name} has joined: {report.host}")
         member.version, member.unfinished = report.version, dict(report.unfinished)
         for stats in report.stats:
             before = self._stats.get(member.name)
             self._stats[member.name] = stats if before is None else before.followed_by(stats)
         if report.refused >= 0 and report.refused == self.version:
             self._send_again(member)
-        returned = [own for own in report.groups if member.tasks.pop(own.number, None) is not None]
-        for own in returned:
-            group = self._groups.pop(own.number)
-            del self._cuts[own.number]
-            self._dropping.discard(own.number)
-            group.rows, group.scored = [list(rows) for rows in own.rows], own.scored
-            self._dropped += sum(row.stop == "cancelled" for row in chain.from_iterable(own.rows))
+        returned = [task for task in report.groups if member.tasks.pop(task.number, None) is not None]
+        for task in returned:
+            group = self._groups.pop(task.number)
+            del self._cuts[task.number]
+            self._dropping.discard(task.number)
+            group.rows, group.scored = [list(rows) for rows in task.rows], task.scored
+            self._dropped += sum(row.stop == "cancelled" for row in chain.from_iterable(task.rows))
         return bool(returned)
 
     def _send_again(self, member: _Member) -> None:
@@ -520,7 +522,7 @@ class SamplerPool:
         self._counts["weights_refused"] += 1
         if member.refusals > RESENT:
             raise SamplerFailed(
-                f"{member.name} ({member.place}) received weights of version {self.version} with another hash "
+                f"{member.name} ({member.host}) received weights of version {self.version} with another hash "
                 f"{member.refusals} times in a row; check the memory and the network of that host"
             )
         self._weights = self._transport.put(self._sent)
@@ -561,7 +563,7 @@ class SamplerPool:
             self._counts["rows_lost"] += rows
             self._counts["groups_again"] += len(member.tasks)
             self._notes.append(
-                f"{member.name} ({member.place}) is lost with {rows} rows of {len(member.tasks)} groups, which begin "
+                f"{member.name} ({member.host}) is lost with {rows} rows of {len(member.tasks)} groups, which begin "
                 f"again: {why}"
             )
         else:
@@ -618,13 +620,13 @@ class SamplerPool:
         """Samplers that work, what has happened to samplers since the last step, groups that wait for one, and the
         versions that they sample with."""
         ready = [member for member in self._members if member.ready]
-        behind = [self.version - member.version for member in ready]
+        lags = [self.version - member.version for member in ready]
         counts = {f"samplers/{name}": float(count) for name, count in self._counts.items()}
         self._counts = dict.fromkeys(self._counts, 0)
         return counts | {
             "samplers/alive": float(len(ready)),
             "samplers/queued_groups": float(len(self._queue)),
-            "samplers/versions_behind": float(max(behind, default=0)),
+            "samplers/versions_behind": float(max(lags, default=0)),
         }
 
     def release(self) -> None:

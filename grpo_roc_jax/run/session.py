@@ -30,7 +30,7 @@ from grpo_roc_jax.record.trace import TraceWriter
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.rollout.records import RolloutLines, RolloutProgress
 from grpo_roc_jax.run.choices import about, choose, free_bytes, left_open, record, recorded, with_choices
-from grpo_roc_jax.run.components import describe_device, make_parts, resolve_model, run_date, with_date
+from grpo_roc_jax.run.components import describe_device, make_parts, read_tokenizer_and_shape, run_date, with_date
 from grpo_roc_jax.run.durations import EVALUATION, SUPERVISED, TRAINING, expected, remembered
 from grpo_roc_jax.run.learning import find_teacher, most_rows
 from grpo_roc_jax.run.policy import PolicyModel, attention_of, describe_attention, few_arenas
@@ -41,7 +41,6 @@ from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Alarm
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
 from grpo_roc_jax.settings.progress import Narrator, describe_seconds, narrated, phase
 from grpo_roc_jax.settings.secrets import hidden
-from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools.memory_bound import describe_memory
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Problem
@@ -90,10 +89,10 @@ def state_leaves(config: Config) -> dict[str, list]:
     """Name -> [shape, dtype] of the arrays of a run's training state, without allocating them.
 
     Raises:
-        ConfigError: A tokenizer or model cannot be read.
+        ConfigError: The tokenizer or the model cannot be read.
     """
     with config_errors():
-        model = resolve_model(config.model, load_tokenizer(config.text))
+        model = read_tokenizer_and_shape(config)[1]
 
     def make() -> dict[str, Any]:
         params = init_trained(jax.random.key(0), model, config.lora)

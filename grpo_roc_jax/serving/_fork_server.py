@@ -7,7 +7,7 @@ The other end of the Unix socket FD sends for each run a JSON line with `number`
 `{"number", "pid"}` when the run has begun, `{"number", "status"}` when it has ended, `{"number", "refused"}` if an
 import has started a thread, which no fork would have. A run leads a session of its own.
 
-Only installed packages are imported before: files of the user's begin anew in each run. Which packages those are, the
+Only installed packages are imported before; each run imports files of the user's itself. Which packages those are, the
 file of the program says, and the runs themselves, which report at their end what they have imported.
 """
 
@@ -98,11 +98,22 @@ class Preloads:
             except BaseException:  # of code that is not ours; the run meets it again
                 continue
 
+    def load_for(self, program):
+        """Imports what a program will: a path of a file, or `-m`, whose module is not read before."""
+        # as the program has it, so that a file of the user's is not taken for a package of the same name
+        sys.path[0] = os.getcwd() if program == "-m" else os.path.dirname(os.path.realpath(program))
+        self.load([] if program == "-m" else top_imports(program))
+
     def note(self, names):
         """Notes what a run has imported."""
         self.runs += 1
         self.silent = 0 if any(name not in self.tried and name not in sys.modules for name in names) else 1
         self.noted += names
+
+    def load_noted(self):
+        """Imports what runs have imported."""
+        self.load(self.noted)
+        self.noted.clear()
 
 
 class Run:
@@ -204,6 +215,16 @@ def leave(code):
     os._exit((code or 0) & 0xFF)
 
 
+def reap(runs, preloads):
+    """(number, exit status) of each run that has ended since the last call; it leaves `runs`."""
+    for pid, run in list(runs.items()):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            del runs[pid]
+            yield run.number, os.waitstatus_to_exitcode(status)
+            preloads.note(run.imported())
+
+
 def serve(link):
     """Forks for each request until the other end closes, which ends all runs. Returns the words of the program in a
     fork."""
@@ -217,23 +238,15 @@ def serve(link):
     def tell(**fields):
         link.sendall(json.dumps(fields).encode() + b"\n")
 
-    def reap():
-        for pid in list(runs):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                run = runs.pop(pid)
-                tell(number=run.number, status=os.waitstatus_to_exitcode(status))
-                preloads.note(run.imported())
-        if not runs:
-            preloads.load(preloads.noted)
-            preloads.noted.clear()
-
     received, descriptors = b"", []
     while True:
         ready, _, _ = select.select([link, waking], [], [])
         if waking in ready:
             os.read(waking, 4096)
-            reap()
+            for number, status in reap(runs, preloads):
+                tell(number=number, status=status)
+            if not runs:
+                preloads.load_noted()
         if link not in ready:
             continue
         data, new, _, _ = socket.recv_fds(link, 1 << 16, 64)
@@ -248,10 +261,7 @@ def serve(link):
             line, _, received = received.partition(b"\n")
             request = json.loads(line)
             mine, descriptors = descriptors[:4], descriptors[4:]
-            first = request["words"][0]
-            # as the program has it, so that a file of the user's is not taken for a package of the same name
-            sys.path[0] = os.getcwd() if first == "-m" else os.path.dirname(os.path.realpath(first))
-            preloads.load([] if first == "-m" else top_imports(first))
+            preloads.load_for(request["words"][0])
             if threading.active_count() > 1:
                 for descriptor in mine:
                     os.close(descriptor)

@@ -97,8 +97,8 @@ def read_pay(content: bytes) -> tuple[Pay, str]:
         return Pay(), f"{content[:80]!r}; {PAY_FORM}"
     wrong = [name for name in parts if not PART_NAME.fullmatch(name)]
     if wrong or len(parts) > MOST_PARTS:
-        said = f"the name {wrong[0][:80]!r}" if wrong else f"{len(parts)} names"
-        return Pay(), f"{said}; must be up to {MOST_PARTS} names of letters, digits and _ . -, no digit first"
+        shown = f"the name {wrong[0][:80]!r}" if wrong else f"{len(parts)} names"
+        return Pay(), f"{shown}; must be up to {MOST_PARTS} names of letters, digits and _ . -, no digit first"
     return Pay(reward, parts, calls), ""
 
 

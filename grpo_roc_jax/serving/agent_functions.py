@@ -89,7 +89,7 @@ class FunctionAgent:
         Raises:
             ValueError: There is no such function, it is no `async def`, or it cannot be sent to another process.
         """
-        choice.rollout()  # a fault is told here, and not by a process
+        choice.rollout()  # a fault is raised here, and not in a process
         function = passed(path) if path else None
         self._host = make_host(choice.host, FunctionSettings(choice, {} if function is None else {path: function}))
         self._timeout_s = choice.timeout_s

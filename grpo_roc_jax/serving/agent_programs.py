@@ -219,19 +219,19 @@ class ForkServer:
     def _read(self) -> None:
         with suppress(OSError), self._link.makefile("rb") as lines:
             for line in lines:
-                said = json.loads(line)
-                program = self._runs[said["number"]]
-                if "pid" in said:
-                    program.pid = said["pid"]
+                report = json.loads(line)
+                program = self._runs[report["number"]]
+                if "pid" in report:
+                    program.pid = report["pid"]
                     program.begun.set()
                     continue
-                del self._runs[said["number"]]
-                if "refused" in said and self.usable:
+                del self._runs[report["number"]]
+                if "refused" in report and self.usable:
                     self.usable = False
                     log.warning(
-                        "environment.warm: programs are started, not forked: %s; set warm false", said["refused"]
+                        "environment.warm: programs are started, not forked: %s; set warm false", report["refused"]
                     )
-                program.ended(said.get("status"))
+                program.ended(report.get("status"))
         with self._mutex:
             self._lost()
 

@@ -22,10 +22,10 @@ from grpo_roc_jax.environments.config import AgentCommand, AgentKind, Environmen
 from grpo_roc_jax.environments.environment import row_of
 from grpo_roc_jax.environments.episodes import noted
 from grpo_roc_jax.environments.failure import Failure
-from grpo_roc_jax.rollout.collect import stable_seed
 from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
+from grpo_roc_jax.rollout.sampler import stable_seed
 from grpo_roc_jax.sandbox.http_guard import is_loopback
 from grpo_roc_jax.serving.agent_ends import AgentCall, Pay, ProgramEnd, read_pay
 from grpo_roc_jax.serving.agent_functions import FunctionAgent
@@ -117,21 +117,20 @@ class AgentSession:
 
     def paid(self, end: ProgramEnd) -> tuple[list[RecordedCall], ProgramEnd]:
         """(the calls with their rewards, the end whose reward is all that was paid). What names no call is unread."""
-        given = end.pay.calls
-        if not given:
+        amounts = end.pay.calls
+        if not amounts:
             return self.calls, end
         answers = list(dict.fromkeys(call.answer for call in self.calls))
-        if isinstance(given, tuple):
-            if len(given) > len(answers):
-                said = (
-                    f"calls has {len(given)} numbers for {len(answers)} calls; give one each, in order, or by their ids"
-                )
-                return self.calls, replace(end, pay=Pay(), unread=said)
-            given = {answer: number for answer, number in zip(answers, given, strict=False) if number is not None}
-        if unknown := [name for name in given if name not in answers]:
-            said = f"calls names {unknown[0]!r:.80}; must be the id of an answer that this rollout got"
-            return self.calls, replace(end, pay=Pay(), unread=said)
-        calls = [replace(call, reward=given.get(call.answer, 0.0)) for call in self.calls]
+        if isinstance(amounts, tuple):
+            if len(amounts) > len(answers):
+                numbers = f"calls has {len(amounts)} numbers for {len(answers)} calls"
+                fault = f"{numbers}; give one each, in order, or by their ids"
+                return self.calls, replace(end, pay=Pay(), unread=fault)
+            amounts = {answer: number for answer, number in zip(answers, amounts, strict=False) if number is not None}
+        if unknown := [name for name in amounts if name not in answers]:
+            fault = f"calls names {unknown[0]!r:.80}; must be the id of an answer that this rollout got"
+            return self.calls, replace(end, pay=Pay(), unread=fault)
+        calls = [replace(call, reward=amounts.get(call.answer, 0.0)) for call in self.calls]
         total = (end.pay.reward or 0.0) + sum(call.reward for call in calls)
         return calls, replace(end, pay=replace(end.pay, reward=total))
 
@@ -146,8 +145,8 @@ class AgentSession:
             late = "took too long and asked nothing"
             return ("deadline", None) if self.calls else ("infrastructure", end.failure(late))
         if not self.calls:
-            said = f"it ended with status {end.status} and without an answer of the policy"
-            return "infrastructure", end.failure(said)
+            reason = f"it ended with status {end.status} and without an answer of the policy"
+            return "infrastructure", end.failure(reason)
         if end.status and self.broken:
             return "infrastructure", end.failure(f"status {end.status} after a fault of the server")
         number = -end.status if end.status < 0 else end.status - SHELL_SIGNAL
@@ -159,10 +158,10 @@ class AgentSession:
             return "failed" if zero else "infrastructure", end.failure(f"status {end.status}", by_policy=zero)
         if not any(call.trains for call in self.calls):
             names = ", ".join(sorted({call.agent for call in self.calls}))
-            said = f"no answer to {', '.join(sorted(self.choice.trained))} (environment.trained); {names[:200]} asked"
-            return "infrastructure", end.failure(said)
-        given = {*end.pay.parts, *([] if end.pay.reward is None else [""])}
-        if pays and not end.status and not pays & given:
+            reason = f"no answer to {', '.join(sorted(self.choice.trained))} (environment.trained); {names[:200]} asked"
+            return "infrastructure", end.failure(reason)
+        paid_names = {*end.pay.parts, *([] if end.pay.reward is None else [""])}
+        if pays and not end.status and not pays & paid_names:
             return stop, end.failure(no_reward(end, pays))
         return stop, None
 
@@ -172,14 +171,14 @@ def no_reward(end: ProgramEnd, pays: frozenset[str] = frozenset([""])) -> str:
     if end.unread:
         return f"its reward was not read: {end.unread}"
     if end.pay.parts or end.pay.reward is not None:
-        given = ", ".join([*([] if end.pay.reward is None else ["reward"]), *end.pay.parts])
+        names = ", ".join([*([] if end.pay.reward is None else ["reward"]), *end.pay.parts])
         return (
-            f"it gave {given[:200]}, but none of what reward.functions pays: {', '.join(n or 'reward' for n in pays)}"
+            f"it gave {names[:200]}, but none of what reward.functions pays: {', '.join(n or 'reward' for n in pays)}"
         )
-    said = f"it gave no reward (a program writes it to the descriptor in {REWARD_VARIABLE}, a function returns it)"
+    text = f"it gave no reward (a program writes it to the descriptor in {REWARD_VARIABLE}, a function returns it)"
     if read_pay(end.printed.encode())[0] != Pay():
-        said += "; its last line is a number, but what it prints is not read, since the policy may have written it"
-    return said
+        text += "; its last line is a number, but what it prints is not read, since the policy may have written it"
+    return text
 
 
 class AgentRuns:
@@ -221,8 +220,8 @@ class AgentRuns:
                 f"environment.address {address}, environment.port {port}: the endpoint cannot listen there ({error})"
             ) from error
         self._server.endpoint.sessions = {}
-        told = socket.gethostname() if address in ANY_ADDRESS else address
-        self.url = f"http://{f'[{told}]' if ':' in told else told}:{self._server.port}"
+        host = socket.gethostname() if address in ANY_ADDRESS else address
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.port}"
         """Where agents find the endpoint."""
         self._agents: dict[str, Agent] = {}
         try:
@@ -259,15 +258,17 @@ class AgentRuns:
             raise ValueError("environment agent cannot go on from tokens; use a method that samples whole rollouts")
         heat, config = self._engine.programs.settings.sampling.temperature, self._engine.config
         singles = [
-            replace(one, count=1, first_sample=i, temperature=heat if one.temperature is None else one.temperature)
-            for one in requests
-            for i in one.samples
+            replace(
+                single, count=1, first_sample=i, temperature=heat if single.temperature is None else single.temperature
+            )
+            for single in requests
+            for i in single.samples
         ]
         sessions = {}
-        for one in singles:
-            agent = self._choice.name_for(one.problem)
-            sessions[f"{one.place}-{one.first_sample}-{secrets.token_hex(4)}"] = AgentSession(
-                one, options.key_step, config.max_turns, self._choice.agents[agent], agent
+        for single in singles:
+            agent = self._choice.name_for(single.problem)
+            sessions[f"{single.place}-{single.first_sample}-{secrets.token_hex(4)}"] = AgentSession(
+                single, options.key_step, config.max_turns, self._choice.agents[agent], agent
             )
         endpoint = self._server.endpoint
         endpoint.dialogues = Dialogues(self._chat.config, self._chat.tokenizer)
@@ -315,7 +316,7 @@ class AgentRuns:
         self, sessions: dict[str, AgentSession], ends: list[ProgramEnd], stats: RolloutStats
     ) -> list[Trajectory]:
         stats.rollouts, stats.stops = len(sessions), dict.fromkeys(get_args(StopReason), 0)
-        found = []
+        trajectories = []
         for session, end in zip(sessions.values(), ends, strict=True):
             calls, end = session.paid(end)
             rows = [row for row in join(calls) if row.mask.any() or not session.choice.trained]
@@ -333,8 +334,8 @@ class AgentRuns:
             reward, parts = (0.0, {}) if stop == "failed" else (end.pay.reward, end.pay.parts)
             fault = failure.whole if failure is not None else ""
             trajectory = replace(trajectory, stop=stop, reward=reward, rewards=parts, seconds=end.seconds, fault=fault)
-            found.append(trajectory)
-        return found
+            trajectories.append(trajectory)
+        return trajectories
 
     def _empty(self, session: AgentSession) -> Trajectory:
         """The rollout of a program that got no answer: the problem's prompt alone."""

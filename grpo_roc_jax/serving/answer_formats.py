@@ -74,15 +74,15 @@ def read_format(body: Mapping[str, Any]) -> AnswerFormat | None:
     Raises:
         RequestRefused: It is malformed, or of a kind that is not served.
     """
-    found = [_response_format(field_of(body, "response_format", dict, {}))]
+    formats = [_response_format(field_of(body, "response_format", dict, {}))]
     structured = field_of(body, "structured_outputs", dict, {})
-    given = {f"structured_outputs.{name}": value for name, value in structured.items()}
-    given |= {name: body[name] for name in GUIDED if body.get(name) not in (None, "")}
-    found += [_guided(name, value) for name, value in given.items() if value not in (None, False)]
-    asked = [one for one in found if one is not None]
-    if len(asked) > 1:
-        raise RequestRefused(f"{asked[0].param} and {asked[1].param} are both given; leave one out", asked[1].param)
-    return asked[0] if asked else None
+    constraints = {f"structured_outputs.{name}": value for name, value in structured.items()}
+    constraints |= {name: body[name] for name in GUIDED if body.get(name) not in (None, "")}
+    formats += [_guided(name, value) for name, value in constraints.items() if value not in (None, False)]
+    chosen = [form for form in formats if form is not None]
+    if len(chosen) > 1:
+        raise RequestRefused(f"{chosen[0].param} and {chosen[1].param} are both given; leave one out", chosen[1].param)
+    return chosen[0] if chosen else None
 
 
 def _response_format(form: Mapping[str, Any]) -> AnswerFormat | None:
@@ -130,9 +130,9 @@ def strict_schemas(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) 
     """Schemas of the arguments of the tools that say `strict`, by name."""
     functions = [tool["function"] for tool in tools]
     return {
-        one["name"]: field_of(one, "parameters", dict, {"type": "object"})
-        for one in functions
-        if one.get("strict") is True
+        function["name"]: field_of(function, "parameters", dict, {"type": "object"})
+        for function in functions
+        if function.get("strict") is True
     }
 
 
@@ -196,21 +196,21 @@ class TurnGrammar:
     def _turns(self, body: str, mark: str, rule: str) -> list[str]:
         """Alternatives of a turn with this body, `mark` of which stands for what `rule` describes: without a thought,
         and after one."""
-        found = []
+        rules = []
         if around := self._around(self._chat.written(f"</reason>{body}"), mark, rule):
-            found.append(self._add(around))
+            rules.append(self._add(around))
         before, _, after = self._chat.written(f"{THOUGHT}</reason>{body}").partition(THOUGHT)
         closing = next((end for _, end in THOUGHTS if after.lstrip().startswith(end)), "")
         if closing and (around := self._around(after.partition(closing)[2], mark, rule)):
-            found.append(self._add(f"{self._literal(before)} {self._until(closing)} {around}"))
-        return found
+            rules.append(self._add(f"{self._literal(before)} {self._until(closing)} {around}"))
+        return rules
 
     def _around(self, text: str, mark: str, rule: str) -> str:
         """A rule for the rest of a turn. What follows the opening of a call that is written without JSON is free."""
         before, has, after = text.partition(mark)
         if has:
             return f"{self._opening(before)} {rule} {self._literal(after)}"
-        opening = next((one for one in self._chat.call_marks if one in text), "")
+        opening = next((opener for opener in self._chat.call_marks if opener in text), "")
         self.unenforced = ("tools.strict",)
         if not opening:
             return ""
@@ -304,10 +304,10 @@ class AnswerGrammars:
         key = (grammar, frozenset(ends))
         if key not in self._compiled:
             matcher = self._library.LLMatcher
-            found = matcher(self._of(key[1]), matcher.grammar_from_lark(grammar), log_level=0)
-            if found.is_error():
-                raise RequestRefused(f"{param}: {_reason(found.get_error())}", param)
-            self._compiled[key] = found
+            compiled = matcher(self._of(key[1]), matcher.grammar_from_lark(grammar), log_level=0)
+            if compiled.is_error():
+                raise RequestRefused(f"{param}: {_reason(compiled.get_error())}", param)
+            self._compiled[key] = compiled
             if len(self._compiled) > GRAMMARS:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
@@ -392,6 +392,6 @@ def _in_regex(text: str) -> str:
 
 def _reason(text: str) -> str:
     """What the library says, without the place in a grammar that the request does not know."""
-    said = re.split(r"^ *\d+ \| ", text.strip(), maxsplit=1, flags=re.MULTILINE)[0]
-    said = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", said)
-    return " ".join(said.split())[:300]
+    reason = re.split(r"^ *\d+ \| ", text.strip(), maxsplit=1, flags=re.MULTILINE)[0]
+    reason = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", reason)
+    return " ".join(reason.split())[:300]

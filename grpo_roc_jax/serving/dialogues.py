@@ -120,26 +120,26 @@ class Dialogues:
         Raises:
             RequestRefused: Messages that are malformed or cannot be written in this template.
         """
-        system, said = read_messages(messages)
+        system, turns = read_messages(messages)
         listed = json.dumps(list(tools))
         chat = self._format(system, listed)
-        begun = said.pop() if said[-1].role == "assistant" else None
+        begun = turns.pop() if turns[-1].role == "assistant" else None
         if begun is not None and begun.calls:
             raise RequestRefused(
                 "the last message is an assistant's with tool_calls; their results must follow it", "messages"
             )
         key = _digest(session.encode(errors="replace"), system.encode(), listed.encode())
-        keys = [key := _digest(key, one.normal.encode()) for one in said]
+        keys = [key := _digest(key, turn.normal.encode()) for turn in turns]
         ids: list[int] = []
         begin = 0
         calls: tuple[ToolCall, ...] = ()
-        for i in reversed(range(len(said))):
-            if said[i].role == "assistant" and (found := self._known.get(keys[i])) is not None:
+        for i in reversed(range(len(turns))):
+            if turns[i].role == "assistant" and (entry := self._known.get(keys[i])) is not None:
                 self._known.move_to_end(keys[i])
-                ids, begin, calls = found.tolist(), i + 1, self._sampled_calls[keys[i]]
+                ids, begin, calls = entry.tolist(), i + 1, self._sampled_calls[keys[i]]
                 break
         known = len(ids)
-        opened = self._extend(chat, ids, said[begin:], calls)
+        opened = self._extend(chat, ids, turns[begin:], calls)
         begun_ids: list[int] = []
         if begun is not None:
             if not opened:
@@ -160,10 +160,10 @@ class Dialogues:
 
     def remember(self, context: Context, answer: TurnAnswer, ids: np.ndarray) -> None:
         """Notes the ids of a conversation up to and with the answer to its last message."""
-        said = said_of(answer)
+        turn = said_of(answer)
         if context.begun is not None:
-            said = replace(said, text=context.begun.text + said.text)
-        key = _digest(context.key, said.normal.encode())
+            turn = replace(turn, text=context.begun.text + turn.text)
+        key = _digest(context.key, turn.normal.encode())
         self._held += len(ids) - len(self._known.pop(key, ()))
         self._known[key], self._sampled_calls[key] = ids, answer.calls
         while self._held > REMEMBERED_TOKENS:
@@ -199,28 +199,28 @@ class Dialogues:
         """
         opened, at = False, 0
         while at < len(said):
-            one = said[at]
-            if opened and one.role != "assistant":
+            turn = said[at]
+            if opened and turn.role != "assistant":
                 _close(chat, ids)
             closed = ids[-1:] == [chat.end_id] and not opened
-            if one.role == "assistant":
+            if turn.role == "assistant":
                 if not opened:
                     ids += chat.reopened_ids() if ids else chat.prompt_ids(Problem("", "", "", "serve"))
-                calls = tuple(ToolCall(name, {}, "") for name, _ in one.calls)
-                ids += [*chat.raw_ids(written(chat, one)), chat.call_end_id if calls else chat.end_id]
-            elif one.role == "user":
-                first = Problem("", one.text, "", "serve")
-                ids += chat.question_ids(one.text, closed=closed) if ids else chat.prompt_ids(first)
+                calls = tuple(ToolCall(name, {}, "") for name, _ in turn.calls)
+                ids += [*chat.raw_ids(written(chat, turn)), chat.call_end_id if calls else chat.end_id]
+            elif turn.role == "user":
+                first = Problem("", turn.text, "", "serve")
+                ids += chat.question_ids(turn.text, closed=closed) if ids else chat.prompt_ids(first)
             elif not ids:
                 raise RequestRefused("a tool message must follow the call that it answers", "messages")
             else:
-                outputs = [one.text]
+                outputs = [turn.text]
                 while at + 1 < len(said) and said[at + 1].role == "tool":
                     at += 1
                     outputs.append(said[at].text)
                 closed = not opened and chat.closes_calls(ids[-1])
                 ids += chat.shown_ids(outputs, closed=closed, calls=calls)
-            opened, at = one.role != "assistant", at + 1
+            opened, at = turn.role != "assistant", at + 1
         return opened
 
 
@@ -245,23 +245,23 @@ def read_messages(messages: Any) -> tuple[str, list[Said]]:
     if not isinstance(messages, list) or not messages:
         raise RequestRefused("messages must be a list of at least one message", "messages")
     systems: list[str] = []
-    said: list[Said] = []
+    turns: list[Said] = []
     for from_tool, run in groupby(enumerate(messages), lambda item: _role(*item) == "tool"):
         if from_tool:
-            said += _results(list(run), messages)
+            turns += _results(list(run), messages)
             continue
         for i, message in run:
             where, role = f"messages[{i}]", message["role"]
             text = text_of(message.get("content"), f"{where}.content") or field_of(message, "refusal", str, "")
-            if role in ("system", "developer") and not said:
+            if role in ("system", "developer") and not turns:
                 systems.append(text)
             elif role == "assistant":
                 calls = tuple(call for call, _ in _calls_of(message, where))
-                said.append(Said("assistant", text, calls, _reasoning(message)))
+                turns.append(Said("assistant", text, calls, _reasoning(message)))
             else:
-                said.append(Said("user", text))
-    system, said = "\n\n".join(systems), _merged(said)
-    return (system, said) if said else ("", [Said("user", system)])
+                turns.append(Said("user", text))
+    system, turns = "\n\n".join(systems), _merged(turns)
+    return (system, turns) if turns else ("", [Said("user", system)])
 
 
 def _role(i: int, message: Any) -> str:
@@ -294,19 +294,19 @@ def _results(run: list[tuple[int, Any]], messages: list[Any]) -> Iterator[Said]:
             )
         order = in_order_of_calls([(own_id, name) for (name, _), own_id in calls], replies)
     except UnmatchedReply as error:
-        place = "messages" if error.reply is None else f"messages[{begin + error.reply}]"
-        raise RequestRefused(f"{place}: {error}", "messages") from error
+        path = "messages" if error.reply is None else f"messages[{begin + error.reply}]"
+        raise RequestRefused(f"{path}: {error}", "messages") from error
     texts = [text_of(message.get("content"), f"messages[{i}].content") for i, message in run]
     yield from (Said("tool", texts[i]) for i in order)
 
 
-def _merged(said: Sequence[Said]) -> list[Said]:
+def _merged(turns: Sequence[Said]) -> list[Said]:
     """Messages, with consecutive ones of a user as one."""
-    found: list[Said] = []
-    for of_user, run in groupby(said, lambda one: one.role == "user"):
+    merged: list[Said] = []
+    for of_user, run in groupby(turns, lambda turn: turn.role == "user"):
         messages = list(run)
-        found += [Said("user", "\n\n".join(one.text for one in messages))] if of_user else messages
-    return found
+        merged += [Said("user", "\n\n".join(turn.text for turn in messages))] if of_user else messages
+    return merged
 
 
 def text_of(content: Any, where: str) -> str:
@@ -326,8 +326,8 @@ Called = tuple[tuple[str, str], str | None]
 def _calls_of(message: Mapping[str, Any], where: str) -> tuple[Called, ...]:
     calls, old = message.get("tool_calls") or (), message.get("function_call")
     try:
-        found = tuple(_called(call) for call in calls)
-        return found or (((_call(old), None),) if old else ())
+        calls_read = tuple(_called(call) for call in calls)
+        return calls_read or (((_call(old), None),) if old else ())
     except (KeyError, TypeError, ValueError, AttributeError):
         raise RequestRefused(f"{where}.tool_calls must be calls of functions with a name", "messages") from None
 
@@ -385,8 +385,8 @@ def split_thought(text: str) -> tuple[str, str]:
 def parts_of(chat: ChatFormat, text: str, *, tools: bool) -> tuple[str, str]:
     """(thought, text before the first call) of a turn, or of its beginning; without `tools` calls are text."""
     before = chat.before_calls(text) if tools else text
-    found = chat.split(before)
-    thought, rest = split_thought(before) if found is None else found
+    parts = chat.split(before)
+    thought, rest = split_thought(before) if parts is None else parts
     return thought, rest.rstrip() if before != text else rest
 
 

@@ -64,27 +64,27 @@ class Conversation:
 
 def join(calls: Sequence[RecordedCall]) -> list[Conversation]:
     """The conversations that calls, in the order of their answers, belong to."""
-    found: list[Conversation] = []
+    conversations: list[Conversation] = []
     for call in calls:
-        open_rows = [row for row in found if row.continued_by(call)]
+        open_rows = [row for row in conversations if row.continued_by(call)]
         row = max(open_rows, key=lambda row: len(row.tokens), default=None)
         if row is None:
-            found.append(row := Conversation())
+            conversations.append(row := Conversation())
         row.add(call)
-    return found
+    return conversations
 
 
 def joined(
     rows: Sequence[Conversation], chat: ChatFormat, request: RolloutRequest, stop: StopReason, longest: int
 ) -> tuple[Trajectory, int]:
     """(the trajectory of conversations, the number of those left out since all would be longer than `longest`)."""
-    kept: list[Conversation] = []
+    conversations: list[Conversation] = []
     for row in rows:
-        if sum(len(one.tokens) for one in kept) + len(row.tokens) <= longest:
-            kept.append(row)
-    starts = np.cumsum([0, *(len(row.tokens) for row in kept)]).tolist()
+        if sum(len(conversation.tokens) for conversation in conversations) + len(row.tokens) <= longest:
+            conversations.append(row)
+    starts = np.cumsum([0, *(len(row.tokens) for row in conversations)]).tolist()
     turns = []
-    for row, start in zip(kept, starts, strict=False):
+    for row, start in zip(conversations, starts, strict=False):
         for (low, high), call in zip(row.spans, row.calls, strict=True):
             if low == high or not call.trains:
                 continue
@@ -92,19 +92,19 @@ def joined(
             turns.append(Turn(start + low, start + high, parsed.text, parsed.calls, reward=call.reward))
 
     def whole(name: str) -> np.ndarray:
-        return np.concatenate([getattr(row, name) for row in kept])
+        return np.concatenate([getattr(row, name) for row in conversations])
 
     trajectory = Trajectory(
         tokens=whole("tokens"),
         policy_mask=whole("mask"),
         logprobs=whole("logprobs"),
         versions=whole("versions"),
-        prompt_length=kept[0].spans[0][0],
+        prompt_length=conversations[0].spans[0][0],
         turns=tuple(turns),
         stop=stop,
         sample=request.first_sample,
         condition=request.condition,
         temperature=request.temperature,
-        parts=tuple(len(row.tokens) for row in kept) if len(kept) > 1 else (),
+        parts=tuple(len(row.tokens) for row in conversations) if len(conversations) > 1 else (),
     )
-    return trajectory, len(rows) - len(kept)
+    return trajectory, len(rows) - len(conversations)

@@ -57,7 +57,7 @@ class MessagesReply(EventReply):
             yield from self._grown(piece["choices"][0]["delta"])
 
     def ended(self, choice: SampledChoice) -> Iterator[JSON]:
-        if not self.asked.stream:
+        if not self.fields.stream:
             return
         answer = self.answer(choice)
         yield from self._grown(self._growth(choice, answer.reasoning, answer.content))
@@ -103,7 +103,7 @@ class MessagesReply(EventReply):
 
     def _stop(self, choice: SampledChoice, answer: TurnAnswer) -> JSON:
         text = self.tokenizer.decode(choice.ids)
-        stop = min((stop for stop in self.asked.stops if stop in text), key=text.find, default=None)
+        stop = min((stop for stop in self.fields.stops if stop in text), key=text.find, default=None)
         cut = choice.finish_reason == "length"
         reason = "tool_use" if answer.calls else "stop_sequence" if stop else "max_tokens" if cut else "end_turn"
         return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
@@ -143,8 +143,8 @@ def _chat_body(body: Mapping[str, Any]) -> JSON:
     turns = field_of(body, "messages", list, [])
     messages = [message for i, turn in enumerate(turns) for message in _messages(turn, f"messages[{i}]")]
     form = field_of(field_of(body, "output_config", dict, {}), "format", dict) or field_of(body, "output_format", dict)
-    found = {name: body[name] for name in SAME_FIELDS if name in body}
-    return found | {
+    chat = {name: body[name] for name in SAME_FIELDS if name in body}
+    return chat | {
         "messages": [*([{"role": "system", "content": system}] if system else []), *messages],
         "tools": [_tool(tool) for tool in field_of(body, "tools", list, [])],
         "tool_choice": _tool_choice(field_of(body, "tool_choice", dict, {})),

@@ -47,7 +47,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
         raise RequestRefused(f"the body is {type(body).__name__}; must be an object")
     layer: list[Any] = [body]
     for _ in range(DEEPEST):
-        layer = [part for one in layer for part in (one.values() if isinstance(one, dict) else one)]
+        layer = [part for value in layer for part in (value.values() if isinstance(value, dict) else value)]
         layer = [part for part in layer if isinstance(part, dict | list)]
     if layer:
         raise RequestRefused(f"the body is nested more than {DEEPEST} times; must be flatter")

@@ -21,16 +21,6 @@ from grpo_roc_jax.serving.answer_formats import (
     read_format,
     strict_schemas,
 )
-from grpo_roc_jax.serving.asked import (
-    MAX_CHOICES,
-    READ,
-    Asked,
-    read_asked,
-    read_forced,
-    read_ids,
-    read_tools,
-    unread,
-)
 from grpo_roc_jax.serving.dialogues import (
     HELD_BACK,
     Context,
@@ -41,6 +31,16 @@ from grpo_roc_jax.serving.dialogues import (
     read_answer,
 )
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
+from grpo_roc_jax.serving.sampling_fields import (
+    MAX_CHOICES,
+    READ,
+    SamplingFields,
+    read_forced,
+    read_ids,
+    read_sampling_fields,
+    read_tools,
+    unread,
+)
 from grpo_roc_jax.text.chat_format import ChatFormat
 from grpo_roc_jax.text.tokenizer import Tokenizer
 from grpo_roc_jax.types import TRUNCATED_STOPS
@@ -97,7 +97,7 @@ class SampledChoice:
 
 
 class ReplyForm:
-    """What the forms share. `prompts` are sampled `asked.count` times each; choices are numbered in that order."""
+    """What the forms share. `prompts` are sampled `fields.count` times each; choices are numbered in that order."""
 
     path = name = chunk_name = prefix = ""
     closing = "data: [DONE]\n\n"
@@ -109,7 +109,7 @@ class ReplyForm:
 
     def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig):
         self.body, self.tokenizer = body, tokenizer
-        self.asked: Asked = read_asked(self._sampling_fields(), sampling, tokenizer)
+        self.fields: SamplingFields = read_sampling_fields(self._sampling_fields(), sampling, tokenizer)
         self.format = TurnFormat(read_format(self._sampling_fields()))
         self.not_applied: list[str] = unread(body, self.reads)
         """Fields of the request that change nothing here."""
@@ -148,7 +148,7 @@ class ReplyForm:
 
     def begin(self) -> None:
         """Makes the choices."""
-        prompts = [prompt for prompt in self.prompts for _ in range(self.asked.count)]
+        prompts = [prompt for prompt in self.prompts for _ in range(self.fields.count)]
         if len(prompts) > MAX_CHOICES:
             raise RequestRefused(f"{len(prompts)} choices; must be at most {MAX_CHOICES}", "n")
         self.choices = [SampledChoice(i, prompt, self.begun) for i, prompt in enumerate(prompts)]
@@ -158,7 +158,7 @@ class ReplyForm:
         first = not choice.ids
         choice.ids += ids
         choice.logprobs += logprobs
-        if self.asked.stream:
+        if self.fields.stream:
             choice.read(self.tokenizer)
             yield from self._pieces(choice, ids, logprobs, first)
 
@@ -175,7 +175,7 @@ class ReplyForm:
 
     def last_pieces(self) -> Iterator[JSON]:
         """The pieces of a stream after those of the choices."""
-        if self.asked.usage_in_stream:
+        if self.fields.usage_in_stream:
             yield self.around([], usage=self.usage)
 
     def framed(self, piece: JSON) -> str:
@@ -199,7 +199,7 @@ class ReplyForm:
     @property
     def usage(self) -> JSON:
         prompt, sampled = sum(map(len, self.prompts)), sum(len(choice.ids) for choice in self.choices)
-        cached = sum(choice.cached for choice in self.choices[:: self.asked.count])
+        cached = sum(choice.cached for choice in self.choices[:: self.fields.count])
         return {
             "prompt_tokens": prompt,
             "completion_tokens": sampled,
@@ -209,7 +209,7 @@ class ReplyForm:
 
     def around(self, choices: list[JSON], **others: Any) -> JSON:
         """Choices with what surrounds them."""
-        name = self.chunk_name if self.asked.stream else self.name
+        name = self.chunk_name if self.fields.stream else self.name
         return {
             "id": self.id,
             "object": name,
@@ -222,8 +222,8 @@ class ReplyForm:
         return f"token_id:{token}" if self.body.get("return_tokens_as_token_ids") else self.tokenizer.decode([token])
 
     def _token_fields(self, choice: SampledChoice) -> JSON:
-        found: JSON = {"token_ids": choice.ids} if self.asked.token_ids else {}
-        return found | ({"weight_versions": choice.weight_versions} if self._shows_versions else {})
+        extra: JSON = {"token_ids": choice.ids} if self.fields.token_ids else {}
+        return extra | ({"weight_versions": choice.weight_versions} if self._shows_versions else {})
 
     @property
     def _shows_versions(self) -> bool:
@@ -231,12 +231,12 @@ class ReplyForm:
 
     def before_stop(self, text: str) -> str:
         """The text up to the first stop text."""
-        return text[: min((at for stop in self.asked.stops if (at := text.find(stop)) >= 0), default=None)]
+        return text[: min((at for stop in self.fields.stops if (at := text.find(stop)) >= 0), default=None)]
 
     @property
     def _held(self) -> int:
         """Last characters of an unfinished answer that may become a stop text or a mark."""
-        return max(HELD_BACK, *map(len, self.asked.stops), 0)
+        return max(HELD_BACK, *map(len, self.fields.stops), 0)
 
     def piece(self, choice: SampledChoice, content: JSON, **others: Any) -> JSON:
         """A piece of a stream."""
@@ -279,7 +279,7 @@ class ChatReply(ReplyForm):
         text = turn.text()
         self.not_applied += turn.unenforced
         ends = {context.chat.end_id, context.chat.call_end_id}
-        return grammars.masks(text, ends, context.begun_ids, self.format.params[0], self.asked.count)
+        return grammars.masks(text, ends, context.begun_ids, self.format.params[0], self.fields.count)
 
     def as_chat(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """The request in the form of chat completions.
@@ -290,34 +290,34 @@ class ChatReply(ReplyForm):
         return body
 
     def _logprobs(self, choice: SampledChoice, start: int = 0) -> JSON | None:
-        if not self.asked.logprobs:
+        if not self.fields.logprobs:
             return None
 
         def entry(token: int, value: float) -> JSON:
             return {"token": self._token(token), "logprob": value, "bytes": list(self.tokenizer.token_bytes(token))}
 
         tokens = [
-            entry(token, value) | {"top_logprobs": [entry(*one) for one in top]}
+            entry(token, value) | {"top_logprobs": [entry(*alternative) for alternative in top]}
             for token, value, top in self.scored(choice, start)
         ]
         return {"content": tokens, "refusal": None}
 
     def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
         if first:
-            extra = {"prompt_token_ids": choice.prompt.tolist()} if self.asked.token_ids else {}
+            extra = {"prompt_token_ids": choice.prompt.tolist()} if self.fields.token_ids else {}
             yield self.piece(choice, {"delta": {"role": "assistant", "content": ""}}) | extra
-        context, said = self.context, self.before_stop(choice.text)
+        context, shown = self.context, self.before_stop(choice.text)
         begun = context.chat.tokenizer.decode(context.begun_ids)
-        reasoning, text = parts_of(context.chat, begun + said, tools=context.tools)
+        reasoning, text = parts_of(context.chat, begun + shown, tools=context.tools)
         if not reasoning and context.chat.opens_thought and not begun:
             text = ""  # the prompt has opened a thought: whether this is one is known when it is closed
         if begun:
             reasoning, text = new_parts(context, reasoning, text)
         delta = self._growth(choice, *(part[: max(0, len(part) - self._held)] for part in (reasoning, text)))
-        found = {"logprobs": self._logprobs(choice, len(choice.ids) - len(ids))} if self.asked.logprobs else {}
-        found |= {"token_ids": ids} if self.asked.token_ids else {}
-        if delta or found:
-            yield self.piece(choice, {"delta": delta}, **found)
+        fields = {"logprobs": self._logprobs(choice, len(choice.ids) - len(ids))} if self.fields.logprobs else {}
+        fields |= {"token_ids": ids} if self.fields.token_ids else {}
+        if delta or fields:
+            yield self.piece(choice, {"delta": delta}, **fields)
 
     def _growth(self, choice: SampledChoice, reasoning: str, content: str) -> JSON:
         delta = {}
@@ -327,7 +327,7 @@ class ChatReply(ReplyForm):
         return delta
 
     def ended(self, choice: SampledChoice) -> Iterator[JSON]:
-        if not self.asked.stream:
+        if not self.fields.stream:
             return
         answer = self.answer(choice)
         if delta := self._growth(choice, answer.reasoning, answer.content):
@@ -341,9 +341,9 @@ class ChatReply(ReplyForm):
 
     def answer(self, choice: SampledChoice) -> TurnAnswer:
         """The parsed turn of a choice that has ended, which is remembered."""
-        answer = read_answer(self.context, choice.ids, self.asked.stops)
-        whole = np.concatenate([choice.prompt, np.asarray(choice.ids, np.int32)])
-        self.dialogues.remember(self.context, answer, whole)
+        answer = read_answer(self.context, choice.ids, self.fields.stops)
+        ids = np.concatenate([choice.prompt, np.asarray(choice.ids, np.int32)])
+        self.dialogues.remember(self.context, answer, ids)
         return answer
 
     def whole(self) -> JSON:
@@ -363,7 +363,7 @@ class ChatReply(ReplyForm):
                 }
                 | self._token_fields(choice)
             )
-        extra = {"prompt_token_ids": self.context.ids.tolist()} if self.asked.token_ids else {}
+        extra = {"prompt_token_ids": self.context.ids.tolist()} if self.fields.token_ids else {}
         return self.around(choices, usage=self.usage, policy_version=self.version, **extra)
 
 
@@ -408,7 +408,7 @@ class PlainReply(ReplyForm):
         answer = self.format.answer
         assert answer is not None
         text = f"start: WS {answer.rule}\nWS: /{AROUND}/\n"
-        count = len(self.prompts) * self.asked.count
+        count = len(self.prompts) * self.fields.count
         return grammars.masks(text, {self.tokenizer.eos_id, self.end_id}, (), answer.param, count)
 
 
@@ -422,30 +422,30 @@ class TextReply(PlainReply):
         super().__init__(body, tokenizer, sampling, chat=chat)
         prompt = body.get("prompt")
         several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-        for one in prompt if several else [prompt]:
-            ids = np.asarray(chat.raw_ids(one), np.int32) if isinstance(one, str) else read_ids(one, "prompt")
+        for item in prompt if several else [prompt]:
+            ids = np.asarray(chat.raw_ids(item), np.int32) if isinstance(item, str) else read_ids(item, "prompt")
             if not len(ids):
                 raise RequestRefused("prompt is empty; must be text or token ids", "prompt")
             self.prompts.append(ids)
 
     def _logprobs(self, choice: SampledChoice, start: int = 0) -> JSON | None:
-        if not self.asked.logprobs:
+        if not self.fields.logprobs:
             return None
         scored = self.scored(choice, start)
         tokens = [self._token(token) for token, _, _ in scored]
         offsets = np.cumsum([0, *map(len, tokens)])[:-1].tolist()
         tops = [{self._token(other): score for other, score in [*top, (token, value)]} for token, value, top in scored]
-        found = {"tokens": tokens, "token_logprobs": [value for _, value, _ in scored]}
-        return found | {"top_logprobs": tops if self.asked.draw.top else None, "text_offset": offsets}
+        listed = {"tokens": tokens, "token_logprobs": [value for _, value, _ in scored]}
+        return listed | {"top_logprobs": tops if self.fields.draw.top else None, "text_offset": offsets}
 
     def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
         sent, text = choice.sent.get("text", 0), self.before_stop(choice.text)
         text = text[sent : max(sent, len(text) - self._held)]
         choice.sent["text"] = sent + len(text)
-        found = {"token_ids": ids} if self.asked.token_ids else {}
-        found |= {"prompt_token_ids": choice.prompt.tolist()} if self.asked.token_ids and first else {}
+        fields = {"token_ids": ids} if self.fields.token_ids else {}
+        fields |= {"prompt_token_ids": choice.prompt.tolist()} if self.fields.token_ids and first else {}
         yield self.piece(
-            choice, {"text": text, "logprobs": self._logprobs(choice, len(choice.ids) - len(ids))}, **found
+            choice, {"text": text, "logprobs": self._logprobs(choice, len(choice.ids) - len(ids))}, **fields
         )
 
     def _text(self, choice: SampledChoice) -> str:
@@ -455,17 +455,17 @@ class TextReply(PlainReply):
         return self.before_stop(self.tokenizer.decode(ids[:-1] if ended else ids))
 
     def ended(self, choice: SampledChoice) -> Iterator[JSON]:
-        if self.asked.stream:
+        if self.fields.stream:
             rest = self._text(choice)[choice.sent.get("text", 0) :]
             yield self.piece(choice, {"text": rest, "logprobs": None}, finish_reason=choice.finish_reason)
 
     def whole(self) -> JSON:
         choices = []
         for choice in self.choices:
-            extra = {"prompt_token_ids": choice.prompt.tolist()} if self.asked.token_ids else {}
-            found = {"index": choice.index, "text": self._text(choice), "finish_reason": choice.finish_reason}
-            found |= {"logprobs": self._logprobs(choice)}
-            choices.append(found | self._token_fields(choice) | extra)
+            extra = {"prompt_token_ids": choice.prompt.tolist()} if self.fields.token_ids else {}
+            answer = {"index": choice.index, "text": self._text(choice), "finish_reason": choice.finish_reason}
+            answer |= {"logprobs": self._logprobs(choice)}
+            choices.append(answer | self._token_fields(choice) | extra)
         return self.around(choices, usage=self.usage, policy_version=self.version)
 
 
@@ -482,7 +482,7 @@ class TokenReply(PlainReply):
     def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig, *, chat: ChatFormat):
         super().__init__(body, tokenizer, sampling, chat=chat)
         self.not_applied += unread(self._sampling_fields(), READ)
-        if self.asked.stream or body.get("stream"):
+        if self.fields.stream or body.get("stream"):
             raise RequestRefused("stream is not supported here; use /v1/completions with token ids", "stream")
         self.prompts = [read_ids(body.get("token_ids", body.get("prompt_token_ids")), "token_ids")]
 
@@ -500,7 +500,8 @@ class TokenReply(PlainReply):
                 "finish_reason": choice.finish_reason,
                 "logprobs": {
                     "content": [
-                        _numbered(token, value) | ({"top_logprobs": [_numbered(*one) for one in top]} if top else {})
+                        _numbered(token, value)
+                        | ({"top_logprobs": [_numbered(*alternative) for alternative in top]} if top else {})
                         for token, value, top in self.scored(choice)
                     ]
                 },

@@ -67,7 +67,7 @@ class ResponsesReply(EventReply):
             yield from self._grown(piece["choices"][0])
 
     def ended(self, choice: SampledChoice) -> Iterator[JSON]:
-        if not self.asked.stream:
+        if not self.fields.stream:
             return
         answer = self.answer(choice)
         yield from self._grown({"delta": self._growth(choice, answer.reasoning, answer.content)})
@@ -100,9 +100,9 @@ class ResponsesReply(EventReply):
                 part = _part(self._open) | {"text": ""}
                 yield self._event("response.content_part.added", **self._place(), part=part)
             self._open["text"] += new
-            found = (piece.get("logprobs") or {}).get("content", [])
-            self._open["logprobs"] += found
-            logprobs = {"logprobs": found} if kind == "message" else {}
+            entries = (piece.get("logprobs") or {}).get("content", [])
+            self._open["logprobs"] += entries
+            logprobs = {"logprobs": entries} if kind == "message" else {}
             yield self._event(f"response.{_TEXT[kind]}.delta", **self._place(), delta=new, **logprobs)
 
     def _closed(self, opened: JSON) -> Iterator[JSON]:
@@ -124,10 +124,10 @@ class ResponsesReply(EventReply):
     def whole(self) -> JSON:
         (choice,) = self.choices
         answer, items = self.answer(choice), []
-        found = (self._logprobs(choice) or {}).get("content", [])
+        entries = (self._logprobs(choice) or {}).get("content", [])
         for kind, text in (("reasoning", answer.reasoning), ("message", answer.content)):
             if text or (kind == "message" and not answer.calls):
-                opened = {"id": _new_id(kind), "type": kind, "text": text, "logprobs": found}
+                opened = {"id": _new_id(kind), "type": kind, "text": text, "logprobs": entries}
                 items.append(_item(opened, "completed"))
         return self._ended_response(choice, [*items, *self._calls(answer)], answer)
 
@@ -218,11 +218,11 @@ def _chat_body(body: Mapping[str, Any], messages: list[JSON]) -> JSON:
     for name in UNSUPPORTED:
         if body.get(name):
             raise RequestRefused(f"{name} is not supported; leave it out", name, "unsupported")
-    found = {name: body[name] for name in SAME_FIELDS if name in body}
+    chat = {name: body[name] for name in SAME_FIELDS if name in body}
     include = field_of(body, "include", list, [])
     logprobs = "message.output_text.logprobs" in include or bool(field_of(body, "top_logprobs", int, 0))
     form = field_of(field_of(body, "text", dict, {}), "format", dict, {"type": "text"})
-    return found | {
+    return chat | {
         "messages": messages,
         "tools": [_tool(tool) for tool in field_of(body, "tools", list, [])],
         "tool_choice": _tool_choice(body.get("tool_choice")),
@@ -316,16 +316,16 @@ class RememberedResponses:
         Raises:
             RequestRefused: It is not known, in this session.
         """
-        found = self._known.pop((session, name), None)
-        if found is None:
+        response = self._known.pop((session, name), None)
+        if response is None:
             raise RequestRefused(
                 f"no response {name!r:.80} is remembered; send the whole conversation as input",
                 "previous_response_id",
                 "previous_response_not_found",
                 404,
             )
-        self._known[session, name] = found
-        return found[1]
+        self._known[session, name] = response
+        return response[1]
 
     def add(self, session: str, name: str, messages: Sequence[JSON]) -> None:
         """Notes the conversation that an answer ends."""

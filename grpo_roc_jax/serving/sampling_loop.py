@@ -90,8 +90,8 @@ class JobRows(SingleTurn):
     def _find_stop(self, row: int, new_tokens: np.ndarray, before: np.ndarray) -> int | None:
         new_tokens, before = new_tokens & ID_MASK, before & ID_MASK
         ends = [i + 1 for i, token in enumerate(new_tokens.tolist()) if token in self._job.stop_ids][:1]
-        if self._job.find_stop and (found := self._job.find_stop(new_tokens, before)) is not None:
-            ends.append(found)
+        if self._job.find_stop and (end := self._job.find_stop(new_tokens, before)) is not None:
+            ends.append(end)
         return min(ends, default=None)
 
 

@@ -25,12 +25,12 @@ from tornado.web import Application, HTTPError, RequestHandler, stream_request_b
 from grpo_roc_jax.rollout.steering import DrawSettings, RowSteering
 from grpo_roc_jax.sandbox.http_guard import IDLE_S, LINGER_BYTES, LINGER_S, REQUEST_S, Connections, RequestHead, refusal
 from grpo_roc_jax.serving.answer_formats import AnswerGrammars, GrammarMask
-from grpo_roc_jax.serving.asked import stop_finder
 from grpo_roc_jax.serving.dialogues import Dialogues
 from grpo_roc_jax.serving.messages import COUNT_TOKENS, MessagesReply, error_body
 from grpo_roc_jax.serving.refusal import RequestRefused, read_body
 from grpo_roc_jax.serving.replies import ChatReply, ReplyForm, SampledChoice, TextReply, TokenReply
 from grpo_roc_jax.serving.responses import RememberedResponses, ResponsesReply
+from grpo_roc_jax.serving.sampling_fields import stop_finder
 from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob, SamplingLoop, sampled
 from grpo_roc_jax.text.chat_format import ChatFormat
 
@@ -105,13 +105,13 @@ class ServerCounts:
 
     def lines(self, **gauges: float) -> str:
         """The text that Prometheus reads."""
-        found = {f'requests_total{{status="{status}"}}': n for status, n in sorted(self.requests.items())}
-        found |= {f"{name}_tokens_total": self.tokens[name] for name in ("prompt", "cached", "missed", "completion")}
+        counts = {f'requests_total{{status="{status}"}}': n for status, n in sorted(self.requests.items())}
+        counts |= {f"{name}_tokens_total": self.tokens[name] for name in ("prompt", "cached", "missed", "completion")}
         for name, values in (("waited", self.waited_s), ("first_token", self.first_s)):
             for share in (0.5, 0.99):
                 if values:
-                    found[f'{name}_seconds{{quantile="{share}"}}'] = float(np.quantile(values, share))
-        return "".join(f"grpo_roc_{name} {value}\n" for name, value in (found | gauges).items())
+                    counts[f'{name}_seconds{{quantile="{share}"}}'] = float(np.quantile(values, share))
+        return "".join(f"grpo_roc_{name} {value}\n" for name, value in (counts | gauges).items())
 
 
 class Endpoint:
@@ -156,8 +156,8 @@ class Endpoint:
         size = len(f"Bearer {self.token}") if self.token else authorization.find("/")
         named = size >= 0 and authorization[size : size + 1] == "/"
         key, session = (authorization[:size], authorization[size + 1 :]) if named else (authorization, "")
-        if (found := refusal(replace(head, authorization=key), self.token, TOKEN_VARIABLE)) is not None:
-            raise RequestRefused(found[1], code="invalid_api_key" if found[0] == 401 else None, status=found[0])
+        if (refused := refusal(replace(head, authorization=key), self.token, TOKEN_VARIABLE)) is not None:
+            raise RequestRefused(refused[1], code="invalid_api_key" if refused[0] == 401 else None, status=refused[0])
         if length > self.limits.body_mb << 20:
             raise RequestRefused(f"a body of {length} bytes; must be at most {self.limits.body_mb} MiB", status=413)
         if self.limits.per_minute:
@@ -181,10 +181,10 @@ class Endpoint:
                         replaced.add(name)
         form = self._form(path, body, session)
         form.not_applied += sorted(replaced)
-        if self.sessions is not None and form.asked.draw.top:  # the programs of a run are compiled once
-            form.asked = replace(form.asked, draw=replace(form.asked.draw, top=0))
+        if self.sessions is not None and form.fields.draw.top:  # the programs of a run are compiled once
+            form.fields = replace(form.fields, draw=replace(form.fields.draw, top=0))
             form.not_applied.append("top_logprobs")
-        if self.sessions is not None and form.asked.draw.bias:
+        if self.sessions is not None and form.fields.draw.bias:
             raise RequestRefused(
                 "logit_bias is not supported while a policy trains: its tokens would not be the policy's; leave it out",
                 "logit_bias",
@@ -207,9 +207,9 @@ class Endpoint:
         """The session of that name, where sessions are known."""
         if self.sessions is None:
             return None
-        if (found := self.sessions.get(name)) is None:
+        if (session := self.sessions.get(name)) is None:
             raise RequestRefused(f"no session {name!r:.80}; it ended, or the base URL names another", status=404)
-        return found
+        return session
 
     def forget(self, name: str) -> None:
         """A session has ended; thread-safe."""
@@ -270,10 +270,10 @@ class Endpoint:
             yield from form.ended(choice)
 
     def _jobs(self, form: ReplyForm, session: CallSession | None, arrived: Any) -> list[SampleJob]:
-        asked, jobs = form.asked, []
+        fields, jobs = form.fields, []
         if len(self.running) + len(form.prompts) > self.limits.waiting:
             raise RequestRefused("the server is busy; ask again later", code="overloaded", status=429)
-        find_stop = stop_finder(self.chat.tokenizer, asked.stops)
+        find_stop = stop_finder(self.chat.tokenizer, fields.stops)
         steering = self._steering(form)
         self._announce(form.not_applied)
         for i, prompt in enumerate(form.prompts):
@@ -287,41 +287,41 @@ class Endpoint:
             if int(prompt.max()) >= self.loop.engine.programs.model.vocab_size:
                 raise RequestRefused("token ids outside the vocabulary; use the tokenizer of the model")
             self._number += 1
-            seed = asked.seed if asked.seed is not None else self._number
+            seed = fields.seed if fields.seed is not None else self._number
             jobs.append(
                 SampleJob(
                     prompt,
-                    min(asked.max_tokens or room, room),
-                    lambda event, sample, value, first=i * asked.count: arrived.put_nowait(
+                    min(fields.max_tokens or room, room),
+                    lambda event, sample, value, first=i * fields.count: arrived.put_nowait(
                         (first + sample, event, value)
                     ),
-                    asked.count,
-                    asked.temperature if session is None else session.temperature,
+                    fields.count,
+                    fields.temperature if session is None else session.temperature,
                     seed % PLACES if session is None else session.place(),
                     0 if session is None else session.step,
-                    asked.stop_ids,
+                    fields.stop_ids,
                     find_stop,
-                    (lambda ids: True) if asked.ignore_eos else form.goes_on,
-                    steering[i * asked.count : (i + 1) * asked.count],
+                    (lambda ids: True) if fields.ignore_eos else form.goes_on,
+                    steering[i * fields.count : (i + 1) * fields.count],
                 )
             )
         return jobs
 
     def _steering(self, form: ReplyForm) -> list[RowSteering]:
         """What the choices of a request ask of their draws; none for nothing."""
-        count, draw = len(form.prompts) * form.asked.count, form.asked.draw
+        count, draw = len(form.prompts) * form.fields.count, form.fields.draw
         draw = replace(draw, ends=draw.ends | self._ends) if draw.min_tokens else draw
         masks: list[GrammarMask] = []
         if params := form.format.params:
             if self.enforce_formats and self.sessions is None:
-                if form.asked.ignore_eos:
+                if form.fields.ignore_eos:
                     raise RequestRefused(f"ignore_eos beside {params[0]}, which ends with its form", "ignore_eos")
                 masks = form.masks(self._grammars)
             else:
                 form.not_applied += params
         if not masks and draw == DrawSettings():
             return []
-        prompts = [prompt for prompt in form.prompts for _ in range(form.asked.count)]
+        prompts = [prompt for prompt in form.prompts for _ in range(form.fields.count)]
         form.steering = [RowSteering(draw, masks[i] if masks else None, prompts[i]) for i in range(count)]
         return form.steering
 
@@ -336,8 +336,8 @@ class Endpoint:
     def models(self) -> dict[str, Any]:
         """The answer of `/v1/models`."""
         version = self.loop.sampler.version
-        one = {"id": self.name, "object": "model", "created": 0, "owned_by": "grpo_roc_jax"}
-        return {"object": "list", "data": [one | {"max_model_len": self.loop.room, "policy_version": version}]}
+        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "grpo_roc_jax"}
+        return {"object": "list", "data": [model | {"max_model_len": self.loop.room, "policy_version": version}]}
 
     def metrics(self) -> str:
         """The answer of `/metrics`."""
@@ -459,8 +459,10 @@ class EndpointHandler(RequestHandler):
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         error = kwargs.get("exc_info", (None, None))[1]
         if not isinstance(error, RequestRefused):
-            said = error.log_message if isinstance(error, HTTPError) and error.log_message else responses[status_code]
-            error = RequestRefused(f"{self.request.method} {self.request.path:.200}: {said}", status=status_code)
+            message = (
+                error.log_message if isinstance(error, HTTPError) and error.log_message else responses[status_code]
+            )
+            error = RequestRefused(f"{self.request.method} {self.request.path:.200}: {message}", status=status_code)
         self._describe(error)
         if error.status in (401, 403, 413, 415):
             self.set_header("Connection", "close")
@@ -493,7 +495,7 @@ class StateHandler(EndpointHandler):
 
     def get(self, path: str, session: str | None = None, model: str | None = None) -> None:
         if model is not None:
-            known = {one["id"]: one for one in self.endpoint.models()["data"]}
+            known = {entry["id"]: entry for entry in self.endpoint.models()["data"]}
             if model not in known:
                 names = ", ".join(known)
                 raise RequestRefused(f"no model {model!r:.80}; there is {names}", "model", "model_not_found", 404)
@@ -531,9 +533,9 @@ class SamplingHandler(EndpointHandler):
             self.set_status(499, "Client Closed Request")
 
     async def _answer(self, form: ReplyForm, session: CallSession | None) -> None:
-        if not form.asked.stream:
-            async with aclosing(self.endpoint.pieces(form, session)) as found:
-                async for _ in found:
+        if not form.fields.stream:
+            async with aclosing(self.endpoint.pieces(form, session)) as stream:
+                async for _ in stream:
                     pass
             self._say_not_applied(form)
             self.finish(form.whole())
@@ -541,8 +543,8 @@ class SamplingHandler(EndpointHandler):
         self.set_header("Content-Type", "text/event-stream")
         self.set_header("Cache-Control", "no-cache")
         try:
-            async with aclosing(self.endpoint.pieces(form, session)) as found:
-                async for pieces in found:
+            async with aclosing(self.endpoint.pieces(form, session)) as stream:
+                async for pieces in stream:
                     if not self._headers_written:
                         self._say_not_applied(form)
                     self._write(form, pieces)

@@ -128,7 +128,7 @@ def file_layers(path: Path, over: tuple[Path, ...] = ()) -> Iterator[Layer]:
     base = layer.values.pop("base", None)
     if base is not None:
         beside = path.parent / str(base)
-        if path.parent == CONTRIB_METHODS and not beside.is_file():
+        if path.resolve().parent == CONTRIB_METHODS.resolve() and not beside.is_file():
             beside = CONFIG_DIR / "methods" / str(base)
         if path.resolve() in over:
             raise ConfigError(f"{layer.places[('base',)]}: base: {base} leads back to {path.name}")

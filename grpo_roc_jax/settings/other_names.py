@@ -438,7 +438,7 @@ def other_name(key: str) -> OtherName | None:
 
 
 def _stands_for(theirs: str, key: str) -> bool:
-    """Whether a row's name is that of a key, behind any sections; `section.*` is every key of a section."""
+    """Whether a row's name is that of a key, after any sections; `section.*` is every key of a section."""
     if theirs.endswith("*"):
         return f".{theirs[:-1]}" in f".{key}"
     return key == theirs or key.endswith(f".{theirs}")

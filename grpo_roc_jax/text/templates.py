@@ -299,6 +299,18 @@ PROBE_NAMES = ("xNAMExOFx1", "xNAMExOFx2")
 """Placeholders of the names of tools in the text around observations."""
 
 
+def _thought_marks(
+    template: ChatTemplate, convention: CallConvention, prompt_open: str, prompt_close: str
+) -> tuple[str, str]:
+    """(text before the thought of a turn, text after it), given the text around a problem."""
+    if convention.thought is not None and convention.thinks_if in prompt_open:
+        return convention.thought
+    closing = prompt_close.rstrip()
+    if not template.thinks or closing.endswith("</think>"):
+        return "", "\n"
+    return "" if closing.endswith("<think>") else "<think>\n", "\n</think>\n\n"
+
+
 def make_glue(
     template: ChatTemplate,
     convention: CallConvention,
@@ -320,10 +332,9 @@ def make_glue(
         TemplateError: The template accepts no tool output in the convention's form, drops a placeholder, or writes no
             end token after a turn.
     """
-    start = _start(system)
 
     def rendered(*messages: Message) -> str:
-        return template.render([*start, *messages], tools=tools, add_generation_prompt=True)
+        return template.render([*_start(system), *messages], tools=tools, add_generation_prompt=True)
 
     def observed(*texts: str) -> str:
         return _first_accepted(
@@ -345,11 +356,7 @@ def make_glue(
     between = _around(observed(FIRST, SECOND), FIRST, template)[1]
     after_calls = _around(before, TURN, template)[1]
     call_end = _call_end(after_calls, (end, *convention.end_tokens, *ends), template)
-    thinks = template.thinks and not prompt_close.rstrip().endswith("</think>")
-    opened = prompt_close.rstrip().endswith("<think>")
-    thought = ("" if opened else "<think>\n", "\n</think>\n\n") if thinks else ("", "\n")
-    if convention.thought is not None and convention.thinks_if in prompt_open:
-        thought = convention.thought
+    thought_open, thought_close = _thought_marks(template, convention, prompt_open, prompt_close)
     return Glue(
         prompt_open=prompt_open,
         prompt_close=prompt_close,
@@ -361,8 +368,8 @@ def make_glue(
         observation_close=after,
         as_user=as_user,
         json_observations=f'{FIRST}\\"{FIRST}' in observed(f'{FIRST}"{FIRST}'),
-        thought_open=thought[0],
-        thought_close=thought[1],
+        thought_open=thought_open,
+        thought_close=thought_close,
         marks=template.marks,
     )
 

@@ -24,12 +24,12 @@ LEVELS = ("L0", "L1", "L2", "L3", "L4")
 """Isolation levels from weakest to strongest; the documentation of `sandbox` says what each adds."""
 
 
-class Executor(Axis, axis="tools.executor"):
+class ExecutorKind(Axis, axis="tools.executor"):
     """The executor of programs."""
 
 
 @kind("local")
-class LocalPool(Executor):
+class LocalPool(ExecutorKind):
     """In a pool of processes on this host."""
 
 
@@ -47,7 +47,7 @@ class PoolInCgroup(LocalPool):
 
 
 @kind("ray")
-class RayActors(Executor):
+class RayActors(ExecutorKind):
     """In Ray actors with a pool each, on any host of the cluster; needs the extra `ray`."""
 
     actors: AtLeast1 = 2
@@ -61,7 +61,7 @@ class RayActors(Executor):
 
 
 @settings
-class RemoteService(Executor):
+class RemoteService(ExecutorKind):
     """In an existing HTTP service, which limits and isolates them by itself."""
 
     reads: ClassVar[tuple[str, ...]] = (
@@ -98,7 +98,7 @@ class CodeJudge(RemoteService):
 class ToolsConfig:
     """The executor that runs the policy's Python."""
 
-    executor: Executor = field(default_factory=LocalPool)
+    executor: ExecutorKind = field(default_factory=LocalPool)
     """The executor of programs: a pool on this host (in a cgroup or not), Ray actors with a pool each, or an existing
     HTTP service."""
     enabled: tuple[str, ...] = ("python_code_with_standard_io", "jupyter_code")

@@ -211,7 +211,7 @@ def harbor_of(config: Config) -> Any:
     """Which tasks an environment of Harbor has, and where and with which limits they run."""
     with mock.patch("shutil.which", lambda name: name):
         made = adapter("contrib.environments.harbor_tasks", "harbor").harbor_class(config.environment)
-    return len(made.tasks), type(made.new_place()).__name__, made.executor.limits
+    return len(made.tasks), type(made.new_workspace()).__name__, made.executor.limits
 
 
 TASKS = str(Path(__file__).parents[2] / "examples" / "environments" / "harbor")

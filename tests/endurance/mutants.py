@@ -77,11 +77,11 @@ WRITTEN = (
     (
         "sample",
         "run/sample.py",
-        "tuple(rows), options.step, request.place",
-        "tuple(rows[1:]), options.step, request.place",
+        "tuple(new), options.step, request.place",
+        "tuple(new[1:]), options.step, request.place",
     ),
     # The last request is lost there.
-    ("sample", "run/sample.py", "rows[before:]", "[*rows[before:-1], ()]"),
+    ("sample", "run/sample.py", "rows[first:]", "[*rows[first:-1], ()]"),
 )
 """(area, module, text, text instead) of edits that no rule above makes; they come first."""
 FILES = 5

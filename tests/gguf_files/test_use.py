@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,9 +18,12 @@ from grpo_roc_jax.gguf_files.header import GgufError
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params, resolve_config
 from grpo_roc_jax.model.published import same_model
+from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
+from grpo_roc_jax.record.checkpoint import describe_leaves
 from grpo_roc_jax.run.components import resolve_text
 from grpo_roc_jax.run.load import settings_for
+from grpo_roc_jax.run.session import state_leaves
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import main as train_main
@@ -169,6 +173,14 @@ def words(pair, run_dir, *more: str) -> list[str]:
     return [*tiny, *room, f"--run_dir={run_dir}", f"--model.path={pair[0]}", "--text.tokenizer=model", *more]
 
 
+def test_a_resumed_run_expects_the_arrays_of_the_model(pair, tmp_path):
+    leaves = state_leaves(load_config(Config, words(pair, tmp_path / "run"), prog="test"))
+    model = resolve_config(ModelConfig(path=str(pair[0])))
+    shapes = describe_leaves(jax.eval_shape(partial(init_params, jax.random.key(0), model)))
+    params = {name.removeprefix("state/params/"): leaf for name, leaf in leaves.items() if "/params/" in name}
+    assert params == shapes
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_training_starts_from_it_and_an_export_of_the_first_step_is_bit_equal(pair, tmp_path, capsys):
@@ -184,6 +196,9 @@ def test_training_starts_from_it_and_an_export_of_the_first_step_is_bit_equal(pa
     jax.tree.map(np.testing.assert_array_equal, stored, before)
     assert (tmp_path / "out" / "chat_template.jinja").is_file()
     assert evaluate.main([str(tmp_path / "run"), "--problems", "2", "--samples", "1"]) == 0
+    forced = ["--steps=2", "--optim.lr=0.0001", "--resume=auto"]
+    assert train_main([*words(pair, tmp_path / "run", *more, *forced), "--force"]) == 0
+    assert "resumed after step 1" in capsys.readouterr().out
 
 
 @pytest.mark.slow

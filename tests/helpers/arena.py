@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
-from grpo_roc_jax.tools.base import BaseExecutor
+from grpo_roc_jax.tools.executor import BaseExecutor
 from grpo_roc_jax.types import ToolResult
 from tests.helpers.attacks import Attack
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from grpo_roc_jax.sandbox.program import Program, Ticket
-from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.executor import BaseExecutor
 from grpo_roc_jax.tools.interface import Capabilities
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import ToolResult

@@ -21,9 +21,8 @@ from grpo_roc_jax.run.components import find_environments, make_agents, make_epi
 from grpo_roc_jax.sandbox import _meter, _pool, _probing, _session, _session_table, _supervisor, cgroup, isolation
 from grpo_roc_jax.sandbox.program import ExecutorFailed
 from grpo_roc_jax.serving.agent_runs import AgentRuns
-from grpo_roc_jax.tools.executor import make_executor
+from grpo_roc_jax.tools.executor import make_executor, settings_of
 from grpo_roc_jax.tools.interface import CodeCall
-from grpo_roc_jax.tools.python import settings_of
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Turn
 from tests.helpers.knobs import Case, cases, files, made

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.rollout.collect import ToolEnvironment, collect
 from grpo_roc_jax.rollout.config import DroppedRows, PartialRows, RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import Finish, Observe, RunOptions, TurnEnd, Wait
+from grpo_roc_jax.rollout.sampler import ToolEnvironment, with_tools
 from grpo_roc_jax.sandbox.result import INFRA_KINDS
 from grpo_roc_jax.text.chat_format import ANSWER_CLOSE, ParsedTurn, make_chat
 from grpo_roc_jax.text.config import TextConfig
@@ -224,7 +224,8 @@ REQUESTS = [RolloutRequest(PROBLEM, 0, first_sample=sample) for sample in range(
 
 
 def roll_out(engine, sampler, chat, requests=REQUESTS, executor=None, step=0, purpose="train"):
-    return collect(engine, sampler, chat, executor or Instant(), requests, RunOptions(step, purpose))
+    submission = with_tools(engine, chat, executor or Instant(), requests, RunOptions(step, purpose))
+    return engine.run(sampler, *submission)
 
 
 def assert_same(left, right):

@@ -181,7 +181,7 @@ def test_a_stop_id_exactly_at_the_budget_ends_the_row_by_length(table, budget, r
     scheduler.table, scheduler.stats, scheduler.is_stop = table, RolloutStats(), np.arange(16) == STOP
     scheduler.rows = {0: SimpleNamespace(index=0, submission=SimpleNamespace(environment=policy))}
     scheduler._finish = lambda slot, why: ended.append(why)
-    scheduler._end_turn(0, at_stop_text=False)
+    scheduler._end_turns({0: False})
     assert (seen, ended) == ([reason], [stop])
 
 

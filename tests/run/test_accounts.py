@@ -7,8 +7,7 @@ import pytest
 
 from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.run.buffer import RolloutBuffer
-from grpo_roc_jax.run.rounds import AccountsOpen, StepSamples, check_accounts
-from grpo_roc_jax.run.sample import ScoredRollouts
+from grpo_roc_jax.run.sample import AccountsOpen, ScoredRollouts, StepSamples, check_accounts
 from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.train import main
 from tests.helpers.samples import make_group

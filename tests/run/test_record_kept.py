@@ -15,7 +15,7 @@ from grpo_roc_jax.record.checkpoint import CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.codec import groups_from_tree, groups_to_tree
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics
-from grpo_roc_jax.record.missing import missing_rows, spans
+from grpo_roc_jax.record.missing import measure_logs, missing_rows, spans
 from grpo_roc_jax.record.trace import TraceWriter, eval_records, read_trace
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.train import train
@@ -106,7 +106,7 @@ def test_logs_are_on_the_disk_before_a_checkpoint_is_committed(synced, tmp_path)
     for step, found in zip((0, 2, 3), before, strict=True):
         assert {run / "metrics.jsonl", run / "trajectories", run} <= found
         assert run / "trajectories" / f"{'step' if step else 'eval'}_{step:08d}.jsonl" in found
-    assert run / "trajectories" / "step_00000001.jsonl" in before[1]
+    assert run / "trajectories" / "step_00000001.jsonl" in before[0] | before[1]  # it may be written before the first
 
 
 def test_a_log_that_cannot_be_synced_costs_no_checkpoint(monkeypatch, tmp_path):
@@ -135,12 +135,16 @@ def test_spans():
 
 @pytest.mark.usefixtures("one_device")
 def test_a_resumed_run_names_the_rows_that_a_power_cut_took(tmp_path):
-    """Zeros in the middle of the metrics, as a file system leaves them, a trajectory file that is gone, and one that is
-    cut."""
+    """Zeros in the middle of the metrics, as a file system leaves them, an event and a trajectory file that are gone,
+    and one that is cut."""
     run = tmp_path / "run"
     words = [*TINY, f"--run_dir={run}", "--steps=4", "--resume=auto", "--data.eval_problems=0"]
+    train(load_config(Config, [*words, "--steps=2"], prog="test"))
+    assert not read_events(run)
+    (run / "events.jsonl").write_text('{"step": 1, "event": "batch", "text": "an event"}\n')
     train(load_config(Config, words, prog="test"))
-    assert missing_rows(run, 4, 1) == [] and not read_events(run)
+    assert missing_rows(run, 4, 1) == [] and len(read_events(run)) == 1
+    (run / "events.jsonl").unlink()
     lines = (run / "metrics.jsonl").read_bytes().splitlines(True)
     steps = [b'"step": 2' in line or b'"step": 3' in line for line in lines]
     torn = [b"\0" * (len(line) - 1) + b"\n" if lost else line for line, lost in zip(lines, steps, strict=True)]
@@ -153,31 +157,35 @@ def test_a_resumed_run_names_the_rows_that_a_power_cut_took(tmp_path):
         train(load_config(Config, [*words, more, f"--run_dir={where}", "--steps=5"], prog="test"))
         texts = [event["text"] for event in read_events(where) if event["event"] == "missing_rows"]
         assert texts[0].startswith("metrics.jsonl lacks steps 2-3")
+        assert texts.pop(1).startswith("events.jsonl lacks 1 of 1 rows")
         cut = "trajectories/ lacks a part of step 2, which had not reached the disk"
         assert [text[:26] for text in texts[1:-1]] == ["trajectories/ lacks step 3"] * kept and texts[-1] == cut
         assert [row["step"] for row in read_metrics(where) if "time/step_s" in row] == [1, 4, 5]
 
 
 def test_whatever_a_power_cut_leaves_of_a_log_is_named(tmp_path):
-    """Each log below the checkpoint, cut at lengths from nothing to all but one byte, and with zeros at its end; with
-    the index of its trajectories and without."""
+    """Each log below the checkpoint, cut at lengths from nothing to all but one byte and at the end of a line, and with
+    zeros at its end; with the index of its trajectories and without."""
     run = write_run(tmp_path / "run", 0, steps=2, groups=2, size=2)
     steps = ({"step": step, "rollout/reward": 0.5, "time/step_s": 1.0} for step in (1, 2))
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
     (run / "sft.jsonl").write_text("".join(json.dumps({"step": step, "sft/loss": 1.0}) + "\n" for step in (1, 2, 5)))
-    assert missing_rows(run, 2, 1, 5) == []
-    logs = sorted([run / "metrics.jsonl", run / "sft.jsonl", *(run / "trajectories").glob("*.jsonl")])
-    assert [path.stem for path in logs[2:]] == ["eval_00000000", "step_00000001", "step_00000002"]
+    events = ({"step": step, "event": "stalled", "text": "stood still"} for step in (1, 1, 2))
+    (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
+    saved = measure_logs(run, 2)
+    assert missing_rows(run, 2, 1, 5) == [] == missing_rows(run, 2, 1, 5, saved)
+    logs = sorted([*run.glob("*.jsonl"), *(run / "trajectories").glob("*.jsonl")])
+    assert [path.stem for path in logs[3:]] == ["eval_00000000", "step_00000001", "step_00000002"]
     for indexed in (True, False):
         if not indexed:
             shutil.rmtree(run / "trajectories_index")
         for path in logs:
             content = path.read_bytes()
-            ends = content.index(b"\n") + 1  # a file that ends with a line is whole where no index says how long it was
-            for length in {0, 1, len(content) // 3, len(content) // 2, len(content) - 2, *([ends] if indexed else [])}:
+            ends = content.index(b"\n") + 1
+            for length in {0, 1, len(content) // 3, len(content) // 2, len(content) - 2, ends}:
                 for rest in (b"", b"\0" * (len(content) - length)):
                     path.write_bytes(content[:length] + rest)
-                    lines = missing_rows(run, 2, 1, 5)
+                    lines = missing_rows(run, 2, 1, 5, saved)
                     where = path.name if path.parent == run else "trajectories/ lacks a part of"
                     assert [line.startswith(where) for line in lines] == [True], (
                         path.name,
@@ -185,5 +193,7 @@ def test_whatever_a_power_cut_leaves_of_a_log_is_named(tmp_path):
                         rest[:1],
                         lines,
                     )
+            path.unlink()
+            assert len(missing_rows(run, 2, 1, 5, saved)) == 1, path.name
             path.write_bytes(content)
-        assert missing_rows(run, 2, 1, 5) == []
+        assert missing_rows(run, 2, 1, 5, saved) == []

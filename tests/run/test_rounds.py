@@ -17,12 +17,19 @@ from grpo_roc_jax.method.compose import Scores, train_rows
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.rollout.collect import opening_ids
-from grpo_roc_jax.run import rounds
+from grpo_roc_jax.rollout.sampler import opening_ids
+from grpo_roc_jax.run import sample
 from grpo_roc_jax.run.learning import most_rows
-from grpo_roc_jax.run.rounds import StepSamples, draw_problems, fits, left_out, plain_where_too_long, thought_length
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.sample import ScoredRollouts
+from grpo_roc_jax.run.sample import (
+    ScoredRollouts,
+    StepSamples,
+    draw_problems,
+    fits,
+    left_out,
+    plain_where_too_long,
+    thought_length,
+)
 from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
@@ -82,10 +89,10 @@ def test_figures_of_sampling_are_those_before_an_edit(monkeypatch):
         clean = [replace(verdict, tool_calls=1, tool_errors=0) for verdict in group.verdicts]
         return replace(group, verdicts=tuple(clean))
 
-    monkeypatch.setattr(rounds, "resolve", lambda *_: repair)
-    found = rounds.edited(Config(), None, [group], [SimpleNamespace(groups=(group,))])
+    monkeypatch.setattr(sample, "resolve", lambda *_: repair)
+    found = sample.edited(Config(), None, [group], [SimpleNamespace(groups=(group,))])
     assert [verdict.tool_errors for verdict in found.groups[0].verdicts] == [0] * 4
-    for samples in (found, rounds.merge_rounds([found, found])):
+    for samples in (found, sample.merge_rounds([found, found])):
         metrics = replace(samples, groups=(), waves=()).metrics()
         assert metrics["rollout/tool_error_in_correct"] == 0.5 and metrics["rollout/tool_calls"] == 2
 
@@ -204,26 +211,35 @@ def test_explanations_train_in_the_first_optimizer_step_only(monkeypatch):
 
 def test_samples_and_places_are_numbered_through_a_step(monkeypatch):
     """Random keys derive from them: no two rollouts of a step may share a pair."""
-    asked = []
+    pairs, carried = [], []
 
-    def sample(sampling, weights, requests, options, partial):
-        asked.extend((request.place, sample) for request in requests for sample in request.samples)
-        return ScoredRollouts()
+    def roll_out(sampling, weights, requests, options, partial):
+        pairs.extend((request.place, number) for request in requests for number in request.samples)
+        carried.append(partial)
+        return ScoredRollouts(tuple(Group(request.problem, (), ()) for request in requests))
 
-    monkeypatch.setattr(rounds, "sample_requests", sample)
-    for first_place in (0, 8):
-        waves = rounds.WaveSampler(None, None, step=3, first_place=first_place, partial=())
-        for _ in range(2):
-            waves.roll_out([RolloutRequest(PROBLEM, place, 3) for place in range(2)])
-    assert len(set(asked)) == len(asked) == 24
-    assert sorted(asked) == [(first + place, i) for first in (0, 8) for place in range(2) for i in range(6)]
+    def next_wave(wave, plan):
+        return [RolloutRequest(PROBLEM, place, 3) for place in range(2)] if wave.number < 2 else []
+
+    monkeypatch.setattr(sample, "sample_requests", roll_out)
+    monkeypatch.setattr(sample, "next_wave", next_wave)
+    config = method("grpo", "--group.size=3", "--resample.drop=none")
+    sampling = SimpleNamespace(sampler=SimpleNamespace(chat=SimpleNamespace(tokenizer=None)))
+    rng = np.random.default_rng(0)
+    for first in (0, 8):
+        placed = {"step": 3, "first_place": first, "partial": ("cut",)}
+        monkeypatch.setattr(sample, "fits", lambda *_: True)
+        sample.run_round(config, sampling, None, [PROBLEM] * 2, AlgoState(), rng, **placed)
+    assert len(set(pairs)) == len(pairs) == 24
+    assert sorted(pairs) == [(first + place, i) for first in (0, 8) for place in range(2) for i in range(6)]
+    assert carried == [("cut",), ()] * 2, "groups of the step before are continued with the first wave"
 
 
 def test_rounds_of_a_step_have_places_of_their_own(monkeypatch):
     places = []
 
-    def run_round(config, sampling, problems, state, rng, waves):
-        places.append(waves._first_place)
+    def run_round(config, sampling, weights, problems, state, rng, *, first_place, **placed):
+        places.append(first_place)
         return StepSamples()
 
     monkeypatch.setattr(train, "run_round", run_round)

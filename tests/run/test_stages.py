@@ -200,7 +200,8 @@ def test_a_session_is_opened_for_each_stage(stages, tmp_path, monkeypatch):
     @contextlib.contextmanager
     def open_session(claim, tools):
         opened.append((claim.stage, claim.start.kind, claim.config.rollout.max_response_tokens))
-        yield SimpleNamespace(claim=claim, checkpointer=SimpleNamespace(save_latest=saved.pop))
+        parts = {"claim": claim, "config": claim.config, "checkpointer": SimpleNamespace(save_latest=saved.pop)}
+        yield SimpleNamespace(**parts)
 
     def begin(session):
         run.progress = StageProgress(
@@ -208,12 +209,13 @@ def test_a_session_is_opened_for_each_stage(stages, tmp_path, monkeypatch):
         )
         return run
 
-    def train_steps(session, run):
+    @contextlib.contextmanager
+    def open_loop(session, run):
         run.step += 2
         run.progress = dataclasses.replace(run.progress, values=tuple(2 * values for values in run.progress.values))
-        return 1
+        yield SimpleNamespace(compiled_after_first=1)
 
-    parts = {"open_session": open_session, "begin": begin, "train_steps": train_steps}
+    parts = {"open_session": open_session, "begin": begin, "open_loop": open_loop, "stage_over": lambda *_: True}
     parts |= {"state_kept": lambda session: contextlib.nullcontext(), "finish": lambda *given: {"finished": given[1:]}}
     parts["evaluate_once"] = lambda session, run: evaluated.append(session.claim.stage)
     for name, part in parts.items():

@@ -22,8 +22,7 @@ from grpo_roc_jax.tools import (
     ToolsConfig,
     make_executor,
 )
-from grpo_roc_jax.tools.base import BaseExecutor
-from grpo_roc_jax.tools.python import settings_of
+from grpo_roc_jax.tools.executor import BaseExecutor, settings_of
 from tests.helpers.arena import descendants, resident_kb, wait_until
 
 TOOL = "python_code_with_standard_io"

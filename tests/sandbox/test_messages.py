@@ -11,7 +11,7 @@ from grpo_roc_jax.sandbox import _messages as m
 from grpo_roc_jax.sandbox import _start, _wire, isolation
 from grpo_roc_jax.sandbox._calls import ProgramOutcome
 from grpo_roc_jax.tools import ToolsConfig
-from grpo_roc_jax.tools.python import settings_of
+from grpo_roc_jax.tools.executor import settings_of
 from grpo_roc_jax.types import ToolResult
 
 SETTINGS = settings_of(ToolsConfig(cpus="0-1", preload=("numpy",)))

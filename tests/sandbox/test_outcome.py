@@ -9,7 +9,7 @@ from grpo_roc_jax.sandbox._calls import NOTE_CHARS, ProgramOutcome, decide, pars
 from grpo_roc_jax.sandbox._messages import CallDone
 from grpo_roc_jax.sandbox.result import INFRA_KINDS
 from grpo_roc_jax.tools import ToolsConfig
-from grpo_roc_jax.tools.python import settings_of
+from grpo_roc_jax.tools.executor import settings_of
 
 LIMITS = settings_of(ToolsConfig()).limits
 EXIT_0, EXIT_1, EXIT_3 = 0, 1 << 8, 3 << 8

@@ -19,7 +19,7 @@ from grpo_roc_jax.sandbox._loop import TOGETHER_S
 from grpo_roc_jax.sandbox._messages import ExecutorStats, SubmitCall, encode
 from grpo_roc_jax.sandbox._supervisor import Supervisor
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, default_registry, make_executor
-from grpo_roc_jax.tools.base import BaseExecutor
+from grpo_roc_jax.tools.executor import BaseExecutor
 from tests.helpers.arena import wait_until
 
 TOOL = "python_code_with_standard_io"

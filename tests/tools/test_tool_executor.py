@@ -16,12 +16,11 @@ from grpo_roc_jax.tools import (
     ExecutorFailed,
     IsolationUnavailable,
     ToolsConfig,
-    base,
     default_registry,
     make_executor,
 )
-from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.config import parse_cpus
+from grpo_roc_jax.tools.executor import BaseExecutor
 from grpo_roc_jax.types import ToolResult
 from tests.helpers.arena import wait_until
 from tests.helpers.fake_executor import FakeExecutor
@@ -173,7 +172,7 @@ def test_the_text_of_a_result_is_made_without_the_lock(executor: BaseExecutor, m
         thread.join()
         return ""
 
-    monkeypatch.setattr(base, "observe", observe)
+    monkeypatch.setattr("grpo_roc_jax.tools.executor.observe", observe)
     calls = [call("free"), CodeCall("t0", "lookup", {"name": "pi"}, None), CodeCall("u0", "nope", {}, None)]
     assert len(executor.run(calls)) == 3
     assert free == [True] * 3

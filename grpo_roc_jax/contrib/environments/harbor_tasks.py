@@ -1,9 +1,9 @@
 """Task directories of Harbor (Terminal-Bench's successor): `instruction.md`, `task.toml`, `environment/`, `tests/`.
 
 `harbor:DIR` as a data source makes a problem of each task below a directory. As an environment the policy gets one
-tool, `bash`, in a place of its own for each rollout: a session of the sandbox, or a container. When the rollout ends,
-`tests/` is put there, `tests/test.sh` runs, and what it writes to `/logs/verifier/reward.json` or `reward.txt` is the
-reward.
+tool, `bash`, in a workspace of its own for each rollout: a session of the sandbox, or a container. When the rollout
+ends, `tests/` is put there, `tests/test.sh` runs, and what it writes to `/logs/verifier/reward.json` or `reward.txt`
+is the reward.
 Form: harborframework.com/docs/tasks.
 """
 
@@ -72,7 +72,7 @@ class HarborTask:
     image: str = ""
     """Container image, if the task names one."""
     copies: tuple[tuple[str, str], ...] = ()
-    """(path below `environment/`, absolute target) of the files that the place begins with."""
+    """(path below `environment/`, absolute target) of the files that a workspace begins with."""
     needs_container: str = ""
     """Why it cannot run in the sandbox; empty if it can."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -114,23 +114,23 @@ def read_task(path: Path) -> HarborTask:
         raise ValueError(f"task {path}: {error}{steps}") from None
     if not (path / "tests" / "test.sh").is_file():
         raise ValueError(f"task {path}: there is no tests/test.sh, which writes the reward")
-    agent, verifier, place = (_section(settings, name, path) for name in ("agent", "verifier", "environment"))
+    agent, verifier, machine = (_section(settings, name, path) for name in ("agent", "verifier", "environment"))
     docker = _dockerfile(path / "environment")
     multiple = any((path / "environment" / name).is_file() for name in ("docker-compose.yaml", "docker-compose.yml"))
     why = "it has services of its own (docker-compose)" if multiple else docker.needs_container
-    if not docker.exists and place.get("docker_image"):
-        why = why or f"it names an image, {place['docker_image']}"
+    if not docker.exists and machine.get("docker_image"):
+        why = why or f"it names an image, {machine['docker_image']}"
     return HarborTask(
         path,
         _without_canary(instruction),
         _seconds(agent, "agent", AGENT_S, path),
         _seconds(verifier, "verifier", VERIFIER_S, path),
-        str(place.get("workdir") or docker.workdir),
-        docker.variables | _variables(place),
+        str(machine.get("workdir") or docker.workdir),
+        docker.variables | _variables(machine),
         _variables(verifier),
-        memory_mb=_megabytes(place, "memory", 512),
-        storage_mb=min(_megabytes(place, "storage", 256), 1024),
-        image=str(place.get("docker_image") or ""),
+        memory_mb=_megabytes(machine, "memory", 512),
+        storage_mb=min(_megabytes(machine, "storage", 256), 1024),
+        image=str(machine.get("docker_image") or ""),
         copies=docker.copies,
         needs_container=why,
         metadata=settings.get("metadata", {}),
@@ -231,10 +231,10 @@ def _copied(folder: Path, source: str, target: str, workdir: str) -> tuple[str, 
     return source, f"{whole}/{Path(source).name}" if into and (folder / source).is_file() else whole
 
 
-# ---- places --------------------------------------------------------------------------------------------------------
+# ---- workspaces ------------------------------------------------------------------------------------------------------
 
 
-class Place(Protocol):
+class Workspace(Protocol):
     """Where the commands of one rollout run."""
 
     async def open(self, task: HarborTask) -> None:
@@ -333,7 +333,7 @@ def cut(path):
 """Runs in the sandbox, before the first command; the policy has `bash` and never this interpreter."""
 
 
-class SandboxPlace:
+class SandboxWorkspace:
     """A session of the sandbox, in whose root the directories `LINKS` lead to its own files."""
 
     def __init__(self, executor: "SharedExecutor"):
@@ -428,7 +428,7 @@ class SharedExecutor:
             return self._executor
 
 
-class DockerPlace:
+class DockerWorkspace:
     """A container, by the command `docker`."""
 
     def __init__(self) -> None:
@@ -510,11 +510,11 @@ class HarborEnvironment(Environment):
     tasks: ClassVar[Mapping[str, HarborTask]] = {}
     """By their directories."""
 
-    _place: Place | None = None
+    _workspace: Workspace | None = None
     _begun_s = 0.0
 
     def reset(self, problem: Problem) -> None:
-        """Reads the task; its place is made by the first command, or by the tests."""
+        """Reads the task; its workspace is made by the first command, or by the tests."""
         folder = problem.extra.get("harbor_task")
         if folder not in self.tasks:
             raise ValueError(
@@ -529,25 +529,25 @@ class HarborEnvironment(Environment):
         Args:
             command: The command, which may have several lines.
         """
-        place = await self._opened()
+        workspace = await self._opened()
         left = self._begun_s + self._task.agent_s - time.monotonic()
         if left <= 0:
             return "the time for this task is over"
         seconds = min(self.choice.command_s, left)
-        status, output = await place.run(command, seconds)
+        status, output = await workspace.run(command, seconds)
         if status is None:
             return f"{output}\n[ended after {seconds:.0f} s]".lstrip("\n")
         return output if status == 0 else f"{output}\n[exit status {status}]".lstrip("\n")
 
     async def step(self, turn: Turn) -> Observation | None:
         """A turn without a call ends the rollout, and so does the end of the task's time."""
-        over = self._place is not None and time.monotonic() > self._begun_s + self._task.agent_s
+        over = self._workspace is not None and time.monotonic() > self._begun_s + self._task.agent_s
         return Observation(done=True) if over else None
 
     async def get_reward(self) -> dict[str, float | None]:
         """Runs the tests: `reward` and whatever else they write by name; 0 where they write nothing."""
-        place = await self._opened()
-        found = await place.verify()
+        workspace = await self._opened()
+        found = await workspace.verify()
         numbers, wrong = read_reward(found.get("reward.json"), found.get("reward.txt"))
         if wrong:
             after = "took too long" if found["status"] is None else f"ended with status {found['status']}"
@@ -555,24 +555,24 @@ class HarborEnvironment(Environment):
             log.warning("task %s: %s; its tests %s, so the reward is 0: %s", self._task.name, wrong, after, last)
         return {**numbers}
 
-    async def _opened(self) -> Place:
-        if self._place is None:
-            place = self.new_place()
+    async def _opened(self) -> Workspace:
+        if self._workspace is None:
+            workspace = self.new_workspace()
             try:
-                await place.open(self._task)
+                await workspace.open(self._task)
             except ValueError as error:
                 raise ToolUnavailable(f"task {self._task.name}: {error}") from error
-            self._place, self._begun_s = place, time.monotonic()
-        return self._place
+            self._workspace, self._begun_s = workspace, time.monotonic()
+        return self._workspace
 
     @classmethod
-    def new_place(cls) -> Place:
+    def new_workspace(cls) -> Workspace:
         """Where a rollout works, not open yet."""
-        return DockerPlace() if cls.choice.container == "docker" else SandboxPlace(cls.executor)
+        return DockerWorkspace() if cls.choice.container == "docker" else SandboxWorkspace(cls.executor)
 
     def close(self) -> None:
-        if self._place is not None:
-            self._place.close()
+        if self._workspace is not None:
+            self._workspace.close()
 
 
 def read_reward(as_json: str | None, as_text: str | None) -> tuple[dict[str, float], str]:

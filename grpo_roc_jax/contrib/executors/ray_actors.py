@@ -16,9 +16,8 @@ from grpo_roc_jax.sandbox.executor import Executor
 from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable, Program, Ticket
 from grpo_roc_jax.sandbox.result import ToolResult
 from grpo_roc_jax.settings.installing import install_command
-from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.config import LocalPool, ToolsConfig
-from grpo_roc_jax.tools.python import settings_of
+from grpo_roc_jax.tools.executor import BaseExecutor, settings_of
 from grpo_roc_jax.tools.registry import Registry
 
 POLL_S = 0.25

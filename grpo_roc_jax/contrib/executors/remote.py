@@ -30,8 +30,8 @@ from grpo_roc_jax.sandbox.base import cut
 from grpo_roc_jax.sandbox.program import ExecutorFailed, Ticket
 from grpo_roc_jax.sandbox.server import TOKEN_VARIABLE
 from grpo_roc_jax.settings.secrets import hidden
-from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.executor import BaseExecutor
 from grpo_roc_jax.tools.interface import Capabilities
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import ToolResult

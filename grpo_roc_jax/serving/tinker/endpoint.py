@@ -28,15 +28,15 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.families import Family
 from grpo_roc_jax.model.lora import LowRank, Target, save_adapter
 from grpo_roc_jax.sandbox.http_guard import IDLE_S, REQUEST_S, Connections, RequestHead, refusal
-from grpo_roc_jax.serving.asked import stop_finder
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of, read_body, whole_number
+from grpo_roc_jax.serving.sampling_fields import stop_finder
 from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob
 from grpo_roc_jax.serving.server import TOKEN_VARIABLE, EndpointHandler, LimitedServer, ServerLimits
 from grpo_roc_jax.serving.tinker.futures import Futures, InOrder, Pending
 from grpo_roc_jax.serving.tinker.journal import Journal, LoggedCall, owner_of
-from grpo_roc_jax.serving.tinker.sampling import Gathered, read_asked
+from grpo_roc_jax.serving.tinker.sampling import Gathered, read_sample_request
 from grpo_roc_jax.serving.tinker.snapshots import Snapshot, Snapshots
-from grpo_roc_jax.serving.tinker.store import KINDS, NAME, About, Place, Store, check_name
+from grpo_roc_jax.serving.tinker.store import KINDS, NAME, About, CheckpointPath, Store, check_name
 from grpo_roc_jax.serving.tinker.trainer import Adam, AdapterState, Trainer
 from grpo_roc_jax.serving.tinker.wire import (
     numbered_forward_backward,
@@ -108,7 +108,7 @@ class ModelRun:
 
 
 @dataclass(frozen=True, eq=False)
-class Sampler:
+class SamplingSession:
     """A sampling session: its weights never change."""
 
     base: Base
@@ -142,9 +142,9 @@ class TinkerEndpoint:
         self._replayed: LoggedCall | None = None
         """The call of before the start that is queued again."""
         self.models: dict[str, ModelRun] = {}
-        self.samplers: OrderedDict[str, Sampler] = OrderedDict()
+        self.samplers: OrderedDict[str, SamplingSession] = OrderedDict()
         """Those in memory, the last used last."""
-        self._saved: dict[str, Place] = {}
+        self._saved: dict[str, CheckpointPath] = {}
         """Where the weights of a sampler are on disk."""
         self._alone: dict[str, Snapshot] = {}
         """The bases without an adapter, whose caches all clients share."""
@@ -160,9 +160,9 @@ class TinkerEndpoint:
         """
         if head.content_type.partition(";")[0].strip().lower() == PROTOBUF:
             head = replace(head, content_type="application/json")  # no page can send either unasked
-        if (found := refusal(head, self.token, TOKEN_VARIABLE)) is not None:
-            hint = " as TINKER_API_KEY, in X-Api-Key; it begins with tml-" if found[0] == 401 else ""
-            raise RequestRefused(found[1] + hint, status=found[0])
+        if (refused := refusal(head, self.token, TOKEN_VARIABLE)) is not None:
+            hint = " as TINKER_API_KEY, in X-Api-Key; it begins with tml-" if refused[0] == 401 else ""
+            raise RequestRefused(refused[1] + hint, status=refused[0])
         if length > self.limits.body_mb << 20:
             raise RequestRefused(f"a body of {length} bytes; must be at most {self.limits.body_mb} MiB", status=413)
         return ""
@@ -202,9 +202,7 @@ class TinkerEndpoint:
 
     def session_heartbeat(self, body: dict[str, Any]) -> dict[str, Any]:
         if field_of(body, "session_id", str, "") not in self.sessions:
-            raise RequestRefused(
-                "no such session; it has ended, or was idle for a week: make a client anew", status=410
-            )
+            raise RequestRefused("no such session; it has ended, or was idle for a week: make a new client", status=410)
         return {}
 
     def session(self, name: str) -> dict[str, Any]:
@@ -253,7 +251,7 @@ class TinkerEndpoint:
     def _session(self, body: dict[str, Any]) -> str:
         session = field_of(body, "session_id", str, "")
         if session not in self.sessions:
-            text = f"no session {session!r:.80}; it has ended, or was idle for a week: make a client anew"
+            text = f"no session {session!r:.80}; it has ended, or was idle for a week: make a new client"
             raise RequestRefused(text, status=404)
         return session
 
@@ -307,14 +305,14 @@ class TinkerEndpoint:
         journal has none of that name."""
         if not NAME.fullmatch(name) or name.partition(":")[0] not in self.sessions:
             return None
-        calls, found = self.journal.calls(name), self.journal.first_state(name)
-        if not calls and found is None:
+        calls, state = self.journal.calls(name), self.journal.first_state(name)
+        if not calls and state is None:
             return None
         self.journal.trim(name, 0)  # what was not written to its end would hide what comes after it
-        if found is None:  # killed while it was made
+        if state is None:  # killed while it was made
             made = calls
         else:
-            place, about, first = found
+            checkpoint, about, first = state
             base = self._base(about.base_model)
             run = self.models[name] = self._model_run(name, base, about.seed, about.lora)
             run.order.next_seq = first
@@ -328,7 +326,7 @@ class TinkerEndpoint:
 
             def load() -> None:
                 fresh = base.trainer.start(about.lora, about.seed)
-                leaves = self.store.load(place, {"params": fresh.params, "moments": fresh.moments})
+                leaves = self.store.load(checkpoint, {"params": fresh.params, "moments": fresh.moments})
                 run.state = AdapterState(about.lora, leaves["params"], leaves["moments"], None, about.steps)
 
             base.worker.submit(self._compute, Pending("", b""), load)
@@ -368,7 +366,7 @@ class TinkerEndpoint:
         if request_id not in self.futures and owner_of(request_id) not in self.models:
             self._restore(owner_of(request_id))
         if request_id not in self.futures and not owner_of(request_id):
-            # The client then asks for its samples anew.
+            # The client then asks for its samples again.
             raise RequestRefused(f"no request {request_id!r:.80}; the server started again", status=410)
         return self.futures.find(request_id)
 
@@ -406,7 +404,7 @@ class TinkerEndpoint:
             self._deliver(partial(pending.finish, result))
 
     def _call(self, model_id: str, seq: int, raw: bytes, work: Callable[[ModelRun], Any], path: str) -> Pending:
-        """Queues a call of a model behind those with lower numbers."""
+        """Queues a call of a model after those with lower numbers."""
         run = self._model(model_id)
         pending, new = self._new_call((model_id, seq), model_id, seq, raw, path)
         if new and seq < run.order.next_seq:
@@ -464,8 +462,8 @@ class TinkerEndpoint:
         return pending
 
     def optim_step(self, body: dict[str, Any], raw: bytes) -> Pending:
-        given, (model_id, seq) = field_of(body, "adam_params", dict, {}), _numbered(body)
-        adam = Adam(**{name: field_of(given, name, (int, float), old) for name, old in vars(Adam()).items()})
+        params, (model_id, seq) = field_of(body, "adam_params", dict, {}), _numbered(body)
+        adam = Adam(**{name: field_of(params, name, (int, float), old) for name, old in vars(Adam()).items()})
 
         def work(run: ModelRun) -> dict[str, Any]:
             if run.failed:
@@ -496,44 +494,46 @@ class TinkerEndpoint:
 
     def save_weights(self, body: dict[str, Any], raw: bytes) -> Pending:
         model_id, seq = _numbered(body)
-        place = Place(model_id, "weights", check_name(field_of(body, "path", str, "") or f"seq_{seq}"))
+        checkpoint = CheckpointPath(model_id, "weights", check_name(field_of(body, "path", str, "") or f"seq_{seq}"))
 
         def work(run: ModelRun) -> dict[str, Any]:
             leaves = {"params": run.state.params, "moments": run.state.moments}
             again = field_of(body, "overwrite", bool, False)
             about = self._about(run, body)
-            if not (seq < run.replayed and self._saved_before(place, about)):
-                self.store.save(place, about, leaves, self._export(run), overwrite=again)
-            return {"path": str(place), "type": "save_weights"}
+            if not (seq < run.replayed and self._saved_before(checkpoint, about)):
+                self.store.save(checkpoint, about, leaves, self._export(run), overwrite=again)
+            return {"path": str(checkpoint), "type": "save_weights"}
 
         return self._call(model_id, seq, raw, work, "save_weights")
 
-    def _saved_before(self, place: Place, about: About) -> bool:
+    def _saved_before(self, checkpoint: CheckpointPath, about: About) -> bool:
         """Whether a call that runs again has written its checkpoint."""
         try:
-            return self.store.about(place).steps == about.steps
+            return self.store.about(checkpoint).steps == about.steps
         except RequestRefused:
             return False
 
     def load_weights(self, body: dict[str, Any], raw: bytes) -> Pending:
-        place = Place.read(field_of(body, "path", str, ""))
-        about = self.store.about(place)
+        checkpoint = CheckpointPath.read(field_of(body, "path", str, ""))
+        about = self.store.about(checkpoint)
         optimizer = field_of(body, "optimizer", bool, False)
-        if optimizer and place.kind != "weights":
-            raise RequestRefused(f"{place} holds no optimizer state; name a path of save_state, or load without it")
+        if optimizer and checkpoint.kind != "weights":
+            raise RequestRefused(
+                f"{checkpoint} holds no optimizer state; name a path of save_state, or load without it"
+            )
         base = self._base(field_of(body, "base_model", str) or about.base_model)
 
         def load(run: ModelRun) -> dict[str, Any]:
             if run.lora != about.lora:
                 raise RequestRefused(
-                    f"{place} has rank {about.rank}, the model {run.lora.rank}; load it as a new model"
+                    f"{checkpoint} has rank {about.rank}, the model {run.lora.rank}; load it as a new model"
                 )
             fresh = base.trainer.start(about.lora, about.seed)
             like = {"params": fresh.params} | ({"moments": fresh.moments} if optimizer else {})
-            loaded = self.store.load(place, like)
+            loaded = self.store.load(checkpoint, like)
             steps = about.steps if optimizer else 0
             run.state = AdapterState(about.lora, loaded["params"], loaded.get("moments", fresh.moments), None, steps)
-            return {"path": str(place), "model_id": run.model_id, "type": "load_weights"}
+            return {"path": str(checkpoint), "model_id": run.model_id, "type": "load_weights"}
 
         if field_of(body, "model_id", str):
             return self._call(*_numbered(body), raw, load, "load_weights")
@@ -553,24 +553,24 @@ class TinkerEndpoint:
     def save_weights_for_sampler(self, body: dict[str, Any], raw: bytes) -> Pending:
         model_id, seq = _numbered(body)
         name, number = field_of(body, "path", str), whole_number(body, "sampling_session_seq_id")
-        place = Place(model_id, "sampler_weights", check_name(name)) if name else None
-        if place is None and (sampler := f"{model_id.partition(':')[0]}:sample:{number}") in self._noted:
+        checkpoint = CheckpointPath(model_id, "sampler_weights", check_name(name)) if name else None
+        if checkpoint is None and (sampler := f"{model_id.partition(':')[0]}:sample:{number}") in self._noted:
             raise RequestRefused(f"{sampler} samples from something else; count sampling_session_seq_id up for each")
 
         def work(run: ModelRun) -> dict[str, Any]:
             snapshot = Snapshot(run.base.trainer.base, run.lora, run.state.params, model_id)
-            if place is None:
+            if checkpoint is None:
                 sampler_id = f"{model_id.partition(':')[0]}:sample:{number}"
-                self._deliver(partial(self._keep, sampler_id, Sampler(run.base, snapshot)))
+                self._deliver(partial(self._keep, sampler_id, SamplingSession(run.base, snapshot)))
                 return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
             about, leaves = self._about(run, body), {"params": run.state.params}
-            self.store.save(place, about, leaves, self._export(run), overwrite=True)
-            return {"path": str(place), "type": "save_weights_for_sampler"}
+            self.store.save(checkpoint, about, leaves, self._export(run), overwrite=True)
+            return {"path": str(checkpoint), "type": "save_weights_for_sampler"}
 
         return self._call(model_id, seq, raw, work, "save_weights_for_sampler")
 
     def weights_info(self, body: dict[str, Any]) -> dict[str, Any]:
-        about = self.store.about(Place.read(field_of(body, "tinker_path", str, "")))
+        about = self.store.about(CheckpointPath.read(field_of(body, "tinker_path", str, "")))
         return {
             "base_model": about.base_model,
             "is_lora": True,
@@ -584,36 +584,36 @@ class TinkerEndpoint:
         model_id, seq = _numbered(body)
         if field_of(body, "age_encryption_recipients", list):
             raise RequestRefused("age_encryption_recipients: files are not encrypted here; leave it out")
-        place = Place(model_id, "external_weights", check_name(field_of(body, "path", str, "")))
+        checkpoint = CheckpointPath(model_id, "external_weights", check_name(field_of(body, "path", str, "")))
 
         def work(run: ModelRun) -> dict[str, Any]:
             if (export := self._export(run)) is None:
                 raise RequestRefused(f"adapters of {run.base.name} have no published form; use save_state")
             about = self._about(run, body)
-            if not (seq < run.replayed and self._saved_before(place, about)):
-                self.store.save(place, about, {}, export, overwrite=False)
-            return {"path": str(place), "type": "save_weights_external"}
+            if not (seq < run.replayed and self._saved_before(checkpoint, about)):
+                self.store.save(checkpoint, about, {}, export, overwrite=False)
+            return {"path": str(checkpoint), "type": "save_weights_external"}
 
         return self._call(model_id, seq, raw, work, "save_weights_external")
 
     def checkpoints(self, model: str | None = None) -> list[dict[str, Any]]:
         """Those of a model, or of all, the newest first."""
-        found = sorted(self.store.places(model), key=lambda of: of[1].time, reverse=model is None)
-        return [_listed(self.store, *of) for of in found]
+        saved = sorted(self.store.checkpoints(model), key=lambda of: of[1].time, reverse=model is None)
+        return [_listed(self.store, *of) for of in saved]
 
     def training_runs(self) -> list[dict[str, Any]]:
         """Those in memory and those with checkpoints, the last used first."""
-        found: dict[str, dict[str, Any]] = {}
+        runs: dict[str, dict[str, Any]] = {}
         last: dict[str, dict[str, Any]] = {}
         fields = {"training": "last_checkpoint", "sampler": "last_sampler_checkpoint"}
-        for place, about in sorted(self.store.places(), key=lambda of: of[1].time):
-            found[place.model] = _run(place.model, about.base_model, about.rank, about.time)
-            if (name := fields.get(KINDS[place.kind])) is not None:
-                last.setdefault(place.model, {})[name] = _listed(self.store, place, about)
+        for checkpoint, about in sorted(self.store.checkpoints(), key=lambda of: of[1].time):
+            runs[checkpoint.model] = _run(checkpoint.model, about.base_model, about.rank, about.time)
+            if (name := fields.get(KINDS[checkpoint.kind])) is not None:
+                last.setdefault(checkpoint.model, {})[name] = _listed(self.store, checkpoint, about)
         for name, run in self.models.items():
-            found[name] = _run(name, run.base.name, run.lora.rank, run.used) | {"user_metadata": run.metadata}
-        found = {name: run | last.get(name, {}) for name, run in found.items()}
-        return sorted(found.values(), key=lambda run: run["last_request_time"], reverse=True)
+            runs[name] = _run(name, run.base.name, run.lora.rank, run.used) | {"user_metadata": run.metadata}
+        runs = {name: run | last.get(name, {}) for name, run in runs.items()}
+        return sorted(runs.values(), key=lambda run: run["last_request_time"], reverse=True)
 
     def training_run(self, name: str) -> dict[str, Any]:
         run = next((run for run in self.training_runs() if run["training_run_id"] == name), None)
@@ -622,15 +622,15 @@ class TinkerEndpoint:
         return run
 
     def delete_checkpoint(self, model: str, kind: str, name: str) -> dict[str, Any]:
-        self.store.delete(Place(check_name(model), kind, check_name(name)))
+        self.store.delete(CheckpointPath(check_name(model), kind, check_name(name)))
         return {}
 
     def urls(self, base_url: str, model: str, kind: str, name: str) -> dict[str, Any]:
         """Where the files of a checkpoint can be had."""
-        place = Place(check_name(model), kind, check_name(name))
-        self.store.about(place)
+        checkpoint = CheckpointPath(check_name(model), kind, check_name(name))
+        self.store.about(checkpoint)
         files = {}
-        for path in sorted(self.store.folder(place).iterdir()):
+        for path in sorted(self.store.folder(checkpoint).iterdir()):
             route = f"/api/v1/files/{model}/{kind}/{name}/{path.name}"
             files[path.name] = f"{base_url}{route}" + (f"?key={self.signature(route)}" if self.token else "")
         return {"urls": files, "expires": _time(time.time() + 3600)}
@@ -651,11 +651,11 @@ class TinkerEndpoint:
             if path is None:
                 base = self._base(field_of(body, "base_model", str, ""))
                 alone = self._alone.setdefault(base.name, Snapshot(base.trainer.base))
-                self._keep(name, Sampler(base, alone))
+                self._keep(name, SamplingSession(base, alone))
             else:
-                place = Place.read(path)
-                self._keep(name, self._load_sampler(place))
-                self._saved[name] = place
+                checkpoint = CheckpointPath.read(path)
+                self._keep(name, self._load_sampler(checkpoint))
+                self._saved[name] = checkpoint
             if name not in self._noted:
                 self._noted[name] = body
                 self.journal.note(session=name.partition(":")[0], sampler=name, body=body)
@@ -665,18 +665,18 @@ class TinkerEndpoint:
         sampler = self._sampler(name)
         return {"sampler_id": name, "base_model": sampler.base.name, "model_path": None}
 
-    def _load_sampler(self, place: Place) -> Sampler:
-        about = self.store.about(place)
+    def _load_sampler(self, checkpoint: CheckpointPath) -> SamplingSession:
+        about = self.store.about(checkpoint)
         base = self._base(about.base_model)
-        loaded = self.store.load(place, {"params": base.trainer.like(about.lora)})["params"]
-        return Sampler(base, Snapshot(base.trainer.base, about.lora, loaded, place.model))
+        loaded = self.store.load(checkpoint, {"params": base.trainer.like(about.lora)})["params"]
+        return SamplingSession(base, Snapshot(base.trainer.base, about.lora, loaded, checkpoint.model))
 
-    def _keep(self, name: str, sampler: Sampler) -> None:
+    def _keep(self, name: str, sampler: SamplingSession) -> None:
         self.samplers[name] = sampler
         while len(self.samplers) > SAMPLERS:
             self.samplers.popitem(last=False)
 
-    def _sampler(self, name: str) -> Sampler:
+    def _sampler(self, name: str) -> SamplingSession:
         if name not in self.samplers and name in self._saved:
             self._keep(name, self._load_sampler(self._saved[name]))
         elif name not in self.samplers and name in self._noted:
@@ -686,16 +686,16 @@ class TinkerEndpoint:
             for model in self.store.models():
                 if model.startswith(session) and model not in self.models:
                     self._restore(model)
-        if (found := self.samplers.get(name)) is None:
+        if (sampling_session := self.samplers.get(name)) is None:
             if any(run.restoring for model, run in self.models.items() if model.startswith(session)):
                 raise RequestRefused("what was going on before the start is computed again; ask later", status=503)
             raise RequestRefused(
                 f"no sampling session {name!r:.120}; the server started again, or {SAMPLERS} others were used since: "
-                "make the client anew from a saved path",
+                "make a new client from a saved path",
                 status=404,
             )
         self.samplers.move_to_end(name)
-        return found
+        return sampling_session
 
     def finish(self, session: str) -> None:
         """A client has ended: what it trained and did not save is freed."""
@@ -705,22 +705,22 @@ class TinkerEndpoint:
         for name in self.store.models():
             if name.startswith(f"{session}:"):
                 self.journal.remove(name)
-        for held in (self.models, self.samplers, self._saved, self._noted):
-            for name in [name for name in held if name.startswith(f"{session}:")]:
-                del held[name]
+        for table in (self.models, self.samplers, self._saved, self._noted):
+            for name in [name for name in table if name.startswith(f"{session}:")]:
+                del table[name]
 
     def asample(self, body: dict[str, Any], raw: bytes) -> Pending:
         session = field_of(body, "sampling_session_id", str, "")
-        sampler = self._sampler(session)
+        sampling_session = self._sampler(session)
         if self.futures.open >= self.limits.waiting:
             raise RequestRefused("the server is busy; ask again later", status=429)
-        base, snapshot = sampler.base, sampler.snapshot
+        base, snapshot = sampling_session.base, sampling_session.snapshot
         model = base.trainer.model
-        asked = read_asked(body, model.vocab_size, base.context, base.reserved, base.stop_ids)
+        request = read_sample_request(body, model.vocab_size, base.context, base.reserved, base.stop_ids)
         pending, new = self.futures.make((session, whole_number(body, "seq_id", bits=63)), raw)
         if not new:
             return pending
-        pending.extra["sample_sequence_ids"] = [f"{pending.request_id}:{i}" for i in range(asked.count)]
+        pending.extra["sample_sequence_ids"] = [f"{pending.request_id}:{i}" for i in range(request.count)]
 
         def compute(work: Callable[[], Any], done: Callable[[Any], None]) -> None:
             def run() -> None:
@@ -734,13 +734,13 @@ class TinkerEndpoint:
 
             base.worker.submit(run)
 
-        gathered = Gathered(pending, asked, compute, partial(base.trainer.read, snapshot.lora, snapshot.params))
+        gathered = Gathered(pending, request, compute, partial(base.trainer.read, snapshot.lora, snapshot.params))
         self._sampled += 1
-        seed = (asked.seed if asked.seed is not None else self._sampled) % PLACES
+        seed = (request.seed if request.seed is not None else self._sampled) % PLACES
         gathered.begin(seed)
         job = SampleJob(
-            asked.prompt, asked.max_tokens, gathered.report, asked.count, asked.temperature, seed, 0,
-            asked.stop_ids, stop_finder(base.tokenizer, asked.stops), steering=asked.steering(),
+            request.prompt, request.max_tokens, gathered.report, request.count, request.temperature, seed, 0,
+            request.stop_ids, stop_finder(base.tokenizer, request.stops), steering=request.steering(),
         )  # fmt: skip
         base.snapshots.submit(snapshot, job)
         return pending
@@ -773,13 +773,13 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _listed(store: Store, place: Place, about: About) -> dict[str, Any]:
-    size = sum(path.stat().st_size for path in store.folder(place).iterdir())
+def _listed(store: Store, checkpoint: CheckpointPath, about: About) -> dict[str, Any]:
+    size = sum(path.stat().st_size for path in store.folder(checkpoint).iterdir())
     return {
-        "checkpoint_id": f"{place.kind}/{place.name}",
-        "checkpoint_type": KINDS[place.kind],
+        "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
+        "checkpoint_type": KINDS[checkpoint.kind],
         "time": _time(about.time),
-        "tinker_path": str(place),
+        "tinker_path": str(checkpoint),
         "size_bytes": size,
         "expires_at": _time(about.expires) if about.expires else None,
     }
@@ -836,8 +836,8 @@ class TinkerHandler(EndpointHandler):
         headers = self.request.headers
         path = self.request.path
         if self.endpoint.token and path.startswith("/api/v1/files/") and self.request.method == "GET":
-            given = self.get_query_argument("key", "")
-            if hmac.compare_digest(given.encode(), self.endpoint.signature(path).encode()):
+            key = self.get_query_argument("key", "")
+            if hmac.compare_digest(key.encode(), self.endpoint.signature(path).encode()):
                 headers["Authorization"] = f"Bearer {self.endpoint.token}"
         await super().prepare()
 
@@ -869,8 +869,8 @@ class TinkerHandler(EndpointHandler):
             await self._retrieve(field_of(body, "request_id", str, ""))
         elif path == "telemetry":
             self.finish({"status": "accepted"})
-        elif found := re.fullmatch(r"sessions/([^/]+)/finish", path):
-            endpoint.finish(found[1])
+        elif match := re.fullmatch(r"sessions/([^/]+)/finish", path):
+            endpoint.finish(match[1])
             self.finish({})
         elif path == "cancel_future":
             self.finish({})
@@ -889,34 +889,34 @@ class TinkerHandler(EndpointHandler):
             self.finish(self._paged("checkpoints", endpoint.checkpoints(), 100))
         elif path == "sessions":
             self.finish({"sessions": self._paged("sessions", [*endpoint.sessions][::-1], 20)["sessions"]})
-        elif found := re.fullmatch(r"sessions/([^/]+)", path):
-            self.finish(endpoint.session(found[1]))
+        elif match := re.fullmatch(r"sessions/([^/]+)", path):
+            self.finish(endpoint.session(match[1]))
         elif path == "training_runs":
             self.finish(self._paged("training_runs", endpoint.training_runs(), 20))
-        elif found := re.fullmatch(r"samplers/(.+)", path):
-            self.finish(endpoint.sampler_info(found[1]))
-        elif found := re.fullmatch(r"training_runs/([^/]+)", path):
-            self.finish(endpoint.training_run(found[1]))
-        elif found := re.fullmatch(r"training_runs/([^/]+)/checkpoints", path):
-            self.finish({"checkpoints": endpoint.checkpoints(found[1])})
-        elif (found := CHECKPOINT.fullmatch(path)) and found[4] == "/external_weights_urls":
+        elif match := re.fullmatch(r"samplers/(.+)", path):
+            self.finish(endpoint.sampler_info(match[1]))
+        elif match := re.fullmatch(r"training_runs/([^/]+)", path):
+            self.finish(endpoint.training_run(match[1]))
+        elif match := re.fullmatch(r"training_runs/([^/]+)/checkpoints", path):
+            self.finish({"checkpoints": endpoint.checkpoints(match[1])})
+        elif (match := CHECKPOINT.fullmatch(path)) and match[4] == "/external_weights_urls":
             at = f"{self.request.protocol}://{self.request.host}"
-            self.finish(endpoint.urls(at, *found.group(1, 2, 3)))
-        elif found := re.fullmatch(r"files/([^/]+)/([^/]+)/([^/]+)/([\w.]+)", path):
-            self._file(*found.groups())
+            self.finish(endpoint.urls(at, *match.group(1, 2, 3)))
+        elif match := re.fullmatch(r"files/([^/]+)/([^/]+)/([^/]+)/([\w.]+)", path):
+            self._file(*match.groups())
         else:
             self._absent()
 
     def delete(self, path: str = "") -> None:
-        if (found := CHECKPOINT.fullmatch(path)) and found[4] is None and found[2] in KINDS:
-            self.finish(self.endpoint.delete_checkpoint(*found.group(1, 2, 3)))
+        if (match := CHECKPOINT.fullmatch(path)) and match[4] is None and match[2] in KINDS:
+            self.finish(self.endpoint.delete_checkpoint(*match.group(1, 2, 3)))
         else:
             self._absent()
 
     def put(self, path: str = "") -> None:
-        if (found := CHECKPOINT.fullmatch(path)) and found[4] == "/ttl" and found[2] in KINDS:
+        if (match := CHECKPOINT.fullmatch(path)) and match[4] == "/ttl" and match[2] in KINDS:
             expires = _expiry(self._json(bytes(self.body)))
-            self.endpoint.store.expire(Place(check_name(found[1]), found[2], check_name(found[3])), expires)
+            self.endpoint.store.expire(CheckpointPath(check_name(match[1]), match[2], check_name(match[3])), expires)
             self.finish({})
         else:
             self._absent()
@@ -936,9 +936,9 @@ class TinkerHandler(EndpointHandler):
         return read_body(raw or b"{}")
 
     def _file(self, model: str, kind: str, name: str, file: str) -> None:
-        place = Place.read(f"tinker://{model}/{kind}/{name}")
-        self.endpoint.store.about(place)
-        path = self.endpoint.store.folder(place) / file
+        checkpoint = CheckpointPath.read(f"tinker://{model}/{kind}/{name}")
+        self.endpoint.store.about(checkpoint)
+        path = self.endpoint.store.folder(checkpoint) / file
         if not path.is_file():
             self._absent()
         self.set_header("Content-Type", "application/octet-stream")

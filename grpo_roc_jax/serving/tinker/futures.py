@@ -25,7 +25,7 @@ class Pending:
     result: dict[str, Any] | bytes | None = None
     """JSON, or a protocol buffer."""
     queue_state: str = "active"
-    """What a client is told that asks before there is a result."""
+    """The answer to a client that asks before there is a result."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def finish(self, result: dict[str, Any] | bytes) -> None:
@@ -69,7 +69,7 @@ class Futures:
         self._by_id[pending.request_id] = pending
         self._by_key[key], self._keys[pending.request_id] = pending.request_id, key
         if len(self._by_id) > REMEMBERED:
-            old = next((name for name, found in self._by_id.items() if found.done.is_set()), None)
+            old = next((name for name, future in self._by_id.items() if future.done.is_set()), None)
             if old is not None:
                 del self._by_id[old]
                 self._by_key.pop(self._keys.pop(old), None)
@@ -83,16 +83,16 @@ class Futures:
         Raises:
             RequestRefused: There is no such request.
         """
-        if (found := self._by_id.get(request_id)) is None:
+        if (pending := self._by_id.get(request_id)) is None:
             raise RequestRefused(
                 f"no request {request_id!r:.80}; the server started again, or forgot its result", status=404
             )
-        return found
+        return pending
 
     @property
     def open(self) -> int:
         """Requests without a result."""
-        return sum(not found.done.is_set() for found in self._by_id.values())
+        return sum(not pending.done.is_set() for pending in self._by_id.values())
 
 
 @dataclass(eq=False)

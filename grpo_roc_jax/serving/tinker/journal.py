@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_roc_jax.serving.tinker.store import About, Place, Store, replace_file, sync, write_synced
+from grpo_roc_jax.serving.tinker.store import About, CheckpointPath, Store, replace_file, sync, write_synced
 
 KIND, CALLS, SESSIONS = "journal", "calls", ".sessions.jsonl"
 STATES = 2
@@ -88,17 +88,17 @@ class Journal:
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         return sorted(int(name) for name in names if name.isdigit())
 
-    def first_state(self, model: str) -> tuple[Place, About, int] | None:
+    def first_state(self, model: str) -> tuple[CheckpointPath, About, int] | None:
         """The state that a model goes on from: (where it is, of what, the number of the call to come)."""
         states = self.states(model)[-STATES:]
         if not states:
             return None
-        place = Place(model, KIND, str(states[0]))
-        return place, self.store.about(place), states[0]
+        checkpoint = CheckpointPath(model, KIND, str(states[0]))
+        return checkpoint, self.store.about(checkpoint), states[0]
 
     def save_state(self, model: str, about: About, leaves: Any, next_seq: int) -> int:
         """Writes a state and removes those before the last two; the number of the first call that is needed."""
-        self.store.save(Place(model, KIND, str(next_seq)), about, leaves, overwrite=True)
+        self.store.save(CheckpointPath(model, KIND, str(next_seq)), about, leaves, overwrite=True)
         states = self.states(model)
         for old in states[:-STATES]:
             shutil.rmtree(self._folder(model) / str(old), ignore_errors=True)
@@ -108,8 +108,8 @@ class Journal:
         """Removes the calls before a number, but for what made the model, and what was not written to its end."""
         folder = self._folder(model)
         if folder.is_dir():
-            kept = b"".join(call.packed() for call in self.calls(model) if call.seq >= first or not call.seq)
-            replace_file(folder / CALLS, kept)
+            packed = b"".join(call.packed() for call in self.calls(model) if call.seq >= first or not call.seq)
+            replace_file(folder / CALLS, packed)
 
     def remove(self, model: str) -> None:
         """The model has ended: its checkpoints stay."""
@@ -127,12 +127,12 @@ class Journal:
                 notes.append(json.loads(line))
         finished = {note["finished"] for note in notes if "finished" in note}
         recent = time.time() - FORGOTTEN_S
-        kept = [
+        lines = [
             note for note in notes if "session" in note and note["session"] not in finished and note["time"] > recent
         ]
-        replace_file(file, b"".join(json.dumps(note).encode() + b"\n" for note in kept))
+        replace_file(file, b"".join(json.dumps(note).encode() + b"\n" for note in lines))
         self._forget(recent)
-        return kept
+        return lines
 
     def _forget(self, before: float) -> None:
         for model in self.store.models():

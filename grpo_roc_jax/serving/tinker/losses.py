@@ -51,11 +51,11 @@ def settings_of(loss_fn: str, given: Mapping[str, float | str]) -> dict[str, flo
         if name not in known or isinstance(value, str):
             names = ", ".join(known) or "none"
             raise RequestRefused(f"loss_fn_config {name} = {value!r:.80}; {loss_fn} has these numbers: {names}")
-    found = known | {name: float(value) for name, value in given.items()}
-    low, high = found.get("clip_low_threshold", 0.0), found.get("clip_high_threshold", 1.0)
+    settings = known | {name: float(value) for name, value in given.items()}
+    low, high = settings.get("clip_low_threshold", 0.0), settings.get("clip_high_threshold", 1.0)
     if not 0 <= low <= high:
         raise RequestRefused(f"thresholds {low} and {high} of {loss_fn}; must be 0 <= low <= high: bounds of the ratio")
-    return found
+    return settings
 
 
 def token_losses(

@@ -12,7 +12,7 @@ from grpo_roc_jax.serving.sampling_loop import sampled
 from grpo_roc_jax.serving.server import UNFINISHED
 from grpo_roc_jax.serving.tinker.futures import Pending
 from grpo_roc_jax.serving.tinker.trainer import Readings, Wanted
-from grpo_roc_jax.serving.tinker.wire import Answer, OfPrompt, Sparse, write_samples
+from grpo_roc_jax.serving.tinker.wire import OfPrompt, SampledSequence, Sparse, write_samples
 
 MOST_TOP = 256
 """Most likely ids, draws or targets of a position at most."""
@@ -25,8 +25,8 @@ EMPTY = -99999.0
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """A request that was checked."""
+class SampleRequest:
+    """A request for samples, checked."""
 
     prompt: np.ndarray
     count: int
@@ -58,7 +58,9 @@ class Asked:
         return [] if plain else [RowSteering(self.drawing) for _ in range(self.count)]
 
 
-def read_asked(body: dict[str, Any], vocab_size: int, context: int, reserved: int, eos: frozenset[int]) -> Asked:
+def read_sample_request(
+    body: dict[str, Any], vocab_size: int, context: int, reserved: int, eos: frozenset[int]
+) -> SampleRequest:
     """The fields of a sampling request.
 
     Args:
@@ -84,31 +86,24 @@ def read_asked(body: dict[str, Any], vocab_size: int, context: int, reserved: in
         raise RequestRefused(
             f"num_samples {count}, temperature {temperature}; must be 1 to {MOST_SAMPLES}, and 0 to {HOTTEST:g}"
         )
-    top_k, top_p = field_of(params, "top_k", int, -1), field_of(params, "top_p", (int, float), 1.0)
-    if top_k < -1 or not 0 < top_p <= 1:
-        raise RequestRefused(f"top_k {top_k}, top_p {top_p}; must be -1 (all) or more, and above 0 to 1")
+    drawing = _drawing(params, vocab_size)
     numbers = {}
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         numbers[name] = field_of(body, name, int, 0)
         if not 0 <= numbers[name] <= min(MOST_TOP, vocab_size):
             raise RequestRefused(f"{name} = {numbers[name]}; must be 0 to {min(MOST_TOP, vocab_size)}", name)
-    room = context - max(reserved, P)
-    if room < 1:
-        raise RequestRefused(f"a prompt of {P} tokens leaves no room in a context of {context}; raise --context")
-    most = field_of(params, "max_tokens", int)
-    if most is not None and most < 1:
-        raise RequestRefused(f"max_tokens = {most}; must be at least 1", "max_tokens")
+    max_tokens = _max_tokens(params, P, context, reserved)
     last_n = field_of(body, "prompt_logprobs_last_n", int, 0)
     if not 0 <= last_n < max(P, 1):
         raise RequestRefused(f"prompt_logprobs_last_n = {last_n}; must be 1 to {P - 1}, the prompt without its first")
     stop_ids, stops = _stops(params.get("stop"), eos)
     targets, sparse = _targets(field_of(body, "target_prompt_logprobs", dict), P, vocab_size)
-    return Asked(
+    return SampleRequest(
         prompt=prompt,
         count=count,
-        max_tokens=room if most is None else min(most, room),
+        max_tokens=max_tokens,
         temperature=float(temperature),
-        drawing=DrawSettings(top_k=top_k if 0 < top_k < vocab_size else None, top_p=top_p if top_p < 1 else None),
+        drawing=drawing,
         seed=field_of(params, "seed", int),
         stop_ids=stop_ids,
         stops=stops,
@@ -131,6 +126,25 @@ def _prompt(body: dict[str, Any], vocab_size: int) -> np.ndarray:
     if not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
         raise RequestRefused("the prompt must hold at least one id, all in the vocabulary; use get_tokenizer()")
     return np.array(ids, np.int32)
+
+
+def _drawing(params: dict[str, Any], vocab_size: int) -> DrawSettings:
+    """The truncation of each draw; values that truncate nothing are left out."""
+    top_k, top_p = field_of(params, "top_k", int, -1), field_of(params, "top_p", (int, float), 1.0)
+    if top_k < -1 or not 0 < top_p <= 1:
+        raise RequestRefused(f"top_k {top_k}, top_p {top_p}; must be -1 (all) or more, and above 0 to 1")
+    return DrawSettings(top_k=top_k if 0 < top_k < vocab_size else None, top_p=top_p if top_p < 1 else None)
+
+
+def _max_tokens(params: dict[str, Any], P: int, context: int, reserved: int) -> int:
+    """The most tokens of an answer to a prompt of P tokens."""
+    room = context - max(reserved, P)
+    if room < 1:
+        raise RequestRefused(f"a prompt of {P} tokens leaves no room in a context of {context}; raise --context")
+    most = field_of(params, "max_tokens", int)
+    if most is not None and most < 1:
+        raise RequestRefused(f"max_tokens = {most}; must be at least 1", "max_tokens")
+    return room if most is None else min(most, room)
 
 
 def _stops(stop: Any, eos: frozenset[int]) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -185,44 +199,48 @@ Read = Callable[[np.ndarray, Wanted], Readings]
 """What the model expects after each of some tokens."""
 
 
-def of_prompt(asked: Asked, read: Read, seed: int) -> OfPrompt:
+def of_prompt(request: SampleRequest, read: Read, seed: int) -> OfPrompt:
     """What a result says about its prompt."""
-    prompt, P = asked.prompt, len(asked.prompt)
-    columns = [] if asked.targets is None else [np.maximum(asked.targets, 0)]
-    if asked.prompt_logprobs:
+    prompt, P = request.prompt, len(request.prompt)
+    columns = [] if request.targets is None else [np.maximum(request.targets, 0)]
+    if request.prompt_logprobs:
         columns.append(prompt[1:, None])
-    logprobs = np.full(P, np.nan, np.float32) if asked.prompt_logprobs else None
+    logprobs = np.full(P, np.nan, np.float32) if request.prompt_logprobs else None
     topk = None
-    if asked.topk:
-        topk = np.zeros((P, asked.topk), np.int32), np.full((P, asked.topk), EMPTY, np.float32)
-    empty = np.zeros((0, asked.draws))
-    drawn = (empty.astype(np.int32), empty.astype(np.float32)) if asked.draws else None
+    if request.topk:
+        topk = np.zeros((P, request.topk), np.int32), np.full((P, request.topk), EMPTY, np.float32)
+    empty = np.zeros((0, request.draws))
+    drawn = (empty.astype(np.int32), empty.astype(np.float32)) if request.draws else None
     targets = None
     if P > 1:
         wanted = np.concatenate(columns, axis=1).astype(np.int32) if columns else None
-        found = read(prompt[:-1], Wanted(wanted, asked.topk))
-        first = max(1, P - asked.last_n) if asked.last_n else 1
+        readings = read(prompt[:-1], Wanted(wanted, request.topk))
+        first = max(1, P - request.last_n) if request.last_n else 1
         if logprobs is not None:
-            logprobs[first:] = found.scored[first - 1 :, -1]
+            logprobs[first:] = readings.scored[first - 1 :, -1]
         if topk is not None:
-            for leaf, new in zip(topk, found.top, strict=True):
+            for leaf, new in zip(topk, readings.top, strict=True):
                 leaf[first:] = new[first - 1 :]
-        if asked.targets is not None:
-            named = asked.targets >= 0
-            targets = np.where(named, found.scored[:, : asked.targets.shape[1]], 0.0).astype(np.float32)
-            if asked.sparse is not None:
-                sizes = np.diff(asked.sparse.crow)
+        if request.targets is not None:
+            named = request.targets >= 0
+            targets = np.where(named, readings.scored[:, : request.targets.shape[1]], 0.0).astype(np.float32)
+            if request.sparse is not None:
+                sizes = np.diff(request.sparse.crow)
                 targets = targets[np.arange(targets.shape[1]) < sizes[:, None]]
-        if asked.draws:
-            drawn = read(prompt[:-1], Wanted(draws=asked.draws, temperature=asked.temperature, seed=seed)).drawn
-    return OfPrompt(logprobs, topk, targets, asked.sparse, drawn)
+        if request.draws:
+            drawn = read(prompt[:-1], Wanted(draws=request.draws, temperature=request.temperature, seed=seed)).drawn
+    return OfPrompt(logprobs, topk, targets, request.sparse, drawn)
 
 
 class Gathered:
     """The parts of a sampling result as they come; on the thread of the event loop."""
 
     def __init__(
-        self, pending: Pending, asked: Asked, compute: Callable[[Callable[[], Any], Callable], None], read: Read
+        self,
+        pending: Pending,
+        request: SampleRequest,
+        compute: Callable[[Callable[[], Any], Callable], None],
+        read: Read,
     ):
         """
         Args:
@@ -231,15 +249,15 @@ class Gathered:
             compute: Computes its first argument elsewhere and hands the result to its second on this thread.
             read: What the model expects, for that other thread.
         """
-        self.pending, self.asked, self._compute, self._read = pending, asked, compute, read
-        self.answers: list[Answer | None] = [None] * asked.count
+        self.pending, self.request, self._compute, self._read = pending, request, compute, read
+        self.answers: list[SampledSequence | None] = [None] * request.count
         self.prompt: OfPrompt | None = None
-        self.parts, self.cached = asked.count + asked.of_prompt, 0
+        self.parts, self.cached = request.count + request.of_prompt, 0
 
     def begin(self, seed: int) -> None:
         """Has computed what the result says about the prompt."""
-        if self.asked.of_prompt:
-            self._compute(lambda: of_prompt(self.asked, self._read, seed), self._of_prompt)
+        if self.request.of_prompt:
+            self._compute(lambda: of_prompt(self.request, self._read, seed), self._of_prompt)
 
     def report(self, event: str, sample: int, value: Any) -> None:
         """See `SampleJob.report`."""
@@ -254,19 +272,19 @@ class Gathered:
             self.pending.fail(RuntimeError(f"sampling ended early: {value.stop}"))
         elif event == "ended":
             span = sampled(value)
-            answer = Answer(value.tokens[span], value.logprobs[span], value.stop == "eos")
-            if not self.asked.sampled_topk:
+            answer = SampledSequence(value.tokens[span], value.logprobs[span], value.stop == "eos")
+            if not self.request.sampled_topk:
                 self._answered(sample, answer)
                 return
-            asked, tokens = self.asked, value.tokens[:-1]
+            request, tokens = self.request, value.tokens[:-1]
 
-            def top() -> Answer:
-                found = self._read(tokens, Wanted(top=asked.sampled_topk, temperature=asked.temperature))
+            def top() -> SampledSequence:
+                found = self._read(tokens, Wanted(top=request.sampled_topk, temperature=request.temperature))
                 return replace(answer, topk=tuple(leaf[-len(answer.tokens) :] for leaf in found.top))
 
             self._compute(top, lambda found: self._answered(sample, found))
 
-    def _answered(self, sample: int, answer: Answer) -> None:
+    def _answered(self, sample: int, answer: SampledSequence) -> None:
         self.answers[sample] = answer
         self._part()
 

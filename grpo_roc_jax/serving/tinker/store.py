@@ -49,7 +49,7 @@ class About:
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointPath:
     """The three parts of a path."""
 
     model: str
@@ -57,7 +57,7 @@ class Place:
     name: str
 
     @classmethod
-    def read(cls, path: str) -> "Place":
+    def read(cls, path: str) -> "CheckpointPath":
         """
         Raises:
             RequestRefused: It is no path of this server's.
@@ -89,16 +89,22 @@ class Store:
 
     root: Path
 
-    def folder(self, place: Place) -> Path:
-        return self.root / place.model / place.kind / place.name
+    def folder(self, checkpoint: CheckpointPath) -> Path:
+        return self.root / checkpoint.model / checkpoint.kind / checkpoint.name
 
     def save(
-        self, place: Place, about: About, leaves: Any, export: Callable[[Path], Any] | None = None, *, overwrite: bool
+        self,
+        checkpoint: CheckpointPath,
+        about: About,
+        leaves: Any,
+        export: Callable[[Path], Any] | None = None,
+        *,
+        overwrite: bool,
     ) -> None:
         """Returns once the checkpoint is on disk.
 
         Args:
-            place: Of the checkpoint.
+            checkpoint: Its path.
             about: Of the model.
             leaves: A tree of arrays.
             export: Writes further files into the folder.
@@ -107,9 +113,9 @@ class Store:
         Raises:
             RequestRefused: There is one of that name.
         """
-        target = self.folder(place)
+        target = self.folder(checkpoint)
         if target.exists() and not overwrite:
-            raise RequestRefused(f"{place} exists; take another name, or pass overwrite")
+            raise RequestRefused(f"{checkpoint} exists; take another name, or pass overwrite")
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=".new-", dir=self.root))
         try:
@@ -132,34 +138,38 @@ class Store:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
-    def about(self, place: Place) -> About:
+    def about(self, checkpoint: CheckpointPath) -> About:
         """
         Raises:
             RequestRefused: There is no such checkpoint.
         """
         try:
-            values = json.loads((self.folder(place) / ABOUT).read_text(encoding="utf-8"))
-            found = About(**values | {"targets": tuple(values["targets"])})
+            values = json.loads((self.folder(checkpoint) / ABOUT).read_text(encoding="utf-8"))
+            about = About(**values | {"targets": tuple(values["targets"])})
         except (OSError, ValueError, TypeError, KeyError):
-            found = None
-        if found is None or (found.expires and found.expires < time.time()):
-            raise RequestRefused(f"no checkpoint {place}; list those that there are (list_checkpoints)", status=404)
-        return found
+            about = None
+        if about is None or (about.expires and about.expires < time.time()):
+            raise RequestRefused(
+                f"no checkpoint {checkpoint}; list those that there are (list_checkpoints)", status=404
+            )
+        return about
 
-    def load(self, place: Place, like: Any) -> Any:
+    def load(self, checkpoint: CheckpointPath, like: Any) -> Any:
         """The arrays of a checkpoint in the form, dtypes and places of `like`.
 
         Raises:
             RequestRefused: It lacks some of them.
         """
         try:
-            tensors, (leaves, form) = load_file(self.folder(place) / STATE), jax.tree.flatten(like)
+            tensors, (leaves, form) = load_file(self.folder(checkpoint) / STATE), jax.tree.flatten(like)
         except FileNotFoundError:
-            raise RequestRefused(f"no checkpoint {place}; it was deleted meanwhile", status=404) from None
+            raise RequestRefused(f"no checkpoint {checkpoint}; it was deleted meanwhile", status=404) from None
         loaded = []
         for (name, _), leaf in zip(_named(like), leaves, strict=True):
             if name not in tensors or tensors[name].shape != leaf.shape:
-                raise RequestRefused(f"{place} holds no {name} {list(leaf.shape)}; it is a checkpoint of another kind")
+                raise RequestRefused(
+                    f"{checkpoint} holds no {name} {list(leaf.shape)}; it is a checkpoint of another kind"
+                )
             loaded.append(jax.device_put(tensors[name].astype(leaf.dtype), leaf.sharding))
         return jax.tree.unflatten(form, loaded)
 
@@ -167,33 +177,33 @@ class Store:
         """Names of the models that have checkpoints."""
         return sorted(path.name for path in self.root.iterdir() if path.is_dir() and NAME.fullmatch(path.name))
 
-    def places(self, model: str | None = None) -> Iterator[tuple[Place, About]]:
+    def checkpoints(self, model: str | None = None) -> Iterator[tuple[CheckpointPath, About]]:
         """The checkpoints of a model, or of all, that have not expired."""
         for name in [model] if model is not None else self.models():
             for kind in KINDS:
                 folder = self.root / check_name(name) / kind
                 for path in sorted(folder.iterdir()) if folder.is_dir() else ():
                     with suppress(RequestRefused):
-                        place = Place(name, kind, path.name)
-                        yield place, self.about(place)
+                        checkpoint = CheckpointPath(name, kind, path.name)
+                        yield checkpoint, self.about(checkpoint)
 
-    def expire(self, place: Place, when: float) -> None:
+    def expire(self, checkpoint: CheckpointPath, when: float) -> None:
         """Sets when a checkpoint is no longer there, in seconds since 1970; 0 for never.
 
         Raises:
             RequestRefused: There is no such checkpoint.
         """
-        about = replace(self.about(place), expires=when)
-        replace_file(self.folder(place) / ABOUT, json.dumps(asdict(about), indent=2).encode())
+        about = replace(self.about(checkpoint), expires=when)
+        replace_file(self.folder(checkpoint) / ABOUT, json.dumps(asdict(about), indent=2).encode())
 
-    def delete(self, place: Place) -> None:
+    def delete(self, checkpoint: CheckpointPath) -> None:
         """
         Raises:
             RequestRefused: There is no such checkpoint.
         """
-        self.about(place)
+        self.about(checkpoint)
         doomed = Path(tempfile.mkdtemp(prefix=".old-", dir=self.root))
-        os.rename(self.folder(place), doomed / "checkpoint")
+        os.rename(self.folder(checkpoint), doomed / "checkpoint")
         shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -208,8 +208,8 @@ class Trainer:
         padded = np.zeros((*batch.tokens.shape, K), np.int32)
         padded[row, span, : targets.shape[1]] = targets
         key, heat = jax.random.key(wanted.seed), jnp.float32(wanted.temperature or 1.0)
-        found = jax.device_get(run(params, self.base, batch, jnp.asarray(padded), heat, key))
-        scored, *pairs = jax.tree.map(lambda leaf: np.asarray(leaf)[row, span], found)
+        readings = jax.device_get(run(params, self.base, batch, jnp.asarray(padded), heat, key))
+        scored, *pairs = jax.tree.map(lambda leaf: np.asarray(leaf)[row, span], readings)
         return Readings(scored[:, : targets.shape[1]], *pairs)
 
     def _row(self, index: int, datum: Datum, loss_fn: str) -> "_Row":
@@ -260,9 +260,9 @@ class Trainer:
                 for i in np.flatnonzero(placement.micro == micro)
             ]
             for i, row, start, length in places:
-                own = rows[i].targets.shape[1]
-                targets[row, start : start + length, :own] = rows[i].targets
-                weights[row, start : start + length, :own] = rows[i].weights
+                width = rows[i].targets.shape[1]
+                targets[row, start : start + length, :width] = rows[i].targets
+                weights[row, start : start + length, :width] = rows[i].weights
             one = micro_batch(shard_batch(_part(batch, micro), self.mesh), 0, None)
             yield one, jnp.asarray(targets), jnp.asarray(weights), places
 
@@ -318,8 +318,8 @@ def _program(
         there = batch.segment_ids > 0
         if loss_fn == "cross_entropy":
             total = sum(
-                jnp.sum(token_losses(loss_fn, one, one, weights[..., k], config, there, batch.segment_ids))
-                for k, one in enumerate(columns)
+                jnp.sum(token_losses(loss_fn, column, column, weights[..., k], config, there, batch.segment_ids))
+                for k, column in enumerate(columns)
             )
             return total, logprobs
         single = columns[0]

@@ -200,7 +200,7 @@ def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class SampledSequence:
     """One sampled sequence."""
 
     tokens: np.ndarray
@@ -236,7 +236,7 @@ class OfPrompt:
     """(ids, log-probabilities) [P-1,K]."""
 
 
-def write_samples(answers: Sequence[Answer], prompt: OfPrompt | None = None, cached: int = 0) -> bytes:
+def write_samples(answers: Sequence[SampledSequence], prompt: OfPrompt | None = None, cached: int = 0) -> bytes:
     """The result of sampling.
 
     Args:
@@ -273,8 +273,8 @@ def _write_topk(message: Any, ids: np.ndarray, values: np.ndarray) -> None:
 
 
 def _write_tensor(message: Any, values: np.ndarray, sparse: Sparse | None = None) -> None:
-    whole = values.dtype.kind == "i"
-    data, message.dtype = values.astype("<i8" if whole else "<f4").tobytes(), 2 if whole else 1
+    integers = values.dtype.kind == "i"
+    data, message.dtype = values.astype("<i8" if integers else "<f4").tobytes(), 2 if integers else 1
     if sparse is None:
         message.dense = data
         message.shape.extend(values.shape)

@@ -20,7 +20,7 @@ from grpo_roc_jax.sandbox import server as sandbox_server
 from grpo_roc_jax.sandbox.server import make_server
 from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, make_executor
 from grpo_roc_jax.tools.config import CodeJudge, SandboxFusion
-from grpo_roc_jax.tools.python import settings_of
+from grpo_roc_jax.tools.executor import settings_of
 from grpo_roc_jax.types import ToolResult
 from tests.helpers.labelled import LABELLED
 

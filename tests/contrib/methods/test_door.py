@@ -8,7 +8,7 @@ import pytest
 
 from grpo_roc_jax.contrib.methods import hints
 from grpo_roc_jax.method.catalog import SKETCH, SKETCH_MARKS, load_methods, read_method, sketch_table, with_table
-from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS, find_config
+from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS, file_layers, find_config
 from grpo_roc_jax.types import CONDITIONS, Condition, condition_kind, traits_of
 from tests import test_layering as layering
 
@@ -22,6 +22,8 @@ def test_recipes_beside_methods_are_named_like_those_of_the_core(tmp_path, monke
     path = CONTRIB_METHODS / "hill.yaml"
     names = ("configs/methods/hill.yaml", "methods/hill.yaml", "methods/hill")
     assert [find_config(name) for name in names] == [path] * 3
+    monkeypatch.chdir(CONTRIB_METHODS)  # by its path, it finds its base in the configs directory too
+    assert [next(iter(file_layers(Path(at)))).name for at in ("hill.yaml", path)] == ["toy.yaml"] * 2
     assert not {p.name for p in CONTRIB_METHODS.glob("*.yaml")} & {p.name for p in (CONFIG_DIR / "methods").glob("*")}
 
 

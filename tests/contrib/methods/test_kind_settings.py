@@ -8,7 +8,7 @@ from tests.helpers.kind_cases import settings_of
 SETTINGS = settings_of("contrib")
 ELSEWHERE = {
     **{
-        ("plan.problems", kind, "pool"): "run.rounds draws the pool: test_rounds.py"
+        ("plan.problems", kind, "pool"): "run.sample draws the pool: test_rounds.py"
         for kind in ("pairs", "uncertainty", "no_positive_resampling")
     },
     **{

@@ -11,7 +11,7 @@ from grpo_roc_jax.contrib.methods.microcoder import STAGE
 from grpo_roc_jax.learner.group_learner import temperature_of
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.run.learning import most_rows
-from grpo_roc_jax.run.rounds import draw_problems
+from grpo_roc_jax.run.sample import draw_problems
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import Condition
 from tests.helpers.samples import make_group

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.serving.server import ServerLimits
-from grpo_roc_jax.serving.tinker.store import About, Place, Store
+from grpo_roc_jax.serving.tinker.store import About, CheckpointPath, Store
 from tests.helpers.tinker_server import batch, fill, served
 
 
@@ -175,9 +175,9 @@ def test_a_server_that_starts_again_goes_on_from_what_was_saved(tmp_path):
 
 
 def test_a_checkpoint_whose_writing_was_cut_is_not_there(tmp_path, monkeypatch):
-    store, place = Store(tmp_path), Place("m", "weights", "one")
+    store, checkpoint = Store(tmp_path), CheckpointPath("m", "weights", "one")
     about = About("small", 4, 32.0, ("q_proj",), 0, 0, time.time())
-    store.save(place, about, {"a": np.ones(2, np.float32)}, overwrite=False)
+    store.save(checkpoint, about, {"a": np.ones(2, np.float32)}, overwrite=False)
 
     def cut(*_):
         raise OSError("no space")
@@ -186,9 +186,9 @@ def test_a_checkpoint_whose_writing_was_cut_is_not_there(tmp_path, monkeypatch):
         patch.setattr(os, "rename", cut)
         for name in ("one", "two"):
             with pytest.raises(OSError, match="no space"):
-                store.save(Place("m", "weights", name), about, {"a": np.zeros(2, np.float32)}, overwrite=True)
-    assert [str(found) for found, _ in store.places()] == ["tinker://m/weights/one"]
-    np.testing.assert_array_equal(store.load(place, {"a": _leaf()})["a"], [1, 1])
+                store.save(CheckpointPath("m", "weights", name), about, {"a": np.zeros(2, np.float32)}, overwrite=True)
+    assert [str(found) for found, _ in store.checkpoints()] == ["tinker://m/weights/one"]
+    np.testing.assert_array_equal(store.load(checkpoint, {"a": _leaf()})["a"], [1, 1])
     assert [path.name for path in Path(tmp_path).iterdir() if path.name.startswith(".new")] == []
 
 

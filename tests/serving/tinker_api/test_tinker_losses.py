@@ -20,9 +20,9 @@ from grpo_roc_jax.serving.refusal import RequestRefused
 from grpo_roc_jax.serving.tinker.losses import settings_of, token_losses
 from grpo_roc_jax.serving.tinker.trainer import Adam, Trainer, Wanted, _optimizer, _step
 from grpo_roc_jax.serving.tinker.wire import (
-    Answer,
     Datum,
     ForwardBackward,
+    SampledSequence,
     classes,
     read_forward_backward,
     write_output,
@@ -47,7 +47,7 @@ def test_recorded_bytes_are_read_and_written():
     assert request.data[0].tokens.tolist() == [5, 6]
     assert request.data[0].inputs["weights"].tolist() == [0, 1]
     assert write_output([np.array([-0.5, -2.0])], {"loss:sum": 2.5}) == OUTPUT
-    sampled = write_samples([Answer(np.array([7, 2]), np.array([-0.5, -1.0]), stopped=True)])
+    sampled = write_samples([SampledSequence(np.array([7, 2]), np.array([-0.5, -1.0]), stopped=True)])
     assert sampled.hex() == "0a14120807000000020000001a08000000bf000080bf"
 
 

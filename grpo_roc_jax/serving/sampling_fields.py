@@ -42,7 +42,7 @@ READ = frozenset((
     "return_tokens_as_token_ids", "return_weight_versions", "response_format", "guided_json", "guided_regex",
     "guided_choice", "guided_grammar", "structured_outputs",
 ))  # fmt: skip
-"""Fields that `read_asked` and `answer_formats.read_format` know, with those of the answer's form."""
+"""Fields that `read_sampling_fields` and `answer_formats.read_format` know, with those of the answer's form."""
 ABOUT = frozenset((
     "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id",
     "cache_salt", "priority", "service_tier", "data_parallel_rank", "kv_transfer_params", "betas",
@@ -67,7 +67,7 @@ IDLE: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class SamplingFields:
     """How to sample, and what the answer has to hold."""
 
     max_tokens: int | None
@@ -87,7 +87,7 @@ class Asked:
     """Whether a stop id that the request does not name ends nothing."""
 
 
-def read_asked(body: Mapping[str, Any], sampling: SamplingConfig, tokenizer: Tokenizer) -> Asked:
+def read_sampling_fields(body: Mapping[str, Any], sampling: SamplingConfig, tokenizer: Tokenizer) -> SamplingFields:
     """The sampling fields of a request, or of its `sampling_params`.
 
     Args:
@@ -123,7 +123,7 @@ def read_asked(body: Mapping[str, Any], sampling: SamplingConfig, tokenizer: Tok
     options = field_of(body, "stream_options", dict, {})
     stop_ids = field_of(body, "stop_token_ids", list, [])
     stop_ids = frozenset(read_ids(stop_ids, "stop_token_ids").tolist() if stop_ids else ())
-    return Asked(
+    return SamplingFields(
         max_tokens,
         None if temperature is None else float(temperature),
         field_of(body, "seed", int),
@@ -196,7 +196,7 @@ def _read_top(body: Mapping[str, Any]) -> int:
 
 def _read_banned(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """The ids of `bad_words`: of each text as it is and, where that is as long, after a space."""
-    texts, found = field_of(body, "bad_words", list, []), []
+    texts, banned = field_of(body, "bad_words", list, []), []
     if (
         not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in texts)
         or len(texts) > MOST_BANNED
@@ -207,26 +207,26 @@ def _read_banned(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[tuple[i
     for text in texts:
         plain = tuple(tokenizer.encode(text))
         spaced = tuple(tokenizer.encode(" " + text.lstrip()))
-        found += [plain] if plain else []
-        found += [spaced] if spaced and len(spaced) == len(plain) and spaced[0] != plain[0] else []
-    return tuple(dict.fromkeys(found))
+        banned += [plain] if plain else []
+        banned += [spaced] if spaced and len(spaced) == len(plain) and spaced[0] != plain[0] else []
+    return tuple(dict.fromkeys(banned))
 
 
 def _read_bias(body: Mapping[str, Any], vocabulary: int) -> dict[int, float]:
     """`logit_bias`: from ids, which JSON writes as text, to numbers from -100 to 100."""
-    given = field_of(body, "logit_bias", dict, {})
-    if len(given) > MOST_BIASED:
-        raise RequestRefused(f"logit_bias of {len(given)} tokens; must be at most {MOST_BIASED}", "logit_bias")
-    found = {}
-    for name, value in given.items():
+    listed = field_of(body, "logit_bias", dict, {})
+    if len(listed) > MOST_BIASED:
+        raise RequestRefused(f"logit_bias of {len(listed)} tokens; must be at most {MOST_BIASED}", "logit_bias")
+    bias = {}
+    for name, value in listed.items():
         if not (name.isascii() and name.isdigit() and len(name) < 12 and int(name) < vocabulary):
             raise RequestRefused(
                 f"logit_bias of {name!r:.40}; must be by token id, 0 to {vocabulary - 1}", "logit_bias"
             )
         if not isinstance(value, int | float) or isinstance(value, bool) or not -100 <= value <= 100:
             raise RequestRefused(f"logit_bias of {name} = {value!r:.40}; must be -100 to 100", "logit_bias")
-        found[int(name)] = float(value)
-    return {token: value for token, value in found.items() if value}
+        bias[int(name)] = float(value)
+    return {token: value for token, value in bias.items() if value}
 
 
 def _refuse_others(body: Mapping[str, Any]) -> None:
