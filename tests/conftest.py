@@ -40,28 +40,29 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 HERE = Path(__file__).resolve().parent
 FIRST = """
-rollout/test_engine test_knob_effects tools/test_faults learner/test_update model/test_families test_train test_restart
-model/test_lora method/test_catalog tools/test_sessions method/test_kind_settings run/test_start test_chat
-serving/test_agents model/test_experts rollout/test_sampling test_export learner/test_loss test_readme run/test_policy
-run/test_learner record/test_checkpoint method/test_roc model/test_attention model/test_parallel model/test_convert
-rollout/test_run_options model/test_pool tools/test_sandbox rollout/test_stream reward/test_pairs rollout/test_recurrent
-rollout/test_collect rollout/test_routes model/test_delta tools/test_tools_cli rollout/test_publish
+test_train model/test_families rollout/test_engine test_knob_effects sandbox/test_faults learner/test_update
+method/test_catalog contrib/methods/test_catalog sandbox/test_sessions method/test_kind_settings model/test_experts
+learner/test_loss run/test_learner record/test_checkpoint method/test_roc model/test_attention model/test_parallel
+model/test_convert model/test_pool rollout/test_by_layer rollout/test_model_families reward/test_verify model/test_delta
+commands/test_run_tools
 """.split()  # noqa: SIM905 (shorter than a list)
 """Files of the most time, longest first, so that all workers end at the same time."""
 PLACES = {HERE / f"{name}.py": i for i, name in enumerate(FIRST)}
 TOGETHER = (
     # transformers and torch, which tensorboardX imports too, take some ten seconds to import
     "model/test_families test_knob_effects model/test_lora model/test_delta model/test_text_part model/test_published "
-    "run/test_policy text/test_templates test_chat test_evaluate test_export record/test_metrics "
-    "rollout/test_recurrent",
-    # runs, whose first one traces and compiles for twelve seconds
-    "test_train test_restart test_faults test_stored_run test_methods_run test_environment_examples run/test_replay "
-    "contrib/methods/test_runs run/test_start run/test_rollout_stream run/test_preflight run/test_stages "
-    "serving/test_agents",
+    "model/test_quantized_base text/test_templates commands/test_export record/test_metrics rollout/test_recurrent "
+    "gguf_files/test_logits gguf_files/test_vocabulary",
+    # runs, which share their programs in a process: the first one traces and compiles for twelve seconds
+    "test_train test_restart test_faults test_stored_run test_methods_run test_environment_examples test_readme "
+    "contrib/methods/test_runs run/test_start run/test_rollout_stream run/test_stages run/test_policy "
+    "run/test_record_kept run/test_accounts serving/test_agents serving/test_agent_hosts commands/test_chat "
+    "commands/test_evaluate commands/test_replay gguf_files/test_use",
     # the programs of one engine
     "rollout/test_engine rollout/test_run_options rollout/test_stream rollout/test_stream_engine rollout/test_publish "
     "rollout/test_shared_prefixes rollout/test_low_precision rollout/test_collect rollout/test_routes "
-    "rollout/test_admission rollout/test_eviction rollout/test_kept_rows rollout/test_slots",
+    "rollout/test_admission rollout/test_eviction rollout/test_kept_rows rollout/test_slots rollout/test_steering "
+    "rollout/test_packed rollout/test_growing rollout/test_sampling",
 )
 """Files that one worker runs, since they share what is dear to set up."""
 GROUPS = {f"tests/{name}.py": names for names in TOGETHER for name in names.split()}

@@ -26,6 +26,7 @@ from grpo_roc_jax.train import with_environment
 from grpo_roc_jax.worlds.players import PLAYED
 from tests.environments.test_episodes import Play
 from tests.test_readme import TINY
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "environments"
 EXAMPLES = {path.stem: path for path in FOLDER.glob("*.py")}

@@ -116,32 +116,27 @@ def test_the_same_command_after_the_end_changes_no_file(copy, capsys):
     assert state(copy) == before
 
 
-def test_other_settings_are_shown_and_refused(copy, capsys):
-    before = state(copy)
-    assert again(copy, "--optim.lr=0.5", "--advantage.baseline=none", "--steps=5") == 2
-    said = capsys.readouterr().err
-    assert "  optim.lr: 0.01 -> 0.5\n" in said and "--force" in said and "steps" not in said.replace("settings", "")
-    assert state(copy) == before
-    assert again(copy, "--optim.lr=0.5", "--steps=5", "--force", "--log.console=plain") == 0
-    said = capsys.readouterr().out
-    assert "changed since the run began: optim.lr: 0.01 -> 0.5" in said and "resumed after step 4" in said
-    assert "lr: 0.5" in (copy / "config.yaml").read_text()
-
-
 def moments(run_dir):
     """Name -> [shape, dtype] of the first moments in the newest checkpoint."""
     leaves = read_manifest(newest_whole(run_dir / "checkpoints")).leaves
     return {name: leaf for name, leaf in leaves.items() if "/mu/" in name}
 
 
-def test_force_casts_the_moments(copy, capsys):
-    """And goes on without clipping, whose state has the same names."""
-    words = ("--steps=5", "--optim.moment_dtype=bfloat16", "--optim.max_grad_norm=0.0")
-    saved = moments(copy)
+def test_other_settings_are_shown_and_refused(copy, capsys):
+    """Moments are cast to another dtype; clipping may be left out, since its state has the same names."""
+    before, saved = state(copy), moments(copy)
+    assert again(copy, "--optim.lr=0.5", "--advantage.baseline=none", "--steps=5") == 2
+    said = capsys.readouterr().err
+    assert "  optim.lr: 0.01 -> 0.5\n" in said and "--force" in said and "steps" not in said.replace("settings", "")
+    words = ("--optim.lr=0.5", "--steps=5", "--optim.moment_dtype=bfloat16", "--optim.max_grad_norm=0.0")
     assert again(copy, *words) == 2
     assert "optim.moment_dtype: float32 -> bfloat16" in (said := capsys.readouterr().err) and "--force" in said
+    assert state(copy) == before
     assert again(copy, *words, "--force", "--log.console=plain") == 0
-    assert "changed since the run began: optim.moment_dtype: float32 -> bfloat16" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "changed since the run began: optim.lr: 0.01 -> 0.5" in said and "resumed after step 4" in said
+    assert "optim.moment_dtype: float32 -> bfloat16" in said
+    assert "lr: 0.5" in (copy / "config.yaml").read_text()
     assert moments(copy) == {name: [shape, "bfloat16"] for name, (shape, _) in saved.items()}
 
 
@@ -160,7 +155,13 @@ def test_a_cast_moment_is_the_saved_one_rounded(tmp_path):
     assert (found["mu"] == values.astype(jnp.bfloat16)).all()
 
 
-@pytest.mark.parametrize("words", ["--data.world_problems=32", "--group.problems=3", "--seed=7"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--seed=7",
+        *(pytest.param(w, marks=pytest.mark.slow) for w in ("--data.world_problems=32", "--group.problems=3")),
+    ],
+)
 def test_force_takes_other_data_from_their_start(copy, capsys, words):
     assert again(copy, "--steps=5", words) == 2
     assert "--force" in capsys.readouterr().err

@@ -83,23 +83,27 @@ def params_hash(run_dir, step=None) -> str:
     return digest.hexdigest()
 
 
+ENGINES: dict = {}
+"""Engines of this process by what they were made of."""
+STEPS = {name: functools.cache(getattr(learner, name)) for name in ("make_update_step", "make_score")}
+
+
+def engine_of(model, rollout, sampling, stops, mesh, *, seed, vocab_size):
+    """An engine of its own with the programs of equal settings."""
+    key = model, rollout, sampling, tuple(stops), mesh, vocab_size
+    if key not in ENGINES:
+        ENGINES[key] = make_engine(model, rollout, sampling, stops, mesh, seed=seed, vocab_size=vocab_size)
+    return Engine(ENGINES[key].programs, ENGINES[key]._publisher, seed)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def shared_programs():
-    """Runs of a module in one process share the programs that equal settings make, half of the time of so short runs.
-    Each has an engine of its own."""
-    engines, patched = {}, pytest.MonkeyPatch()
-
-    def engine_of(model, rollout, sampling, stops, mesh, *, seed, vocab_size):
-        key = model, rollout, sampling, tuple(stops), mesh, vocab_size
-        if key not in engines:
-            engines[key] = make_engine(model, rollout, sampling, stops, mesh, seed=seed, vocab_size=vocab_size)
-        return Engine(engines[key].programs, engines[key]._publisher, seed)
-
-    patched.setattr(components, "make_engine", engine_of)
-    for name in ("make_update_step", "make_score"):
-        patched.setattr(learner, name, functools.cache(getattr(learner, name)))
-    yield
-    patched.undo()
+    """Runs of one process share the programs that equal settings make: most of the time of short runs."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(components, "make_engine", engine_of)
+        for name, make in STEPS.items():
+            patched.setattr(learner, name, make)
+        yield
 
 
 @pytest.fixture(scope="module")

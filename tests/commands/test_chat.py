@@ -203,6 +203,7 @@ def test_what_is_no_model_is_said(tmp_path, capsys):
         assert f"{name}: {expected}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_cache_of_a_dialogue_grows_with_it_and_changes_no_answer(published):
     """It begins with 512 tokens, unless the setting is given, and answers as with the whole cache."""
     said, blocks = [], []

@@ -1,5 +1,6 @@
 """Problem sets by hub id: a folder in the form of the hub stands for one, or a hub on loopback."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,12 +14,13 @@ from grpo_roc_jax.data.hub import load_hub
 from grpo_roc_jax.data.pipeline import make_problem_stream
 from tests.helpers.fake_hub import COMMIT, fake_hub
 
-datasets = pytest.importorskip("datasets")
+if not importlib.util.find_spec("datasets"):  # which takes a second to import
+    pytest.skip("datasets is not installed", allow_module_level=True)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "sums").mkdir()
     for split, rows in (("train", [("2+3", "5"), ("1+1", "2")]), ("test", [("4+4", "8")])):
         lines = [json.dumps({"question": question, "answer": answer}) for question, answer in rows]
@@ -80,6 +82,6 @@ def test_a_data_set_of_a_hub_is_read_at_its_commit_and_afterwards_without_a_netw
     [("hub:owner/name", "must be hub:OWNER/NAME@REVISION"), (f"hub:/no/such/folder@{COMMIT}", "no/such/folder")],
 )
 def test_what_cannot_be_loaded_is_said(source, said, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=said):
         load_hub(source)

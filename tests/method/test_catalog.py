@@ -215,11 +215,18 @@ def test_equal_rewards_have_no_gradient(name):
             np.testing.assert_allclose(product, 0, atol=1e-7)
 
 
+@functools.cache
 def kept_groups(config):
     """Random groups as selection leaves them, at most five trajectories each."""
     generator = np.random.default_rng(1)
     kept = [subset(g, resample_group(g, config, generator)) for g in groups(config)]
     return [Group(g.problem, g.trajectories[:5], g.verdicts[:5]) for g in kept]
+
+
+@functools.cache
+def kept_rows(config):
+    """The rows of these groups."""
+    return rows_of(kept_groups(config), config)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -230,7 +237,7 @@ def test_the_order_inside_a_group_changes_nothing(name):
     moved = [
         Group(g.problem, tuple(g.trajectories[i] for i in order), tuple(g.verdicts[i] for i in order)) for g in kept
     ]
-    base, after = products(rows_of(kept, config)), products(rows_of(moved, config))
+    base, after = products(kept_rows(config)), products(rows_of(moved, config))
     size = kept[0].size
     for g in range(len(kept)):
         for place, i in enumerate(order):
@@ -250,7 +257,7 @@ def test_prompts_and_observations_stay_out(name, reads_ids=False):
         return dataclasses.replace(t, tokens=np.where(t.policy_mask, t.tokens, generator.integers(0, 99, t.length)))
 
     moved = [Group(g.problem, tuple(map(noisy, g.trajectories)), g.verdicts) for g in kept]
-    base, after = rows_of(kept, config), rows_of(moved, config, noise=generator)
+    base, after = kept_rows(config), rows_of(moved, config, noise=generator)
     for left, right in zip(base, after, strict=True):
         on = left.policy_mask
         np.testing.assert_array_equal(on, right.policy_mask)
@@ -292,7 +299,7 @@ def packed_gradients(rows, config, row_length, per_micro, drift=0.0):
 def test_micro_batches_and_packing_change_nothing(name):
     """One long row of everything equals one trajectory a row in micro-batches of three, away from the old policy."""
     config = load(name)
-    rows = rows_of(kept_groups(config), config)
+    rows = kept_rows(config)
     together = packed_gradients(rows, config, 256, 1, drift=0.1)
     apart = packed_gradients(rows, config, 16, 3, drift=0.1)
     assert any(np.asarray(g).any() for g in together)
@@ -305,7 +312,7 @@ def test_micro_batches_and_packing_change_nothing(name):
 def test_on_policy_every_loss_is_the_policy_gradient(name):
     """At ratio 1 the gradient of each token's log-probability is -advantage x weight, whatever the surrogate."""
     config = load(name)
-    rows = rows_of(kept_groups(config), config)
+    rows = kept_rows(config)
     found = packed_gradients(rows, config, 256, 1)
     assert any(np.asarray(g).any() for g in found)
     for row, gradient in zip(rows, found, strict=True):
@@ -394,7 +401,7 @@ def test_most_methods_are_held_to_that():
 def check_unit(config, scaled):
     """A constant on all rewards changes no gradient, and for `scaled` no factor does."""
     kept = kept_groups(config)
-    base = products(rows_of(kept, config))
+    base = products(kept_rows(config))
     changes = [lambda r: r + 5, lambda r: 3 * r] if scaled else [lambda r: r + 5]
     for change in changes:
         for left, right in zip(base, products(rows_of(rewarded(kept, change), config)), strict=True):

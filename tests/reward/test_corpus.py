@@ -10,7 +10,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from math_verify import parse, verify
 
 from grpo_roc_jax.reward.verify import Verifier
 
@@ -92,6 +91,8 @@ def test_pairs_of_others(verdicts, strict):
 
 def alone(pair):
     """Whether math-verify with its own settings accepts an answer."""
+    from math_verify import parse, verify
+
     try:
         gold, answer = (parse(rf"\boxed{{{pair[name]}}}", parsing_timeout=None) for name in ("gold", "answer"))
         return verify(gold, answer, timeout_seconds=None)

@@ -11,8 +11,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from latex2sympy2_extended import NormalizationConfig
-from math_verify import LatexExtractionConfig, parse, verify
 
 from grpo_roc_jax.reward.answer import find_answer, last_boxed, without_thoughts
 from grpo_roc_jax.reward.notation import decide
@@ -22,17 +20,19 @@ PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 ROWS = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=range(len(ROWS)))
-def test_lenient_takes_the_answer_and_nothing_else(row):
-    assert find_answer([row["text"]], lenient=True).answer == row["answer"]
+def test_lenient_takes_the_answer_and_nothing_else():
+    taken = [(row, find_answer([row["text"]], lenient=True).answer) for row in ROWS]
+    assert [(row, answer) for row, answer in taken if answer != row["answer"]] == []
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row["answer"]], ids=lambda row: row["text"][:20])
-def test_what_is_taken_is_graded_like_the_answer_alone(row):
+def test_what_is_taken_is_graded_like_the_answer_alone():
     """A policy that ends in one sentence and a reference that is the bare value agree."""
-    taken = find_answer([row["text"]], lenient=True).answer
-    bare = re.sub(r"\\?\$| (?:apples|hours|cm)\b", "", row["answer"])
-    assert decide(taken, bare) is not False
+
+    def agrees(row):
+        taken = find_answer([row["text"]], lenient=True).answer
+        return decide(taken, re.sub(r"\\?\$| (?:apples|hours|cm)\b", "", row["answer"])) is not False
+
+    assert [row for row in ROWS if row["answer"] and not agrees(row)] == []
 
 
 def test_strict_takes_boxes_in_blocks_only():
@@ -42,6 +42,9 @@ def test_strict_takes_boxes_in_blocks_only():
 
 
 def trl(text):
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse
+
     config = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )
@@ -69,6 +72,8 @@ def outcome(name, row):
     if row["answer"] is None:
         return "wrong"
     if name == "TRL":
+        from math_verify import parse, verify
+
         gold = parse(rf"\boxed{{{row['answer']}}}", parsing_timeout=None)
         return "right" if verify(gold, taken, timeout_seconds=None) else "wrong"
     return "right" if decide(taken, row["answer"]) is not False else "wrong"

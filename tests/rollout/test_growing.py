@@ -14,6 +14,7 @@ from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import SingleTurn
 from grpo_roc_jax.rollout.table import BlockLedger, Full
+from tests.helpers.reference import random_params
 from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests, one_rollout, run, sharp_params
 from tests.rollout.test_engine import assert_same
 
@@ -69,11 +70,15 @@ def test_new_blocks_are_given_after_the_old_ones(before, after, common):
     assert second.blocks == first.blocks[:common]
 
 
-def test_rows_are_those_of_a_cache_allocated_at_once(params):
+def test_rows_are_those_of_a_cache_allocated_at_once():
     """All rows are admitted in the end and none is evicted; the second run begins with the size of the first."""
-    requests = make_requests(4, 3)
-    wanted, _, _ = run(params, requests, rollout=replace(SMALL, kv_start=0))
-    engine = make_engine(MODEL, SMALL, SamplingConfig(), STOPS, seed=11)
+    requests, model = make_requests(4, 3), replace(MODEL, layers=1)  # every size is compiled
+    params = jax.device_put(random_params(model, seed=4))
+    whole, engine = (
+        make_engine(model, replace(SMALL, kv_start=start), SamplingConfig(), STOPS, seed=11)
+        for start in (0, SMALL.kv_start)
+    )
+    wanted, _ = whole.run(whole.publish(params, 5), requests, FakeTools(requests))
     sampler = engine.publish(params, 5)
     assert engine.programs.size.blocks < engine.programs.largest_size.blocks
     for again in (False, True):

@@ -54,7 +54,7 @@ def kept_by_sorting(p, top_k=0, top_p=1.0, min_p=0.0):
     return {int(i) for i in kept if p[i] >= min_p * p.max()}
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.7, *(pytest.param(t, marks=pytest.mark.slow) for t in (1.0, 2.0))])
 def test_frequencies_follow_the_softmax(temperature):
     logits = np.random.default_rng(0).normal(size=V)
     n = 40_000

@@ -182,7 +182,9 @@ def test_a_batch_mixes_steered_rows_with_others(params):
         np.testing.assert_allclose(mixed[i].logprobs[at], table[at - 1, mixed[i].tokens[at]], atol=2e-5)
 
 
-@pytest.mark.parametrize("case", ["pipelined", "narrow", "layers", "split"])
+@pytest.mark.parametrize(
+    "case", ["pipelined", "narrow", *(pytest.param(case, marks=pytest.mark.slow) for case in ("layers", "split"))]
+)
 def test_steered_rows_do_not_depend_on_how_programs_run(params, case, monkeypatch):
     requests = make_requests(2, 5, budget=20)
     wanted, _, _ = run(params, requests, rollout=WHOLE, environment=Steered(requests, steered_rows()))

@@ -99,14 +99,17 @@ def test_a_run_that_goes_on_takes_what_it_took_before(tmp_path, monkeypatch, spo
     assert set(json.loads((tmp_path / FILE).read_text())) == {about(config, MESH), about(longer, MESH)}
 
 
+PATTERNS = {"extras": SomeExtras(rotary_layers=(True, False)), "windows": SlidingWindows((8, 8, 0))}
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"windows": SlidingWindows((8, 8, 0), local_theta=1e4)},
-        {"extras": SomeExtras(rotary_layers=(True, False)), "windows": SlidingWindows((8, 8, 0))},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"windows": SlidingWindows((8, 8, 0), local_theta=1e4)}, marks=pytest.mark.slow),
+        PATTERNS,
         {"windows": GatedDelta(key_heads=2, value_heads=4, key_dim=4, value_dim=8, every=2)},
-        {"experts": Mixture(4, 2)},
+        pytest.param({"experts": Mixture(4, 2)}, marks=pytest.mark.slow),
     ],
     ids=lambda options: "-".join(options) or "plain",
 )

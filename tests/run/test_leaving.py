@@ -51,7 +51,11 @@ def ended(words, folder):
 
 @pytest.mark.parametrize(
     ("judge", "left"),
-    [pytest.param("waited", True, marks=pytest.mark.slow), ("given_up", True), ("fine", False)],
+    [
+        pytest.param("waited", True, marks=pytest.mark.slow),
+        ("given_up", True),
+        pytest.param("fine", False, marks=pytest.mark.slow),
+    ],
     ids=["abandoned", "of its own", "idle"],
 )
 def test_a_command_ends_whatever_a_judge_does(judge, left, tmp_path):

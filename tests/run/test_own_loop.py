@@ -27,6 +27,10 @@ REFERENCES = {
 }
 
 
+DEFAULT = ("k3 with an adapter", "a reference that moves", "a teacher of the reference")
+"""Run by default: k3 alone takes a step in the test of buffers; what else reads a reference is tested in `method`."""
+
+
 def even(problem, trajectories):
     return [float(t.tokens[t.prompt_length] % 2 == 0) for t in trajectories]
 
@@ -70,7 +74,14 @@ def step(parts, learner, run):
 
 
 @pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize("parts", REFERENCES.values(), ids=REFERENCES, indirect=True)
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param(words, id=name, marks=[pytest.mark.slow] * (name not in DEFAULT))
+        for name, words in REFERENCES.items()
+    ],
+    indirect=True,
+)
 @pytest.mark.parametrize("starts", ["cold", pytest.param("fresh", marks=pytest.mark.slow)])
 def test_a_loop_with_a_reference_takes_steps(parts, starts):
     run, learner = begun(parts)
@@ -118,13 +129,14 @@ def test_no_two_parts_of_the_state_share_a_buffer(parts, tmp_path):
 
 
 @pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize("more", [(), REFERENCES["k3"], REFERENCES["k3 with an adapter"]], ids=["plain", "k3", "lora"])
-def test_the_one_page_example_has_room_for_a_reference(more, capsys):
+@pytest.mark.parametrize("name", [pytest.param("k3", marks=pytest.mark.slow), "k3 with an adapter"])
+def test_the_one_page_example_has_room_for_a_reference(name, capsys):
+    """It runs without one in `test_readme.py`."""
     spec = importlib.util.spec_from_file_location("one_page", ROOT / "examples" / "grpo_roc_in_one_page.py")
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
     words = [word for word in TINY if not word.startswith("--reward.functions") and word != "even"]
-    page.main(["toy.yaml", *words, "--steps=2", *more])
+    page.main(["toy.yaml", *words, "--steps=2", *REFERENCES[name]])
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")] == ["1", "2"]
 
 

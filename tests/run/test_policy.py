@@ -122,25 +122,24 @@ def test_a_run_on_frozen_weights_in_few_bits_goes_on_equally_and_exports_merged_
     np.testing.assert_allclose(by_export, by_adapter, atol=1e-4)
 
 
-def test_frozen_weights_are_the_same_codes_on_every_mesh(published):
-    """As their shapes say, from random weights and from published ones."""
-    for path, bits in (("", 4), (published, 8)):
-        config = run_config(
-            Path("unused"), path, f"--lora.base_bits={bits}", "--lora=low_rank", "--model.compute_dtype=float32"
-        )
-        model = resolve_model(resolve_config(config.model), load_tokenizer(config.text))
-        made = {}
-        for devices, sizes in ((1, {}), (4, {"fsdp": 2, "sequence": 2})):
-            mesh = make_mesh(ShardingConfig(data=1, **sizes), jax.devices()[:devices])
-            made[devices] = frozen_weights(config, model, mesh)
-            like = frozen_like(model, mesh, config.lora.base_bits)
-            for leaf, shape in zip(
-                jax.tree.leaves(made[devices]["layers"]), jax.tree.leaves(like["layers"]), strict=True
-            ):
-                assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
-        jax.tree.map(np.testing.assert_array_equal, *made.values())
-        one = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
-        assert memory_parts(config, model, one)["frozen weights"] == sum_bytes(made[1])
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
+def test_frozen_weights_are_the_same_codes_on_every_mesh(published, bits):
+    """As their shapes say, from published weights, and in 4 bits from random ones."""
+    path = published if bits == 8 else ""
+    config = run_config(
+        Path("unused"), path, f"--lora.base_bits={bits}", "--lora=low_rank", "--model.compute_dtype=float32"
+    )
+    model = resolve_model(resolve_config(config.model), load_tokenizer(config.text))
+    made = {}
+    for devices, sizes in ((1, {}), (4, {"fsdp": 2, "sequence": 2})):
+        mesh = make_mesh(ShardingConfig(data=1, **sizes), jax.devices()[:devices])
+        made[devices] = frozen_weights(config, model, mesh)
+        like = frozen_like(model, mesh, config.lora.base_bits)
+        for leaf, shape in zip(jax.tree.leaves(made[devices]["layers"]), jax.tree.leaves(like["layers"]), strict=True):
+            assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
+    jax.tree.map(np.testing.assert_array_equal, *made.values())
+    one = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
+    assert memory_parts(config, model, one)["frozen weights"] == sum_bytes(made[1])
 
 
 def test_all_parameters_are_the_trained_ones_without_an_adapter():

@@ -124,18 +124,6 @@ def test_a_dry_run_reads_the_data(files, capsys):
 
 
 @pytest.mark.usefixtures("one_device")
-def test_a_failed_resume_changes_no_file_of_the_run(files, capsys):
-    run = files / "run"
-    words = [*TINY, f"--run_dir={run}", "--steps=1", "--resume=auto"]
-    assert main(words) == 0
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
-    other = [*words, "--steps=2", "--model.d_ff=24"]
-    assert "model.d_ff: " in said_by(other, capsys)
-    assert "model.d_ff: " in said_by([*other, "--force"], capsys)
-    assert {path: path.read_bytes() for path in before} == before
-
-
-@pytest.mark.usefixtures("one_device")
 def test_each_reward_function_is_tried_on_made_up_trajectories_before_anything_compiles(tmp_path, caplog):
     """One that raises may be right on sampled trajectories, so it is named and the run goes on."""
     seen, compiled = {}, CompilationCounter()

@@ -22,6 +22,7 @@ from grpo_roc_jax.types import Problem, RolloutRequest
 from tests.helpers.serving import small_policy
 from tests.serving.test_agents import FUNCTIONS, SCRIPT, collected
 from tests.test_readme import TINY
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
 
 def runs_of(choice):
@@ -324,6 +325,7 @@ class Three(g.Environment):
         return g.Observation(reward=3.0, done=True)
 
 
+@pytest.mark.usefixtures("one_device")
 def test_an_agent_beside_environments_in_one_run(tmp_path):
     """By a column of the row, drawn by weights: each is played by its own, in the order of the requests."""
     rows = [{"prompt": f"{i}+1=", "answer": "5"} for i in range(4)]

@@ -176,7 +176,7 @@ def test_tools_of_any_name_are_offered_or_refused(server, strict):
         {"guided_json": {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}},
         {"guided_json": {"type": "string", "minLength": 10**6}},
     ],
-    ids=str,
+    ids=lambda form: str(form)[:30],
 )
 def test_a_form_that_is_hard_to_compile_holds_up_nobody(server, form):
     pytest.importorskip("llguidance", reason="llguidance (the extra `serve`) is not installed")
