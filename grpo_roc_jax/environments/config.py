@@ -194,7 +194,7 @@ class EnvironmentByRow(OwnEnvironments):
 
     @property
     def _others(self) -> "dict[str, Hosted | AgentKind]":
-        """Those of other kinds, by name."""
+        """The environments of other kinds, by name."""
         return {name: self._read(name, text) for name, _, text in self._parts if text.startswith("{")}
 
     @property

@@ -37,7 +37,7 @@ class EpisodeSettings:
     passed: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     """Classes and functions passed by the caller, by their paths."""
     tools: ToolsConfig = field(default_factory=ToolsConfig)
-    """For the wording of results."""
+    """Settings of the wording of results."""
     repeats: bool = True
 
     def find(self) -> Factories:
@@ -59,7 +59,7 @@ class Answer:
     """The text of a reset, (results, `Observation` or None) of a turn, at the end (the reward, further numbers by
     name)."""
     failure: Failure | None = None
-    """That the episode ended by."""
+    """The failure that ended the episode, if one did."""
     late: bool = False
     """A call took too long, which ends the episode."""
     lost: bool = False
@@ -101,7 +101,7 @@ class Episode:
         self._settings, self._factories = settings, factories
         self._environment: Any = None
         self._name = ""
-        """Of the environment among the factories."""
+        """Name of the environment among the factories."""
         self._registry = Registry()
         self._retries = 0
         self._in_use = asyncio.Lock()

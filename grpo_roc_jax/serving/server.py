@@ -95,13 +95,13 @@ class ServerCounts:
     """What `/metrics` reports."""
 
     requests: Counter[int] = field(default_factory=Counter)
-    """By status."""
+    """Number of requests by HTTP status."""
     tokens: Counter[str] = field(default_factory=Counter)
     """`prompt`, `cached`, `missed` (of earlier turns, but not found in the cache) and `completion`."""
     waited_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """From the arrival of a request to its place in the engine."""
+    """Seconds from the arrival of a request to its slot in the engine."""
     first_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """From the arrival to the first token."""
+    """Seconds from the arrival of a request to its first token."""
 
     def lines(self, **gauges: float) -> str:
         """The text that Prometheus reads."""
@@ -141,7 +141,7 @@ class Endpoint:
         self.sessions: Mapping[str, CallSession] | None = None
         """Conversations that may ask; None for any."""
         self.connections: Connections[Any] | None = None
-        """Of the server that `server` made."""
+        """Open connections of the server that `server` made; None before."""
         self._remembered = RememberedResponses()
         self._number = 0
         self._allowance: dict[str, tuple[float, float]] = {}
