@@ -40,7 +40,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 HERE = Path(__file__).resolve().parent
 FIRST = """
-test_train model/test_families rollout/test_engine test_knob_effects sandbox/test_faults learner/test_update
+test_train model/test_families rollout/test_engine serving/test_agents test_knob_effects sandbox/test_faults
+serving/tinker_api/test_tinker_endpoint learner/test_update
 method/test_catalog contrib/methods/test_catalog sandbox/test_sessions method/test_kind_settings model/test_experts
 learner/test_loss run/test_learner record/test_checkpoint method/test_roc model/test_attention model/test_parallel
 model/test_convert model/test_pool rollout/test_by_layer rollout/test_model_families reward/test_verify model/test_delta
@@ -56,8 +57,16 @@ TOGETHER = (
     # runs, which share their programs in a process: the first one traces and compiles for twelve seconds
     "test_train test_restart test_faults test_stored_run test_methods_run test_environment_examples test_readme "
     "contrib/methods/test_runs run/test_start run/test_rollout_stream run/test_stages run/test_policy "
-    "run/test_record_kept run/test_accounts serving/test_agents serving/test_agent_hosts commands/test_chat "
-    "commands/test_evaluate commands/test_replay gguf_files/test_use",
+    "run/test_record_kept run/test_accounts commands/test_chat commands/test_evaluate commands/test_replay "
+    "gguf_files/test_use",
+    # the policy of `helpers/serving.py`, and the trainer of `helpers/tinker_server.py`
+    "serving/test_agents serving/test_agent_hosts serving/test_endpoint serving/test_other_forms "
+    "serving/test_dialogues serving/test_sampling_fields serving/test_sampling_loop serving/test_odd_requests "
+    "serving/test_answer_formats serving/test_hostile_clients serving/test_clients serving/test_verifiers_clients "
+    "test_servers test_adapter_examples",
+    "serving/tinker_api/test_tinker_endpoint serving/tinker_api/test_tinker_odd_requests "
+    "serving/tinker_api/test_tinker_losses serving/tinker_api/test_tinker_snapshots "
+    "serving/tinker_api/test_tinker_client",
     # the programs of one engine
     "rollout/test_engine rollout/test_run_options rollout/test_stream rollout/test_stream_engine rollout/test_publish "
     "rollout/test_shared_prefixes rollout/test_low_precision rollout/test_collect rollout/test_routes "

@@ -242,10 +242,12 @@ def longest_silence(found):
 
 RUN = """--run_dir=run --steps=2 --sft.steps=4 --group.problems=2 --group.size=2 --data.eval_problems=4
 --log.console=plain --rollout.slots=4""".split()  # noqa: SIM905 (a command line reads better as one)
+SMALL = """--model.d_model=16 --model.layers=1 --model.heads=2 --model.kv_heads=1 --model.head_dim=8
+--model.d_ff=16""".split()  # noqa: SIM905
 
 
 def test_a_run_in_a_pipe_says_its_plan_and_the_steps_of_each_phase(tmp_path):
-    found = timed_lines(["train", *RUN], tmp_path)
+    found = timed_lines(["train", *RUN, *SMALL], tmp_path)
     text = [line for _, line in found]
     (plan,) = [line for line in text if line.startswith("plan: ")]
     about = r", about [\d.]+ (s|min|h)"

@@ -85,6 +85,25 @@ TYPED = [
     f"SSHPASS={SECRET} sshpass -e ssh host",
     f"MYSQL_PWD={SECRET} mysql",
     f"git clone https://oauth2:{SECRET}@host/a.git",
+    f"openssl enc -in a -passin pass:{SECRET}",
+    f"curl -b 'session={SECRET}' h",
+    f"twine upload -u me -p {SECRET} dist/a",
+    f"sqlcmd -S db -U sa -P {SECRET}",
+    f"mosquitto_pub -u me -P {SECRET} -t x",
+    f"BORG_PASSPHRASE={SECRET} borg create",
+    f"curl -H 'Authorization: Token token={SECRET}' h",
+    f"{{'client_secret': '{SECRET}', 'n': 1}}",
+    f"githubToken={SECRET}",
+    f"AccountName=a;AccountKey={SECRET};x",
+    f"uid=me;pwd={SECRET}",
+    f"api-key={SECRET}",
+    f"https://hooks.slack.com/services/T0/B0/{SECRET}",
+    f"https://api.telegram.org/bot12:{SECRET}/send",
+    f"eyJhbGciOiJIUzI1NiJ9.{SECRET}.{SECRET}",
+    f"npm_{SECRET}{SECRET}{SECRET}",
+    f"pypi-{SECRET}{SECRET}{SECRET}",
+    f"xoxe-{SECRET}",
+    f"sk_live_{SECRET}",
 ]
 PLAIN = [
     "http://127.0.0.1:8000/mcp?x=1&page=2",
@@ -121,6 +140,14 @@ PLAIN = [
     "redis-cli -h db -p 6379 ping",
     "sort -k 2,3 -n file | head -k5",
     "MAX_STEPS=9 PYTHONPATH=src",
+    "--run_dir=runs/hf_dataset_name_long --name hf_transformers",
+    "sk-learn-pipelines and task-sk-something-long",
+    "docker run -u 1000:1000 image",
+    "npm_config_cache=/tmp/npm_cache_of_this_machine_2024",
+    "pwd=/home/user1234 OLDPWD=x",
+    "{'primary_key': 'column_12345', 'pad_token': '<pad12345>'}",
+    "maxTokens=12345678 sortKey=column_12345 isTokenized=true",
+    "openssl version -a",
     "",
 ]
 
@@ -144,6 +171,7 @@ def test_words_of_a_command_that_come_apart():
     for command in ("docker login -u me -p", "wandb login --relogin", "sshpass -p", "redis-cli -a", "agent -k"):
         assert without_secrets([*command.split(), SECRET, "x"]) == [*command.split(), HIDDEN, "x"], command
     assert without_secrets(["mysql", "-u", "me", f"-p{SECRET}", "db"]) == ["mysql", "-u", "me", f"-p{HIDDEN}", "db"]
+    assert without_secrets(["curl", "-u", f"me:{SECRET}", "h"]) == ["curl", "-u", f"me:{HIDDEN}", "h"]
     for plain in PLAIN:
         assert without_secrets(plain.split()) == plain.split()
     assert without_secrets((f"env A_KEY={SECRET}", 3, None)) == (f"env A_KEY={HIDDEN}", 3, None)

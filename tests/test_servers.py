@@ -255,3 +255,11 @@ def test_the_check_by_hand(head, token, port, status):
 def test_names_of_this_machine():
     assert all(map(is_loopback, ["localhost", "127.0.0.1", "127.9.9.9:1", "[::1]:80"]))
     assert not any(map(is_loopback, ["", "0.0.0.0", "example.org", "[::1", "127.0.0.1.evil", "localhost.evil:80"]))
+
+
+@pytest.mark.parametrize("method", ["TRACE", "BREW"])
+def test_an_unknown_method_is_answered_without_a_traceback(name, port, method, caplog, capfd):
+    assert ask(port, GET[name], method=method)[0] in (405, 501)
+    assert ask(port, GET[name])[0] == 200
+    assert "Traceback" not in caplog.text + capfd.readouterr().err
+    assert not any(record.exc_info for record in caplog.records)

@@ -27,7 +27,7 @@ from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import groups_of, read_trace
-from grpo_roc_jax.rollout.engine import Engine, make_engine
+from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.run import components
 from grpo_roc_jax.run.load import open_policy
 from grpo_roc_jax.settings.cli import ConfigError, load_config
@@ -93,7 +93,9 @@ def engine_of(model, rollout, sampling, stops, mesh, *, seed, vocab_size):
     key = model, rollout, sampling, tuple(stops), mesh, vocab_size
     if key not in ENGINES:
         ENGINES[key] = make_engine(model, rollout, sampling, stops, mesh, seed=seed, vocab_size=vocab_size)
-    return Engine(ENGINES[key].programs, ENGINES[key]._publisher, seed)
+    engine = ENGINES[key].sibling()
+    engine.seed = seed
+    return engine
 
 
 @pytest.fixture(scope="module", autouse=True)

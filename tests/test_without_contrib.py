@@ -68,6 +68,7 @@ def test_every_module_is_imported_and_every_recipe_of_the_core_read(core):
     assert not set(names.split()) & {path.stem for path in CONTRIB_METHODS.glob("*.yaml")}
 
 
+@pytest.mark.slow
 def test_the_toy_trains(core, tmp_path):
     words = [*TINY, "--steps=1", "--data.eval_problems=0", f"--run_dir={tmp_path / 'run'}"]
     run_in(core, "-m", "grpo_roc_jax.train", *words)

@@ -139,9 +139,10 @@ class OwnEnvironments(Hosted):
 
     on_failure: OnFailure = "zero"
     """What becomes of a rollout whose `step` raises what reading a text raises, as `int(turn.text)` does: ValueError,
-    LookupError, TypeError, AttributeError, ArithmeticError or AssertionError. `zero`: it ends with stop `failed` and
-    scores 0, so the policy unlearns it. `drop`: it leaves its group as an infrastructure failure. Any other exception,
-    and an attribute that the environment itself lacks, drops it."""
+    LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, SyntaxError, RecursionError, and the errors
+    of `re`, `csv` and `struct`. `zero`: it ends with stop `failed` and scores 0, so the policy unlearns it. `drop`: it
+    leaves its group as an infrastructure failure. Any other exception, and an attribute that the environment itself
+    lacks, drops it."""
 
     def scores_failures(self, name: str) -> bool:
         return self.on_failure == "zero" and name in self.paths
@@ -193,7 +194,7 @@ class EnvironmentByRow(OwnEnvironments):
 
     @property
     def _others(self) -> "dict[str, Hosted | AgentKind]":
-        """Those of other kinds, by name."""
+        """The environments of other kinds, by name."""
         return {name: self._read(name, text) for name, _, text in self._parts if text.startswith("{")}
 
     @property

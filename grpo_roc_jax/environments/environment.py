@@ -27,7 +27,7 @@ class Observation:
     """`user` writes the text as a message of the user, with tags escaped. `raw` appends it as it is: nothing is put
     around it, and its tags become special tokens, so text from outside must be escaped first."""
     results: tuple[ToolResult, ...] = ()
-    """Of the calls that `answers_calls` left to the environment, in order."""
+    """Results of the calls that `answers_calls` left to the environment, in order."""
     reward: float = 0.0
     """Paid for the turn."""
     done: bool = False
@@ -49,7 +49,7 @@ class Environment:
     answers_calls: ClassVar[bool] = False
     """Calls are not run before `step`, which finds None in place of their results and returns these."""
     seed: int = 0
-    """For everything random; set before `reset`, and equal for all rollouts of a problem."""
+    """Seed for everything random; it is set before `reset`, and equal for all rollouts of a problem."""
 
     def reset(self, problem: Problem) -> str | None:
         """Begins the episode. Text that it returns is appended to the prompt."""

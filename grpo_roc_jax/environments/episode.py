@@ -1,6 +1,7 @@
 """One episode: an environment's methods called with deadlines, its answers checked, its failures typed."""
 
 import asyncio
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ class EpisodeSettings:
     passed: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     """Classes and functions passed by the caller, by their paths."""
     tools: ToolsConfig = field(default_factory=ToolsConfig)
-    """For the wording of results."""
+    """Settings of the wording of results."""
     repeats: bool = True
 
     def find(self) -> Factories:
@@ -58,7 +59,7 @@ class Answer:
     """The text of a reset, (results, `Observation` or None) of a turn, at the end (the reward, further numbers by
     name)."""
     failure: Failure | None = None
-    """That the episode ended by."""
+    """The failure that ended the episode, if one did."""
     late: bool = False
     """A call took too long, which ends the episode."""
     lost: bool = False
@@ -85,6 +86,10 @@ def opens_at_once(factories: Factories) -> bool:
     return all(inherits(factory, "__new__", "__init__", "reset") for factory in factories.values())
 
 
+class NoItem(LookupError):
+    """A function raised StopIteration, as `next` does without an item; a future cannot hold that exception."""
+
+
 class BadAnswer(TypeError):
     """An environment returned something of another type than it may."""
 
@@ -96,7 +101,7 @@ class Episode:
         self._settings, self._factories = settings, factories
         self._environment: Any = None
         self._name = ""
-        """Of the environment among the factories."""
+        """Name of the environment among the factories."""
         self._registry = Registry()
         self._retries = 0
         self._in_use = asyncio.Lock()
@@ -276,6 +281,8 @@ class Episode:
             value, error = None, None
             try:
                 value = function(*arguments, **named)
+            except StopIteration as raised:
+                error = NoItem("StopIteration").with_traceback(raised.__traceback__)
             except Exception as raised:
                 error = raised
             except BaseException as raised:  # an exit ends the thread alone
@@ -292,7 +299,7 @@ class Episode:
         except TooLate:
             self.release()
             raise
-        return await await_for(value, limit_s) if asyncio.iscoroutine(value) else value
+        return await await_for(value, limit_s) if inspect.isawaitable(value) else value
 
 
 def checked_text(text: Any, name: str) -> str:
@@ -330,7 +337,7 @@ def checked_reward(value: Any, name: str) -> float | None:
         return None
     try:
         number = float(None if isinstance(value, str | bytes) else value)
-    except (TypeError, ValueError):
+    except Exception:  # of an integer beyond the range of floats, or of a class of the user's own
         raise BadAnswer(f"{name} is {type(value).__name__}; must be a number or None") from None
     if not math.isfinite(number):
         raise BadAnswer(f"{name} is {number}; must be finite")

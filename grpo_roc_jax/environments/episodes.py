@@ -39,7 +39,7 @@ class Episodes:
         passed_classes = {path: cls for path in choice.paths.values() if (cls := passed(path)) is not None}
         self._choice, settings = choice, EpisodeSettings(choice, passed_classes, tools)
         self.tools: Registry = environment_tools(classes_of(settings.find()))
-        """Those that the environments run."""
+        """Tools whose calls the environments run."""
         self.shared = frozenset(shared)
         """Names of tools whose calls the executor runs."""
         self._host = make_host(choice.host, settings)
@@ -156,7 +156,7 @@ def noted(failure: Failure, seen: set[str], what: str) -> Failure:
     """The failure, logged with its traceback if it is the first of its kind; later ones are without a traceback.
 
     Args:
-        failure: Of a rollout.
+        failure: The failure of a rollout.
         seen: Kinds that were logged, to which this one is added.
         what: Failed.
     """

@@ -1,7 +1,9 @@
 """What failed outside the policy, in words: which operation, which exception, where; and whose fault it is."""
 
 import asyncio
+import csv
 import re
+import struct
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +14,12 @@ from typing import Any
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools import registry
 
-READING = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
-"""What code raises that cannot read a text. Others say that something is missing or broken: OSError, RuntimeError,
+READING = (
+    *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError),
+    *(SyntaxError, RecursionError, re.error, csv.Error, struct.error),
+)
+"""What code raises that cannot read a text: the last five as `ast.literal_eval`, `json.loads`, `re.compile` and other
+readers of the standard library. Others say that something is missing or broken: OSError, RuntimeError,
 NameError, MemoryError, and the exceptions of other libraries."""
 CALLERS = (str(Path(__file__).with_name("episode.py")), registry.__file__, str(Path(asyncio.__file__).parent))
 """Frames of these files call the user's code and say nothing about it."""
@@ -48,8 +54,11 @@ class Failure:
 def failure_of(operation: str, error: BaseException, *, by_policy: bool = False) -> Failure:
     """The failure that an exception of the user's code is."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(CALLERS)]
-    message = one_line(str(error))
     name = type(error).__name__
+    try:
+        message = one_line(str(error))
+    except Exception:  # of a class of the user's own
+        message = ""
     where = f" ({_place(frames)})" if frames else ""
     shown = traceback.TracebackException.from_exception(error, compact=True)
     shown.stack = traceback.StackSummary.from_list(frames)
@@ -80,7 +89,10 @@ def _printable(text: str) -> str:
 
 
 def may_blame_policy(error: BaseException, environment: Any) -> bool:
-    """Whether an exception is one that a text can cause; an attribute that the environment or a module lacks is not."""
+    """Whether an exception is one that a text can cause; an attribute that the environment or a module lacks is not,
+    nor is a file of code with a wrong syntax."""
+    if isinstance(error, SyntaxError) and Path(error.filename or "").is_file():
+        return False
     if isinstance(error, AttributeError) and isinstance(error.obj, type(environment) | type | ModuleType):
         return False
     return isinstance(error, READING)

@@ -376,6 +376,13 @@ class Channels(Estimator):
                 "advantage channels reads reward channels as they come, but shaping changes the summed reward only: "
                 "leave it out, or choose another advantage"
             )
+        for weight, part in zip(self.weights, config.reward.functions, strict=False):
+            if weight * part.weight < 0:
+                raise ValueError(
+                    f"advantage.weights has {weight:g} for {part.name}, whose weight in reward.functions is "
+                    f"{part.weight:g}; must have the same sign, which says what a truncated rollout gets: a rollout "
+                    "that a limit cut would gain by it"
+                )
 
     def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
         """The weighted estimate of each channel over the trajectories that have it; 0 for a trajectory without any

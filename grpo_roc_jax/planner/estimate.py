@@ -32,7 +32,7 @@ class Deployment:
     topology: Topology
     work: Work
     teacher: ModelConfig | None = None
-    """Of the other model that scores the rollouts."""
+    """The other model that scores the rollouts, if there is one."""
 
     def memory_parts(self) -> dict[str, float]:
         parts = memory_parts(self.config, self.model, self.mesh, self.topology.processes)
@@ -139,8 +139,7 @@ def estimate(deployment: Deployment) -> list[Needs]:
     scoring = parts.get("reference", 0.0) + parts.get("teacher", 0.0)
     resident = parts["masters"] + moments + scoring
     base = parts.get("frozen weights", 0.0)
-    copy = parts.get("sampler", 0.0)
-    """Of the weights, made in each step; none where the sampler reads those of the adapter."""
+    copy = parts.get("sampler", 0.0)  # made in each step; none where the sampler reads the weights of the adapter
     sampler = copy or base
     resident += base if copy else 0.0
     active = active_parameters(model)

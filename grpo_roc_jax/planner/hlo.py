@@ -52,7 +52,7 @@ class HloModule:
     computations: dict[str, dict[str, Instruction]] = field(default_factory=dict)
     entry: str = ""
     devices: int = 1
-    """That run it together."""
+    """Number of devices that run the program together."""
     slices: tuple[int, ...] = ()
     """The slice of each of these devices, where there are several."""
     torus: Torus | None = None

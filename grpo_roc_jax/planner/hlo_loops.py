@@ -18,7 +18,7 @@ from grpo_roc_jax.planner.hlo import HloModule, Instruction, device_groups
 from grpo_roc_jax.planner.hlo_cost import KINDS
 
 Classes = tuple[int, ...]
-"""Of each device: the number of the first device with the same value."""
+"""For each device, the number of the first device with the same value."""
 Value = Any
 """`Classes`, or a list of values for a tuple."""
 

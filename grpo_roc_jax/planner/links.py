@@ -29,7 +29,7 @@ class Torus:
     slices: tuple[int, ...]
     """The slice of each device."""
     ring_side: int
-    """As in `Chip`."""
+    """See `Chip.ring_side`."""
 
     @property
     def grid(self) -> Point:

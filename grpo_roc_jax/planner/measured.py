@@ -52,9 +52,9 @@ class Rates:
     chip: Chip
     update: Needs
     micro_batches: float
-    """That `update` was counted for."""
+    """Number of micro-batches that `update` was counted for."""
     model_flops: float
-    """Of a micro-batch on one device, without recomputation."""
+    """FLOPs of a micro-batch on one device, without recomputation."""
     decode: Needs
     steps: int
     """Decode steps that `decode` was counted for."""

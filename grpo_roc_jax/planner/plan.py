@@ -144,7 +144,7 @@ def deployment_of(config: Config, topology: Topology, shape: str, arithmetic: bo
     """The run on the pod.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         topology: The pod to plan for.
         shape: A key of `KNOWN_SHAPES` or the path of a `config.json`, a model directory or a GGUF file, for a
             `model.path` that is not on this machine.

@@ -84,9 +84,9 @@ def preflight_lines(costs: Sequence[ProgramCost]) -> list[str]:
 
 
 TOKEN_BYTES = 4 + 1 + 4 + 4 + 8
-"""Of a trajectory on the host: id, mask, log-probability, version, and its text."""
+"""Bytes of a token of a trajectory on the host: id, mask, log-probability, version, and its text."""
 PACKED_BYTES = 9 * 4
-"""Of a token of a packed batch on its way to the device."""
+"""Bytes of a token of a packed batch on its way to the device."""
 
 
 def host_parts(config: Config, model: ModelConfig, mesh: Mesh) -> dict[str, float]:

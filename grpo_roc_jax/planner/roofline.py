@@ -213,7 +213,7 @@ def kind_of(program: str) -> str:
 
 
 def weight_sync_seconds(programs: Sequence[Needs], chip: Chip) -> float:
-    """Of a weight sync: `weight_sync/N` runs N times."""
+    """Seconds of a weight sync, in which `weight_sync/N` runs N times."""
     parts = [needs for needs in programs if kind_of(needs.name) == "weight_sync"]
     return sum(int(needs.name.partition("/")[2] or 1) * needs.seconds(chip) for needs in parts)
 

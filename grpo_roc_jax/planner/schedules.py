@@ -51,7 +51,7 @@ def drawn_groups(work: Work, longest: int, turns: int, seed: int) -> Callable[[i
         work: Has the numbers of problems and rows.
         longest: Tokens of a response at most.
         turns: At most; longer rows have more of them.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     per_group = work.sampled // work.problems
 
@@ -135,8 +135,8 @@ def simulate_schedules(
     """Name of a schedule -> `Simulated` as plain values. The cache has the size of the configuration's under each.
 
     Args:
-        config: Of the run.
-        work: Of a step.
+        config: Configuration of the run.
+        work: The work of a step.
         programs: Compiled for `chip`, or estimated.
         chip: See there.
         traces: A run whose rows are taken; empty draws them, see `drawn_groups`.

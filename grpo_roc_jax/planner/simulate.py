@@ -33,7 +33,7 @@ class RowTurn:
     observed: int = 0
     """Tokens of what the tools answered; 0 after the last turn."""
     tool_s: float = 0.0
-    """Until they answered."""
+    """Seconds until the tools answered."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ class Machine:
 
     engines: int
     slots: int
-    """Of an engine."""
+    """Slots of one engine."""
     chunk: int
     blocks: int
-    """Of an engine's cache."""
+    """Blocks in the cache of one engine."""
     block: int
     """Columns of a block."""
     longest: int
@@ -171,7 +171,7 @@ class Simulated:
     """What a simulation came to."""
 
     seconds: tuple[float, ...]
-    """Of each step."""
+    """Seconds of each step."""
     sampled: int
     """Tokens of all steps."""
     live: float
@@ -337,7 +337,7 @@ class _Engine:
         self.until = np.full(n, NEVER)
         """When the tools of a row answer; `NEVER` for rows that do not wait."""
         self.prompts: set[_Group] = set()
-        """Those that were written."""
+        """Groups whose prompts are in the cache."""
         self.copied = 0
         """Blocks to copy in this round."""
         self.lengths = Lengths()

@@ -79,9 +79,9 @@ def room_lines(config: Config, model: ModelConfig, mesh: Mesh, limit: float) -> 
     """`advice` for the devices that are here, by arithmetic; nothing if all programs fit or the limit is unknown.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         model: With its shape resolved.
-        mesh: Of the trainer.
+        mesh: Mesh of the trainer.
         limit: Bytes of a device, see `device_limit`.
     """
     if not limit:

@@ -181,7 +181,7 @@ class Topology:
 
     @property
     def chips_per_machine(self) -> int:
-        """Of this topology: a slice that is smaller than a machine is one."""
+        """Chips of a machine of this topology; a slice that is smaller than a machine counts as one."""
         return min(self.machine or self.chip.chips_per_process, math.prod(self.grid))
 
     @property

@@ -203,7 +203,10 @@ def read_logs(path: Path) -> dict[str, int]:
     Raises:
         OSError, ValueError: The file cannot be read.
     """
-    return read_json_object(path / LOGS) if (path / LOGS).exists() else {}
+    measured = read_json_object(path / LOGS) if (path / LOGS).exists() else {}
+    if not all(type(amount) is int for amount in measured.values()):
+        raise ValueError(f"{path / LOGS} must hold a number for each file")
+    return measured
 
 
 def saved_stage(path: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 of steps before a checkpoint if the logs were not synced. So a checkpoint holds how much each log had of the steps
 before it (`measure_logs`), and a resumed run reports what is missing (`missing_rows`)."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -43,7 +44,8 @@ def missing_rows(
         traces: `log.traces`, the number of steps between saved trajectories.
         sft_steps: Steps of the supervised stage that the run has had.
         saved: What `measure_logs` measured when the checkpoint was saved. Without it, lost events are not noticed, nor
-            a file of trajectories that lost whole lines and has no index.
+            a file of trajectories that lost whole lines and has no index; which files there should be is inferred from
+            the steps of those that are there, since `log.traces` may have changed.
     """
     saved = saved or {}
     return [*_missing_in_logs(run_dir, step, sft_steps, saved), *_missing_trajectories(run_dir, step, traces, saved)]
@@ -66,8 +68,8 @@ def _missing_in_logs(run_dir: Path, step: int, sft_steps: int, saved: Mapping[st
 def _missing_trajectories(run_dir: Path, step: int, traces: int, saved: Mapping[str, int]) -> list[str]:
     files = {path.name: path for path, _, number in trace_files(run_dir) if number <= step}
     sizes = {name.removeprefix(f"{FOLDER}/"): size for name, size in saved.items() if name.startswith(f"{FOLDER}/")}
-    due = {f"step_{number:08d}.jsonl" for number in range(1, step + 1) if traces and number % traces == 0}
-    gone = (due | (sizes.keys() if traces else set())) - files.keys()
+    expected = (sizes.keys() if saved else _due(files, step, traces)) if traces else set()
+    gone = expected - files.keys()
     cut = [name for name, path in files.items() if path.stat().st_size < sizes.get(name, 0) or not index.intact(path)]
     lines = []
     for kind, steps in (("step", "{}"), ("eval", "evaluations at {}")):
@@ -76,6 +78,12 @@ def _missing_trajectories(run_dir: Path, step: int, traces: int, saved: Mapping[
             if numbers:
                 lines.append(f"{FOLDER}/ {what} {steps.format(spans(numbers))}")
     return lines
+
+
+def _due(names: Iterable[str], step: int, traces: int) -> set[str]:
+    """Names of the files of trajectories that there should be, if the interval that `names` show was always kept."""
+    interval = math.lcm(traces, math.gcd(*(int(m[2]) for m in map(NAME.fullmatch, names) if m[1] == "step")))
+    return {f"step_{number:08d}.jsonl" for number in range(interval, step + 1, interval)} if interval else set()
 
 
 def _row_count(path: Path) -> int:

@@ -149,10 +149,7 @@ class Scorer:
                 dict.fromkeys(pay, 0.0) if t.stop == "failed" else pay
                 for t, pay in zip(trajectories, pays, strict=True)
             ]
-            row = [
-                self._verdict(t, answers[g][i], status[g][i], pays[i]) if applies(pays[i]) else unscored_by(pays[i])
-                for i, t in enumerate(trajectories)
-            ]
+            row = [self._outcome(t, answers[g][i], status[g][i], pays[i]) for i, t in enumerate(trajectories)]
             verdicts.append(self._with_failures(row))
         return verdicts, faults
 
@@ -208,6 +205,16 @@ class Scorer:
             log.warning("%s; its trajectories are not scored, and later failures are counted only", fault)
         self.failed[name] += 1
         return [fault]
+
+    def _outcome(
+        self, trajectory: Trajectory, answer: FoundAnswer, status: VerdictStatus, pays: dict[str, Pay]
+    ) -> Verdict | list[str]:
+        """The verdict of a trajectory, or the names of the functions that leave it without one: also those whose finite
+        values have no finite sum."""
+        if not applies(pays):
+            return unscored_by(pays)
+        verdict = self._verdict(trajectory, answer, status, pays)
+        return verdict if math.isfinite(verdict.reward) else [name for name, pay in pays.items() if pay is not None]
 
     def _verdict(
         self, trajectory: Trajectory, answer: FoundAnswer, status: VerdictStatus, pays: dict[str, Pay]

@@ -70,7 +70,7 @@ class LayerPrograms:
     def __init__(self, compiled: dict[tuple, LayerProgram], *, preparing: bool):
         self._compiled, self._preparing = compiled, preparing
         self.used: dict[tuple, LayerProgram] = {}
-        """Those that were prepared or called through this object."""
+        """The programs that were prepared or called through this object."""
 
     def __call__(self, name: tuple, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> Any:
         if not self._preparing:

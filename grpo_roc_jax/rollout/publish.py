@@ -80,12 +80,12 @@ def repeat_heads(layer: dict[str, Array], config: ModelConfig, copies: int) -> d
 
 @dataclass(frozen=True)
 class Published:
-    """What the sampler's parameters are beside the trainer's."""
+    """How the sampler's parameters differ from the trainer's."""
 
     weights: str = "full"
     """Dtype of the layers' matrices: the compute dtype, or int8."""
     copies: int = 1
-    """Of each key-value head."""
+    """How often each key-value head is repeated."""
 
 
 PLAIN = Published()

@@ -315,7 +315,7 @@ class RolloutStats:
     branches: int = 0
     """Further conversations of agents, besides the first one of each rollout."""
     dropped_branches: int = 0
-    """Those left out, since they did not fit with the others."""
+    """Further conversations that were left out because they did not fit with the others."""
     stops: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(StopReason), 0))
     shard_tokens: tuple[int, ...] = ()
     """Sampled tokens by data shard."""

@@ -651,7 +651,7 @@ class Scheduler:
         return steering_arrays(rows, self.config.slots, vocabulary, settings.sampling, settings.chunk)
 
     def _steered_rows(self) -> dict[int, RowSteering]:
-        """Those of live slots, by slot."""
+        """The steering of the rows in live slots, by slot."""
         if all(submission.steering is None for submission in self.submissions):
             return {}
         slots = np.flatnonzero(self.table.live).tolist()

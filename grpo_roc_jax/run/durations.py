@@ -87,7 +87,7 @@ def estimated(config: Config, model: ModelConfig, held_out: int, speed: float) -
     """Seconds of a supervised step, of a step and of an evaluation, by arithmetic, for a CPU.
 
     Args:
-        config: Of the run. Rows are taken to be half as long as prompt and response may be.
+        config: Configuration of the run. Rows are taken to be half as long as prompt and response may be.
         model: Its shapes.
         held_out: Problems of an evaluation.
         speed: See `matrix_speed`.
@@ -123,7 +123,7 @@ def expected(
     There are none on an accelerator that has not run these settings before.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         model: Its shapes.
         held_out: Problems of an evaluation.
         usual: Seconds of phases in an earlier run, see `remembered`.

@@ -74,7 +74,7 @@ class GroupSource(Protocol):
         Args:
             groups: At least one.
             requests: As many rollouts, in the same order; the rollouts of one request belong to one part of a group.
-            options: Of the submission.
+            options: Options of the submission.
             weights: What `publish` returned.
         """
 

@@ -101,7 +101,7 @@ class GroupTask:
     rows: tuple[tuple[Trajectory | None, ...], ...]
     """The trajectories of each part; None for those to roll out."""
     requests: tuple[RolloutRequest, ...]
-    """For the missing rows, in order."""
+    """Requests for the missing rows, in order."""
     step: int
     """Step of the requests that name none."""
     version: int = -1

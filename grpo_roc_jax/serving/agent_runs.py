@@ -71,7 +71,7 @@ class AgentSession:
     """The rollout of one program."""
 
     request: RolloutRequest
-    """For one rollout."""
+    """A request for this one rollout."""
     step: int
     most_calls: int
     choice: AgentKind = field(default_factory=lambda: AgentCommand(command="none"))
@@ -138,7 +138,7 @@ class AgentSession:
         """The typed outcome, and what failed. A program that fails once it has answers fails on what the policy said.
 
         Args:
-            end: Of the program.
+            end: How the program ended.
             pays: Names of its numbers that count; the reward has an empty one.
         """
         if end.status is None:

@@ -68,7 +68,7 @@ class Context:
 
     ids: np.ndarray
     key: bytes
-    """Of the messages but for a turn that has begun; see `Dialogues.remember`."""
+    """Digest of the messages, without a turn that has begun; see `Dialogues.remember`."""
     chat: ChatFormat
     """Parses the answer."""
     tools: bool
@@ -192,7 +192,7 @@ class Dialogues:
             chat: Writes them.
             ids: Grow by the messages.
             said: The messages.
-            calls: Of the turn before them.
+            calls: Tool calls of the turn before them.
 
         Returns:
             Whether they open a turn of the policy.

@@ -29,11 +29,11 @@ class RecordedCall:
     answer: str = ""
     """Id of the answer; choices of one request share it."""
     agent: str = ""
-    """Who asked."""
+    """Name of the agent that asked."""
     trains: bool = True
     """Whether what was sampled trains; else it is context, where a conversation goes on after it."""
     reward: float = 0.0
-    """For this call."""
+    """Reward of this call alone."""
 
 
 class Conversation:

@@ -61,13 +61,13 @@ class SampledChoice:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """Of all ids, when it has ended."""
+    """Versions of the weights that drew the ids; empty until the answer has ended."""
     stop: str = ""
     """How it ended; empty before."""
     cached: int = 0
     """Tokens of the prompt that were found in the cache."""
     text: str = ""
-    """Of the ids but for the last ones, where these end within a character."""
+    """The decoded ids, without the last ones where these end within a character."""
     sent: dict[str, int] = field(default_factory=dict)
     """Characters of each part that the stream has had."""
     _start: int = 0

@@ -91,9 +91,9 @@ def read_sampling_fields(body: Mapping[str, Any], sampling: SamplingConfig, toke
     """The sampling fields of a request, or of its `sampling_params`.
 
     Args:
-        body: The fields.
+        body: The request, or its `sampling_params`.
         sampling: What the server draws with where a request says nothing.
-        tokenizer: Of the policy.
+        tokenizer: The tokenizer of the policy.
 
     Raises:
         RequestRefused: Of the wrong type, out of range, or not supported by the engine.

@@ -114,7 +114,7 @@ class SamplingLoop:
         """
         self.engine, self.sampler, self._deliver, self._duty = engine, sampler, deliver, duty
         self.stats = RolloutStats()
-        """Of the engine since the loop began."""
+        """Statistics of the engine since the loop began."""
         self.idle_s = 0.0
         """Seconds for which the loop had no job, and waited for one."""
         self._inbox: queue.SimpleQueue[tuple[SampleJob, bool] | None] = queue.SimpleQueue()
@@ -143,7 +143,7 @@ class SamplingLoop:
 
     @property
     def jobs(self) -> Collection[SampleJob]:
-        """Those that have begun and not ended; for the thread that calls `turn`."""
+        """The jobs that have begun and not ended; for the thread that calls `turn`."""
         return self._tickets.keys()
 
     @property

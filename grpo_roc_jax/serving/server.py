@@ -95,13 +95,13 @@ class ServerCounts:
     """What `/metrics` reports."""
 
     requests: Counter[int] = field(default_factory=Counter)
-    """By status."""
+    """Number of requests by HTTP status."""
     tokens: Counter[str] = field(default_factory=Counter)
     """`prompt`, `cached`, `missed` (of earlier turns, but not found in the cache) and `completion`."""
     waited_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """From the arrival of a request to its place in the engine."""
+    """Seconds from the arrival of a request to its slot in the engine."""
     first_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """From the arrival to the first token."""
+    """Seconds from the arrival of a request to its first token."""
 
     def lines(self, **gauges: float) -> str:
         """The text that Prometheus reads."""
@@ -141,7 +141,7 @@ class Endpoint:
         self.sessions: Mapping[str, CallSession] | None = None
         """Conversations that may ask; None for any."""
         self.connections: Connections[Any] | None = None
-        """Of the server that `server` made."""
+        """Open connections of the server that `server` made; None before."""
         self._remembered = RememberedResponses()
         self._number = 0
         self._allowance: dict[str, tuple[float, float]] = {}
@@ -404,6 +404,9 @@ class EndpointHandler(RequestHandler):
     def initialize(self, endpoint: Endpoint) -> None:
         self.endpoint, self.body = endpoint, bytearray()
 
+    _stream: Any = None
+    """Set by `prepare`, which a request with an unknown method does not reach."""
+
     async def prepare(self) -> None:
         headers, self._stream = self.request.headers, self.request.connection.stream
         if "X-Api-Key" in headers and "Authorization" not in headers:  # the clients of Anthropic's form
@@ -429,7 +432,7 @@ class EndpointHandler(RequestHandler):
             self.endpoint.connections.begin(self._stream)
 
     def on_finish(self) -> None:
-        if self.endpoint.connections is not None:
+        if self.endpoint.connections is not None and self._stream is not None:
             self.endpoint.connections.end(self._stream)
 
     async def _refuse_unread(self, error: RequestRefused) -> None:

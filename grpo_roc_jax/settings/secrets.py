@@ -21,13 +21,16 @@ _NAME = (
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s\"',;]+)"
 _OPTION = rf"--?(?!(?:[\w.]*\.)?(?:bos|eos|pad|unk)[-_]token)(?:[\w.]+[-_.])*{_NAME}"
 _VARIABLE = (
-    r"(?:[A-Z][A-Z0-9]*_)*(?:[A-Z0-9]{0,20}(?:APIKEY|TOKEN|SECRET|PASSWORD|PASSWD)|SSHPASS|API_?KEY|KEY|PASS|PWD"
+    r"(?:[A-Z][A-Z0-9]*_)*(?:[A-Z0-9]{0,20}(?:APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)|SSHPASS|API_?KEY|KEY|PASS|PWD"
     r"|CREDENTIALS?|AUTH)"
 )
 _SETTING = (
     r"(?!(?:bos|eos|pad|unk|mask|sep|cls|image|stop)_token)(?:[a-z]+_){0,3}"
-    r"(?:password|passwd|secret|api_?key|access_?key|private_key|(?<=_)token)"
+    r"(?:password|passwd|secret|api[-_]?key|access[-_]?key|private_key|(?<=_)token)"
 )
+_CAMEL = r"[A-Za-z]{0,40}?(?:Token|Secret|Password|(?:Account|Access|Api|API)Key)"
+_LONG = r"(?=[\"']?[^\s\"'<]*[0-9])(?=[\"']?[^\s\"',;<]{8})"
+"""Before a value of eight characters or more, one of them a digit."""
 _SCHEME = r"(?:bearer|basic|token|digest|apikey)"
 _ARGUMENT = r"(?:\"[^\"]*\"|'[^']*'|[^\s\"',;|&<>-][^\s\"';|&<>]*)"
 """A word of a command that is neither an option nor a sign of the shell."""
@@ -51,6 +54,11 @@ _COMMANDS = tuple(
         rf"((?<![\w.-])mongo(?:sh|dump|restore)?\s{_WITHIN}-p\s+)(?!<){_ARGUMENT}",
         rf"((?<![\w.-])redis-cli\s{_WITHIN}-a\s+)(?!<){_ARGUMENT}",
         rf"((?<![\w.-])ldap\w+\s{_WITHIN}-w\s*)(?!<){_ARGUMENT}",
+        rf"((?<![\w.-])(?:twine\s+upload|cqlsh)\s{_WITHIN}-p\s+)(?!<){_ARGUMENT}",
+        rf"((?<![\w.-])(?:sqlcmd|bcp|mosquitto_(?:pub|sub))\s{_WITHIN}-P\s*)(?!<){_ARGUMENT}",
+        rf"((?<![\w.-])openssl\s{_WITHIN}-pass(?:in|out)?\s+pass:)(?!<){_ARGUMENT}",
+        rf"((?<![\w.-])curl\s{_WITHIN}(?:-b|--cookie)[=\s]\s*[\"']?[\w.-]{{1,60}}=)(?!<)[^\s\"';]+",
+        r"((?<![\w-])(?:-u|--user|--proxy-user)(?:=|\s+)[\"']?(?!\d+:\d+\b)[\w.@-]{1,60}:)(?!<)[^\s\"']+",
         r"((?<![\w.-])(?:wandb|vault|trackio)\s+login\s+"
         rf"(?:--?(?:host|method|path)[=\s]\s*\S+\s+|--?[\w-]+(?:=\S+)?\s+)*+)(?!<){_ARGUMENT}",
         rf"((?<![\w.-])ngrok\s+(?:config\s+add-)?authtoken\s+)(?!<){_ARGUMENT}",
@@ -68,16 +76,29 @@ _RULES = tuple(
         (rf"((?<![\w-]){_OPTION}(?:=|\s+))(?![-<]){_VALUE}", re.IGNORECASE),
         (rf"(\b{_VARIABLE}=)(?!<){_VALUE}", 0),
         (rf"([\"']{_NAME}[\"']\s*:\s*)(?!\"<){_VALUE}", re.IGNORECASE),
-        (rf"(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:{_SCHEME}\s+)?)(?!<|{_SCHEME}\b)[^\s\"']+", re.IGNORECASE),
-        (rf"(\b(?:[\w]+-)*(?:api-key|token|auth|secret)\s*:\s*)(?!<|{_SCHEME}\b){_VALUE}", re.IGNORECASE),
-        (r"(\b(?:set-)?cookie\s*:\s*[^=\s\"']{1,60}=)[^\s\"';]+", re.IGNORECASE),
-        (r"((?<![\w-])(?:-u|--user|--proxy-user)(?:=|\s+)[\"']?[\w.@-]{1,60}:)[^\s\"']+", 0),
         (
-            rf"((?<![\w-]){_SETTING}\s?[:=]\s?)(?=[\"']?[^\s\"'<]*[0-9])(?=[\"']?[^\s\"',;<]{{8}}){_VALUE}",
+            rf"(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:{_SCHEME}\s+(?:token=)?)?)(?!<|{_SCHEME}\b)[^\s\"']+",
             re.IGNORECASE,
         ),
+        (rf"(\b(?:[\w]+-)*(?:api-key|token|auth|secret)\s*:\s*)(?!<|{_SCHEME}\b){_VALUE}", re.IGNORECASE),
+        (r"(\b(?:set-)?cookie\s*:\s*[^=\s\"']{1,60}=)[^\s\"';]+", re.IGNORECASE),
+        (rf"((?<![\w-]){_SETTING}\s?[:=]\s?){_LONG}{_VALUE}", re.IGNORECASE),
+        (rf"((?<![\w-])[\"']{_SETTING}[\"']\s*:\s*){_LONG}{_VALUE}", re.IGNORECASE),
+        (rf"((?<![\w-])(?:{_CAMEL}|pwd(?==[^/~.$]))=){_LONG}{_VALUE}", 0),
+        (
+            r"(\bhooks\.slack\.com/\w{1,20}/|\bapi\.telegram\.org/bot|\bdiscord(?:app)?\.com/api/webhooks/\d+/)"
+            r"(?!<)[^\s\"']*[A-Za-z0-9_-]",
+            0,
+        ),
         (r"(\bBearer\s+)(?=\S*\d)[A-Za-z0-9._~+/=-]{12,}", re.IGNORECASE),
-        (r"\b(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza|nvapi-|tml-)[A-Za-z0-9_-]{12,}", 0),
+        (r"\b(eyJ)[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}", 0),
+        (r"\b(npm_|pypi-|dapi|SG\.|ya29\.)(?=\S{0,30}\d)[A-Za-z0-9][A-Za-z0-9._-]{30,}", 0),
+        (r"\b(hf_)(?=[A-Za-z0-9]*\d)[A-Za-z0-9]{12,}", 0),
+        (
+            r"\b(sk-|sk_live_|rk_live_|gh[pousr]_|github_pat_|glpat-|xox[abep]-|AKIA|AIza|nvapi-|tml-)"
+            r"(?=[\w-]*\d)[A-Za-z0-9_-]{12,}",
+            0,
+        ),
     )
 )
 """Patterns and their replacements, in the order in which they are applied."""

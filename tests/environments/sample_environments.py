@@ -257,6 +257,21 @@ class Ledger(Environment):
         ATTEMPTS.append("closed")
 
 
+class Mute(ValueError):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class ExhaustedReset(Environment):
+    def reset(self, problem):
+        return next(iter(()))
+
+
+class ExhaustedGetReward(Environment):
+    def get_reward(self):
+        return next(iter(()))
+
+
 class Reader(Environment):
     """Reads a number from each turn, and has mistakes of its own."""
 
@@ -268,6 +283,14 @@ class Reader(Environment):
             return os.absent
         if said == "wrong type":
             return {}
+        if said == "generator":
+            return (text for text in "ab")
+        if said == "endless":
+            return Observation("more", reward=10**400)
+        if said == "exhausted":
+            next(iter(()))
+        if said == "mute":
+            raise Mute
         if said == "offline":
             raise OSError("no route to host")
         if said == "unprepared":

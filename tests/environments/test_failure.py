@@ -1,7 +1,11 @@
 """Failures of a user's environment in words: where, why, once with a traceback; and which of them the policy caused."""
 
+import ast
 import json
 import logging
+import re
+import struct
+from xml.etree import ElementTree
 
 import pytest
 
@@ -39,6 +43,10 @@ def outcome(chat, text, **choice):
         ("own", "infrastructure", "step: AttributeError: 'Reader' object has no attribute 'absent' (sample_env"),
         ("module", "infrastructure", "step: AttributeError: module 'os' has no attribute 'absent' (sample_env"),
         ("wrong type", "infrastructure", "step: BadAnswer: step returned dict; must be an Observation, text or None"),
+        ("generator", "infrastructure", "step: BadAnswer: step returned generator; must be an Observation, text or"),
+        ("endless", "infrastructure", "step: BadAnswer: Observation.reward is int; must be a number or None"),
+        ("exhausted", "failed", "step: NoItem: StopIteration (sample_environments.py, line "),
+        ("mute", "failed", "step: Mute (sample_environments.py, line "),
         ("offline", "infrastructure", "step: OSError: no route to host (sample_environments.py, line "),
         ("unprepared", "infrastructure", "step: RuntimeError: no session (sample_environments.py, line "),
     ],
@@ -47,7 +55,8 @@ def test_a_rollout_that_fails_says_why_and_scores_0_if_the_policy_caused_it(chat
     said, trajectory, counts = outcome(chat, text)
     first, _, traceback = trajectory.fault.partition("\n")
     assert said == trajectory.stop == stop and first.startswith(words)
-    assert traceback == "" if text == "wrong type" else traceback.startswith("Traceback") and FILE in traceback
+    bare = "BadAnswer" in words
+    assert traceback == "" if bare else traceback.startswith("Traceback") and FILE in traceback
     assert "episode.py" not in traceback, "frames of the library say nothing about the environment"
     assert (counts["faults"], trajectory.reward) == ((0, 0.0) if stop == "failed" else (1, None))
 
@@ -118,6 +127,13 @@ class Holder:
         (lambda: "a" + 1, True),
         (lambda: 1 / 0, True),
         (lambda: b"\xff".decode(), True),
+        (lambda: ast.literal_eval("f(1,"), True),
+        (lambda: compile("if", "<answer>", "exec"), True),
+        (lambda: ElementTree.fromstring("<a"), True),
+        (lambda: json.loads("[" * 100_000), True),
+        (lambda: re.compile("("), True),
+        (lambda: struct.unpack("I", b"1"), True),
+        (lambda: compile("if", __file__, "exec"), False),
         (lambda: Holder().absent, False),
         (lambda: Holder.absent, False),
         (lambda: json.absent, False),
@@ -141,3 +157,18 @@ def test_words_of_a_failure_are_bounded_and_on_one_line():
     assert found.kind.startswith("step: ValueError (test_failure.py, line ") and found.text.startswith("step: Val")
     chain = failure_of("reset", raised(lambda: (_ for _ in ()).throw(RuntimeError("outer")).x))
     assert chain.traceback.endswith("RuntimeError: outer")
+
+
+@pytest.mark.parametrize("name", ["reset", "get_reward"])
+def test_an_exhausted_iterator_is_no_late_call(name):
+    """An asyncio future refuses StopIteration, so the call seemed never to end."""
+    episodes = Episodes(
+        EnvironmentClass(path=f"{FILE}:Exhausted{name.title().replace('_', '')}", retries=0, timeout_s=20),
+        ToolsConfig(),
+    )
+    try:
+        play = Play(two_call_chat(), episodes)
+        play.say("42")
+        assert play.end("eos")[0].fault.startswith(f"{name}: NoItem: StopIteration")
+    finally:
+        episodes.close()

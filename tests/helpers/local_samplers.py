@@ -35,7 +35,7 @@ class LocalSampler:
             self.groups.take(orders, weights)
         self.inbox = []
         self.groups.advance(0.0)
-        return pickle.loads(pickle.dumps(replace(self.groups.report(), place=f"place of {self.name}")))
+        return pickle.loads(pickle.dumps(replace(self.groups.report(), host=f"place of {self.name}")))
 
 
 class LocalTransport:

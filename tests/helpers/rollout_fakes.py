@@ -106,9 +106,10 @@ def engine_for(rollout, sampling, mesh):
 
 def changed(engine, **settings):
     """The engine with other settings of `rollout`, all programs shared."""
-    programs = copy.copy(engine.programs)
-    programs.rollout = replace(programs.rollout, **settings)
-    return type(engine)(programs, engine._publisher, engine.seed)
+    other = engine.sibling()
+    other.programs = copy.copy(engine.programs)
+    other.programs.rollout = replace(other.programs.rollout, **settings)
+    return other
 
 
 def run(params, requests, *, rollout=ROLLOUT, sampling=None, mesh=None, tools=None, environment=None, options=None):

@@ -127,7 +127,7 @@ def scripted(*texts, config=None, **settings):
 def served(*, rollout=ROLLOUT, token="", limits=None, engine=None, **settings):
     """A server of the small policy, or of another engine."""
     chat, shared, params = small_policy(rollout)
-    engine = engine or type(shared)(shared.programs, shared._publisher, shared.seed)
+    engine = engine or shared.sibling()
     sampler = engine.publish(params, 7)
 
     def make(deliver):

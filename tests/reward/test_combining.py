@@ -18,7 +18,7 @@ from grpo_roc_jax.record.codec import groups_from_tree, groups_to_tree
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.reward.score import make_scorer
 from grpo_roc_jax.settings.callables import given
-from grpo_roc_jax.settings.cli import load_config
+from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Trajectory, Turn
 from tests.helpers.method_groups import method
 
@@ -43,6 +43,26 @@ def scored(functions, rollouts, problem=Problem("p", "6*7=?", "42", "test"), tru
         return scorer.score_all([problem], [rollouts])
     finally:
         scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("functions", "values"),
+    [
+        (("a", "b"), (1e308, 1e308)),
+        (({"kind": "function", "path": "a", "weight": 1e10},), (1e300,)),
+        (({"kind": "function", "path": "a", "weight": 1e10}, {"kind": "function", "path": "b", "weight": -1e10}),
+         (1e300, 1e300)),
+        (("a",), ((1e308, 1e308),)),
+        (({"kind": "function", "path": "a", "weight": 0.0}, "b"), ((1e308, 1e308), 1.0)),
+    ],
+)  # fmt: skip
+def test_rewards_without_a_finite_sum_leave_their_trajectory_unscored(functions, values):
+    """An infinite reward makes the advantages of its whole group NaN."""
+    names = "ab"[: len(values)]
+    own = {name: lambda p, ts, value=value: [value, 1.0, 0.0] for name, value in zip(names, values, strict=True)}
+    found = scored(functions, [rollout(sample=i) for i in range(3)], **own)
+    assert [t.sample for t in found.groups[0].trajectories] == [1, 2] and np.isfinite(found.groups[0].rewards).all()
+    assert found.counts["not_scored"] == 1 and dict(found.unscored) == dict.fromkeys(names, 1)
 
 
 # ---- what does not apply -------------------------------------------------------------------------------------------
@@ -221,6 +241,16 @@ def test_channels_count_as_their_functions_do(weight):
     answer, form = (np.array(x, float) for x in ([1, 1, 0], [1, 0, 1]))
     expected = sum(w * (x - x.mean()) / (x.std(ddof=1) + 1e-6) for w, x in ((1, answer), (weight, form)))
     np.testing.assert_allclose(found[()], expected, atol=1e-6)
+
+
+def test_a_channel_has_one_sign():
+    """What a truncated rollout gets in a channel is the worst by the weight of its function; with a weight of the other
+    sign it would be the best, and such rollouts would come before wrong ones that ended."""
+    words = ["toy.yaml", "--resample=none", "--advantage=channels", "--advantage.weights=[1, -1]"]
+    with pytest.raises(ConfigError, match="must have the same sign"):
+        load_config(Config, [*words, "--reward.functions=[answer, clean_tools]"], prog="test")
+    load_config(Config, [*words, "--reward.functions=[answer, {kind: clean_tools, weight: -1}]"], prog="test")
+    load_config(Config, [*words, "--reward.functions=[answer, {kind: clean_tools, weight: 0}]"], prog="test")
 
 
 def test_weights_follow_the_functions_where_some_do_not_apply():

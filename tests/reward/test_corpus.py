@@ -7,6 +7,7 @@ before anything was changed: docs/rewards.md has both figures. `answer_pairs.jso
 import json
 import logging
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ def load(path):
 
 
 CORPUS, UNSEEN = load(HERE / "corpus.jsonl"), load(HERE / "unseen_corpus.jsonl")
+PAIRS, HELD_OUT = load(HERE / "pairs.jsonl"), load(HERE / "held_out_pairs.jsonl")
+"""In the styles of six problem sets; the second was written before any of its pairs was compared."""
 FILES = (
     "corpus.jsonl",
     "unseen_corpus.jsonl",
@@ -43,8 +46,9 @@ def pools():
 
 @pytest.fixture(scope="module")
 def verdicts(pools):
-    """(file, strict) -> the pairs, each with whether it was accepted."""
+    """(file, strict) -> the pairs, each with whether it was accepted; compared once."""
 
+    @cache
     def of(path, strict):
         pairs = load(path)
         statuses = pools[strict].compare([(pair["answer"], pair["gold"]) for pair in pairs])
@@ -65,6 +69,12 @@ def test_the_corpora_have_every_kind_in_both_directions():
     for equal in (True, False):
         counts = Counter(pair["kind"] for pair in CORPUS + UNSEEN if pair["equal"] is equal)
         assert len(counts) >= 25 and min(counts.values()) >= 3, counts
+
+
+def test_the_pairs_of_problem_sets_are_many_and_apart():
+    known, new = ({(pair["answer"], pair["gold"]) for pair in pairs} for pairs in (PAIRS, HELD_OUT))
+    assert len(known) == len(PAIRS) >= 500
+    assert len(new) == len(HELD_OUT) >= 150 and new.isdisjoint(known)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,4 +1,4 @@
-"""Pairs by pattern: no wrong answer may pass, at most one right answer in fifty may fail. `test_pairs.py` has those
+"""Pairs by pattern: no wrong answer may pass, at most one right answer in fifty may fail. `test_corpus.py` has those
 decided by hand."""
 
 from fractions import Fraction

@@ -197,3 +197,22 @@ def test_whatever_a_power_cut_leaves_of_a_log_is_named(tmp_path):
             assert len(missing_rows(run, 2, 1, 5, saved)) == 1, path.name
             path.write_bytes(content)
         assert missing_rows(run, 2, 1, 5, saved) == []
+
+
+@pytest.mark.parametrize("was, now", [(2, 1), (10, 1), (3, 2), (0, 1), (1, 2), (1, 0), (2, 2)])
+def test_trajectories_that_were_never_kept_are_not_missing(tmp_path, was, now):
+    """`log.traces` may change when a run resumes; also for a checkpoint that does not say how long the logs were."""
+    run = write_run(tmp_path / "run", 0, steps=12, groups=1, size=1)
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "time/step_s": 1.0}) + "\n" for step in range(1, 13))
+    )
+    files = {step: run / "trajectories" / f"step_{step:08d}.jsonl" for step in range(1, 13)}
+    for step, path in files.items():
+        if not was or step % was:
+            path.unlink()
+    saved = measure_logs(run, 12)
+    assert missing_rows(run, 12, now) == [] == missing_rows(run, 12, now, saved=saved)
+    if was and now:
+        files[12 if was == 10 else 6].unlink(missing_ok=True)
+        files[10].unlink(missing_ok=True)
+        assert len(missing_rows(run, 12, now, saved=saved)) == 1

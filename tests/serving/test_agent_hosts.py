@@ -27,7 +27,7 @@ from tests.test_train import shared_programs as shared_programs  # a fixture
 
 def runs_of(choice):
     chat, shared, params = small_policy()
-    engine = type(shared)(shared.programs, shared._publisher, shared.seed)
+    engine = shared.sibling()
     return AgentRuns(choice, chat, engine, 999, [""]), engine.publish(params, 9)
 
 

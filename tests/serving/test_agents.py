@@ -32,7 +32,7 @@ SCRIPT = Path(__file__).with_name("agent_script.py")
 
 def collected(what, count=1, longest=ROLLOUT.max_row_tokens, timeout_s=60.0, pays=("",), **choice):
     chat, shared, params = small_policy()
-    engine = type(shared)(shared.programs, shared._publisher, shared.seed)
+    engine = shared.sibling()
     if "function" not in choice:
         choice["command"] = f"{sys.executable} {SCRIPT} '{what}'"
     runs = AgentRuns(AgentCommand(timeout_s=timeout_s, **choice), chat, engine, longest, pays)
@@ -209,7 +209,7 @@ def test_a_function_that_cannot_be_called_is_refused_with_what_to_write():
 
 def test_a_program_that_is_not_there_and_a_run_that_is_interrupted():
     chat, shared, params = small_policy()
-    engine = type(shared)(shared.programs, shared._publisher, shared.seed)
+    engine = shared.sibling()
     request = RolloutRequest(Problem("p", "2+3=", "5", "t"), 0)
     for absent in ("/nowhere/agent {prompt}", "/nowhere/python3 agent.py"):
         runs = AgentRuns(AgentCommand(command=absent), chat, engine, 99, [""])

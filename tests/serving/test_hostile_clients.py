@@ -120,7 +120,7 @@ def test_an_agent_that_floods_its_output_is_read_to_its_end(tmp_path):
     write = "os.write(int(os.environ['GRPO_REWARD_FD']), b'0.5')"
     flood = f"import os, sys; [sys.stdout.write('x' * 100_000 + '\\n') for i in range(300)]; {write}"
     chat, shared, params = small_policy()
-    engine = type(shared)(shared.programs, shared._publisher, shared.seed)
+    engine = shared.sibling()
     request = RolloutRequest(Problem("p", "2+3=\0", "5", "t"), 0)
     agent = tmp_path / "agent.py"
     agent.write_text(flood)

@@ -143,7 +143,7 @@ class TinkerEndpoint:
         """The call of before the start that is queued again."""
         self.models: dict[str, ModelRun] = {}
         self.samplers: OrderedDict[str, SamplingSession] = OrderedDict()
-        """Those in memory, the last used last."""
+        """Sampling sessions in memory, the last used one last."""
         self._saved: dict[str, CheckpointPath] = {}
         """Where the weights of a sampler are on disk."""
         self._alone: dict[str, Snapshot] = {}
@@ -393,7 +393,7 @@ class TinkerEndpoint:
         base.worker.submit(self._compute, pending, work)
 
     def _compute(self, pending: Pending, work: Callable[[], Any]) -> None:
-        """On the worker's thread: the result or the error of a call."""
+        """Computes the result or the error of a call, on the worker's thread."""
         try:
             result = work()
         except Exception as error:
@@ -423,7 +423,7 @@ class TinkerEndpoint:
         """A call of this number was refused before it was queued; those with higher numbers do not wait for it.
 
         Args:
-            model_id: Of the call.
+            model_id: The model that the call is for.
             seq: Its number.
             failed: Why gradients of the step to come are not complete.
         """
@@ -597,12 +597,12 @@ class TinkerEndpoint:
         return self._call(model_id, seq, raw, work, "save_weights_external")
 
     def checkpoints(self, model: str | None = None) -> list[dict[str, Any]]:
-        """Those of a model, or of all, the newest first."""
+        """The checkpoints of a model, or of all models, the newest first."""
         saved = sorted(self.store.checkpoints(model), key=lambda of: of[1].time, reverse=model is None)
         return [_listed(self.store, *of) for of in saved]
 
     def training_runs(self) -> list[dict[str, Any]]:
-        """Those in memory and those with checkpoints, the last used first."""
+        """Training runs in memory and those with checkpoints, the last used first."""
         runs: dict[str, dict[str, Any]] = {}
         last: dict[str, dict[str, Any]] = {}
         fields = {"training": "last_checkpoint", "sampler": "last_sampler_checkpoint"}

@@ -35,7 +35,7 @@ class LoggedCall:
     body: bytes
 
     def packed(self) -> bytes:
-        """With its lengths and a checksum, which tell whether all of it was written."""
+        """The call as bytes, with its lengths and a checksum that show whether all of it was written."""
         head = {"path": self.path, "seq": self.seq, "request_id": self.request_id, "size": len(self.body)}
         line = json.dumps(head | {"crc": zlib.crc32(self.body)}).encode()
         return b"%08x" % len(line) + line + self.body

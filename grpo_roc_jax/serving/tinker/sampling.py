@@ -64,8 +64,8 @@ def read_sample_request(
     """The fields of a sampling request.
 
     Args:
-        body: Of the request.
-        vocab_size: Of the model.
+        body: The body of the request.
+        vocab_size: Size of the model's vocabulary.
         context: Tokens of the longest prompt with its answer.
         reserved: Those of them that a shorter prompt leaves empty.
         eos: Ids that stop an answer unless the request names others.
@@ -244,7 +244,7 @@ class Gathered:
     ):
         """
         Args:
-            pending: Of the request.
+            pending: The pending result of the request.
             asked: What it asks for.
             compute: Computes its first argument elsewhere and hands the result to its second on this thread.
             read: What the model expects, for that other thread.

@@ -46,7 +46,7 @@ class EngineForm(NamedTuple):
     """What an engine is compiled for."""
 
     rank: int
-    """Of the pairs; 0 for the base alone."""
+    """Rank of the pairs; 0 for the base alone."""
     targets: tuple[Target, ...]
     adapters: int
     """Adapters of a bank; 1 for a single adapter, and for the base alone."""

@@ -105,7 +105,7 @@ class Store:
 
         Args:
             checkpoint: Its path.
-            about: Of the model.
+            about: What is recorded about the model.
             leaves: A tree of arrays.
             export: Writes further files into the folder.
             overwrite: Replaces one of that name.

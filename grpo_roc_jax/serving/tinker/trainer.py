@@ -88,7 +88,7 @@ class Wanted:
     temperature: float = 1.0
     """0 stands for 1."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws."""
 
 
 class Readings(NamedTuple):

@@ -231,7 +231,7 @@ class OfPrompt:
     targets: np.ndarray | None = None
     """float32[P-1,K], or the values of a sparse one; 0 where no id was named."""
     sparse: Sparse | None = None
-    """Of `targets`."""
+    """The form of `targets`, if it is sparse."""
     drawn: tuple[np.ndarray, np.ndarray] | None = None
     """(ids, log-probabilities) [P-1,K]."""
 
@@ -241,7 +241,7 @@ def write_samples(answers: Sequence[SampledSequence], prompt: OfPrompt | None = 
 
     Args:
         answers: In the order of the samples.
-        prompt: Of the prompt.
+        prompt: What the result says about the prompt.
         cached: Tokens of the prompt that were cached.
     """
     response, prompt = classes()["SampleResponse"](), prompt or OfPrompt()

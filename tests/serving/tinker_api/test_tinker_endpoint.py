@@ -280,7 +280,7 @@ def calls_of_a_run(client, name, first=1):
             yield seq, client.send(batch(name, seq, [ROW if seq % 2 else datum(2, 7, 1, 8, 2, 8)]))
 
 
-@pytest.mark.parametrize("cut", [1, 4, 7, 8, 13, 26])
+@pytest.mark.parametrize("cut", [1, 8, 26, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (4, 7, 13))])
 def test_what_was_accepted_survives_a_kill(tmp_path, cut):
     """A copy of the folder right after a call was accepted is what a kill leaves. Another server goes on with the
     same ids, results and weights as without the kill."""
