@@ -104,8 +104,9 @@ def test_models_of_two_ranks_train_interleaved_as_alone_and_snapshots_keep_their
         asks = [pool.submit(client.sample, session, 9, [3, 1, 4]) for session in (before, after)]
         old, new = (ask.result() for ask in asks)
     assert tokens_of(old) == tokens_of(drawn)
-    assert old.sequences[0].logprobs == drawn.sequences[0].logprobs
-    assert old.sequences[0].logprobs != new.sequences[0].logprobs
+    again, first, other = (np.frombuffer(one.sequences[0].logprobs, "<f4") for one in (old, drawn, new))
+    np.testing.assert_allclose(again, first, atol=1e-5)  # rows decode in programs of different widths
+    assert len(other) != len(first) or abs(other - first).max() > 1e-3
 
 
 def test_sampled_log_probabilities_are_those_of_training(client):
