@@ -185,7 +185,7 @@ STUDIES: Mapping[str, Study] = {
             "penalty": (*GRPO, "--resample.drop=none", "--shaping=[tool_errors]"),
         },
         {"smollm2": REAL},
-        words=("--steps=16", "--group.problems=4", "--data.eval_problems=300"),
+        words=("--steps=16", "--data.eval_problems=300"),
         measures=(
             FIRST_ERRORS,
             *(measure for measure in COMMON if "pass" not in measure[0]),
