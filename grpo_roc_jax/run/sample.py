@@ -555,7 +555,7 @@ def run_round(
     waves: list[ScoredRollouts] = []
     sampled: Counter[int] = Counter()
     skipped, requests = 0, opening_requests(config, chat, wave)
-    while requests:
+    while requests or not waves:  # the first wave continues partial groups also where it has no requests
         started = time.perf_counter()
         sent, old = numbered(requests, first_place, sampled), () if waves else partial
         waves.append(sample_requests(sampling, weights, sent, RunOptions(step), old))

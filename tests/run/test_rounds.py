@@ -353,3 +353,18 @@ def test_the_default_recipe_does_not_remark_on_a_surrogate_that_nobody_chose(cap
     assert main(["--dry-run"]) == 0
     text = capsys.readouterr().out
     assert "16 kept" in text and "every importance ratio is 1" not in text
+
+
+def test_a_first_wave_without_requests_continues_the_groups_that_were_begun(monkeypatch):
+    begun, sent = object(), []
+
+    def sampled(sampling, weights, requests, options, partial):
+        sent.append((requests, partial))
+        return ScoredRollouts(completed=(make_group(0, 2),))
+
+    monkeypatch.setattr(sample, "sample_requests", sampled)
+    config = load_config(Config, ["toy.yaml"], prog="test")
+    sampling = SimpleNamespace(sampler=SimpleNamespace(chat=CHAT))
+    generator = np.random.default_rng(0)
+    samples = sample.run_round(config, sampling, None, [], AlgoState(), generator, step=1, partial=[begun])
+    assert sent == [([], [begun])] and len(samples.groups) == 1
