@@ -31,7 +31,7 @@ from grpo_roc_jax.model.lora import LowRank, merge, save_adapter
 from grpo_roc_jax.model.published import infer_family, write_config
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import Params
-from grpo_roc_jax.run.components import read_tokenizer_and_shape, resolve_text
+from grpo_roc_jax.run.components import read_text_and_shape
 from grpo_roc_jax.run.load import is_run, load_pairs, settings_for
 from grpo_roc_jax.run.policy import frozen_weights, load_trained, split_checkpoint
 from grpo_roc_jax.settings.cli import ConfigError
@@ -228,8 +228,7 @@ def export_run(options: ExportConfig) -> list[str]:
         raise ConfigError(f"{options.checkpoint} is a published model already; name a run or an adapter")
     if options.adapter and not (trains and config.lora.rank):
         raise ConfigError(f"{options.checkpoint} trained no adapter; leave --adapter out")
-    text = resolve_text(config)
-    tokenizer, model = read_tokenizer_and_shape(config)
+    text, tokenizer, model = read_text_and_shape(config)
     mesh = export_mesh(model)
     if trains:
         run, step = split_checkpoint(options.checkpoint)

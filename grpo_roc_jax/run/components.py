@@ -232,8 +232,7 @@ def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, Cha
     """
     for setting, name in named_functions(config):
         resolve(setting, name)
-    text = resolve_text(config)
-    tokenizer, model = read_tokenizer_and_shape(config)
+    text, tokenizer, model = read_text_and_shape(config)
     mesh = make_mesh(config.sharding)
     check_together(config, mesh)
     check_divisible(model, mesh)
@@ -256,14 +255,15 @@ def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, Cha
     return tokenizer, chat, model, mesh, engine
 
 
-def read_tokenizer_and_shape(config: Config) -> tuple[Tokenizer, ModelConfig]:
-    """The tokenizer and the shape of the model, which may both be those at `model.path`.
+def read_text_and_shape(config: Config) -> tuple[TextConfig, Tokenizer, ModelConfig]:
+    """The text settings, the tokenizer, and the shape of the model, all of which may be those at `model.path`.
 
     Raises:
         ValueError, OSError: They cannot be read, or do not fit the settings.
     """
-    tokenizer = load_tokenizer(resolve_text(config))
-    return tokenizer, resolve_model(resolve_config(config.model), tokenizer)
+    text = resolve_text(config)
+    tokenizer = load_tokenizer(text)
+    return text, tokenizer, resolve_model(resolve_config(config.model), tokenizer)
 
 
 def check_together(config: Config, mesh: Mesh) -> None:

@@ -15,7 +15,7 @@ from grpo_roc_jax.method.distillation import SelfTeacher
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import Mesh, check_divisible
 from grpo_roc_jax.rollout.publish import unstack
-from grpo_roc_jax.run.components import fit_length, read_tokenizer_and_shape
+from grpo_roc_jax.run.components import fit_length, read_text_and_shape
 from grpo_roc_jax.run.load import load_policy, settings_for
 from grpo_roc_jax.run.policy import PolicyModel, frozen_weights, update_settings
 from grpo_roc_jax.settings.cli import ConfigError, config_errors
@@ -89,7 +89,7 @@ def find_teacher(config: Config, tokenizer: Tokenizer) -> tuple[Config, ModelCon
         raise ConfigError(f"{name}; must be a run or the directory of a published model")
     try:
         config_of_teacher = settings_for(part.path, (), name, dialogue=False)
-        other, model = read_tokenizer_and_shape(config_of_teacher)
+        _, other, model = read_text_and_shape(config_of_teacher)
         check_vocabulary(tokenizer, other)
         model = fit_length(model, config.rollout.max_row_tokens)
     except (ConfigError, ValueError, OSError) as error:

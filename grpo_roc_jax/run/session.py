@@ -30,7 +30,7 @@ from grpo_roc_jax.record.trace import TraceWriter
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.rollout.records import RolloutLines, RolloutProgress
 from grpo_roc_jax.run.choices import about, choose, free_bytes, left_open, record, recorded, with_choices
-from grpo_roc_jax.run.components import describe_device, make_parts, read_tokenizer_and_shape, run_date, with_date
+from grpo_roc_jax.run.components import describe_device, make_parts, read_text_and_shape, run_date, with_date
 from grpo_roc_jax.run.durations import EVALUATION, SUPERVISED, TRAINING, expected, remembered
 from grpo_roc_jax.run.learning import find_teacher, most_rows
 from grpo_roc_jax.run.policy import PolicyModel, attention_of, describe_attention, few_arenas
@@ -92,7 +92,7 @@ def state_leaves(config: Config) -> dict[str, list]:
         ConfigError: The tokenizer or the model cannot be read.
     """
     with config_errors():
-        model = read_tokenizer_and_shape(config)[1]
+        model = read_text_and_shape(config)[2]
 
     def make() -> dict[str, Any]:
         params = init_trained(jax.random.key(0), model, config.lora)
