@@ -100,8 +100,11 @@ def test_arenas_grow_with_the_blocks_of_a_slot():
 
 
 @EACH
-def test_a_token_of_each_row(orders, config, monkeypatch):
-    """Rows of one column, of whole blocks and of six; the fourth row is idle, and nothing of it is written."""
+@pytest.mark.parametrize("few", [False, True])
+def test_a_token_of_each_row(orders, config, few, monkeypatch):
+    """Rows of one column, of whole blocks and of six; the fourth row is idle, and nothing of it is written. The blocks
+    of few rows are gathered in any order."""
+    monkeypatch.setattr("grpo_roc_jax.model.pool.READ_IN_PLACE", 0 if few else 4)
     monkeypatch.setattr("grpo_roc_jax.model.pool.SHARED_READERS", 2)  # blocks with more readers take several passes
     monkeypatch.setattr("grpo_roc_jax.model.block_attention.WINDOW_COLUMNS", 8)
     pool, k, v = filled(orders)
@@ -111,7 +114,9 @@ def test_a_token_of_each_row(orders, config, monkeypatch):
 
     @jax.jit
     def run(pool):
-        places = token_places(pool, position, active, table, readers_of(pool, table, active))
+        readers = readers_of(pool, table, active)
+        assert bool(readers) is (orders[:2] == IN_PLACE and not few)
+        places = token_places(pool, position, active, table, readers)
         writer = PoolWriter(pool, config)
         out = [writer.attend_token(layer, places)(q, new_k, new_v) for layer in range(2)]
         return out, writer.pool()
