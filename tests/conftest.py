@@ -29,7 +29,7 @@ import jax
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.helpers.parts import part_of
+from tests.helpers.parts import in_slice, part_of
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -98,7 +98,12 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Sorts the tests, and marks those that docs/faults.md names; TESTS_PART=0/8 marks those of an eighth of it."""
+    """Sorts the tests, and marks those that docs/faults.md names; TESTS_PART=0/8 marks those of an eighth of it.
+
+    With TESTS_SLICE=3/32 some thirty-second of the slow tests is left, the same one whatever else is collected.
+    """
+    if part := os.environ.get("TESTS_SLICE"):
+        items[:] = [item for item in items if not item.get_closest_marker("slow") or in_slice(item.nodeid, part)]
     items.sort(key=lambda item: (PLACES.get(item.path, len(PLACES)), item.path))
     named = {pair for row in part_of(fault_rows()) for pair in NAMED_TEST.findall(row)}
     for item in items:
