@@ -196,10 +196,10 @@ class RolloutConfig:
     recurrent layers: 1 row), and chooses 8 elsewhere, where a short append costs one read of the weights however many
     rows it has. Long appends also come with 1, 2 and 4 rows."""
     attention: Literal["auto", "xla", "paged"] = "auto"
-    """How queries read the cache: `xla` gathers the blocks of all rows up to the longest live one (on a CPU it
-    multiplies blocks in their place), `paged` (the ragged paged attention kernel that ships with JAX; TPUs only, heads
-    of 128 or a multiple) reads those of each row. `auto` times decoding and appends of both at the first rollout on a
-    TPU and takes the faster one; elsewhere it is `xla`."""
+    """How queries read the cache: `xla` gathers the blocks of all rows up to the longest live one (on a CPU a step of
+    many rows multiplies blocks in their place), `paged` (the ragged paged attention kernel that ships with JAX; TPUs
+    only, heads of 128 or a multiple) reads those of each row. `auto` times decoding and appends of both at the first
+    rollout on a TPU and takes the faster one; elsewhere it is `xla`."""
     pipeline: Literal["auto", "on", "off"] = "auto"
     """Enqueue a chunk before the previous one is read, which hides the host; `auto` does so except on a CPU, where
     host and device share the cores."""
