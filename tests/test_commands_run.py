@@ -54,7 +54,8 @@ ELSEWHERE = re.compile(
 )
 """Commands that need what a test has not: models and data of a hub, a pod or Ray cluster, hours, what stands before."""
 COPIES = """
-runs/b runs/first runs/plain runs/toy runs/qwen runs/two runs/roc/0 runs/grpo/0 runs/my-model run cold words2/cold
+runs/b runs/first runs/plain runs/toy runs/qwen runs/two runs/mine runs/roc runs/grpo runs/roc/0 runs/grpo/0
+runs/my-model run cold words2/cold
 """.split()  # noqa: SIM905
 """Names under which pages know a run."""
 PUBLISHED = re.compile(r"qwen|smollm")
