@@ -450,6 +450,19 @@ def chosen(study: Study, arguments: argparse.Namespace) -> Study:
     return replace(study, **picked)
 
 
+def core_shares(jobs: int) -> list[set[int]]:
+    """The processor cores of each of the runs at once. Runs that share all cores wait for each other's threads."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    size = len(cores) // jobs
+    return [set(cores[at * size : (at + 1) * size]) if size else set(cores) for at in range(jobs)]
+
+
+def stay_on(cores: set[int]) -> None:
+    """Keeps the calling thread, and the processes that it starts, on these cores; no cores leave it as it is."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
 def main(argv: Sequence[str] | None = None, study: Study | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(STUDIES) if study is None else None)
@@ -473,7 +486,8 @@ def main(argv: Sequence[str] | None = None, study: Study | None = None) -> int:
     if rows:
         save(path, rows)
     missing = [] if arguments.report else [job for job in jobs if job.key not in rows]
-    with ThreadPoolExecutor(arguments.jobs) as pool:
+    shares = core_shares(arguments.jobs)
+    with ThreadPoolExecutor(arguments.jobs, initializer=lambda: stay_on(shares.pop())) as pool:
         for row in pool.map(Runner(), missing):
             if row is not None:
                 rows = read_rows(path) | rows | {(row["world"], row["arm"], row["seed"]): row}  # others write it too
