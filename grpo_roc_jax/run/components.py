@@ -274,15 +274,10 @@ def check_together(config: Config, mesh: Mesh) -> None:
         ValueError: The message names the settings and what to change.
     """
     remote = config.rollout.remote
-    if remote is not None and mesh.is_multi_process:
-        raise ValueError(
-            f"rollout.samplers {remote.kind} with a trainer of several processes; train on one host, or "
-            "leave rollout.samplers out: the processes of the trainer then sample"
-        )
     if remote is not None and importlib.util.find_spec(remote.package) is None:
         raise ValueError(f"rollout.samplers {remote.kind} needs the package: {install_command(remote.package)}")
     together, refused = processes_together(mesh), ""
-    if config.rollout.step_limit.streams:
+    if config.rollout.step_limit.streams and remote is None:
         refused = "rollout.step_limit stream, whose chunks have no order among the programs of the update"
     elif config.environment.agents:
         refused = "environment agent, whose programs are served by one process"

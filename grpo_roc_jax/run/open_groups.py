@@ -3,7 +3,7 @@ or by samplers in other processes (`run.samplers`)."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol
 
@@ -31,6 +31,11 @@ class OpenGroup:
     elsewhere: bool = False
     """Whether the group is complete in another process."""
     scored: ScoredRollouts | None = None
+    first_born: int = field(init=False)
+    """Its birth when it was opened, which all processes know."""
+
+    def __post_init__(self) -> None:
+        self.first_born = self.born
 
     @property
     def born(self) -> int:
@@ -54,13 +59,16 @@ class GroupSource(Protocol):
 
     always_works: bool
     """Whether `advance` may be called while the devices compute an update, whatever they are."""
+    first_process_only: bool
+    """Whether the first process of the run has all groups rolled out; otherwise each process does its share."""
 
     @property
     def working(self) -> bool:
         """Whether rows are in flight."""
 
     def publish(self, policy: PolicyModel, trained: Any, version: int) -> SamplerParams | None:
-        """Samples with these parameters from now on, and goes on with them where rollouts are in flight."""
+        """Samples with these parameters from now on, and goes on with them where rollouts are in flight. All processes
+        must call this."""
 
     def submit(
         self,
@@ -112,7 +120,7 @@ class GroupSource(Protocol):
 class EngineGroups:
     """Groups on the engine of this process. Only this object and evaluations use it."""
 
-    always_works = False
+    always_works = first_process_only = False
 
     def __init__(self, sampling: GroupSampler, *, shows: bool = False):
         """`shows`: whether a display of the run follows the rollouts."""

@@ -7,6 +7,7 @@ layer by layer in the compute dtype, and shared by trainer and sampler.
 import ctypes
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -41,6 +43,7 @@ from grpo_roc_jax.model.parallel import choose_attention, paths
 from grpo_roc_jax.model.sharding import (
     Mesh,
     param_shardings,
+    place_host,
     place_shapes,
     platform_of,
     replicate_key,
@@ -75,14 +78,52 @@ class PolicyModel:
         """The parameters of the policy, from the parameters of the training state."""
         return full_params(self.base, trained, self.lora)
 
-    def portable(self, trained: Params) -> Params:
+    def portable(self, trained: Params, *, here: bool = True) -> Params | None:
         """What another process needs of the training state's parameters to sample, as NumPy arrays: the adapter, or all
-        parameters in the compute dtype, to which `Engine.publish` casts them too."""
-        return jax.device_get(trained if self.lora.rank else cast_params(trained, compute_dtype(self.model)))
+        parameters in the compute dtype, to which `Engine.publish` casts them too.
+
+        If the mesh spans several processes, all must call this; those with `here` get the arrays, the others None.
+        """
+        if not self.mesh.is_multi_process:
+            return jax.device_get(trained if self.lora.rank else cast_params(trained, compute_dtype(self.model)))
+        as_cast = partial(cast_params, dtype=compute_dtype(self.model))
+        like = trained if self.lora.rank else jax.eval_shape(as_cast, trained)
+        fetch = partial(fetched, mesh=self.mesh, here=here)
+        arrays = jax.tree_util.tree_map_with_path(lambda path, *leaves: fetch(path, *leaves), trained, like)
+        return arrays if here else None
 
     def placed(self, portable: Params) -> Params:
         """The result of `portable` on the devices of this model."""
         return jax.device_put(portable, trained_shardings(self.model, self.mesh, self.lora))
+
+
+@cache
+def copies_everywhere(mesh: Mesh) -> Callable[..., jax.Array]:
+    """A program that casts an array, or one layer of stacked ones, and copies it to all devices of the mesh."""
+
+    def copy(leaf: jax.Array, layer: jax.Array | None, dtype: Any) -> jax.Array:
+        return (leaf if layer is None else leaf[layer]).astype(dtype)
+
+    return jax.jit(copy, static_argnames="dtype", out_shardings=NamedSharding(mesh, P()))
+
+
+def fetched(path: tuple[Any, ...], leaf: jax.Array, like: Any, *, mesh: Mesh, here: bool) -> np.ndarray | None:
+    """An array of several processes in the dtype of `like`, as a NumPy array of those with `here`; all must call this.
+    Stacked layers are fetched one by one, since each device has room for one of them besides its share."""
+    copy, dtype = copies_everywhere(mesh), like.dtype
+
+    def take(layer: jax.Array | None) -> np.ndarray | None:
+        part = jax.block_until_ready(copy(leaf, layer, dtype=dtype))  # the next one takes its memory
+        return np.asarray(part.addressable_data(0)) if here else None
+
+    if path[0].key != "layers":
+        return take(None)
+    array = np.empty(leaf.shape, dtype) if here else None
+    for i in range(len(leaf)):
+        part = take(place_host(np.int32(i), NamedSharding(mesh, P())))
+        if array is not None:
+            array[i] = part
+    return array
 
 
 @cache

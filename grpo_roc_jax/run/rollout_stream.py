@@ -4,11 +4,13 @@ The engine works on the rollouts of this step and of the `lag` steps to come. A 
 the others continue under the next weights, and while the device computes an update. No row gets older than `lag`
 versions of the weights: the step waits for such a row, or drops it.
 
-With several processes all draw the same problems, and each rolls out and scores every `count`-th group. They take the
-same groups: each process posts which of its groups are complete, and once these are enough all of them `gather` that
-list. The update changes the weights of all processes at once.
+With several processes all draw the same problems, and each rolls out and scores every `count`-th group, or the first
+process has samplers elsewhere roll out all of them (`run.samplers`). They take the same groups: each process posts which
+of its groups are complete and how old they are, and once these are enough all of them `gather` that list. The update
+changes the weights of all processes at once.
 """
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +25,7 @@ from jax.sharding import Mesh
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.edit import joined
 from grpo_roc_jax.method.planning import Wave
+from grpo_roc_jax.pod.processes import ProcessLost
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.rollout.table import from_prompt
@@ -73,6 +76,10 @@ class RolloutStream:
         """Step and number of the newest round, as random keys use them."""
         self._rng = np.random.default_rng()
         self._failure: Exception | None = None
+        """Why this process cannot roll out any more."""
+        self._failed_elsewhere = False
+        """Whether that has happened to another process."""
+        self._notes: list[str] = []
         self._dropped, self._worked_s, self._alarmed = 0, 0.0, False
         """Rows of groups that were dropped before they ended; seconds of work during updates; whether the last step
         raised an alarm."""
@@ -90,17 +97,19 @@ class RolloutStream:
         return self._source.publish(policy, run.train.params, run.step)
 
     def take_notes(self) -> list[str]:
-        """What happened to samplers since the last call, for the events of the run."""
-        return self._source.take_notes()
+        """What had happened to samplers when `after_update` was called, for the events of the run."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def next_round(self, run: RunState, weights: SamplerParams | None) -> StepSamples:
         """Returns the oldest complete groups, scored, as many as a step has problems, and submits others in their
         place.
 
         Raises:
-            Exception: The failure of a round of the engine during the last update.
+            Exception: The failure of a round of the engine, also of one during the last update.
+            ProcessLost: Such a failure in another process.
         """
-        if self._failure is not None:
+        if self._failure is not None and self._processes.count == 1:
             raise self._failure
         begun = time.perf_counter()
         self._restore(run, weights)
@@ -119,8 +128,10 @@ class RolloutStream:
         """Returns (metrics of the groups that were trained on, text of an alarm that was not raised before, or "").
         Leaves the rows that continue in `run.partial`, for a checkpoint."""
         dropped = self._dropped + self._source.take_dropped()
-        reports = self._processes.gather((self._cut(), dropped, self._worked_s), uninterrupted=True)
-        cuts, dropped, worked = zip(*reports, strict=True)
+        report = (self._news(), self._cut(), dropped, self._worked_s, self._source.metrics(), self._source.take_notes())
+        reports = self._processes.gather(report, uninterrupted=True)
+        news, cuts, dropped, worked, of_samplers, notes = zip(*reports, strict=True)
+        self._learn(news)
         run.partial = self._with_rows(cuts)
         effective, low = metrics.get(ESS, 1.0), self._limit.min_effective
         text = (
@@ -132,7 +143,9 @@ class RolloutStream:
             "rollout/dropped_stale": float(sum(dropped)),
             "time/overlapped_s": max(worked),
         }
-        age |= self._source.metrics()
+        for metrics_of_samplers in of_samplers:
+            age |= metrics_of_samplers
+        self._notes += chain.from_iterable(notes)
         self._dropped, self._worked_s = 0, 0.0
         return age, alarm
 
@@ -172,9 +185,12 @@ class RolloutStream:
             groups += [group] if self._is_mine(group) else []
         return mine, groups
 
+    def _owner(self, group: OpenGroup) -> int:
+        """The process that rolls the group out, or has it rolled out."""
+        return 0 if self._source.first_process_only else group.number % self._processes.count
+
     def _is_mine(self, group: OpenGroup) -> bool:
-        """Whether this process rolls the group out."""
-        return group.number % self._processes.count == self._processes.index
+        return self._owner(group) == self._processes.index
 
     def _submit(
         self,
@@ -210,45 +226,78 @@ class RolloutStream:
 
     def _take(self, trained: int) -> list[OpenGroup]:
         """The oldest complete groups, once no unfinished group would become too old."""
-        lag, processes = self._limit.lag, self._processes
-        drops = lag > 0 and self._limit.late == "drop"
         self._ask()  # also tells the others about groups that were completed during the update
-        while processes.count == 1 or not processes.stopping:
-            if drops:
-                self._source.drop_rows(late_groups(self._open, trained, lag))
-            if may_take(self._open, self._count, trained, lag, drops=drops):
-                break
-            self._work_on()
-        self._mark_complete(processes.gather(self._complete_numbers()))
+        try:
+            self._work_until_complete(trained)
+        except Exception as error:
+            if self._processes.count == 1:
+                raise
+            self._failure = error
+            self._ask()  # the others stop waiting for groups of this process
+        words = "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
+        news, failures = zip(*self._processes.gather((self._news(), words)), strict=True)
+        if self._failure is not None:
+            raise self._failure
+        for index, failure in enumerate(failures):
+            if failure:
+                raise ProcessLost(f"process {index} failed while it sampled: {failure}")
+        self._learn(news)
         complete = oldest_whole(self._open, self._count)
         self._open = [group for group in self._open if group not in complete]
         return complete
+
+    def _work_until_complete(self, trained: int) -> None:
+        """Works until the groups of a step may be taken, or until one of several processes fails or is to stop."""
+        lag, processes = self._limit.lag, self._processes
+        drops = lag > 0 and self._limit.late == "drop"
+        while processes.count == 1 or not (self._failed_elsewhere or self._failure or processes.stopping):
+            if drops:
+                self._source.drop_rows([*filter(self._is_mine, late_groups(self._open, trained, lag))])
+            if may_take(self._open, self._count, trained, lag, drops=drops):
+                return
+            self._work_on()
 
     def _work_on(self) -> None:
         """Works until a row ends, or for `ASK_S` if other processes may complete groups meanwhile."""
         several = self._processes.count > 1
         self._source.advance(ASK_S if several else np.inf)
-        self._open.sort(key=lambda group: (group.born, group.number))  # groups of a lost sampler are younger now
+        self._sort()
         if several:
             if not self._source.working:
                 time.sleep(ASK_S / 5)
             self._ask()
 
+    def _sort(self) -> None:
+        """Restores the order of births, since groups of a lost sampler are younger after they have begun again."""
+        self._open.sort(key=lambda group: (group.born, group.number))
+
     def _ask(self) -> None:
-        """Exchanges with the other processes which groups are complete. A process decides only on what it has sent the
-        others; otherwise it would wait in `gather` while the others wait for its groups."""
+        """Exchanges with the other processes which groups are complete, and how old they are. A process decides only on
+        what it has sent the others; otherwise it would wait in `gather` while the others wait for its groups. What it
+        has sent stays true, or the others may decide even sooner: a complete group remains so, and one that begins
+        again becomes younger."""
         if self._processes.count > 1:
-            self._mark_complete(self._processes.post(self._complete_numbers()))
+            self._learn(self._processes.post(self._news()))
 
-    def _complete_numbers(self) -> str:
-        """The numbers of this process's complete groups."""
-        return ",".join(str(group.number) for group in self._open if self._is_mine(group) and group.complete)
+    def _news(self) -> str:
+        """What the others do not know of this process's groups: those that are complete, the births of those that have
+        begun again, and whether it has failed; as text."""
+        mine = [group for group in self._open if self._is_mine(group)]
+        changed = [g for g in mine if g.complete or g.born != g.first_born]
+        return json.dumps([self._failure is not None, [(g.number, g.born, g.complete) for g in changed]])
 
-    def _mark_complete(self, lists: Sequence[str]) -> None:
-        """Marks the groups that other processes list as complete."""
-        numbers = {int(number) for text in lists for number in text.split(",") if number}
+    def _learn(self, news: Sequence[str]) -> None:
+        """Takes over what the processes tell about their groups; `_open` is in the same order in all of them once they
+        have gathered it."""
+        read = [json.loads(text) for text in news]
+        self._failed_elsewhere = any(failed for failed, _ in read)
+        told = {number: (born, complete) for _, groups in read for number, born, complete in groups}
         for group in self._open:
-            group.elsewhere = not self._is_mine(group) and group.number in numbers
+            born, complete = told.get(group.number, (group.born, False))
+            if not self._is_mine(group):
+                group.elsewhere = complete
+                group.parts = [replace(part, born=born) for part in group.parts]
+        self._sort()
 
     def _scored(self, complete: Sequence[OpenGroup]) -> ScoredRollouts:
         """The scored groups, with the statistics of the engine since the last call."""
@@ -259,7 +308,7 @@ class RolloutStream:
             self._source.release()
         gathered = self._processes.gather(([group.scored for group in local], stats))
         parts = [iter(scored) for scored, _ in gathered]
-        each = [with_problems(next(parts[g.number % len(parts)]), g.parts) for g in complete]
+        each = [with_problems(next(parts[self._owner(g)]), g.parts) for g in complete]
         stats = merge_stats([share for _, share in gathered]) if len(gathered) > 1 else stats
         rows = sum(len(rows) for group in complete for rows in group.rows)
         return ScoredRollouts(
@@ -305,12 +354,13 @@ class RolloutStream:
 
     def _cut(self) -> list[tuple[Trajectory, ...]]:
         """The rows of each part that is open here; unfinished rows are copied in their present state and continue."""
+        self._sort()
         return [rows for group in filter(self._is_mine, self._open) for rows in self._source.cut(group)]
 
     def _with_rows(self, cuts: Sequence[Sequence[tuple[Trajectory, ...]]]) -> tuple[PartialGroup, ...]:
         """All open groups, with the rows that each process has of them."""
         rows = [*map(iter, cuts)]
-        pairs = ((rows[group.number % len(rows)], part) for group in self._open for part in group.parts)
+        pairs = ((rows[self._owner(group)], part) for group in self._open for part in group.parts)
         return tuple(replace(part, trajectories=next(source)) for source, part in pairs)
 
 

@@ -3,7 +3,8 @@
 A sampler has devices, engine, tools and scorer of its own, made from the configuration of the run (`RemoteSampler`). It
 takes versions of the weights and problems, and returns groups with their verdicts. In the trainer, `SamplerPool`
 assigns groups to samplers, and a `Transport` carries `Orders` there and `Report`s back: `contrib.samplers` has the one
-on Ray.
+on Ray. If the trainer has several processes, its first one has the pool, and the others take the same groups from it
+(`FollowedSamplers`): with a share of the samplers for each process, one without samplers would stop all others.
 
 A sampler that is lost loses its rows and nothing else. Its groups start again on another one, with the same random keys
 and the weights of that time. A group is with one sampler at a time, and of a report only groups that its sampler still
@@ -31,6 +32,7 @@ import numpy as np
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.model.sharding import ShardingConfig
 from grpo_roc_jax.model.transformer import Params, compute_dtype
+from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError, SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
 from grpo_roc_jax.rollout.sampler import render
@@ -370,7 +372,7 @@ class _Member:
 class SamplerPool:
     """Groups on samplers in other processes (`open_groups.GroupSource`)."""
 
-    always_works = True
+    always_works = first_process_only = True
 
     def __init__(
         self,
@@ -423,11 +425,11 @@ class SamplerPool:
         """Sends the trained parameters to all samplers.
 
         Raises:
-            NonFiniteWeightsError: They are not finite.
+            NonFiniteWeightsError: They are not finite; raised in all processes.
         """
         params = policy.portable(trained)
-        if not all(np.isfinite(leaf.astype(np.float32)).all() for leaf in jax.tree.leaves(params)):
-            raise NonFiniteWeightsError(f"the parameters after step {version} hold NaN or infinity")
+        finite = all(np.isfinite(leaf.astype(np.float32)).all() for leaf in jax.tree.leaves(params))
+        refuse_non_finite(self._sampling.processes.gather(finite), version)
         self._sent = Weights(version, params, digest(params))
         self._weights = self._transport.put(self._sent)
         for member in self._members:
@@ -636,6 +638,64 @@ class SamplerPool:
         self._transport.close()
 
 
+def refuse_non_finite(finite: Sequence[bool], version: int) -> None:
+    if not all(finite):
+        raise NonFiniteWeightsError(f"the parameters after step {version} hold NaN or infinity")
+
+
+class FollowedSamplers:
+    """The samplers of the first process of a run, in its other processes (`open_groups.GroupSource`). No group is
+    rolled out from here; the stream learns from the first process which are complete."""
+
+    always_works = first_process_only = True
+    working = False
+
+    def __init__(self, processes: Processes):
+        self._processes = processes
+
+    def publish(self, policy: PolicyModel, trained: Any, version: int) -> None:
+        """Takes part in gathering the parameters for the first process.
+
+        Raises:
+            NonFiniteWeightsError: They are not finite; raised in all processes.
+        """
+        policy.portable(trained, here=False)
+        refuse_non_finite(self._processes.gather(True), version)
+
+    def advance(self, timeout_s: float) -> None:
+        """Does nothing; the stream asks the first process from time to time."""
+
+    def submit(self, groups: Sequence[OpenGroup], requests: Any, options: RunOptions, weights: Any) -> None:
+        """Is called in the first process only, as are the other methods that take groups."""
+
+    def drop_rows(self, groups: Sequence[OpenGroup]) -> None:
+        """See `submit`."""
+
+    def forget(self, groups: Sequence[OpenGroup]) -> None:
+        """See `submit`."""
+
+    def score(self, groups: Sequence[OpenGroup]) -> None:
+        """See `submit`."""
+
+    def cut(self, group: OpenGroup) -> list[tuple[Trajectory, ...]]:
+        return []
+
+    def take_dropped(self) -> int:
+        return 0
+
+    def take_stats(self) -> RolloutStats:
+        return RolloutStats()
+
+    def take_notes(self) -> list[str]:
+        return []
+
+    def metrics(self) -> Metrics:
+        return {}
+
+    def release(self) -> None:
+        """There is no memory of rollouts."""
+
+
 def sent_bytes(policy: PolicyModel) -> int:
     """Bytes of a version of the weights."""
     if policy.lora.rank:
@@ -644,21 +704,33 @@ def sent_bytes(policy: PolicyModel) -> int:
 
 
 @contextmanager
-def remote_samplers(config: Config, policy: PolicyModel, sampling: GroupSampler) -> Iterator[SamplerPool | None]:
-    """The samplers that the configuration asks for, until the end of the block; None where the trainer samples.
+def remote_samplers(
+    config: Config, policy: PolicyModel, sampling: GroupSampler
+) -> Iterator[SamplerPool | FollowedSamplers | None]:
+    """The samplers that the configuration asks for, until the end of the block; None where the trainer samples. If the
+    trainer has several processes, the first one starts and drives them.
 
     Raises:
-        ConfigError: The transport's package is missing, or its cluster is not there.
+        ConfigError: The transport's package is missing, or its cluster is not there; raised in all processes.
     """
-    samplers = config.rollout.remote
+    samplers, processes = config.rollout.remote, sampling.processes
     if samplers is None:
         yield None
         return
-    module, _, name = TRANSPORTS[samplers.kind].partition(":")
-    kind = getattr(importlib.import_module(f"grpo_roc_jax.{module}"), name)
-    make = partial(RemoteSampler, config, sampling.sampler.executor.registry, all_passed())
-    with config_errors():
-        transport = kind(samplers, make, config.method.files, sent_bytes(policy))
+    transport: Any = None
+
+    def connect() -> None:
+        nonlocal transport
+        module, _, name = TRANSPORTS[samplers.kind].partition(":")
+        kind = getattr(importlib.import_module(f"grpo_roc_jax.{module}"), name)
+        make = partial(RemoteSampler, config, sampling.sampler.executor.registry, all_passed())
+        with config_errors():
+            transport = kind(samplers, make, config.method.files, sent_bytes(policy))
+
+    processes.once(connect)
+    if not processes.first:
+        yield FollowedSamplers(processes)
+        return
     try:
         yield SamplerPool(transport, sampling, samplers.count, samplers.timeout_s, config.sampling.temperature)
     finally:

@@ -11,12 +11,14 @@ import pytest
 from grpo_roc_jax.config import derived, read_config
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.rollout.sampler import Sampler
+from grpo_roc_jax.run import components
 from grpo_roc_jax.run.components import check_together
 from grpo_roc_jax.run.rollout_stream import RolloutStream, age_metrics
 from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.run.samplers import (
     FAILED_STARTS,
     RESENT,
+    FollowedSamplers,
     HostedGroups,
     SamplerFailed,
     SamplerPool,
@@ -45,9 +47,9 @@ def known(*words):
 
 
 class Played:
-    """A stream on samplers in this process, and what its steps took."""
+    """A stream on samplers in this process, and what its steps took; of `processes`, the first has the samplers."""
 
-    def __init__(self, seed, *words, count=2, clock=None):
+    def __init__(self, seed, *words, count=2, clock=None, processes=None):
         self.config, self.policy = known(*words), OneNumber()
         self.engines = []
 
@@ -59,12 +61,15 @@ class Played:
             sampling = GroupSampler(sampler, None, None, self.config.resample, self.config.group.size)
             return HostedGroups(self.policy, sampling, warm_up=False)
 
-        self.local, self.run, self.engine = opened(self.config, seed)
+        self.local, self.run, self.engine = opened(self.config, seed, processes)
         self.engine.config, self.sampling = self.config.rollout, self.local._sampling
         self.sampling.sampler.chat = SimpleNamespace(prompt_ids=lambda problem, suffix: [1, 2])
         self.transport = LocalTransport(make)
         time = {} if clock is None else {"clock": clock}
-        self.pool = SamplerPool(self.transport, self.sampling, count, 60.0, **time)
+        if processes is None or processes.first:
+            self.pool = SamplerPool(self.transport, self.sampling, count, 60.0, **time)
+        else:
+            self.pool = FollowedSamplers(processes)
         self.stream = RolloutStream(self.config, self.sampling, SimpleNamespace(size=8), self.pool)
         self.taken, self.metrics, self.notes = [], [], []
 
@@ -276,15 +281,17 @@ def test_samplers_need_a_stream():
         read_config("--rollout.samplers=ray", "--rollout.step_limit=none")
 
 
-def test_a_trainer_of_several_processes_is_refused():
-    with pytest.raises(ValueError, match=r"samplers ray with a trainer of several processes; train on one host"):
-        check_together(known(), SimpleNamespace(is_multi_process=True))
+def test_processes_that_sample_as_one_may_have_samplers_elsewhere(monkeypatch):
+    monkeypatch.setattr(components, "processes_together", lambda mesh: 2)
+    check_together(known(), SimpleNamespace())
+    with pytest.raises(ValueError, match=r"lets 2 processes sample as one, which excludes rollout\.step_limit stream"):
+        check_together(known("rollout.samplers=none"), SimpleNamespace())
 
 
 def test_samplers_without_their_package_are_refused_at_the_start(monkeypatch):
     monkeypatch.setattr(type(known().rollout.samplers), "package", "a_package_that_nobody_has")
     with pytest.raises(ValueError, match=r"samplers ray needs the package: pip install"):
-        check_together(known(), SimpleNamespace(is_multi_process=False))
+        check_together(known(), SimpleNamespace())
 
 
 def test_a_dry_run_says_where_rollouts_are_sampled():

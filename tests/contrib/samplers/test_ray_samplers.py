@@ -33,7 +33,7 @@ REMOTE = ("--rollout.samplers=ray", "--rollout.samplers.count=2")
 
 def kill(member) -> None:
     """Ends the process of a sampler of this machine."""
-    os.kill(int(re.search(r"process (\d+)", member.place)[1]), signal.SIGKILL)
+    os.kill(int(re.search(r"process (\d+)", member.host)[1]), signal.SIGKILL)
 
 
 @contextmanager

@@ -1,0 +1,119 @@
+"""A trainer of two processes with samplers as Ray actors: the tokens of one process, though one of them is killed."""
+
+import os
+import re
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.record.trace import read_trace
+from tests.pod.test_processes import SMALL, ended, said, start, wait_for_step
+from tests.test_train import even
+
+pytestmark = pytest.mark.slow
+ray = pytest.importorskip("ray", reason="the ray extra is not installed")
+
+ROWS, PROBLEMS = 40, 5
+SLOW = "--reward.functions=tests.pod.test_samplers_of_processes:slow_even"
+REMOTE = (SLOW, "--rollout.samplers=ray", "--rollout.samplers.count=2", "--rollout.samplers.timeout_s=300")
+assert "--group.problems=5" in SMALL
+
+
+def slow_even(problem, trajectories):
+    """`even`, for as long as it takes to kill a sampler that has this group."""
+    time.sleep(0.5)
+    return even(problem, trajectories)
+
+
+def joined(folder):
+    """The numbers of the processes of samplers that have joined, as the events of the run name them."""
+    text = (folder / "said_0.txt").read_text()
+    return [int(number) for number in re.findall(r"sampler \d+ has joined: \S+, process (\d+)", text)]
+
+
+def kill_a_sampler(folder, step, processes):
+    """Kills a sampler that has joined, once the step is recorded; returns its number."""
+    wait_for_step(folder, step, processes)
+    victim = joined(folder)[-1]
+    os.kill(victim, signal.SIGKILL)
+    return victim
+
+
+def total(folder, name):
+    return sum(row.get(f"samplers/{name}", 0.0) for row in read_metrics(folder / "run"))
+
+
+def taken(folder, steps, lag):
+    """The problems of each step, in whole groups with tokens that are not too old."""
+    uids = []
+    for step in range(1, steps + 1):
+        records = list(read_trace(folder / "run", step))
+        assert len(records) == ROWS, f"{len(records)} rows in step {step}"
+        uids += sorted({record.problem.uid for record in records})
+        for record in records:
+            versions = record.trajectory.versions[record.trajectory.policy_mask]
+            assert (np.diff(versions) >= 0).all() and 0 <= step - 1 - versions.min() <= lag
+    return uids
+
+
+@pytest.mark.parametrize(
+    "mesh", [("--sharding.fsdp=2",), ("--sharding.tensor=2",), ("--lora={kind: low_rank, rank: 2}",)]
+)
+def test_tokens_are_those_of_one_process_though_a_sampler_is_killed(tmp_path, mesh):
+    """Weights that no process has alone are gathered for the samplers; with `tensor` both processes sample as one, but
+    only in evaluations. What is sent of an adapter is the adapter."""
+    lora = [word for word in mesh if "lora" in word]
+    alone, several = tmp_path / "alone", tmp_path / "several"
+    assert ended(start(alone, 1, 2, "--steps=4", *lora)) == [0], said(alone)
+    processes = start(several, 2, 1, "--steps=4", *mesh, *REMOTE, "--rollout.step_limit.lag=0")
+    kill_a_sampler(several, 1, processes)
+    assert ended(processes) == [0, 0], said(several)
+    assert len(taken(several, 4, lag=0)) == 4 * PROBLEMS
+    for step in range(1, 5):
+        ours, theirs = (list(read_trace(folder / "run", step)) for folder in (several, alone))
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.trajectory.tokens.tolist() == other.trajectory.tokens.tolist()
+            assert (one.kept, one.why, one.verdict.reward) == (other.kept, other.why, other.verdict.reward)
+    for ours, theirs in zip(*(read_metrics(folder / "run") for folder in (several, alone)), strict=True):
+        for name in theirs:
+            if name.startswith(("loss/", "roc/", "verdict/", "eval/", "rollout/stop", "rollout/reward")):
+                assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+    assert total(several, "lost") == 1 and total(several, "joined") >= 2 and total(several, "groups_again") >= 1
+
+
+def test_a_trainer_that_is_killed_goes_on_with_other_samplers(tmp_path):
+    """Each problem is trained on once, before and after: with a lag of 1 its rows are in flight when a process dies."""
+    words = (*REMOTE, "--sharding.fsdp=2", "--rollout.step_limit.lag=1")
+    processes = start(tmp_path, 2, 1, "--steps=500", *words)
+    kill_a_sampler(tmp_path, 2, processes)
+    wait_for_step(tmp_path, 5, processes)
+    before = joined(tmp_path)
+    processes[1].kill()
+    statuses = ended(processes, 60)
+    assert statuses[1] == -signal.SIGKILL and statuses[0] not in (0, None), said(tmp_path)
+    done = int(max(row["step"] for row in read_metrics(tmp_path / "run")))
+    assert ended(start(tmp_path, 2, 1, f"--steps={done + 3}", *words, "--resume=auto")) == [0, 0], said(tmp_path)
+    assert "resumed after step" in said(tmp_path)
+    uids = taken(tmp_path, done + 3, lag=1)
+    assert len(uids) == len(set(uids)) == PROBLEMS * (done + 3)
+    assert total(tmp_path, "lost") >= 1 and not set(before) & set(joined(tmp_path)), "samplers of the run before"
+    deadline = time.monotonic() + 30
+    while alive := [pid for pid in before if os.path.exists(f"/proc/{pid}")]:
+        assert time.monotonic() < deadline, f"samplers {alive} outlive their trainer"
+        time.sleep(0.5)
+
+
+def test_a_sampler_that_raises_ends_both_processes_with_the_reason(tmp_path):
+    words = ("--rollout.samplers=ray", "--rollout.samplers.count=1", "--steps=5")
+    raising = "--reward.functions=tests.pod.test_samplers_of_processes:of_wrong_length"
+    processes = start(tmp_path, 2, 1, *words, raising)
+    assert ended(processes, 120) == [5, 5], said(tmp_path)
+    text = said(tmp_path)
+    assert "stopped: sampler 1" in text and "process 0 failed while it sampled: SamplerFailed: sampler 1" in text
+
+
+def of_wrong_length(problem, trajectories):
+    return [1.0]
