@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 PIECE = 1 << 22
 """Bytes that each process sends at a time; the size is fixed, so that one program is compiled."""
+HEAD = PIECE - 8
+"""Bytes of a value that fit into its first piece, after its size."""
 SIGNAL_POLL_S = 1.0
 """Seconds between two checks for a signal that another process received."""
 STOP_KEY = "grpo_roc_jax/stop/"
@@ -147,6 +149,9 @@ class Processes:
             mesh = Mesh(np.array([firsts[i] for i in range(count)]), ("process",))
             self._apart, everywhere = NamedSharding(mesh, P("process")), NamedSharding(mesh, P())
             self._together = jax.jit(lambda pieces: pieces, out_shardings=everywhere)
+            summed = jax.jit(lambda pieces: pieces.sum(0), out_shardings=everywhere)
+            words = jax.ShapeDtypeStruct((count, PIECE // 4), np.uint32, sharding=self._apart)
+            self._summed = summed.lower(words).compile()  # now, since later compilations count as unexpected
             self._device = firsts[index]
 
     @property
@@ -285,29 +290,45 @@ class Processes:
 
     def _gather(self, value: T) -> list[T]:
         data = np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
-        head = np.zeros(PIECE, np.uint8)
-        head[:8] = np.frombuffer(np.int64(len(data)).tobytes(), np.uint8)
-        first = min(len(data), PIECE - 8)
-        head[8 : 8 + first] = data[:first]
-        received = [self._exchange(head)]
-        sizes = [int(row[:8].view(np.int64)[0]) for row in received[0]]
-        for start in range(PIECE - 8, max(sizes), PIECE):
-            piece = np.zeros(PIECE, np.uint8)
-            part = data[start : start + PIECE]
-            piece[: len(part)] = part
-            received.append(self._exchange(piece))
+        size = np.frombuffer(np.int64(len(data)).tobytes(), np.uint8)
+        heads = self._exchange(piece_of(np.concatenate([size, data[:HEAD]]), 0))
+        sizes = [int(row[:8].view(np.int64)[0]) for row in heads]
+        rests = self._rests(data[HEAD:], [max(0, size - HEAD) for size in sizes])
         return [
-            pickle.loads(b"".join(block[i].tobytes() for block in received)[8 : 8 + size])
-            for i, size in enumerate(sizes)
+            pickle.loads(head[8 : 8 + size].tobytes() + rest)
+            for head, rest, size in zip(heads, rests, sizes, strict=True)
         ]
+
+    def _rests(self, mine: np.ndarray, sizes: Sequence[int]) -> list[bytes]:
+        """What did not fit into the first pieces of all processes. Either each sends a piece at a time, padded to the
+        longest, or all add up pieces of the concatenation, where a sum moves about twice its size. So values of one
+        process alone, as of the one that has samplers elsewhere, do not make the others send as much padding."""
+        at_a_time, in_a_row = -(-max(sizes) // PIECE), -(-sum(sizes) // PIECE)
+        if 2 * in_a_row < self.count * at_a_time:
+            start = sum(sizes[: self.index])
+            pieces = [self._add(piece_of(mine, PIECE * i - start)) for i in range(in_a_row)]
+            whole = b"".join(piece.tobytes() for piece in pieces)
+            starts = [sum(sizes[:i]) for i in range(len(sizes))]
+            return [whole[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        blocks = [self._exchange(piece_of(mine, PIECE * i)) for i in range(at_a_time)]
+        return [b"".join(block[i].tobytes() for block in blocks)[:size] for i, size in enumerate(sizes)]
 
     def _exchange(self, piece: np.ndarray) -> np.ndarray:
         """The pieces of all processes, uint8[count, PIECE], given the piece of this one, uint8[PIECE]."""
+        return self._run(self._together, piece)
+
+    def _add(self, piece: np.ndarray) -> np.ndarray:
+        """The sum of the pieces of all processes, uint8[PIECE], of which at most one has something at each byte."""
+        return self._run(self._summed, piece.view(np.uint32)).view(np.uint8)
+
+    def _run(self, program: Callable[[jax.Array], jax.Array], piece: np.ndarray) -> np.ndarray:
+        """The result of a program on the pieces of all processes."""
         try:
             reach("exchange")
             mine = jax.device_put(piece[None], self._device)
-            apart = jax.make_array_from_single_device_arrays((self.count, PIECE), self._apart, [mine])
-            return np.asarray(jax.device_get(self._together(apart).addressable_data(0)))
+            shape = (self.count, *piece.shape)
+            apart = jax.make_array_from_single_device_arrays(shape, self._apart, [mine])
+            return np.asarray(jax.device_get(program(apart).addressable_data(0)))
         except FAILED as error:
             raise self.lost(error) or ProcessLost(
                 f"all processes live, but an exchange failed ({_brief(error)})"
@@ -337,6 +358,15 @@ class Processes:
         gone = [i for i in range(self.count) if i not in present]
         names = [f"process {i} ({hosts.get(f'grpo_roc_jax/host/{i}', 'unknown host')})" for i in gone]
         return f"{', '.join(names)} of {self.count} is gone" if gone else ""
+
+
+def piece_of(data: np.ndarray, start: int) -> np.ndarray:
+    """uint8[PIECE] of `data` from `start` on, which may be before its beginning; zeros where it has nothing."""
+    piece = np.zeros(PIECE, np.uint8)
+    part = data[max(start, 0) : max(start + PIECE, 0)]
+    first = max(-start, 0)
+    piece[first : first + len(part)] = part
+    return piece
 
 
 @contextmanager

@@ -4,10 +4,10 @@ The engine works on the rollouts of this step and of the `lag` steps to come. A 
 the others continue under the next weights, and while the device computes an update. No row gets older than `lag`
 versions of the weights: the step waits for such a row, or drops it.
 
-With several processes all draw the same problems, and each rolls out and scores every `count`-th group, or the first
-process has samplers elsewhere roll out all of them (`run.samplers`). They take the same groups: each process posts which
-of its groups are complete and how old they are, and once these are enough all of them `gather` that list. The update
-changes the weights of all processes at once.
+With several processes all draw the same problems. Each rolls out and scores every `count`-th group, unless the first
+process has samplers elsewhere roll out all of them (`run.samplers`). They take the same groups: each process posts
+which of its groups are complete and how old they are, and once these are enough all of them `gather` that list. The
+update changes the weights of all processes at once.
 """
 
 import json

@@ -465,10 +465,11 @@ class SamplerPool:
         return [tuple(next(cuts) if row is None else row for row in rows) for rows in task.rows]
 
     def advance(self, timeout_s: float) -> None:
-        """Takes reports until groups are complete or begin again, or for so long."""
+        """Takes reports until groups are complete or begin again, or for so long from when a sampler has started."""
         if timeout_s > 0 and not any(member.ready for member in self._members):
-            with phase("starting samplers"):
-                self._advance(timeout_s, lambda: any(member.ready for member in self._members))
+            processes = self._sampling.processes
+            with phase("starting samplers"):  # until then there is no news for other processes
+                self._advance(np.inf, lambda: any(member.ready for member in self._members) or processes.stopping)
         self._advance(timeout_s, lambda: False)
 
     def _advance(self, timeout_s: float, enough: Callable[[], bool]) -> None:
@@ -663,7 +664,8 @@ class FollowedSamplers:
         refuse_non_finite(self._processes.gather(True), version)
 
     def advance(self, timeout_s: float) -> None:
-        """Does nothing; the stream asks the first process from time to time."""
+        """Waits, since the stream asks the first process after each call."""
+        time.sleep(timeout_s)
 
     def submit(self, groups: Sequence[OpenGroup], requests: Any, options: RunOptions, weights: Any) -> None:
         """Is called in the first process only, as are the other methods that take groups."""

@@ -6,14 +6,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from grpo_roc_jax.pod import processes as processes_module
 from grpo_roc_jax.pod.processes import (
     AddressedProcesses,
     ClusterProcesses,
@@ -294,3 +299,76 @@ def test_statistics_of_engines_add_up():
     assert whole.stops["eos"] == 5
     assert whole.shard_tokens == (4, 6, 5)
     assert whole.tokens_per_s == 7.5
+
+
+class Sends(Processes):
+    """A thread as a process, with the exchange of the others in memory; pieces have 32 bytes."""
+
+    def __init__(self, index, count, hall):
+        self.index, self.count, self.hall, self.runs = index, count, hall, Counter()
+        self._together, self._summed = "together", "summed"
+
+    def _run(self, program, piece):
+        self.runs[program] += 1
+        self.hall.pieces[self.index] = piece
+        self.hall.barrier.wait()
+        pieces = np.stack(self.hall.pieces)
+        self.hall.barrier.wait()
+        return pieces if program == "together" else pieces.sum(0, dtype=np.uint32)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_values_of_any_sizes_arrive_whole(count, monkeypatch):
+    """A long value of one process is added up with nothing of the others; equal ones are sent side by side."""
+    monkeypatch.setattr(processes_module, "PIECE", 32)
+    monkeypatch.setattr(processes_module, "HEAD", 24)
+    rng = np.random.default_rng(count)
+    for case in range(30):
+        sizes = rng.integers(0, 400, count) if case % 2 else np.where(np.arange(count) == case % count, 600, 0)
+        values = [rng.bytes(int(size)) for size in sizes]
+        hall = SimpleNamespace(pieces=[None] * count, barrier=threading.Barrier(count, timeout=60))
+        every = [Sends(index, count, hall) for index in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+            found = [*pool.map(lambda one, values=values: one._gather(values[one.index]), every)]
+        assert found == [values] * count
+        assert all(one.runs == every[0].runs for one in every)
+        one_has_all = count > 2 and not case % 2
+        assert (every[0].runs["summed"] > 0) == one_has_all or case % 2
+        assert not one_has_all or every[0].runs["together"] == 1
+
+
+GATHERS = """
+import numpy as np
+from grpo_roc_jax.pod.processes import FoundProcesses, joined
+
+with joined(FoundProcesses()) as processes:
+    for sizes in ((9_000_000, 10, 0), (10, 10, 9_000_001), (5_000_000, 6_000_000, 7_000_000)):
+        values = [np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)]
+        assert processes.gather(values[processes.index]) == values, sizes
+    print("all arrived")
+"""
+
+
+@pytest.mark.slow
+def test_long_values_of_three_processes_arrive_whole(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environ = os.environ | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "3"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", GATHERS],
+            cwd=ROOT,
+            env=environ | {"JAX_PROCESS_ID": str(index)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(3)
+    ]
+    try:
+        texts = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert all("all arrived" in text for text in texts), "\n".join(texts)

@@ -1,4 +1,4 @@
-"""A trainer of several processes whose samplers are elsewhere: the first process has them, and all take the same groups."""
+"""A trainer of several processes with samplers elsewhere: the first process has them, and all take the same groups."""
 
 from dataclasses import replace
 from types import SimpleNamespace
