@@ -65,7 +65,6 @@ class Study:
     worlds: Mapping[str, Words]
     """What is trained: files and settings below those of the arms."""
     seeds: int = 5
-    first_seed: int = 0
     words: Words = ("--eval.every=10", "--eval.samples=4", "--data.eval_problems=96")
     """Settings of every run."""
     measures: tuple[Measure, ...] = COMMON
@@ -77,6 +76,8 @@ class Study:
     """What the study is to show. All claims of a study, in all of its worlds, share one error rate."""
     timed: bool = False
     """Whether seconds decide it. Then no run of another study is taken over; run it with `--jobs 1`, alone."""
+    first_seed: int = 0
+    """Above 0 where earlier seeds were read before its claims were written."""
 
     @property
     def seed_numbers(self) -> range:
