@@ -91,8 +91,8 @@ def jobs_of(study: Study, folder: Path, *, tiny: bool = False) -> list[Job]:
     """The runs of a study, one seed after the other, so that what is finished early is balanced."""
     found = []
     for seed in study.seed_numbers:
-        for world, base in study.worlds.items():
-            for arm, words in study.arms.items():
+        for arm, words in study.arms.items():  # worlds take turns, so that runs at once wait for no common cold start
+            for world, base in study.worlds.items():
                 common, own = (*base, *study.words, *(TINY if tiny else ())), (*words, f"--seed={seed}")
                 cold_words = cold_settings(common, own) if study.cold else ()
                 found.append(Job(world, arm, seed, ordered(common, own), cold_words, folder))
