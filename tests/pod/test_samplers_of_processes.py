@@ -84,22 +84,32 @@ def test_tokens_are_those_of_one_process_though_a_sampler_is_killed(tmp_path, me
     assert total(several, "lost") == 1 and total(several, "joined") >= 2 and total(several, "groups_again") >= 1
 
 
-def test_a_trainer_that_is_killed_goes_on_with_other_samplers(tmp_path):
-    """Each problem is trained on once, before and after: with a lag of 1 its rows are in flight when a process dies."""
+@pytest.mark.parametrize(("number", "then"), [(signal.SIGKILL, 2), (signal.SIGTERM, 1)])
+def test_a_trainer_that_is_ended_goes_on_with_other_samplers(tmp_path, number, then):
+    """Each problem is trained on once, before and after: with a lag of 1 its rows are in flight when a process dies.
+    A sampler that was killed before has been replaced by then."""
     words = (*REMOTE, "--sharding.fsdp=2", "--rollout.step_limit.lag=1")
     processes = start(tmp_path, 2, 1, "--steps=500", *words)
-    kill_a_sampler(tmp_path, 2, processes)
-    wait_for_step(tmp_path, 5, processes)
+    kill_a_sampler(tmp_path, 1, processes)
+    for step in range(2, 100):
+        wait_for_step(tmp_path, step, processes)
+        if len(joined(tmp_path)) == 3:
+            break
     before = joined(tmp_path)
-    processes[1].kill()
-    statuses = ended(processes, 60)
-    assert statuses[1] == -signal.SIGKILL and statuses[0] not in (0, None), said(tmp_path)
+    assert len(before) == 3, said(tmp_path)
+    processes[1].send_signal(number)
+    statuses = ended(processes, 120)
+    if number == signal.SIGTERM:
+        assert statuses == [143, 143], said(tmp_path)
+    else:
+        assert statuses[1] == -signal.SIGKILL and statuses[0] not in (0, None), said(tmp_path)
     done = int(max(row["step"] for row in read_metrics(tmp_path / "run")))
-    assert ended(start(tmp_path, 2, 1, f"--steps={done + 3}", *words, "--resume=auto")) == [0, 0], said(tmp_path)
+    again = start(tmp_path, then, 2 // then, f"--steps={done + 2}", *words, "--resume=auto")
+    assert ended(again) == [0] * then, said(tmp_path)
     assert "resumed after step" in said(tmp_path)
-    uids = taken(tmp_path, done + 3, lag=1)
-    assert len(uids) == len(set(uids)) == PROBLEMS * (done + 3)
-    assert total(tmp_path, "lost") >= 1 and not set(before) & set(joined(tmp_path)), "samplers of the run before"
+    uids = taken(tmp_path, done + 2, lag=1)
+    assert len(uids) == len(set(uids)) == PROBLEMS * (done + 2)
+    assert total(tmp_path, "lost") == 1 and not set(before) & set(joined(tmp_path)), "samplers of the run before"
     deadline = time.monotonic() + 30
     while alive := [pid for pid in before if os.path.exists(f"/proc/{pid}")]:
         assert time.monotonic() < deadline, f"samplers {alive} outlive their trainer"

@@ -59,6 +59,27 @@ def test_all_processes_take_the_same_groups_though_samplers_are_killed(lag, late
         assert kept + dropped + waiting == first.run.stream.drawn * SAMPLES
 
 
+def test_a_second_round_takes_the_same_groups_in_all_processes():
+    def one(processes):
+        played = Played(9, *limit(1), processes=processes)
+        for step in range(STEPS):
+            played.run.train = SimpleNamespace(params=step / 2)
+            played.stream.publish(played.policy, played.run)
+            for _ in range(1 + step % 2):
+                played.taken.append((step, played.stream.next_round(played.run, None)))
+                if processes.first:
+                    played.transport.alive[0].lost = True
+            if played.stream.meanwhile:
+                played.stream.meanwhile()
+            played.stream.after_update(played.run, (), {})
+            played.run.step += 1
+        return played
+
+    first, second = in_threads(2, one)
+    assert contents(first.taken) == contents(second.taken)
+    assert len(first.uids) == len(set(first.uids)) and sum(s.lost for s in first.transport.samplers) >= STEPS
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_checkpoint_of_any_process_goes_on_in_another_number_of_them(count):
     def begin(processes):
