@@ -27,7 +27,7 @@ from grpo_roc_jax.planner.measured import Rates, device_rates, measured_lines
 from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
 from grpo_roc_jax.planner.suggest import device_limit, room_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
-from grpo_roc_jax.pod.processes import ProcessLost
+from grpo_roc_jax.pod.processes import ProcessFailed, ProcessLost
 from grpo_roc_jax.pod.program_cache import keep_programs
 from grpo_roc_jax.record.accuracy import ALL
 from grpo_roc_jax.record.checkpoint import CheckpointFailed
@@ -44,6 +44,7 @@ from grpo_roc_jax.run.components import check_components, describe_device, make_
 from grpo_roc_jax.run.durations import evaluation_phase
 from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
+from grpo_roc_jax.run.open_groups import SamplerFailed
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
 from grpo_roc_jax.run.profiling import Profile, Tracer, profiled, tracing
 from grpo_roc_jax.run.prospects import hindrances
@@ -51,7 +52,7 @@ from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler, StepSamples, check_accounts, draw_problems, merge_rounds, run_round
-from grpo_roc_jax.run.samplers import SamplerFailed, remote_samplers
+from grpo_roc_jax.run.samplers import remote_samplers
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
 from grpo_roc_jax.run.stages import enter_stage, first_stage, next_claim, observe, stage_over
 from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run
@@ -103,6 +104,7 @@ def train(
             could not be saved.
         Preempted: A signal to stop arrived; a note of the exception names the step that is saved.
         ProcessLost: One of several processes is gone.
+        ProcessFailed: One of several processes failed while it sampled; raised in all of them.
         StorageFailed: The end of the run could not be copied to object storage.
         SamplerFailed: A sampler of `rollout.samplers` raised an exception, or none of them starts.
     """
@@ -584,7 +586,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended(CONFIG_STATUS, f"reward: {error}", error)
     except Stopped as error:
         return ended(error.status, f"stopped: {error}", error)
-    except (CheckpointFailed, StorageFailed, SamplerFailed) as error:
+    except (CheckpointFailed, StorageFailed, SamplerFailed, ProcessFailed) as error:
         return ended(INFRASTRUCTURE_STATUS, f"stopped: {error}", error)
     except ProcessLost as error:
         print(

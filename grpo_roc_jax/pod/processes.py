@@ -126,6 +126,10 @@ class ProcessLost(RuntimeError):
     """Another process of the run has died; the message names it."""
 
 
+class ProcessFailed(RuntimeError):
+    """A process of the run has failed, and all of them know it at the same point; the message has the reason."""
+
+
 class Processes:
     """The processes of this run, from the view of one of them; made by `joined`."""
 

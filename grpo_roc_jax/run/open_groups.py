@@ -54,6 +54,10 @@ class OpenGroup:
         return [replace(part, trajectories=tuple(rows)) for part, rows in zip(self.parts, self.rows, strict=True)]
 
 
+class SamplerFailed(RuntimeError):
+    """A sampler raised an exception, which another one would raise too, or none starts."""
+
+
 class GroupSource(Protocol):
     """Rolls out and scores the groups of a stream. Groups are passed in the order of their numbers."""
 

@@ -12,6 +12,7 @@ update changes the weights of all processes at once.
 
 import json
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,11 +26,11 @@ from jax.sharding import Mesh
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.edit import joined
 from grpo_roc_jax.method.planning import Wave
-from grpo_roc_jax.pod.processes import ProcessLost
+from grpo_roc_jax.pod.processes import ProcessFailed
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.rollout.table import from_prompt
-from grpo_roc_jax.run.open_groups import EngineGroups, GroupSource, OpenGroup
+from grpo_roc_jax.run.open_groups import EngineGroups, GroupSource, OpenGroup, SamplerFailed
 from grpo_roc_jax.run.policy import PolicyModel
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import (
@@ -106,8 +107,8 @@ class RolloutStream:
         place.
 
         Raises:
-            Exception: The failure of a round of the engine, also of one during the last update.
-            ProcessLost: Such a failure in another process.
+            Exception: The failure of a round of the engine, maybe during the last update, of the only process.
+            ProcessFailed: One of several processes had such a failure; raised in all of them.
         """
         if self._failure is not None and self._processes.count == 1:
             raise self._failure
@@ -234,13 +235,10 @@ class RolloutStream:
                 raise
             self._failure = error
             self._ask()  # the others stop waiting for groups of this process
-        words = "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
-        news, failures = zip(*self._processes.gather((self._news(), words)), strict=True)
-        if self._failure is not None:
-            raise self._failure
+        news, failures = zip(*self._processes.gather((self._news(), described(self._failure))), strict=True)
         for index, failure in enumerate(failures):
             if failure:
-                raise ProcessLost(f"process {index} failed while it sampled: {failure}")
+                raise ProcessFailed(f"process {index} failed while it sampled: {failure}") from self._failure
         self._learn(news)
         complete = oldest_whole(self._open, self._count)
         self._open = [group for group in self._open if group not in complete]
@@ -362,6 +360,13 @@ class RolloutStream:
         rows = [*map(iter, cuts)]
         pairs = ((rows[self._owner(group)], part) for group in self._open for part in group.parts)
         return tuple(replace(part, trajectories=next(source)) for source, part in pairs)
+
+
+def described(failure: Exception | None) -> str:
+    """A failure for the other processes: with its traceback, unless its message has that of a sampler already."""
+    if failure is None or isinstance(failure, SamplerFailed):
+        return str(failure or "")
+    return "".join(traceback.format_exception(failure)).strip()
 
 
 def with_problems(rollouts: ScoredRollouts, parts: Sequence[PartialGroup]) -> ScoredRollouts:

@@ -39,7 +39,7 @@ from grpo_roc_jax.rollout.sampler import render
 from grpo_roc_jax.rollout.scheduler import expand
 from grpo_roc_jax.rollout.table import starting_point
 from grpo_roc_jax.run.components import describe_device, make_parts
-from grpo_roc_jax.run.open_groups import EngineGroups, OpenGroup, score_together
+from grpo_roc_jax.run.open_groups import EngineGroups, OpenGroup, SamplerFailed, score_together
 from grpo_roc_jax.run.policy import PolicyModel, parameter_count
 from grpo_roc_jax.run.sample import GroupSampler, PartialGroup, ScoredRollouts, merge_stats
 from grpo_roc_jax.settings.callables import all_passed, given
@@ -58,10 +58,6 @@ RESENT = 3
 """Times in a row that weights are sent to a sampler that received others."""
 FAILED_STARTS = 3
 """Samplers in a row that end before they have started, after which the run ends."""
-
-
-class SamplerFailed(RuntimeError):
-    """A sampler raised an exception, which another one would raise too."""
 
 
 # What is sent.

@@ -19,7 +19,7 @@ from grpo_roc_jax.method.compose import needs_reference
 from grpo_roc_jax.method.switching import Stage, StageProgress
 from grpo_roc_jax.pod.notice import noticed
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
-from grpo_roc_jax.pod.processes import Processes, joined
+from grpo_roc_jax.pod.processes import Processes, ProcessFailed, joined
 from grpo_roc_jax.record.checkpoint import Checkpointer, describe_leaves
 from grpo_roc_jax.record.events import Events
 from grpo_roc_jax.record.loggers import ConsoleWriter
@@ -277,9 +277,9 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
         processes = session.sampling.processes
         if not isinstance(error, ConfigError) and (lost := processes.lost(error)):
             raise lost from error
-        # Either all processes get here after these two errors or none does; after an error of one process, it must not
+        # Either all processes get here after these errors or none does; after an error of one process, it must not
         # wait for the others.
-        together = isinstance(error, Preempted | Stopped) or processes.count == 1
+        together = isinstance(error, Preempted | Stopped | ProcessFailed) or processes.count == 1
         if together and session.checkpointer.latest is not None:
             saved, words = session.checkpointer.save_latest()
             if isinstance(error, Preempted) and session.watchdog.ending:

@@ -121,8 +121,10 @@ def test_a_sampler_that_raises_ends_both_processes_with_the_reason(tmp_path):
     raising = "--reward.functions=tests.pod.test_samplers_of_processes:of_wrong_length"
     processes = start(tmp_path, 2, 1, *words, raising)
     assert ended(processes, 120) == [5, 5], said(tmp_path)
-    text = said(tmp_path)
-    assert "stopped: sampler 1" in text and "process 0 failed while it sampled: SamplerFailed: sampler 1" in text
+    for index in (0, 1):
+        text = (tmp_path / f"said_{index}.txt").read_text()
+        assert "stopped: process 0 failed while it sampled: sampler 1" in text and "returned 2 values for 8" in text
+        assert "the state after step 0 is saved; run the same command with --resume auto" in text
 
 
 def of_wrong_length(problem, trajectories):

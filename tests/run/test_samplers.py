@@ -13,6 +13,7 @@ from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run import components
 from grpo_roc_jax.run.components import check_together
+from grpo_roc_jax.run.open_groups import SamplerFailed
 from grpo_roc_jax.run.rollout_stream import RolloutStream, age_metrics
 from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.run.samplers import (
@@ -20,7 +21,6 @@ from grpo_roc_jax.run.samplers import (
     RESENT,
     FollowedSamplers,
     HostedGroups,
-    SamplerFailed,
     SamplerPool,
     Weights,
     digest,

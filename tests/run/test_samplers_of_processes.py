@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.pod.preemption import Preempted
-from grpo_roc_jax.pod.processes import ProcessLost
+from grpo_roc_jax.pod.processes import ProcessFailed
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
-from grpo_roc_jax.run.samplers import FAILED_STARTS, SamplerFailed, remote_samplers
+from grpo_roc_jax.run.open_groups import SamplerFailed
+from grpo_roc_jax.run.samplers import FAILED_STARTS, remote_samplers
 from grpo_roc_jax.settings.cli import ConfigError
 from tests.helpers.local_samplers import Killed
 from tests.helpers.stream_fakes import SAMPLES
@@ -128,11 +129,10 @@ def test_a_sampler_that_raises_or_cannot_start_ends_all_processes_with_the_reaso
 
     for cause, text in (("raises", "no such tool"), ("lost", f"{FAILED_STARTS} samplers in a row .* out of memory")):
         first, second = in_threads(2, lambda processes, cause=cause: one(processes, cause))
-        assert isinstance(first, SamplerFailed) and isinstance(second, ProcessLost)
-        with pytest.raises(SamplerFailed, match=text):
-            raise first
-        with pytest.raises(ProcessLost, match=f"process 0 failed while it sampled: SamplerFailed: .*{text}"):
-            raise second
+        assert isinstance(first.__cause__, SamplerFailed) and str(first) == str(second)
+        for error in (first, second):
+            with pytest.raises(ProcessFailed, match=f"process 0 failed while it sampled: .*{text}"):
+                raise error
 
 
 def test_a_failure_during_an_update_ends_all_processes():
@@ -145,8 +145,8 @@ def test_a_failure_during_an_update_ends_all_processes():
         return outcome(played.step)
 
     first, second = in_threads(2, one)
-    assert isinstance(first, ZeroDivisionError) and isinstance(second, ProcessLost)
-    assert "process 0 failed while it sampled: ZeroDivisionError" in str(second)
+    assert isinstance(first, ProcessFailed) and isinstance(second, ProcessFailed)
+    assert "process 0 failed while it sampled: Traceback" in str(second) and "1 / 0" in str(second)
 
 
 def test_weights_that_are_not_finite_end_all_processes():
