@@ -200,8 +200,8 @@ class RolloutStream:
         options: RunOptions,
         weights: SamplerParams | None,
     ) -> None:
-        """Begins the rows of this process's groups."""
-        if requests:
+        """Begins the rows of this process's groups, unless it has failed, which `_take` tells the others."""
+        if requests and self._failure is None:
             self._source.submit(groups, requests, options, weights)
 
     def _restore(self, run: RunState, weights: SamplerParams | None) -> None:
@@ -291,9 +291,10 @@ class RolloutStream:
         self._failed_elsewhere = any(failed for failed, _ in read)
         told = {number: (born, complete) for _, groups in read for number, born, complete in groups}
         for group in self._open:
-            born, complete = told.get(group.number, (group.born, False))
-            if not self._is_mine(group):
-                group.elsewhere = complete
+            if self._is_mine(group):
+                continue
+            born, group.elsewhere = told.get(group.number, (group.born, False))
+            if born != group.born:
                 group.parts = [replace(part, born=born) for part in group.parts]
         self._sort()
 
