@@ -43,6 +43,17 @@ _TINY |= {"compute_dtype": "float32"}
 _SIGMOIDS = {"scores": "sigmoid", "shared": 64, "dense_layers": 1, "dense_ff": 256}
 _MAMBA = {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 32, "every": 2, "form": "mamba2"}
 FAMILIES = {
+    "Qwen2": ModelConfig(**_TINY, qkv_bias=True, tie_embeddings=True),
+    "Gemma 2, 3": ModelConfig(
+        **_TINY,
+        qk_norm=True,
+        post_norms=True,
+        tie_embeddings=True,
+        extras=SomeExtras(scale_embed=True),
+        windows=SlidingWindows((64, 64, 0), 1e4),
+    ),
+    "OLMo 3": ModelConfig(**_TINY, qk_norm="whole", post_norms="only", windows=SlidingWindows((64, 64, 64, 0))),
+    "Qwen3-MoE": ModelConfig(**_TINY | {"d_ff": 64}, qk_norm=True, experts=Mixture(4, 2)),
     "Qwen3.5-MoE": small(KNOWN_SHAPES["Qwen/Qwen3.5-35B-A3B"]),
     "Granite 3": ModelConfig(**_TINY, extras=SomeExtras(residual_factor=0.5, logit_divisor=2.0)),
     "Granite 4 H": ModelConfig(**_TINY, windows=GatedDelta(**_MAMBA)),
@@ -73,17 +84,20 @@ FAMILIES = {
 
 
 def compared(recipe: str, trained: str, axis: str, model: ModelConfig | None = None):
-    """(deployment on two devices, what its update needs as compiled, and by arithmetic)."""
+    """(deployment on two devices, or two along each of several axes, what its update needs as compiled, and by
+    arithmetic)."""
+    axes = axis.split(", ")
+    devices = 2 ** len(axes)
     words = [f"configs/{recipe}", *TRAINED[trained]]
     if model and model.delta and trained != "full":  # else the first layer would need no gradient
         words += ["--lora.targets", "[q_proj, o_proj, out_proj]"]
-    words += [f"--sharding.{name}={2 if name == axis else 1}" for name in ("data", "fsdp", "sequence", "tensor")]
+    words += [f"--sharding.{name}={2 if name in axes else 1}" for name in ("data", "fsdp", "sequence", "tensor")]
     config = planning.chosen_stages(load_config(Config, words, prog="test"), "")[0]
     sizes = {"rollout.max_prompt_tokens": 128, "rollout.max_response_tokens": 128, "rollout.append_lengths": (32, 64)}
     sizes |= {"batch.row_length": 256, "batch.rows": 4, "update.attention": "blocked", "update.remat": "full"}
     config = with_settings(config, sizes | {"rollout.kv_tokens": 0, "rollout.kv_start": 0})
     model = model or small(KNOWN_SHAPES.get(config.model.path) or config.model)
-    mesh, topology = make_mesh(config.sharding, jax.devices()[:2]), parse_topology("h100:2")
+    mesh, topology = make_mesh(config.sharding, jax.devices()[:devices]), parse_topology(f"h100:{devices}")
     work = replace(work_of(config, mesh, topology, 0.0), response=192.0)
     deployment = Deployment(config, model, mesh, topology, work)
     state, base = trained_like(config, model, mesh)
@@ -122,6 +136,13 @@ CASES = [
 
 @pytest.mark.parametrize(("trained", "axis"), CASES)
 def test_an_update_by_arithmetic_is_that_of_the_program(trained, axis):
+    check("qwen3_0_6b_gsm8k.yaml", trained, axis)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["data, fsdp", "data, tensor", "fsdp, tensor", "data, fsdp, tensor"])
+@pytest.mark.parametrize("trained", TRAINED)
+def test_updates_on_meshes_of_several_axes_by_arithmetic_are_those_of_the_programs(trained, axis):
     check("qwen3_0_6b_gsm8k.yaml", trained, axis)
 
 

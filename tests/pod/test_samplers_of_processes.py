@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from grpo_roc_jax.contrib.samplers.ray_samplers import LOOPBACK
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
 from tests.pod.test_processes import SMALL, ended, said, start, wait_for_step
@@ -114,6 +115,47 @@ def test_a_trainer_that_is_ended_goes_on_with_other_samplers(tmp_path, number, t
     while alive := [pid for pid in before if os.path.exists(f"/proc/{pid}")]:
         assert time.monotonic() < deadline, f"samplers {alive} outlive their trainer"
         time.sleep(0.5)
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A cluster whose only node has room for one sampler."""
+    from ray.cluster_utils import Cluster
+
+    for name, value in LOOPBACK.items():
+        monkeypatch.setenv(name, value)
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    yield made
+    made.shutdown()
+
+
+def test_a_node_that_joins_samples_for_all_processes_and_one_that_is_lost_costs_its_rows(tmp_path, cluster):
+    """The second sampler is pending until there is a node for it."""
+    remote = (*REMOTE, f"--rollout.samplers.address={cluster.address}", "--rollout.step_limit.lag=1")
+    processes = start(tmp_path, 2, 1, "--steps=500", *remote, "--checkpoint.every=0")
+
+    def wait_until(reached):
+        """The last step, once it is so."""
+        for step in range(1, 500):
+            wait_for_step(tmp_path, step, processes)
+            if reached():
+                return step
+        raise AssertionError(said(tmp_path))
+
+    wait_for_step(tmp_path, 2, processes)
+    assert len(joined(tmp_path)) == 1
+    node = cluster.add_node(num_cpus=1)
+    wait_until(lambda: len(joined(tmp_path)) == 2)
+    cluster.remove_node(node, allow_graceful=False)
+    last = wait_until(lambda: total(tmp_path, "lost") == 1)
+    wait_for_step(tmp_path, last + 1, processes)
+    processes[1].send_signal(signal.SIGTERM)
+    assert ended(processes, 120) == [143, 143], said(tmp_path)
+    done = int(max(row["step"] for row in read_metrics(tmp_path / "run")))
+    uids = taken(tmp_path, done, lag=1)
+    assert len(uids) == len(set(uids)) == PROBLEMS * done
+    alive = [row["samplers/alive"] for row in read_metrics(tmp_path / "run") if "samplers/alive" in row]
+    assert (alive[0], max(alive), alive[-1]) == (1, 2, 1)
 
 
 def test_a_sampler_that_raises_ends_both_processes_with_the_reason(tmp_path):
