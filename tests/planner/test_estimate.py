@@ -31,6 +31,8 @@ def small(model: ModelConfig) -> ModelConfig:
     windows, experts = model.windows, model.experts
     if experts.count:
         experts = replace(experts, count=4, per_token=2, shared=64 if experts.shared else 0)
+    # Patterns of layers are whole.
+    sizes["layers"] = max(3, len(getattr(windows, "sizes", ())), len(getattr(model.extras, "rotary_layers", ())))
     if isinstance(windows, GatedDelta):
         windows = replace(windows, key_heads=2, value_heads=4, key_dim=16, value_dim=16, every=2)
         sizes["layers"] = 4

@@ -1,5 +1,6 @@
 """A trainer of two processes with samplers as Ray actors: the tokens of one process, though one of them is killed."""
 
+import json
 import os
 import re
 import signal
@@ -82,6 +83,7 @@ def test_tokens_are_those_of_one_process_though_a_sampler_is_killed(tmp_path, me
         for name in theirs:
             if name.startswith(("loss/", "roc/", "verdict/", "eval/", "rollout/stop", "rollout/reward")):
                 assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+    assert json.loads((several / "run" / "summary.json").read_text())["compilations_after_first_step"] == 0
     assert total(several, "lost") == 1 and total(several, "joined") >= 2 and total(several, "groups_again") >= 1
 
 
