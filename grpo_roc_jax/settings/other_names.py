@@ -610,8 +610,8 @@ OTHER_NAMES = (
         ("async_level", "rollout.step_limit", "of step_limit stream"),
     ),
 )
-"""From TRL 1.16 (`GRPOConfig`), verl 0.9, google-tunix 0.1.7, prime-rl, OpenRLHF and SkyRL in November 2026; last, names
-that are common in scripts of transformers, vLLM and others."""
+"""From TRL 1.16 (`GRPOConfig`), verl 0.9, google-tunix 0.1.7, prime-rl, OpenRLHF and SkyRL in November 2026; last,
+names that are common in scripts of transformers, vLLM and others."""
 OTHER_KINDS = {
     "low_var_kl": "k3",
     "mse": "k2",
@@ -742,7 +742,9 @@ def nearest(key: str, known: Sequence[str]) -> str:
         return min(same, key=lambda name: (name.count("."), known.index(name)))
     if joined := [name for name in known if _joined(name) == _joined(key)]:
         return joined[0]
-    alike = {name: _alike(name.rpartition(".")[2], tail) for name in known if _same_words(tail, name.rpartition(".")[2])}
+    alike = {
+        name: _alike(name.rpartition(".")[2], tail) for name in known if _same_words(tail, name.rpartition(".")[2])
+    }
     here = [name for name in alike if section and _alike(name.rpartition(".")[0], section) >= CLOSE <= alike[name]]
     ours = not section or section.partition(".")[0] in {name.partition(".")[0] for name in known}
     least = 1.0 if not ours else CLOSE_ELSEWHERE if section else CLOSE_ALONE
@@ -759,7 +761,7 @@ def _same_words(typed: str, name: str) -> bool:
     left, right = typed.replace("-", "_").split("_"), name.split("_")
     if len(left) == len(right):
         return all(_alike(a, b) >= CLOSE for a, b in zip(left, right, strict=True))
-    return 1 < len(left) and set(left) < set(right) or _joined(typed) == _joined(name)
+    return (len(left) > 1 and set(left) < set(right)) or _joined(typed) == _joined(name)
 
 
 def _joined(name: str) -> str:
