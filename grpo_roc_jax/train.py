@@ -46,7 +46,7 @@ from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
 from grpo_roc_jax.run.profiling import Profile, Tracer, profiled, tracing
-from grpo_roc_jax.run.prospects import hindrances
+from grpo_roc_jax.run.prospects import hindrances, left_out
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.run_state import RunState
@@ -635,7 +635,7 @@ def dry(config: Config, full: bool = False) -> None:
         with config_errors(RewardError, ModuleNotFoundError), closing(make_scorer(staged.reward)) as scorer:
             check_extras(staged.log)
             lines_on_data = data_lines(staged, chat, scorer)
-            against = hindrances(staged, chat, scorer)
+            against = [*left_out(lines_on_data), *hindrances(staged, chat, scorer)]
         stage = [f"stage {config.stages[index].name}:"] if config.stages else []
         read += [*stage, *lines_on_data]
         chosen = with_update(staged, model, mesh)

@@ -4,11 +4,15 @@ Contradictions are refused when the configuration is read. This module reports c
 rewards that cannot differ, groups that are always dropped, demonstrations longer than a rollout may be.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import first_demonstrations, first_problems
 from grpo_roc_jax.data.problems import describe_lengths
+from grpo_roc_jax.method.distillation import NoAdvantage
+from grpo_roc_jax.reward.answer import find_answer
+from grpo_roc_jax.reward.config import AnswerReward, Reward
 from grpo_roc_jax.reward.score import Scorer
 from grpo_roc_jax.reward.trial import made_up
 from grpo_roc_jax.run.components import prompt_length
@@ -19,6 +23,11 @@ from grpo_roc_jax.types import Problem
 LOOKED_AT = 32
 """Number of problems and demonstrations of a generated source whose lengths are measured. Files are
 measured in full."""
+NEARLY_GREEDY = 0.01
+"""Below this temperature, or this share of the probability (`top_p`, 1 - `min_p`), nearly every token is the most
+probable one."""
+LEFT_OUT = re.compile("over-long prompts dropped|do not fit and are left out")
+"""In a note on a file of which rows are left out because of their length."""
 
 
 @config_errors()
@@ -34,34 +43,56 @@ def hindrances(config: Config, chat: ChatFormat, scorer: Scorer | None = None) -
     lines += too_long_problems(config, chat)
     if config.sft.steps:
         lines += too_long_demonstrations(config, chat)
+        lines += useless_demonstrations(config, chat)
     return lines + (equal_rewards(config, chat, scorer) if scorer is not None else [])
 
 
 def settings_against_learning(config: Config) -> list[str]:
     """Hindrances that follow from the settings alone."""
     lines: list[str] = []
-    parts = config.reward.functions
-    if parts and not hasattr(config.advantage, "weights") and not any(part.weight for part in parts):
+    if not paid_functions(config):
         lines.append(
             f"every reward function has weight 0 ({', '.join(config.reward.names)}): all rewards are 0 and nothing is "
             "learned; set reward.functions.NAME.weight"
+        )
+    if isinstance(config.advantage, NoAdvantage) and not config.advantage.adjust:
+        lines.append(
+            "advantage none without advantage.adjust: every advantage is 0, whatever the rewards are; name an "
+            "adjustment, or set advantage group"
         )
     if config.resample.sampled(config.group.size) == 1 and config.resample.drop == "equal":
         lines.append(
             "one rollout a problem with resample.drop = equal: a group of one has equal rewards, so every group is "
             "dropped; set resample.drop none, or raise group.size"
         )
-    if config.sampling.top_k == 1:
-        lines.append(
-            "sampling.top_k = 1: all rollouts of a problem are the same, so their rewards cannot differ; raise it, or "
-            "set it to 0"
-        )
+    sampling = config.sampling
+    for greedy, setting, other in (
+        (sampling.top_k == 1, f"sampling.top_k = {sampling.top_k}", "raise it, or set it to 0"),
+        (sampling.top_p < NEARLY_GREEDY, f"sampling.top_p = {sampling.top_p:g}", "raise it; 1 leaves out nothing"),
+        (sampling.min_p > 1 - NEARLY_GREEDY, f"sampling.min_p = {sampling.min_p:g}", "lower it; 0 leaves out nothing"),
+        (sampling.temperature < NEARLY_GREEDY, f"sampling.temperature = {sampling.temperature:g}", "raise it"),
+    ):
+        if greedy:
+            lines.append(
+                f"{setting}: all rollouts of a problem are the same, or nearly, so their rewards cannot differ; {other}"
+            )
     if not config.model.path and not config.sft.steps:
         lines.append(
             "model.path is empty and sft.steps = 0: a policy with random weights hardly ever earns a reward; name a "
             "model, or raise sft.steps"
         )
     return lines
+
+
+def left_out(notes: Iterable[str]) -> list[str]:
+    """The notes on files of which rows are left out because of their length."""
+    return [note for note in notes if LEFT_OUT.search(note)]
+
+
+def paid_functions(config: Config) -> list[Reward]:
+    """The reward functions that count: those with a weight, or all where the method combines their rewards itself."""
+    combined = hasattr(config.advantage, "weights")
+    return [part for part in config.reward.functions if combined or part.weight]
 
 
 def too_long_problems(config: Config, chat: ChatFormat) -> list[str]:
@@ -98,16 +129,39 @@ def too_long_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
     return lines
 
 
+def useless_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
+    """Demonstrations that teach calls of tools that the run does not have, or answers that earn nothing."""
+    lines, reward = [], config.reward
+    only_answers = all(isinstance(part, AnswerReward) for part in paid_functions(config))
+    lenient = reward.extraction == "lenient"
+    for source, traces in first_demonstrations(config.data, config.seed, LOOKED_AT):
+        called = {name for trace in traces if not trace.tools for name in chat.called(trace)}
+        if called and not called & chat.tool_names and not config.environment.agents:
+            lines.append(
+                f"{source}: demonstrations call {', '.join(sorted(called))}, but the run has "
+                f"{', '.join(sorted(chat.tool_names)) or 'no tool'}: such calls always fail; set tools.enabled"
+            )
+        found = any(find_answer(trace.turns, tag=reward.answer_tag, lenient=lenient).answer for trace in traces)
+        if traces and only_answers and not found:
+            lines.append(
+                f"{source}: none of {len(traces)} demonstrations ends in an answer that can be read with "
+                f"reward.answer_tag = {reward.answer_tag} and reward.extraction = {reward.extraction}: rollouts like "
+                "these earn nothing; set what the demonstrations use"
+            )
+    return lines
+
+
 def equal_rewards(config: Config, chat: ChatFormat, scorer: Scorer) -> list[str]:
-    """Reports if the user's reward functions, where there are no others, give a finished and a truncated trajectory
-    equal rewards."""
-    if not scorer.functions or len(scorer.functions) < len(config.reward.functions):
+    """Reports if the reward functions that count, where all of them are the user's, give a finished and a truncated
+    trajectory equal rewards."""
+    paid_names = [part.name for part in paid_functions(config)]
+    if not paid_names or not scorer.functions.keys() >= set(paid_names):
         return []
     first = first_problems(config.data, config.seed, 1)
     problem = next((problem for _, problems in first for problem in problems), None)
     problem = problem or Problem("example", "What is 6 * 7?", "42", "example")
     rows = made_up(problem, chat.prompt_ids(problem), chat.raw_ids, config.reward.answer_tag)
-    paid = {name: _values(function, problem, rows) for name, function in scorer.functions.items()}
+    paid = {name: _values(scorer.functions[name], problem, rows) for name in paid_names}
     if any(values is None or len({str(value) for value in values}) > 1 for values in paid.values()):
         return []
     rewards = ", ".join(f"{name} {values[0]}" for name, values in paid.items())
