@@ -69,6 +69,45 @@ def test_the_pictures_are_what_their_script_draws():
         assert (DOCS / "images" / name).read_text(encoding="utf-8") == content, "run `python docs/draw.py`"
 
 
+OPENED = re.compile(r"^ *```(.*)$", re.MULTILINE)
+LANGUAGES = ("sh", "bash", "python", "python run", "yaml", "json", "console", "text")
+"""A block of `text` is a diagram or what a file contains; what a command printed is in a block of `console`, which
+`docs/record.py` records with its command."""
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_output_is_recorded_with_its_command(path):
+    """A block without a language could be an output without its command; so could lines of a run in another one."""
+    text = path.read_text(encoding="utf-8")
+    opened = OPENED.findall(text)[::2]
+    assert set(opened) <= set(LANGUAGES)
+    others = [
+        block
+        for language, block in re.findall(r"^ *```(.*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
+        if language != "console"
+    ]
+    printed = re.compile(
+        r"^(step +\d+  reward|sft +\d+  nll|plan: |problem: |files: |configuration: |stopped: )", re.MULTILINE
+    )
+    assert not [block for block in others if printed.search(block)]
+
+
+def test_every_picture_of_a_page_has_a_record():
+    """It is drawn by `docs/draw.py`, from rows under benchmarks/results, or taken of the page of a recorded run."""
+    drawn, results = set(script("draw").files()), ROOT / "benchmarks" / "results"
+    shown = (DOCS / "view.md").read_text(encoding="utf-8")
+    for path in PAGES:
+        for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", re.sub(r"`[^`\n]*`", "", prose(path))):
+            file = (path.parent / target).resolve()
+            if file.parent == results:
+                study = "_".join(file.stem.split("_")[:2])
+                assert any(results.glob(f"{study}.json*")), f"{path.name}: {target}"
+            elif file.name.startswith("view_"):
+                assert path.name == "view.md" and "GRPO_ROC_SCREENSHOTS=docs/images" in shown
+            else:
+                assert file.name in drawn and file.parent == DOCS / "images", f"{path.name}: {target}"
+
+
 @with_contrib
 @pytest.mark.parametrize(
     "name", ["configuration.md", "api.md", "coming_from.md", pytest.param("memory.md", marks=pytest.mark.slow)]

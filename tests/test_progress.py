@@ -214,7 +214,7 @@ def test_a_step_that_keeps_nothing_says_why(metrics, words):
 
 
 def test_durations_in_words():
-    assert [describe_seconds(s) for s in (4.4, 89, 120, 5000, 20000)] == ["4 s", "89 s", "2 min", "83 min", "5.6 h"]
+    assert [describe_seconds(s) for s in (4.4, 119, 120, 5000, 20000)] == ["4 s", "119 s", "2 min", "83 min", "5.6 h"]
 
 
 def timed_lines(words, folder):
