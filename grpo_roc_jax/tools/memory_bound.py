@@ -29,7 +29,7 @@ def host_bytes() -> int:
 
 def describe_call(config: ToolsConfig) -> str:
     """A line with the limit of one call and how many run at a time; empty if programs run elsewhere."""
-    if not isinstance(config.executor, LocalPool | RayActors):
+    if isinstance(config.executor, PoolInCgroup) or not isinstance(config.executor, LocalPool | RayActors):
         return describe_memory(config)
     return f"a call may take {program_bytes(config) / GIB:.1f} GiB of memory, {config.pool_size} run at a time"
 
