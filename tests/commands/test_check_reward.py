@@ -74,7 +74,8 @@ def test_a_file_without_functions_says_what_to_write(tmp_path, capsys):
     ],
 )
 def test_a_file_alone_or_something_else_in_it_answers_with_its_functions(named, said, tmp_path, capsys):
-    text = "RATE = 2\ndef pay(problem, ts):\n    return [t.length for t in ts]\ndef same(problem, ts):\n    return [1 for t in ts]\n"
+    text = "RATE = 2\ndef pay(problem, ts):\n    return [t.length for t in ts]\n"
+    text += "def same(problem, ts):\n    return [1 for t in ts]\n"
     (tmp_path / "own.py").write_text(text, encoding="utf-8")
     assert main([f"{tmp_path}/{named}"]) == 2
     assert said.format(tmp_path) in capsys.readouterr().out
@@ -83,9 +84,9 @@ def test_a_file_alone_or_something_else_in_it_answers_with_its_functions(named, 
 def test_equal_rewards_are_said(mine, tmp_path, capsys):
     (tmp_path / "own.py").write_text("def same(problem, ts):\n    return [1 for t in ts]\n", encoding="utf-8")
     assert main([f"{tmp_path}/own.py:same"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("all of them get the same reward: ")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("all that were not cut get the same reward: ")
     assert main(["mine:lengths"]) == 0
-    assert "all of them" not in capsys.readouterr().out
+    assert "the same reward" not in capsys.readouterr().out
 
 
 def test_a_run_that_does_not_exist_is_named(capsys):
