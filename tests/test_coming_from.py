@@ -200,6 +200,9 @@ def test_an_unknown_file_suggests_what_is_near():
         ("optm", "there is no optm; did you mean 'optim'?"),
         ("optim.zebra", "there is no optim.zebra\noptim: lr, warmup_steps, "),
         ("learning_rate", "there is no learning_rate; did you mean 'optim.lr'?"),
+        ("loss_type", "there is no loss_type; a method is a recipe here: configs/methods/NAME.yaml"),
+        ("dapo", "there is no dapo; dapo is a recipe: `grpo-roc train methods/dapo.yaml`"),
+        ("trainer.actor", "there is no trainer.actor\nsections: name, run_dir, "),
     ],
 )
 def test_help_about_what_is_not_there_lists_what_is(asked, said, capsys):
