@@ -561,6 +561,7 @@ def evaluate_once(session: TrainingSession, run: RunState) -> float | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    words = [part for word in words for part in (word.split("=") if word == "--dry-run=full" else [word])]
     full = "--dry-run" in words[:-1] and words[words.index("--dry-run") + 1] == "full"
     if full:
         words.pop(words.index("--dry-run") + 1)
