@@ -126,6 +126,13 @@ def test_names_of_two_projects_mean_the_same_here():
         ("--advantage.scale_rewards false", "it has adjust, baseline, scale; did you mean 'advantage.scale'?"),
         ("--environment.env_class gsm8k", "did you mean 'environment' (file.py:Class)?"),
         ("--response_tokens 64", "did you mean 'rollout.max_response_tokens'?"),
+        ("--sft.learning_rate 1e-4", "did you mean 'sft.lr'?"),
+        ("--sft.num_steps 4", "did you mean 'sft.steps'?"),
+        ("--num_steps 4", "did you mean 'steps'?"),
+        ("--optim.warmup 4", "did you mean 'optim.warmup_steps'?"),
+        ("--sampling.temp 1", "did you mean 'sampling.temperature'?"),
+        ("--reward.func answer", "did you mean 'reward.functions'?"),
+        ("--eval.problems 4", "did you mean 'data.eval_problems'?"),
     ],
 )
 def test_what_a_newcomer_types(words, said):
@@ -138,6 +145,9 @@ def test_what_a_newcomer_types(words, said):
     "key",
     [  # of other projects, and without a counterpart; each resembles a setting here that means something else
         "max_samples",
+        "tool",
+        "temp",
+        "data.eval",
         "generator.sampling_params.stop",
         "actor_rollout_ref.actor.shuffle",
         "orchestrator.filters.type",

@@ -23,6 +23,9 @@ CLOSE_ELSEWHERE = 0.8
 """The same for a name of another section than the key was written in: `foo` and `floor` have 0.75."""
 CLOSE_ALONE = 0.75
 """The same for a key without a section: `hlep` and `help` have 0.75, `hello` and `tell` 0.67."""
+SHORT = 4
+"""Letters of a short word. One wrong letter makes another word of it (`tool` and `pool` have 0.75), so that it must be
+closer; and at least so many letters make a beginning that stands for a whole name."""
 MISSPELT = 0.9
 """The same for settings of other projects: `learnig_rate` and `learning_rate` have 0.96."""
 # fmt: off
@@ -31,9 +34,9 @@ GENERIC = frozenset([
     "draw", "drop", "enable", "enabled", "eps", "epsilon", "epochs", "every", "factor", "file", "files", "filter",
     "floor", "form", "format", "function", "functions", "gamma", "groups", "high", "host", "id", "interval", "items",
     "keep", "length", "level", "limit", "log", "low", "masks", "max", "min", "mode", "model", "n", "name", "path",
-    "penalty", "pool", "port", "process", "processes", "project", "rank", "ratio", "replace", "retries", "rules",
-    "samples", "scale", "seconds", "settings", "shape", "share", "shuffle", "size", "source", "sources", "start",
-    "state", "step", "steps", "stop", "strategy", "target", "targets", "tasks", "teacher", "threads", "threshold",
+    "penalty", "pool", "port", "problems", "process", "processes", "project", "rank", "ratio", "replace", "retries",
+    "rules", "samples", "scale", "seconds", "settings", "shape", "share", "shuffle", "size", "source", "sources",
+    "start", "state", "step", "steps", "stop", "strategy", "target", "targets", "tasks", "teacher", "threads", "threshold",
     "timeout", "type", "url", "value", "weight", "weights", "workers",
 ])
 # fmt: on
@@ -593,6 +596,11 @@ OTHER_NAMES = (
     ),
     *_rows(
         ELSEWHERE,
+        ("num_steps", "steps"),
+        ("train_steps", "steps"),
+        ("num_train_steps", "steps"),
+        ("max_train_steps", "steps"),
+        ("epsilon_low", "surrogate.clip_low"),
         ("kl_coef", "surrogate.kl.coef", "with surrogate.kl k3"),
         ("max_new_tokens", "rollout.max_response_tokens", "counts the outputs of tools too"),
         ("max_seq_length", "batch.row_length"),
@@ -718,6 +726,11 @@ def counterpart(key: str, value: object, known: Collection[str], misspelt: bool 
     if row is None or (row.ours not in known and row.ours and row.ours != METHOD):
         return ""
     note = f" ({row.note})" if row.note else ""
+    beside = f"{key.rpartition('.')[0]}.{row.ours.rpartition('.')[2]}"
+    if (
+        row.ours and beside in known and beside != row.ours
+    ):  # the section that was written has one of this name: `sft.lr`
+        return f"did you mean '{beside}'?"
     if row.ours == METHOD:
         return use_recipe(value) or f"a method is a recipe here: {row.note or 'configs/methods/NAME.yaml'}"
     if not row.ours:
@@ -729,14 +742,20 @@ def counterpart(key: str, value: object, known: Collection[str], misspelt: bool 
 def nearest(key: str, known: Sequence[str]) -> str:
     """The known key that was most likely meant by `key`; empty if none is close.
 
-    A similar spelling in the section that was written comes first, then the right name in another section, the key
-    without its separators (`groupsize`), and a very similar spelling elsewhere.
+    A similar spelling in the section that was written comes first, then the beginning of one name there
+    (`sampling.temp`), a name elsewhere that begins with the section (`eval.problems`, `data.eval_problems`), the right
+    name in another section, the key without its separators (`groupsize`), and a very similar spelling elsewhere.
     """
     section, _, tail = key.rpartition(".")
     vague = section and tail in GENERIC
     near = [name.rpartition(".")[2] for name in known if section and name.rpartition(".")[0] == section]
     if close := close_to(tail, [name for name in near if _same_words(name, tail) or _same_words(tail, name)]):
         return f"{section}.{close}"
+    begun = [other for other in dict.fromkeys(near) if len(tail) >= SHORT and other.startswith(tail)]
+    if len(begun) == 1:
+        return f"{section}.{begun[0]}"
+    if at := [name for name in known if section and name.endswith(f".{section.rpartition('.')[2]}_{tail}")]:
+        return at[0]
     same = [name for name in known if name.rpartition(".")[2] == tail]
     if same and (len(same) == 1 or len(tail) > 3) and not vague:
         return min(same, key=lambda name: (name.count("."), known.index(name)))
@@ -747,7 +766,7 @@ def nearest(key: str, known: Sequence[str]) -> str:
     }
     here = [name for name in alike if section and _alike(name.rpartition(".")[0], section) >= CLOSE <= alike[name]]
     ours = not section or section.partition(".")[0] in {name.partition(".")[0] for name in known}
-    least = 1.0 if not ours else CLOSE_ELSEWHERE if section else CLOSE_ALONE
+    least = 1.0 if not ours else CLOSE_ELSEWHERE if section or len(tail) <= SHORT else CLOSE_ALONE
     elsewhere = [name for name in alike if alike[name] >= least and not vague]
     return max(here or elsewhere, key=lambda name: (alike[name], _alike(name, key), -name.count(".")), default="")
 
