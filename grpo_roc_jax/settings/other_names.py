@@ -36,8 +36,8 @@ GENERIC = frozenset([
     "keep", "length", "level", "limit", "log", "low", "masks", "max", "min", "mode", "model", "n", "name", "path",
     "penalty", "pool", "port", "problems", "process", "processes", "project", "rank", "ratio", "replace", "retries",
     "rules", "samples", "scale", "seconds", "settings", "shape", "share", "shuffle", "size", "source", "sources",
-    "start", "state", "step", "steps", "stop", "strategy", "target", "targets", "tasks", "teacher", "threads", "threshold",
-    "timeout", "type", "url", "value", "weight", "weights", "workers",
+    "start", "state", "step", "steps", "stop", "strategy", "target", "targets", "tasks", "teacher", "threads",
+    "threshold", "timeout", "type", "url", "value", "weight", "weights", "workers",
 ])
 # fmt: on
 """Last parts of keys that mean nothing without their section: `renderer.name` is not `name`."""
