@@ -114,18 +114,22 @@ def too_long_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
         _, mask = chat.trace_row(trace)
         return len(mask) - int(mask.argmax())
 
-    for source, traces in first_demonstrations(config.data, config.seed, LOOKED_AT):
-        for what, setting, most, measure in (
-            ("tokens", "rollout.max_response_tokens", rollout.max_response_tokens, response),
-            ("turns", "rollout.max_turns", rollout.max_turns, lambda trace: len(trace.turns)),
-        ):
-            numbers = [measure(trace) for trace in traces]
-            if numbers and max(numbers) > most:
-                lines.append(
-                    f"{source}: demonstrations of {min(numbers)} to {max(numbers)} {what} after the prompt, of which "
-                    f"{_share(numbers, most)} exceed {setting} = {most}: the policy learns answers that it may not "
-                    f"finish; raise it to {max(numbers)}"
-                )
+    sources = first_demonstrations(config.data, config.seed, LOOKED_AT)
+    for what, setting, most, measure in (
+        ("tokens", "rollout.max_response_tokens", rollout.max_response_tokens, response),
+        ("turns", "rollout.max_turns", rollout.max_turns, lambda trace: len(trace.turns)),
+    ):
+        measured = {source: [measure(trace) for trace in traces] for source, traces in sources if traces}
+        beyond = {source: numbers for source, numbers in measured.items() if max(numbers) > most}
+        if not beyond:
+            continue
+        numbers = [number for found in beyond.values() for number in found]
+        others = f" and {len(beyond) - 1} more" if len(beyond) > 1 else ""
+        lines.append(
+            f"{next(iter(beyond))}{others}: demonstrations of {min(numbers)} to {max(numbers)} {what} after the "
+            f"prompt, of which {_share(numbers, most)} exceed {setting} = {most}: the policy learns answers that it "
+            f"may not finish; raise it to {max(numbers)}"
+        )
     return lines
 
 

@@ -61,6 +61,14 @@ def test_a_dry_run_ends_with_what_cannot_work(words, said, capsys):
     assert (said in " ".join(settings_against_learning(settings))) != of_data
 
 
+def test_sources_with_the_same_fault_share_a_line(capsys):
+    """So that the lines that matter stay few, however many sources a run has."""
+    assert main(["world.yaml", "--dry-run", "--data.eval_problems=4", "--rollout.max_response_tokens=30"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem: ")]
+    assert line.startswith("problem: world:products:1 and 7 more: demonstrations of 7 to 136 tokens after the prompt")
+    assert " of 256 exceed rollout.max_response_tokens = 30" in line and line.endswith("raise it to 136")
+
+
 def messages(turns: int, words: int, asked: str = "q") -> str:
     talk = [{"role": "user", "content": asked}]
     for _ in range(turns):
