@@ -5,7 +5,7 @@ rewards that cannot differ, groups that are always dropped, demonstrations longe
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import first_demonstrations, first_problems
@@ -98,11 +98,15 @@ def paid_functions(config: Config) -> list[Reward]:
 def too_long_problems(config: Config, chat: ChatFormat) -> list[str]:
     """Generated problems whose prompts do not fit. Problems in files are counted where they are read."""
     measure, most = prompt_length(config, chat), config.rollout.max_prompt_tokens
+    first = first_problems(config.data, config.seed, LOOKED_AT)
+    measured = {source: [measure(problem) for problem in problems] for source, problems in first}
+    beyond = {source: lengths for source, lengths in measured.items() if max(lengths) > most}
+    if not beyond:
+        return []
+    lengths = [length for found in beyond.values() for length in found]
     return [
-        f"{source}: {describe_lengths('prompts', lengths)}, of which {_share(lengths, most)} exceed "
+        f"{_named(beyond)}: {describe_lengths('prompts', lengths)}, of which {_share(lengths, most)} exceed "
         f"rollout.max_prompt_tokens = {most}; raise it to {max(lengths)}"
-        for source, problems in first_problems(config.data, config.seed, LOOKED_AT)
-        if max(lengths := [measure(problem) for problem in problems]) > most
     ]
 
 
@@ -124,9 +128,8 @@ def too_long_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
         if not beyond:
             continue
         numbers = [number for found in beyond.values() for number in found]
-        others = f" and {len(beyond) - 1} more" if len(beyond) > 1 else ""
         lines.append(
-            f"{next(iter(beyond))}{others}: demonstrations of {min(numbers)} to {max(numbers)} {what} after the "
+            f"{_named(beyond)}: demonstrations of {min(numbers)} to {max(numbers)} {what} after the "
             f"prompt, of which {_share(numbers, most)} exceed {setting} = {most}: the policy learns answers that it "
             f"may not finish; raise it to {max(numbers)}"
         )
@@ -135,24 +138,26 @@ def too_long_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
 
 def useless_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
     """Demonstrations that teach calls of tools that the run does not have, or answers that earn nothing."""
-    lines, reward = [], config.reward
+    faults, reward = dict[str, list[str]](), config.reward
     only_answers = all(isinstance(part, AnswerReward) for part in paid_functions(config))
     lenient = reward.extraction == "lenient"
     for source, traces in first_demonstrations(config.data, config.seed, LOOKED_AT):
         called = {name for trace in traces if not trace.tools for name in chat.called(trace)}
         if called and not called & chat.tool_names and not config.environment.agents:
-            lines.append(
-                f"{source}: demonstrations call {', '.join(sorted(called))}, but the run has "
+            fault = (
+                f"demonstrations call {', '.join(sorted(called))}, but the run has "
                 f"{', '.join(sorted(chat.tool_names)) or 'no tool'}: such calls always fail; set tools.enabled"
             )
+            faults.setdefault(fault, []).append(source)
         found = any(find_answer(trace.turns, tag=reward.answer_tag, lenient=lenient).answer for trace in traces)
         if traces and only_answers and not found:
-            lines.append(
-                f"{source}: none of {len(traces)} demonstrations ends in an answer that can be read with "
+            fault = (
+                f"none of {len(traces)} demonstrations ends in an answer that can be read with "
                 f"reward.answer_tag = {reward.answer_tag} and reward.extraction = {reward.extraction}: rollouts like "
                 "these earn nothing; set what the demonstrations use"
             )
-    return lines
+            faults.setdefault(fault, []).append(source)
+    return [f"{_named(sources)}: {fault}" for fault, sources in faults.items()]
 
 
 def equal_rewards(config: Config, chat: ChatFormat, scorer: Scorer) -> list[str]:
@@ -184,3 +189,8 @@ def _values(function: Callable, problem: Problem, rows: Sequence) -> list | None
 
 def _share(numbers: Sequence[int], most: int) -> str:
     return f"{sum(number > most for number in numbers)} of {len(numbers)}"
+
+
+def _named(sources: Collection[str]) -> str:
+    """The first source, and how many more there are, so that sources with the same fault share a line."""
+    return next(iter(sources)) + (f" and {len(sources) - 1} more" if len(sources) > 1 else "")

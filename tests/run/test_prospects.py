@@ -61,12 +61,27 @@ def test_a_dry_run_ends_with_what_cannot_work(words, said, capsys):
     assert (said in " ".join(settings_against_learning(settings))) != of_data
 
 
-def test_sources_with_the_same_fault_share_a_line(capsys):
+@pytest.mark.parametrize(
+    ("words", "begins", "ends"),
+    [
+        (["--rollout.max_response_tokens=30"], "demonstrations of 7 to 136 tokens after the prompt", "raise it to 136"),
+        (
+            ["--rollout.max_prompt_tokens=15"],
+            "prompts of 12 to ",
+            "of 256 exceed rollout.max_prompt_tokens = 15; raise",
+        ),
+        (
+            ["--tools.enabled=[]"],
+            "demonstrations call python_code_with_standard_io, but the run has no",
+            "tools.enabled",
+        ),
+    ],
+)
+def test_sources_with_the_same_fault_share_a_line(words, begins, ends, capsys):
     """So that the lines that matter stay few, however many sources a run has."""
-    assert main(["world.yaml", "--dry-run", "--data.eval_problems=4", "--rollout.max_response_tokens=30"]) == 0
+    assert main(["world.yaml", "--dry-run", "--data.eval_problems=0", *words]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem: ")]
-    assert line.startswith("problem: world:products:1 and 7 more: demonstrations of 7 to 136 tokens after the prompt")
-    assert " of 256 exceed rollout.max_response_tokens = 30" in line and line.endswith("raise it to 136")
+    assert line.startswith("problem: world:") and f" more: {begins}" in line and ends in line, line
 
 
 def messages(turns: int, words: int, asked: str = "q") -> str:
