@@ -67,8 +67,8 @@ def test_a_dry_run_ends_with_what_cannot_work(words, said, capsys):
         (["--rollout.max_response_tokens=30"], "demonstrations of 7 to 136 tokens after the prompt", "raise it to 136"),
         (
             ["--rollout.max_prompt_tokens=15"],
-            "prompts of 12 to ",
-            "of 256 exceed rollout.max_prompt_tokens = 15; raise",
+            "prompts of 17 to 36 ",
+            "of 192 exceed rollout.max_prompt_tokens = 15; raise",
         ),
         (
             ["--tools.enabled=[]"],
