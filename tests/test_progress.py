@@ -205,6 +205,15 @@ def test_without_a_narrator_steps_are_silent(capsys):
             "of 1 group 1 all correct; the policy solves all",
         ),
         ({"roc/kept": 0.0, "roc/groups": 2.0}, "2 dropped for other reasons"),
+        (
+            {"roc/kept": 0.0, "roc/groups": 2.0, "verdict/infrastructure": 0.75, "verdict/not_scored": 0.25},
+            "2 without a rollout that has a score, since all failed outside of the policy: an event says why",
+        ),
+        ({"roc/kept": 0.0, "roc/groups": 2.0, "roc/dropped_short_group": 4.0}, "2 with too few rollouts left"),
+        (
+            {"roc/kept": 0.0, "roc/groups": 2.0, "roc/all_wrong": 1.0, "roc/dropped_equal_rewards": 8.0},
+            "1 all wrong, 1 with equal rewards for right and wrong answers",
+        ),
         ({"roc/kept": 0.0, "roc/groups": 0.0}, "no group was sampled to its end"),
     ],
 )
