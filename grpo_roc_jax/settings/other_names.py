@@ -453,7 +453,7 @@ OTHER_NAMES = (
         ("orchestrator.eval.env.*", "environment", "environment verifiers"),
         ("orchestrator.env.args", "environment", "environment verifiers"),
         ("orchestrator.client.*", "", "the engine is part of the run"),
-        ("orchestrator.buffer.*", "resample.drop", "groups of equal rewards; `grpo-roc difficulty` chooses problems"),
+        ("orchestrator.buffer.*", "resample.drop", "groups of equal rewards; the command difficulty chooses problems"),
         ("ckpt.resume_step", "resume", "--resume auto starts a run and continues it"),
         ("inference_gpu_ids", "", "the engine is part of the run"),
         ("trainer_gpu_ids", "", "the section sharding divides the devices"),
