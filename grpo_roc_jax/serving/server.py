@@ -496,6 +496,9 @@ class AbsentHandler(EndpointHandler):
 class StateHandler(EndpointHandler):
     """`/v1/models`, `/v1/models/NAME`, `/metrics`, `/health`."""
 
+    def head(self, path: str, session: str | None = None, model: str | None = None) -> None:
+        self.get(path, session, model)
+
     def get(self, path: str, session: str | None = None, model: str | None = None) -> None:
         if model is not None:
             known = {entry["id"]: entry for entry in self.endpoint.models()["data"]}

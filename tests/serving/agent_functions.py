@@ -2,10 +2,15 @@
 
 import asyncio
 import json
+import math
 import os
 import threading
 import time
 import urllib.request
+from fractions import Fraction
+from types import MappingProxyType
+
+import numpy as np
 
 IMPORTED = []
 IMPORTED.append(len(IMPORTED))
@@ -74,6 +79,18 @@ def plain(row, base_url, api_key):
     return 1.0
 
 
+async def yields(row, base_url, api_key):
+    yield 1.0
+
+
+async def short(row, base_url):
+    return 1.0
+
+
+async def by_keyword(*, row, base_url, api_key):
+    return 1.0
+
+
 SYSTEM = {"role": "system", "content": "Plan."}
 
 
@@ -138,3 +155,56 @@ async def by_answer(row, base_url, api_key):
     if row["how"] == "leave":
         raise SystemExit("enough")
     return 1.0
+
+
+class Odd:
+    """A value of the user's own."""
+
+    def __init__(self, error=None):
+        self.error = error
+
+    def __float__(self):
+        raise self.error or TypeError("no number")
+
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
+class Stop(BaseException):
+    """An exception that is no `Exception`."""
+
+
+def raises(error):
+    raise error
+
+
+VALUES = {
+    "true": lambda: True,
+    "false by name": lambda: {"reward": False, "speed": True},
+    "numpy": lambda: {"reward": np.float32(0.5), "done": np.bool_(True), "n": np.int64(3), "list": np.ones(2)},
+    "numpy bool": lambda: np.bool_(True),
+    "numpy array": lambda: np.array(0.25),
+    "calls as array": lambda: {"reward": 0, "calls": np.array([0.5])},
+    "mapping": lambda: MappingProxyType({"reward": 2}),
+    "fraction": lambda: Fraction(1, 4),
+    "nan": lambda: math.nan,
+    "numpy nan": lambda: {"reward": np.float64("nan")},
+    "none inside": lambda: {"reward": None, "speed": 1},
+    "text": lambda: "0.5",
+    "list": lambda: [1.0],
+    "array": lambda: np.ones(2),
+    "huge": lambda: Fraction(10**400),
+    "odd": Odd,
+    "odd inside": lambda: {"reward": Odd(ZeroDivisionError("x"))},
+    "keys": lambda: {("a", 1): 1.0},
+    "cancelled": lambda: raises(asyncio.CancelledError("own")),
+    "timeout": lambda: raises(TimeoutError("slow")),
+    "base": lambda: raises(Stop("base")),
+    "group": lambda: raises(BaseExceptionGroup("several", [Stop("one"), ValueError("two")])),
+}
+"""What a function may return or raise."""
+
+
+async def odd(row, base_url, api_key):
+    await ask(base_url, api_key, [{"role": "user", "content": "Hi"}])
+    return VALUES[row["prompt"]]()

@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +110,13 @@ class Journal:
         if folder.is_dir():
             packed = b"".join(call.packed() for call in self.calls(model) if call.seq >= first or not call.seq)
             replace_file(folder / CALLS, packed)
+
+    def forget(self, model: str, gone: Callable[[LoggedCall], bool]) -> None:
+        """Calls that are not run again: their numbers count as refused."""
+        folder = self._folder(model)
+        if folder.is_dir():
+            kept = [LoggedCall("", call.seq, "", b"") if gone(call) else call for call in self.calls(model)]
+            replace_file(folder / CALLS, b"".join(call.packed() for call in kept))
 
     def remove(self, model: str) -> None:
         """The model has ended: its checkpoints stay."""
