@@ -18,8 +18,8 @@ FORMS = {"chat/completions": "messages", "responses": "input", "messages": "mess
 """The field with what is said, by the path."""
 
 
-def request(base_url, api_key, said, path="chat/completions", model="policy", agent=None):
-    body = {"model": model, FORMS[path]: said, "max_tokens": 6, "max_output_tokens": 6}
+def request(base_url, api_key, said, path="chat/completions", model="policy", agent=None, **fields):
+    body = {"model": model, FORMS[path]: said, "max_tokens": 6, "max_output_tokens": 6} | fields
     headers = {"Authorization": f"Bearer {api_key}"} | ({"X-Agent": agent} if agent else {})
     asked = urllib.request.Request(f"{base_url}/{path}", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(asked, timeout=300) as answer:
@@ -107,6 +107,12 @@ async def pays_in_order(row, base_url, api_key):
     messages = await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
     await ask(base_url, api_key, [*messages, {"role": "user", "content": "go on"}])
     return {"calls": [0.5, None]}
+
+
+async def pays_several_choices(row, base_url, api_key):
+    question = [{"role": "user", "content": row["prompt"]}]
+    answer = await asyncio.to_thread(request, base_url, api_key, question, n=3)
+    return {"reward": 1.0, "calls": {answer["id"]: 0.5}}
 
 
 async def pays_nobody(row, base_url, api_key):

@@ -185,6 +185,8 @@ def test_single_calls_are_paid_by_id_or_in_order():
     assert environment_pay(one) == (0.0, 0.25, 1.0)
     ((one,), _) = collected("", function=f"{FUNCTIONS}:pays_in_order")
     assert one.reward == 0.5 and [turn.reward for turn in one.turns] == [0.5, 0.0] and not one.fault
+    ((one,), _) = collected("", function=f"{FUNCTIONS}:pays_several_choices")
+    assert one.reward == 1.5 and sorted(turn.reward for turn in one.turns) == [0.0, 0.0, 0.5], "once"
     for name, said in (("pays_nobody", "'chatcmpl-other'; must be the id"), ("pays_too_many", "2 numbers for 1 calls")):
         ((one,), _) = collected("", function=f"{FUNCTIONS}:{name}")
         assert one.reward is None and said in one.fault and not any(turn.reward for turn in one.turns)

@@ -146,6 +146,8 @@ def test_heads_and_other_methods_leave_the_connection_usable(server):
             answer = connection.getresponse()
             content = answer.read()
             assert answer.status == wanted and bool(content) == (verb != "HEAD"), (verb, where)
+            if wanted == 405:
+                assert answer.headers["Allow"] == ("POST" if where == CHAT else "GET, HEAD")
     connection.close()
 
 

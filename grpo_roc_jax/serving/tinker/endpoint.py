@@ -645,7 +645,8 @@ class TinkerEndpoint:
         return run
 
     def delete_checkpoint(self, model: str, kind: str, name: str) -> dict[str, Any]:
-        self.store.delete(CheckpointPath(check_name(model), kind, check_name(name)))
+        checkpoint = CheckpointPath(check_name(model), kind, check_name(name))
+        self.store.about(checkpoint)
 
         def wrote(call: LoggedCall) -> bool:
             """Whether a call has written it, so that it must not do so again after a restart."""
@@ -657,6 +658,7 @@ class TinkerEndpoint:
             )
 
         self.journal.forget(model, wrote)
+        self.store.delete(checkpoint)
         return {}
 
     def urls(self, base_url: str, model: str, kind: str, name: str) -> dict[str, Any]:
