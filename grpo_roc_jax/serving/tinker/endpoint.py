@@ -704,13 +704,14 @@ class TinkerEndpoint:
 
     def _load_sampler(self, name: str, checkpoint: CheckpointPath) -> SamplingSession:
         about = self.store.about(checkpoint)
-        if self._written.setdefault(name, about.time) != about.time:
+        if self._written.get(name, about.time) != about.time:
             raise RequestRefused(
                 f"{checkpoint} was written again since {name} was made, whose weights never change; make a new client",
                 status=404,
             )
         base = self._base(about.base_model)
         loaded = self.store.load(checkpoint, {"params": base.trainer.like(about.lora)})["params"]
+        self._written[name] = about.time
         return SamplingSession(base, Snapshot(base.trainer.base, about.lora, loaded, checkpoint.model))
 
     def _keep(self, name: str, sampler: SamplingSession) -> None:
