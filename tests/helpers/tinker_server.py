@@ -119,7 +119,8 @@ class Client:
         answer = connection.getresponse()
         content = answer.read()
         connection.close()
-        return answer.status, json.loads(content) if "json" in answer.headers["Content-Type"] else content
+        is_json = content and "json" in answer.headers["Content-Type"]
+        return answer.status, json.loads(content) if is_json else content
 
     def post(self, path, /, **body):
         status, answer = self.ask(path, body)

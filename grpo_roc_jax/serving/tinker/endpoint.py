@@ -620,7 +620,13 @@ class TinkerEndpoint:
         return self._call(model_id, seq, raw, work, "save_weights_external")
 
     def checkpoints(self, model: str | None = None) -> list[dict[str, Any]]:
-        """The checkpoints of a model, or of all models, the newest first."""
+        """The checkpoints of a model, or of all models, the newest first.
+
+        Raises:
+            RequestRefused: There is no such model.
+        """
+        if model is not None and model not in {*self.models, *self.store.models()}:
+            raise RequestRefused(f"no training run {model!r:.120}; list those that there are", status=404)
         saved = sorted(self.store.checkpoints(model), key=lambda of: of[1].time, reverse=model is None)
         return [_listed(self.store, *of) for of in saved]
 

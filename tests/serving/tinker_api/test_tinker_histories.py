@@ -19,7 +19,7 @@ def history(rng, calls):
     """What a model is asked, in order: functions of (name of the model, number of the call) to (path, body)."""
     made, kept = [], []
 
-    def of(path, **body):
+    def of(path, /, **body):
         return lambda name, seq: (
             path,
             {"model_id": name, "seq_id": seq} | {k: v(name) if callable(v) else v for k, v in body.items()},
