@@ -23,6 +23,7 @@ nothing of this project. On a machine that others use, only ratios of runs that 
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -330,6 +331,7 @@ def adapters(options) -> dict:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends with this process
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sides = ("train", "own", "client", "mixed", "adapters")
     parser.add_argument("--side", nargs="+", choices=sides, default=("train", "client"))

@@ -76,6 +76,12 @@ class Study:
     """What the study is to show. All claims of a study, in all of its worlds, share one error rate."""
     timed: bool = False
     """Whether seconds decide it. Then no run of another study is taken over; run it with `--jobs 1`, alone."""
+    first_seed: int = 0
+    """Above 0 where earlier seeds were read before its claims were written."""
+
+    @property
+    def seed_numbers(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
 
 
 TINY: Words = (
@@ -210,6 +216,19 @@ STUDIES: Mapping[str, Study] = {
         measures=(FIRST_ERRORS, *COMMON),
         claims=(Claim("fewer failing calls than GRPO", "roc", "grpo", "failing calls in correct"),),
         outcome=Outcome("locked", ERRORS, 0.5, above=True),
+    ),
+    "confirm": Study(
+        "Do the effects that earlier seeds suggested hold in eight new seeds?",
+        {"roc": ("--resample=roc",), "grpo": GRPO},
+        {"toy": TOY, "lucky70_repair0.5": phase_worlds()["lucky70_repair0.5"]},
+        seeds=8,
+        first_seed=10,
+        measures=(FIRST_ERRORS, *COMMON),
+        claims=(
+            Claim("fewer failing calls than GRPO", "roc", "grpo", "failing calls in correct"),
+            Claim("fewer than GRPO at equal tokens", "roc", "grpo", "at equal tokens"),
+            Claim("accuracy at most 0.02 below GRPO's", "roc", "grpo", "accuracy", below=False, margin=-0.02),
+        ),
     ),
     "selection": Study(
         "Which part of the selection matters, and how much oversampling pays?",

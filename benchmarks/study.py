@@ -90,9 +90,9 @@ def digest(words: Words) -> str:
 def jobs_of(study: Study, folder: Path, *, tiny: bool = False) -> list[Job]:
     """The runs of a study, one seed after the other, so that what is finished early is balanced."""
     found = []
-    for seed in range(study.seeds):
-        for world, base in study.worlds.items():
-            for arm, words in study.arms.items():
+    for seed in study.seed_numbers:
+        for arm, words in study.arms.items():  # worlds take turns, so that runs at once wait for no common cold start
+            for world, base in study.worlds.items():
                 common, own = (*base, *study.words, *(TINY if tiny else ())), (*words, f"--seed={seed}")
                 cold_words = cold_settings(common, own) if study.cold else ()
                 found.append(Job(world, arm, seed, ordered(common, own), cold_words, folder))
@@ -256,7 +256,7 @@ def total(run: RunData, axis: str) -> float:
 
 def report(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str) -> str:
     """The table of a world over the seeds that every arm has finished, and the differences to the first arm."""
-    seeds = [s for s in range(study.seeds) if all((world, arm, s) in rows for arm in study.arms)]
+    seeds = [s for s in study.seed_numbers if all((world, arm, s) in rows for arm in study.arms)]
     if not seeds:
         return f"{world}: no seed is finished in every arm"
     by_seed = [measured(study, {arm: run_data(rows[world, arm, seed]) for arm in study.arms}) for seed in seeds]
@@ -285,7 +285,7 @@ def gains(claim: Claim, study: Study, rows: dict[tuple[str, str, int], dict[str,
     title, _, number = claim.measure.partition("#")
     column = [i for i, (name, _, _) in enumerate(study.measures) if name == title][int(number or 1) - 1]
     arms = (claim.arm, claim.other)
-    seeds = [seed for seed in range(study.seeds) if all((world, arm, seed) in rows for arm in study.arms)]
+    seeds = [seed for seed in study.seed_numbers if all((world, arm, seed) in rows for arm in study.arms)]
     found = []
     for seed in seeds:
         values = measured(study, {arm: run_data(rows[world, arm, seed]) for arm in study.arms})
@@ -331,7 +331,7 @@ def verdicts(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], wor
 
 def remarks(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str) -> list[str]:
     """What a reader of the table must know: runs that are missing or stopped early, and the commits."""
-    keys = [(world, arm, seed) for seed in range(study.seeds) for arm in study.arms]
+    keys = [(world, arm, seed) for seed in study.seed_numbers for arm in study.arms]
     there = [rows[key] for key in keys if key in rows]
     missing = [f"{arm} {seed}" for _, arm, seed in keys if (world, arm, seed) not in rows]
     ended = [f"{row['arm']} {row['seed']} ({row['stopped']})" for row in there if row.get("stopped")]
@@ -468,7 +468,7 @@ def main(argv: Sequence[str] | None = None, study: Study | None = None) -> int:
     parser.add_argument("name", choices=sorted(STUDIES) if study is None else None)
     parser.add_argument("--arms", nargs="+", default=[], help="all by default; differences are to the first one")
     parser.add_argument("--worlds", nargs="+", default=[], help="all by default")
-    parser.add_argument("--seeds", type=int, default=None, help="how many, from 0 on; those of the study by default")
+    parser.add_argument("--seeds", type=int, default=None, help="how many; those of the study by default")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that everything works")
     parser.add_argument("--folder", default="runs/studies", help="run directories; cold starts are shared there")

@@ -11,7 +11,8 @@ import grpo_roc_jax as g
 class Double(vf.Task[vf.TaskData]):
     @vf.reward(weight=1.0)
     async def exact(self, trace: vf.Trace) -> float:
-        return float(trace.last_reply == str(2 * int(self.data.prompt)))
+        answer = trace.last_reply.removeprefix("<answer>").removesuffix("</answer>")  # the tags of the toy's template
+        return float(answer == str(2 * int(self.data.prompt)))
 
 
 class Doubles(vf.Taskset[Double, vf.TasksetConfig]):

@@ -175,13 +175,13 @@ class Episode:
         answer = await self._answer(step, (ToolUnavailable, ConnectionError), "step")
         return answer if answer.failure is None else replace(answer, value=(known, None))
 
-    def _filled(self, results: Sequence[ToolResult | None], said: Observation | None) -> tuple[ToolResult, ...]:
+    def _filled(self, results: Sequence[ToolResult | None], observation: Observation | None) -> tuple[ToolResult, ...]:
         """The results with those that the environment gave.
 
         Raises:
             BadAnswer: They are not as many as its calls.
         """
-        given = list(said.results if said else ())
+        given = list(observation.results if observation else ())
         if len(given) != sum(result is None for result in results):
             raise BadAnswer(f"Observation.results has {len(given)} results for {results.count(None)} open calls")
         return tuple(self._worded(given.pop(0)) if result is None else result for result in results)
@@ -309,17 +309,21 @@ def checked_text(text: Any, name: str) -> str:
     raise BadAnswer(f"{name} returned {type(text).__name__}; must be text or None")
 
 
-def checked_observation(said: Any) -> Observation | None:
+def checked_observation(answer: Any) -> Observation | None:
     """What `step` returned. Raises BadAnswer if it is something else than it may be."""
-    if said is None:
+    if answer is None:
         return None
-    said = Observation(said) if isinstance(said, str) else said
-    if not isinstance(said, Observation) or said.role not in ("user", "raw"):
-        raise BadAnswer(f"step returned {type(said).__name__}; must be an Observation, text or None")
-    if not isinstance(said.results, tuple | list) or not all(isinstance(one, ToolResult) for one in said.results):
+    answer = Observation(answer) if isinstance(answer, str) else answer
+    if not isinstance(answer, Observation) or answer.role not in ("user", "raw"):
+        raise BadAnswer(f"step returned {type(answer).__name__}; must be an Observation, text or None")
+    if not isinstance(answer.results, tuple | list) or not all(
+        isinstance(result, ToolResult) for result in answer.results
+    ):
         raise BadAnswer("Observation.results holds something else than ToolResult")
-    reward = checked_reward(said.reward, "Observation.reward")
-    return replace(said, text=checked_text(said.text, "Observation.text"), reward=reward or 0.0, done=bool(said.done))
+    reward = checked_reward(answer.reward, "Observation.reward")
+    return replace(
+        answer, text=checked_text(answer.text, "Observation.text"), reward=reward or 0.0, done=bool(answer.done)
+    )
 
 
 def checked_pay(value: Any) -> tuple[float | None, Mapping[str, float]]:

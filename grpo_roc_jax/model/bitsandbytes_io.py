@@ -116,8 +116,8 @@ def join_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Nf4Tensor]:
     """
     joined: dict[str, Tensor | Nf4Tensor] = dict(tensors)
     for name, tensor in tensors.items():
-        matrix, found, kind = name.partition(_STATE)
-        if not found:
+        matrix, separator, kind = name.partition(_STATE)
+        if not separator:
             continue
         if kind != _NF4:
             raise CheckpointError(f"{tensor.file}: {matrix} is in {kind} of bitsandbytes; must be nf4")

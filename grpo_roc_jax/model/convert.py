@@ -469,8 +469,8 @@ def _read_blocks(
         leaf = getattr(like, part)
         if leaf is None:
             return None
-        place = sharding if places is None else getattr(places, part)
-        return jax.make_array_from_callback(leaf.shape, place, partial(read, part), dtype=leaf.dtype)
+        sharding_of_part = sharding if places is None else getattr(places, part)
+        return jax.make_array_from_callback(leaf.shape, sharding_of_part, partial(read, part), dtype=leaf.dtype)
 
     return like.replace(**{part: array(part) for part in ("codes", "scales", "offsets")})
 

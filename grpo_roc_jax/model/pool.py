@@ -57,8 +57,8 @@ READ_IN_PLACE = 4
 """How many times as many blocks the pool must have as a decode step can read, for the step to copy the blocks it reads.
 
 With fewer, `merge_blocks` reads them where they lie, which takes as long for few rows as for all, since it multiplies
-every block of an arena. A layer of 3 key heads and 512 blocks of 64 columns, copied or read in place: 0.5 and 4 ms for 4
-rows, 1.9 and 5.5 for 16, 4.6 and 4.9 for 32, 8.6 and 6.8 for 64 (two CPU cores)."""
+every block of an arena. A layer of 3 key heads and 512 blocks of 64 columns, copied or read in place: 0.5 and 4 ms for
+4 rows, 1.9 and 5.5 for 16, 4.6 and 4.9 for 32, 8.6 and 6.8 for 64 (two CPU cores)."""
 TILE = 32
 """Most tokens of a row that attend together where the tokens of several rows are packed."""
 
@@ -342,8 +342,10 @@ def token_places(pool: BlockPool, position: Array, active: Array, table: Array, 
 
 
 def readers_of(pool: BlockPool, table: Array, active: Array) -> tuple[Readers, ...]:
-    """What `merge_blocks` needs besides the pool, valid for as many steps as the table has room for. Empty where the step
-    copies the blocks it reads: if its rows are few (`READ_IN_PLACE`), or the pool has another order."""
+    """What `merge_blocks` needs besides the pool, valid for as many steps as the table has room for.
+
+    Empty where the step copies the blocks it reads: if its rows are few (`READ_IN_PLACE`), or in another order of axes.
+    """
     few = READ_IN_PLACE * table.size <= sum(arena.blocks for arena in pool.arenas)
     return () if few or pool.orders[:2] != IN_PLACE else find_readers(pool.arenas, table, active, pool.columns)
 

@@ -139,8 +139,8 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
     experts = _experts(published, family) if mixes else DenseFeedForward()
     theta, local_theta, scaling = _rope(published, family)
     sizes = _windows(published, family)
-    own = _own_windows(published, family)
-    windows = SlidingWindows(sizes or (0,), local_theta, **own) if sizes or local_theta else NoWindows()
+    window_options = _own_windows(published, family)
+    windows = SlidingWindows(sizes or (0,), local_theta, **window_options) if sizes or local_theta else NoWindows()
     fields = dict(
         d_model=d_model,
         layers=published["num_hidden_layers"],
@@ -326,8 +326,11 @@ def _own_windows(published: _Keys, family: Family) -> dict[str, Any]:
             f"{published['use_bidirectional_attention']!r} is not supported"
         )
     joined = bool(published.get("attention_k_eq_v"))
-    own = published.get("num_global_key_value_heads") if joined else None
-    heads = {"head_dim": published["global_head_dim"], "num_key_value_heads": own or published["num_key_value_heads"]}
+    global_kv_heads = published.get("num_global_key_value_heads") if joined else None
+    heads = {
+        "head_dim": published["global_head_dim"],
+        "num_key_value_heads": global_kv_heads or published["num_key_value_heads"],
+    }
     if stated := published.get("per_layer_config"):  # as transformers 5 writes it
         types = published.get("layer_types") or _layer_types(published, family, published["num_hidden_layers"])
         full = {i for i, kind in enumerate(types) if kind == "full_attention"}

@@ -173,12 +173,14 @@ def along(sizes: dict[str, int], devices: np.ndarray, parts: str) -> np.ndarray:
     }
     shape, inside = [], []
     for name, size in sizes.items():
-        spans = [(before, before * int(width or size)) for (one, before), width in chosen.items() if one == name]
+        spans = [
+            (before, before * int(width or size)) for (dimension, before), width in chosen.items() if dimension == name
+        ]
         for low, high in pairwise(sorted({1, size, *(edge for span in spans for edge in span)})):
             shape.append(high // low)
             inside.append(any(first <= low and high <= last for first, last in spans))
     order = sorted(range(len(shape)), key=lambda axis: inside[axis])
-    width = math.prod(n for n, held in zip(shape, inside, strict=True) if held)
+    width = math.prod(n for n, is_inside in zip(shape, inside, strict=True) if is_inside)
     return devices.reshape(shape).transpose(order).reshape(-1, width)
 
 

@@ -73,8 +73,8 @@ def _numbered(keys: tuple) -> Classes:
 
 
 @lru_cache(maxsize=4096)
-def _both(one: Classes, other: Classes) -> Classes:
-    return one if one == other else _numbered(tuple(zip(one, other, strict=True)))
+def _both(first: Classes, second: Classes) -> Classes:
+    return first if first == second else _numbered(tuple(zip(first, second, strict=True)))
 
 
 def _all(value: Value, start: Classes) -> Classes:
@@ -86,12 +86,12 @@ def _all(value: Value, start: Classes) -> Classes:
     return start
 
 
-def _merged(one: Value, other: Value) -> Value:
+def _merged(first: Value, second: Value) -> Value:
     """Classes in which both are the same, part by part in a tuple."""
-    if isinstance(one, list):
-        others = other if isinstance(other, list) else [other] * len(one)
-        return [_merged(a, b) for a, b in zip(one, others, strict=True)]
-    return _all(other, one)
+    if isinstance(first, list):
+        others = second if isinstance(second, list) else [second] * len(first)
+        return [_merged(a, b) for a, b in zip(first, others, strict=True)]
+    return _all(second, first)
 
 
 class _Search:

@@ -261,7 +261,7 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
         sampler = make_engine(model, rollout, config.sampling, [0], alone, seed=config.seed)
         programs = [*engine.lower(policy)] if alone is not mesh else []
         programs = [(name, part) for name, part in programs if kind_of(name) in SHARED]
-        programs += [one for one in sampler.lower(local) if alone is mesh or kind_of(one[0]) not in SHARED]
+        programs += [program for program in sampler.lower(local) if alone is mesh or kind_of(program[0]) not in SHARED]
         for name, lowered in programs:
             kind = kind_of(name)
             if only and kind not in only:

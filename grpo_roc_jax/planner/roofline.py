@@ -188,22 +188,22 @@ def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes |
     reads what such a row holds on average while it is drawn, prompt + response/2. A program that is absent costs
     nothing.
     """
-    found: dict[str, Needs] = {}
+    by_kind: dict[str, Needs] = {}
     for needs in programs:  # the last of a kind counts: decoding of all rows, append to empty rows
-        found[kind_of(needs.name)] = needs
-    if any(name not in found or found[name].refused for name in ("weight_sync", "append", "decode", "update")):
+        by_kind[kind_of(needs.name)] = needs
+    if any(name not in by_kind or by_kind[name].refused for name in ("weight_sync", "append", "decode", "update")):
         return None
     appends = math.ceil(work.problems / work.samplers / work.append_rows)
     written = work.prompt / work.append_length if work.append_length else 1.0
     # A prompt that is longer takes several appends, each with its read of the weights.
-    prompts = appends * max(1.0, written) * found["append"].seconds_at(chip, min(1.0, written))
-    held = min(1.0, (work.prompt + work.response / 2) / work.columns) if work.columns else 1.0
+    prompts = appends * max(1.0, written) * by_kind["append"].seconds_at(chip, min(1.0, written))
+    share_read = min(1.0, (work.prompt + work.response / 2) / work.columns) if work.columns else 1.0
     return StepTimes(
         weight_sync=weight_sync_seconds(programs, chip),
         prompts=prompts,
-        copies=_copies(found, work, chip),
-        decode=work.decode_steps / work.chunk * found["decode"].seconds_at(chip, held, work.live / work.slots),
-        update=work.updates * found["update"].seconds(chip),
+        copies=_copies(by_kind, work, chip),
+        decode=work.decode_steps / work.chunk * by_kind["decode"].seconds_at(chip, share_read, work.live / work.slots),
+        update=work.updates * by_kind["update"].seconds(chip),
     )
 
 
@@ -218,12 +218,12 @@ def weight_sync_seconds(programs: Sequence[Needs], chip: Chip) -> float:
     return sum(int(needs.name.partition("/")[2] or 1) * needs.seconds(chip) for needs in parts)
 
 
-def _copies(found: dict[str, Needs], work: Work, chip: Chip) -> float:
+def _copies(by_kind: dict[str, Needs], work: Work, chip: Chip) -> float:
     """Seconds of `copy` in a step: every row but the first of a group copies the last block of its prompt."""
-    if "copy" not in found:
+    if "copy" not in by_kind:
         return 0.0
     rows = (work.sampled - work.problems) / work.samplers / work.shards
-    return math.ceil(rows / work.copies) * found["copy"].seconds(chip)
+    return math.ceil(rows / work.copies) * by_kind["copy"].seconds(chip)
 
 
 def program_lines(programs: Sequence[Needs], chip: Chip) -> list[str]:

@@ -244,7 +244,7 @@ class _Simulation:
         """Groups that no engine has taken; empty without `stealing`."""
         self.engines = [_Engine(machine, costs, schedule) for _ in range(machine.engines)]
 
-    def run(self, groups: Callable[[int], RowGroups], steps: int, skipped: int, kept: float) -> Simulated:
+    def run(self, groups: Callable[[int], RowGroups], steps: int, skipped: int, share_trained: float) -> Simulated:
         pending: list[_Group] = []
         seconds, sampled, submitted, now = [], 0, 0, 0.0
         count = len(groups(0))
@@ -264,7 +264,7 @@ class _Simulation:
             if trained >= skipped:
                 sampled += sum(row.sampled for group in done for row in group.rows)
             costs = self.costs
-            spent = costs.publish + costs.update + costs.trained_token * kept * tokens
+            spent = costs.publish + costs.update + costs.trained_token * share_trained * tokens
             if self.schedule.apart:
                 end = max(now, *(group.ended for group in done)) + spent
             else:

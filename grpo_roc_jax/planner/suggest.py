@@ -154,20 +154,20 @@ def advice(deployment: Deployment, programs: Sequence[Needs]) -> list[str]:
 def _needed(deployment: Deployment, chosen: Sequence[Remedy], more: dict[str, float]) -> Settings:
     """The settings without those of the remedies that what follows them made needless."""
     needed = list(chosen)
-    for remedy in chosen[:-1]:
-        without = [one for one in needed if one is not remedy]
+    for candidate in chosen[:-1]:
+        without = [remedy for remedy in needed if remedy is not candidate]
         settings: Settings = {}
-        for one in without:
-            settings |= one.settings
+        for remedy in without:
+            settings |= remedy.settings
         try:
             if _excess(deploy(deployment, settings), more) <= 0:
                 needed = without
         except ValueError:
             continue
-    found: Settings = {}
-    for one in needed:
-        found |= one.settings
-    return found
+    settings_needed: Settings = {}
+    for remedy in needed:
+        settings_needed |= remedy.settings
+    return settings_needed
 
 
 def _too_much(needs: Needs, deployment: Deployment) -> str:
@@ -311,9 +311,9 @@ def suggest(deployment: Deployment, count: int = 3) -> list[Suggestion]:
     return sorted(best, key=_order)[:count]
 
 
-def _order(one: Suggestion) -> tuple[float, float]:
+def _order(suggestion: Suggestion) -> tuple[float, float]:
     """Seconds to three digits; of equal ones the smaller memory is better."""
-    return float(f"{one.seconds:.3g}"), max(needs.total for needs in one.programs)
+    return float(f"{suggestion.seconds:.3g}"), max(needs.total for needs in suggestion.programs)
 
 
 def _meshes(deployment: Deployment) -> Iterator[Settings]:

@@ -280,7 +280,7 @@ def topology_devices(topology: Topology) -> list[jax.Device]:
         machines = f"1x{topology.processes}x{topology.chips // topology.processes}"
         description = {"platform": "cuda", "topology_name": "", "target_config": described, "topology": machines}
     try:
-        found = topologies.get_topology_desc(**description)
+        description_of_slice = topologies.get_topology_desc(**description)
     except Exception as error:  # the class depends on what is missing
         message = str(error).strip().splitlines()
         part = f"libtpu ({install_command('tpu')})" if chip.tpu else install_command("gpu")
@@ -288,4 +288,4 @@ def topology_devices(topology: Topology) -> list[jax.Device]:
             f"{topology.name}: no compiler for it here ({message[0] if message else type(error).__name__}); install "
             f"{part}, or take the estimate by arithmetic (--arithmetic)"
         ) from error
-    return list(found.devices)
+    return list(description_of_slice.devices)

@@ -69,19 +69,19 @@ class _Library:
         return True
 
     def _same(self, answer: str, gold: str) -> bool:
-        one, other = self.parse(gold), self.parse(answer)
-        if not one or not other:
+        goal, given = self.parse(gold), self.parse(answer)
+        if not goal or not given:
             self.unread = True
             return False
         digits = 50 if self.strict else 15
-        equal = _equal(one, other, 6, digits) or _complex_equal(one, other, 6, digits)
+        equal = _equal(goal, given, 6, digits) or _complex_equal(goal, given, 6, digits)
         if not equal and not self.strict:  # 2^0.5 is the root of 2, which floating-point numbers miss by a digit
-            exact = [_exact(value[0]) for value in (one, other)]
-            equal = exact != [one[0], other[0]] and _equal(exact[:1], exact[1:], 6, digits)
+            exact = [_exact(value[0]) for value in (goal, given)]
+            equal = exact != [goal[0], given[0]] and _equal(exact[:1], exact[1:], 6, digits)
         # The library rounds to 6 decimals and takes differences below 1e-15 as 0. So that 1.6e-19 is not 2.5e-19, small
         # numbers are compared once more with as many decimals as they need.
-        if equal and (zeros := max(_zeros(one[0]), _zeros(other[0]))):
-            equal = _equal(one, other, 6 + zeros, digits + zeros)
+        if equal and (zeros := max(_zeros(goal[0]), _zeros(given[0]))):
+            equal = _equal(goal, given, 6 + zeros, digits + zeros)
         return equal
 
     def parse(self, text: str) -> list:

@@ -68,8 +68,8 @@ def without_constant(answer: str, gold: str) -> tuple[str, str]:
         if {both[0].group().upper(), both[1].group().upper()} == {"+C"}:
             return _ANY_CONSTANT.sub("", answer), _ANY_CONSTANT.sub("", gold)
         return answer, gold
-    one = [_CONSTANT.search(text) for text in (answer, gold)]
-    if all(one) or not any(one):
+    constants = [_CONSTANT.search(text) for text in (answer, gold)]
+    if all(constants) or not any(constants):
         return answer, gold
     stripped = [_CONSTANT.sub("", text) for text in (answer, gold)]
     plain = [re.sub(r"\\[A-Za-z]+", "", text) for text in stripped]

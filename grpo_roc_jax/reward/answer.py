@@ -247,8 +247,11 @@ def _stated(text: str) -> str | None:
         if match.re is _SENTENCE and _BEFORE.search(before):
             continue
         if match.re is _REVERSED:
-            asked = re.match(r"[^.!?\n]{0,80}\?", text[start : start + 99]) or _BEFORE.search(f"{before} ")
-            value, end = (None if asked else match["value"].strip("$").removeprefix("\\(").removesuffix("\\)")), start
+            question = re.match(r"[^.!?\n]{0,80}\?", text[start : start + 99]) or _BEFORE.search(f"{before} ")
+            value, end = (
+                (None if question else match["value"].strip("$").removeprefix("\\(").removesuffix("\\)")),
+                start,
+            )
         else:
             value, end = _value(text, start)
         if value is None or _RETRACTED.search(text[end : end + 2000]):

@@ -400,8 +400,8 @@ def _power(base: Decimal | None, largest: Decimal, exponent: Decimal | None, siz
     known = base is not None and exponent is not None
     if known and base in (0, 1, -1) and abs(exponent) <= 10**9:
         return (Decimal(1) if base == 1 or exponent == 0 else None), largest
-    whole = known and base == base.to_integral_value()
-    digits = abs(exponent if known else biggest) * max(largest, abs(base) if whole else Decimal(10)).log10()
+    is_integer = known and base == base.to_integral_value()
+    digits = abs(exponent if known else biggest) * max(largest, abs(base) if is_integer else Decimal(10)).log10()
     if digits > MAX_DIGITS or (not known and biggest > MAX_TERMS):
         raise TooLarge(f"a power of more than {MAX_DIGITS} digits")
     if not known:
@@ -428,8 +428,8 @@ def _binomial(over: Decimal | None, under: Decimal | None, largest: Decimal) -> 
     chosen = min(abs(under), abs(over - under))
     if chosen * max(abs(over), Decimal(10)).log10() > MAX_DIGITS:
         raise TooLarge(f"a binomial coefficient of more than {MAX_DIGITS} digits")
-    whole = over >= 0 and under >= 0 and over == over.to_integral_value() and under == under.to_integral_value()
-    if not whole and abs(under) > MAX_FACTORS:
+    are_integers = over >= 0 and under >= 0 and over == over.to_integral_value() and under == under.to_integral_value()
+    if not are_integers and abs(under) > MAX_FACTORS:
         raise TooLarge(f"a binomial coefficient of more than {MAX_FACTORS} factors that are not whole")
-    result = Decimal(math.comb(int(over), int(under))) if whole else None
+    result = Decimal(math.comb(int(over), int(under))) if are_integers else None
     return result, max(largest, result if result is not None else largest)

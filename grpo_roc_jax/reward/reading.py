@@ -262,7 +262,7 @@ def _several_units(tokens: Sequence[Token], again: _Again) -> Form | None:
         if all(number.text.isdecimal() for number in numbers) and all(int(n.text[:9]) < 60 for n in numbers[1:]):
             step = 60 if degrees else 12
             if len(numbers) <= (3 if degrees else 2) and (degrees or int(numbers[1].text[:9]) < 12):
-                value = sum(Fraction(int(n.text[:9]), step**place) for place, n in enumerate(numbers))
+                value = sum(Fraction(int(n.text[:9]), step**index) for index, n in enumerate(numbers))
                 return _measured(tokens, value, "°" if degrees else "ft")
     level = depths(tokens)
     starts = [0]
@@ -276,9 +276,9 @@ def _several_units(tokens: Sequence[Token], again: _Again) -> Form | None:
     total, smaller = Fraction(0), None
     first = None
     names = {vocabulary.unit_symbol(token.text) for token in tokens if token.is_name}
-    for place, (start, end) in enumerate(pairwise([*starts, len(tokens)])):
+    for index, (start, end) in enumerate(pairwise([*starts, len(tokens)])):
         part = list(tokens[start:end])
-        while place + 1 < len(starts) and part and _lower(part[-1]) in ("and", ","):
+        while index + 1 < len(starts) and part and _lower(part[-1]) in ("and", ","):
             part.pop()
         if len(part) == 2 and part[1].is_name:
             part[1] = part[1]._replace(gap=True)  # 2h 15m: after a number and before another one, a letter is a unit
@@ -288,7 +288,7 @@ def _several_units(tokens: Sequence[Token], again: _Again) -> Form | None:
         if not isinstance(form, Quantity) or not isinstance(form.value, Fraction) or form.words or form.changed:
             return None
         size = vocabulary.measure(form.unit) if form.unit else None
-        if size is None or form.value < 0 or (place + 1 < len(starts) and form.value.denominator != 1):
+        if size is None or form.value < 0 or (index + 1 < len(starts) and form.value.denominator != 1):
             return None
         first = first or (form.unit, size)
         if size[1] != first[1][1] or (
@@ -663,8 +663,8 @@ def _bracketed(tokens: Sequence[Token], again: _Again) -> Form | None:
         return Items(tuple(tokens), "vector", tuple(items))
     if (first, last) == ("(", ")"):
         pair = len(items) == 2 and (items[0].text in _INFINITIES or items[1].text in _INFINITIES)
-        whole = Items(tuple(tokens), "tuple", tuple(items))
-        return as_region(whole) if pair else whole
+        items_read = Items(tuple(tokens), "tuple", tuple(items))
+        return as_region(items_read) if pair else items_read
     if {first, last} <= {"(", ")", "[", "]"}:
         if len(items) == 2 and not (first == "[" and any(isinstance(item, Items | Region) for item in items)):
             (low, high), opens = items, (first == "(", last == ")")
@@ -764,13 +764,13 @@ def components(tokens: Sequence[Token], size: int) -> list[Form] | None:
     """
     level = depths(tokens)
     starts = [i for i, token in enumerate(tokens) if i and not level[i] and token.text in ("+", "-")]
-    found: dict[int, Form] = {}
+    by_axis: dict[int, Form] = {}
     marked = False
     for start, end in pairwise([0, *starts, len(tokens)]):
         term = list(tokens[start:end])
         hat = len(term) > 3 and term[-4].text in _ARROWS and term[-1].text == "}"
         axis = _AXES.get(term[-2 if hat else -1].text, size) if term else size
-        if axis >= size or axis in found:
+        if axis >= size or axis in by_axis:
             return None
         factor = term[: -4 if hat else -1]
         factor = factor[1:] if factor and factor[0].text == "+" else factor
@@ -779,8 +779,8 @@ def components(tokens: Sequence[Token], size: int) -> list[Form] | None:
         if not factor or [token.text for token in factor] == ["-"]:
             factor = [*factor, Token("1")]
         marked = marked or hat or axis > 0
-        found[axis] = read(factor)
-    return [found.get(axis, read([Token("0")])) for axis in range(size)] if marked else None
+        by_axis[axis] = read(factor)
+    return [by_axis.get(axis, read([Token("0")])) for axis in range(size)] if marked else None
 
 
 def _ratio(tokens: Sequence[Token], again: _Again) -> Form | None:

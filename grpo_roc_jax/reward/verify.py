@@ -137,8 +137,8 @@ class Verifier:
     def check_gold(self, answers: Sequence[str]) -> list[bool]:
         """Whether each reference answer can be parsed; to be called when data is loaded, not while training."""
         texts = {answer: expressions(answer, strict=self.strict) for answer in answers}
-        asked = list(dict.fromkeys(("parsed", text) for group in texts.values() for text in group))
-        parsed = dict(zip(asked, self._ask_each([(goal, self.timeout_s) for goal in asked]), strict=True))
+        goals = list(dict.fromkeys(("parsed", text) for group in texts.values() for text in group))
+        parsed = dict(zip(goals, self._ask_each([(goal, self.timeout_s) for goal in goals]), strict=True))
         return [all(parsed["parsed", text] == "parsed" for text in texts[answer]) for answer in answers]
 
     def close(self) -> None:
