@@ -33,7 +33,7 @@ from grpo_roc_jax.serving.sampling_fields import stop_finder
 from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob
 from grpo_roc_jax.serving.server import TOKEN_VARIABLE, EndpointHandler, LimitedServer, ServerLimits
 from grpo_roc_jax.serving.tinker.futures import Futures, InOrder, Pending
-from grpo_roc_jax.serving.tinker.journal import KIND, Journal, LoggedCall, owner_of
+from grpo_roc_jax.serving.tinker.journal import Journal, LoggedCall, owner_of
 from grpo_roc_jax.serving.tinker.sampling import Gathered, read_sample_request
 from grpo_roc_jax.serving.tinker.snapshots import Snapshot, Snapshots
 from grpo_roc_jax.serving.tinker.store import KINDS, NAME, About, CheckpointPath, Store, check_name
@@ -521,9 +521,9 @@ class TinkerEndpoint:
         checkpoint = CheckpointPath.read(field_of(body, "path", str, ""))
         optimizer, model = field_of(body, "optimizer", bool, False), field_of(body, "model_id", str)
         # A call that runs again finds in the journal what it has loaded: the checkpoint may be another by now.
-        state = CheckpointPath(model, KIND, str(_numbered(body)[1] + 1)) if model and self._replayed else None
-        again = state is not None and self.store.written(state) is not None
-        about = self.store.about(state if again else checkpoint)
+        copy = self.journal.loaded(model, _numbered(body)[1]) if model else None
+        again = copy is not None and self._replayed is not None and self.store.written(copy) is not None
+        about = self.store.about(copy if again else checkpoint)
         if optimizer and checkpoint.kind != "weights":
             raise RequestRefused(
                 f"{checkpoint} holds no optimizer state; name a path of save_state, or load without it"
@@ -538,7 +538,7 @@ class TinkerEndpoint:
                 )
             fresh = base.trainer.start(about.lora, about.seed)
             like = {"params": fresh.params} | ({"moments": fresh.moments} if optimizer or again else {})
-            loaded = self.store.load(state if again else checkpoint, like)
+            loaded = self.store.load(copy if again else checkpoint, like)
             steps = about.steps if optimizer or again else 0
             run.state = AdapterState(about.lora, loaded["params"], loaded.get("moments", fresh.moments), None, steps)
             run.failed = ""  # what failed before has no part in what is loaded
@@ -547,12 +547,14 @@ class TinkerEndpoint:
         if model:
             model_id, seq = _numbered(body)
 
-            def load_and_save(run: ModelRun) -> dict[str, Any]:
+            def load_and_copy(run: ModelRun) -> dict[str, Any]:
                 result = load(run)
-                self._save_state(run, seq + 1)
+                if not again:
+                    leaves = {"params": run.state.params, "moments": run.state.moments}
+                    self.store.save(copy, self._about(run, {}), leaves, overwrite=True)
                 return result
 
-            return self._call(model_id, seq, raw, load_and_save, "load_weights")
+            return self._call(model_id, seq, raw, load_and_copy, "load_weights")
         model_id = self._new_model(body)
         pending, new = self._new_call(("create_model", model_id), model_id, 0, raw, "load_weights")
         if new:

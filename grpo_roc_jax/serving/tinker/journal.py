@@ -19,6 +19,8 @@ from typing import Any
 from grpo_roc_jax.serving.tinker.store import About, CheckpointPath, Store, replace_file, sync, write_synced
 
 KIND, CALLS, SESSIONS = "journal", "calls", ".sessions.jsonl"
+LOADED = "loaded-"
+"""Before the number of a call, in the name of what it has loaded."""
 STATES = 2
 """States that are kept."""
 FORGOTTEN_S = 7 * 24 * 3600.0
@@ -102,7 +104,16 @@ class Journal:
         states = self.states(model)
         for old in states[:-STATES]:
             shutil.rmtree(self._folder(model) / str(old), ignore_errors=True)
-        return states[-STATES:][0]
+        first = states[-STATES:][0]
+        for path in self._folder(model).glob(f"{LOADED}*"):
+            if int(path.name.removeprefix(LOADED)) < first:
+                shutil.rmtree(path, ignore_errors=True)
+        return first
+
+    @staticmethod
+    def loaded(model: str, seq: int) -> CheckpointPath:
+        """What the call of this number has loaded: its own copy, since the checkpoint may be another later."""
+        return CheckpointPath(model, KIND, f"{LOADED}{seq}")
 
     def trim(self, model: str, first: int) -> None:
         """Removes the calls before a number, but for what made the model, and what was not written to its end."""
