@@ -33,7 +33,7 @@ from grpo_roc_jax.serving.sampling_fields import stop_finder
 from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob
 from grpo_roc_jax.serving.server import TOKEN_VARIABLE, EndpointHandler, LimitedServer, ServerLimits
 from grpo_roc_jax.serving.tinker.futures import Futures, InOrder, Pending
-from grpo_roc_jax.serving.tinker.journal import Journal, LoggedCall, owner_of
+from grpo_roc_jax.serving.tinker.journal import KEPT, Journal, LoggedCall, owner_of
 from grpo_roc_jax.serving.tinker.sampling import Gathered, read_sample_request
 from grpo_roc_jax.serving.tinker.snapshots import Snapshot, Snapshots
 from grpo_roc_jax.serving.tinker.store import KINDS, NAME, About, CheckpointPath, Store, check_name
@@ -300,10 +300,24 @@ class TinkerEndpoint:
 
     def _save_state(self, run: ModelRun, next_seq: int) -> None:
         """Puts the state of a model into the journal; on the worker's thread, and without a gradient."""
+        self._save_samplers(run, self.journal.first_after(run.model_id, next_seq))
         about, leaves = self._about(run, {}), {"params": run.state.params, "moments": run.state.moments}
         first = self.journal.save_state(run.model_id, about, leaves, next_seq)
         run.unsaved = 0
         self._deliver(partial(self.journal.trim, run.model_id, first))
+
+    def _save_samplers(self, run: ModelRun, first: int) -> None:
+        """Writes the weights of samplers without a name whose calls are not run again at a start: those before the
+        first that is."""
+        kept = []
+        for name, sampler in reversed(list(self.samplers.items())):  # the last used first
+            model, seq = self._made_by.get(name, ("", 0))
+            if model == run.model_id and seq < first and len(kept) < KEPT:
+                kept.append(checkpoint := self.journal.sampler(model, name))
+                if self.store.written(checkpoint) is None:
+                    leaves = {"params": sampler.snapshot.params}
+                    self.store.save(checkpoint, self._about(run, {}), leaves, overwrite=True)
+        self.journal.drop_samplers(run.model_id, kept)
 
     def _restore(self, name: str) -> ModelRun | None:
         """A model of before the start: its state is read, and its calls since then are queued again. None if the
@@ -733,6 +747,10 @@ class TinkerEndpoint:
         elif name not in self.samplers and name in self._noted:
             self.create_sampling_session(self._noted[name])
         session = name.partition(":")[0] + ":"
+        absent = name not in self.samplers and session[:-1] in self.sessions
+        if absent and (checkpoint := self.journal.find_sampler(name)) is not None:
+            self._keep(name, self._load_sampler(name, checkpoint))
+            self._made_by[name] = (checkpoint.model, 0)
         if name not in self.samplers:  # of before the start: a call of its model that runs again makes it
             for model in self.store.models():
                 if model.startswith(session) and model not in self.models:
