@@ -1,6 +1,6 @@
 """Draws the pictures of the documentation: `python docs/draw.py` writes docs/images/*.svg.
 
-The group is resampled by the functions that training calls, so the picture shows what they really keep.
+Groups and rollouts are those of recorded runs; the JSON file beside a picture has the command, the commit and the rows.
 """
 
 import io
@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from grpo_roc_jax.method.roc import ResampleOnCorrect, error_penalty, format_penalty, select_roc
 from grpo_roc_jax.record.live import Board, after, colored, table
 from grpo_roc_jax.record.trace import from_json
 
@@ -60,17 +59,13 @@ def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
 
 # ---- the method ----------------------------------------------------------------------------------------------------
 
-ROLLOUTS = "y+ y+ n- y-+ n y--+ y+ n-- y+ y-+ n-+ y++ n+ y---+ n y-++".split()  # noqa: SIM905
-"""Sixteen rollouts of one problem: solved or not, then its calls: `+` worked, `-` failed."""
-
 
 def group_resampled() -> str:
-    """A group of 2G = 16, in order of penalty, and the G = 8 that train."""
-    correct = np.array([one[0] == "y" for one in ROLLOUTS])
-    calls = np.array([len(one) - 1 for one in ROLLOUTS])
-    errors = error_penalty(calls, np.array([one.count("-") for one in ROLLOUTS]))
-    penalties = errors + format_penalty(np.ones(16), np.ones(16, bool), calls + 1)
-    kept = select_roc(correct, penalties, 8, ResampleOnCorrect(), np.random.default_rng(7)).tolist()
+    """A recorded group of 2G = 16, in order of penalty, and the G = 8 that trained."""
+    rollouts = json.loads((IMAGES / "group_resampled.json").read_text(encoding="utf-8"))["rollouts"]
+    correct = np.array([rollout["status"] == "correct" for rollout in rollouts])
+    penalties = np.array([rollout["penalty"] for rollout in rollouts])
+    kept = [index for index, rollout in enumerate(rollouts) if rollout["kept"]]
     positive, negative = np.flatnonzero(correct), np.flatnonzero(~correct)
     ranked = [*positive[np.argsort(penalties[positive], kind="stable")].tolist(), *negative.tolist()]
     left, middle, right, top, step = 24, 300, 620, 84, 24
@@ -79,7 +74,7 @@ def group_resampled() -> str:
     def row(x: float, y: float, index: int, more: str = "", pale: bool = False) -> str:
         color = GREEN if correct[index] else RED
         marks = "".join(
-            dot(x + 74 + 13 * k, y, GREEN if call == "+" else RED) for k, call in enumerate(ROLLOUTS[index][1:])
+            dot(x + 74 + 13 * k, y, GREEN if call == "ok" else RED) for k, call in enumerate(rollouts[index]["calls"])
         )
         inside = (
             box(x, y - 10, 190, 20, color, color, 0.12)

@@ -81,7 +81,7 @@ def environment() -> dict[str, str]:
 
 
 def run(entry: Entry, folder: Path, timeout_s: float = 900) -> list[str]:
-    """What a command prints in `folder`, as lines.
+    """What a command prints in `folder`, as lines; of those on how far a phase is, the ones that the page shows.
 
     Raises:
         RuntimeError: It failed and must not, or the other way round.
@@ -99,7 +99,8 @@ def run(entry: Entry, folder: Path, timeout_s: float = 900) -> list[str]:
     if (done.returncode != 0) is not entry.refused:
         raise RuntimeError(f"`{entry.command}` ended with status {done.returncode}:\n{done.stdout}")
     text = done.stdout.replace(f"{folder}/", "").replace(str(Path.home()), "~")
-    return [line.rstrip() for line in text.splitlines() if not PROGRESS.search(line)]
+    shown = {form(line) for line in entry.shown}
+    return [line.rstrip() for line in text.splitlines() if not PROGRESS.search(line) or form(line) in shown]
 
 
 def form(line: str) -> str:

@@ -47,7 +47,7 @@ from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.open_groups import SamplerFailed
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
 from grpo_roc_jax.run.profiling import Profile, Tracer, profiled, tracing
-from grpo_roc_jax.run.prospects import hindrances
+from grpo_roc_jax.run.prospects import hindrances, left_out
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.run_state import RunState
@@ -563,6 +563,7 @@ def evaluate_once(session: TrainingSession, run: RunState) -> float | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    words = [part for word in words for part in (word.split("=") if word == "--dry-run=full" else [word])]
     full = "--dry-run" in words[:-1] and words[words.index("--dry-run") + 1] == "full"
     if full:
         words.pop(words.index("--dry-run") + 1)
@@ -637,7 +638,7 @@ def dry(config: Config, full: bool = False) -> None:
         with config_errors(RewardError, ModuleNotFoundError), closing(make_scorer(staged.reward)) as scorer:
             check_extras(staged.log)
             lines_on_data = data_lines(staged, chat, scorer)
-            against = hindrances(staged, chat, scorer)
+            against = [*left_out(lines_on_data), *hindrances(staged, chat, scorer)]
         stage = [f"stage {config.stages[index].name}:"] if config.stages else []
         read += [*stage, *lines_on_data]
         chosen = with_update(staged, model, mesh)

@@ -103,12 +103,75 @@ def test_names_of_two_projects_mean_the_same_here():
         ("--monitors.prime.name x", "--help lists the sections"),
         ("--trainer.model.ep 8", "--help lists the sections"),
         ("--roles.user.alpha 0.1", "--help lists the sections"),
+        ("--actor_optimizer_config.eps 1e-8", "did you mean 'optim.eps'?"),
+        ("--trainer.epochs 3", "did you mean 'steps' ("),
+        ("--num_epochs 3", "did you mean 'steps' ("),
+        ("--generator.eval_sampling_params.temperature 0", "did you mean 'eval.temperature'?"),
+        ("--trainer.policy.optimizer_config.lr 1e-6", "did you mean 'optim.lr'?"),
+        ("--generator.sampling_params.max_generate_length 64", "did you mean 'rollout.max_response_tokens' ("),
+        ("--n_samples_per_prompt 8", "did you mean 'group.size' ("),
+        ("--pretrain Qwen/Qwen3-0.6B", "did you mean 'model.path'?"),
+        ("--reward_pretrain some/model", "did you mean 'reward.functions' ("),
+        ("--advantage_estimator group_norm", "`grpo-roc train methods/grpo.yaml`"),
+        ("--trainer.algorithm.advantage_estimator reinforce++", "`grpo-roc train methods/reinforce_pp.yaml`"),
+        ("--trainer.algorithm.clip_cov.clip_ratio 0.1", "a method is a recipe here: methods/clip_cov.yaml"),
+        ("--orchestrator.teacher_model.model.name x", "a method is a recipe here: methods/opd.yaml"),
+        ("--orchestrator.train.env.args x", "did you mean 'environment' ("),
+        ("--global_profiler.steps 3", "has no counterpart: `--profile 3:5`"),
+        (
+            "--surrogate.beta 0.1",
+            "clip_low, clip_high; did you mean 'surrogate.kl.coef' (",
+        ),
+        ("--surrogate.kl.kl_loss_coef 0.1", "it has no settings; did you mean 'surrogate.kl.coef' ("),
+        ("--advantage.scale_rewards false", "it has adjust, baseline, scale; did you mean 'advantage.scale'?"),
+        ("--environment.env_class gsm8k", "did you mean 'environment' (file.py:Class)?"),
+        ("--response_tokens 64", "did you mean 'rollout.max_response_tokens'?"),
+        ("--sft.learning_rate 1e-4", "did you mean 'sft.lr'?"),
+        ("--sft.num_steps 4", "did you mean 'sft.steps'?"),
+        ("--num_steps 4", "did you mean 'steps'?"),
+        ("--optim.warmup 4", "did you mean 'optim.warmup_steps'?"),
+        ("--sampling.temp 1", "did you mean 'sampling.temperature'?"),
+        ("--reward.func answer", "did you mean 'reward.functions'?"),
+        ("--eval.problems 4", "did you mean 'data.eval_problems'?"),
     ],
 )
 def test_what_a_newcomer_types(words, said):
     answer = refusal(*words.split())
     assert said in answer
     assert answer.count("did you mean") <= 1 and "'drpo'?" not in answer
+
+
+@pytest.mark.parametrize(
+    "key",
+    [  # of other projects, and without a counterpart; each resembles a setting here that means something else
+        "max_samples",
+        "tool",
+        "temp",
+        "data.eval",
+        "generator.sampling_params.stop",
+        "actor_rollout_ref.actor.shuffle",
+        "orchestrator.filters.type",
+        "orchestrator.log.level",
+        "trainer.model.ac.freq",
+        "trainer.model.moe.dispatch.type",
+        "bench",
+        "reward_clip_range",
+        "ema_beta",
+        "data.sampler.class_path",
+        "rollout.abc_tokens",
+        "checkpoint.save_contents",
+    ],
+)
+def test_a_name_without_a_counterpart_suggests_nothing(key):
+    said = refusal(f"--{key}", "7")
+    assert "did you mean" not in said and "--help lists the sections" in said
+
+
+@pytest.mark.parametrize("text", ["actor_rollout_ref:\n  rollout: {n: 4}\n", "actor_rollout_ref.rollout.n: 4\n"])
+def test_names_in_a_file_are_refused_with_their_line(text, tmp_path):
+    (tmp_path / "theirs.yaml").write_text(f"base: toy.yaml\n{text}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"\(.*theirs.yaml, line [23]\); did you mean 'group.size'"):
+        read_config(str(tmp_path / "theirs.yaml"))
 
 
 def test_every_recipe_is_told_by_its_name_and_every_other_name_is_one():
@@ -147,6 +210,9 @@ def test_an_unknown_file_suggests_what_is_near():
         ("optm", "there is no optm; did you mean 'optim'?"),
         ("optim.zebra", "there is no optim.zebra\noptim: lr, warmup_steps, "),
         ("learning_rate", "there is no learning_rate; did you mean 'optim.lr'?"),
+        ("loss_type", "there is no loss_type; a method is a recipe here: configs/methods/NAME.yaml"),
+        ("dapo", "there is no dapo; dapo is a recipe: `grpo-roc train methods/dapo.yaml`"),
+        ("trainer.actor", "there is no trainer.actor\nsections: name, run_dir, "),
     ],
 )
 def test_help_about_what_is_not_there_lists_what_is(asked, said, capsys):

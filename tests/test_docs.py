@@ -1,15 +1,18 @@
 """The documentation: every link and anchor exists, pictures and generated pages are current, its code runs."""
 
 import importlib.util
+import json
 import re
 import sys
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.method.roc import error_penalty, format_penalty, quota
 from grpo_roc_jax.settings.layers import known_keys
 from grpo_roc_jax.settings.options import fields_of
 from tests.helpers.contrib import HAS_CONTRIB, with_contrib
@@ -67,6 +70,66 @@ def script(name: str):
 def test_the_pictures_are_what_their_script_draws():
     for name, content in script("draw").files().items():
         assert (DOCS / "images" / name).read_text(encoding="utf-8") == content, "run `python docs/draw.py`"
+
+
+OPENED = re.compile(r"^ *```(.*)$", re.MULTILINE)
+LANGUAGES = ("sh", "bash", "python", "python run", "yaml", "json", "console", "text")
+"""A block of `text` is a diagram or what a file contains; what a command printed is in a block of `console`, which
+`docs/record.py` records with its command."""
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_output_is_recorded_with_its_command(path):
+    """A block without a language could be an output without its command; so could lines of a run in another one."""
+    text = path.read_text(encoding="utf-8")
+    opened = OPENED.findall(text)[::2]
+    assert set(opened) <= set(LANGUAGES)
+    others = [
+        block
+        for language, block in re.findall(r"^ *```(.*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
+        if language != "console"
+    ]
+    printed = re.compile(
+        r"^(step +\d+  reward|sft +\d+  nll|plan: |problem: |files: |configuration: |stopped: )", re.MULTILINE
+    )
+    assert not [block for block in others if printed.search(block)]
+
+
+def test_the_group_of_the_first_picture_obeys_the_selection():
+    """Its quotas, penalties and ranks are those of the method, and its command stands beside it on every page."""
+    record = json.loads((DOCS / "images" / "group_resampled.json").read_text(encoding="utf-8"))
+    rows = record["rollouts"]
+    column = {name: np.array([row[name] for row in rows]) for name in ("answers", "well_formed", "turns", "kept")}
+    calls = np.array([len(row["calls"]) for row in rows])
+    failed = np.array([sum(kind != "ok" for kind in row["calls"]) for row in rows])
+    formats = format_penalty(column["answers"], column["well_formed"], column["turns"])
+    correct, kept = np.array([row["status"] == "correct" for row in rows]), column["kept"]
+    penalties = np.array([row["penalty"] for row in rows])
+    np.testing.assert_allclose(penalties[correct], (error_penalty(calls, failed) + formats)[correct])
+    assert quota(int((~correct).sum()), int(correct.sum()), 8) == (
+        int((kept & ~correct).sum()),
+        int((kept & correct).sum()),
+    )
+    assert penalties[correct & kept].max() <= penalties[correct & ~kept].min()
+    assert {row["why"] for row in rows} == {"kept", "penalty", "quota"} and len(rows) == 16
+    for page in (ROOT / "README.md", DOCS / "index.md", DOCS / "method.md"):
+        assert record["command"] in re.sub(r" *\\\n +", " ", page.read_text(encoding="utf-8")), page.name
+
+
+def test_every_picture_of_a_page_has_a_record():
+    """It is drawn by `docs/draw.py`, from rows under benchmarks/results, or taken of the page of a recorded run."""
+    drawn, results = set(script("draw").files()), ROOT / "benchmarks" / "results"
+    shown = (DOCS / "view.md").read_text(encoding="utf-8")
+    for path in PAGES:
+        for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", re.sub(r"`[^`\n]*`", "", prose(path))):
+            file = (path.parent / target).resolve()
+            if file.parent == results:
+                study = "_".join(file.stem.split("_")[:2])
+                assert any(results.glob(f"{study}.json*")), f"{path.name}: {target}"
+            elif file.name.startswith("view_"):
+                assert path.name == "view.md" and "GRPO_ROC_SCREENSHOTS=docs/images" in shown
+            else:
+                assert file.name in drawn and file.parent == DOCS / "images", f"{path.name}: {target}"
 
 
 @with_contrib

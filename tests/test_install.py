@@ -76,6 +76,29 @@ def run_installed(site: Path, *words: str, cwd: Path) -> str:
     return done.stdout
 
 
+def test_no_page_installs_from_an_index_that_does_not_have_the_project():
+    """Extras are named as `.[NAME]` of a copy; with a wheel, `doctor` prints the packages."""
+    pattern = re.compile(r"pip install[^\n`|&]*?(?<![\w/.-])grpo[-_]roc[-_]jax(?![-_][\d.]+-py3|\w)")
+    files = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("notebooks/*.ipynb"),
+        *ROOT.glob("configs/**/*"),
+    ]
+    files += [
+        path for room in ("grpo_roc_jax", "examples", "benchmarks", "tests") for path in ROOT.glob(f"{room}/**/*")
+    ]
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in files
+        if path.suffix in (".md", ".ipynb", ".yaml", ".py", ".sh")
+        and path.name not in (Path(__file__).name, "CHANGELOG.md")
+        for match in pattern.finditer(path.read_text(encoding="utf-8"))
+    ]
+    allowed = ("docs/faq.md: ", "tests/commands/test_doctor.py: ")  # one says that it finds nothing, one has an address
+    assert not [line for line in found if not line.startswith(allowed)]
+
+
 def test_the_wheel_holds_every_module_and_recipe_and_nothing_else(unpacked):
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_roc_jax").rglob("*.py")}
     recipes = {f"grpo_roc_jax/{name}" for name in RECIPES}

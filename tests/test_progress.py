@@ -205,6 +205,15 @@ def test_without_a_narrator_steps_are_silent(capsys):
             "of 1 group 1 all correct; the policy solves all",
         ),
         ({"roc/kept": 0.0, "roc/groups": 2.0}, "2 dropped for other reasons"),
+        (
+            {"roc/kept": 0.0, "roc/groups": 2.0, "verdict/infrastructure": 0.75, "verdict/not_scored": 0.25},
+            "2 without a rollout that has a score, since all failed outside of the policy: an event says why",
+        ),
+        ({"roc/kept": 0.0, "roc/groups": 2.0, "roc/dropped_short_group": 4.0}, "2 with too few rollouts left"),
+        (
+            {"roc/kept": 0.0, "roc/groups": 2.0, "roc/all_wrong": 1.0, "roc/dropped_equal_rewards": 8.0},
+            "1 all wrong, 1 with equal rewards for right and wrong answers",
+        ),
         ({"roc/kept": 0.0, "roc/groups": 0.0}, "no group was sampled to its end"),
     ],
 )
@@ -214,7 +223,7 @@ def test_a_step_that_keeps_nothing_says_why(metrics, words):
 
 
 def test_durations_in_words():
-    assert [describe_seconds(s) for s in (4.4, 89, 120, 5000, 20000)] == ["4 s", "89 s", "2 min", "83 min", "5.6 h"]
+    assert [describe_seconds(s) for s in (4.4, 119, 120, 5000, 20000)] == ["4 s", "119 s", "2 min", "83 min", "5.6 h"]
 
 
 def timed_lines(words, folder):

@@ -283,8 +283,9 @@ def test_derived_numbers_in_words():
     assert derived(config)[0].startswith("8 problems x 32 sampled -> 16 kept = 128 trajectories a step, 1 update")
 
 
-def test_dry_run_prints_the_resolved_configuration(capsys):
-    assert main(["toy.yaml", "--dry-run", "full", "--seed=7"]) == 0
+@pytest.mark.parametrize("words", [["--dry-run", "full"], ["--dry-run=full"]])
+def test_dry_run_prints_the_resolved_configuration(words, capsys):
+    assert main(["toy.yaml", *words, "--seed=7"]) == 0
     said = capsys.readouterr().out
     assert "seed: 7" in said
     assert "sampled -> 16 kept" in said

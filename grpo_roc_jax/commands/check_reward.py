@@ -8,6 +8,7 @@ finds in `problem.extra` are named. With `--trajectories`, the function scores w
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import first_problems
@@ -74,8 +75,10 @@ def recorded_groups(run: str, step: int | None) -> list:
     """The groups of a step of a run, before selection.
 
     Raises:
-        ValueError: The run has no trajectories, or none of this step.
+        ValueError: There is no such run, or it has no trajectories, or none of this step.
     """
+    if not Path(run).is_dir():
+        raise ValueError(f"--trajectories {run}: no such directory; name that of a run")
     steps = sorted({number for _, kind, number in trace_files(run) if kind == "step"})
     if not steps:
         raise ValueError(f"{run} has no trajectories of steps; name the directory of a run with log.traces above 0")

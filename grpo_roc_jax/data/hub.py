@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from grpo_roc_jax.data.problems import LoadReport, problems_of
+from grpo_roc_jax.settings.installing import install_command
 from grpo_roc_jax.types import Problem
 
 HUB_PREFIX = "hub:"
@@ -31,7 +32,7 @@ def load_hub(source: str, **columns: Any) -> tuple[list[Problem], LoadReport]:
         from huggingface_hub import HfApi
     except ImportError as error:
         raise ValueError(
-            f"data source {source!r} needs the package datasets ({error}); pip install datasets"
+            f"data source {source!r} needs the package datasets ({error}); {install_command('datasets')}"
         ) from error
     name, revision = parts["name"], parts["revision"]
     try:

@@ -357,6 +357,13 @@ class AgentCommand(AgentKind):
                 f"environment.function = {self.function!r} is no coroutine; must be `async def rollout(row, base_url, "
                 "api_key)`"
             )
+        try:
+            if function is not None:
+                inspect.signature(function).bind({}, "", "")
+        except TypeError as error:
+            raise ValueError(
+                f"environment.function = {self.function!r}: {error}; it is called with (row, base_url, api_key)"
+            ) from None
         return function
 
 

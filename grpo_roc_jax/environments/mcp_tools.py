@@ -94,9 +94,16 @@ def _ending(log: IO[str]) -> str:
     return f"; it wrote: {text.strip()[-MOST_SAID:]}" if text.strip() else ""
 
 
+def _text_of(part: Any) -> str:
+    """The text of a part: its own, or that of a resource which comes with it."""
+    holder = part if part.type == "text" else getattr(part, "resource", None)
+    text = getattr(holder, "text", None)
+    return text if isinstance(text, str) else f"[{part.type}]"
+
+
 def tool_result(result: Any) -> ToolResult:
     """What a server answered; parts other than text are named, since observations are text."""
-    parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+    parts = [_text_of(part) for part in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content)]
     text = "\n".join(parts)

@@ -88,6 +88,9 @@ def check_reward(path: str, problem: Problem = PROBLEM) -> list[str]:
         verdict = verdicts.get(trajectory.sample)
         outcome = f"reward {verdict.reward:g} ({verdict.status})" if verdict else "not scored: leaves the group"
         lines.append(f"{name:18} {outcome}")
+    finished = {verdict.reward for verdict in verdicts.values() if verdict.status != "truncated"}
+    if len(verdicts) == len(rows) and len(finished) == 1:
+        lines.append("all that were not cut get the same reward: a group of such rollouts teaches nothing")
     return lines + [f"fault: {fault}" for fault in scored.faults]
 
 

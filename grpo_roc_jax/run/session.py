@@ -41,7 +41,7 @@ from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Alarm
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
 from grpo_roc_jax.settings.progress import Narrator, describe_seconds, narrated, phase
 from grpo_roc_jax.settings.secrets import hidden
-from grpo_roc_jax.tools.memory_bound import describe_memory
+from grpo_roc_jax.tools.memory_bound import describe_call
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Problem
 
@@ -309,7 +309,7 @@ def announce(session: TrainingSession, config: Config) -> None:
     if is_address(config.run_dir):
         writer.say(f"run directory: {session.run_dir}, copied to {hidden(config.run_dir)}")
     writer.say(f"tools: isolation {reached.level}{missing}")
-    if memory := describe_memory(config.tools):
+    if memory := describe_call(config.tools):
         writer.say(f"tools: {memory}")
     writer.say(f"device: {describe_device()}, compute in {policy.model.compute_dtype}")
     writer.say(sampler.engine.describe_attention())

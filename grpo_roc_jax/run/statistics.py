@@ -71,6 +71,10 @@ def describe_unscored(counts: Mapping[str, int], unscored: Mapping[str, int], fa
     return f"no trajectory has a score; {lost['not_scored']} not scored by {names}{why}{others}"
 
 
+ALL_BUT_ROUNDING = 0.9999
+"""Share of rollouts, summed over statuses, above which it is all of them."""
+
+
 def why_nothing_kept(metrics: Metrics) -> str:
     """Why selection kept no trajectory of a step, from its metrics; empty if it kept some."""
     if metrics.get("roc/kept", 1.0):
@@ -79,7 +83,15 @@ def why_nothing_kept(metrics: Metrics) -> str:
     right, wrong = (int(metrics.get(f"roc/all_{status}", 0.0)) for status in ("correct", "wrong"))
     if not groups:
         return "kept nothing: no group was sampled to its end"
-    counts = {"all correct": right, "all wrong": wrong, "dropped for other reasons": groups - right - wrong}
+    lost = sum(metrics.get(f"verdict/{status}", 0.0) for status in ("infrastructure", "not_scored", "cancelled"))
+    others = "dropped for other reasons"
+    if lost > ALL_BUT_ROUNDING:
+        others = "without a rollout that has a score, since all failed outside of the policy: an event says why"
+    elif metrics.get("roc/dropped_short_group"):
+        others = "with too few rollouts left (resample.short_groups)"
+    elif metrics.get("roc/dropped_equal_rewards"):
+        others = "with equal rewards for right and wrong answers"
+    counts = {"all correct": right, "all wrong": wrong, others: groups - right - wrong}
     parts = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     advice = ""
     if wrong > right:

@@ -150,10 +150,23 @@ def next_lines(run_dir: Path, summary: dict[str, Any] | None, status: int | None
 
 
 def one_of(records: Sequence[TraceRecord], step: int, decode: Callable[[Sequence[int]], str]) -> TraceRecord | None:
-    """One trajectory of the step, with its context. Its position in the list changes with the step. None without
-    groups."""
+    """One trajectory of the step, with its context. None without groups.
+
+    Where there are any, it is one in which the tool was needed: a success with a call that worked, of a problem that
+    no rollout solved without one. Otherwise any success with such a call, or any trajectory with a call. Its position
+    among these changes with the step.
+    """
     scored = [record for record in records if record.group >= 0 and record.verdict is not None]
     if not scored:
         return None
-    record = scored[(step * 31) % len(scored)]
+    called = [record for record in scored if record.verdict.tool_calls]
+    solved = [record for record in called if _solved(record) and record.verdict.tool_errors < record.verdict.tool_calls]
+    guessed = {record.group for record in scored if _solved(record) and not record.verdict.tool_calls}
+    needed = [record for record in solved if record.group not in guessed]
+    candidates = needed or solved or called or scored
+    record = candidates[(step * 31) % len(candidates)]
     return replace(record, context=context_of(record.trajectory, decode))
+
+
+def _solved(record: TraceRecord) -> bool:
+    return record.verdict is not None and record.verdict.status == "correct"

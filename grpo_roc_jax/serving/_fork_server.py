@@ -197,13 +197,13 @@ def play(words):
         while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
             frames = frames.tb_next
         traceback.print_exception(type(error), error, frames)
-        leave(1)
+        leave(1, signal.SIGINT if isinstance(error, KeyboardInterrupt) else None)
     leave(0)
 
 
-def leave(code):
+def leave(code, number=None):
     """Ends a run as an interpreter ends, but for taking apart what was imported: that would copy the memory which the
-    run shares with its parent. As in `multiprocessing`, where a fork ends."""
+    run shares with its parent. As in `multiprocessing`, where a fork ends. With a number, it ends by that signal."""
     threading._shutdown()
     atexit._run_exitfuncs()
     if code is not None and not isinstance(code, int):
@@ -212,6 +212,9 @@ def leave(code):
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+    if number is not None:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
     os._exit((code or 0) & 0xFF)
 
 

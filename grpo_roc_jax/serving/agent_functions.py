@@ -55,7 +55,7 @@ class FunctionRollout:
         """The rollout to its end. An exception is that of a program with status 1, a late one is cancelled."""
         self._task = asyncio.ensure_future(self._play(call))
         done, _ = await asyncio.wait([self._task], timeout=timeout_s)
-        if not done or self._task.cancelled():
+        if not done:
             self._task.cancel()
             return ProgramEnd(None)
         return self._task.result()
@@ -63,7 +63,7 @@ class FunctionRollout:
     async def _play(self, call: AgentCall) -> ProgramEnd:
         try:
             value = await self._function(call.row, call.base_url, call.api_key)
-        except (Exception, SystemExit, KeyboardInterrupt):  # an exit would end the event loop
+        except BaseException:  # an exit would end the event loop, and a function may cancel itself
             return ProgramEnd(1, errors=traceback.format_exc())
         pay, unread = (Pay(), "") if value is None else read_pay(_as_json(value))
         return ProgramEnd(0, pay, unread=unread)
@@ -132,7 +132,21 @@ class FunctionAgent:
 
 
 def _as_json(value: Any) -> bytes:
+    """What a program would have written; a reward that is true or false counts as 1 or 0, as NumPy's do."""
+    if isinstance(value, bool):
+        value = float(value)
+    elif isinstance(value, Mapping):
+        value = {name: float(item) if isinstance(item, bool) else item for name, item in value.items()}
     try:
-        return json.dumps(value, default=float).encode()
-    except (TypeError, ValueError, RecursionError):
-        return repr(value).encode()
+        return json.dumps(value, default=_plain).encode()
+    except Exception as error:  # of the user's class
+        return f"{type(value).__name__} ({type(error).__name__}: {error})"[:200].encode()
+
+
+def _plain(value: Any) -> Any:
+    """What JSON holds in place of a value of another class."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    listed = getattr(value, "tolist", None)  # arrays and numbers of NumPy, tensors
+    plain = float(value) if listed is None else listed()
+    return float(plain) if isinstance(plain, bool) else plain

@@ -130,7 +130,8 @@ class AgentSession:
         if unknown := [name for name in amounts if name not in answers]:
             fault = f"calls names {unknown[0]!r:.80}; must be the id of an answer that this rollout got"
             return self.calls, replace(end, pay=Pay(), unread=fault)
-        calls = [replace(call, reward=amounts.get(call.answer, 0.0)) for call in self.calls]
+        left = dict(amounts)  # the choices of one answer share its id: the first has its reward
+        calls = [replace(call, reward=left.pop(call.answer, 0.0)) for call in self.calls]
         total = (end.pay.reward or 0.0) + sum(call.reward for call in calls)
         return calls, replace(end, pay=replace(end.pay, reward=total))
 

@@ -29,6 +29,15 @@ GRAMMARS = 64
 """Compiled grammars that are kept."""
 MOST_SCHEMA = 1 << 18
 """Characters of a schema."""
+FORMATS = frozenset((
+    "date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid",
+    "uri", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex",
+))  # fmt: skip
+"""Formats of texts that JSON Schema defines."""
+BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""Keywords whose parts are schemas by names of the user's."""
+VALUES = ("const", "enum", "default", "examples", "required", "x-guidance")
+"""Keywords that hold no schema."""
 SPACES = "( |\\n[ \\t]{0,32})?"
 """White space between the tokens of JSON: none, a space, or a line with its indentation. Without a bound a policy could
 write it forever."""
@@ -138,12 +147,33 @@ def strict_schemas(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) 
 
 def _json(schema: Any, param: str = "tools") -> str:
     """A rule for JSON of a schema."""
-    if isinstance(schema, dict):
-        schema = {"x-guidance": {"whitespace_pattern": SPACES}, **schema}
-    text = json.dumps(schema)
+    try:
+        if isinstance(schema, dict):
+            schema = {"x-guidance": {"whitespace_pattern": SPACES}, **_without_marks(schema)}
+        text = json.dumps(schema)
+    except RecursionError:
+        raise RequestRefused("a schema that is nested too deeply; must be flatter", param) from None
     if len(text) > MOST_SCHEMA:
         raise RequestRefused(f"a schema of {len(text)} characters; must be at most {MOST_SCHEMA}", param)
     return f"%json {text}" if isinstance(schema, dict) else f"%json {json.dumps({'anyOf': [schema]})}"
+
+
+def _without_marks(schema: Any) -> Any:
+    """A schema without formats that JSON Schema does not define: they mark what a text is for (`password`, `path`) and
+    say nothing about its characters."""
+    if isinstance(schema, list):
+        return [_without_marks(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for name, value in schema.items():
+        if name == "format" and isinstance(value, str) and value not in FORMATS:
+            continue
+        if name in BY_NAME and isinstance(value, dict):
+            kept[name] = {key: _without_marks(part) for key, part in value.items()}
+        else:
+            kept[name] = value if name in VALUES else _without_marks(value)
+    return kept
 
 
 def _quoted(text: str) -> str:

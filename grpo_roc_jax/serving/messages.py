@@ -190,6 +190,8 @@ def _messages(turn: Any, where: str) -> Iterator[JSON]:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             text = text_of(block.get("content"), where)
+            if field_of(block, "is_error", bool, False) and not text.lstrip().lower().startswith("error"):
+                text = f"Error: {text}"  # templates have no other place for it
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind != "redacted_thinking":
             raise RequestRefused(

@@ -73,6 +73,9 @@ class ResponsesReply(EventReply):
         yield from self._grown({"delta": self._growth(choice, answer.reasoning, answer.content)})
         if self._open is not None:
             yield from self._closed(self._open)
+        if not answer.calls and all(item["type"] != "message" for item in self._output):
+            yield from self._begun("message")  # an answer without text has a message too, as outside of a stream
+            yield from self._closed(self._open)
         for item in self._calls(answer):
             at = len(self._output)
             yield self._event("response.output_item.added", output_index=at, item=item | {"arguments": ""})
@@ -94,16 +97,19 @@ class ResponsesReply(EventReply):
             if self._open is not None and self._open["type"] != kind:
                 yield from self._closed(self._open)
             if self._open is None:
-                self._open = {"id": _new_id(kind), "type": kind, "text": "", "logprobs": []}
-                item = _item(self._open, "in_progress") | {"content": []}
-                yield self._event("response.output_item.added", output_index=len(self._output), item=item)
-                part = _part(self._open) | {"text": ""}
-                yield self._event("response.content_part.added", **self._place(), part=part)
+                yield from self._begun(kind)
             self._open["text"] += new
             entries = (piece.get("logprobs") or {}).get("content", [])
             self._open["logprobs"] += entries
             logprobs = {"logprobs": entries} if kind == "message" else {}
             yield self._event(f"response.{_TEXT[kind]}.delta", **self._place(), delta=new, **logprobs)
+
+    def _begun(self, kind: str) -> Iterator[JSON]:
+        """The events that begin an item of text."""
+        self._open = {"id": _new_id(kind), "type": kind, "text": "", "logprobs": []}
+        item = _item(self._open, "in_progress") | {"content": []}
+        yield self._event("response.output_item.added", output_index=len(self._output), item=item)
+        yield self._event("response.content_part.added", **self._place(), part=_part(self._open))
 
     def _closed(self, opened: JSON) -> Iterator[JSON]:
         """The events that end an item of text."""
@@ -155,7 +161,10 @@ class ResponsesReply(EventReply):
         usage = self.usage
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+            "input_tokens_details": {
+                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+                "cache_write_tokens": 0,  # nothing is charged for them; the client needs the field
+            },
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
@@ -222,11 +231,13 @@ def _chat_body(body: Mapping[str, Any], messages: list[JSON]) -> JSON:
     include = field_of(body, "include", list, [])
     logprobs = "message.output_text.logprobs" in include or bool(field_of(body, "top_logprobs", int, 0))
     form = field_of(field_of(body, "text", dict, {}), "format", dict, {"type": "text"})
+    if (most := field_of(body, "max_output_tokens", int)) is not None and most < 1:
+        raise RequestRefused(f"max_output_tokens = {most}; must be at least 1", "max_output_tokens")
     return chat | {
         "messages": messages,
         "tools": [_tool(tool) for tool in field_of(body, "tools", list, [])],
         "tool_choice": _tool_choice(body.get("tool_choice")),
-        "max_tokens": field_of(body, "max_output_tokens", int),
+        "max_tokens": most,
         "response_format": form,
         **({"logprobs": True, "top_logprobs": body.get("top_logprobs")} if logprobs else {}),
     }

@@ -275,6 +275,13 @@ def read_forced(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> 
         raise RequestRefused(f"tool_choice = {choice!r:.80} without tools; offer some, or leave it out", "tool_choice")
     if choice == "required":
         return names[0] if len(names) == 1 else ""
+    if isinstance(choice, dict) and choice.get("type", "function") != "function":
+        raise RequestRefused(
+            f"tool_choice is of type {choice['type']!r:.80}; must be function, with a name. To allow some tools only, "
+            "offer those alone",
+            "tool_choice",
+            "unsupported",
+        )
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if name not in names:

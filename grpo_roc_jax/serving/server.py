@@ -467,6 +467,10 @@ class EndpointHandler(RequestHandler):
             )
             error = RequestRefused(f"{self.request.method} {self.request.path:.200}: {message}", status=status_code)
         self._describe(error)
+        if error.status == 405:
+            absent = RequestHandler._unimplemented_method
+            names = (name for name in self.SUPPORTED_METHODS if getattr(type(self), name.lower()) is not absent)
+            self.set_header("Allow", ", ".join(names))
         if error.status in (401, 403, 413, 415):
             self.set_header("Connection", "close")
         self.finish(self.describe(error))
@@ -495,6 +499,9 @@ class AbsentHandler(EndpointHandler):
 
 class StateHandler(EndpointHandler):
     """`/v1/models`, `/v1/models/NAME`, `/metrics`, `/health`."""
+
+    def head(self, path: str, session: str | None = None, model: str | None = None) -> None:
+        self.get(path, session, model)
 
     def get(self, path: str, session: str | None = None, model: str | None = None) -> None:
         if model is not None:

@@ -91,7 +91,7 @@ def resolve(setting: str, name: str) -> Callable[..., Any] | None:
         return None
     if (function := passed(name)) is not None:
         return function
-    module, separator, attribute = name.rpartition(":")
+    module, separator, attribute = (name, ":", "") if name.endswith(".py") else name.rpartition(":")
     hint = (
         "write package.module:function or file.py:function, or pass the function: train(config, functions={name: ...})"
     )
@@ -100,11 +100,15 @@ def resolve(setting: str, name: str) -> Callable[..., Any] | None:
     except ImportError as error:
         raise ValueError(f"{setting} = {name!r}: {error}; {hint}") from error
     function = getattr(holder, attribute, None)
-    if holder is not None and not hasattr(holder, attribute):
+    if holder is not None and not callable(function):
         names = public_callables(holder)
         near = close_to(attribute, names)
+        said = f"{module} has no {attribute!r}"
+        if hasattr(holder, attribute):
+            said = f"{attribute!r} of {module} is not a function"
         raise ValueError(
-            f"{setting} = {name!r}: {module} has no {attribute!r}; "
+            f"{setting} = {name!r}: "
+            + (f"{said}; " if attribute else "name a function of the file, file.py:function; ")
             + (f"did you mean {near!r}? " if near else "")
             + (f"it has {', '.join(names)}" if names else f"it defines no function; {hint}")
         )

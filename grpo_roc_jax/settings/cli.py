@@ -8,7 +8,7 @@ A YAML file is a layer of settings over its `base:`; later files override earlie
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,8 +29,8 @@ from grpo_roc_jax.settings.layers import (
     read_yaml,
 )
 from grpo_roc_jax.settings.layers import listed as listed_words
-from grpo_roc_jax.settings.options import adapter, as_mapping, as_text
-from grpo_roc_jax.settings.other_names import CONFIG_DIR, CONTRIB_METHODS, advice, close_to
+from grpo_roc_jax.settings.options import NO_SUCH, adapter, as_mapping, as_text
+from grpo_roc_jax.settings.other_names import CONFIG_DIR, CONTRIB_METHODS, advice, close_to, counterpart
 from grpo_roc_jax.settings.secrets import without_secrets
 
 __all__ = [
@@ -98,7 +98,8 @@ def build(config_type: type[T], layers: Sequence[Layer], below: T | None = None)
     try:
         config = adapter(config_type).validate_python(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_message(problem, places) for problem in error.errors())) from error
+        known = tuple(known_keys(config_type))
+        raise ConfigError("\n".join(_message(problem, places, known) for problem in error.errors())) from error
     if hasattr(config, "staged"):
         config.staged(places)
     return config
@@ -215,7 +216,7 @@ PLAIN = {
 """What a type is called in messages, by the first part of pydantic's error type."""
 
 
-def _message(problem: dict[str, Any], places: dict[KeyPath, str]) -> str:
+def _message(problem: dict[str, Any], places: dict[KeyPath, str], known: Collection[str]) -> str:
     """The message for one refused value: the setting, what was given, where it was written, the constraint."""
     reason, context, got = problem["type"], problem.get("ctx", {}), problem["input"]
     path = tuple(map(str, problem["loc"]))
@@ -244,6 +245,10 @@ def _message(problem: dict[str, Any], places: dict[KeyPath, str]) -> str:
         constraint = "must have at least one entry"
     elif reason in ("kind", "setting"):
         constraint = problem["msg"]
+        if reason == "setting" and NO_SUCH in constraint:
+            plain, _, near = constraint.partition("; did you mean")
+            said = counterpart(".".join(path), got, known, misspelt=not near)
+            constraint = f"{plain}; {said}" if said else constraint
     elif reason == "finite_number":
         constraint = "must be a finite number"
     else:

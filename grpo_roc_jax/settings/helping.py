@@ -95,7 +95,7 @@ def _absent(config_type: type, name_given: str, above: list[str], holders: list[
     meant = (
         f"did you mean '{'.'.join([*above, near])}'?"
         if near
-        else advice(name_given, None, tuple(known_keys(config_type)))
+        else advice(name_given, name_given, tuple(known_keys(config_type)))
     )
     yield f"there is no {name_given}" + (f"; {meant}" if meant else "")
     if not meant:

@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import AllowInfNan
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from grpo_roc_jax.settings.other_names import OTHER_KINDS, close_to, use_recipe
+from grpo_roc_jax.settings.other_names import CLOSE_ALONE, OTHER_KINDS, close_to, use_recipe
 
 T = TypeVar("T")
 
@@ -43,6 +43,8 @@ PositiveOrInfinite = Annotated[float, Gt(0), AllowInfNan()]
 
 NO_SWITCH = "must be a value other than true and false"
 """Message for a switch given to a setting of another type, for which it would be read as 1 or 0."""
+NO_SUCH = "has no such setting"
+"""Part of the message for a setting that no kind of an axis has."""
 
 _CHECKS = ConfigDict(extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
@@ -139,9 +141,9 @@ class Axis:
         setting_names = ", ".join(fields_of(cls)) or "no settings"
         if owners:
             return f"is a setting of kind {', '.join(owners)}; kind {cls.kind} has {setting_names}"
-        text = f"kind {cls.kind} has no such setting; it has {setting_names}"
+        text = f"kind {cls.kind} {NO_SUCH}; it has {setting_names}"
         others = {field: other for other, each in sorted(cls.kinds.items()) for field in fields_of(each)}
-        near = close_to(key, fields_of(cls)) or close_to(key, others)
+        near = close_to(key, fields_of(cls)) or close_to(key, others, CLOSE_ALONE)
         owner = "" if near in fields_of(cls) else f" of kind {others.get(near)}"
         return f"{text}; did you mean '{near}'{owner}?" if near else text
 

@@ -23,13 +23,21 @@ CLOSE_ELSEWHERE = 0.8
 """The same for a name of another section than the key was written in: `foo` and `floor` have 0.75."""
 CLOSE_ALONE = 0.75
 """The same for a key without a section: `hlep` and `help` have 0.75, `hello` and `tell` 0.67."""
+SHORT = 4
+"""Letters of a short word. One wrong letter makes another word of it (`tool` and `pool` have 0.75), so that it must be
+closer; and at least so many letters make a beginning that stands for a whole name."""
 MISSPELT = 0.9
 """The same for settings of other projects: `learnig_rate` and `learning_rate` have 0.96."""
 # fmt: off
 GENERIC = frozenset([
-    "alpha", "clean", "enable", "enabled", "filter", "format", "high", "id", "interval", "level", "low", "max",
-    "min", "mode", "model", "n", "name", "path", "port", "ratio", "rank", "shape", "size", "source", "strategy",
-    "timeout", "type", "value",
+    "address", "alpha", "batch", "buffer", "by", "cache", "clean", "column", "command", "count", "data", "decay",
+    "draw", "drop", "enable", "enabled", "eps", "epsilon", "epochs", "every", "factor", "file", "files", "filter",
+    "floor", "form", "format", "function", "functions", "gamma", "groups", "high", "host", "id", "interval", "items",
+    "keep", "length", "level", "limit", "log", "low", "masks", "max", "min", "mode", "model", "n", "name", "path",
+    "penalty", "pool", "port", "problems", "process", "processes", "project", "rank", "ratio", "replace", "retries",
+    "rules", "samples", "scale", "seconds", "settings", "shape", "share", "shuffle", "size", "source", "sources",
+    "start", "state", "step", "steps", "stop", "strategy", "target", "targets", "tasks", "teacher", "threads",
+    "threshold", "timeout", "type", "url", "value", "weight", "weights", "workers",
 ])
 # fmt: on
 """Last parts of keys that mean nothing without their section: `renderer.name` is not `name`."""
@@ -142,6 +150,9 @@ OTHER_NAMES = (
         ("num_generations_eval", "eval.samples"),
         ("entropy_coef", "advantage.adjust", "entropy_bonus, which follows a target"),
         ("use_adaptive_entropy", "advantage.adjust", "entropy_bonus, which follows a target"),
+        ("entropy_coef_min", "advantage.adjust", "entropy_bonus, which follows a target"),
+        ("entropy_coef_max", "advantage.adjust", "entropy_bonus, which follows a target"),
+        ("entropy_coef_delta", "advantage.adjust", "entropy_bonus, which follows a target"),
         ("entropy_target", "advantage.adjust.entropy_bonus.target"),
         ("vllm_importance_sampling_clip_max", "weights.factors", "high of truncated_is or masked_is"),
         ("vllm_importance_sampling_clip_min", "weights.factors", "low of masked_is"),
@@ -152,6 +163,8 @@ OTHER_NAMES = (
         ("sapo_temperature_neg", "surrogate.negative", "of surrogate sapo"),
         ("vespo_k_pos", METHOD, "methods/vespo.yaml"),
         ("vespo_lambda_pos", METHOD, "methods/vespo.yaml"),
+        ("vespo_k_neg", METHOD, "methods/vespo.yaml"),
+        ("vespo_lambda_neg", METHOD, "methods/vespo.yaml"),
         ("shuffle_dataset", "data.shuffle"),
         ("num_completions_to_print", "log.samples", "one rollout every so many steps"),
         ("push_to_hub", "", "`grpo-roc export RUN TARGET` writes a folder that can be uploaded"),
@@ -169,6 +182,10 @@ OTHER_NAMES = (
         ("cache_implementation", "", "the engine is part of the run"),
         ("use_transformers_paged", "", "the engine is part of the run"),
         ("use_transformers_continuous_batching", "", "the engine is part of the run"),
+        ("transformers_continuous_batching_config", "", "the engine is part of the run"),
+        ("generation_kwargs", "sampling.temperature", "and the other settings of the section sampling"),
+        ("remove_unused_columns", "", "reward functions read every column, as problem.extra"),
+        ("log_unique_prompts", "log.traces", "every rollout is recorded; grpo-roc view shows them"),
         ("max_staleness", "rollout.step_limit.lag", "of rollout.step_limit stream"),
         ("max_inflight_tasks", "rollout.slots"),
         ("vllm_*", "", "the engine is part of the run"),
@@ -243,6 +260,20 @@ OTHER_NAMES = (
         ("fsdp_config.optimizer_offload", "optim.offload"),
         ("fsdp_config.param_offload", "optim.offload", "moves the moments; parameters stay on the devices"),
         ("actor_rollout_ref.rollout.val_kwargs.n", "eval.samples"),
+        ("actor_rollout_ref.actor.strategy", "sharding.fsdp", "devices that share one copy of the state"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size", "batch.rows"),
+        ("actor_rollout_ref.actor.optim.betas", "optim.beta1", "and optim.beta2"),
+        ("actor_rollout_ref.actor.optim.clip_grad", "optim.max_grad_norm"),
+        ("actor_rollout_ref.actor.optim.total_training_steps", "optim.schedule.total_steps"),
+        ("actor_rollout_ref.actor.optim.min_lr_ratio", "optim.schedule.final_ratio"),
+        ("actor_rollout_ref.actor.optim.warmup_style", "optim.schedule"),
+        ("actor_rollout_ref.actor.use_torch_compile", "", "XLA compiles every program"),
+        ("actor_rollout_ref.actor.use_fused_kernels", "", "XLA compiles every program"),
+        ("profiler.*", "", "`--profile 3:5` writes a trace of steps 3 to 5"),
+        ("global_profiler.*", "", "`--profile 3:5` writes a trace of steps 3 to 5"),
+        ("clip_cov_ratio", METHOD, "methods/clip_cov.yaml"),
+        ("kl_cov_ratio", METHOD, "methods/kl_cov.yaml"),
+        ("ppo_kl_coef", METHOD, "methods/kl_cov.yaml"),
         ("actor_rollout_ref.rollout.val_kwargs.temperature", "eval.temperature"),
         ("actor_rollout_ref.rollout.val_kwargs.*", "", "evaluation has settings of its own in the section eval"),
         ("actor_rollout_ref.rollout.multi_turn.enable", "tools.enabled"),
@@ -251,6 +282,21 @@ OTHER_NAMES = (
         ("actor_rollout_ref.rollout.multi_turn.tool_config_path", "environment", "its public methods are the tools"),
         ("actor_rollout_ref.rollout.*", "", "the engine is part of the run"),
         ("actor_rollout_ref.ref.*", "", "the reference takes the settings of the policy"),
+        ("actor_rollout_ref.hybrid_engine", "", "the engine is part of the run"),
+        ("actor_rollout_ref.model.custom_chat_template", "text.template.file", "of text.template file"),
+        ("apply_chat_template_kwargs", "text.template"),
+        ("data.val_batch_size", "rollout.slots", "rows that are sampled at a time"),
+        ("data.val_max_samples", "data.eval_problems"),
+        ("data.video_key", "", "problems are text"),
+        ("reward_model.*", "reward.functions", "a function may ask a judge"),
+        ("custom_reward_function.name", "reward.functions", "file.py:function"),
+        ("algorithm.gamma", "", "no method here has a critic"),
+        ("algorithm.kl_penalty", "shaping", "kl"),
+        ("algorithm.kl_ctrl.*", "shaping", "kl"),
+        ("algorithm.filter_groups.metric", "resample.drop", "groups of equal rewards"),
+        ("rollout_correction.*", "weights.factors", "truncated_is or masked_is"),
+        ("rollout_is_threshold", "weights.factors", "high of truncated_is or masked_is"),
+        ("distillation.*", METHOD, "methods/opd.yaml"),
         ("algorithm.lam", "", "no method here has a critic"),
         ("critic.*", "", "no method here has a critic"),
         ("trainer.critic_warmup", "", "no method here has a critic"),
@@ -265,6 +311,10 @@ OTHER_NAMES = (
         ("trainer.log_val_generations", "log.samples"),
         ("trainer.rollout_data_dir", "log.traces"),
         ("trainer.max_actor_ckpt_to_keep", "checkpoint.keep"),
+        ("trainer.resume_from_path", "resume", "--resume auto starts a run and continues it"),
+        ("trainer.default_hdfs_dir", "run_dir", "also gs://BUCKET/RUN"),
+        ("trainer.val_only", "", "`grpo-roc evaluate RUN` evaluates a run or a model"),
+        ("trainer.device", "", "JAX_PLATFORMS chooses the devices"),
         ("async_training.staleness_threshold", "rollout.step_limit.lag", "of rollout.step_limit stream"),
         ("async_training.*", "rollout.step_limit", "of step_limit stream"),
         ("ray_kwargs.*", "", "a run needs no Ray"),
@@ -327,6 +377,24 @@ OTHER_NAMES = (
         ("rollout_engine", "", "the engine is part of the run"),
         ("env_kwargs.*", "environment", "a class reads its own settings"),
         ("vllm_config.*", "", "the engine is part of the run"),
+        ("rollout_vllm_*", "", "the engine is part of the run"),
+        ("rollout_sglang_*", "", "the engine is part of the run"),
+        ("sglang_jax_config.*", "", "the engine is part of the run"),
+        ("algo_variant", METHOD),
+        ("ent_coef", "advantage.adjust", "entropy_bonus, which follows a target"),
+        ("episode_max_turns", "rollout.max_turns"),
+        ("overlong_buffer.*", "shaping", "overlong"),
+        ("degenerate_group_masking", "resample.drop", "groups of equal rewards"),
+        ("actor_optimizer_config.eps", "optim.eps"),
+        ("rollout_micro_batch_size", "rollout.slots"),
+        ("profiler_options.*", "", "`--profile 3:5` writes a trace of steps 3 to 5"),
+        ("eos_tokens", "text.tokenizer.eos_token"),
+        ("lora_config.rank", "lora.rank"),
+        ("lora_config.alpha", "lora.alpha"),
+        ("lora_config.weight_qtype", "lora.base_bits", "of lora low_rank"),
+        ("tokenizer_config.tokenizer_type", "text.tokenizer"),
+        ("chat_parser_config.*", "text.template", "how roles are written"),
+        ("num_epochs", "steps", "problems divided by group.problems are the steps of an epoch"),
     ),
     *_rows(
         "prime-rl",
@@ -367,6 +435,28 @@ OTHER_NAMES = (
         ("eval.num_examples", "data.eval_problems"),
         ("eval.group_size", "eval.samples"),
         ("concurrency.max_inflight", "rollout.slots"),
+        ("max_inflight_rollouts", "rollout.slots"),
+        ("oversampling_factor", "resample.oversample", "of resample roc"),
+        ("run.name", "name"),
+        ("trainer.optim.max_norm", "optim.max_grad_norm"),
+        ("trainer.optim.betas1", "optim.beta1"),
+        ("trainer.optim.betas2", "optim.beta2"),
+        ("trainer.scheduler.type", "optim.schedule"),
+        ("trainer.loss.token_mask_low", "weights.factors", "low of masked_is"),
+        ("trainer.loss.token_mask_high", "weights.factors", "high of masked_is"),
+        ("trainer.model.lora.alpha", "lora.alpha"),
+        ("trainer.model.compile", "", "XLA compiles every program"),
+        ("orchestrator.tokenizer.name", "text.tokenizer"),
+        ("orchestrator.teacher_model.*", METHOD, "methods/opd.yaml"),
+        ("orchestrator.advantage.type", METHOD),
+        ("orchestrator.train.env.*", "environment", "environment verifiers"),
+        ("orchestrator.eval.env.*", "environment", "environment verifiers"),
+        ("orchestrator.env.args", "environment", "environment verifiers"),
+        ("orchestrator.client.*", "", "the engine is part of the run"),
+        ("orchestrator.buffer.*", "resample.drop", "groups of equal rewards; the command difficulty chooses problems"),
+        ("ckpt.resume_step", "resume", "--resume auto starts a run and continues it"),
+        ("inference_gpu_ids", "", "the engine is part of the run"),
+        ("trainer_gpu_ids", "", "the section sharding divides the devices"),
         ("ckpt.keep_last", "checkpoint.keep"),
         ("monitors.wandb.project", "log.wandb.project"),
         ("monitors.wandb.name", "name"),
@@ -379,7 +469,138 @@ OTHER_NAMES = (
         ("slurm.*", "", "every host runs the same command; docs/launch.md has a script"),
     ),
     *_rows(
+        "OpenRLHF",
+        ("pretrain", "model.path"),
+        ("reward_pretrain", "reward.functions", "a function may ask a judge"),
+        ("remote_rm_url", "reward.functions", "file.py:function"),
+        ("agent_func_path", "environment", "file.py:Class"),
+        ("critic_pretrain", "", "no method here has a critic"),
+        ("critic_learning_rate", "", "no method here has a critic"),
+        ("value_clip", "", "no method here has a critic"),
+        ("lambd", "", "no method here has a critic"),
+        ("prompt_data", "data.sources"),
+        ("prompt_data_probs", "data.weights"),
+        ("input_key", "data.prompt_column"),
+        ("label_key", "data.answer_column"),
+        ("input_template", "text.template"),
+        ("apply_chat_template", "text.template"),
+        ("prompt_max_len", "rollout.max_prompt_tokens", "longer prompts are left out, never cut"),
+        ("generate_max_len", "rollout.max_response_tokens", "counts the outputs of tools too"),
+        ("max_len", "rollout.max_response_tokens", "prompt and response have limits of their own"),
+        ("n_samples_per_prompt", "group.size", "the group that trains; resample roc samples twice as many"),
+        ("eval_n_samples_per_prompt", "eval.samples"),
+        ("rollout_batch_size", "group.problems", "problems of a step, not rollouts"),
+        ("micro_rollout_batch_size", "rollout.slots"),
+        ("micro_train_batch_size", "batch.rows"),
+        ("train_max_tokens_per_gpu", "batch.row_length"),
+        ("num_episodes", "steps", "problems divided by group.problems are the steps of an epoch"),
+        ("max_epochs", "batch.updates.epochs", "of batch.updates several"),
+        ("actor_learning_rate", "optim.lr"),
+        ("lr_warmup_ratio", "optim.warmup_steps", "steps, not a share"),
+        ("lr_scheduler", "optim.schedule"),
+        ("adam_betas", "optim.beta1", "and optim.beta2"),
+        ("l2", "optim.weight_decay"),
+        ("max_norm", "optim.max_grad_norm"),
+        ("eps_clip", "surrogate.clip_high", "and surrogate.clip_low"),
+        ("eps_clip_low_high", "surrogate.clip_low", "and surrogate.clip_high"),
+        ("dual_clip", "surrogate.dual", "of surrogate capped_clip"),
+        ("policy_loss_type", METHOD),
+        ("normalize_reward", "advantage.scale"),
+        ("no_advantage_std_norm", "advantage.scale"),
+        ("init_kl_coef", "surrogate.kl.coef", "with surrogate.kl k3"),
+        ("kl_estimator", "surrogate.kl"),
+        ("kl_target", "", "the coefficient of a divergence is constant"),
+        ("kl_horizon", "", "the coefficient of a divergence is constant"),
+        ("entropy_loss_coef", "advantage.adjust", "entropy_bonus, which follows a target"),
+        ("overlong_buffer_len", "shaping", "overlong"),
+        ("overlong_penalty_factor", "shaping", "overlong"),
+        ("dynamic_filtering", "resample.drop", "groups of equal rewards"),
+        ("dynamic_filtering_reward_range", "resample.drop", "groups of equal rewards"),
+        ("ring_attn_size", "sharding.sequence"),
+        ("zero_stage", "sharding.fsdp", "devices that share one copy of the state"),
+        ("adam_offload", "optim.offload"),
+        ("packing_samples", "", "rows are always packed"),
+        ("use_dynamic_batch", "", "rows are always packed"),
+        ("colocate_all_models", "", "the engine is part of the run"),
+        ("enforce_eager", "", "the engine is part of the run"),
+        ("enable_prefix_caching", "", "the engine is part of the run"),
+        ("vllm_is_truncated_threshold", "weights.factors", "high of truncated_is"),
+        ("enable_vllm_is_correction", "weights.factors", "truncated_is or masked_is"),
+        ("async_train", "rollout.step_limit", "of step_limit stream"),
+        ("async_queue_size", "rollout.step_limit.lag", "of rollout.step_limit stream"),
+        ("save_path", "run_dir"),
+        ("ckpt_path", "run_dir"),
+        ("max_ckpt_num", "checkpoint.keep"),
+        ("load_checkpoint", "resume", "--resume auto starts a run and continues it"),
+        ("use_wandb", "log.wandb"),
+        ("wandb_project", "log.wandb.project"),
+        ("wandb_run_name", "name"),
+        ("use_tensorboard", "log.tensorboard"),
+    ),
+    *_rows(
+        "SkyRL",
+        ("data.train_data", "data.sources"),
+        ("data.val_data", "data.eval_sources"),
+        ("trainer.policy.model.path", "model.path"),
+        ("trainer.policy.model.lora.rank", "lora.rank"),
+        ("trainer.policy.model.lora.alpha", "lora.alpha"),
+        ("trainer.policy.optimizer_config.lr", "optim.lr"),
+        ("trainer.policy.optimizer_config.num_warmup_steps", "optim.warmup_steps"),
+        ("trainer.policy.optimizer_config.scheduler", "optim.schedule"),
+        ("trainer.policy.optimizer_config.offload_after_step", "optim.offload"),
+        ("trainer.policy.sequence_parallel_size", "sharding.sequence"),
+        ("trainer.ref.*", "", "the reference takes the settings of the policy"),
+        ("trainer.placement.*", "", "every host runs the same command; the section sharding divides the devices"),
+        ("trainer.strategy", "sharding.fsdp", "devices that share one copy of the state"),
+        ("cpu_offload", "optim.offload", "moves the moments; parameters stay on the devices"),
+        ("trainer.algorithm.eps_clip_low", "surrogate.clip_low"),
+        ("trainer.algorithm.eps_clip_high", "surrogate.clip_high"),
+        ("trainer.algorithm.loss_reduction", "weights.normalizer"),
+        ("trainer.algorithm.grpo_norm_by_std", "advantage.scale"),
+        ("trainer.algorithm.zero_variance_filter", "resample.drop", "groups of equal rewards"),
+        ("trainer.algorithm.kl_estimator_type", "surrogate.kl"),
+        ("trainer.algorithm.use_entropy_loss", "advantage.adjust", "entropy_bonus, which follows a target"),
+        ("trainer.algorithm.use_tis", "weights.factors", "truncated_is or masked_is"),
+        ("trainer.algorithm.tis_imp_ratio_cap", "weights.factors", "high of truncated_is or masked_is"),
+        ("off_policy_correction.*", "weights.factors", "truncated_is or masked_is"),
+        ("dynamic_sampling.*", "group.dynamic_sampling_rounds", "batches are sampled until enough groups remain"),
+        ("sapo.tau_pos", "surrogate.positive", "of surrogate sapo"),
+        ("sapo.tau_neg", "surrogate.negative", "of surrogate sapo"),
+        ("clip_cov.*", METHOD, "methods/clip_cov.yaml"),
+        ("kl_cov.*", METHOD, "methods/kl_cov.yaml"),
+        ("cispo.*", METHOD, "methods/cispo.yaml"),
+        ("fully_async.max_staleness_steps", "rollout.step_limit.lag", "of rollout.step_limit stream"),
+        ("fully_async.num_parallel_generation_workers", "rollout.slots"),
+        ("trainer.epochs", "steps", "problems divided by group.problems are the steps of an epoch"),
+        ("trainer.update_epochs_per_batch", "batch.updates.epochs", "of batch.updates several"),
+        ("trainer.policy_mini_batch_size", "batch.updates", "in parts of the step's groups"),
+        ("trainer.micro_train_batch_size_per_gpu", "batch.rows"),
+        ("trainer.use_sample_packing", "", "rows are always packed"),
+        ("trainer.flash_attn", "update.attention"),
+        ("trainer.eval_interval", "eval.every"),
+        ("trainer.eval_batch_size", "rollout.slots", "rows that are sampled at a time"),
+        ("trainer.ckpt_interval", "checkpoint.every"),
+        ("trainer.max_ckpts_to_keep", "checkpoint.keep"),
+        ("trainer.hf_save_interval", "", "`grpo-roc export RUN TARGET` writes a folder for transformers"),
+        ("trainer.resume_path", "resume", "--resume auto starts a run and continues it"),
+        ("generator.n_samples_per_prompt", "group.size", "the group that trains; resample roc samples twice as many"),
+        ("generator.max_input_length", "rollout.max_prompt_tokens", "longer prompts are left out, never cut"),
+        ("sampling_params.max_generate_length", "rollout.max_response_tokens", "counts the outputs of tools too"),
+        ("eval_sampling_params.temperature", "eval.temperature"),
+        ("eval_sampling_params.*", "", "evaluation has settings of its own in the section eval"),
+        ("generator.apply_overlong_filtering", "reward.truncated"),
+        ("generator.num_inference_engines", "", "the engine is part of the run"),
+        ("generator.backend", "", "the engine is part of the run"),
+        ("inference_engine_tensor_parallel_size", "sharding.tensor"),
+        ("environment.env_class", "environment", "file.py:Class"),
+    ),
+    *_rows(
         ELSEWHERE,
+        ("num_steps", "steps"),
+        ("train_steps", "steps"),
+        ("num_train_steps", "steps"),
+        ("max_train_steps", "steps"),
+        ("epsilon_low", "surrogate.clip_low"),
         ("kl_coef", "surrogate.kl.coef", "with surrogate.kl k3"),
         ("max_new_tokens", "rollout.max_response_tokens", "counts the outputs of tools too"),
         ("max_seq_length", "batch.row_length"),
@@ -397,8 +618,8 @@ OTHER_NAMES = (
         ("async_level", "rollout.step_limit", "of step_limit stream"),
     ),
 )
-"""From TRL 1.16 (`GRPOConfig`), verl 0.9, google-tunix 0.1.7 and prime-rl in November 2026; last, names that are common
-in scripts of transformers, vLLM and others."""
+"""From TRL 1.16 (`GRPOConfig`), verl 0.9, google-tunix 0.1.7, prime-rl, OpenRLHF and SkyRL in November 2026; last,
+names that are common in scripts of transformers, vLLM and others."""
 OTHER_KINDS = {
     "low_var_kl": "k3",
     "mse": "k2",
@@ -414,6 +635,10 @@ METHOD_NAMES = {
     "grpo_passk": "pass_at_k",
     "pass_k": "pass_at_k",
     "drgrpo": "dr_grpo",
+    "reinforce++": "reinforce_pp",
+    "reinforce_baseline": "reinforce_pp_baseline",
+    "group_norm": "grpo",
+    "agentic_grpo": "grpo",
     "gspo_token": "gspo",
     "roc": "grpo_roc",
     "grporoc": "grpo_roc",
@@ -480,42 +705,82 @@ def advice(key: str, value: object, known: Collection[str]) -> str:
         known: Every setting.
     """
     near = nearest(key, list(known))
-    row = other_name(key) or (None if near else _misspelt(key))
-    if row is not None and (row.ours in known or not row.ours or row.ours == METHOD):
-        note = f" ({row.note})" if row.note else ""
-        if row.ours == METHOD:
-            return use_recipe(value) or f"a method is a recipe here: configs/methods/NAME.yaml{note}"
-        if not row.ours:
-            theirs = row.theirs if row.project == ELSEWHERE else f"{row.project}'s {row.theirs}"
-            return f"{theirs} has no counterpart: {row.note}"
-        return f"did you mean '{row.ours}'{note}?"
+    if said := counterpart(key, value, known, misspelt=not near):
+        return said
     if near:
         return f"did you mean '{near}'?"
     flags = [flag for flag in FLAGS if _alike(flag, key.replace("_", "-")) >= CLOSE_ALONE]
     return f"did you mean '--{flags[0]}'?" if flags else use_recipe(value)
 
 
+def counterpart(key: str, value: object, known: Collection[str], misspelt: bool = False) -> str:
+    """What another project's setting is called here, as a part of a message; empty if no project has it.
+
+    Args:
+        key: The key as it was written.
+        value: Its value; the name of a method leads to its recipe.
+        known: Every setting.
+        misspelt: Whether a name of another project may be misspelt.
+    """
+    row = other_name(key) or (_misspelt(key) if misspelt else None)
+    if row is None or (row.ours not in known and row.ours and row.ours != METHOD):
+        return ""
+    note = f" ({row.note})" if row.note else ""
+    beside = f"{key.rpartition('.')[0]}.{row.ours.rpartition('.')[2]}"
+    if (
+        row.ours and beside in known and beside != row.ours
+    ):  # the section that was written has one of this name: `sft.lr`
+        return f"did you mean '{beside}'?"
+    if row.ours == METHOD:
+        return use_recipe(value) or f"a method is a recipe here: {row.note or 'configs/methods/NAME.yaml'}"
+    if not row.ours:
+        theirs = row.theirs if row.project == ELSEWHERE else f"{row.project}'s {row.theirs}"
+        return f"{theirs} has no counterpart: {row.note}"
+    return f"did you mean '{row.ours}'{note}?"
+
+
 def nearest(key: str, known: Sequence[str]) -> str:
     """The known key that was most likely meant by `key`; empty if none is close.
 
-    A similar spelling in the section that was written comes first, then the right name in another section, the key
-    without its separators (`groupsize`), and a very similar spelling elsewhere.
+    A similar spelling in the section that was written comes first, then the beginning of one name there
+    (`sampling.temp`), a name elsewhere that begins with the section (`eval.problems`, `data.eval_problems`), the right
+    name in another section, the key without its separators (`groupsize`), and a very similar spelling elsewhere.
     """
     section, _, tail = key.rpartition(".")
-    near = [name for name in known if section and name.rpartition(".")[0] == section]
-    if close := close_to(tail, [name.rpartition(".")[2] for name in near]):
+    vague = section and tail in GENERIC
+    near = [name.rpartition(".")[2] for name in known if section and name.rpartition(".")[0] == section]
+    if close := close_to(tail, [name for name in near if _same_words(name, tail) or _same_words(tail, name)]):
         return f"{section}.{close}"
+    begun = [other for other in dict.fromkeys(near) if len(tail) >= SHORT and other.startswith(tail)]
+    if len(begun) == 1:
+        return f"{section}.{begun[0]}"
+    if at := [name for name in known if section and name.endswith(f".{section.rpartition('.')[2]}_{tail}")]:
+        return at[0]
     same = [name for name in known if name.rpartition(".")[2] == tail]
-    if same and (len(same) == 1 or len(tail) > 3) and not (section and tail in GENERIC):
+    if same and (len(same) == 1 or len(tail) > 3) and not vague:
         return min(same, key=lambda name: (name.count("."), known.index(name)))
     if joined := [name for name in known if _joined(name) == _joined(key)]:
         return joined[0]
-    alike = {name: _alike(name.rpartition(".")[2], tail) for name in known}
-    here = [name for name in known if section and _alike(name.rpartition(".")[0], section) >= CLOSE <= alike[name]]
+    alike = {
+        name: _alike(name.rpartition(".")[2], tail) for name in known if _same_words(tail, name.rpartition(".")[2])
+    }
+    here = [name for name in alike if section and _alike(name.rpartition(".")[0], section) >= CLOSE <= alike[name]]
     ours = not section or section.partition(".")[0] in {name.partition(".")[0] for name in known}
-    least = 1.0 if not ours else CLOSE_ELSEWHERE if section else CLOSE_ALONE
-    elsewhere = [name for name in known if alike[name] >= least and not (section and tail in GENERIC)]
+    least = 1.0 if not ours else CLOSE_ELSEWHERE if section or len(tail) <= SHORT else CLOSE_ALONE
+    elsewhere = [name for name in alike if alike[name] >= least and not vague]
     return max(here or elsewhere, key=lambda name: (alike[name], _alike(name, key), -name.count(".")), default="")
+
+
+def _same_words(typed: str, name: str) -> bool:
+    """Whether `typed` is `name` with its words misspelt, or with some of several words left out.
+
+    A further word changes the meaning (`max_samples` is not `samples`), and so does another one (`eos_tokens` is not
+    `kv_tokens`), however similar the letters.
+    """
+    left, right = typed.replace("-", "_").split("_"), name.split("_")
+    if len(left) == len(right):
+        return all(_alike(a, b) >= CLOSE for a, b in zip(left, right, strict=True))
+    return (len(left) > 1 and set(left) < set(right)) or _joined(typed) == _joined(name)
 
 
 def _joined(name: str) -> str:
@@ -526,7 +791,7 @@ def _alike(left: str, right: str) -> float:
     return 1.0 if left == right else difflib.SequenceMatcher(None, left, right).ratio()
 
 
-def close_to(name: str, names: Collection[str]) -> str:
+def close_to(name: str, names: Collection[str], cutoff: float = CLOSE) -> str:
     """The name with the most similar spelling; empty if none is close."""
-    near = difflib.get_close_matches(name, names, n=1, cutoff=CLOSE)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return near[0] if near else ""

@@ -230,6 +230,6 @@ def to_stderr(line: str) -> None:
 
 def describe_seconds(seconds: float) -> str:
     """A duration in words: `40 s`, `12 min`, `3.5 h`."""
-    if seconds < 90:
+    if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"

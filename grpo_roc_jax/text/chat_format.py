@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from grpo_roc_jax.text.calls import CALL_OPEN, THOUGHTS, Tools
+from grpo_roc_jax.text.calls import CALL_OPEN, THOUGHTS, Tools, functions_of
 from grpo_roc_jax.text.config import DEFAULT_INSTRUCTION, REWARD_TOKENS, TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
 from grpo_roc_jax.text.dialogue_text import choose_glue
@@ -344,6 +344,16 @@ class ChatFormat:
                 self._other_tools.clear()
             self._other_tools[tools] = make_chat(self.config, self.tokenizer, json.loads(tools))
         return self._other_tools[tools]
+
+    @property
+    def tool_names(self) -> frozenset[str]:
+        """Names of the tools that the policy may call."""
+        return frozenset(functions_of(self._tools))
+
+    def called(self, trace: Trace) -> list[str]:
+        """Names of the tools that a demonstration calls, in order; without those of calls that cannot be read."""
+        calls = [call for text in trace.turns for call in CONVENTIONS["hermes"].find_calls(text, over=True)]
+        return [call.name for call in calls if call.name and not call.fault]
 
     def written(self, text: str) -> str:
         """A turn of a `Trace` in the form of this template: its marks around thoughts, its form of calls."""

@@ -27,6 +27,13 @@ def host_bytes() -> int:
     return min(sizes)
 
 
+def describe_call(config: ToolsConfig) -> str:
+    """A line with the limit of one call and how many run at a time; empty if programs run elsewhere."""
+    if isinstance(config.executor, PoolInCgroup) or not isinstance(config.executor, LocalPool | RayActors):
+        return describe_memory(config)
+    return f"a call may take {program_bytes(config) / GIB:.1f} GiB of memory, {config.pool_size} run at a time"
+
+
 def describe_memory(config: ToolsConfig) -> str:
     """A line with the sum and what limits it; empty if programs run elsewhere."""
     if isinstance(config.executor, PoolInCgroup):

@@ -64,6 +64,36 @@ def test_a_file_without_functions_says_what_to_write(tmp_path, capsys):
     assert "it defines no function; write package.module:function" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("own.py", "own.py': name a function of the file, file.py:function; it has pay, same; the built-in ones are"),
+        ("own.py:", "own.py:': name a function of the file, file.py:function; it has pay, same"),
+        ("own.py:RATE", "'RATE' of {}/own.py is not a function; it has pay, same"),
+        ("own.py:Pay", "has no 'Pay'; did you mean 'pay'? it has pay, same"),
+    ],
+)
+def test_a_file_alone_or_something_else_in_it_answers_with_its_functions(named, said, tmp_path, capsys):
+    text = "RATE = 2\ndef pay(problem, ts):\n    return [t.length for t in ts]\n"
+    text += "def same(problem, ts):\n    return [1 for t in ts]\n"
+    (tmp_path / "own.py").write_text(text, encoding="utf-8")
+    assert main([f"{tmp_path}/{named}"]) == 2
+    assert said.format(tmp_path) in capsys.readouterr().out
+
+
+def test_equal_rewards_are_said(mine, tmp_path, capsys):
+    (tmp_path / "own.py").write_text("def same(problem, ts):\n    return [1 for t in ts]\n", encoding="utf-8")
+    assert main([f"{tmp_path}/own.py:same"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("all that were not cut get the same reward: ")
+    assert main(["mine:lengths"]) == 0
+    assert "the same reward" not in capsys.readouterr().out
+
+
+def test_a_run_that_does_not_exist_is_named(capsys):
+    assert main(["answer", "--trajectories", "runs/nope"]) == 2
+    assert capsys.readouterr().out == "--trajectories runs/nope: no such directory; name that of a run\n"
+
+
 def test_a_function_is_tried_on_problems_of_a_file(tmp_path, capsys):
     """Each problem has its own answer and columns; the right answer is right for each."""
     rows = [{"prompt": f"{i} + 1", "answer": str(i + 1), "level": i} for i in range(41, 45)]

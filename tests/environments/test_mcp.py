@@ -89,6 +89,18 @@ def test_a_server_that_dies_is_an_infrastructure_failure_and_others_go_on(chat, 
     assert "it wrote: out of ink" in dead.results[-1].error_message
 
 
+def test_parts_of_a_result_are_text():
+    """Its own, that of a resource in it, and the name of any other; structured content where there is no part."""
+    part, of = SimpleNamespace, SimpleNamespace(text="rows", uri="file:///a")
+    parts = [part(type="text", text="a"), part(type="resource", resource=of), part(type="image", data="x")]
+    parts.append(part(type="resource", resource=part(blob="x")))
+    result = part(content=parts, structured_content={"a": 1}, is_error=False)
+    assert mcp_tools.tool_result(result).echo == "a\nrows\n[image]\n[resource]"
+    assert mcp_tools.tool_result(part(content=[], structured_content={"a": 1}, is_error=False)).echo == '{"a": 1}'
+    failed = mcp_tools.tool_result(part(content=[], structured_content=None, is_error=True))
+    assert failed.kind == "exception" and failed.error_type == "ToolError"
+
+
 def test_the_command_takes_columns_of_the_row_and_the_log_what_servers_write(chat, tmp_path):
     log = tmp_path / "servers.log"
     words = ("words", "{uid}", "level {level}", "{seed}", "${HOME}", '{"a": 1}')

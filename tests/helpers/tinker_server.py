@@ -93,6 +93,17 @@ def batch(model_id, seq, data, loss_fn="cross_entropy", forward_only=False, **co
     return request.SerializeToString()
 
 
+def logprobs_of(output):
+    """Log-probabilities of each datum, read as the client does."""
+    parts = []
+    for record in output.outputs:
+        tensor = record.fields["logprobs"]
+        flat, ends = np.frombuffer(tensor.data, "<f4"), np.frombuffer(tensor.offsets, "<i8") // 4
+        parts += [flat[a:b].reshape(-1, *tensor.trailing_shape) for a, b in pairwise(ends)]
+        assert record.num_datums == len(ends) - 1
+    return parts
+
+
 class Client:
     """What the client of the API sends."""
 
@@ -108,7 +119,8 @@ class Client:
         answer = connection.getresponse()
         content = answer.read()
         connection.close()
-        return answer.status, json.loads(content) if "json" in answer.headers["Content-Type"] else content
+        is_json = content and "json" in answer.headers["Content-Type"]
+        return answer.status, json.loads(content) if is_json else content
 
     def post(self, path, /, **body):
         status, answer = self.ask(path, body)
@@ -146,12 +158,7 @@ class Client:
         answer = self.result(request)
         assert isinstance(answer, bytes), answer
         output = classes()["Output"].FromString(answer)
-        tensor = output.outputs[0].fields["logprobs"]
-        ends = np.frombuffer(tensor.offsets, "<i8") // 4
-        flat = np.frombuffer(tensor.data, "<f4")
-        shape = (-1, *tensor.trailing_shape)
-        parts = [flat[a:b].reshape(shape) for a, b in pairwise(ends)]
-        return parts, dict(output.metrics)
+        return logprobs_of(output), dict(output.metrics)
 
     def sample(self, session, seq, prompt, *, count=2, seed=5, **fields):
         params = {"max_tokens": 6, "seed": seed, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "stop": []}

@@ -80,7 +80,7 @@ def test_a_service_without_tables_gets_none_made(monkeypatch):
 
 
 def test_trackio_keeps_rows_and_tables_on_this_machine(tmp_path, monkeypatch):
-    pytest.importorskip("trackio", reason="trackio is not installed; pip install 'grpo-roc-jax[trackio]'")
+    pytest.importorskip("trackio", reason="trackio is not installed; pip install -e '.[trackio]'")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)  # it reads its directory when it is imported
@@ -94,7 +94,7 @@ def test_trackio_keeps_rows_and_tables_on_this_machine(tmp_path, monkeypatch):
 
 
 def test_wandb_keeps_rows_and_tables_in_the_run_directory(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="wandb is not installed; pip install 'grpo-roc-jax[wandb]'")
+    pytest.importorskip("wandb", reason="wandb is not installed; pip install -e '.[wandb]'")
     monkeypatch.setenv("WANDB_SILENT", "true")
     made = records()
     with make_writer(tmp_path, RunLike(log=LogConfig(console="off", wandb=WandbOffline(project="p")))) as writer:

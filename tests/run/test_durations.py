@@ -52,7 +52,7 @@ def test_a_run_leaves_its_seconds_for_the_next_one_with_the_same_settings():
     seconds, source = durations.expected(config, config.model, 12, {"training": 2.0, "evaluation on 12 problems": 90.0})
     assert seconds == {"training": 2.0, "evaluation": 90.0} and "earlier run" in source
     assert plan_line(config, Start("fresh"), 12, Path("runs/a"), seconds) == (
-        "plan: supervised stage, 400 steps; then evaluation on 12 problems, about 2 min; then 30 steps of 256 "
+        "plan: supervised stage, 400 steps; then evaluation on 12 problems, about 90 s; then 30 steps of 256 "
         "rollouts, about 60 s; then evaluation at the end; written to runs/a"
     )
 

@@ -3,12 +3,15 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from grpo_roc_jax.__main__ import COMMANDS
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.record.trace import TraceRecord
 from grpo_roc_jax.run import summary
-from grpo_roc_jax.run.summary import next_lines, summarize_rows, summary_lines, write_summary
+from grpo_roc_jax.run.summary import next_lines, one_of, summarize_rows, summary_lines, write_summary
+from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 ROWS = [
     {"step": 0, "eval/accuracy": 0.1},
@@ -74,3 +77,50 @@ def test_the_end_of_a_run_names_three_things_to_do_next(tmp_path):
     note = {"event": "entropy_low", "action": "note", "text": "low"}
     (run / "events.jsonl").write_text("".join(json.dumps({"step": step, **note}) + "\n" for step in (4, 9)))
     assert "the last of 2 alarms is entropy_low at step 9" in next_lines(run, whole)[1]
+
+
+def test_the_trajectory_shown_is_one_in_which_the_tool_was_needed():
+    """A success with a working call, of a problem that nobody solved without one; only without any, another one."""
+    made = trace_records()
+    for step in range(40):
+        assert one_of(made, step, str).verdict.answer == "needed"
+        assert one_of([row for row in made if row.group != 1], step, str).verdict.answer in ("guessable", "spared")
+        rest = [row for row in made if row.verdict.answer in ("wrong call", "plain", "in vain")]
+        assert one_of(rest, step, str).verdict.answer in ("wrong call", "in vain")
+        plain = [row for row in made if row.verdict.answer == "plain"]
+        assert one_of(plain, step, str).verdict.answer == "plain"
+    assert one_of([], 1, str) is None
+    assert {one_of(made, step, str).trajectory.sample for step in range(40)} == {0, 3}  # not always the same
+
+
+def trace_records():
+    """Three groups: one that is solved without a call too, one that needs it, one that nobody solves."""
+    call, fine, failed = ToolCall("python", {}, "{}"), ToolResult("ok"), ToolResult("exception")
+
+    def record(group, sample, status, results, name):
+        turn = Turn(2, 4, "text", (call,) * len(results), results)
+        rollout = Trajectory(
+            tokens=np.arange(4, dtype=np.int32),
+            policy_mask=np.array([False, False, True, True]),
+            logprobs=np.zeros(4, np.float32),
+            versions=np.array([-1, -1, 0, 0], np.int32),
+            prompt_length=2,
+            turns=(turn,),
+            stop="answer",
+            sample=sample,
+        )
+        errors = sum(result.counts_as_error for result in results)
+        verdict = Verdict(float(status == "correct"), status, name, len(results), errors, 1, True, 1)
+        return TraceRecord(1, group, Problem(f"p{group}", "q", "a", "s"), rollout, verdict, True, "kept")
+
+    return [
+        record(0, 0, "correct", (fine,), "guessable"),
+        record(0, 1, "correct", (), "guessed"),
+        record(0, 2, "correct", (failed, fine), "spared"),
+        record(1, 0, "correct", (failed, fine), "needed"),
+        record(1, 1, "wrong", (), "plain"),
+        record(1, 2, "correct", (failed,), "in vain"),
+        record(1, 3, "correct", (fine,), "needed"),
+        record(2, 0, "wrong", (fine,), "wrong call"),
+        record(2, 1, "wrong", (), "plain"),
+    ]

@@ -189,6 +189,9 @@ def test_the_end_of_a_forked_program_is_that_of_a_started_one(tmp_path, program,
             0,
             "x",
         ),
+        ("raise KeyboardInterrupt", -2, None),
+        ("import sys; sys.exit(300)", 44, ""),
+        ("import os; os.abort()", -6, ""),
         ("1 +", 1, None),
     ):
         file.write_text(text)

@@ -30,7 +30,7 @@ from tests.test_readme import TINY
 SCRIPT = Path(__file__).with_name("agent_script.py")
 
 
-def collected(what, count=1, longest=ROLLOUT.max_row_tokens, timeout_s=60.0, pays=("",), **choice):
+def collected(what, count=1, longest=ROLLOUT.max_row_tokens, timeout_s=60.0, pays=("",), problems=(), **choice):
     chat, shared, params = small_policy()
     engine = shared.sibling()
     if "function" not in choice:
@@ -38,8 +38,9 @@ def collected(what, count=1, longest=ROLLOUT.max_row_tokens, timeout_s=60.0, pay
     runs = AgentRuns(AgentCommand(timeout_s=timeout_s, **choice), chat, engine, longest, pays)
     try:
         answer = "5" if "function" in choice else "5 or"
-        request = RolloutRequest(Problem("p", "2+3=", answer, "t"), 4, count, first_sample=1)
-        return runs.collect(engine.publish(params, 9), [request], RunOptions(step=3))
+        problems = problems or [Problem("p", "2+3=", answer, "t")]
+        requests = [RolloutRequest(problem, 4 + i, count, first_sample=1) for i, problem in enumerate(problems)]
+        return runs.collect(engine.publish(params, 9), requests, RunOptions(step=3))
     finally:
         runs.close()
 
@@ -134,6 +135,49 @@ def test_what_becomes_of_a_function_has_a_typed_outcome(name, stop, turns, rewar
     assert stats.stops[one.stop] == 1
 
 
+PAID = {
+    "true": (1.0, {}),
+    "false by name": (0.0, {"speed": 1.0}),
+    "numpy": (0.5, {"done": 1.0, "n": 3.0}),
+    "numpy bool": (1.0, {}),
+    "numpy array": (0.25, {}),
+    "calls as array": (0.5, {}),
+    "mapping": (2.0, {}),
+    "fraction": (0.25, {}),
+}
+UNPAID = {
+    "nan": "must be between",
+    "numpy nan": "must be between",
+    "none inside": "reward is 'None'",
+    "text": "must be one number",
+    "list": "must be one number",
+    "array": "must be one number",
+    "huge": "Fraction (OverflowError",
+    "odd": "Odd (TypeError: no number)",
+    "odd inside": "dict (ZeroDivisionError: x)",
+    "keys": "dict (TypeError",
+}
+RAISED = {"cancelled": "CancelledError", "timeout": "TimeoutError", "base": "Stop: base", "group": "several"}
+
+
+def test_whatever_a_function_returns_or_raises_has_its_outcome():
+    """One run of all of them, beside each other: none ends another, and none is taken for a late one."""
+    names = [*PAID, *UNPAID, *RAISED]
+    problems = [Problem(name, name, "", "t") for name in names]
+    found, stats = collected("", function=f"{FUNCTIONS}:odd", problems=problems)
+    outcomes = dict(zip(names, found, strict=True))
+    for name, (reward, parts) in PAID.items():
+        one = outcomes[name]
+        assert (one.reward, one.rewards, one.fault) == (reward, parts, ""), name
+    for name, said in UNPAID.items():
+        one = outcomes[name]
+        assert one.reward is None and said in one.fault and one.stop in ("eos", "length"), (name, one.fault)
+    for name, said in RAISED.items():
+        one = outcomes[name]
+        assert one.stop == "failed" and one.reward == 0.0 and said in one.fault, (name, one.stop, one.fault)
+    assert stats.rollouts == len(names)
+
+
 def test_single_calls_are_paid_by_id_or_in_order():
     """In all forms of the endpoint; the pay of calls adds to the reward, as that of turns does in environments."""
     ((one,), _) = collected("", function=f"{FUNCTIONS}:pays_by_id")
@@ -141,6 +185,8 @@ def test_single_calls_are_paid_by_id_or_in_order():
     assert environment_pay(one) == (0.0, 0.25, 1.0)
     ((one,), _) = collected("", function=f"{FUNCTIONS}:pays_in_order")
     assert one.reward == 0.5 and [turn.reward for turn in one.turns] == [0.5, 0.0] and not one.fault
+    ((one,), _) = collected("", function=f"{FUNCTIONS}:pays_several_choices")
+    assert one.reward == 1.5 and sorted(turn.reward for turn in one.turns) == [0.0, 0.0, 0.5], "once"
     for name, said in (("pays_nobody", "'chatcmpl-other'; must be the id"), ("pays_too_many", "2 numbers for 1 calls")):
         ((one,), _) = collected("", function=f"{FUNCTIONS}:{name}")
         assert one.reward is None and said in one.fault and not any(turn.reward for turn in one.turns)
@@ -199,7 +245,15 @@ def test_an_agent_that_never_asked_is_named():
 
 
 def test_a_function_that_cannot_be_called_is_refused_with_what_to_write():
-    for name, message in (("plain", "async def rollout"), ("absent", "absent"), ("", "neither command nor function")):
+    for name, message in (
+        ("plain", "async def rollout"),
+        ("Odd", "async def rollout"),
+        ("yields", "async def rollout"),
+        ("short", "called with"),
+        ("by_keyword", "called with"),
+        ("absent", "absent"),
+        ("", "neither command nor function"),
+    ):
         function = f"{FUNCTIONS}:{name}" if name else ""
         with pytest.raises(ValueError, match=message):
             collected("", function=function)

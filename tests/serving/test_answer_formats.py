@@ -64,6 +64,7 @@ SCHEMAS = [
     {"type": "object", "patternProperties": {"^k[0-9]$": {"type": "boolean"}}, "additionalProperties": False,
      "maxProperties": 2},
     closed({"a": {"type": ["string", "null"], "maxLength": 3}, "b": {"type": "array", "maxItems": 0}}),
+    closed({"format": {"type": "string", "format": "password", "maxLength": 3}, "b": {"const": {"format": "path"}}}),
 ]  # fmt: skip
 
 
@@ -207,6 +208,8 @@ def test_calls_of_strict_tools_follow_their_schema():
         (named({"not": {"type": "string"}}), "not"),
         (named({"allOf": [{"type": "string"}, {"type": "integer"}]}), "Unsatisfiable"),
         (named({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (named({"type": "string", "format": "uri-reference"}), "uri-reference"),
+        ({"guided_json": '{"items": ' * 700 + "true" + "}" * 700}, "recursion limit"),
         (named({"type": "string", "description": "x" * 300_000}), "at most"),
         ({"response_format": {"type": "json_schema"}}, "holds no schema"),
         ({"response_format": {"type": "yaml"}}, "json_object or json_schema"),

@@ -1,17 +1,21 @@
 """The client that most agents use, `openai`, against the server. It is not among the requirements of the tests."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
 
 from grpo_roc_jax.serving.agent_runs import AgentSession
 from grpo_roc_jax.serving.joining import join
+from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.types import Problem, RolloutRequest
 from tests.helpers.serving import ROLLOUT, WEATHER, scripted, served
 
 openai = pytest.importorskip("openai", reason="needs the openai client: pip install openai")
 ASK = [{"role": "user", "content": "What is two and three?"}]
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+LOGPROBS = ["message.output_text.logprobs"]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +50,34 @@ def test_streams_and_completions(client):
     text = client.completions.create(model="policy", prompt=[5, 6, 7], max_tokens=4, n=2, logprobs=1)
     assert [len(choice.logprobs.tokens) for choice in text.choices] == [4, 4]
     assert client.models.list().data[0].id == "policy"
+
+
+@pytest.mark.parametrize(
+    "text", ["I look.</reason>" + CALL + CALL.replace("Rome", "Oslo"), "So.</reason>Rain.", "So.</reason>"]
+)
+def test_answers_and_events_have_all_fields_of_the_clients_types(text):
+    """The client itself checks nothing; programs that do find nothing missing. A stream ends with the whole answer."""
+    pydantic, tool = pytest.importorskip("pydantic"), {"type": "function", "strict": False, **WEATHER["function"]}
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+    from openai.types.responses import Response, ResponseStreamEvent
+
+    event = pydantic.TypeAdapter(ResponseStreamEvent)
+    with scripted(*[text] * 4, config=TextConfig(max_calls_per_turn=2)) as server:
+        body = {"input": "x", "model": "policy", "tools": [tool], "top_logprobs": 1, "include": LOGPROBS}
+        whole = server.ask("/v1/responses", body)[1]
+        Response.model_validate(whole)
+        lines = server.ask("/v1/responses", body | {"stream": True})[1]
+        events = [json.loads(line.partition("data: ")[2] or line) for line in lines if "{" in line]
+        for one in events:
+            event.validate_python(one)
+        items = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+        assert items == events[-1]["response"]["output"]
+        assert [item["type"] for item in items] == [item["type"] for item in whole["output"]]
+        body = {"messages": ASK, "model": "policy", "tools": [WEATHER], "logprobs": True}
+        ChatCompletion.model_validate(server.ask("/v1/chat/completions", body)[1])
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        for line in server.ask("/v1/chat/completions", body)[1][:-1]:
+            ChatCompletionChunk.model_validate_json(line)
 
 
 def test_errors_are_those_that_the_client_knows(client):

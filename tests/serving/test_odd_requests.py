@@ -1,5 +1,6 @@
 """Requests as users of each dialect get them wrong: every one is answered at once, by what is wrong or by an answer."""
 
+import http.client
 import json
 import random
 import time
@@ -108,6 +109,46 @@ def test_an_odd_request_is_answered_by_what_is_wrong(server, path, body, status)
         error = answer["error"]
         assert len(error["message"]) > 10 and ("param" in error or path.startswith(MESSAGES)), answer
         assert time.perf_counter() - begun < 5 and not server.endpoint.running
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (CHAT, {"messages": HI, "tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "offer those alone"),
+        (RESPONSES, {"input": "x", "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "offer those alone"),
+        (RESPONSES, {"input": "x", "max_output_tokens": -1}, "max_output_tokens = -1"),
+    ],
+)
+def test_a_refusal_names_what_the_request_says(server, path, body, message):
+    tools = {"tools": [{"type": "function", **WEATHER["function"]}]} if path == RESPONSES else {}
+    status, answer = server.ask(path, tools | body)
+    assert status == 400 and message in answer["error"]["message"]
+
+
+def test_a_tool_result_that_is_an_error_says_so_to_the_policy(server):
+    def prompt(text, **fields):
+        result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": text}], **fields}
+        turns = [*HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
+        form = server.endpoint.form(MESSAGES, {"messages": turns, "tools": [TOOL]}, "")
+        return server.endpoint.chat.tokenizer.decode(form.prompts[0].tolist())
+
+    assert prompt("no such city", is_error=True) == prompt("Error: no such city")
+    assert prompt("Error: gone", is_error=True) == prompt("Error: gone") != prompt("gone", is_error=False)
+
+
+def test_heads_and_other_methods_leave_the_connection_usable(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    cases = [("HEAD", "/health", 200), ("HEAD", "/v1/models", 200), ("HEAD", "/v1/models/none", 404)]
+    cases += [("OPTIONS", CHAT, 405), ("GET", CHAT, 405), ("DELETE", "/v1/models/policy", 405), ("HEAD", CHAT, 405)]
+    for method, path, status in cases:
+        for verb, where, wanted in ((method, path, status), ("GET", "/health", 200)):
+            connection.request(verb, where)
+            answer = connection.getresponse()
+            content = answer.read()
+            assert answer.status == wanted and bool(content) == (verb != "HEAD"), (verb, where)
+            if wanted == 405:
+                assert answer.headers["Allow"] == ("POST" if where == CHAT else "GET, HEAD")
+    connection.close()
 
 
 BODIES = [

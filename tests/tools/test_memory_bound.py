@@ -28,3 +28,11 @@ def test_the_sum_is_said_with_what_limits_it(
 
 def test_nothing_is_said_of_a_service() -> None:
     assert memory_bound.describe_memory(ToolsConfig(executor=SandboxFusion())) == ""
+    assert memory_bound.describe_call(ToolsConfig(executor=SandboxFusion())) == ""
+
+
+def test_a_run_names_the_limit_of_a_call_and_no_sum() -> None:
+    """`doctor` compares the sum with the host; the default recipe exceeds small hosts and does not complain of it."""
+    assert memory_bound.describe_call(ToolsConfig(**SMALL)) == "a call may take 0.5 GiB of memory, 4 run at a time"
+    shared = ToolsConfig(executor=PoolInCgroup(memory_mb=3072), **SMALL)
+    assert memory_bound.describe_call(shared) == memory_bound.describe_memory(shared)

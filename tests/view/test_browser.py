@@ -549,3 +549,94 @@ def test_points_of_sparse_curves_are_marked(tab, serve, demo):
     page.wait_for_selector("svg.chart circle")
     counts = [chart.locator("circle").count() for chart in page.locator("svg.chart").all()]
     assert counts[:2] == [12, 3], counts
+
+
+def test_calls_of_a_trajectory_have_the_marks_of_its_card(tab, serve, demo, tmp_path):
+    kinds = ["exception", "memory_limit", "bad_arguments"]
+    record = next(r for r in trace.read_trace(demo[0], 1) if r.trajectory.results)
+    made = []
+    for sample, kind in enumerate(kinds):
+        turns = [
+            dataclasses.replace(turn, results=tuple(dataclasses.replace(r, kind=kind) for r in turn.results))
+            for turn in record.trajectory.turns
+        ]
+        changed = dataclasses.replace(record.trajectory, turns=tuple(turns), sample=sample)
+        made.append(dataclasses.replace(record, trajectory=changed))
+    trace.TraceWriter(tmp_path / "kinds", decode=TOKENIZER.decode).write(1, made)
+    base, looks = serve(tmp_path / "kinds"), []
+    for sample in range(len(kinds)):
+        page = tab(f"{base}#/group?g=0.step.1.0&a=0.step.1.{sample}")
+        page.wait_for_selector(".called")
+        looks.append(page.locator(".called .call").first.get_attribute("class"))
+        assert page.locator(".card").nth(sample).locator(".call").first.get_attribute("class") == looks[-1]
+    assert len(set(looks)) == len(kinds)
+
+
+def test_a_group_of_one_without_calls_of_which_nothing_is_kept(tab, serve, demo, tmp_path):
+    """No advantage, no penalty, no call: the page says so and explains no mark that it does not show."""
+    record = next(r for r in trace.read_trace(demo[0], 1) if r.verdict.status != "correct")
+    turns = [dataclasses.replace(turn, calls=(), results=()) for turn in record.trajectory.turns]
+    verdict = dataclasses.replace(record.verdict, tool_calls=0, tool_errors=0)
+    alone = dataclasses.replace(
+        record,
+        trajectory=dataclasses.replace(record.trajectory, turns=tuple(turns), sample=0),
+        verdict=verdict,
+        kept=False,
+        why="equal_rewards",
+        advantages=None,
+        penalties={},
+        group=0,
+    )
+    trace.TraceWriter(tmp_path / "one", decode=TOKENIZER.decode).write(1, [alone])
+    base = serve(tmp_path / "one")
+    for sort in ("spread", "failed"):
+        page = tab(f"{base}#/rollouts?sort={sort}")
+        page.wait_for_selector(".item")
+        assert "0 of 1 kept" in page.inner_text(".item") and page.locator(".sq.dropped").count() == 2  # one of the key
+    page = tab(f"{base}#/group?g=0.step.1.0&a=0.step.1.0")
+    page.wait_for_selector("article.trajectory")
+    assert "0 of 1 kept · 1 dropped: equal rewards" in page.inner_text("section > .facts")
+    said, key = page.inner_text(".card"), page.inner_text("section > .key")
+    assert "no call" in said and "dropped: equal_rewards" in said and not page.locator(".card .pen").count()
+    assert "penalty" not in key and "advantage" not in key and "call:" not in key
+    assert "not kept (equal_rewards)" in page.inner_text("article.trajectory .facts")
+
+
+def test_an_evaluation_has_no_marks_of_training(tab, serve, demo):
+    page = tab(f"{serve(demo[0])}#/rollouts?kind=eval")
+    page.wait_for_selector(".item")
+    page.locator(".item").first.click()
+    page.wait_for_selector(".card")
+    key = page.inner_text("section > .key")
+    assert not any(word in key for word in ("penalty", "advantage", "dropped")), key
+
+
+def test_tokens_of_a_rollout_that_another_one_begins_with_are_folded(tab, serve, demo, tmp_path):
+    """The shorter of the two has nothing but equal tokens."""
+    record = next(r for r in trace.read_trace(demo[0], 1) if len(r.trajectory.turns) > 1)
+    whole = record.trajectory
+    end = whole.turns[0].end
+    first = {name: getattr(whole, name)[:end] for name in ("tokens", "policy_mask", "logprobs", "versions")}
+    short = dataclasses.replace(whole, turns=(dataclasses.replace(whole.turns[0], calls=(), results=()),), **first)
+    made = [
+        dataclasses.replace(record, trajectory=dataclasses.replace(t, sample=sample), advantages=None, group=0)
+        for sample, t in enumerate((whole, short))
+    ]
+    trace.TraceWriter(tmp_path / "part", decode=TOKENIZER.decode).write(1, made)
+    page = tab(f"{serve(tmp_path / 'part')}#/pair?a=0.step.1.0&b=0.step.1.1&by=mask")
+    page.wait_for_selector(".fold")
+    assert [fold.inner_text() for fold in page.locator(".fold").all()] == [f"{end} equal tokens"] * 2
+    assert page.locator(f".trajectory [data-i='{end}']").count() == 1
+
+
+def test_points_between_gaps_are_marked_however_many_they_are(tab, serve, tmp_path):
+    """Thirty evaluations in 300 steps are points; 300 losses are a line."""
+    run = tmp_path / "long"
+    run.mkdir()
+    rows = [{"step": step, "rollout/reward": step / 300} for step in range(1, 301)]
+    for row in rows[::10]:
+        row["eval/all/avg@1"] = row["step"] / 300
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    page = tab(f"{serve(run)}#/curves")
+    page.wait_for_selector("svg.chart circle")
+    assert [chart.locator("circle").count() for chart in page.locator("svg.chart").all()] == [0, 30]

@@ -19,6 +19,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import tarfile
 import threading
 import time
@@ -41,6 +42,8 @@ LINKS = ("app", "tests", "logs", "workspace")
 """Directories at the root that a rollout may write in the sandbox."""
 IGNORED = ("FROM", "ENV", "LABEL", "EXPOSE", "CMD", "ENTRYPOINT", "USER", "ARG", "SHELL", "MAINTAINER", "STOPSIGNAL")
 """Instructions of a Dockerfile that change no file; `ENV` is read."""
+SEARCHED = "/usr/local/bin:/usr/bin:/bin"
+"""Where commands are found in the sandbox."""
 AGENT_S, VERIFIER_S = 600.0, 600.0
 """Harbor's own defaults of `[agent] timeout_sec` and `[verifier] timeout_sec`."""
 MARGIN_S = 5.0
@@ -66,6 +69,8 @@ class HarborTask:
     workdir: str = "/app"
     variables: Mapping[str, str] = field(default_factory=dict)
     """Of commands and tests."""
+    image_variables: Mapping[str, str] = field(default_factory=dict)
+    """Those of `ENV` in its Dockerfile, which an image has by itself."""
     verifier_variables: Mapping[str, str] = field(default_factory=dict)
     memory_mb: int = 512
     storage_mb: int = 256
@@ -91,10 +96,10 @@ def task_folders(directory: str) -> list[Path]:
     Raises:
         ValueError: There is none.
     """
-    root = Path(directory).expanduser()
-    if (root / "task.toml").is_file():
-        return [root]
-    found = sorted(path.parent for path in root.rglob("task.toml")) if root.is_dir() else []
+    root, found = Path(directory).expanduser(), []
+    for path in sorted(root.rglob("task.toml"), key=lambda path: path.parent.parts) if root.is_dir() else ():
+        if path.is_file() and not any(path.is_relative_to(folder) for folder in found):  # not a file of another task
+            found.append(path.parent)
     if not found:
         raise ValueError(f"harbor:{directory}: no task below it; each is a directory with task.toml and instruction.md")
     return found
@@ -107,15 +112,20 @@ def read_task(path: Path) -> HarborTask:
         ValueError: A file is missing or malformed, or the task needs what is not served.
     """
     try:
-        settings = tomllib.loads((path / "task.toml").read_text())
-        instruction = (path / "instruction.md").read_text()
+        settings = tomllib.loads((path / "task.toml").read_text(encoding="utf-8-sig"))
+        if settings.get("steps"):
+            raise ValueError("it has several steps, which are not served; leave it out")
+        instruction = (path / "instruction.md").read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         steps = "; tasks of several steps are not served" if (path / "steps").is_dir() else ""
         raise ValueError(f"task {path}: {error}{steps}") from None
     if not (path / "tests" / "test.sh").is_file():
         raise ValueError(f"task {path}: there is no tests/test.sh, which writes the reward")
     agent, verifier, machine = (_section(settings, name, path) for name in ("agent", "verifier", "environment"))
-    docker = _dockerfile(path / "environment")
+    try:
+        docker = _dockerfile(path / "environment")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"task {path}: environment/Dockerfile: {error}") from None
     multiple = any((path / "environment" / name).is_file() for name in ("docker-compose.yaml", "docker-compose.yml"))
     why = "it has services of its own (docker-compose)" if multiple else docker.needs_container
     if not docker.exists and machine.get("docker_image"):
@@ -126,14 +136,15 @@ def read_task(path: Path) -> HarborTask:
         _seconds(agent, "agent", AGENT_S, path),
         _seconds(verifier, "verifier", VERIFIER_S, path),
         str(machine.get("workdir") or docker.workdir),
-        docker.variables | _variables(machine),
-        _variables(verifier),
+        _variables(machine, path),
+        docker.variables,
+        _variables(verifier, path),
         memory_mb=_megabytes(machine, "memory", 512),
         storage_mb=min(_megabytes(machine, "storage", 256), 1024),
         image=str(machine.get("docker_image") or ""),
         copies=docker.copies,
         needs_container=why,
-        metadata=settings.get("metadata", {}),
+        metadata=_section(settings, "metadata", path),
     )
 
 
@@ -165,8 +176,8 @@ def _seconds(section: Mapping[str, Any], name: str, default: float, path: Path) 
     return float(value)
 
 
-def _variables(section: Mapping[str, Any]) -> dict[str, str]:
-    return {str(name): str(value) for name, value in section.get("env", {}).items()}
+def _variables(section: Mapping[str, Any], path: Path) -> dict[str, str]:
+    return {str(name): str(value) for name, value in _section(section, "env", path).items()}
 
 
 def _megabytes(section: Mapping[str, Any], name: str, default: int) -> int:
@@ -202,25 +213,50 @@ def _dockerfile(folder: Path) -> Dockerfile:
         names = sorted(one.name for one in folder.iterdir()) if folder.is_dir() else []
         found.copies = tuple((name, f"/app/{name}") for name in names if not name.startswith("docker-compose"))
         return found
-    found.exists = True
-    for line in re.sub(r"\\\n", " ", path.read_text()).splitlines():
-        word, _, rest = line.strip().partition(" ")
+    found.exists, known = True, {"PATH": SEARCHED}
+    for line in re.sub(r"\\\n", " ", path.read_text(encoding="utf-8-sig")).splitlines():
+        word, rest = [*line.split(maxsplit=1), "", ""][:2]
         word, rest = word.upper(), rest.strip()
         if not word or word.startswith("#"):
             continue
+        if word in ("WORKDIR", "ENV", "ARG", "COPY", "ADD"):
+            rest = _expanded(rest, known)
         if word == "WORKDIR":
-            found.workdir = rest if rest.startswith("/") else f"{found.workdir.rstrip('/')}/{rest}"
-        elif word == "ENV":
-            pairs = re.findall(r"(\w+)=(\"[^\"]*\"|\S+)", rest) or [tuple(rest.partition(" ")[::2])]
-            found.variables |= {name: value.strip('"') for name, value in pairs}
+            found.workdir = _below(found.workdir, rest.strip("\"'"))
+        elif word in ("ENV", "ARG"):
+            pairs = re.findall(r"(\w+)=(\"[^\"]*\"|'[^']*'|\S*)", rest) or [tuple(rest.partition(" ")[::2])]
+            values = {name: value.strip().strip("\"'") for name, value in pairs}
+            found.variables |= values if word == "ENV" else {}
+            known |= values
         elif word in ("COPY", "ADD") and not rest.startswith(("--from", "http", "[")):
-            *sources, target = re.sub(r"--\w+=\S+\s+", "", rest).split()
-            found.copies += tuple(_copied(folder, source, target, found.workdir) for source in sources)
-        elif word == "RUN" and re.fullmatch(r"mkdir -p( /[\w./-]+)+", rest):
-            found.copies += tuple(("", one) for one in rest.split()[2:])
+            *sources, target = re.sub(r"--\w+=\S+\s+", "", rest).split() or [""]
+            if not sources:
+                raise ValueError(f"{line.strip()[:80]!r} names no file or no target")
+            for source in sources:
+                # as Docker does, a pattern stands for the files that fit it
+                matches = sorted(folder.glob(source)) if re.search(r"[*?[]", source) else []
+                for name in [str(one.relative_to(folder)) for one in matches] or [source]:
+                    found.copies += (_copied(folder, name, target, found.workdir),)
+        elif word == "RUN" and re.fullmatch(r"mkdir( -p)?( [\w./-]+)+", rest):
+            names = rest.removeprefix("mkdir").removeprefix(" -p").split()
+            found.copies += tuple(("", _below(found.workdir, name)) for name in names)
         elif word not in IGNORED:
             found.needs_container = found.needs_container or f"its Dockerfile has {line.strip()[:80]!r}"
     return found
+
+
+def _expanded(text: str, known: Mapping[str, str]) -> str:
+    """A text with the values of variables in it (`$NAME`, `${NAME}`, `${NAME:-else}`); one that is not known is empty,
+    as for Docker."""
+
+    def value(found: re.Match[str]) -> str:
+        return known.get(found[1] or found[2]) or found[3] or ""
+
+    return re.sub(r"(?<!\\)\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})", value, text)
+
+
+def _below(workdir: str, path: str) -> str:
+    return path if path.startswith("/") else f"{workdir.rstrip('/')}/{path.removeprefix('./')}"
 
 
 def _copied(folder: Path, source: str, target: str, workdir: str) -> tuple[str, str]:
@@ -298,6 +334,14 @@ def remove(path):
 def unpack(text):
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(text))) as archive:
         archive.extractall("/scratch", filter="data")
+        for member in archive:  # the sandbox ignores chmod, so a program is made as one
+            if member.isfile() and member.mode & 0o100:
+                path = os.path.join("/scratch", member.name)
+                with open(path, "rb") as file:
+                    content = file.read()
+                os.unlink(path)
+                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "wb") as file:
+                    file.write(content)
 
 def read(path):
     try:
@@ -353,8 +397,8 @@ class SandboxWorkspace:
     def _variables(self, more: Mapping[str, str]) -> dict[str, str]:
         task = self._task
         assert task is not None
-        path = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/scratch", "LANG": "C.UTF-8", "TMPDIR": "/scratch"}
-        return {**path, **task.variables, **more}
+        path = {"PATH": SEARCHED, "HOME": "/scratch", "LANG": "C.UTF-8", "TMPDIR": "/scratch"}
+        return {**path, **task.image_variables, **task.variables, **more}
 
     async def run(self, command: str, seconds: float) -> tuple[int | None, str]:
         words = ["/bin/bash", "-c", command]
@@ -587,7 +631,9 @@ def read_reward(as_json: str | None, as_text: str | None) -> tuple[dict[str, flo
             return {"reward": 0.0}, "reward.json is no JSON"
         value = value if isinstance(value, dict) else {"reward": value}
         numbers = {
-            str(name): float(one) for name, one in value.items() if isinstance(one, int | float) and math.isfinite(one)
+            str(name): float(one)
+            for name, one in value.items()
+            if isinstance(one, int | float) and abs(one) <= sys.float_info.max
         }
         if not numbers:
             return {"reward": 0.0}, "reward.json holds no number"

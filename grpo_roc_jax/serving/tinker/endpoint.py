@@ -33,7 +33,7 @@ from grpo_roc_jax.serving.sampling_fields import stop_finder
 from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob
 from grpo_roc_jax.serving.server import TOKEN_VARIABLE, EndpointHandler, LimitedServer, ServerLimits
 from grpo_roc_jax.serving.tinker.futures import Futures, InOrder, Pending
-from grpo_roc_jax.serving.tinker.journal import Journal, LoggedCall, owner_of
+from grpo_roc_jax.serving.tinker.journal import KEPT, Journal, LoggedCall, owner_of
 from grpo_roc_jax.serving.tinker.sampling import Gathered, read_sample_request
 from grpo_roc_jax.serving.tinker.snapshots import Snapshot, Snapshots
 from grpo_roc_jax.serving.tinker.store import KINDS, NAME, About, CheckpointPath, Store, check_name
@@ -131,6 +131,7 @@ class TinkerEndpoint:
         self.store, self.token, self._deliver = store, token, deliver
         self.limits = limits or ServerLimits()
         self.futures = Futures()
+        store.repair()
         self.journal = Journal(store)
         notes = self.journal.notes()
         self.sessions: dict[str, dict[str, Any]] = {
@@ -139,6 +140,10 @@ class TinkerEndpoint:
         """Session -> what its client says about it, in the order in which they were made."""
         self._noted: dict[str, dict[str, Any]] = {note["sampler"]: note["body"] for note in notes if "sampler" in note}
         """What samplers of before the start were made from."""
+        self._written = {note["sampler"]: note["written"] for note in notes if note.get("written")}
+        """Sampler -> when the checkpoint was written that it was made from."""
+        self._made_by: dict[str, tuple[str, int]] = {}
+        """Sampler -> the call whose weights it has, (model, number)."""
         self._replayed: LoggedCall | None = None
         """The call of before the start that is queued again."""
         self.models: dict[str, ModelRun] = {}
@@ -295,10 +300,24 @@ class TinkerEndpoint:
 
     def _save_state(self, run: ModelRun, next_seq: int) -> None:
         """Puts the state of a model into the journal; on the worker's thread, and without a gradient."""
+        self._save_samplers(run, self.journal.first_after(run.model_id, next_seq))
         about, leaves = self._about(run, {}), {"params": run.state.params, "moments": run.state.moments}
         first = self.journal.save_state(run.model_id, about, leaves, next_seq)
         run.unsaved = 0
         self._deliver(partial(self.journal.trim, run.model_id, first))
+
+    def _save_samplers(self, run: ModelRun, first: int) -> None:
+        """Writes the weights of samplers without a name whose calls are not run again at a start: those before the
+        first that is."""
+        kept = []
+        for name, sampler in reversed(list(self.samplers.items())):  # the last used first
+            model, seq = self._made_by.get(name, ("", 0))
+            if model == run.model_id and seq < first and len(kept) < KEPT:
+                kept.append(checkpoint := self.journal.sampler(model, name))
+                if self.store.written(checkpoint) is None:
+                    leaves = {"params": sampler.snapshot.params}
+                    self.store.save(checkpoint, self._about(run, {}), leaves, overwrite=True)
+        self.journal.drop_samplers(run.model_id, kept)
 
     def _restore(self, name: str) -> ModelRun | None:
         """A model of before the start: its state is read, and its calls since then are queued again. None if the
@@ -331,8 +350,9 @@ class TinkerEndpoint:
 
             base.worker.submit(self._compute, Pending("", b""), load)
             made += [call for call in calls if call.seq >= max(first, 1)]
-            run.replayed = 1 + max((call.seq for call in made), default=0)
         for call in made:
+            if (run := self.models.get(name)) is not None:  # the first call may make it
+                run.replayed = 1 + max(call.seq for call in made)
             self._replay(name, call)
         if (run := self.models.get(name)) is not None:
             run.restoring = True
@@ -480,9 +500,9 @@ class TinkerEndpoint:
 
     # ---- checkpoints
 
-    def _about(self, run: ModelRun, body: dict[str, Any]) -> About:
+    def _about(self, run: ModelRun, body: dict[str, Any], seq: int = 0) -> About:
         base, lora, expires = run.base.name, run.lora, _expiry(body)
-        return About(base, lora.rank, lora.alpha, lora.targets, run.state.steps, run.seed, time.time(), expires)
+        return About(base, lora.rank, lora.alpha, lora.targets, run.state.steps, run.seed, time.time(), expires, seq)
 
     def _export(self, run: ModelRun) -> Callable[[Path], Any] | None:
         base = run.base
@@ -499,24 +519,25 @@ class TinkerEndpoint:
         def work(run: ModelRun) -> dict[str, Any]:
             leaves = {"params": run.state.params, "moments": run.state.moments}
             again = field_of(body, "overwrite", bool, False)
-            about = self._about(run, body)
-            if not (seq < run.replayed and self._saved_before(checkpoint, about)):
+            about = self._about(run, body, seq)
+            if not self._saved_before(run, checkpoint, about):
                 self.store.save(checkpoint, about, leaves, self._export(run), overwrite=again)
             return {"path": str(checkpoint), "type": "save_weights"}
 
         return self._call(model_id, seq, raw, work, "save_weights")
 
-    def _saved_before(self, checkpoint: CheckpointPath, about: About) -> bool:
-        """Whether a call that runs again has written its checkpoint."""
-        try:
-            return self.store.about(checkpoint).steps == about.steps
-        except RequestRefused:
-            return False
+    def _saved_before(self, run: ModelRun, checkpoint: CheckpointPath, about: About) -> bool:
+        """Whether a call runs again whose checkpoint was written, by it or by one after it."""
+        before = self.store.written(checkpoint) if about.call < run.replayed else None
+        return before is not None and before.call >= about.call
 
     def load_weights(self, body: dict[str, Any], raw: bytes) -> Pending:
         checkpoint = CheckpointPath.read(field_of(body, "path", str, ""))
-        about = self.store.about(checkpoint)
-        optimizer = field_of(body, "optimizer", bool, False)
+        optimizer, model = field_of(body, "optimizer", bool, False), field_of(body, "model_id", str)
+        # A call that runs again finds in the journal what it has loaded: the checkpoint may be another by now.
+        copy = self.journal.loaded(model, _numbered(body)[1]) if model else None
+        again = copy is not None and self._replayed is not None and self.store.written(copy) is not None
+        about = self.store.about(copy if again else checkpoint)
         if optimizer and checkpoint.kind != "weights":
             raise RequestRefused(
                 f"{checkpoint} holds no optimizer state; name a path of save_state, or load without it"
@@ -524,19 +545,30 @@ class TinkerEndpoint:
         base = self._base(field_of(body, "base_model", str) or about.base_model)
 
         def load(run: ModelRun) -> dict[str, Any]:
-            if run.lora != about.lora:
+            if run.lora != about.lora or run.base is not base:
                 raise RequestRefused(
-                    f"{checkpoint} has rank {about.rank}, the model {run.lora.rank}; load it as a new model"
+                    f"{checkpoint} has rank {about.rank} and base {base.name}, the model {run.lora.rank} and "
+                    f"{run.base.name}, or other matrices; load it as a new model"
                 )
             fresh = base.trainer.start(about.lora, about.seed)
-            like = {"params": fresh.params} | ({"moments": fresh.moments} if optimizer else {})
-            loaded = self.store.load(checkpoint, like)
-            steps = about.steps if optimizer else 0
+            like = {"params": fresh.params} | ({"moments": fresh.moments} if optimizer or again else {})
+            loaded = self.store.load(copy if again else checkpoint, like)
+            steps = about.steps if optimizer or again else 0
             run.state = AdapterState(about.lora, loaded["params"], loaded.get("moments", fresh.moments), None, steps)
+            run.failed = ""  # what failed before has no part in what is loaded
             return {"path": str(checkpoint), "model_id": run.model_id, "type": "load_weights"}
 
-        if field_of(body, "model_id", str):
-            return self._call(*_numbered(body), raw, load, "load_weights")
+        if model:
+            model_id, seq = _numbered(body)
+
+            def load_and_copy(run: ModelRun) -> dict[str, Any]:
+                result = load(run)
+                if not again:
+                    leaves = {"params": run.state.params, "moments": run.state.moments}
+                    self.store.save(copy, self._about(run, {}), leaves, overwrite=True)
+                return result
+
+            return self._call(model_id, seq, raw, load_and_copy, "load_weights")
         model_id = self._new_model(body)
         pending, new = self._new_call(("create_model", model_id), model_id, 0, raw, "load_weights")
         if new:
@@ -554,8 +586,14 @@ class TinkerEndpoint:
         model_id, seq = _numbered(body)
         name, number = field_of(body, "path", str), whole_number(body, "sampling_session_seq_id")
         checkpoint = CheckpointPath(model_id, "sampler_weights", check_name(name)) if name else None
-        if checkpoint is None and (sampler := f"{model_id.partition(':')[0]}:sample:{number}") in self._noted:
-            raise RequestRefused(f"{sampler} samples from something else; count sampling_session_seq_id up for each")
+        if checkpoint is None:
+            sampler = f"{model_id.partition(':')[0]}:sample:{number}"
+            maker = self._made_by.get(sampler, (model_id, seq))
+            if sampler in self._noted or maker != (model_id, seq):
+                raise RequestRefused(
+                    f"{sampler} samples from something else; count sampling_session_seq_id up for each"
+                )
+            self._made_by[sampler] = maker
 
         def work(run: ModelRun) -> dict[str, Any]:
             snapshot = Snapshot(run.base.trainer.base, run.lora, run.state.params, model_id)
@@ -563,8 +601,9 @@ class TinkerEndpoint:
                 sampler_id = f"{model_id.partition(':')[0]}:sample:{number}"
                 self._deliver(partial(self._keep, sampler_id, SamplingSession(run.base, snapshot)))
                 return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
-            about, leaves = self._about(run, body), {"params": run.state.params}
-            self.store.save(checkpoint, about, leaves, self._export(run), overwrite=True)
+            about, leaves = self._about(run, body, seq), {"params": run.state.params}
+            if not self._saved_before(run, checkpoint, about):
+                self.store.save(checkpoint, about, leaves, self._export(run), overwrite=True)
             return {"path": str(checkpoint), "type": "save_weights_for_sampler"}
 
         return self._call(model_id, seq, raw, work, "save_weights_for_sampler")
@@ -589,15 +628,21 @@ class TinkerEndpoint:
         def work(run: ModelRun) -> dict[str, Any]:
             if (export := self._export(run)) is None:
                 raise RequestRefused(f"adapters of {run.base.name} have no published form; use save_state")
-            about = self._about(run, body)
-            if not (seq < run.replayed and self._saved_before(checkpoint, about)):
+            about = self._about(run, body, seq)
+            if not self._saved_before(run, checkpoint, about):
                 self.store.save(checkpoint, about, {}, export, overwrite=False)
             return {"path": str(checkpoint), "type": "save_weights_external"}
 
         return self._call(model_id, seq, raw, work, "save_weights_external")
 
     def checkpoints(self, model: str | None = None) -> list[dict[str, Any]]:
-        """The checkpoints of a model, or of all models, the newest first."""
+        """The checkpoints of a model, or of all models, the newest first.
+
+        Raises:
+            RequestRefused: There is no such model.
+        """
+        if model is not None and model not in {*self.models, *self.store.models()}:
+            raise RequestRefused(f"no training run {model!r:.120}; list those that there are", status=404)
         saved = sorted(self.store.checkpoints(model), key=lambda of: of[1].time, reverse=model is None)
         return [_listed(self.store, *of) for of in saved]
 
@@ -622,7 +667,20 @@ class TinkerEndpoint:
         return run
 
     def delete_checkpoint(self, model: str, kind: str, name: str) -> dict[str, Any]:
-        self.store.delete(CheckpointPath(check_name(model), kind, check_name(name)))
+        checkpoint = CheckpointPath(check_name(model), kind, check_name(name))
+        self.store.about(checkpoint)
+
+        def wrote(call: LoggedCall) -> bool:
+            """Whether a call has written it, so that it must not do so again after a restart."""
+            if call.path != SAVED_BY[kind]:
+                return False
+            path = json.loads(call.body).get("path") or (f"seq_{call.seq}" if kind == "weights" else "")
+            return path == name and (
+                call.request_id not in self.futures or self.futures.find(call.request_id).done.is_set()
+            )
+
+        self.journal.forget(model, wrote)
+        self.store.delete(checkpoint)
         return {}
 
     def urls(self, base_url: str, model: str, kind: str, name: str) -> dict[str, Any]:
@@ -643,7 +701,7 @@ class TinkerEndpoint:
 
     def create_sampling_session(self, body: dict[str, Any]) -> dict[str, Any]:
         name = f"{self._session(body)}:sample:{whole_number(body, 'sampling_session_seq_id')}"
-        before = self._noted.get(name, {} if name in self.samplers else body)
+        before = self._noted.get(name, {} if name in self.samplers or name in self._made_by else body)
         if any(before.get(key) != body.get(key) for key in ("model_path", "base_model")):
             raise RequestRefused(f"{name} samples from something else; count sampling_session_seq_id up for each")
         if name not in self.samplers and name not in self._saved:
@@ -654,21 +712,28 @@ class TinkerEndpoint:
                 self._keep(name, SamplingSession(base, alone))
             else:
                 checkpoint = CheckpointPath.read(path)
-                self._keep(name, self._load_sampler(checkpoint))
+                self._keep(name, self._load_sampler(name, checkpoint))
                 self._saved[name] = checkpoint
             if name not in self._noted:
                 self._noted[name] = body
-                self.journal.note(session=name.partition(":")[0], sampler=name, body=body)
+                written = self._written.get(name)
+                self.journal.note(session=name.partition(":")[0], sampler=name, body=body, written=written)
         return {"sampling_session_id": name, "type": "create_sampling_session"}
 
     def sampler_info(self, name: str) -> dict[str, Any]:
         sampler = self._sampler(name)
         return {"sampler_id": name, "base_model": sampler.base.name, "model_path": None}
 
-    def _load_sampler(self, checkpoint: CheckpointPath) -> SamplingSession:
+    def _load_sampler(self, name: str, checkpoint: CheckpointPath) -> SamplingSession:
         about = self.store.about(checkpoint)
+        if self._written.get(name, about.time) != about.time:
+            raise RequestRefused(
+                f"{checkpoint} was written again since {name} was made, whose weights never change; make a new client",
+                status=404,
+            )
         base = self._base(about.base_model)
         loaded = self.store.load(checkpoint, {"params": base.trainer.like(about.lora)})["params"]
+        self._written[name] = about.time
         return SamplingSession(base, Snapshot(base.trainer.base, about.lora, loaded, checkpoint.model))
 
     def _keep(self, name: str, sampler: SamplingSession) -> None:
@@ -678,10 +743,14 @@ class TinkerEndpoint:
 
     def _sampler(self, name: str) -> SamplingSession:
         if name not in self.samplers and name in self._saved:
-            self._keep(name, self._load_sampler(self._saved[name]))
+            self._keep(name, self._load_sampler(name, self._saved[name]))
         elif name not in self.samplers and name in self._noted:
             self.create_sampling_session(self._noted[name])
         session = name.partition(":")[0] + ":"
+        absent = name not in self.samplers and session[:-1] in self.sessions
+        if absent and (checkpoint := self.journal.find_sampler(name)) is not None:
+            self._keep(name, self._load_sampler(name, checkpoint))
+            self._made_by[name] = (checkpoint.model, 0)
         if name not in self.samplers:  # of before the start: a call of its model that runs again makes it
             for model in self.store.models():
                 if model.startswith(session) and model not in self.models:
@@ -705,7 +774,7 @@ class TinkerEndpoint:
         for name in self.store.models():
             if name.startswith(f"{session}:"):
                 self.journal.remove(name)
-        for table in (self.models, self.samplers, self._saved, self._noted):
+        for table in (self.models, self.samplers, self._saved, self._noted, self._written, self._made_by):
             for name in [name for name in table if name.startswith(f"{session}:")]:
                 del table[name]
 
@@ -806,6 +875,12 @@ JSON_CALLS: Mapping[str, str] = {
     "create_sampling_session": "create_sampling_session",
 }
 """Path -> method that answers at once."""
+SAVED_BY = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+"""Kind of a checkpoint -> the call that writes it."""
 REASONS = {
     "paused_rate_limit": {"queue_state_reason": "more adapters are sampled from than one batch holds (--snapshots)"}
 }
@@ -852,7 +927,8 @@ class TinkerHandler(EndpointHandler):
             try:
                 self._submitted(endpoint.forward_backward(raw))
             except RequestRefused as error:
-                endpoint.skip(*numbered_forward_backward(raw), error.message)
+                model_id, seq, forward_only = numbered_forward_backward(raw)
+                endpoint.skip(model_id, seq, "" if forward_only else error.message)
                 raise
             return
         body = self._json(raw)
@@ -876,6 +952,9 @@ class TinkerHandler(EndpointHandler):
             self.finish({})
         else:
             self._absent()
+
+    def head(self, path: str = "") -> None:
+        self.get(path)
 
     def get(self, path: str = "") -> None:
         endpoint = self.endpoint

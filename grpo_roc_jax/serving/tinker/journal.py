@@ -7,10 +7,11 @@ a client has not come back for are there again, under the ids that it knows.
 """
 
 import json
+import re
 import shutil
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,12 @@ from typing import Any
 from grpo_roc_jax.serving.tinker.store import About, CheckpointPath, Store, replace_file, sync, write_synced
 
 KIND, CALLS, SESSIONS = "journal", "calls", ".sessions.jsonl"
+LOADED = "loaded-"
+"""Before the number of a call, in the name of what it has loaded."""
+SAMPLER = "sampler-"
+"""Before the number of a sampler without a name, in the name of its weights."""
+KEPT = 16
+"""Samplers of a model without a name whose weights are on disk, the last used ones."""
 STATES = 2
 """States that are kept."""
 FORGOTTEN_S = 7 * 24 * 3600.0
@@ -96,13 +103,47 @@ class Journal:
         checkpoint = CheckpointPath(model, KIND, str(states[0]))
         return checkpoint, self.store.about(checkpoint), states[0]
 
+    def first_after(self, model: str, next_seq: int) -> int:
+        """The number of the first call that is run again at a start, once the state before this call is written."""
+        return sorted({*self.states(model), next_seq})[-STATES:][0]
+
+    @staticmethod
+    def sampler(model: str, name: str) -> CheckpointPath:
+        """Where the weights of a sampler without a name are, once the call that made it is not run again."""
+        return CheckpointPath(model, KIND, f"{SAMPLER}{name.rpartition(':')[2]}")
+
+    def find_sampler(self, name: str) -> CheckpointPath | None:
+        """Where the weights of a sampler (`SESSION:sample:NUMBER`) of any model of its session are."""
+        if not re.fullmatch(r"\w+:sample:\d+", name):
+            return None
+        session, _, number = name.split(":")
+        path = next(self.store.root.glob(f"{session}:train:*/{KIND}/{SAMPLER}{number}"), None)
+        return None if path is None else CheckpointPath(path.parent.parent.name, KIND, path.name)
+
+    def drop_samplers(self, model: str, used: Collection[CheckpointPath]) -> None:
+        """Removes the oldest samplers without a name beyond `KEPT`, but none of those."""
+        names = {checkpoint.name for checkpoint in used}
+        others = [path for path in self._folder(model).glob(f"{SAMPLER}*") if path.name not in names]
+        others.sort(key=lambda path: path.stat().st_mtime)
+        for path in others[: max(0, len(others) + len(names) - KEPT)]:
+            shutil.rmtree(path, ignore_errors=True)
+
     def save_state(self, model: str, about: About, leaves: Any, next_seq: int) -> int:
         """Writes a state and removes those before the last two; the number of the first call that is needed."""
         self.store.save(CheckpointPath(model, KIND, str(next_seq)), about, leaves, overwrite=True)
         states = self.states(model)
         for old in states[:-STATES]:
             shutil.rmtree(self._folder(model) / str(old), ignore_errors=True)
-        return states[-STATES:][0]
+        first = states[-STATES:][0]
+        for path in self._folder(model).glob(f"{LOADED}*"):
+            if int(path.name.removeprefix(LOADED)) < first:
+                shutil.rmtree(path, ignore_errors=True)
+        return first
+
+    @staticmethod
+    def loaded(model: str, seq: int) -> CheckpointPath:
+        """What the call of this number has loaded: its own copy, since the checkpoint may be another later."""
+        return CheckpointPath(model, KIND, f"{LOADED}{seq}")
 
     def trim(self, model: str, first: int) -> None:
         """Removes the calls before a number, but for what made the model, and what was not written to its end."""
@@ -110,6 +151,13 @@ class Journal:
         if folder.is_dir():
             packed = b"".join(call.packed() for call in self.calls(model) if call.seq >= first or not call.seq)
             replace_file(folder / CALLS, packed)
+
+    def forget(self, model: str, gone: Callable[[LoggedCall], bool]) -> None:
+        """Calls that are not run again: their numbers count as refused."""
+        folder = self._folder(model)
+        if folder.is_dir():
+            kept = [LoggedCall("", call.seq, "", b"") if gone(call) else call for call in self.calls(model)]
+            replace_file(folder / CALLS, b"".join(call.packed() for call in kept))
 
     def remove(self, model: str) -> None:
         """The model has ended: its checkpoints stay."""

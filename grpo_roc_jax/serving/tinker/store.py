@@ -27,6 +27,8 @@ SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NAME = re.compile(r"[\w][\w.:=+-]{0,199}")
 ABOUT, STATE = "about.json", "state.safetensors"
+MOVED, ORIGIN = "checkpoint", "origin"
+"""In the folder of a checkpoint that is being replaced: the checkpoint, and its place."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,16 @@ class About:
     time: float
     expires: float = 0.0
     """Seconds since 1970; 0 for never."""
+    call: int = 0
+    """Number of the call of its model that wrote it."""
 
     @property
     def lora(self) -> LowRank:
         return LowRank(rank=self.rank, alpha=self.alpha, targets=self.targets)
+
+    @property
+    def expired(self) -> bool:
+        return 0 < self.expires < time.time()
 
 
 @dataclass(frozen=True)
@@ -113,8 +121,8 @@ class Store:
         Raises:
             RequestRefused: There is one of that name.
         """
-        target = self.folder(checkpoint)
-        if target.exists() and not overwrite:
+        target, before = self.folder(checkpoint), self.written(checkpoint)
+        if before is not None and not before.expired and not overwrite:
             raise RequestRefused(f"{checkpoint} exists; take another name, or pass overwrite")
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=".new-", dir=self.root))
@@ -129,7 +137,9 @@ class Store:
             sync(staging)
             old = Path(tempfile.mkdtemp(prefix=".old-", dir=self.root)) if target.exists() else None
             if old is not None:
-                os.rename(target, old / "checkpoint")
+                write_synced(old / ORIGIN, str(target.relative_to(self.root)).encode())
+                sync(old)
+                os.rename(target, old / MOVED)
             os.rename(staging, target)
             for folder in (target.parent, target.parent.parent, self.root):
                 sync(folder)
@@ -138,17 +148,31 @@ class Store:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
+    def repair(self) -> None:
+        """After a kill while a checkpoint was replaced: it is the new one if that is there, or else the old one."""
+        for folder in self.root.glob(".old-*"):
+            with suppress(OSError, ValueError):
+                target = self.root / (folder / ORIGIN).read_text()
+                if not target.exists() and (folder / MOVED).is_dir():
+                    os.rename(folder / MOVED, target)
+                    sync(target.parent)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def written(self, checkpoint: CheckpointPath) -> About | None:
+        """What a checkpoint is of, even if it has expired; None if there is none."""
+        try:
+            values = json.loads((self.folder(checkpoint) / ABOUT).read_text(encoding="utf-8"))
+            return About(**values | {"targets": tuple(values["targets"])})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
     def about(self, checkpoint: CheckpointPath) -> About:
         """
         Raises:
             RequestRefused: There is no such checkpoint.
         """
-        try:
-            values = json.loads((self.folder(checkpoint) / ABOUT).read_text(encoding="utf-8"))
-            about = About(**values | {"targets": tuple(values["targets"])})
-        except (OSError, ValueError, TypeError, KeyError):
-            about = None
-        if about is None or (about.expires and about.expires < time.time()):
+        about = self.written(checkpoint)
+        if about is None or about.expired:
             raise RequestRefused(
                 f"no checkpoint {checkpoint}; list those that there are (list_checkpoints)", status=404
             )
@@ -203,7 +227,7 @@ class Store:
         """
         self.about(checkpoint)
         doomed = Path(tempfile.mkdtemp(prefix=".old-", dir=self.root))
-        os.rename(self.folder(checkpoint), doomed / "checkpoint")
+        os.rename(self.folder(checkpoint), doomed / MOVED)
         shutil.rmtree(doomed, ignore_errors=True)
 
 

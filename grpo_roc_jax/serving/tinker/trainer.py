@@ -158,7 +158,7 @@ class Trainer:
             values = np.asarray(jax.device_get(logprobs))
             for index, row, start, length in places:
                 array = values[row, start : start + length]
-                found[index] = array if wide and rows[index].flat else array[:, 0]
+                found[index] = array[:, : rows[index].targets.shape[1]] if wide and rows[index].flat else array[:, 0]
         if not np.isfinite(total):
             raise RequestRefused("the loss is not finite; look at logprobs, advantages and weights of the data")
         return replace(state, gradient=gradient), found, {"loss:sum": total}
@@ -175,8 +175,8 @@ class Trainer:
         return config, [self._row(i, datum, request.loss_fn) for i, datum in enumerate(request.data)]
 
     def optimizer_step(self, state: AdapterState, adam: Adam) -> tuple[AdapterState, dict[str, float]]:
-        """(state with the summed gradient applied and cleared, metrics). A gradient that is not finite is dropped, with
-        `update_skipped`.
+        """(state with the summed gradient applied and cleared, metrics). A gradient that is not finite, or that would
+        make a parameter so, is dropped, with `update_skipped`.
 
         Raises:
             RequestRefused: There is no gradient.
@@ -406,8 +406,11 @@ def _step(params: Params, moments: Any, gradient: Params, adam: Mapping[str, Arr
     factor = jnp.where(norm < largest, 1.0, largest / norm)
     clipped = jax.tree.map(lambda leaf: leaf * factor, gradient)
     updates, moved = _optimizer(adam).update(clipped, moments, params, applied=applied)
+    new = jax.tree.map(jnp.add, params, updates)
+    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((new, moved))]
+    applied &= jnp.stack(finite).all()  # an eps of 0 divides by the root of a zero moment
 
     def either(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, old)
 
-    return either(jax.tree.map(jnp.add, params, updates), params), either(moved, moments), norm, applied
+    return either(new, params), either(moved, moments), norm, applied

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -132,12 +133,12 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     )
 
 
-def numbered_forward_backward(body: bytes) -> tuple[str, int]:
-    """(model, number of the call) of a body whose data may be wrong."""
+def numbered_forward_backward(body: bytes) -> tuple[str, int, bool]:
+    """(model, number of the call, whether it is forward only) of a body whose data may be wrong."""
     request = classes()["Request"]()
     with suppress(message.DecodeError):
         request.ParseFromString(body)
-    return request.model_id, request.seq_id
+    return request.model_id, request.seq_id, request.forward_only
 
 
 def _datum(index: int, datum: Any) -> Datum:
@@ -185,15 +186,17 @@ def _tensor(name: str, tensor: Any) -> np.ndarray:
 
 
 def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """The result of `forward_backward`: log-probabilities [N] or [N,K] of each datum."""
+    """The result of `forward_backward`: log-probabilities [N] or [N,K] of each datum. A record has one K, so data with
+    other numbers of targets are in records of their own."""
     output = classes()["Output"](loss_fn_output_type="ArrayRecord")
-    record = output.outputs.add(num_datums=len(logprobs))
-    tensor = record.fields["logprobs"]
-    arrays = [np.ascontiguousarray(array, "<f4") for array in logprobs]
-    tensor.data = b"".join(array.tobytes() for array in arrays)
-    tensor.offsets = np.cumsum([0, *(array.nbytes for array in arrays)]).astype("<i8").tobytes()
-    tensor.dtype = 1
-    tensor.trailing_shape.extend(arrays[0].shape[1:] if arrays else ())
+    for shape, alike in groupby(logprobs, lambda array: array.shape[1:]):
+        arrays = [np.ascontiguousarray(array, "<f4") for array in alike]
+        record = output.outputs.add(num_datums=len(arrays))
+        tensor = record.fields["logprobs"]
+        tensor.data = b"".join(array.tobytes() for array in arrays)
+        tensor.offsets = np.cumsum([0, *(array.nbytes for array in arrays)]).astype("<i8").tobytes()
+        tensor.dtype = 1
+        tensor.trailing_shape.extend(shape)
     for name, value in metrics.items():
         output.metrics[name] = value
     return output.SerializeToString(deterministic=True)

@@ -248,7 +248,8 @@ function short(value, size) {
 }
 
 // One panel: lines with bands, marks of alarms, a readout; a click or Enter passes the step to `pick`.
-const SPARSE = 24;  // values of a curve, up to which each is marked
+const SPARSE = 24;  // values of a curve, up to which each is marked; so is each of more that have gaps, such as evaluations
+const sparse = (line, width) => line.x.length <= SPARSE || line.x.length <= Math.min(width / 6, (line.step.at(-1) - line.step[0]) / 2);
 function chart(title, lines, { width, marks = [], unit = "step", pick, stacked = false }) {
   const pad = lines.some(line => line.bars) ? 14 : 0, height = 190, left = 46, right = 10, upper = 8, lower = 24, inner = width - left - right;
   const every = lines.flatMap(line => line.x), lowX = Math.min(...every), highX = Math.max(...every);
@@ -282,7 +283,7 @@ function chart(title, lines, { width, marks = [], unit = "step", pick, stacked =
       svg.append(el("polygon", { points: [...edge, ...base].join(" "), fill: line.color, "fill-opacity": 0.18 }));
     }
     svg.append(el("path", { d: trace(line.x, line.mean), stroke: line.color, class: "line", "stroke-dasharray": line.dash && "5 4", transform: line.shift ? `translate(${line.shift} 0)` : null }));
-    if (line.bars || line.x.length <= SPARSE) line.x.forEach((x, i) => svg.append(el("circle", { cx: px(x) + (line.shift || 0), cy: py(line.mean[i]), r: line.bars ? 3 : 2.4, fill: line.color })));
+    if (line.bars || sparse(line, width)) line.x.forEach((x, i) => svg.append(el("circle", { cx: px(x) + (line.shift || 0), cy: py(line.mean[i]), r: line.bars ? 3 : 2.4, fill: line.color })));
   }
   for (const mark of marks) if (mark.x >= lowX && mark.x <= highX) svg.append(
     el("g", { class: "alarm" }, el("line", { x1: px(mark.x), x2: px(mark.x), y1: upper, y2: height - lower }),
@@ -626,7 +627,9 @@ function card(block, i, place, longest, toggle) {
 function legend(block, rows) {
   const statuses = [...new Set(rows.map(i => text(block, "status", i)))], kinds = [...new Set(rows.flatMap(i => outcomes(block, i)))].filter(k => k !== " ");
   const key = keyOf(statuses, kinds, block.kind === "step");
-  add(key, [el("span", {}, "p: penalty that successes are ranked by"), el("span", {}, "±: advantage")]);
+  const { penalties, advantage } = block.columns, ranked = i => text(block, "status", i) === "correct" && penalties[i] && penalties[i][0] > 0;
+  add(key, [block.kind === "step" && rows.some(ranked) && el("span", {}, "p: penalty that successes are ranked by"),
+    rows.some(i => advantage[i] !== null) && el("span", {}, "±: advantage")]);
   return key;
 }
 function keyOf(statuses, kinds, step) {
@@ -705,7 +708,7 @@ function callBlock(call, result) {
   const source = call.arguments && Object.keys(call.arguments).length === 1 ? Object.values(call.arguments)[0] : null;
   const words = typeof source === "string" ? source : call.arguments && Object.keys(call.arguments).length ? JSON.stringify(call.arguments, null, 1) : call.raw;
   const kind = result ? result.kind : "not_run", style = kind === "ok" ? "ok" : kind === "not_run" ? "idle" : bad(kind) ? "bad" : "infra";
-  return el("div", { class: "block called " + style }, el("p", { class: "note" }, el("i", { class: "call " + style }), call.name || "call", el("b", {}, kind.replaceAll("_", " ")), result && `${number(result.wall_ms || 0, 0)} ms`, call.message), el("pre", {}, python(words)), result && outcome(result));
+  return el("div", { class: "block called " + style }, el("p", { class: "note" }, el("i", { class: look(kind) }), call.name || "call", el("b", {}, kind.replaceAll("_", " ")), result && `${number(result.wall_ms || 0, 0)} ms`, call.message), el("pre", {}, python(words)), result && outcome(result));
 }
 // What came back: printed text as it is, an error folded to its last line.
 function outcome(result) {
@@ -795,7 +798,7 @@ function pair(shown, ids, query) {
   const [left, right] = difference(...texts);
   return el("div", {}, el("details", { class: "block", open: true }, el("summary", {}, "difference"), el("p", { class: "note" }, words, " ", el("a", { href: link("pair", { a: ids[0], b: ids[1] }) }, "link")),
     el("div", { class: "pair" }, el("pre", { class: "said" }, left), el("pre", { class: "said" }, right))),
-    el("div", { class: "pair" }, shown.map((t, i) => trajectory(t, ids[i], query, equal < Math.min(a.length, b.length) ? equal : 0))));
+    el("div", { class: "pair" }, shown.map((t, i) => trajectory(t, ids[i], query, equal < Math.max(a.length, b.length) ? equal : 0))));
 }
 // Longest common subsequence of words; of lines where there are too many words; else only the common ends.
 function difference(one, two) {

@@ -174,11 +174,38 @@ def test_variables_and_files_of_a_task(environments, tmp_path):
     assert printed == ["a b\nx/app/out\nAB"] and found == {"reward": 0.25}
 
 
+def test_dockerfiles_as_people_write_them(environments, tmp_path):
+    """Variables, defaults of arguments, patterns, quotes, folders below the current one, a mark at the beginning."""
+    docker = "\ufeffFROM x\nARG PART=in\nENV ROOT=/app NAME='a b'\nENV PATH=\"$ROOT/bin:${PATH}\" LEVEL ${NONE:-3}\n"
+    docker += "WORKDIR\t$ROOT/work\nRUN mkdir -p deep/er /app/other\nRUN mkdir out\n"
+    docker += "COPY *.txt /app/${PART}/\nCOPY --chown=me:me bin/ ../app/bin/\nADD data.[jt]s* $ROOT/\n"
+    docker = docker.replace("../app", "/app").replace(" LEVEL ${NONE:-3}", " LEVEL=${NONE:-3}")
+    files = {f"environment__{name}": "x" for name in ("a.txt", "b.txt", "data.json", "sub__task.toml")}
+    files |= {"environment__Dockerfile": docker, "environment__bin__tool": "#!/bin/sh\necho tool $LEVEL\n"}
+    toml = '[verifier]\ntimeout_sec = 9\nenv = {}\n[metadata]\nlevel = 2\ntags = ["x"]\n'
+    make_task(tmp_path / "t", toml=toml, **files)
+    (tmp_path / "t" / "environment" / "bin" / "tool").chmod(0o755)
+    assert task_folders(str(tmp_path)) == [tmp_path / "t"], "a file of its own is no further task"
+    (problem,) = harbor_problems(str(tmp_path))
+    assert problem.extra["level"] == 2
+    printed, found = rollout(environments(tmp_path), ['pwd -P; tool; echo "$NAME"; ls /app; ls /app/in; ls'], tmp_path)
+    assert printed[0].split("\n")[0].endswith("/app/work") and found == {"reward": 1.0}
+    assert printed[0].split("\n")[1:] == [
+        "tool 3", "a b", "bin", "data.json", "in", "other", "work", "a.txt", "b.txt", "deep", "out", "",
+    ]  # fmt: skip
+
+
 WRONG = {
     "no test": (dict(test=""), "no tests/test.sh"),
     "toml": (dict(toml="[agent\n"), "t: "),
     "time": (dict(toml="[agent]\ntimeout_sec = -1\n"), "timeout_sec = -1"),
     "table": (dict(toml="verifier = 3\n"), "must be a table"),
+    "metadata": (dict(toml='metadata = "x"\n'), "must be a table"),
+    "variables": (dict(toml="[environment]\nenv = ['A=1']\n"), "must be a table"),
+    "steps": (dict(toml='[[steps]]\nname = "one"\n'), "several steps, which are not served"),
+    "half a copy": (dict(environment__Dockerfile="FROM x\nCOPY\n"), "'COPY' names no file"),
+    "no target": (dict(environment__Dockerfile="FROM x\nCOPY a.txt\n"), "names no file or no target"),
+    "no match": (dict(environment__Dockerfile="FROM x\nCOPY *.txt .\n"), "does not exist"),
     "run": (
         dict(environment__Dockerfile="FROM x\nRUN apt-get install -y git\n"),
         "needs a container: its Dockerfile has",
@@ -229,6 +256,10 @@ def test_sources_and_settings(tmp_path, monkeypatch):
         ("{", "1", {"reward": 0.0}),
         ('{"reward": NaN}', None, {"reward": 0.0}),
         (None, "inf", {"reward": 0.0}),
+        ('{"reward": 1' + "0" * 400 + "}", None, {"reward": 0.0}),
+        ('{"reward": true, "a": 1e999}', None, {"reward": 1.0}),
+        ("[1]", "1", {"reward": 0.0}),
+        ("null", None, {"reward": 0.0}),
         (None, "yes", {"reward": 0.0}),
         (None, None, {"reward": 0.0}),
     ],

@@ -4,12 +4,14 @@ import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from grpo_roc_jax.serving.server import ServerLimits
+from grpo_roc_jax.serving.tinker import endpoint, journal
 from grpo_roc_jax.serving.tinker.store import About, CheckpointPath, Store
 from tests.helpers.tinker_server import batch, fill, served
 
@@ -67,6 +69,61 @@ def test_a_step_after_a_call_that_failed_is_refused_and_the_next_begins_anew(cli
     alone = client.model(client.session())
     client.send(batch(alone, 1, [ROW]))
     assert client.result(client.step(alone, 2))["metrics"]["grad_norm:mean"] == once
+
+
+def test_a_forward_that_was_refused_leaves_the_gradients_of_other_calls(client):
+    """It has no part in them, whether its data were read or not."""
+    name = client.model(client.session())
+    client.send(batch(name, 1, [ROW]))
+    unread = fill("Request", model_id=name, seq_id=2, loss_fn="cross_entropy", forward_only=True)
+    unread.data.add().model_input.add().image = b"x"
+    assert client.ask("forward_backward", unread.SerializeToString(), kind="application/x-protobuf")[0] == 400
+    assert client.result(client.send(batch(name, 3, [datum(1, 511, 600)], forward_only=True)))["category"] == "user"
+    assert client.result(client.step(name, 4))["metrics"]["update_skipped:sum"] == 0
+
+
+def test_weights_that_are_loaded_end_what_failed_before(client):
+    name = client.model(client.session())
+    path = client.result(client.post("save_weights", model_id=name, seq_id=1, path="a"))["path"]
+    client.send(batch(name, 2, [datum(1, 511, 600)]))
+    client.post("load_weights", model_id=name, seq_id=3, path=path, optimizer=True)
+    client.send(batch(name, 4, [ROW]))
+    assert client.result(client.step(name, 5))["metrics"]["update_skipped:sum"] == 0
+
+
+@pytest.mark.parametrize("adam", [{"eps": 0.0}, {"weight_decay": 3e38, "learning_rate": 1e3}])
+def test_a_step_that_would_leave_no_numbers_is_dropped(client, adam):
+    """The gradient of a new adapter is zero in part, and 0 / 0 is none; so is what lies beyond float32."""
+    name = client.model(client.session())
+    before = client.output(client.send(batch(name, 1, [ROW])))[0][0]
+    assert client.result(client.step(name, 2, **adam))["metrics"]["update_skipped:sum"] == 1
+    np.testing.assert_array_equal(client.output(client.send(batch(name, 3, [ROW])))[0][0], before)
+    assert client.result(client.step(name, 4))["metrics"]["update_skipped:sum"] == 0
+
+
+def test_data_of_one_call_may_have_other_numbers_of_targets(client):
+    name = client.model(client.session())
+    targets, weights = np.array([[1, 2, 8], [3, 4, 9]]), np.array([[0.5, 0.5, 0], [1, -1, 0]], np.float32)
+    data = [([1, 2], {"target_tokens": targets[:, :k], "weights": weights[:, :k]}) for k in (2, 2, 3, 1)]
+    data.insert(2, ROW)
+    together, _ = client.output(client.send(batch(name, 1, data)))
+    assert [one.shape for one in together] == [(2, 2), (2, 2), (7,), (2, 3), (2, 1)]
+    for seq, (row, found) in enumerate(zip(data, together, strict=True), 2):
+        np.testing.assert_allclose(client.output(client.send(batch(name, seq, [row])))[0][0], found, atol=1e-5)
+
+
+def test_one_number_is_one_snapshot(client):
+    name = client.model(client.session())
+    sampler = sampler_of(client, name, 1, 0)
+    drawn = tokens_of(client.sample(sampler, 0, [3, 1, 4]))
+    client.send(batch(name, 2, [ROW]))
+    client.step(name, 3, learning_rate=0.5)
+    body = {"model_id": name, "seq_id": 4, "sampling_session_seq_id": 0}
+    status, answer = client.ask("save_weights_for_sampler", body)
+    assert status == 400 and "count sampling_session_seq_id up" in answer["detail"]
+    again = client.post("save_weights_for_sampler", model_id=name, seq_id=1, sampling_session_seq_id=0)
+    assert client.result(again)["sampling_session_id"] == sampler, "the same call"
+    assert tokens_of(client.sample(sampler, 1, [3, 1, 4])) == drawn
 
 
 def sampler_of(client, name, seq, number):
@@ -191,6 +248,29 @@ def test_a_checkpoint_whose_writing_was_cut_is_not_there(tmp_path, monkeypatch):
     assert [str(found) for found, _ in store.checkpoints()] == ["tinker://m/weights/one"]
     np.testing.assert_array_equal(store.load(checkpoint, {"a": _leaf()})["a"], [1, 1])
     assert [path.name for path in Path(tmp_path).iterdir() if path.name.startswith(".new")] == []
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_one_or_the_new(tmp_path, monkeypatch):
+    store, checkpoint, renamed = Store(tmp_path), CheckpointPath("m", "weights", "one"), os.rename
+    about = About("small", 4, 32.0, ("q_proj",), 0, 0, time.time())
+    for most, value in ((1, 1), (2, 2)):
+        store.save(checkpoint, about, {"a": np.ones(2, np.float32)}, overwrite=True)
+        left = [most]
+
+        def killed(*places, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            renamed(*places)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", killed)
+            patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+            with suppress(KeyboardInterrupt):
+                store.save(checkpoint, about, {"a": np.full(2, 2, np.float32)}, overwrite=True)
+        store.repair()
+        np.testing.assert_array_equal(store.load(checkpoint, {"a": _leaf()})["a"], [value, value])
+        assert not list(tmp_path.glob(".old-*"))
 
 
 def _leaf():
@@ -335,6 +415,71 @@ def test_a_model_that_was_being_made_and_samplers_are_there_again(tmp_path):
         assert client.ask("get_info", {"model_id": name})[0] == 404 and not list(tmp_path.glob("*/journal"))
 
 
+def test_a_kill_brings_back_no_checkpoint_and_no_other_weights(tmp_path):
+    """What a model has loaded may be deleted or overwritten since, and is the same when it is loaded again; what was
+    deleted stays so; a sampler never takes what was written over its checkpoint."""
+
+    def saved(path, seq, name, **fields):
+        return client.result(client.post(path, model_id=model, seq_id=seq, path=name, **fields))["path"]
+
+    with served(tmp_path) as client:
+        session = client.session()
+        model = client.model(session)
+        paths = [saved("save_weights", 1 + i, name) for i, name in enumerate(("gone", "changed"))]
+        client.send(batch(model, 3, [ROW]))
+        client.step(model, 4, learning_rate=0.3)
+        sampler_path = saved("save_weights_for_sampler", 5, "same")
+        body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": sampler_path}
+        sampler = client.post("create_sampling_session", **body)["sampling_session_id"]
+        for i, path in enumerate(paths):
+            client.post("load_weights", model_id=model, seq_id=6 + 3 * i, path=path, optimizer=bool(i))
+            client.send(batch(model, 7 + 3 * i, [ROW]))
+            client.result(client.step(model, 8 + 3 * i, learning_rate=0.1))
+        assert client.ask(f"training_runs/{model}/checkpoints/weights/gone", method="DELETE")[0] == 200
+        saved("save_weights", 12, "changed", overwrite=True)
+        saved("save_weights_for_sampler", 13, "same")
+        last = client.output(client.send(batch(model, 14, [ROW], forward_only=True)))[0][0]
+    with served(tmp_path) as client:
+        again = client.output(client.send(batch(model, 15, [ROW], forward_only=True)))[0][0]
+        np.testing.assert_array_equal(again, last)
+        listed = client.ask(f"training_runs/{model}/checkpoints", method="GET")[1]["checkpoints"]
+        assert {one["checkpoint_id"] for one in listed} == {"weights/changed", "sampler_weights/same"}
+        prompt = {"chunks": [{"tokens": [3], "type": "encoded_text"}]}
+        status, answer = client.ask("asample", {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt})
+        assert status == 404 and "was written again since" in answer["detail"]
+
+
+def test_a_kill_long_after_a_snapshot_leaves_it(tmp_path, monkeypatch):
+    """The calls that made snapshots without a name are not run again after so many steps; those last used are there."""
+    monkeypatch.setattr(endpoint, "KEPT", 2)
+    monkeypatch.setattr(journal, "KEPT", 2)
+
+    def train(seq):
+        client.send(batch(model, seq, [ROW]))
+        client.result(client.step(model, seq + 1, learning_rate=0.1))
+
+    with served(tmp_path) as client:
+        model = client.model(client.session())
+        samplers, drawn = [], {}
+        for number in range(3):
+            samplers.append(sampler_of(client, model, 1 + 3 * number, number))
+            drawn[samplers[-1]] = tokens_of(client.sample(samplers[-1], 0, [3, 1, 4]))
+            train(2 + 3 * number)
+        assert tokens_of(client.sample(samplers[0], 1, [3, 1, 4])) == drawn[samplers[0]]
+        for i in range(10):
+            train(10 + 2 * i)
+    with served(tmp_path) as client:  # nobody asks for them meanwhile
+        for i in range(9):
+            train(30 + 2 * i)
+    with served(tmp_path) as client:
+        for name in samplers[::2]:
+            assert tokens_of(client.sample(name, 9, [3, 1, 4])) == drawn[name]
+        body, status = {"sampling_session_id": samplers[1], "seq_id": 9, "prompt": {"chunks": [{"tokens": [3]}]}}, 503
+        while status == 503:  # its model goes on first
+            status, _ = client.ask("asample", body)
+        assert status == 404, "used before the others, and two are kept"
+
+
 def test_a_checkpoint_expires_when_it_was_told_to(client):
     name = client.model(client.session())
     saved = client.result(client.post("save_weights", model_id=name, seq_id=1, path="brief", ttl_seconds=0.5))["path"]
@@ -347,6 +492,8 @@ def test_a_checkpoint_expires_when_it_was_told_to(client):
         status, answer = client.ask("weights_info", {"tinker_path": path})
         assert status == 404 and "no checkpoint" in answer["detail"]
     assert client.ask(f"training_runs/{name}/checkpoints", method="GET")[1]["checkpoints"] == []
+    again = client.result(client.post("save_weights", model_id=name, seq_id=3, path="brief"))
+    assert again["path"] == saved, "the name is free again"
 
 
 def test_a_server_that_is_busy_says_so_and_when_to_ask_again(tmp_path):

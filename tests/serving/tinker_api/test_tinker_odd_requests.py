@@ -208,6 +208,10 @@ def test_lists_are_paged_by_numbers_only(client):
         status, answer = client.ask(f"training_runs?{query}", method="GET")
         assert status == 400 and "must be a number" in answer["detail"]
     assert client.ask("checkpoints?limit=5&offset=100", method="GET")[1]["checkpoints"] == []
+    for path in ("training_runs/none", "training_runs/none/checkpoints", "training_runs/none/checkpoints/weights/a"):
+        status, answer = client.ask(path, method="GET")
+        assert status == 404 and answer["detail"], path
+    assert client.ask("healthz", method="HEAD", kind="text/plain")[0] == 200
 
 
 def test_one_number_of_a_sampler_is_one_sampler(client, trained):

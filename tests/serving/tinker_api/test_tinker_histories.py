@@ -1,0 +1,144 @@
+"""Random histories of several models, interleaved, out of order, posted twice, cut by a kill: each has the results that
+it has alone."""
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.helpers.tinker_server import batch, classes, logprobs_of, served
+from tests.serving.tinker_api.test_tinker_endpoint import datum
+
+TEXTS = [datum(3, 1, 4, 1, 5, 9, 2, 6), datum(2, 7, 1, 8, 2, 8), datum(1, 6, 1, 8, 0, 3, 3, 9, 8), datum(5, 5)]
+PROTOBUF = "application/x-protobuf"
+
+
+def history(rng, calls):
+    """What a model is asked, in order: functions of (name of the model, number of the call) to (path, body)."""
+    made, kept = [], []
+
+    def of(path, /, **body):
+        return lambda name, seq: (
+            path,
+            {"model_id": name, "seq_id": seq} | {k: v(name) if callable(v) else v for k, v in body.items()},
+        )
+
+    for _ in range(calls):
+        what = rng.choice(
+            ["train", "train", "train", "step", "step", "forward", "bad", "bad forward", "save", "load", "sampler"]
+        )
+        if what in ("train", "forward"):
+            data = rng.sample(TEXTS, rng.choice([1, 2, 3]))
+            weights = [np.array([rng.choice([0, 1, -0.5, 2]) for _ in ids], np.float32) for ids, _ in data]
+            data = [(ids, inputs | {"weights": w}) for (ids, inputs), w in zip(data, weights, strict=True)]
+            made.append(
+                lambda name, seq, data=data, only=what == "forward": (
+                    "forward_backward",
+                    batch(name, seq, data, forward_only=only),
+                )
+            )
+        elif what in ("bad", "bad forward"):
+            made.append(
+                lambda name, seq, only=what == "bad forward": (
+                    "forward_backward",
+                    batch(name, seq, [datum(1, 600)], forward_only=only),
+                )
+            )
+        elif what == "step":
+            adam = {
+                "learning_rate": rng.choice([0.01, 0.1]),
+                "weight_decay": rng.choice([0, 0.1]),
+                "grad_clip_norm": rng.choice([0, 1.0]),
+            }
+            made.append(of("optim_step", adam_params=adam))
+        elif what == "save":
+            kept.append(rng.choice("abc"))
+            made.append(of("save_weights", path=kept[-1], overwrite=True))
+        elif what == "load" and kept:
+            path = rng.choice(kept)
+            made.append(
+                of(
+                    "load_weights",
+                    path=lambda name, path=path: f"tinker://{name}/weights/{path}",
+                    optimizer=rng.random() < 0.5,
+                )
+            )
+        else:
+            made.append(of("save_weights_for_sampler", path=rng.choice("xy")))
+    return made
+
+
+def asked(client, path, body):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    status, answer = client.ask(path, data, kind=PROTOBUF if isinstance(body, bytes) else "application/json")
+    assert status == 200, answer
+    return answer["request_id"]
+
+
+def plain(result, name):
+    """A result without the name of its model."""
+    if isinstance(result, bytes):
+        output = classes()["Output"].FromString(result)
+        return [one.tolist() for one in logprobs_of(output)], dict(output.metrics)
+    return json.loads(json.dumps(result).replace(name, "MODEL"))
+
+
+def alone(client, made, rank):
+    name = client.model(client.session(), 0, rank)
+    return [plain(client.result(asked(client, *call(name, seq))), name) for seq, call in enumerate(made, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_random_histories_are_those_of_each_model_alone(tmp_path, seed):
+    """Loads and saves are waited for, as the path of a load is looked up when it is asked for."""
+    rng = random.Random(seed)
+    ranks = [4, 8, 4]
+    histories = [history(rng, 24) for _ in ranks]
+    folder, copy = tmp_path / "first", tmp_path / "second"
+    folder.mkdir()
+    with served(folder) as client:
+        wanted = [alone(client, made, rank) for made, rank in zip(histories, ranks, strict=True)]
+        session = client.session()
+        names = [client.model(session, i, rank) for i, rank in enumerate(ranks)]
+        ids = [{} for _ in names]
+        cuts = [0, 0, 0]
+        left = [i for i, made in enumerate(histories) for _ in made]
+        rng.shuffle(left)
+        while left:  # a few calls of a model at a time, in any order, some twice
+            model = left.pop()
+            first, made = cuts[model] + 1, histories[model]
+            last = min(len(made), first + rng.choice([0, 1, 3]))
+            calls = [made[seq - 1](names[model], seq) for seq in range(first, last + 1)]
+            order = list(range(first, last + 1))
+            if not any(path in ("load_weights", "save_weights") for path, _ in calls):
+                rng.shuffle(order)
+            for seq in [*order, *rng.sample(order, 1)] if order else ():
+                path, body = made[seq - 1](names[model], seq)
+                request = asked(client, path, body)
+                assert ids[model].setdefault(seq, request) == request
+                if path == "save_weights":
+                    client.result(request)
+            cuts[model] = last
+            if copy.exists() or len(left) > 30:
+                continue
+            for request in [one for found in ids for one in found.values()]:
+                client.result(request)
+            shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(".new-*", ".old-*"))
+            accepted = [dict(one) for one in ids]
+        for found, name, want in zip(ids, names, wanted, strict=True):
+            assert [plain(client.result(found[seq]), name) for seq in sorted(found)] == want
+    with served(copy) as client:  # what a kill has left
+        for found, name, want, made in zip(accepted, names, wanted, histories, strict=True):
+            for seq in range(len(found) + 1, len(made) + 1):
+                found[seq] = asked(client, *made[seq - 1](name, seq))
+                client.result(found[seq])
+            known = {
+                seq: one for seq, one in found.items() if client.ask("retrieve_future", {"request_id": one})[0] != 404
+            }
+            assert {seq: plain(client.result(one), name) for seq, one in known.items()} == {
+                seq: want[seq - 1] for seq in known
+            }
+            assert len(known) > len(made) // 3
