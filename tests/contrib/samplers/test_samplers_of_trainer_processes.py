@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray", reason="the ray extra is not installed")
 
 ROWS, PROBLEMS = 40, 5
-SLOW = "--reward.functions=tests.pod.test_samplers_of_processes:slow_even"
+SLOW = "--reward.functions=tests.contrib.samplers.test_samplers_of_trainer_processes:slow_even"
 REMOTE = (SLOW, "--rollout.samplers=ray", "--rollout.samplers.count=2", "--rollout.samplers.timeout_s=300")
 assert "--group.problems=5" in SMALL
 
@@ -164,7 +164,7 @@ def test_a_node_that_joins_samples_for_all_processes_and_one_that_is_lost_costs_
 
 def test_a_sampler_that_raises_ends_both_processes_with_the_reason(tmp_path):
     words = ("--rollout.samplers=ray", "--rollout.samplers.count=1", "--steps=5")
-    raising = "--reward.functions=tests.pod.test_samplers_of_processes:of_wrong_length"
+    raising = "--reward.functions=tests.contrib.samplers.test_samplers_of_trainer_processes:of_wrong_length"
     processes = start(tmp_path, 2, 1, *words, raising)
     assert ended(processes, 120) == [5, 5], said(tmp_path)
     for index in (0, 1):
