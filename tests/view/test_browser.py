@@ -508,10 +508,9 @@ def test_a_card_has_its_answer_and_a_penalty_only_where_it_ranks(tab, serve, dem
         assert shown == (verdict.status == "correct" and record.penalties["total"] > 0)
 
 
-def test_kinds_of_failed_calls_look_different(tab, serve, demo, tmp_path):
-    """A program that was wrong, a limit, a call that could not be read: each has its color and shape."""
-    kinds = ["ok", "exception", "timeout", "malformed_call", "sandbox_error"]
-    record = next(r for r in trace.read_trace(demo[0], 1) if r.trajectory.results)
+def write_kinds(folder, run, kinds):
+    """The trace of a group with the same rollout for each of these kinds of result."""
+    record = next(r for r in trace.read_trace(run, 1) if r.trajectory.results)
     made = []
     for sample, kind in enumerate(kinds):
         turns = [
@@ -520,7 +519,13 @@ def test_kinds_of_failed_calls_look_different(tab, serve, demo, tmp_path):
         ]
         changed = dataclasses.replace(record.trajectory, turns=tuple(turns), sample=sample)
         made.append(dataclasses.replace(record, trajectory=changed))
-    trace.TraceWriter(tmp_path / "kinds", decode=TOKENIZER.decode).write(1, made)
+    trace.TraceWriter(folder, decode=TOKENIZER.decode).write(1, made)
+
+
+def test_kinds_of_failed_calls_look_different(tab, serve, demo, tmp_path):
+    """A program that was wrong, a limit, a call that could not be read: each has its color and shape."""
+    kinds = ["ok", "exception", "timeout", "malformed_call", "sandbox_error"]
+    write_kinds(tmp_path / "kinds", demo[0], kinds)
     page = tab(f"{serve(tmp_path / 'kinds')}#/group?g=0.step.1.0")
     page.wait_for_selector(".card")
     looks = [page.locator(".card").nth(i).locator(".call").first for i in range(len(kinds))]
@@ -553,16 +558,7 @@ def test_points_of_sparse_curves_are_marked(tab, serve, demo):
 
 def test_calls_of_a_trajectory_have_the_marks_of_its_card(tab, serve, demo, tmp_path):
     kinds = ["exception", "memory_limit", "bad_arguments"]
-    record = next(r for r in trace.read_trace(demo[0], 1) if r.trajectory.results)
-    made = []
-    for sample, kind in enumerate(kinds):
-        turns = [
-            dataclasses.replace(turn, results=tuple(dataclasses.replace(r, kind=kind) for r in turn.results))
-            for turn in record.trajectory.turns
-        ]
-        changed = dataclasses.replace(record.trajectory, turns=tuple(turns), sample=sample)
-        made.append(dataclasses.replace(record, trajectory=changed))
-    trace.TraceWriter(tmp_path / "kinds", decode=TOKENIZER.decode).write(1, made)
+    write_kinds(tmp_path / "kinds", demo[0], kinds)
     base, looks = serve(tmp_path / "kinds"), []
     for sample in range(len(kinds)):
         page = tab(f"{base}#/group?g=0.step.1.0&a=0.step.1.{sample}")
