@@ -283,6 +283,7 @@ def test_samplers_need_a_stream():
 
 def test_processes_that_sample_as_one_may_have_samplers_elsewhere(monkeypatch):
     monkeypatch.setattr(components, "processes_together", lambda mesh: 2)
+    monkeypatch.setattr(type(known().rollout.samplers), "package", "grpo_roc_jax")  # one that is there without an extra
     check_together(known(), SimpleNamespace())
     with pytest.raises(ValueError, match=r"lets 2 processes sample as one, which excludes rollout\.step_limit stream"):
         check_together(known("rollout.samplers=none"), SimpleNamespace())
