@@ -1,4 +1,4 @@
-"""Attention on a mesh whose devices share rows, heads and the tokens of a row.
+"""Attention and recurrence on a mesh whose devices share rows, heads and the tokens of a row.
 
 With `sharding.sequence` = n the tokens of a row are split over n devices. Each device keeps its queries and gathers all
 keys and values, which are few under grouped-query attention, before it attends (arXiv:2407.21783, sec. 3.3.2); the
@@ -10,6 +10,7 @@ copied back into the original order.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -20,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.attention import make_attention, usual_path
 from grpo_roc_jax.model.choose import fastest
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import GatedDelta, ModelConfig
+from grpo_roc_jax.model.delta import Signals, Space, recur_packed
 from grpo_roc_jax.model.sharding import LOGICAL_TO_MESH, ROWS, free_spec, platform_of, shard_map_free
 from grpo_roc_jax.model.transformer import compute_dtype, take_rows
 from grpo_roc_jax.shapes import Array, Float, Int
@@ -113,6 +115,27 @@ def attend_on(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., 
         # The outputs differ on all devices, so there is no replication to check; the loops of attention and the kernels
         # do not support the check.
         return shard_map_free(own_share, mesh, specs, heads)(q, k, v, segment_ids, window, sinks)
+
+    return shared
+
+
+def recur_on(mesh: Mesh | None) -> Callable[..., Array]:
+    """`delta.recur_packed` on the mesh: rows over data and fsdp, heads over tensor.
+
+    A head's recurrence reads nothing of other heads. XLA by itself does not keep their signals apart and moves them
+    between devices in both passes.
+    """
+    if mesh is None or mesh.shape["tensor"] == 1:
+        return recur_packed
+    tensor = mesh.shape["tensor"]
+
+    def shared(
+        delta: GatedDelta, segment_ids: Array, signals: Signals, conv: Array, space: Space | None = None
+    ) -> Array:
+        own_heads = replace(delta, key_heads=delta.key_heads // tensor, value_heads=delta.value_heads // tensor)
+        heads, weights = free_spec(ROWS, None, "tensor"), free_spec("tensor")
+        specs = (free_spec(ROWS), heads, weights, weights)
+        return shard_map_free(partial(recur_packed, own_heads), mesh, specs, heads)(segment_ids, signals, conv, space)
 
     return shared
 

@@ -73,6 +73,8 @@ class Execution:
     know the model's soft cap; None for `attend_reference`."""
     look_up: Callable[[Array, Array], Array] = take_rows
     """(table [V,D], ids [B,T]) -> rows [B,T,D], e.g. `parallel.look_up_on`."""
+    recur: Callable[..., Array] = recur_packed
+    """The mixer of a recurrent layer, e.g. `parallel.recur_on`."""
     experts: Callable[..., Array] = mix_experts
     """The feed-forward of a model with experts: `mix_experts` bound to the mesh of the rows."""
     remat: Callable[[Callable], Callable] | None = None
@@ -591,7 +593,7 @@ def forward(
         layer = layer if replayed is None else layer | {"routes": replayed}
         segments, window = _in_chunks(segment_ids, positions, window, config)
         attend = partial(_attend_rows, attend_all, segments, window)
-        mix = partial(recur_packed, config.delta, segment_ids) if "w_qkv" in layer else attend
+        mix = partial(execution.recur, config.delta, segment_ids) if "w_qkv" in layer else attend
         x = block(layer, x, _choose_rope([*tables.values()], rope), mix, config, execution.experts, splits)
         return splits.residual(x), None
 

@@ -3,23 +3,25 @@
 Arguments are those of the programs, by their shapes. The formulas leave out the compiler's scratch memory.
 """
 
+import math
 from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.loss import head_of
 from grpo_roc_jax.learner.pack import rows_per_micro_batch
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.delta import token_flops
 from grpo_roc_jax.model.sharding import AXES, check_slices, process_count, processes_together, row_shards, slot_shards
-from grpo_roc_jax.model.transformer import layers_with
+from grpo_roc_jax.model.transformer import layer_shapes, layers_with
 from grpo_roc_jax.planner.arguments import batch_like, device_bytes, trained_like
 from grpo_roc_jax.planner.hlo_cost import between_slices
 from grpo_roc_jax.planner.links import axis_shares
 from grpo_roc_jax.planner.roofline import Needs, Work
 from grpo_roc_jax.planner.topology import Topology
 from grpo_roc_jax.rollout.programs import COPIES
-from grpo_roc_jax.run.policy import matrix_count, memory_parts, parameter_count
+from grpo_roc_jax.run.policy import memory_parts, parameter_count
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,7 @@ class Deployment:
         parts = memory_parts(self.config, self.model, self.mesh, self.topology.processes)
         if self.teacher is None:
             return parts
-        itemsize = 4 if self.teacher.compute_dtype == "float32" else 2
+        itemsize = _itemsize(self.teacher)
         shared = self.mesh.shape["fsdp"] * self.mesh.shape["sequence"] * self.mesh.shape["tensor"]
         return parts | {"teacher": itemsize * parameter_count(self.teacher) / shared}
 
@@ -109,16 +111,26 @@ def update_flops(config: Config, model: ModelConfig, tokens: float, length: floa
     """FLOPs of forward, backward and recomputation over so many tokens in trajectories of that length.
 
     With P parameters in products: 2 P a token forward, 2 P for the gradient of the inputs and 2 P for that of the
-    parameters, and 2 P again with rematerialization. The frozen weights of an adapter have no gradient, while the A
-    parameters of the adapter take all of these products. Attention takes 2 products of 2 FLOPs over length/2 keys
-    forward, 5 of them backward, and the 2 again under `full`. Recurrent layers take `delta.token_flops` forward, twice
-    that backward, and it again with rematerialization.
+    parameters. With rematerialization come 2 P again for the layers but their last products, whose results nobody
+    needs, and for the unembedding where its logits are not stored. The frozen weights of an adapter have no gradient,
+    while the A parameters of the adapter take all of these products. Attention takes 2 products of 2 FLOPs over
+    length/2 keys forward, 5 of them backward, and the 2 again under `full`. Recurrent layers take `delta.token_flops`
+    forward, twice that backward, and it again with rematerialization.
     """
-    remat = config.update.remat
-    passes = 6.0 if remat == "none" else 8.0
-    products = passes * active_parameters(model)
+    remat, shapes, head = config.update.remat, layer_shapes(model), model.vocab_size * model.d_model
+    active, share = active_parameters(model), 1.0
+    if model.experts.count:
+        share = model.experts.per_token / model.experts.count
+    last = sum(
+        len(layers_with(name, model)) * math.prod(shapes[name][0]) * (share if name == "w_down" else 1.0)
+        for name in ("w_down", "d_down", "s_down")
+        if name in shapes
+    )
+    again = 0.0 if remat == "none" else active - head - last
+    again += 0.0 if head_of(config.update, model).stores_logits else head
+    products = 6 * active + 2 * again
     if config.lora.rank:
-        products = (passes - 2.0) * active_parameters(model) + passes * parameter_count(model, config.lora)
+        products += (6.0 if remat == "none" else 8.0) * parameter_count(model, config.lora) - 2 * active
     scores = 9 if remat == "full" else 7
     recurrent = {"none": 3.0}.get(remat, 4.0) * recurrent_flops(model, config.batch.row_length)
     return tokens * (products + scores * model.attention_width * length + recurrent)
@@ -131,88 +143,83 @@ def recurrent_flops(model: ModelConfig, length: int) -> float:
 
 def estimate(deployment: Deployment) -> list[Needs]:
     """What one device needs for the weight sync, an append, a decode chunk and the update of all micro-batches."""
-    config, model, mesh, work = deployment.config, deployment.model, deployment.mesh, deployment.work
-    parts = deployment.memory_parts()
-    _, fsdp, sequence, tensor = (mesh.shape[axis] for axis in AXES)
+    config, mesh, parts = deployment.config, deployment.mesh, deployment.memory_parts()
     runs_on = bool(config.rollout.step_limit.lag)
     moments = 0.0 if config.optim.offload and not runs_on else parts["moments"]
     scoring = parts.get("reference", 0.0) + parts.get("teacher", 0.0)
-    resident = parts["masters"] + moments + scoring
     base = parts.get("frozen weights", 0.0)
     copy = parts.get("sampler", 0.0)  # made in each step; none where the sampler reads the weights of the adapter
-    sampler = copy or base
-    resident += base if copy else 0.0
-    active = active_parameters(model)
-    rows = max(1, work.slots * work.samplers // slot_shards(mesh))
-    length = work.prompt + work.response
-    attention = 4 * model.attention_width * length / tensor
-    attention += recurrent_flops(model, 1) / tensor
-    shares = max(1, work.append_rows // 8)
-    cached = {"arguments": sampler + parts["cache"], "results": parts["cache"], "aliased": parts["cache"]}
+    resident = parts["masters"] + moments + scoring + (base if copy else 0.0)
+    sync = Needs(
+        "weight_sync",
+        arguments=parts["masters"] + base,
+        results=copy,
+        resident=moments + scoring + (parts["cache"] if runs_on else 0.0),
+        traffic=parts["masters"] + 2 * copy,
+        collectives=_collective("all-gather", copy, mesh.shape["fsdp"] * mesh.shape["sequence"], 1.0),
+    )
     programs = [
-        Needs(
-            "weight_sync",
-            arguments=parts["masters"] + base,
-            results=copy,
-            resident=moments + scoring + (parts["cache"] if runs_on else 0.0),
-            traffic=parts["masters"] + 2 * copy,
-            collectives=_collective("all-gather", copy, fsdp * sequence, 1.0),
-        ),
-        Needs(
-            "append",
-            **cached,
-            resident=resident,
-            # One device computes `append_rows` divided among groups of 8.
-            flops=(2 * active + recurrent_flops(model, work.prompt))
-            / tensor
-            * config.rollout.prompt_append
-            * (work.append_rows / shares),
-            traffic=sampler,
-            fixed_traffic=sampler,
-        ),
-        Needs(
-            "decode",
-            **cached,
-            temporaries=3 * 4.0 * rows * model.vocab_size / tensor,
-            resident=resident,
-            flops=work.chunk * rows * (2 * active / tensor + attention),
-            traffic=work.chunk * (sampler + parts["cache"]),
-            fixed_flops=work.chunk * rows * 2 * active / tensor,
-            fixed_traffic=work.chunk * sampler,
-            collectives=_collective("all-reduce", 4.0 * rows * model.d_model, tensor, 2.0 * model.layers * work.chunk),
-        ),
+        sync,
+        *_estimate_sampling(deployment, parts["cache"], copy or base, resident),
         _estimate_update(deployment, parts),
     ]
     links = axis_shares(mesh, deployment.topology)
     for needs in programs:
         for name, entry in needs.collectives.items():
-            axis = name.partition(" over ")[2] or ("tensor" if needs.name == "decode" else "")
-            entry["links"] = links[axis]
+            entry["links"] = links[name.partition(" over ")[2]]
     return programs
+
+
+def _estimate_sampling(deployment: Deployment, cache: float, sampler: float, resident: float) -> list[Needs]:
+    """An append and a decode chunk, with these bytes of the cache, of the sampler's weights and of what is held."""
+    model, mesh, work = deployment.model, deployment.mesh, deployment.work
+    tensor, active, itemsize = mesh.shape["tensor"], active_parameters(model), _itemsize(model)
+    rows = max(1, work.slots * work.samplers // slot_shards(mesh))
+    attention = 4 * model.attention_width * (work.prompt + work.response) / tensor
+    attention += recurrent_flops(model, 1) / tensor
+    # One device computes `append_rows` divided among groups of 8.
+    new_tokens = deployment.config.rollout.prompt_append * work.append_rows / max(1, work.append_rows // 8)
+    # Added up over `tensor` are the two outputs of each layer, but not those of the last one in an append, which keeps
+    # its keys and values only, and the embeddings; all devices get the logits of a decode step.
+    block, embedding = 2 * 4.0 * model.d_model, itemsize * model.d_model
+    append_sums = new_tokens * ((model.layers - 1) * block + embedding)
+    decode_sums = rows * (model.layers * block + embedding)
+    common = {"arguments": sampler + cache, "results": cache, "aliased": cache, "resident": resident}
+    return [
+        Needs(
+            "append",
+            **common,
+            flops=(2 * active + recurrent_flops(model, work.prompt)) / tensor * new_tokens,
+            traffic=sampler,
+            fixed_traffic=sampler,
+            collectives=_collective("all-reduce", append_sums, tensor, 1.0, "tensor"),
+        ),
+        Needs(
+            "decode",
+            **common,
+            temporaries=3 * 4.0 * rows * model.vocab_size / tensor,
+            flops=work.chunk * rows * (2 * active / tensor + attention),
+            traffic=work.chunk * (sampler + cache),
+            fixed_flops=work.chunk * rows * 2 * active / tensor,
+            fixed_traffic=work.chunk * sampler,
+            collectives=_collective("all-reduce", decode_sums, tensor, work.chunk, "tensor")
+            | _collective("all-gather", 4.0 * rows * model.vocab_size, tensor, work.chunk, "tensor"),
+        ),
+    ]
 
 
 def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     config, model, mesh, work = deployment.config, deployment.model, deployment.mesh, deployment.work
     data, fsdp, sequence, tensor = (mesh.shape[axis] for axis in AXES)
-    shared, trained = fsdp * sequence, parameter_count(model, config.lora)
+    shared = fsdp * sequence
     state, base = trained_like(config, model, mesh)
     trainer, frozen = device_bytes(state), device_bytes(base)
-    itemsize = 4 if model.compute_dtype == "float32" else 2
     tokens = work.micro_rows // row_shards(mesh) * work.row_length // sequence
     micro = work.micro_batches / work.updates
     runs_on = parts["cache"] + parts.get("sampler", 0.0) if config.rollout.step_limit.lag else 0.0
-    # Weights are gathered before each use (forward, backward) and gradients of what is trained scattered. The layers of
-    # frozen weights are no loop, so that the backward pass finds what the forward pass gathered; those in few bits are
-    # dequantized and gathered in each pass. Heads are summed over `tensor`. Keys and values of whole rows are gathered
-    # over `sequence` in both passes, their gradients scattered.
-    weights = itemsize * parameter_count(model) / tensor
-    pairs = itemsize * trained / tensor if config.lora.rank else 0.0
-    passes, few_bits = 2 if config.update.remat == "none" else 3, config.lora.base_bits < 16
+    weights, few_bits = _itemsize(model) * parameter_count(model) / tensor, config.lora.base_bits < 16
     gathered = weights if config.lora.rank and shared > 1 and not few_bits else weights / model.layers
-    again = (passes - 1) * itemsize * matrix_count(model) / tensor if few_bits else 0.0
     read = parts["frozen weights"] * shared if few_bits else weights
-    residual = tokens * model.d_model * 4.0
-    keys = 2 * itemsize * sequence * tokens * model.key_columns / tensor
     return Needs(
         "update",
         resident=parts.get("reference", 0.0) + parts.get("teacher", 0.0) + runs_on,
@@ -221,17 +228,70 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
         aliased=trainer,
         temporaries=2 * parts["gradients"] + parts["layers kept"] + parts["logits"] + gathered,
         flops=micro * update_flops(config, model, tokens, work.prompt + work.response) / tensor,
-        traffic=micro * (4 * read + (0.0 if config.lora.rank else 4 * pairs)) + 3 * trainer,
-        collectives=_collective("all-gather", weights + pairs + again, shared, (1 if config.lora.rank else 2) * micro)
-        | _collective("reduce-scatter", 2 * (pairs or weights), shared, micro)
-        | _collective("all-gather", keys, sequence, 2 * micro, "sequence")
-        | _collective("reduce-scatter", keys, sequence, micro, "sequence")
-        # Over `tensor` the residual stream, gathered and scattered twice a layer and once at its ends; over `data` the
-        # gradients, added up by each part of it first (`update.accumulate`).
-        | _collective("all-gather", (2 * model.layers + 1) * residual, tensor, passes * micro, "tensor")
-        | _collective("reduce-scatter", (2 * model.layers + 1) * residual, tensor, passes * micro, "tensor")
+        traffic=micro * 4 * read + 3 * trainer,
+        collectives=_weights_sent(deployment, micro)
+        | _activations_sent(deployment, tokens, micro)
+        # Gradients are added up by each part of `data` first (`update.accumulate`).
         | _collective("all-reduce", parts["gradients"], data, 1.0, "data", deployment.topology.slices),
     )
+
+
+def _weights_sent(deployment: Deployment, micro: float) -> dict[str, dict[str, float]]:
+    """What an update of so many micro-batches sends over `fsdp` and `sequence`, which share the weights.
+
+    Weights are gathered before each use (forward, backward) in the compute dtype, and gradients of what is trained are
+    scattered; the lookup gathers the masters of the embedding and scatters their gradient. Frozen layers are no loop.
+    On a TPU they are gathered in both passes too. Other compilers gather them once for all micro-batches, and again in
+    each where the backward pass recomputes layers. Matrices in few bits are dequantized and gathered in each pass.
+    """
+    config, model, mesh = deployment.config, deployment.model, deployment.mesh
+    shared, tensor, itemsize = mesh.shape["fsdp"] * mesh.shape["sequence"], mesh.shape["tensor"], _itemsize(model)
+    weights, table = itemsize * parameter_count(model) / tensor, model.vocab_size * model.d_model / tensor
+    looked_up = 0.0 if model.tie_embeddings else itemsize * table
+    gathers, scatters = micro * (2 * (weights - looked_up) + 4 * table), weights - looked_up + 4 * table
+    if config.lora.rank:
+        recomputes, few_bits = config.update.remat != "none", config.lora.base_bits < 16
+        pairs = itemsize * parameter_count(model, config.lora) / tensor
+        layers = weights - looked_up - itemsize * table
+        ends = looked_up + 2 * itemsize * table
+        if deployment.topology.chip.tpu:
+            gathers = micro * ((2 + (few_bits and recomputes)) * layers + ends + 2 * pairs)
+        else:
+            again = (2 + recomputes if few_bits else recomputes) * layers + recomputes * pairs
+            gathers = micro * again + (not few_bits) * layers + ends + pairs
+        scatters = pairs
+    return _collective("all-gather", gathers, shared, 1.0) | _collective("reduce-scatter", scatters, shared, micro)
+
+
+def _activations_sent(deployment: Deployment, tokens: float, micro: float) -> dict[str, dict[str, float]]:
+    """What an update of so many micro-batches, with so many tokens on a device, sends over `tensor` and `sequence`.
+
+    Over `tensor` the inputs of the two blocks of a layer are gathered in each pass and the gradients of their outputs
+    in the backward pass; outputs are added up and scattered, those of attention again where they are recomputed, and so
+    are the gradients of inputs. At the ends are the embeddings and the hidden states before the unembedding. Where a
+    token weighs its shared expert, the gradients of that and of the weight are gathered apart, and the output is
+    recomputed. Over `sequence` keys and values of whole rows are gathered in each pass, their gradients scattered.
+    """
+    model, mesh, itemsize = deployment.model, deployment.mesh, _itemsize(deployment.model)
+    tensor, sequence = mesh.shape["tensor"], mesh.shape["sequence"]
+    recomputes = deployment.config.update.remat != "none"
+    weighed = len(layers_with("s_share", model)) if model.experts.shared_gate else 0
+    inputs, outputs = (tokens * model.d_model * size for size in (itemsize, 4.0))
+    gathered = 2 * (model.layers * (2 + recomputes) + weighed) * inputs + inputs + outputs
+    scattered = ((2 + recomputes) * model.layers + recomputes * weighed) * outputs + 2 * model.layers * inputs
+    scattered += 2 * outputs
+    keys = 2 * itemsize * sequence * tokens * model.key_columns / tensor
+    return (
+        _collective("all-gather", gathered, tensor, micro, "tensor")
+        | _collective("reduce-scatter", scattered, tensor, micro, "tensor")
+        | _collective("all-gather", keys, sequence, (1 + recomputes) * micro, "sequence")
+        | _collective("reduce-scatter", keys, sequence, micro, "sequence")
+    )
+
+
+def _itemsize(model: ModelConfig) -> int:
+    """Bytes of a number in the compute dtype; `auto` is bfloat16, as on accelerators."""
+    return 4 if model.compute_dtype == "float32" else 2
 
 
 def _collective(

@@ -30,6 +30,9 @@ _FREE += ("after-all", "partition-id", "replica-id", "iota", "async-update", "op
 """Opcodes that move no data by themselves."""
 SCATTERED = "all-reduce-scatter"
 """Name prefix of the computations that the TPU compiler emits for a reduce-scatter: an all-reduce and a slice."""
+CHAIN = re.compile(r'channel_id=\d+|chain_id="\d+"')
+"""The number of a collective and that of the chain of fusions during which the TPU compiler runs it. Each fusion of a
+chain has the instruction."""
 _KERNEL = re.compile(r"tpu_custom_call|triton|cudnn|cublas|mosaic")
 """Custom calls that compute; the compiler uses others as annotations."""
 
@@ -89,6 +92,8 @@ class Cost:
     collectives: list[Collective] = field(default_factory=list)
     kernels: dict[str, float] = field(default_factory=dict)
     """Runs of custom kernels by target; `flops` does not include their work."""
+    chains: set[str] = field(default_factory=set)
+    """Collectives counted so far of those that are spread over several fusions, see `CHAIN`."""
 
     @property
     def moved(self) -> float:
@@ -158,6 +163,10 @@ def _add(cost: Cost, module: HloModule, name: str, place: _Place, trip_counts: l
             target = target.strip('"')
             cost.kernels[target] = cost.kernels.get(target, 0.0) + times
         if (collective := _collective(module, line, lines, times, place.loops)) is not None:
+            chain = " ".join(CHAIN.findall(line.rest)) if "chain_id=" in line.rest else ""
+            if chain in cost.chains:
+                continue
+            cost.chains |= {chain} if chain else set()
             scatters = collective.kind == "all-reduce" and name.startswith(SCATTERED)
             cost.collectives.append(replace(collective, kind="reduce-scatter") if scatters else collective)
         if not place.fused:

@@ -92,7 +92,7 @@ def rates_of(config: Config, model: ModelConfig, mesh: Mesh, chip: Chip | None) 
     topology = Topology(replace(chip, cores=1), (mesh.size,), machine=mesh.size // process_count(mesh))
     work = work_of(config, mesh, topology, 0.0)
     programs = {kind_of(needs.name): needs for needs in estimate(Deployment(config, model, mesh, topology, work))}
-    plain = replace(config, update=replace(config.update, remat="none"))
+    plain = replace(config, update=replace(config.update, remat="none", vocab_chunk=model.vocab_size))
     tokens = work.micro_rows * work.row_length / mesh.size
     return Rates(
         chip,

@@ -16,7 +16,8 @@ from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.model import parallel
 from grpo_roc_jax.model.attention import attend_reference, block_size, make_attention
 from grpo_roc_jax.model.attention_mask import first_key_blocks
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import GatedDelta, ModelConfig
+from grpo_roc_jax.model.delta import Signals
 from grpo_roc_jax.model.parallel import (
     attend_on,
     check_row_length,
@@ -24,6 +25,7 @@ from grpo_roc_jax.model.parallel import (
     columns_of,
     from_zigzag,
     paths,
+    recur_on,
     to_zigzag,
 )
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, make_mesh, param_shardings
@@ -165,6 +167,31 @@ def test_shared_attention_gathers_keys_once_a_pass_and_never_queries():
     keys = 4 * B * T * K * H
     assert found["all-gather"]["bytes"] <= 2 * keys + 4 * B * T
     assert set(found) <= {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+@pytest.mark.parametrize("form", ["delta", "mamba2"])
+def test_recurrence_over_tensor_has_the_gradients_of_one_device_and_sends_nothing(form):
+    """Signals, weights and context are split by heads, and no other head is read in either pass."""
+    rng, rows = np.random.default_rng(3), inputs()[-1]
+    delta = GatedDelta(key_heads=2, value_heads=4, key_dim=4, value_dim=6, form=form)
+    sizes = ((B, T, 2, 2 * 4 + 2 * 6), (B, T, 4), (B, T, 4), (2, 20, 4), (2, 20), (4,))
+    qkv, decay, rate, conv, *space = (rng.normal(size=size).astype(np.float32) for size in sizes)
+    weights = rng.normal(size=(B, T, 4, 6)).astype(np.float32)
+    signals = Signals(qkv, -np.exp(decay), 1 / (1 + np.exp(-rate)))
+    space = tuple(space) if form == "mamba2" else None
+    mesh = mesh_of(tensor=2)
+    places = [NamedSharding(mesh, P(*spec)) for spec in ((None, None, "tensor"), ("tensor",))]
+
+    def gradient(mesh):
+        return jax.jit(
+            jax.grad(lambda *of: jnp.sum(recur_on(mesh)(delta, rows, *of) * weights), argnums=(0, 1)),
+            out_shardings=None if mesh is None else tuple(places),
+        )
+
+    placed = [jax.device_put(part, place) for part, place in zip((signals, conv), places, strict=True)]
+    program = gradient(mesh).lower(*placed, space).compile()
+    assert read_cost(parse_hlo(program.as_text())).moved == 0
+    assert_close(*map(jax.tree.leaves, (program(*placed, space), gradient(None)(signals, conv, space))))
 
 
 def test_no_matrix_of_the_feed_forward_is_gathered_over_tensor():
