@@ -30,21 +30,24 @@ ROOMS: dict[str, str] = {
     "reward": "sandbox types settings tools",
     "model": "shapes settings gguf_files",
     "method": "types shapes settings",
-    "rollout": "sandbox types shapes settings text tools environments model",
+    "engine": "types shapes settings model",
+    "rollout": "sandbox types settings text tools environments model engine",
     "learner": "types shapes settings method model",
     "record": "sandbox types settings learner",
     "view": "sandbox types settings record",
     "pod": "settings",
-    "serving": "sandbox types shapes settings text tools environments model method rollout learner",
-    "config": "settings text data worlds tools environments reward model method rollout learner record pod",
-    "run": "sandbox types shapes settings gguf_files text data worlds tools environments reward model method rollout "
-    "learner record pod serving config",
-    "planner": "types shapes settings text data tools reward model method rollout learner record pod config run",
+    "serving": "sandbox types shapes settings text tools environments model method engine rollout learner",
+    "config": "settings text data worlds tools environments reward model method engine rollout learner record pod",
+    "run": "sandbox types shapes settings gguf_files text data worlds tools environments reward model method engine "
+    "rollout learner record pod serving config",
+    "stream": "types settings tools reward model method engine rollout pod config run",
+    "planner": "types shapes settings text data tools reward model method engine rollout learner record pod config run "
+    "stream",
     "contrib": "sandbox types shapes settings text data tools environments reward model method",
-    "train": "types shapes settings text data tools environments reward model method rollout learner record pod "
-    "serving config run planner",
-    "commands": "sandbox types shapes settings text data worlds tools environments reward model method rollout "
-    "learner record pod serving config run planner view train",
+    "train": "types shapes settings text data tools environments reward model method engine rollout learner record pod "
+    "serving config run stream planner",
+    "commands": "sandbox types shapes settings text data worlds tools environments reward model method engine rollout "
+    "learner record pod serving config run stream planner view train",
 }
 """Room -> the rooms that it may import. No two rooms import each other: each names only rooms above its own line."""
 
