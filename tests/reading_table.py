@@ -36,7 +36,7 @@ toy.yaml --steps=1 --sft.steps=0 --group.problems=1 --group.size=2 --resample.dr
 
 def walks(text: str) -> dict[str, tuple[int, list[str]]]:
     """Title of each walk of ARCHITECTURE.md -> (its stops, the modules that it names, in order)."""
-    section = text.split("## Three walks")[1].split("\n## ")[0]
+    section = text.split("## Four walks")[1].split("\n## ")[0]
     counts = {}
     for title, body in re.findall(r"\*\*(.+?)\.\*\* (.*?)(?=\n\n|\Z)", section, re.DOTALL):
         stops = [int(number) for number in re.findall(r"(?:^|\s)(\d{1,2})\s+(?=[A-Z`])", body)]
