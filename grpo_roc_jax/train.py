@@ -26,6 +26,7 @@ from grpo_roc_jax.method.compose import next_state, resample_group, subset
 from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.planner.measured import Rates, device_rates, measured_lines
 from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
+from grpo_roc_jax.planner.prospects import hindrances, left_out
 from grpo_roc_jax.planner.suggest import device_limit, room_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
 from grpo_roc_jax.pod.processes import ProcessFailed, ProcessLost
@@ -46,7 +47,6 @@ from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
 from grpo_roc_jax.run.profiling import Profile, Tracer, profiled, tracing
-from grpo_roc_jax.run.prospects import hindrances, left_out
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler, StepSamples, check_accounts, draw_problems, merge_rounds, run_round

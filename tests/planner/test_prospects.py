@@ -5,7 +5,7 @@ import json
 import pytest
 
 from grpo_roc_jax.config import read_config
-from grpo_roc_jax.run.prospects import hindrances, settings_against_learning
+from grpo_roc_jax.planner.prospects import hindrances, settings_against_learning
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.cli import CONFIG_DIR
 from grpo_roc_jax.train import main
