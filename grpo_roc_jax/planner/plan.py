@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.update import TrainState, make_update_step
 from grpo_roc_jax.method.compose import needs_reference, teacher_of
@@ -62,7 +63,6 @@ from grpo_roc_jax.planner.topology import (
     topology_devices,
 )
 from grpo_roc_jax.record.run_dir import versions
-from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.run.components import fit_length, resolve_model, resolve_text
 from grpo_roc_jax.run.learning import find_teacher
 from grpo_roc_jax.run.policy import frozen_like, parameter_count
@@ -88,24 +88,24 @@ def chosen_stages(config: Config, name: str) -> list[Config]:
     return stages
 
 
-def plan(config: Config, own: argparse.Namespace) -> dict[str, Any]:
+def plan(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     """The report on one configuration."""
-    topology = parse_topology(own.topology)
-    if own.suggest:  # whatever the mesh of the recipe: any pod has this one
+    topology = parse_topology(options.topology)
+    if options.suggest:  # whatever the mesh of the recipe: any pod has this one
         config = replace(config, sharding=ShardingConfig())
-    arithmetic = own.arithmetic or not has_compiler(topology)
-    deployment = deployment_of(config, topology, own.model_shape, arithmetic, own.mean_response)
-    only = tuple(own.programs.split(",")) if own.programs else ()
+    arithmetic = options.arithmetic or not has_compiler(topology)
+    deployment = deployment_of(config, topology, options.model_shape, arithmetic, options.mean_response)
+    only = tuple(options.programs.split(",")) if options.programs else ()
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    if own.suggest:
+    if options.suggest:
         return describe_suggestions(deployment, say)
     programs = needs_of(deployment, only, say)
     report = describe(deployment, programs, only)
-    if own.simulate or own.traces:
-        simulated = simulate_schedules(config, deployment.work, programs, topology.chip, own.traces)
+    if options.simulate or options.traces:
+        simulated = simulate_schedules(config, deployment.work, programs, topology.chip, options.traces)
         report |= {"simulated": simulated, "lines": report["lines"] + schedule_lines(simulated)}
     return report
 

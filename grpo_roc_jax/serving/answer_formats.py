@@ -2,7 +2,7 @@
 calls whose arguments follow the schema of their tool (`strict`).
 
 The form is written as a grammar of the whole turn of the policy, in the marks of the chat template: a thought, then the
-answer or a call. The library llguidance says which tokens may follow (`rollout.steering.TokenMask`); it reads the
+answer or a call. The library llguidance says which tokens may follow (`engine.steering.TokenMask`); it reads the
 grammar on the host, 0.01 ms a token with a vocabulary of 49,000. The end of the turn is allowed where the grammar is
 complete, and nowhere else. Form of grammars: github.com/guidance-ai/llguidance, docs/syntax.md.
 """
@@ -131,7 +131,7 @@ def _guided(name: str, value: Any) -> AnswerFormat | None:
             raise RequestRefused(f"{name} must be a list of at least one text", name)
         return AnswerFormat("(" + " | ".join(map(_quoted, value)) + ")", name)
     if kind == "regex" and isinstance(value, str):
-        return AnswerFormat("/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", value) + "/", name)
+        return AnswerFormat("/" + re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", value) + "/", name)
     raise RequestRefused(f"{name} is not supported; ask for json, regex or choice", name, "unsupported")
 
 
@@ -165,15 +165,15 @@ def _without_marks(schema: Any) -> Any:
         return [_without_marks(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {}
+    plain = {}
     for name, value in schema.items():
         if name == "format" and isinstance(value, str) and value not in FORMATS:
             continue
         if name in BY_NAME and isinstance(value, dict):
-            kept[name] = {key: _without_marks(part) for key, part in value.items()}
+            plain[name] = {key: _without_marks(part) for key, part in value.items()}
         else:
-            kept[name] = value if name in VALUES else _without_marks(value)
-    return kept
+            plain[name] = value if name in VALUES else _without_marks(value)
+    return plain
 
 
 def _quoted(text: str) -> str:
@@ -384,7 +384,7 @@ class _Vocabulary:
 
 
 class GrammarMask:
-    """The tokens that a grammar lets follow; see `rollout.steering.TokenMask`. If the library gives up (a grammar that
+    """The tokens that a grammar lets follow; see `engine.steering.TokenMask`. If the library gives up (a grammar that
     grows too large), the turn ends there, and `fault` says why."""
 
     def __init__(self, matcher: Any, ends: Iterable[int]):

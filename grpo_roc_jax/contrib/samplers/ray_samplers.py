@@ -52,13 +52,13 @@ class SamplerActor:
 
 
 class RayTransport:
-    """Starts the actors, and carries orders and reports (`run.samplers.Transport`)."""
+    """Starts the actors, and carries orders and reports (`stream.samplers.Transport`)."""
 
     def __init__(self, settings: Any, make: Callable[[], Any], files: Sequence[str], weight_bytes: int):
         """
         Args:
-            settings: `rollout.config.RaySamplers`.
-            make: Makes a `run.samplers.RemoteSampler`; sent to each actor.
+            settings: `engine.config.RaySamplers`.
+            make: Makes a `stream.samplers.RemoteSampler`; sent to each actor.
             files: Files of the user that define kinds.
             weight_bytes: Size of a version of the weights.
 
@@ -144,9 +144,9 @@ class RayTransport:
         try:
             sent = self._sent[sampler]
             delivered, _ = self._ray.wait(list(sent), num_returns=len(sent), timeout=0) if sent else ([], [])
-            for one in delivered:
-                sent.remove(one)
-                self._ray.get(one)
+            for reference in delivered:
+                sent.remove(reference)
+                self._ray.get(reference)
             return self._ray.get(report)
         except self._ray.exceptions.RayTaskError as error:
             raise RuntimeError(f"a sampler could not follow its orders: {error}") from error

@@ -1,0 +1,196 @@
+"""Finds settings that cannot work with the given data, before anything is computed.
+
+Contradictions are refused when the configuration is read. This module reports combinations that run and learn nothing:
+rewards that cannot differ, groups that are always dropped, demonstrations longer than a rollout may be.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.pipeline import first_demonstrations, first_problems
+from grpo_roc_jax.data.problems import describe_lengths
+from grpo_roc_jax.method.distillation import NoAdvantage
+from grpo_roc_jax.reward.answer import find_answer
+from grpo_roc_jax.reward.config import AnswerReward, Reward
+from grpo_roc_jax.reward.score import Scorer
+from grpo_roc_jax.reward.trial import made_up
+from grpo_roc_jax.run.components import prompt_length
+from grpo_roc_jax.settings.cli import config_errors
+from grpo_roc_jax.text.chat_format import ChatFormat, Trace
+from grpo_roc_jax.types import Problem
+
+LOOKED_AT = 32
+"""Number of problems and demonstrations of a generated source whose lengths are measured. Files are
+measured in full."""
+NEARLY_GREEDY = 0.01
+"""Below this temperature, or this share of the probability (`top_p`, 1 - `min_p`), nearly every token is the most
+probable one."""
+LEFT_OUT = re.compile("over-long prompts dropped|do not fit and are left out")
+"""In a note on a file of which rows are left out because of their length."""
+
+
+@config_errors()
+def hindrances(config: Config, chat: ChatFormat, scorer: Scorer | None = None) -> list[str]:
+    """A line for each thing that cannot work, with the setting and its value; empty if nothing speaks against the run.
+
+    Args:
+        config: Configuration of a run, or of one of its stages.
+        chat: Its chat format.
+        scorer: Calls the user's reward functions on two made-up trajectories; None leaves that check out.
+    """
+    lines = settings_against_learning(config)
+    lines += too_long_problems(config, chat)
+    if config.sft.steps:
+        lines += too_long_demonstrations(config, chat)
+        lines += useless_demonstrations(config, chat)
+    return lines + (equal_rewards(config, chat, scorer) if scorer is not None else [])
+
+
+def settings_against_learning(config: Config) -> list[str]:
+    """Hindrances that follow from the settings alone."""
+    lines: list[str] = []
+    if not paid_functions(config):
+        lines.append(
+            f"every reward function has weight 0 ({', '.join(config.reward.names)}): all rewards are 0 and nothing is "
+            "learned; set reward.functions.NAME.weight"
+        )
+    if isinstance(config.advantage, NoAdvantage) and not config.advantage.adjust:
+        lines.append(
+            "advantage none without advantage.adjust: every advantage is 0, whatever the rewards are; name an "
+            "adjustment, or set advantage group"
+        )
+    if config.resample.sampled(config.group.size) == 1 and config.resample.drop == "equal":
+        lines.append(
+            "one rollout a problem with resample.drop = equal: a group of one has equal rewards, so every group is "
+            "dropped; set resample.drop none, or raise group.size"
+        )
+    sampling = config.sampling
+    for greedy, setting, other in (
+        (sampling.top_k == 1, f"sampling.top_k = {sampling.top_k}", "raise it, or set it to 0"),
+        (sampling.top_p < NEARLY_GREEDY, f"sampling.top_p = {sampling.top_p:g}", "raise it; 1 leaves out nothing"),
+        (sampling.min_p > 1 - NEARLY_GREEDY, f"sampling.min_p = {sampling.min_p:g}", "lower it; 0 leaves out nothing"),
+        (sampling.temperature < NEARLY_GREEDY, f"sampling.temperature = {sampling.temperature:g}", "raise it"),
+    ):
+        if greedy:
+            lines.append(
+                f"{setting}: all rollouts of a problem are the same, or nearly, so their rewards cannot differ; {other}"
+            )
+    if not config.model.path and not config.sft.steps:
+        lines.append(
+            "model.path is empty and sft.steps = 0: a policy with random weights hardly ever earns a reward; name a "
+            "model, or raise sft.steps"
+        )
+    return lines
+
+
+def left_out(notes: Iterable[str]) -> list[str]:
+    """The notes on files of which rows are left out because of their length."""
+    return [note for note in notes if LEFT_OUT.search(note)]
+
+
+def paid_functions(config: Config) -> list[Reward]:
+    """The reward functions that count: those with a weight, or all where the method combines their rewards itself."""
+    combined = hasattr(config.advantage, "weights")
+    return [part for part in config.reward.functions if combined or part.weight]
+
+
+def too_long_problems(config: Config, chat: ChatFormat) -> list[str]:
+    """Generated problems whose prompts do not fit. Problems in files are counted where they are read."""
+    measure, most = prompt_length(config, chat), config.rollout.max_prompt_tokens
+    first = first_problems(config.data, config.seed, LOOKED_AT)
+    measured = {source: [measure(problem) for problem in problems] for source, problems in first}
+    beyond = {source: lengths for source, lengths in measured.items() if max(lengths) > most}
+    if not beyond:
+        return []
+    lengths = [length for row_lengths in beyond.values() for length in row_lengths]
+    return [
+        f"{_named(beyond)}: {describe_lengths('prompts', lengths)}, of which {_share(lengths, most)} exceed "
+        f"rollout.max_prompt_tokens = {most}; raise it to {max(lengths)}"
+    ]
+
+
+def too_long_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
+    """Demonstrations that no rollout could repeat: longer than a response may be, or with more turns."""
+    lines, rollout = [], config.rollout
+
+    def response(trace: Trace) -> int:
+        _, mask = chat.trace_row(trace)
+        return len(mask) - int(mask.argmax())
+
+    sources = first_demonstrations(config.data, config.seed, LOOKED_AT)
+    for what, setting, most, measure in (
+        ("tokens", "rollout.max_response_tokens", rollout.max_response_tokens, response),
+        ("turns", "rollout.max_turns", rollout.max_turns, lambda trace: len(trace.turns)),
+    ):
+        measured = {source: [measure(trace) for trace in traces] for source, traces in sources if traces}
+        beyond = {source: numbers for source, numbers in measured.items() if max(numbers) > most}
+        if not beyond:
+            continue
+        numbers = [number for row_numbers in beyond.values() for number in row_numbers]
+        lines.append(
+            f"{_named(beyond)}: demonstrations of {min(numbers)} to {max(numbers)} {what} after the "
+            f"prompt, of which {_share(numbers, most)} exceed {setting} = {most}: the policy learns answers that it "
+            f"may not finish; raise it to {max(numbers)}"
+        )
+    return lines
+
+
+def useless_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
+    """Demonstrations that teach calls of tools that the run does not have, or answers that earn nothing."""
+    faults, reward = dict[str, list[str]](), config.reward
+    only_answers = all(isinstance(part, AnswerReward) for part in paid_functions(config))
+    lenient = reward.extraction == "lenient"
+    for source, traces in first_demonstrations(config.data, config.seed, LOOKED_AT):
+        called = {name for trace in traces if not trace.tools for name in chat.called(trace)}
+        if called and not called & chat.tool_names and not config.environment.agents:
+            fault = (
+                f"demonstrations call {', '.join(sorted(called))}, but the run has "
+                f"{', '.join(sorted(chat.tool_names)) or 'no tool'}: such calls always fail; set tools.enabled"
+            )
+            faults.setdefault(fault, []).append(source)
+        answered = any(find_answer(trace.turns, tag=reward.answer_tag, lenient=lenient).answer for trace in traces)
+        if traces and only_answers and not answered:
+            fault = (
+                f"none of {len(traces)} demonstrations ends in an answer that can be read with "
+                f"reward.answer_tag = {reward.answer_tag} and reward.extraction = {reward.extraction}: rollouts like "
+                "these earn nothing; set what the demonstrations use"
+            )
+            faults.setdefault(fault, []).append(source)
+    return [f"{_named(sources)}: {fault}" for fault, sources in faults.items()]
+
+
+def equal_rewards(config: Config, chat: ChatFormat, scorer: Scorer) -> list[str]:
+    """Reports if the reward functions that count, where all of them are the user's, give a finished and a truncated
+    trajectory equal rewards."""
+    paid_names = [part.name for part in paid_functions(config)]
+    if not paid_names or not scorer.functions.keys() >= set(paid_names):
+        return []
+    first = first_problems(config.data, config.seed, 1)
+    problem = next((problem for _, problems in first for problem in problems), None)
+    problem = problem or Problem("example", "What is 6 * 7?", "42", "example")
+    rows = made_up(problem, chat.prompt_ids(problem), chat.raw_ids, config.reward.answer_tag)
+    paid = {name: _values(scorer.functions[name], problem, rows) for name in paid_names}
+    if any(values is None or len({str(value) for value in values}) > 1 for values in paid.values()):
+        return []
+    rewards = ", ".join(f"{name} {values[0]}" for name, values in paid.items())
+    return [
+        f"a finished and a cut trajectory get the same from every reward function ({rewards}): groups of equal rewards "
+        f"teach nothing; `grpo-roc check-reward {next(iter(paid))}` tries more"
+    ]
+
+
+def _values(function: Callable, problem: Problem, rows: Sequence) -> list | None:
+    try:
+        return list(function(problem, rows))
+    except Exception:  # `Scorer.try_functions` reports the error
+        return None
+
+
+def _share(numbers: Sequence[int], most: int) -> str:
+    return f"{sum(number > most for number in numbers)} of {len(numbers)}"
+
+
+def _named(sources: Collection[str]) -> str:
+    """The first source, and how many more there are, so that sources with the same fault share a line."""
+    return next(iter(sources)) + (f" and {len(sources) - 1} more" if len(sources) > 1 else "")
