@@ -180,10 +180,13 @@ def _estimate_sampling(deployment: Deployment, cache: float, sampler: float, res
     # One device computes `append_rows` divided among groups of 8.
     new_tokens = deployment.config.rollout.prompt_append * work.append_rows / max(1, work.append_rows // 8)
     # Added up over `tensor` are the two outputs of each layer, but not those of the last one in an append, which keeps
-    # its keys and values only, and the embeddings; all devices get the logits of a decode step.
-    block, embedding = 2 * 4.0 * model.d_model, itemsize * model.d_model
-    append_sums = new_tokens * ((model.layers - 1) * block + embedding)
-    decode_sums = rows * (model.layers * block + embedding)
+    # its keys and values only, and the embeddings; all devices get the logits of a decode step. Dense layers beside
+    # those with experts are whole on every device (`publish.sampler_shardings`).
+    whole = layers_with("d_down", model) if model.experts.dense_ff else ()
+    output, embedding = 4.0 * model.d_model, itemsize * model.d_model
+    before_last = 2 * (model.layers - 1) - sum(layer < model.layers - 1 for layer in whole)
+    append_sums = new_tokens * (before_last * output + embedding)
+    decode_sums = rows * ((2 * model.layers - len(whole)) * output + embedding)
     common = {"arguments": sampler + cache, "results": cache, "aliased": cache, "resident": resident}
     return [
         Needs(

