@@ -55,6 +55,7 @@ LEFT_OUT = re.compile(
 """Tensors that do not belong to the text model: those of vision, and of multi-token prediction."""
 _TEXT_PREFIX = re.compile(r"(model\.)?language_model\.(model\.)?")
 
+_KEY_TENSOR = re.compile(r"\.self_attn\.[kv]_(proj|norm)\.")
 RECOMPUTED = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
 """Suffixes of tensors in old checkpoints that every reader recomputes."""
 
@@ -179,6 +180,7 @@ def load_params(
     tensors = read_text_tensors(folder)
     if published.get("num_nextn_predict_layers") or published.get("num_mtp_layers"):
         tensors = {name: tensor for name, tensor in tensors.items() if _layer_of(name) < config.layers}
+    tensors = _without_shared(tensors, config, folder)
     table = rules(find_family(published), config)
     if any("{expert}" in rule.name for rule in table):
         tensors = dict(apart for name, tensor in tensors.items() for apart in _split_experts(name, tensor))
@@ -231,6 +233,16 @@ def read_text_tensors(folder: Path) -> dict[str, AnyTensor]:
         dropped = [name for name in tensors if LEFT_OUT.fullmatch(name)]
         note(f"{folder}: only the text part is used; {len(dropped)} other tensors are left out: {listed(dropped)}")
     return text_tensors
+
+
+def _without_shared(tensors: dict[str, AnyTensor], config: ModelConfig, folder: Path) -> dict[str, AnyTensor]:
+    """The tensors without matrices and norms of keys and values in layers that read those of earlier layers.
+    Directories may hold them, and nothing reads them."""
+    first = config.layers - config.windows.shared_layers
+    unread = [name for name in tensors if _KEY_TENSOR.search(name) and _layer_of(name) >= first]
+    if unread:
+        note(f"{folder}: {len(unread)} tensors of keys and values that are shared are left out: {listed(unread)}")
+    return {name: tensor for name, tensor in tensors.items() if name not in set(unread)}
 
 
 def _layer_of(name: str) -> int:
