@@ -376,7 +376,7 @@ def linear(
     if f"{name}_lora_a" in layer:
         a, b = (layer[f"{name}_lora_{part}"].astype(x.dtype) for part in "ab")
         low = times(x, a, inputs, None)
-        if "lora_mask" in layer:  # pairs of several adapters side by side, see `rollout.decode.split_adapters`
+        if "lora_mask" in layer:  # pairs of several adapters side by side, see `engine.decode.split_adapters`
             low = jnp.where(layer["lora_mask"].reshape(low.shape), low, 0)
         y = y + times(low, b, 1, dtype)
     return y.reshape(*rows, *outputs) if flat else y
@@ -704,8 +704,8 @@ def _first_layers(
 Keys = tuple[Array, Array]
 """Keys and values [B,T,K,H] of a layer that layers after it share."""
 LayerInputs = tuple[Params, Array | None, Array | Rope | None, Array | None, Array | None]
-"""What a layer reads besides the residual stream: its leaves, its window, its rotation or the index of that, the experts
-to replay, and its part of `layer_inputs`."""
+"""What a layer reads besides the residual stream: its leaves, its window, its rotation or the index of that, experts to
+replay, and its part of `layer_inputs`."""
 
 
 def _attend_shared(

@@ -3,11 +3,13 @@
 Arguments are those of the programs, by their shapes. The formulas leave out the compiler's scratch memory.
 """
 
+import math
 from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.programs import COPIES
 from grpo_roc_jax.learner.pack import rows_per_micro_batch
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.delta import token_flops
@@ -18,7 +20,6 @@ from grpo_roc_jax.planner.hlo_cost import between_slices
 from grpo_roc_jax.planner.links import axis_shares
 from grpo_roc_jax.planner.roofline import Needs, Work
 from grpo_roc_jax.planner.topology import Topology
-from grpo_roc_jax.rollout.programs import COPIES
 from grpo_roc_jax.run.policy import matrix_count, memory_parts, parameter_count
 
 
@@ -234,7 +235,8 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     passes, few_bits = 2 if config.update.remat == "none" else 3, config.lora.base_bits < 16
     gathered = weights if config.lora.rank and shared > 1 and not few_bits else weights / model.layers
     again = (passes - 1) * itemsize * matrix_count(model) / tensor if few_bits else 0.0
-    read = parts["frozen weights"] * shared if few_bits else weights
+    table = itemsize * layer_table(model) / (shared * tensor)
+    read = (parts["frozen weights"] - table) * shared if few_bits else weights
     residual = tokens * model.d_model * 4.0
     keys = 2 * itemsize * sequence * tokens * model.key_columns / tensor
     return Needs(

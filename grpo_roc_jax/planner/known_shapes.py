@@ -207,9 +207,7 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
         layers=42,
         kv_heads=2,
         d_ff=10_240,
-        windows=SlidingWindows(
-            (512, 512, 512, 512, 512, 0), 1e4, full_head_dim=512, full_kv_heads=2, shared_layers=18
-        ),
+        windows=SlidingWindows((512, 512, 512, 512, 512, 0), 1e4, full_head_dim=512, full_kv_heads=2, shared_layers=18),
         **_GEMMA4,
     ),
 }

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.commands.export import export_model
+from grpo_roc_jax.engine.decode import run_layers
 from grpo_roc_jax.model.attention import AttentionBlocks, attend_blocked
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config, save_params
@@ -16,7 +17,6 @@ from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, PoolWriter, allocate, readers_of, token_places
 from grpo_roc_jax.model.safetensors_io import read_directory
 from grpo_roc_jax.model.transformer import Execution, Params, final_hidden, forward, take_layer, unembed
-from grpo_roc_jax.rollout.decode import run_layers
 from grpo_roc_jax.run.components import fit_length
 from tests.helpers.published_models import (
     CASES,
@@ -63,11 +63,12 @@ def test_transformers_reloads_the_same_model(pair, tmp_path):
     np.testing.assert_array_equal(logits_of(again, tokens), wanted)
 
 
-GRADIENTS = ("gpt-oss", "deepseek", "gemma4")
+GRADIENTS = ("gpt-oss", "deepseek", "gemma4-small")
 """Families whose layers differentiate something of their own: sinks and choices of experts, latent heads and sigmoid
-scores, factors of layers and shared keys. The others are of the same parts, whose logits are compared by default."""
+scores, factors of layers, shared keys and embeddings by layer. The others are of the same parts, whose logits are
+compared by default."""
 SLOW_GRADIENTS = ("glm4-moe", "granite", "glm4", "ministral3", "llama4")
-SLOW_GRADIENTS += ("gpt-oss-odd", "gemma4-odd", "gemma4-moe", "llama4-odd")
+SLOW_GRADIENTS += ("gpt-oss-odd", "gemma4", "gemma4-odd", "gemma4-small-odd", "gemma4-moe", "llama4-odd")
 RECURRENT = ("qwen35", "qwen35-moe", "qwen35-moe-odd", "granite4-h", "granite4-h-odd")
 
 
@@ -201,7 +202,7 @@ def unstacked(params: Params, config: ModelConfig) -> Params:
 
 
 @pytest.mark.parametrize("orders", [IN_PLACE, pytest.param(("skh", "skh"), marks=pytest.mark.slow)], ids="-".join)
-@cases("gemma2", "qwen35", "gpt-oss", "deepseek")
+@cases("gemma2", "qwen35", "gpt-oss", "deepseek", "gemma4-small")
 def test_logits_from_the_cache(pair, orders):
     """A prompt in two pieces, then token by token up to the last position."""
     _, config, params, tokens, wanted = pair
