@@ -449,9 +449,9 @@ class ModelConfig:
                 f"{self.windows.sizes}; layers with and without a window that share keys each need one before them "
                 "that has keys"
             )
-        if self.qkv_bias or self.extras.latent or (self.experts.count and self.windows.shared_ff):
+        if self.qkv_bias or self.experts.dense_layers or (self.experts.count and self.windows.shared_ff):
             raise ValueError(
-                f"model.windows.shared_layers = {shared} with model.qkv_bias, model.extras.latent, or "
+                f"model.windows.shared_layers = {shared} with model.qkv_bias, model.experts.dense_layers, or "
                 "model.windows.shared_ff and experts is not supported"
             )
 

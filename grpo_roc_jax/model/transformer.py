@@ -678,7 +678,7 @@ def forward(
             window, _, replayed, given = (None if of is None else of[i] for of in by_layer)
             x, new = body(x, (layer, window, tables[name], replayed, given), keys.get(sources[i]))
             keys |= {i: new} if i in sources[config.layers - config.windows.shared_layers :] else {}
-    elif config.period > 1:
+    elif config.period > 1 or config.windows.shared_layers:
         x = _scan_periods(body, splits.residual(x), params["layers"], by_layer, [*tables.values()], config)
     else:
         x, layers, by_layer = _first_layers(body, splits.residual(x), params["layers"], by_layer, config)

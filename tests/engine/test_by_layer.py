@@ -18,6 +18,7 @@ from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import layer_weights
 from tests.helpers.reference import random_params
 from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests
+from tests.engine.test_model_families import MODELS
 
 NARROW = replace(ROLLOUT, slots=16, narrow=(4,))
 
@@ -36,10 +37,11 @@ CASES = {
     "experts": {"model": replace(MODEL, experts=Mixture(8, 2, replay=True))},
     "int8": {"model": MODEL, "rollout": replace(NARROW, low_precision=LowPrecision("int8", "int8"))},
     "recurrent": {"model": RECURRENT},
+    "shared keys": {"model": MODELS["gemma4_small"]},
 }
 
 
-SLOW = ("truncated", "int8", "experts", "windows", "recurrent")
+SLOW = ("truncated", "int8", "experts", "windows", "recurrent", "shared keys")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
@@ -98,6 +100,8 @@ def test_a_layer_is_of_the_kind_of_the_first_that_computes_the_same():
     windows = SlidingWindows((5, 5, 0), local_theta=100.0)
     assert layer_kinds(ModelConfig(layers=6, windows=windows)) == (0, 0, 2, 0, 0, 2)
     assert layer_kinds(replace(RECURRENT, layers=4)) == (0, 1, 0, 1)
+    shared = replace(windows, shared_layers=3)
+    assert layer_kinds(ModelConfig(layers=7, windows=shared)) == (0, 0, 2, 0, 4, 5, 4)
 
 
 def test_who_shares_layers():

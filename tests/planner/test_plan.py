@@ -541,7 +541,7 @@ def test_layers_that_share_keys_have_no_cache():
     table = 262_144 * 35 * 256
     assert active_parameters(model) == parameter_count(model) - table
     one = replace(model, windows=replace(model.windows, shared_layers=0, shared_ff=0))
-    assert appended_parameters(model) < 0.4 * active_parameters(model) and cache_bytes(one, 2)[0] > 2 * 9216
+    assert appended_parameters(model) < 0.45 * active_parameters(model) and cache_bytes(one, 2)[0] > 2 * 9216
     assert appended_parameters(one) == active_parameters(one)
 
 
