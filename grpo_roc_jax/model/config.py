@@ -253,6 +253,7 @@ class Extras(Axis, axis="model.extras"):
     latent_query: ClassVar[int] = 0
     latent_key: ClassVar[int] = 0
     latent_value: ClassVar[int] = 0
+    indexed_keys: ClassVar[int] = 0
 
 
 @kind("none")
@@ -313,6 +314,9 @@ class SomeExtras(Extras):
     """Columns of a query and key head that are not rotated."""
     latent_value: Rows = 0
     """Width of a value head."""
+    indexed_keys: Rows = 0
+    """Keys that a query of the published model sees, which an indexer chooses (DeepSeek-V3.2, GLM-5); 0: no indexer. It
+    is not computed here, so rows must not be longer: then all keys are chosen."""
 
 
 @settings

@@ -243,6 +243,8 @@ _GEMMA4_UNUSED = ("hidden_act", "vocab_size_per_layer_input", "use_double_wide_m
 _GEMMA4_UNUSED += ("moe_intermediate_size", "num_global_key_value_heads", "norm_topk_prob", "intermediate_size")
 _LATENT_KEYS = ("head_dim", "qk_head_dim", "num_key_value_heads", "num_local_experts", "ep_size", "topk_method")
 _LATENT_KEYS += ("scoring_func", "moe_layer_freq", "aux_loss_alpha", "seq_aux", "partial_rotary_factor")
+_INDEX_KEYS = ("index_n_heads", "index_head_dim", "indexer_types", "index_topk_freq", "index_skip_topk_offset")
+_INDEX_KEYS += ("index_topk_pattern", "indexer_rope_interleave", "layer_types")
 
 
 @dataclass(frozen=True)
@@ -271,7 +273,8 @@ class Family:
             return ("output_router_logits", "num_local_experts", "attn_scale", "floor_scale", "intermediate_size_mlp")
         if self.sigmoid_experts:
             left = ("num_nextn_predict_layers", "num_mtp_layers", "intermediate_size")
-            return (*left, *_LATENT_KEYS) if self.latent else left
+            left = (*left, *_LATENT_KEYS) if self.latent else left
+            return (*left, *_INDEX_KEYS) if self.indexed else left
         if self.has_experts and self.model_type != "gpt_oss":
             return ("intermediate_size",)  # the width of dense layers
         if self.model_type == "gpt_oss":
@@ -294,7 +297,12 @@ class Family:
     @property
     def latent(self) -> bool:
         """Whether attention is multi-head latent attention."""
-        return self.model_type in ("deepseek_v3", "glm4_moe_lite")
+        return self.model_type in ("deepseek_v3", "glm4_moe_lite") or self.indexed
+
+    @property
+    def indexed(self) -> bool:
+        """Whether an indexer chooses the keys of a query; its tensors stay as they are (`convert.index_tensors`)."""
+        return self.model_type in ("deepseek_v32", "glm_moe_dsa")
 
     @property
     def sigmoid_experts(self) -> bool:
@@ -513,6 +521,28 @@ FAMILIES += (
 )
 
 
+_DEEPSEEK_V3, _GLM_LITE = (
+    next(family for family in FAMILIES if family.model_type == name) for name in ("deepseek_v3", "glm4_moe_lite")
+)
+_INDEXED = _DEEPSEEK_V3.required | {"mlp_bias": False, "rope_interleave": True}
+FAMILIES += (
+    replace(
+        _DEEPSEEK_V3,
+        architecture="DeepseekV32ForCausalLM",
+        model_type="deepseek_v32",
+        required=_INDEXED,
+        defaults=_DEEPSEEK_V3.defaults | {"index_topk": 2048},
+    ),
+    replace(
+        _GLM_LITE,
+        architecture="GlmMoeDsaForCausalLM",
+        model_type="glm_moe_dsa",
+        required=_INDEXED,
+        defaults=_GLM_LITE.defaults
+        | {"n_routed_experts": 256, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "q_lora_rank": 2048}
+        | {"first_k_dense_replace": 3, "intermediate_size": 12_288, "moe_intermediate_size": 2048, "index_topk": 2048},
+    ),
+)
 _GEMMA4_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},

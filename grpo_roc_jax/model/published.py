@@ -158,7 +158,10 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
         windows=_recurrent(published, family) or windows,
         experts=experts,
     )
-    config = ModelConfig(**fields | _stated(published, family))
+    try:
+        config = ModelConfig(**fields | _stated(published, family))
+    except ValueError as error:
+        raise UnsupportedModelError(f"config.json of a {family.architecture}: {error}") from error
     for key in family.unused:
         published.get(key)
     stored = published.peek("quantization_config")
@@ -280,7 +283,7 @@ def _extras(published: _Keys, family: Family) -> Extras:
     if family.model_type == "llama4_text":
         settings = _llama4(published)
     if family.latent:
-        settings = _latent(published)
+        settings = _latent(published) | ({"indexed_keys": published["index_topk"]} if family.indexed else {})
     if family.model_type == "gpt_oss":
         settings = {"sinks": True, "output_bias": True}
     if family.model_type == "ministral3":
@@ -644,6 +647,10 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
         UnsupportedModelError: no family has this combination of options.
     """
     family = family or infer_family(config)
+    if family.indexed:
+        raise UnsupportedModelError(
+            f"a {family.architecture} has an indexer, whose tensors are copied from the published model; set model.path"
+        )
     names = {value: key for key, value in _ACTIVATIONS.items()} | {"clamped_swiglu": "silu"}
     window = max(config.windows.sizes, default=0)
     sliding = ["sliding_attention" if w else "full_attention" for w in config.layer_windows or (0,) * config.layers]
@@ -676,7 +683,7 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
 
 def _dense_layers(published: _Keys, family: Family) -> int:
     """Number of layers without experts, which come first."""
-    if family.model_type != "glm4_moe_lite":
+    if family.model_type != "glm4_moe_lite" and not family.indexed:
         return published["first_k_dense_replace"] if published.get("first_k_dense_replace") else 0
     layers = published["num_hidden_layers"]
     stated = published.get("first_k_dense_replace")

@@ -16,9 +16,9 @@ from grpo_roc_jax.engine.publish import ProbeByLayer, probe_tokens, sampling_pro
 from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import layer_weights
+from tests.engine.test_model_families import MODELS
 from tests.helpers.reference import random_params
 from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests
-from tests.engine.test_model_families import MODELS
 
 NARROW = replace(ROLLOUT, slots=16, narrow=(4,))
 

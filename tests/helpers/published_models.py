@@ -244,6 +244,7 @@ CASES |= {
     ),
 }
 _DEEP = _GLM_MIX | {"kv_lora_rank": 20, "q_lora_rank": 18, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10}
+_INDEX = {"index_topk": 64, "index_n_heads": 3, "index_head_dim": 8}
 _DEEP |= {"v_head_dim": 14, "n_group": 4, "topk_group": 2, "num_hidden_layers": 3}
 CASES |= {
     "deepseek": (
@@ -254,6 +255,12 @@ CASES |= {
         "DeepseekV3",
         _heads(3, 3, hidden_size=36, **_DEEP | {"q_lora_rank": None, "first_k_dense_replace": 0, "n_group": 1})
         | {"topk_group": 1, "rope_interleave": False, "tie_word_embeddings": True},
+    ),
+    "deepseek-v32": ("DeepseekV32", _heads(4, 4, **_DEEP | _INDEX | {"first_k_dense_replace": 1})),
+    "glm5": (
+        "GlmMoeDsa",
+        _heads(3, 3, hidden_size=36, **_DEEP | _INDEX | {"n_group": 1, "topk_group": 1})
+        | {"first_k_dense_replace": 2, "indexer_types": ["full", "shared", "full"], "rms_norm_eps": 1e-4},
     ),
     "glm4-lite": ("Glm4MoeLite", _heads(4, 4, **_DEEP | {"n_group": 1, "topk_group": 1})),
 }
