@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.engine.config import LowPrecision, SamplingConfig
+from grpo_roc_jax.engine.decode import SamplerModel, append
 from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.engine.publish import unstack
 from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows, SomeExtras
@@ -147,6 +148,22 @@ def test_wide_rows_are_exchanged_and_not_the_table():
         assert (largest_gather(parse_hlo(program.as_text())).bytes >= table.nbytes / 2) == gathers_table
 
 
+def test_a_prompt_is_written_without_the_layers_that_share():
+    """The FLOPs of an append are those of a model that ends before them."""
+    windows, extras = replace(WINDOWS, shared_layers=2), replace(MODEL.extras, layer_embed=0)
+    longer = replace(MODEL, layers=4, windows=windows, extras=extras)
+    shorter = replace(longer, layers=2, windows=replace(windows, shared_layers=0, shared_ff=0))
+
+    def flops(model):
+        params = unstack(reference.random_params(model), model)
+        pool = allocate(model, PoolSize(2, 8, 1), jnp.float32, IN_PLACE)
+        arrays = jnp.zeros((1, 8), jnp.int32), jnp.zeros((1, 2), jnp.int32), jnp.array([[0], [0], [8]])
+        program = jax.jit(partial(append, model=SamplerModel(model))).lower(params, pool, *arrays).compile()
+        return program.cost_analysis()["flops"]
+
+    assert flops(longer) == flops(shorter) > 0
+
+
 # ---- sampling ------------------------------------------------------------------------------------------------------
 
 
@@ -154,11 +171,13 @@ def test_wide_rows_are_exchanged_and_not_the_table():
 @pytest.mark.parametrize("case", ["tensor", "heads", "int8"])
 def test_samplers_on_meshes_and_in_int8_draw_what_the_trainer_computes(case):
     """Their log-probabilities are those of the weight check; on a mesh the tokens are those of one device."""
-    model = replace(MODEL, kv_heads=1, windows=replace(WINDOWS, full_kv_heads=1)) if case == "heads" else MODEL
-    model = replace(model, vocab_size=64)
+    windows = replace(WINDOWS, shared_layers=2)
+    model = replace(MODEL, layers=4, vocab_size=98, windows=windows)
+    if case == "heads":
+        model = replace(model, kv_heads=1, windows=replace(windows, full_kv_heads=1))
     rollout = replace(ROLLOUT, narrow=())
     if case == "int8":
-        rollout = replace(rollout, low_precision=LowPrecision("int8", "full"))
+        rollout = replace(rollout, low_precision=LowPrecision("int8", "int8"))
     params, found, requests = reference.random_params(model, seed=1), [], make_requests(3, 3)
     for mesh in (None, make_mesh(ShardingConfig(data=1, tensor=2), jax.devices()[:2])):
         placed = params if mesh is None else jax.device_put(params, param_shardings(model, mesh))
