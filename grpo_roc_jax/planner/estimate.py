@@ -238,7 +238,7 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     table = itemsize * layer_table(model) / (shared * tensor)
     read = (parts["frozen weights"] - table) * shared if few_bits else weights
     residual = tokens * model.d_model * 4.0
-    keys = 2 * itemsize * sequence * tokens * model.key_columns / tensor
+    keys = 2 * itemsize * sequence * tokens * model.key_columns * model.key_reads / tensor
     return Needs(
         "update",
         resident=parts.get("reference", 0.0) + parts.get("teacher", 0.0) + runs_on,
