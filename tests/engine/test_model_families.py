@@ -89,7 +89,7 @@ MODELS = {
         experts=Mixture(4, 2, norm_weights=False, scores="sigmoid_input", shared=12, every=2, dense_ff=40, replay=True),
     ),
 }
-QUICK = ("deepseek_v3", "gemma4_small")
+QUICK = ("deepseek_v3",)
 WIDTH = 128
 
 
