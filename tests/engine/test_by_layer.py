@@ -30,6 +30,7 @@ def engine_of(monkeypatch, shared, model, rollout=NARROW, sampling=None, mesh=No
     return engine
 
 
+SHARED = MODELS["gemma4_small"]
 CASES = {
     "plain": {"model": MODEL},
     "truncated": {"model": MODEL, "sampling": SamplingConfig(top_k=7, temperature=0.8)},
@@ -37,7 +38,7 @@ CASES = {
     "experts": {"model": replace(MODEL, experts=Mixture(8, 2, replay=True))},
     "int8": {"model": MODEL, "rollout": replace(NARROW, low_precision=LowPrecision("int8", "int8"))},
     "recurrent": {"model": RECURRENT},
-    "shared keys": {"model": MODELS["gemma4_small"]},
+    "shared keys": {"model": replace(SHARED, extras=replace(SHARED.extras, query_scale=16.0))},
 }
 
 

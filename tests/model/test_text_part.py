@@ -31,7 +31,7 @@ WHOLE = {
     "Gemma3": (SIGLIP, {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
     "Gemma4": (
         SIGLIP | {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16},
-        {"head_dim": 16, "global_head_dim": 16, "sliding_window": 8, "num_hidden_layers": 6, "pad_token_id": 0}
+        {"head_dim": 16, "global_head_dim": 24, "sliding_window": 8, "num_hidden_layers": 6, "pad_token_id": 0}
         | {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 4}
         | {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": VOCAB, "use_double_wide_mlp": True},
     ),
