@@ -39,7 +39,15 @@ from grpo_roc_jax.model.pool import (
     token_places,
 )
 from grpo_roc_jax.model.rotary import layer_ropes
-from grpo_roc_jax.model.transformer import Params, block, embed, final_hidden, layers_with, unembed
+from grpo_roc_jax.model.transformer import (
+    Params,
+    block,
+    embed,
+    final_hidden,
+    layer_inputs,
+    layers_with,
+    unembed,
+)
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
 BLOCK = 128
@@ -416,9 +424,16 @@ def run_layers(
     ropes = layer_ropes(positions, config)
     ids, beside = split_adapters(params, tokens)
     x = embed(params, ids, config)
-    for layer, rope, attend in zip(params["layers"], ropes, attends, strict=True):
-        x = block(layer | beside, x, rope, attend, config, experts)
+    given = given_to_layers(params, ids, x, config)
+    for layer, rope, attend, own in zip(params["layers"], ropes, attends, given, strict=True):
+        x = block(layer | beside | own, x, rope, attend, config, experts)
     return x
+
+
+def given_to_layers(params: Params, ids: Int[Array, "B T"], x: Array, config: ModelConfig) -> tuple[Params, ...]:
+    """What each layer gets of the second embedding, see `transformer.layer_inputs`; nothing where there is none."""
+    given = layer_inputs(params, ids, x, config)
+    return tuple({} if given is None else {"input": given[i]} for i in range(config.layers))
 
 
 def decode_chunk(

@@ -22,7 +22,14 @@ from grpo_roc_jax.model.attention_mask import SAVED, soft_cap
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.fusion import unfused
-from grpo_roc_jax.model.parallel import attention_for, from_zigzag, look_up_on, sequence_parts, to_zigzag
+from grpo_roc_jax.model.parallel import (
+    attention_for,
+    from_zigzag,
+    look_up_on,
+    look_up_wide_on,
+    sequence_parts,
+    to_zigzag,
+)
 from grpo_roc_jax.model.sharding import ROWS, constrain, platform_of
 from grpo_roc_jax.model.transformer import Execution, Params, Splits, forward, identity, layer_weights
 from grpo_roc_jax.settings.options import Count, settings
@@ -352,6 +359,7 @@ def policy_hidden(
     execution = Execution(
         attend=attention_for(update.attention, model, length, mesh),
         look_up=look_up_on(mesh, token_axes(mesh, length)),
+        look_up_wide=look_up_wide_on(mesh, token_axes(mesh, length)),
         experts=partial(mix_experts, mesh=mesh),
         remat=make_remat(update.remat, scanned=not isinstance(params["layers"], tuple)),
         splits=splits,

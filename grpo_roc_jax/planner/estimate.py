@@ -3,6 +3,7 @@
 Arguments are those of the programs, by their shapes. The formulas leave out the compiler's scratch memory.
 """
 
+import math
 from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -13,7 +14,7 @@ from grpo_roc_jax.learner.pack import rows_per_micro_batch
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.delta import token_flops
 from grpo_roc_jax.model.sharding import AXES, check_slices, process_count, processes_together, row_shards, slot_shards
-from grpo_roc_jax.model.transformer import layers_with
+from grpo_roc_jax.model.transformer import layer_shapes, layers_with
 from grpo_roc_jax.planner.arguments import batch_like, device_bytes, trained_like
 from grpo_roc_jax.planner.hlo_cost import between_slices
 from grpo_roc_jax.planner.links import axis_shares
@@ -93,9 +94,9 @@ def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, respo
 
 
 def active_parameters(model: ModelConfig) -> float:
-    """Parameters of the matrix products that a token takes part in: all but the embedding table and the experts that
+    """Parameters of the matrix products that a token takes part in: all but the embedding tables and the experts that
     were not chosen."""
-    total = parameter_count(model)
+    total = parameter_count(model) - layer_table(model)
     if not model.tie_embeddings:
         total -= model.vocab_size * model.d_model
     if model.experts.count:
@@ -103,6 +104,19 @@ def active_parameters(model: ModelConfig) -> float:
         experts = 3 * layers * model.experts.count * model.d_model * model.d_ff
         total -= experts * (1 - model.experts.per_token / model.experts.count)
     return float(total)
+
+
+def layer_table(model: ModelConfig) -> int:
+    """Numbers of the embedding with a row for each token and layer, which is looked up and not multiplied."""
+    return model.vocab_size * model.layers * model.extras.layer_embed
+
+
+def appended_parameters(model: ModelConfig) -> float:
+    """`active_parameters` of an append, which leaves out the layers that share keys."""
+    first = model.layers - model.windows.shared_layers
+    shapes = layer_shapes(model)
+    shared = {name: sum(i >= first for i in layers_with(name, model)) for name in shapes}
+    return active_parameters(model) - sum(count * math.prod(shapes[name][0]) for name, count in shared.items())
 
 
 def update_flops(config: Config, model: ModelConfig, tokens: float, length: float) -> float:
@@ -124,6 +138,11 @@ def update_flops(config: Config, model: ModelConfig, tokens: float, length: floa
     return tokens * (products + scores * model.attention_width * length + recurrent)
 
 
+def itemsize_of(model: ModelConfig) -> int:
+    """Bytes of a number of the compute dtype on accelerators."""
+    return 4 if model.compute_dtype == "float32" else 2
+
+
 def recurrent_flops(model: ModelConfig, length: int) -> float:
     """FLOPs a token of all recurrent layers; see `delta.token_flops`."""
     return token_flops(model.delta, length) * (model.layers - sum(model.attends)) if model.delta else 0.0
@@ -141,6 +160,7 @@ def estimate(deployment: Deployment) -> list[Needs]:
     base = parts.get("frozen weights", 0.0)
     copy = parts.get("sampler", 0.0)  # made in each step; none where the sampler reads the weights of the adapter
     sampler = copy or base
+    read = sampler - itemsize_of(model) * layer_table(model) / (tensor if copy else fsdp * sequence * tensor)
     resident += base if copy else 0.0
     active = active_parameters(model)
     rows = max(1, work.slots * work.samplers // slot_shards(mesh))
@@ -163,12 +183,12 @@ def estimate(deployment: Deployment) -> list[Needs]:
             **cached,
             resident=resident,
             # One device computes `append_rows` divided among groups of 8.
-            flops=(2 * active + recurrent_flops(model, work.prompt))
+            flops=(2 * appended_parameters(model) + recurrent_flops(model, work.prompt))
             / tensor
             * config.rollout.prompt_append
             * (work.append_rows / shares),
-            traffic=sampler,
-            fixed_traffic=sampler,
+            traffic=read,
+            fixed_traffic=read,
         ),
         Needs(
             "decode",
@@ -176,9 +196,9 @@ def estimate(deployment: Deployment) -> list[Needs]:
             temporaries=3 * 4.0 * rows * model.vocab_size / tensor,
             resident=resident,
             flops=work.chunk * rows * (2 * active / tensor + attention),
-            traffic=work.chunk * (sampler + parts["cache"]),
+            traffic=work.chunk * (read + model.key_reads * parts["cache"]),
             fixed_flops=work.chunk * rows * 2 * active / tensor,
-            fixed_traffic=work.chunk * sampler,
+            fixed_traffic=work.chunk * read,
             collectives=_collective("all-reduce", 4.0 * rows * model.d_model, tensor, 2.0 * model.layers * work.chunk),
         ),
         _estimate_update(deployment, parts),
@@ -197,7 +217,7 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     shared, trained = fsdp * sequence, parameter_count(model, config.lora)
     state, base = trained_like(config, model, mesh)
     trainer, frozen = device_bytes(state), device_bytes(base)
-    itemsize = 4 if model.compute_dtype == "float32" else 2
+    itemsize = itemsize_of(model)
     tokens = work.micro_rows // row_shards(mesh) * work.row_length // sequence
     micro = work.micro_batches / work.updates
     runs_on = parts["cache"] + parts.get("sampler", 0.0) if config.rollout.step_limit.lag else 0.0
@@ -205,14 +225,20 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     # frozen weights are no loop, so that the backward pass finds what the forward pass gathered; those in few bits are
     # dequantized and gathered in each pass. Heads are summed over `tensor`. Keys and values of whole rows are gathered
     # over `sequence` in both passes, their gradients scattered.
-    weights = itemsize * parameter_count(model) / tensor
+    weights = itemsize * (parameter_count(model) - layer_table(model)) / tensor
     pairs = itemsize * trained / tensor if config.lora.rank else 0.0
+    # Of the embedding of the layers the rows are exchanged, in float32 or in the dtype of the frozen weights, and in
+    # the backward pass their gradients.
+    rows = tokens * model.layers * model.extras.layer_embed * (float(itemsize) if config.lora.rank else 4.0)
+    row_gradients = 0.0 if config.lora.rank else rows
+    exchanges = 1 if config.lora.rank else 2
     passes, few_bits = 2 if config.update.remat == "none" else 3, config.lora.base_bits < 16
     gathered = weights if config.lora.rank and shared > 1 and not few_bits else weights / model.layers
     again = (passes - 1) * itemsize * matrix_count(model) / tensor if few_bits else 0.0
-    read = parts["frozen weights"] * shared if few_bits else weights
+    table = itemsize * layer_table(model) / (shared * tensor)
+    read = (parts["frozen weights"] - table) * shared if few_bits else weights
     residual = tokens * model.d_model * 4.0
-    keys = 2 * itemsize * sequence * tokens * model.key_columns / tensor
+    keys = 2 * itemsize * sequence * tokens * model.key_columns * model.key_reads / tensor
     return Needs(
         "update",
         resident=parts.get("reference", 0.0) + parts.get("teacher", 0.0) + runs_on,
@@ -222,14 +248,20 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
         temporaries=2 * parts["gradients"] + parts["layers kept"] + parts["logits"] + gathered,
         flops=micro * update_flops(config, model, tokens, work.prompt + work.response) / tensor,
         traffic=micro * (4 * read + (0.0 if config.lora.rank else 4 * pairs)) + 3 * trainer,
-        collectives=_collective("all-gather", weights + pairs + again, shared, (1 if config.lora.rank else 2) * micro)
-        | _collective("reduce-scatter", 2 * (pairs or weights), shared, micro)
+        collectives=_collective(
+            "all-gather", weights + pairs + again + shared * row_gradients / exchanges, shared, exchanges * micro
+        )
+        | _collective("reduce-scatter", 2 * (pairs or weights) + shared * rows, shared, micro)
         | _collective("all-gather", keys, sequence, 2 * micro, "sequence")
         | _collective("reduce-scatter", keys, sequence, micro, "sequence")
         # Over `tensor` the residual stream, gathered and scattered twice a layer and once at its ends; over `data` the
         # gradients, added up by each part of it first (`update.accumulate`).
-        | _collective("all-gather", (2 * model.layers + 1) * residual, tensor, passes * micro, "tensor")
-        | _collective("reduce-scatter", (2 * model.layers + 1) * residual, tensor, passes * micro, "tensor")
+        | _collective(
+            "all-gather", (2 * model.layers + 1) * residual + row_gradients / passes, tensor, passes * micro, "tensor"
+        )
+        | _collective(
+            "reduce-scatter", (2 * model.layers + 1) * residual + rows / passes, tensor, passes * micro, "tensor"
+        )
         | _collective("all-reduce", parts["gradients"], data, 1.0, "data", deployment.topology.slices),
     )
 

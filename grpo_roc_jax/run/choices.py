@@ -163,7 +163,9 @@ def timed_rows(
     kinds = (model.period, len(model.windows.sizes), len(model.extras.rotary_layers))
     period = math.lcm(*(max(1, count) for count in kinds))
     spread = math.prod(mesh.shape[axis] for axis in ("tensor", "fsdp", "sequence"))
-    small = dataclasses.replace(model, layers=min(model.layers, period), vocab_size=256 * spread)
+    shares = {"shared_layers": 0, "shared_ff": 0} if model.windows.shared_layers else {}
+    own_keys = dataclasses.replace(model.windows, **shares)
+    small = dataclasses.replace(model, layers=min(model.layers, period), vocab_size=256 * spread, windows=own_keys)
     places = param_shardings(small, mesh)
     params = jax.jit(partial(init_params, config=small), out_shardings=places)(jax.random.key(0))
     length, segment = config.batch.row_length, max(1, config.rollout.max_row_tokens // 2)

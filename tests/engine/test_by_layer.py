@@ -5,8 +5,6 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from tests.rollout.test_engine import assert_same
-from tests.rollout.test_recurrent import MODEL as RECURRENT
 
 from grpo_roc_jax.engine import programs
 from grpo_roc_jax.engine.by_layer import layer_kinds
@@ -16,6 +14,9 @@ from grpo_roc_jax.engine.publish import ProbeByLayer, probe_tokens, sampling_pro
 from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import layer_weights
+from tests.engine.test_engine import assert_same
+from tests.engine.test_model_families import MODELS
+from tests.engine.test_recurrent import MODEL as RECURRENT
 from tests.helpers.reference import random_params
 from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests
 
@@ -29,6 +30,7 @@ def engine_of(monkeypatch, shared, model, rollout=NARROW, sampling=None, mesh=No
     return engine
 
 
+SHARED = MODELS["gemma4_small"]
 CASES = {
     "plain": {"model": MODEL},
     "truncated": {"model": MODEL, "sampling": SamplingConfig(top_k=7, temperature=0.8)},
@@ -36,10 +38,11 @@ CASES = {
     "experts": {"model": replace(MODEL, experts=Mixture(8, 2, replay=True))},
     "int8": {"model": MODEL, "rollout": replace(NARROW, low_precision=LowPrecision("int8", "int8"))},
     "recurrent": {"model": RECURRENT},
+    "shared keys": {"model": replace(SHARED, extras=replace(SHARED.extras, query_scale=16.0))},
 }
 
 
-SLOW = ("truncated", "int8", "experts", "windows", "recurrent")
+SLOW = ("truncated", "int8", "experts", "windows", "recurrent", "shared keys")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
@@ -98,6 +101,8 @@ def test_a_layer_is_of_the_kind_of_the_first_that_computes_the_same():
     windows = SlidingWindows((5, 5, 0), local_theta=100.0)
     assert layer_kinds(ModelConfig(layers=6, windows=windows)) == (0, 0, 2, 0, 0, 2)
     assert layer_kinds(replace(RECURRENT, layers=4)) == (0, 1, 0, 1)
+    shared = replace(windows, shared_layers=3)
+    assert layer_kinds(ModelConfig(layers=7, windows=shared)) == (0, 0, 2, 0, 4, 5, 4)
 
 
 def test_who_shares_layers():

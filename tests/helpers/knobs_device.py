@@ -103,8 +103,9 @@ SOME = {"model.extras": {"kind": "some"}}
 ALL_EXTRAS = {"scale_embed": True, "query_scale": 5.0, "attention_cap": 2.0, "logit_cap": 3.0, "rotary_share": 0.5}
 ALL_EXTRAS |= {"rotary_layers": (False,), "rotary_pairs": True, "embed_factor": 3.0, "residual_factor": 0.5}
 ALL_EXTRAS |= {"logit_divisor": 2.0, "sinks": True, "output_bias": True}
-ALL_EXTRAS |= {"rotated_norm": True, "value_norm": True, "layer_factors": True}
+ALL_EXTRAS |= {"rotated_norm": True, "value_norm": True, "layer_factors": True, "layer_embed": 6, "indexed_keys": 8}
 FULL = {"kind": "sliding", "sizes": (4, 0), "local_theta": 50.0, "full_head_dim": 8, "full_kv_heads": 2}
+SHARED = published_shape(layers=4, windows=FULL | {"shared_layers": 2})
 FULL_SETTINGS = {"full_head_dim": 12, "full_kv_heads": 1, "full_keys_as_values": True}
 EVERY = {"kind": "mixture", "count": 3, "per_token": 2, "every": 2, "dense_ff": 16}
 UNROTATED = {"kind": "some", "query_growth": 0.1, "query_length": 4, "rotary_layers": (True, False)}
@@ -147,6 +148,7 @@ MODEL = (
     | cases(traced, {"model.windows.sizes": (4,), "model.windows.local_theta": 50.0}, WINDOWS)
     | cases(traced, {"model.windows.chunked": True}, WINDOWS)
     | cases(traced, {f"model.windows.{name}": value for name, value in FULL_SETTINGS.items()}, {"model.windows": FULL})
+    | cases(traced, {"model.windows.shared_layers": 1, "model.windows.shared_ff": 16}, SHARED)
     | cases(traced, {f"model.windows.{name}": value for name, value in DELTA_SETTINGS.items()}, LAYERS)
     | cases(
         traced,
