@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from grpo_roc_jax.sandbox import cgroup
-from grpo_roc_jax.sandbox._probing import _in_child, probe_host
+from grpo_roc_jax.sandbox._probing import in_child, probe_host
 from grpo_roc_jax.sandbox.isolation import LEVELS
 from grpo_roc_jax.sandbox.program import IsolationUnavailable
 from grpo_roc_jax.tools.config import PoolInCgroup, ToolsConfig
@@ -23,7 +23,7 @@ def cgroup_verdict() -> tuple[bool, str]:
         group = cgroup.make_cgroup(PoolInCgroup())
     except IsolationUnavailable as error:
         return False, str(error).partition("\n")[0]
-    works, fault = _in_child(lambda: group.add(os.getpid()) or "")
+    works, fault = in_child(lambda: group.add(os.getpid()) or "")
     group.remove()
     below = f"below {group.directory.parent}"
     return works, f"memory.max and pids.max {below}" if works else f"no process may enter a cgroup {below} ({fault})"
