@@ -33,14 +33,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.engine.engine import make_engine
+from grpo_roc_jax.engine.records import Finish, Observe, SingleTurn, Wait
 from grpo_roc_jax.gguf_files.folder import POINTER
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params
 from grpo_roc_jax.model.published import read_config
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
-from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import make_engine
-from grpo_roc_jax.rollout.records import Finish, Observe, SingleTurn, Wait
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 MODEL = ModelConfig(d_model=256, layers=4, heads=4, kv_heads=2, head_dim=64, d_ff=1024, vocab_size=4096, qk_norm=True)

@@ -40,9 +40,9 @@ from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.rollout import sampler as sampler_module
 from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.run.learning import make_learner
-from grpo_roc_jax.run.rollout_stream import RolloutStream
-from grpo_roc_jax.run.samplers import RemoteSampler, SamplerPool, sent_bytes
 from grpo_roc_jax.run.start import fresh_run
+from grpo_roc_jax.stream.rollout_stream import RolloutStream
+from grpo_roc_jax.stream.samplers import RemoteSampler, SamplerPool, sent_bytes
 from grpo_roc_jax.train import sample_step
 
 

@@ -17,6 +17,7 @@ import jax
 import matplotlib
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.learner.update import make_update_step, state_like
 from grpo_roc_jax.model.sharding import row_shards
 from grpo_roc_jax.planner.plan import (
@@ -31,7 +32,6 @@ from grpo_roc_jax.planner.plan import (
 )
 from grpo_roc_jax.planner.topology import parse_topology
 from grpo_roc_jax.record.run_dir import versions
-from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.settings.cli import load_config
 
 matplotlib.use("Agg")

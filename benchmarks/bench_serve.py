@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
+from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.engine.engine import Engine, make_engine
+from grpo_roc_jax.engine.records import RunOptions, SingleTurn
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
-from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import Engine, make_engine
-from grpo_roc_jax.rollout.records import RunOptions, SingleTurn
 from grpo_roc_jax.serving.sampling_loop import SamplingLoop
 from grpo_roc_jax.serving.server import Endpoint, ServerThread
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat

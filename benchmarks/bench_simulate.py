@@ -25,12 +25,12 @@ import jax
 import numpy as np
 from bench_rollout import Script, engine_for, environment, lognormal, one_rollout, prompts
 
+from grpo_roc_jax.engine.config import RolloutConfig
+from grpo_roc_jax.engine.decode import PATCH_FIELDS, empty_patch
+from grpo_roc_jax.engine.programs import COPIES
+from grpo_roc_jax.engine.records import RolloutStats
 from grpo_roc_jax.model.pool import tile_count, tile_width
 from grpo_roc_jax.planner.simulate import Costs, DecodeTimes, Machine, RowLife, RowTurn, StepSchedule, simulate
-from grpo_roc_jax.rollout.config import RolloutConfig
-from grpo_roc_jax.rollout.decode import PATCH_FIELDS, empty_patch
-from grpo_roc_jax.rollout.programs import COPIES
-from grpo_roc_jax.rollout.records import RolloutStats
 
 TARGET = 0.15
 BASE = RolloutConfig(slots=32, narrow=(2, 4), max_prompt_tokens=64, max_response_tokens=576, append_lengths=(16, 64))

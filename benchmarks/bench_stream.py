@@ -43,15 +43,16 @@ import jax
 import numpy as np
 
 from grpo_roc_jax.config import Config, read_config
+from grpo_roc_jax.engine.records import Finish, Observe, RunOptions, Wait
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.pod.processes import joined
 from grpo_roc_jax.rollout import sampler as sampler_module
-from grpo_roc_jax.rollout.records import Finish, Observe, RunOptions, Wait
 from grpo_roc_jax.rollout.sampler import render
-from grpo_roc_jax.run import rollout_stream, sample
+from grpo_roc_jax.run import sample
 from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.run.learning import make_learner
 from grpo_roc_jax.run.start import fresh_run
+from grpo_roc_jax.stream import rollout_stream
 from grpo_roc_jax.train import sample_step
 from grpo_roc_jax.types import RolloutRequest, Turn
 

@@ -231,12 +231,12 @@ def own(options) -> dict:
     """The loop in one process."""
     import jax
 
+    from grpo_roc_jax.engine.records import RunOptions, SingleTurn
     from grpo_roc_jax.learner.pack import BatchConfig, pack
     from grpo_roc_jax.learner.update import OptimConfig, make_update_step, start_train_state
     from grpo_roc_jax.method.surrogate import Ratio
     from grpo_roc_jax.model.lora import LowRank, attach
     from grpo_roc_jax.model.sharding import shard_batch
-    from grpo_roc_jax.rollout.records import RunOptions, SingleTurn
     from grpo_roc_jax.serving.sampling_loop import sampled
     from grpo_roc_jax.serving.tinker.snapshots import EngineForm
     from grpo_roc_jax.types import Problem, RolloutRequest, TrainRow

@@ -21,6 +21,8 @@ import jax
 import numpy as np
 from bench_update import SHAPES, useful_flops
 
+from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.update import OptimConfig, make_update_step, state_like
 from grpo_roc_jax.method.surrogate import Clip
@@ -31,8 +33,6 @@ from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.planner.plan import device_bytes, read_needs
 from grpo_roc_jax.planner.topology import CHIPS, parse_topology, topology_devices
 from grpo_roc_jax.record.run_dir import versions
-from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import make_engine
 
 CHIP, CHUNK = CHIPS["h200"], 16
 CASES = [("0.6B", 32, 1024), ("0.6B", 32, 8192), ("0.6B", 32, 16384), ("0.6B", 256, 1024), ("4B", 32, 8192)]

@@ -10,6 +10,7 @@ import grpo_roc_jax.reward.graded
 import grpo_roc_jax.worlds.worlds  # noqa: F401 (its sources)
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.generated import generator_of
+from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig, StreamedRows
 from grpo_roc_jax.environments.config import EnvironmentKind, ToolsAlone
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig, rows_per_micro_batch
@@ -31,7 +32,6 @@ from grpo_roc_jax.pod.processes import Distributed, FoundProcesses
 from grpo_roc_jax.record.checkpoint import CheckpointConfig
 from grpo_roc_jax.record.metrics import LogConfig
 from grpo_roc_jax.reward.config import RewardConfig
-from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig, StreamedRows
 from grpo_roc_jax.settings.cli import CONTRIB_METHODS, ConfigError, build, load_config
 from grpo_roc_jax.settings.layers import KeyPath, Layer
 from grpo_roc_jax.settings.options import (

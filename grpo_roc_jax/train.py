@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, derived
+from grpo_roc_jax.engine.publish import NonFiniteWeightsError
 from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass, Hosted, OwnEnvironments
 from grpo_roc_jax.learner.group_learner import GroupLearner
 from grpo_roc_jax.learner.learner import UpdateBatch
@@ -25,6 +26,7 @@ from grpo_roc_jax.method.compose import next_state, resample_group, subset
 from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.planner.measured import Rates, device_rates, measured_lines
 from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
+from grpo_roc_jax.planner.prospects import hindrances, left_out
 from grpo_roc_jax.planner.suggest import device_limit, room_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
 from grpo_roc_jax.pod.processes import ProcessFailed, ProcessLost
@@ -38,21 +40,16 @@ from grpo_roc_jax.record.run_dir import describe_run
 from grpo_roc_jax.record.storage import StorageFailed
 from grpo_roc_jax.record.trace import eval_records, step_records
 from grpo_roc_jax.reward.score import RewardError, make_scorer
-from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import check_components, describe_device, make_registry
 from grpo_roc_jax.run.durations import evaluation_phase
 from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
-from grpo_roc_jax.run.open_groups import SamplerFailed
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
 from grpo_roc_jax.run.profiling import Profile, Tracer, profiled, tracing
-from grpo_roc_jax.run.prospects import hindrances, left_out
 from grpo_roc_jax.run.replay import keep_batch
-from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler, StepSamples, check_accounts, draw_problems, merge_rounds, run_round
-from grpo_roc_jax.run.samplers import remote_samplers
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
 from grpo_roc_jax.run.stages import enter_stage, first_stage, next_claim, observe, stage_over
 from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run
@@ -66,6 +63,9 @@ from grpo_roc_jax.settings.options import fields_of
 from grpo_roc_jax.settings.points import injected, reach, spoiled
 from grpo_roc_jax.settings.progress import Phase, phase
 from grpo_roc_jax.settings.secrets import hidden
+from grpo_roc_jax.stream.open_groups import SamplerFailed
+from grpo_roc_jax.stream.rollout_stream import RolloutStream
+from grpo_roc_jax.stream.samplers import remote_samplers
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics
 

@@ -23,7 +23,8 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "grpo_roc_jax"
-CORE = ("types.py", "config.py", "settings", "method", "rollout", "learner", "run", "train.py")
+CORE = ("types.py", "config.py", "settings", "method", "engine/config.py", "engine/records.py", "rollout")
+CORE += ("learner", "run", "train.py")
 TINY = """
 toy.yaml --steps=1 --sft.steps=0 --group.problems=1 --group.size=2 --resample.drop=none --resample.min_positive=0
 --resample.min_negative=0 --model.d_model=16 --model.layers=1 --model.heads=2 --model.kv_heads=1 --model.head_dim=8
@@ -35,7 +36,7 @@ toy.yaml --steps=1 --sft.steps=0 --group.problems=1 --group.size=2 --resample.dr
 
 def walks(text: str) -> dict[str, tuple[int, list[str]]]:
     """Title of each walk of ARCHITECTURE.md -> (its stops, the modules that it names, in order)."""
-    section = text.split("## Three walks")[1].split("\n## ")[0]
+    section = text.split("## Four walks")[1].split("\n## ")[0]
     counts = {}
     for title, body in re.findall(r"\*\*(.+?)\.\*\* (.*?)(?=\n\n|\Z)", section, re.DOTALL):
         stops = [int(number) for number in re.findall(r"(?:^|\s)(\d{1,2})\s+(?=[A-Z`])", body)]
@@ -141,7 +142,7 @@ def main() -> None:
     imported = advantage_files()
     print(f"new advantage: 1 file to write, {imported[0]} to {imported[-1]} to read, {median(imported):g} as a rule")
     print(f"lines of the core: {sum(map(lines_of, CORE))}")
-    for room in ("run", "rollout", "learner"):
+    for room in ("run", "stream", "rollout", "engine", "learner"):
         print(f"files of {room}/: {len([p for p in (PACKAGE / room).glob('*.py') if p.name != '__init__.py'])}")
     if "--frames" in sys.argv:
         frames = frames_to_a_call()

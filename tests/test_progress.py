@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from grpo_roc_jax.rollout.records import RolloutLines
+from grpo_roc_jax.engine.records import RolloutLines
 from grpo_roc_jax.run.statistics import why_nothing_kept
 from grpo_roc_jax.settings.progress import (
     BEGUN_S,

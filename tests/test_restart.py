@@ -16,6 +16,7 @@ import pytest
 
 from grpo_roc_jax import train as train_module
 from grpo_roc_jax.config import Config, LimitsConfig
+from grpo_roc_jax.engine.publish import NonFiniteWeightsError, Publisher
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
@@ -23,7 +24,6 @@ from grpo_roc_jax.record.checkpoint_files import MANIFEST, newest_whole, read_ma
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import decide
 from grpo_roc_jax.reward.score import RewardError
-from grpo_roc_jax.rollout.publish import NonFiniteWeightsError, Publisher
 from grpo_roc_jax.run.session import state_kept, state_leaves
 from grpo_roc_jax.run.watch import Stopped, Watch
 from grpo_roc_jax.settings.cli import ConfigError, load_config

@@ -21,13 +21,13 @@ from grpo_roc_jax.commands.chat import Dialogue, to_json
 from grpo_roc_jax.config import Config, derived
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import eval_problems
+from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.learner import learner
 from grpo_roc_jax.method.compose import resample_group
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import groups_of, read_trace
-from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.run import components
 from grpo_roc_jax.run.load import open_policy
 from grpo_roc_jax.settings.cli import ConfigError, load_config

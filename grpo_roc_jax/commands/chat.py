@@ -16,9 +16,9 @@ import numpy as np
 import tyro
 from rich.console import Console
 
+from grpo_roc_jax.engine.records import Finish, RolloutLines, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.reward.answer import find_answer
-from grpo_roc_jax.rollout.records import Finish, RolloutLines, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.rollout.sampler import Sampler, ToolEnvironment
 from grpo_roc_jax.run.load import open_policy
 from grpo_roc_jax.types import Problem, RolloutRequest, ToolResult, Trajectory, Turn

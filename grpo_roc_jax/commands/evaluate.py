@@ -22,11 +22,11 @@ from rich.table import Table
 from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.generated import generator_of
 from grpo_roc_jax.data.pipeline import Notes, eval_problems, fitting_problems
+from grpo_roc_jax.engine.records import RunOptions, rollout_display
 from grpo_roc_jax.record.accuracy import ALL, Difference, compare, intervals, summarize
 from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.record.run_dir import opened, unused
 from grpo_roc_jax.record.trace import TraceWriter, eval_records
-from grpo_roc_jax.rollout.records import RunOptions, rollout_display
 from grpo_roc_jax.run.components import make_parts, prompt_length
 from grpo_roc_jax.run.evaluate import Parts, prompt_end, sample_parts
 from grpo_roc_jax.run.load import is_run, load_policy, settings_for

@@ -20,8 +20,8 @@ from typing import Any
 import tyro
 
 from grpo_roc_jax.commands import serve_tinker
+from grpo_roc_jax.engine.publish import SamplerParams
 from grpo_roc_jax.record.checkpoint_files import newest_whole
-from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run.components import serving_parts
 from grpo_roc_jax.run.load import is_run, load_policy, serving_settings

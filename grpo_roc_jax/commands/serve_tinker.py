@@ -21,10 +21,10 @@ from typing import Any
 
 import tyro
 
+from grpo_roc_jax.engine.config import SamplingConfig
+from grpo_roc_jax.engine.engine import Engine, make_engine
 from grpo_roc_jax.model.convert import find_model, read_published
 from grpo_roc_jax.model.families import find_family
-from grpo_roc_jax.rollout.config import SamplingConfig
-from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import serving_parts
 from grpo_roc_jax.run.load import serving_settings

@@ -6,7 +6,7 @@ stacked cache copies it every step, and so does slicing it. The order of columns
 platform (`cache_orders`) or on the kernel that reads the pool (`PAGED`). Every function writes before it reads, since
 reading a donated array and then writing it makes XLA copy all of it.
 
-The blocks of each row are listed in a table int32[B,W] on the host (`rollout.table`): entry i has the columns from i *
+The blocks of each row are listed in a table int32[B,W] on the host (`engine.table`): entry i has the columns from i *
 size on. An entry that is not the number of a block means none; writes to it are dropped. Columns at or after a row's
 position hold stale values, which the next write replaces; they are finite, so masking them is enough. The memory of a
 recurrent layer belongs to the position after the last write to its row; a write at column 0 starts from an empty one.

@@ -352,7 +352,7 @@ def linear(
     if f"{name}_lora_a" in layer:
         a, b = (layer[f"{name}_lora_{part}"].astype(x.dtype) for part in "ab")
         low = times(x, a, inputs, None)
-        if "lora_mask" in layer:  # pairs of several adapters side by side, see `rollout.decode.split_adapters`
+        if "lora_mask" in layer:  # pairs of several adapters side by side, see `engine.decode.split_adapters`
             low = jnp.where(layer["lora_mask"].reshape(low.shape), low, 0)
         y = y + times(low, b, 1, dtype)
     return y.reshape(*rows, *outputs) if flat else y

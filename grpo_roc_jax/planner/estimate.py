@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.programs import COPIES
 from grpo_roc_jax.learner.pack import rows_per_micro_batch
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.delta import token_flops
@@ -18,7 +19,6 @@ from grpo_roc_jax.planner.hlo_cost import between_slices
 from grpo_roc_jax.planner.links import axis_shares
 from grpo_roc_jax.planner.roofline import Needs, Work
 from grpo_roc_jax.planner.topology import Topology
-from grpo_roc_jax.rollout.programs import COPIES
 from grpo_roc_jax.run.policy import matrix_count, memory_parts, parameter_count
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.update import TrainState, make_update_step
 from grpo_roc_jax.method.compose import needs_reference, teacher_of
@@ -62,7 +63,6 @@ from grpo_roc_jax.planner.topology import (
     topology_devices,
 )
 from grpo_roc_jax.record.run_dir import versions
-from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.run.components import fit_length, resolve_model, resolve_text
 from grpo_roc_jax.run.learning import find_teacher
 from grpo_roc_jax.run.policy import frozen_like, parameter_count

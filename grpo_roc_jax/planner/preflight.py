@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.programs import ProgramCost, program_cost
 from grpo_roc_jax.learner.group_learner import GroupLearner
 from grpo_roc_jax.learner.pack import rows_per_micro_batch, worst_case_micro_batches
 from grpo_roc_jax.learner.update import state_like
@@ -18,7 +19,6 @@ from grpo_roc_jax.method.compose import method_parts, needs_reference, needs_sco
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import Mesh, row_shards
-from grpo_roc_jax.rollout.programs import ProgramCost, program_cost
 from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import check_components, make_parts, make_registry
 from grpo_roc_jax.run.learning import make_learner, most_rows

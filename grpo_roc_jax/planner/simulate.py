@@ -1,6 +1,6 @@
 """How long steps of training would take: rows, blocks, tools and updates as events, with the times of programs given.
 
-An engine repeats the rounds of `rollout.scheduler`: it appends what tools answered, gives slots to rows while what is
+An engine repeats the rounds of `engine.scheduler`: it appends what tools answered, gives slots to rows while what is
 expected of them fits, decodes a chunk, and passes the rows whose turn has ended to their tools. Engines meet at
 updates, unless these have devices of their own. Nothing here computes with weights.
 
@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from grpo_roc_jax.engine.programs import first_calls
+from grpo_roc_jax.engine.scheduler import Lengths
 from grpo_roc_jax.model.pool import tile_count, tile_width
-from grpo_roc_jax.rollout.programs import first_calls
-from grpo_roc_jax.rollout.scheduler import Lengths
-from grpo_roc_jax.run.rollout_stream import may_take, oldest_whole
+from grpo_roc_jax.stream.rollout_stream import may_take, oldest_whole
 
 NEVER = float("inf")
 
@@ -133,7 +133,7 @@ class Machine:
 
 
 def packs(written: Sequence[int], lengths: tuple[int, ...]) -> list[int]:
-    """Tokens, padding included, of each call that packs texts of so many tokens; see `rollout.device_rows`.
+    """Tokens, padding included, of each call that packs texts of so many tokens; see `engine.device_rows`.
 
     Args:
         written: Tokens of each text.
@@ -159,7 +159,7 @@ class StepSchedule:
     """Whether a row reserves the blocks of the longest row when it starts."""
     lag: int = 0
     """Steps to come whose rollouts begin now, and by how many versions the oldest rows of a step may be older than it.
-    `run.rollout_stream` says which groups a step takes, and when."""
+    `stream.rollout_stream` says which groups a step takes, and when."""
     stealing: bool = False
     """Whether engines take the next problem from one queue, in place of an equal share each."""
     apart: bool = False

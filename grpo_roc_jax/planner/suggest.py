@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.config import LowPrecision
 from grpo_roc_jax.learner.pack import rows_per_micro_batch
 from grpo_roc_jax.method.weights import TruncatedImportance
 from grpo_roc_jax.model.config import ModelConfig
@@ -18,7 +19,6 @@ from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.planner.estimate import Deployment, abstract_mesh, estimate, work_of
 from grpo_roc_jax.planner.roofline import GB, Needs, Work, kind_of, step_times
 from grpo_roc_jax.planner.topology import FRACTION, MOST_OF_A_GPU, Chip, Topology
-from grpo_roc_jax.rollout.config import LowPrecision
 
 Settings = dict[str, Any]
 """Dotted names of settings -> values."""

@@ -3,7 +3,7 @@
     {"step": 12, "event": "grad_norm", "metric": "update/grad_norm", "value": 41.0, "threshold": 9.8,
      "action": "note", "text": "update/grad_norm 41 is above 9.8"}
 
-`event` is the name of an alarm (`run.watch`), `stale_samples` (`run.rollout_stream`), `stalled`, `batch` (a batch was
+`event` is the name of an alarm (`run.watch`), `stale_samples` (`stream.rollout_stream`), `stalled`, `batch` (one was
 saved for a replay), `stage` or `chosen` (`run.stages`), `not_scored` (no trajectory of the step has a score),
 `logprob_gap_max` (`run.watch.GapCheck`) or `missing_rows` (`record.missing`). Only `step`, `event` and `text` are
 always present. A resumed run discards the events of later steps.

@@ -1,1 +1,1 @@
-"""Rollouts: slots that decode while tools run, and the turns and observations on top of them."""
+"""Rollouts: from requests to trajectories, with the turns and observations between."""

@@ -4,7 +4,7 @@
         rollouts, stats = sampler.roll_out([RolloutRequest(problem, place=0, count=8)])
         sampler.publish(new_params, version=1)            # after an update
 
-Below it is the engine (`rollout.engine`), which decodes rows of token ids, and beside that the executor, which runs the
+Below it is the engine (`engine.engine`), which decodes rows of token ids, and beside that the executor, which runs the
 calls. `ToolEnvironment` is between the two: it parses a turn, submits the calls to the executor as soon as the turn
 ends, and returns the observation when all results of the turn have arrived. Other rows keep decoding meanwhile.
 
@@ -23,17 +23,17 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.engine.engine import Engine, make_engine
+from grpo_roc_jax.engine.publish import SamplerParams
+from grpo_roc_jax.engine.records import Finish, Observe, RolloutStats, RunOptions, TurnEnd, Wait
+from grpo_roc_jax.engine.table import awaits_observation
 from grpo_roc_jax.environments.environment import Observation
 from grpo_roc_jax.environments.episode import Answer
 from grpo_roc_jax.environments.episodes import GRACE_S, Episodes
 from grpo_roc_jax.environments.failure import Failure, plain_failure
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import Params
-from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import Engine, make_engine
-from grpo_roc_jax.rollout.publish import SamplerParams
-from grpo_roc_jax.rollout.records import Finish, Observe, RolloutStats, RunOptions, TurnEnd, Wait
-from grpo_roc_jax.rollout.table import awaits_observation
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.text.chat_format import ChatFormat, ParsedTurn, make_chat
 from grpo_roc_jax.text.config import TextConfig

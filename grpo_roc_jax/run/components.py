@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import split_name
+from grpo_roc_jax.engine.engine import Engine, make_engine
 from grpo_roc_jax.environments.config import Hosted
 from grpo_roc_jax.environments.environment import Environment, classes_of, environment_tools, merged_tools
 from grpo_roc_jax.environments.episodes import Episodes
@@ -39,7 +40,6 @@ from grpo_roc_jax.pod.team import Team
 from grpo_roc_jax.record.run_dir import saved_settings
 from grpo_roc_jax.reward.config import EnvironmentReward
 from grpo_roc_jax.reward.score import RewardError, make_scorer
-from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run.policy import PolicyModel, frozen_weights
 from grpo_roc_jax.run.sample import GroupSampler

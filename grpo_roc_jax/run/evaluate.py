@@ -16,13 +16,13 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems
+from grpo_roc_jax.engine.publish import SamplerParams
+from grpo_roc_jax.engine.records import RunOptions
 from grpo_roc_jax.method.planning import PromptEnd
 from grpo_roc_jax.method.shaping import prompt_suffix
 from grpo_roc_jax.record.accuracy import eval_metrics, summarize
 from grpo_roc_jax.record.metrics import JsonlWriter, parsed_row
 from grpo_roc_jax.record.trace import TraceWriter, eval_records, read_trace
-from grpo_roc_jax.rollout.publish import SamplerParams
-from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.run.policy import PolicyModel
 from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts, sample_groups, sample_requests
 from grpo_roc_jax.settings.cli import ConfigError

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.publish import unstack
 from grpo_roc_jax.learner.group_learner import GroupLearner, SecondPolicy, reference_mixer
 from grpo_roc_jax.learner.learner import Learner
 from grpo_roc_jax.learner.update import make_score
@@ -14,7 +15,6 @@ from grpo_roc_jax.method.compose import teacher_of
 from grpo_roc_jax.method.distillation import SelfTeacher
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import Mesh, check_divisible
-from grpo_roc_jax.rollout.publish import unstack
 from grpo_roc_jax.run.components import fit_length, read_text_and_shape
 from grpo_roc_jax.run.load import load_policy, settings_for
 from grpo_roc_jax.run.policy import PolicyModel, frozen_weights, update_settings

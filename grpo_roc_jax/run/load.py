@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.config import RolloutConfig
 from grpo_roc_jax.gguf_files.folder import is_gguf
 from grpo_roc_jax.learner.update import trained_shardings
 from grpo_roc_jax.model.config import ModelConfig
@@ -18,7 +19,6 @@ from grpo_roc_jax.model.lora import ADAPTER_CONFIG, LowRank, load_adapter, read_
 from grpo_roc_jax.model.sharding import Mesh, ShardingConfig, param_shardings
 from grpo_roc_jax.model.transformer import Params, compute_dtype
 from grpo_roc_jax.record.checkpoint_files import newest_whole, saved_stage
-from grpo_roc_jax.rollout.config import RolloutConfig
 from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.run.policy import PolicyModel, load_trained, split_checkpoint
 from grpo_roc_jax.run.sample import GroupSampler

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.publish import sampler_config, unstack
 from grpo_roc_jax.learner.learner import full_params
 from grpo_roc_jax.learner.loss import USUAL_CHUNK, UpdateConfig
 from grpo_roc_jax.learner.offload import to_host
@@ -59,7 +60,6 @@ from grpo_roc_jax.model.transformer import (
     layers_with,
 )
 from grpo_roc_jax.record.checkpoint import restore_params
-from grpo_roc_jax.rollout.publish import sampler_config, unstack
 from grpo_roc_jax.settings.cli import ConfigError, config_errors
 
 

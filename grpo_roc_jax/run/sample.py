@@ -18,6 +18,9 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.config import RolloutConfig
+from grpo_roc_jax.engine.publish import SamplerParams
+from grpo_roc_jax.engine.records import FailureCount, RolloutLines, RolloutProgress, RolloutStats, RunOptions
 from grpo_roc_jax.method.planning import Wave, choose_problems, first_wave, gathered, next_wave, with_suffix
 from grpo_roc_jax.method.roc import Selection, Selector
 from grpo_roc_jax.method.shaping import prompt_suffix
@@ -26,9 +29,6 @@ from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.record.metrics import aggregate
 from grpo_roc_jax.reward.score import Scorer
-from grpo_roc_jax.rollout.config import RolloutConfig
-from grpo_roc_jax.rollout.publish import SamplerParams
-from grpo_roc_jax.rollout.records import FailureCount, RolloutLines, RolloutProgress, RolloutStats, RunOptions
 from grpo_roc_jax.rollout.sampler import Sampler, collect_while_free, opening_ids, split
 from grpo_roc_jax.run.demonstrate import with_demonstration
 from grpo_roc_jax.run.statistics import describe_unscored, rollout_metrics, selection_metrics

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 
 from grpo_roc_jax import __version__
 from grpo_roc_jax.config import Config, WatchConfig, derived
+from grpo_roc_jax.engine.publish import NonFiniteWeightsError
+from grpo_roc_jax.engine.records import RolloutLines, RolloutProgress
 from grpo_roc_jax.learner.update import TrainState, init_trained, make_optimizer
 from grpo_roc_jax.method.compose import needs_reference
 from grpo_roc_jax.method.switching import Stage, StageProgress
@@ -27,8 +29,6 @@ from grpo_roc_jax.record.metrics import CompilationCounter, Writer, make_writer
 from grpo_roc_jax.record.run_dir import PACKAGES, Start, choose_run_dir, decide, locked, versions
 from grpo_roc_jax.record.storage import copied, is_address
 from grpo_roc_jax.record.trace import TraceWriter
-from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
-from grpo_roc_jax.rollout.records import RolloutLines, RolloutProgress
 from grpo_roc_jax.run.choices import about, choose, free_bytes, left_open, record, recorded, with_choices
 from grpo_roc_jax.run.components import describe_device, make_parts, read_text_and_shape, run_date, with_date
 from grpo_roc_jax.run.durations import EVALUATION, SUPERVISED, TRAINING, expected, remembered

@@ -18,13 +18,13 @@ from typing import Any, Protocol, get_args
 
 import numpy as np
 
+from grpo_roc_jax.engine.engine import Engine
+from grpo_roc_jax.engine.publish import SamplerParams
+from grpo_roc_jax.engine.records import RolloutStats, RunOptions
 from grpo_roc_jax.environments.config import AgentCommand, AgentKind, EnvironmentKind
 from grpo_roc_jax.environments.environment import row_of
 from grpo_roc_jax.environments.episodes import noted
 from grpo_roc_jax.environments.failure import Failure
-from grpo_roc_jax.rollout.engine import Engine
-from grpo_roc_jax.rollout.publish import SamplerParams
-from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
 from grpo_roc_jax.rollout.sampler import stable_seed
 from grpo_roc_jax.sandbox.http_guard import is_loopback
 from grpo_roc_jax.serving.agent_ends import AgentCall, Pay, ProgramEnd, read_pay

@@ -2,7 +2,7 @@
 calls whose arguments follow the schema of their tool (`strict`).
 
 The form is written as a grammar of the whole turn of the policy, in the marks of the chat template: a thought, then the
-answer or a call. The library llguidance says which tokens may follow (`rollout.steering.TokenMask`); it reads the
+answer or a call. The library llguidance says which tokens may follow (`engine.steering.TokenMask`); it reads the
 grammar on the host, 0.01 ms a token with a vocabulary of 49,000. The end of the turn is allowed where the grammar is
 complete, and nowhere else. Form of grammars: github.com/guidance-ai/llguidance, docs/syntax.md.
 """
@@ -384,7 +384,7 @@ class _Vocabulary:
 
 
 class GrammarMask:
-    """The tokens that a grammar lets follow; see `rollout.steering.TokenMask`. If the library gives up (a grammar that
+    """The tokens that a grammar lets follow; see `engine.steering.TokenMask`. If the library gives up (a grammar that
     grows too large), the turn ends there, and `fault` says why."""
 
     def __init__(self, matcher: Any, ends: Iterable[int]):

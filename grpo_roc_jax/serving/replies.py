@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_roc_jax.rollout.config import SamplingConfig
-from grpo_roc_jax.rollout.steering import RowSteering
+from grpo_roc_jax.engine.config import SamplingConfig
+from grpo_roc_jax.engine.steering import RowSteering
 from grpo_roc_jax.serving.answer_formats import (
     AROUND,
     AnswerGrammars,

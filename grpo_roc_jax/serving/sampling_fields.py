@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_roc_jax.rollout.config import SamplingConfig
-from grpo_roc_jax.rollout.steering import TOP, DrawSettings
+from grpo_roc_jax.engine.config import SamplingConfig
+from grpo_roc_jax.engine.steering import TOP, DrawSettings
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
 from grpo_roc_jax.text.tokenizer import Tokenizer
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from grpo_roc_jax.rollout.decode import ID_BITS, ID_MASK
-from grpo_roc_jax.rollout.engine import Engine
-from grpo_roc_jax.rollout.publish import SamplerParams
-from grpo_roc_jax.rollout.records import Finish, RolloutStats, RunOptions, SingleTurn, TurnEnd
-from grpo_roc_jax.rollout.steering import RowSteering
+from grpo_roc_jax.engine.decode import ID_BITS, ID_MASK
+from grpo_roc_jax.engine.engine import Engine
+from grpo_roc_jax.engine.publish import SamplerParams
+from grpo_roc_jax.engine.records import Finish, RolloutStats, RunOptions, SingleTurn, TurnEnd
+from grpo_roc_jax.engine.steering import RowSteering
 from grpo_roc_jax.types import Problem, RolloutRequest, Trajectory
 
 IDLE_S = 0.1

@@ -22,7 +22,7 @@ from tornado.iostream import IOStream, StreamClosedError
 from tornado.netutil import bind_sockets
 from tornado.web import Application, HTTPError, RequestHandler, stream_request_body
 
-from grpo_roc_jax.rollout.steering import DrawSettings, RowSteering
+from grpo_roc_jax.engine.steering import DrawSettings, RowSteering
 from grpo_roc_jax.sandbox.http_guard import IDLE_S, LINGER_BYTES, LINGER_S, REQUEST_S, Connections, RequestHead, refusal
 from grpo_roc_jax.serving.answer_formats import AnswerGrammars, GrammarMask
 from grpo_roc_jax.serving.dialogues import Dialogues

@@ -13,12 +13,12 @@ from grpo_roc_jax.commands import export
 from grpo_roc_jax.commands.chat import ChatConfig, Dialogue, converse, main, to_json
 from grpo_roc_jax.commands.export import export_model, text_files
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.engine import make_engine
+from grpo_roc_jax.engine.records import Finish, Observe, TurnEnd
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import read_published, resolve_config
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import LowRank, init_adapter, save_adapter
-from grpo_roc_jax.rollout.engine import make_engine
-from grpo_roc_jax.rollout.records import Finish, Observe, TurnEnd
 from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.run.components import resolve_model
 from grpo_roc_jax.run.load import open_policy

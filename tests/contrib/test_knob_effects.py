@@ -19,7 +19,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.contrib.executors import remote
 from grpo_roc_jax.contrib.samplers.ray_samplers import RayTransport
 from grpo_roc_jax.environments.config import adapter
-from grpo_roc_jax.run.samplers import SamplerPool, own_config
+from grpo_roc_jax.stream.samplers import SamplerPool, own_config
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall
 from grpo_roc_jax.types import Problem, ToolResult, Turn

@@ -43,6 +43,7 @@ AREAS = {
     "loss": ["learner/loss.py"],
     "pack": ["learner/pack.py"],
     "update": ["learner/update.py"],
+    "engine": ["engine/*.py"],
     "rollout": ["rollout/*.py"],
     "model": ["model/*.py"],
     "reward": ["reward/*.py"],

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from grpo_roc_jax.engine.records import Finish, RolloutStats, RunOptions, Wait
 from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses
 from grpo_roc_jax.environments.environment import method_tools
 from grpo_roc_jax.environments.episode import Answer, BadAnswer, checked_pay
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.reward.config import EnvironmentReward, RewardConfig, TruncatedScored
 from grpo_roc_jax.reward.score import make_scorer
-from grpo_roc_jax.rollout.records import Finish, RolloutStats, RunOptions, Wait
 from grpo_roc_jax.rollout.sampler import EpisodeEnvironment, EpisodeSource, collect_episodes, render
 from grpo_roc_jax.settings.callables import import_file
 from grpo_roc_jax.text.chat_format import make_chat

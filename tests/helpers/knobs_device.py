@@ -15,6 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine import programs as programs_module
+from grpo_roc_jax.engine.decode import PATCH_FIELDS, ChunkReport, sample
+from grpo_roc_jax.engine.engine import Engine
+from grpo_roc_jax.engine.programs import SamplerPrograms
+from grpo_roc_jax.engine.publish import Published, Publisher, StaleWeightsError, unstack
 from grpo_roc_jax.learner.loss import batch_loss, policy_logprobs
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.learner.update import TrainState, make_optimizer, make_schedule
@@ -24,11 +29,6 @@ from grpo_roc_jax.model.lora import attach, init_adapter
 from grpo_roc_jax.model.published import write_config
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
-from grpo_roc_jax.rollout import programs as programs_module
-from grpo_roc_jax.rollout.decode import PATCH_FIELDS, ChunkReport, sample
-from grpo_roc_jax.rollout.engine import Engine
-from grpo_roc_jax.rollout.programs import SamplerPrograms
-from grpo_roc_jax.rollout.publish import Published, Publisher, StaleWeightsError, unstack
 from grpo_roc_jax.run.components import fit_length, resolve_model
 from grpo_roc_jax.run.policy import at_rest, frozen_weights
 from tests.helpers.knobs import cases, digest, files

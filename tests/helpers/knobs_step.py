@@ -19,19 +19,19 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream
+from grpo_roc_jax.engine.records import Finish, Observe, RolloutStats, RunOptions, TurnEnd
+from grpo_roc_jax.engine.scheduler import Admission, expand
+from grpo_roc_jax.engine.table import starting_point
 from grpo_roc_jax.learner import learner as learners
 from grpo_roc_jax.method.compose import initial_state, next_state
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.rollout.records import Finish, Observe, RolloutStats, RunOptions, TurnEnd
-from grpo_roc_jax.rollout.scheduler import Admission, expand
-from grpo_roc_jax.rollout.table import starting_point
 from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.run.evaluate import evaluate_policy
 from grpo_roc_jax.run.learning import make_learner
 from grpo_roc_jax.run.policy import PolicyModel
-from grpo_roc_jax.run.rollout_stream import ESS
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler
+from grpo_roc_jax.stream.rollout_stream import ESS
 from grpo_roc_jax.train import sample_step
 from grpo_roc_jax.types import Group, RolloutRequest, ToolResult, Trajectory
 from tests.helpers.fake_executor import FakeExecutor

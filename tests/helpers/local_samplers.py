@@ -1,5 +1,5 @@
-"""Samplers in this process behind the transport of `run.samplers`: they work when they are waited for, and can be lost,
-hang, or receive other weights than those that were sent."""
+"""Samplers in this process behind the transport of `stream.samplers`: they work when they are waited for. They can be
+lost, can hang, or receive other weights than those that were sent."""
 
 import itertools
 import pickle
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_roc_jax.run.samplers import HostedGroups, Orders, Report, Weights
+from grpo_roc_jax.stream.samplers import HostedGroups, Orders, Report, Weights
 
 
 class Killed(Exception):

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
+from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.engine.engine import make_engine
+from grpo_roc_jax.engine.records import RolloutStats
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
-from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import make_engine
-from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.serving.sampling_loop import SamplingLoop
 from grpo_roc_jax.serving.server import Endpoint, ServerLimits, ServerThread
 from grpo_roc_jax.text.chat_format import make_chat

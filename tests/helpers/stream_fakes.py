@@ -8,14 +8,14 @@ from unittest import mock
 
 import numpy as np
 
+from grpo_roc_jax.engine.records import RolloutStats
 from grpo_roc_jax.method.compose import initial_state
 from grpo_roc_jax.pod.processes import Processes
-from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.rollout.sampler import Sampler
-from grpo_roc_jax.run import open_groups, rollout_stream
-from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts
+from grpo_roc_jax.stream import open_groups, rollout_stream
+from grpo_roc_jax.stream.rollout_stream import RolloutStream
 from grpo_roc_jax.types import Group, Problem, RolloutRequest
 from tests.helpers.samples import make_group, make_trajectory
 

@@ -10,13 +10,13 @@ from itertools import pairwise
 import jax
 import numpy as np
 
+from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.engine.engine import make_engine
+from grpo_roc_jax.engine.publish import unstack
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import init_params
-from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import make_engine
-from grpo_roc_jax.rollout.publish import unstack
 from grpo_roc_jax.serving.server import ServerLimits, ServerThread
 from grpo_roc_jax.serving.tinker.endpoint import Base, TinkerEndpoint
 from grpo_roc_jax.serving.tinker.snapshots import Snapshots

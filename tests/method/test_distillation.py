@@ -13,13 +13,13 @@ import pytest
 from grpo_roc_jax import text
 from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.config import read_config
+from grpo_roc_jax.engine.publish import unstack
 from grpo_roc_jax.learner.group_learner import GroupLearner
 from grpo_roc_jax.method.compose import Scores, needs_reference, train_rows
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import init_params
-from grpo_roc_jax.rollout.publish import unstack
 from grpo_roc_jax.run.components import resolve_model
 from grpo_roc_jax.run.learning import check_vocabulary, find_teacher, load_teacher
 from grpo_roc_jax.run.policy import PolicyModel

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.engine.engine import make_engine
+from grpo_roc_jax.engine.records import SingleTurn
 from grpo_roc_jax.model.config import Mixture, ModelConfig
 from grpo_roc_jax.model.experts import GROUPED_FLAG, check_grouped, mix_experts, route
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, constrain, make_mesh, param_shardings
 from grpo_roc_jax.model.transformer import Execution, Splits, forward, unembed
 from grpo_roc_jax.planner import plan as planning
-from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import make_engine
-from grpo_roc_jax.rollout.records import SingleTurn
 from grpo_roc_jax.types import Problem, RolloutRequest
 from tests.helpers.reference import random_params
 

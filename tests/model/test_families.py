@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.commands.export import export_model
+from grpo_roc_jax.engine.decode import run_layers
 from grpo_roc_jax.model.attention import AttentionBlocks, attend_blocked
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config, save_params
@@ -16,7 +17,6 @@ from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, PoolWriter, allocate, readers_of, token_places
 from grpo_roc_jax.model.safetensors_io import read_directory
 from grpo_roc_jax.model.transformer import Execution, Params, final_hidden, forward, take_layer, unembed
-from grpo_roc_jax.rollout.decode import run_layers
 from grpo_roc_jax.run.components import fit_length
 from tests.helpers.published_models import (
     CASES,

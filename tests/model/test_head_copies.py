@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from grpo_roc_jax.engine.publish import Publisher, repeat_heads, sampler_config
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, head_copies, make_mesh, param_shardings
-from grpo_roc_jax.rollout.publish import Publisher, repeat_heads, sampler_config
 from tests.helpers import reference
 from tests.learner import test_update
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from grpo_roc_jax.engine.publish import Publisher
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.learner.update import OptimConfig, bind_base, init_train_state, make_update_step
@@ -30,7 +31,6 @@ from grpo_roc_jax.model.lora import (
 from grpo_roc_jax.model.safetensors_io import CheckpointError
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch
 from grpo_roc_jax.model.transformer import forward, take_layer, unembed
-from grpo_roc_jax.rollout.publish import Publisher
 from tests.helpers.published_models import logits_of, need_reference, need_transformers, random_tokens, save_model
 from tests.helpers.reference import random_params
 

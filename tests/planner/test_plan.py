@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.first_step import groups_of
 from grpo_roc_jax.commands import plan as plan_command
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.learner.loss import make_remat
 from grpo_roc_jax.learner.pack import pack
 from grpo_roc_jax.learner.update import OptimConfig, state_like
@@ -36,8 +38,6 @@ from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.planner.roofline import Needs, Work, step_times
 from grpo_roc_jax.planner.schedules import APART, SCHEDULES, STEPS
 from grpo_roc_jax.planner.topology import CHIPS, TopologyError, has_compiler, parse_topology, topology_devices
-from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.run.policy import cache_bytes, parameter_count
 from grpo_roc_jax.settings.cli import load_config
 from tests.helpers.published_configs import CONFIGS

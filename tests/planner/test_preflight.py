@@ -5,8 +5,8 @@ import re
 import pytest
 
 from grpo_roc_jax import train
+from grpo_roc_jax.engine.programs import ProgramCost
 from grpo_roc_jax.planner.preflight import MIB, host_parts
-from grpo_roc_jax.rollout.programs import ProgramCost
 from grpo_roc_jax.run.components import check_components, make_registry
 from grpo_roc_jax.run.policy import parameter_count
 from grpo_roc_jax.settings.cli import dump_yaml

@@ -6,12 +6,12 @@ import functools
 import numpy as np
 import pytest
 
+from grpo_roc_jax.engine.device_rows import PackTaker, Write
+from grpo_roc_jax.engine.programs import first_calls
 from grpo_roc_jax.planner.roofline import Needs, Work
 from grpo_roc_jax.planner.schedules import compiled_costs, drawn_groups, life_of
 from grpo_roc_jax.planner.simulate import Costs, DecodeTimes, Machine, RowLife, RowTurn, StepSchedule, packs, simulate
 from grpo_roc_jax.planner.topology import parse_topology
-from grpo_roc_jax.rollout.device_rows import PackTaker, Write
-from grpo_roc_jax.rollout.programs import first_calls
 from grpo_roc_jax.types import ToolCall, ToolResult, Trajectory, Turn
 
 MACHINE = Machine(1, slots=2, chunk=4, blocks=64, block=4, longest=64, append_lengths=(8,), append_rows=8)

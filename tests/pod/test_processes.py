@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 
+from grpo_roc_jax.engine.records import RolloutStats
 from grpo_roc_jax.pod import processes as processes_module
 from grpo_roc_jax.pod.processes import (
     AddressedProcesses,
@@ -31,7 +32,6 @@ from grpo_roc_jax.pod.processes import (
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
-from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.run.sample import merge_stats
 from grpo_roc_jax.settings.points import VARIABLE
 

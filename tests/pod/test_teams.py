@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.config import RolloutConfig, StreamedRows
 from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, processes_together
 from grpo_roc_jax.planner import plan as planning
@@ -24,7 +25,6 @@ from grpo_roc_jax.pod.processes import ProcessLost
 from grpo_roc_jax.pod.team import Team
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
-from grpo_roc_jax.rollout.config import RolloutConfig, StreamedRows
 from grpo_roc_jax.run.components import check_together
 from tests.pod.test_processes import ended, said, start, wait_for_step, whole_text
 

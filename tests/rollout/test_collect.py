@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_roc_jax.engine.config import DroppedRows, PartialRows, RolloutConfig, SamplingConfig
+from grpo_roc_jax.engine.engine import make_engine
+from grpo_roc_jax.engine.records import Finish, Observe, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.rollout.config import DroppedRows, PartialRows, RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import make_engine
-from grpo_roc_jax.rollout.records import Finish, Observe, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.rollout.sampler import ToolEnvironment, with_tools
 from grpo_roc_jax.sandbox.result import INFRA_KINDS
 from grpo_roc_jax.text.chat_format import ANSWER_CLOSE, ParsedTurn, make_chat
@@ -269,7 +269,7 @@ def test_the_deadline_of_a_step_cuts_no_evaluation(calling, whole, monkeypatch, 
     engine, sampler = whole
     expected, _ = roll_out(engine, sampler, calling, step=3, purpose="evaluate")
     late = iter(range(10**9))
-    monkeypatch.setattr("grpo_roc_jax.rollout.scheduler.time", SimpleNamespace(perf_counter=lambda: 100.0 * next(late)))
+    monkeypatch.setattr("grpo_roc_jax.engine.scheduler.time", SimpleNamespace(perf_counter=lambda: 100.0 * next(late)))
     cutting = changed(engine, step_limit=(PartialRows if carry else DroppedRows)(60.0))
     assert_same(roll_out(cutting, sampler, calling, step=3, purpose="evaluate")[0], expected)
     trained, _ = roll_out(cutting, sampler, calling, step=3)
@@ -282,7 +282,7 @@ def test_rows_cut_by_the_deadline_continue_in_the_next_step_under_its_policy(cal
     expected, _ = roll_out(engine, sampler, calling)
     slow = Slow()
     clock = SimpleNamespace(perf_counter=lambda: 1e6 if getattr(slow, "polls", 0) >= 2 else 0.0)
-    monkeypatch.setattr("grpo_roc_jax.rollout.scheduler.time", clock)
+    monkeypatch.setattr("grpo_roc_jax.engine.scheduler.time", clock)
     cutting = changed(engine, step_limit=PartialRows(60.0))
     first, _ = roll_out(cutting, sampler, calling, executor=slow)
     monkeypatch.undo()

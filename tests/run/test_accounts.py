@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_roc_jax.rollout.records import RolloutStats
+from grpo_roc_jax.engine.records import RolloutStats
 from grpo_roc_jax.run.buffer import RolloutBuffer
 from grpo_roc_jax.run.sample import AccountsOpen, ScoredRollouts, StepSamples, check_accounts
 from grpo_roc_jax.settings.points import injected

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.config import PartialRows, RolloutConfig
+from grpo_roc_jax.engine.records import RolloutStats, RunOptions
 from grpo_roc_jax.method.roc import Selector
 from grpo_roc_jax.pod.processes import Processes
-from grpo_roc_jax.rollout.config import PartialRows, RolloutConfig
-from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
 from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run import sample
 from grpo_roc_jax.run.sample import EarlyExit

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.config import DroppedRows, RolloutConfig
+from grpo_roc_jax.engine.records import RolloutStats, RunOptions
 from grpo_roc_jax.pod import processes as processes_module
 from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.pod.processes import Processes
-from grpo_roc_jax.rollout.config import DroppedRows, RolloutConfig
-from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
 from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run import sample
 from grpo_roc_jax.types import Group, Problem, RolloutRequest

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 import grpo_roc_jax as g
+from grpo_roc_jax.engine.records import RolloutStats, RunOptions
 from grpo_roc_jax.environments.config import AgentCommand, EnvironmentByRow, HostActors, HostProcesses, HostThreads
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
-from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
 from grpo_roc_jax.serving.agent_ends import AgentCall
 from grpo_roc_jax.serving.agent_programs import ProgramAgent, python_words
 from grpo_roc_jax.serving.agent_runs import AgentRuns

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import grpo_roc_jax as g
+from grpo_roc_jax.engine.records import RunOptions
 from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.record.codec import TRAJECTORY_ARRAYS, trajectory_from_json, trajectory_to_json
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.reward.score import environment_pay, make_scorer
-from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.run.statistics import rollout_metrics
 from grpo_roc_jax.serving.agent_ends import Pay, read_pay
 from grpo_roc_jax.serving.agent_runs import AgentRuns

@@ -15,7 +15,7 @@ import yaml
 import grpo_roc_jax as g
 from grpo_roc_jax.commands.serve import main
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.rollout.records import RunOptions, SingleTurn
+from grpo_roc_jax.engine.records import RunOptions, SingleTurn
 from grpo_roc_jax.run.components import serving_parts
 from grpo_roc_jax.run.load import serving_settings
 from grpo_roc_jax.serving.replies import SampledChoice

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from grpo_roc_jax.engine.records import RunOptions
 from grpo_roc_jax.environments.config import AgentCommand
-from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.serving import server as server_module
 from grpo_roc_jax.serving.agent_runs import AgentRuns
 from grpo_roc_jax.types import Problem, RolloutRequest

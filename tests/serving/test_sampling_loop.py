@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_roc_jax.rollout.records import RolloutStats
-from grpo_roc_jax.rollout.scheduler import Admission
+from grpo_roc_jax.engine.records import RolloutStats
+from grpo_roc_jax.engine.scheduler import Admission
 from grpo_roc_jax.serving import sampling_loop
 from grpo_roc_jax.serving.sampling_loop import SampleJob, SamplingLoop
 from grpo_roc_jax.types import Problem, RolloutRequest

@@ -52,13 +52,13 @@ class SamplerActor:
 
 
 class RayTransport:
-    """Starts the actors, and carries orders and reports (`run.samplers.Transport`)."""
+    """Starts the actors, and carries orders and reports (`stream.samplers.Transport`)."""
 
     def __init__(self, settings: Any, make: Callable[[], Any], files: Sequence[str], weight_bytes: int):
         """
         Args:
-            settings: `rollout.config.RaySamplers`.
-            make: Makes a `run.samplers.RemoteSampler`; sent to each actor.
+            settings: `engine.config.RaySamplers`.
+            make: Makes a `stream.samplers.RemoteSampler`; sent to each actor.
             files: Files of the user that define kinds.
             weight_bytes: Size of a version of the weights.
 

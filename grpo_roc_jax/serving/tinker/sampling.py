@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_roc_jax.rollout.steering import DrawSettings, RowSteering
+from grpo_roc_jax.engine.steering import DrawSettings, RowSteering
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
 from grpo_roc_jax.serving.sampling_loop import sampled
 from grpo_roc_jax.serving.server import UNFINISHED

@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_roc_jax.engine.decode import MOST_ADAPTERS
+from grpo_roc_jax.engine.engine import Engine
+from grpo_roc_jax.engine.publish import SamplerParams
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import LowRank, Target, attach, pair_shapes
 from grpo_roc_jax.model.transformer import Params, layers_with
-from grpo_roc_jax.rollout.decode import MOST_ADAPTERS
-from grpo_roc_jax.rollout.engine import Engine
-from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.serving.sampling_loop import SampleJob, SamplingLoop
 from grpo_roc_jax.shapes import Array
 

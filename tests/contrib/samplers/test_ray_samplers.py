@@ -16,10 +16,10 @@ from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.run.policy import initial_state
-from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.samplers import SamplerPool, remote_samplers
 from grpo_roc_jax.settings.cli import ConfigError
+from grpo_roc_jax.stream.rollout_stream import RolloutStream
+from grpo_roc_jax.stream.samplers import SamplerPool, remote_samplers
 from grpo_roc_jax.train import sample_step, train
 from tests.test_train import config_in
 from tests.test_train import on_one_device as on_one_device  # a fixture

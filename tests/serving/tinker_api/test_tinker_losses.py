@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_roc_jax.engine.publish import unstack
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig, pack
 from grpo_roc_jax.learner.update import OptimConfig, make_update_step, start_train_state
@@ -15,7 +16,6 @@ from grpo_roc_jax.method.surrogate import Cispo, Clip, LogProbability, Ratio
 from grpo_roc_jax.model.lora import LowRank
 from grpo_roc_jax.model.sharding import shard_batch
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
-from grpo_roc_jax.rollout.publish import unstack
 from grpo_roc_jax.serving.refusal import RequestRefused
 from grpo_roc_jax.serving.tinker.losses import settings_of, token_losses
 from grpo_roc_jax.serving.tinker.trainer import Adam, Trainer, Wanted, _optimizer, _step

@@ -1,0 +1,292 @@
+"""The rollout engine: slots that keep the devices decoding while tools run.
+
+`make_engine` fixes the shapes; `publish` takes the parameters once a step; `run` rolls requests out, `submit` and
+`advance` do so without an end. The engine handles token ids and slots. Text and tools are the environment's
+(`rollout.sampler`).
+"""
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.engine.decode import ID_MASK
+from grpo_roc_jax.engine.programs import ProgramCost, SamplerPrograms, SharedPrograms
+from grpo_roc_jax.engine.publish import Publisher, SamplerParams, sampler_config
+from grpo_roc_jax.engine.records import RolloutStats, RowEnvironment, RunOptions
+from grpo_roc_jax.engine.scheduler import Scheduler
+from grpo_roc_jax.model.choose import describe_choice
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.sharding import process_mesh
+from grpo_roc_jax.model.transformer import Params
+from grpo_roc_jax.settings.progress import phase
+from grpo_roc_jax.types import RolloutRequest, Trajectory
+
+
+def make_engine(
+    model_config: ModelConfig,
+    rollout_config: RolloutConfig,
+    sampling_config: SamplingConfig,
+    stop_ids: Sequence[int],
+    mesh: Mesh | None = None,
+    *,
+    seed: int = 0,
+    vocab_size: int | None = None,
+) -> "Engine":
+    """An engine for one set of shapes; programs are compiled by `warmup` or at first use, and counted.
+
+    Args:
+        model_config: The model, with `vocab_size` resolved.
+        rollout_config: Slots, limits and the cache.
+        sampling_config: Temperature and truncation.
+        stop_ids: Token ids that end a turn.
+        mesh: Slots are split over its data and fsdp axes, heads over tensor; only devices of this process are used,
+            or of those that it samples with, since tools finish at different times in different processes. None: one
+            device.
+        seed: The seed of the run.
+        vocab_size: Ids the tokenizer knows; padding rows at the end of the embedding are never drawn. None: all.
+
+    Raises:
+        ValueError: A stop id outside the vocabulary, slots that do not divide over the mesh, or int8 with experts.
+    """
+    vocabulary = vocab_size or model_config.vocab_size
+    outside = [stop for stop in stop_ids if not 0 <= stop < vocabulary]
+    if outside:
+        raise ValueError(
+            f"stop ids {outside} lie outside the vocabulary of {vocabulary} tokens and could never be drawn; take "
+            "them from the tokenizer that the model was made for"
+        )
+    local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
+    kind = SharedPrograms if local is not None and local.is_multi_process else SamplerPrograms
+    model_config = sampler_config(trained := model_config, local)
+    programs = kind(model_config, rollout_config, sampling_config, tuple(stop_ids), vocab_size, local)
+    if rollout_config.slots % programs.shards:
+        raise ValueError(
+            f"rollout.slots = {rollout_config.slots} does not divide over the {programs.shards} data shards of the "
+            f"mesh; take {-(-rollout_config.slots // programs.shards) * programs.shards}"
+        )
+    shard_tokens = rollout_config.kv_tokens // programs.shards
+    if rollout_config.kv_tokens and shard_tokens < rollout_config.max_row_tokens:
+        raise ValueError(
+            f"rollout.kv_tokens = {rollout_config.kv_tokens} over {programs.shards} data shards leaves "
+            f"{shard_tokens} tokens each, too few for one row of {rollout_config.max_row_tokens}; raise it to at "
+            f"least {rollout_config.max_row_tokens * programs.shards}"
+        )
+    tolerance, by_layer = rollout_config.weight_check_tolerance, programs.shares_layers
+    publisher = Publisher(trained, mesh, tolerance, rollout_config.weight_dtype, by_layer=by_layer)
+    return Engine(programs, publisher, seed)
+
+
+class Engine:
+    """Compiled programs and settings, and the rollouts in flight. Make it once per run with `make_engine`.
+
+    `run` is a batch: it returns when its rollouts have ended. `submit`, `advance` and `publish` are a stream: rollouts
+    come at any time and leave as they finish, and the weights change between two chunks.
+    """
+
+    def __init__(self, programs: SamplerPrograms, publisher: Publisher, seed: int):
+        self.programs, self.seed = programs, seed
+        self._publisher = publisher
+        self._running: Scheduler | None = None
+        self._finished: list[tuple[int, Trajectory]] = []
+        """Rows of the stream that finished during a batch."""
+        self._compiled = 0
+        """Programs compiled before the current statistics."""
+
+    @property
+    def config(self) -> RolloutConfig:
+        return self.programs.rollout
+
+    def sibling(self) -> "Engine":
+        """An engine with the same programs, and with rollouts, cache and weights of its own."""
+        return Engine(self.programs, self._publisher, self.seed)
+
+    def publish(self, params: Params, version: int) -> SamplerParams:
+        """The parameters as the engine samples with them; once a step. Rollouts in flight go on with them from their
+        next chunk. See `publish.Publisher.publish`.
+
+        The weights of rollouts in flight are dropped first: two copies would take memory, and the chunk in flight is
+        all that has to be waited for. If publishing fails, the rollouts go on with them where the caller holds them.
+        """
+        running = self._running
+        if running is None:
+            return self._publisher.publish(params, version)
+        before = weakref.ref(running.device.sampler)
+        running.drain()
+        try:
+            sampler = self._publisher.publish(params, version)
+        except Exception:
+            running.device.sampler = before()
+            raise
+        running.adopt(sampler)
+        return sampler
+
+    def exchange(self, sampler: SamplerParams) -> None:
+        """Weights that are the same for all rows in flight and for all that is cached: another adapter took the place
+        of one that no row uses (`decode.split_adapters`)."""
+        if self._running is not None:
+            self._running.adopt(sampler, forget=False)
+
+    def warmup(self, sampler: SamplerParams) -> list[ProgramCost]:
+        """Compiles every program a run can need; a table of names, seconds and scratch bytes."""
+        with phase("compiling the programs of the sampler"):
+            return self.programs.warmup(sampler.params)
+
+    def describe_attention(self) -> str:
+        """The path of attention to the cache, with the times that were measured if there was a choice."""
+        return "attention to the cache: " + describe_choice(
+            self.programs.attention, "microseconds a layer and token of all slots", 1e6, 1
+        )
+
+    def published_like(self, params: Params) -> Params:
+        """Shapes and shardings of what `publish` returns for parameters of these shapes."""
+        return self._publisher.published_like(params)
+
+    def lower(self, params: Params) -> Iterator[tuple[str, jax.stages.Lowered]]:
+        """(name, program) of the weight sync and of the largest programs of sampling, from shapes alone.
+
+        Args:
+            params: The parameters of the policy as leaves of shape, dtype and sharding.
+        """
+        yield from self._publisher.lower(params)
+        for call in self.programs.largest(self.published_like(params)):
+            yield "/".join(map(str, call.key)), self.programs.lower(call)
+
+    def submit(
+        self,
+        sampler: SamplerParams,
+        requests: Sequence[RolloutRequest],
+        environment: RowEnvironment,
+        options: RunOptions | None = None,
+    ) -> range:
+        """Queues rollouts after those in flight; `advance` returns them as they finish. The pool is allocated with
+        the first ones and kept until `release`.
+
+        Args:
+            sampler: What `publish` returned.
+            requests: Rendered requests, which have the token ids of their prompts.
+            environment: The environment of these rollouts, which it numbers from 0.
+            options: Step, purpose, display and cancel policy; those of a training step 0 by default.
+
+        Returns:
+            Tickets, request by request and sample by sample.
+
+        Raises:
+            ValueError: No request, an empty or too long prompt, a budget beyond the limits.
+        """
+        check_requests(requests, self.config, self.programs.model.vocab_size, mixed="adapters" in sampler.params)
+        if self._running is None:
+            self._compiled = self.programs.compilations
+            self._running = Scheduler(self.programs, self.seed, sampler)
+        elif self._running.device.sampler is not sampler:
+            self._running.adopt(sampler)
+        return self._running.submit(requests, environment, options or RunOptions())
+
+    def advance(self, timeout_s: float = math.inf) -> list[tuple[int, Trajectory]]:
+        """(ticket, trajectory) of the rollouts that have finished; works until there are some, the time is over or
+        nothing is left."""
+        finished, self._finished = self._finished, []
+        return finished if finished or self._running is None else self._running.advance(timeout_s)
+
+    def cancel(self, ticket: int) -> None:
+        """Ends a rollout; `advance` returns it with stop `cancelled`."""
+        if self._running is not None:
+            self._running.cancel(ticket)
+
+    def cut(self, ticket: int) -> Trajectory:
+        """An unfinished rollout as it is now, with stop `cancelled`: a request with it as `resume` goes on from there.
+        The rollout itself goes on."""
+        return self._running.cut(ticket)
+
+    def take_stats(self) -> RolloutStats:
+        """What was counted since the last call, or since the pool was allocated."""
+        if self._running is None:
+            return RolloutStats()
+        stats = self._running.count_into(RolloutStats())
+        stats.compilations = self.programs.compilations - self._compiled
+        self._compiled = self.programs.compilations
+        return stats
+
+    @property
+    def stats(self) -> RolloutStats:
+        """What has been counted since the first rollouts in flight came."""
+        return RolloutStats() if self._running is None else self._running.stats
+
+    def release(self) -> RolloutStats:
+        """Frees the pool, with the rollouts in flight; what was counted since the first of them."""
+        stats, self._running, self._finished = self.stats, None, []
+        return stats
+
+    def run(
+        self,
+        sampler: SamplerParams,
+        requests: Sequence[RolloutRequest],
+        environment: RowEnvironment,
+        options: RunOptions | None = None,
+    ) -> tuple[list[Trajectory], RolloutStats]:
+        """Rolls every request out: its trajectories, request by request and sample by sample, and statistics. For the
+        arguments see `submit`. With rollouts in flight these share their pool and go on meanwhile; without, the pool is
+        freed at the end.
+
+        Rows cut by the engine hold the tokens that they have. Turns are spans of tokens without text unless the
+        environment completes them; an unfinished turn is not among them.
+        """
+        check_requests(requests, self.config, self.programs.model.vocab_size)
+        compiled, stats = self.programs.compilations, RolloutStats()
+        scheduler = self._running or Scheduler(self.programs, self.seed, sampler)
+        before = scheduler.count_into(stats)
+        if scheduler.device.sampler is not sampler:
+            scheduler.adopt(sampler)
+        tickets = scheduler.submit(requests, environment, options or RunOptions())
+        trajectories: dict[int, Trajectory] = {}
+        while len(trajectories) < len(tickets):
+            for ticket, trajectory in scheduler.advance():
+                if ticket in tickets:
+                    trajectories[ticket] = trajectory
+                else:
+                    self._finished.append((ticket, trajectory))
+        scheduler.count_into(before)
+        stats.compilations = self.programs.compilations - compiled
+        return [trajectories[ticket] for ticket in tickets], stats
+
+
+def check_requests(
+    requests: Sequence[RolloutRequest], config: RolloutConfig, vocab_size: int, *, mixed: bool = False
+) -> None:
+    """Refuses what could not be rolled out, before anything is computed. With `mixed`, ids carry numbers of adapters.
+
+    Raises:
+        ValueError: Naming the request, the numbers and the setting to change.
+    """
+    if not any(request.count > 0 for request in requests):
+        raise ValueError("no rollout requested: the group is empty; ask for at least one sample of one problem")
+    for index, request in enumerate(requests):
+        name = f"request {index} (place {request.place}, {request.count} from sample {request.first_sample})"
+        if request.prompt is None:
+            raise ValueError(f"{name} has no prompt ids; pass requests through rollout.sampler.render first")
+        n, budget = len(request.prompt), config.max_response_tokens if request.budget is None else request.budget
+        if not 1 <= n <= config.max_prompt_tokens:
+            raise ValueError(
+                f"{name}: prompt of {n} tokens, must be 1 to {config.max_prompt_tokens}; drop the problem or raise "
+                "rollout.max_prompt_tokens"
+            )
+        if not 1 <= budget <= config.max_response_tokens:
+            raise ValueError(
+                f"{name}: budget of {budget} tokens, must be 1 to {config.max_response_tokens}; change it or "
+                "rollout.max_response_tokens"
+            )
+        if request.begun >= budget:
+            raise ValueError(
+                f"{name} begins with {request.begun} response tokens, which fill its budget of {budget}; finish it as "
+                "`length` or raise its budget"
+            )
+        ids = request.prompt & ID_MASK if mixed else request.prompt
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"{name}: prompt ids from {low} to {high}, but the model has {vocab_size} tokens; use the tokenizer "
+                "that the model was made for"
+            )

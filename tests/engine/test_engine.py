@@ -1,0 +1,416 @@
+"""The engine against the training forward pass, and settings that must not change a trajectory."""
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_roc_jax.engine import decode, programs
+from grpo_roc_jax.engine.config import SamplingConfig
+from grpo_roc_jax.engine.engine import make_engine
+from grpo_roc_jax.engine.records import SingleTurn
+from grpo_roc_jax.learner.loss import UpdateConfig, policy_logprobs
+from grpo_roc_jax.learner.update import OptimConfig, state_like
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.model.transformer import forward, unembed
+from grpo_roc_jax.planner.hlo import parse_hlo
+from grpo_roc_jax.planner.hlo_loops import hanging
+from grpo_roc_jax.planner.simulate import Costs, Machine, RowLife, RowTurn, StepSchedule, simulate
+from tests.helpers.reference import random_params
+from tests.helpers.rollout_fakes import (
+    MODEL,
+    ROLLOUT,
+    STOPS,
+    FakeTools,
+    changed,
+    engine_for,
+    make_requests,
+    one_rollout,
+    run,
+    sharp_params,
+)
+
+WIDTH = 128
+
+
+@partial(jax.jit, static_argnames="model")
+def _reference(params, tokens, temperature, model):
+    T = tokens.shape[1]
+    hidden = forward(params, tokens, jnp.arange(T)[None], jnp.ones_like(tokens), model)
+    return jax.nn.log_softmax(unembed(params, hidden, model) / temperature, axis=-1)
+
+
+def reference_logprobs(params, tokens, temperature=1.0, model=MODEL):
+    """float32[T,V] by the training forward pass: row t is about the token after t."""
+    padded = np.zeros((1, WIDTH), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(_reference(params, padded, temperature, model))[0, : len(tokens)]
+
+
+@jax.jit
+def recompute(params, rows, temperatures):
+    """The log-probabilities that training computes, with a temperature for each token."""
+    batch = SimpleNamespace(**rows, temperatures=temperatures, routes=None)
+    return policy_logprobs(params, batch, MODEL, UpdateConfig())[0]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return sharp_params()
+
+
+@pytest.fixture(scope="module")
+def baseline(params):
+    requests = make_requests()
+    return (requests, *run(params, requests))
+
+
+def assert_same(left, right):
+    """Tokens to the bit; log-probabilities to rounding, since a matrix kernel may treat its last rows differently."""
+    for a, b in zip(left, right, strict=True):
+        for name in ("tokens", "policy_mask", "versions"):
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=5e-6, rtol=1e-6)  # of -23 a float32 keeps 2e-6
+        assert (a.stop, a.turns, a.prompt_length) == (b.stop, b.turns, b.prompt_length)
+
+
+def spans(rollout):
+    return [(turn.start, turn.end) for turn in rollout.turns]
+
+
+def test_logprobs_equal_the_training_forward(params, baseline):
+    _, rollouts, _, _ = baseline
+    assert sum(len(rollout.turns) for rollout in rollouts) > 1.5 * len(rollouts)
+    for rollout in rollouts:
+        table = reference_logprobs(params, rollout.tokens)
+        expected = table[np.arange(len(table) - 1), rollout.tokens[1:]]
+        mask = rollout.policy_mask[1:]
+        np.testing.assert_allclose(rollout.logprobs[1:][mask], expected[mask], atol=1e-5)
+
+
+NARROW = replace(ROLLOUT, slots=16, narrow=(2, 4))
+FEW_SLOTS = replace(ROLLOUT, slots=3, chunk=13, block=16, append_lengths=(7, 128), pipeline="on")
+
+
+@pytest.mark.parametrize(("rollout", "temperature"), [(ROLLOUT, 1.0), (FEW_SLOTS, 1.0), (FEW_SLOTS, 0.7)])
+def test_the_gap_between_sampler_and_trainer_is_rounding_and_an_error_is_not(params, rollout, temperature):
+    """Against what training runs: several trajectories to a row, at columns of their own. Both sides compute in float32
+    and add up in other orders; positions off by one, or another temperature, are seen at once."""
+    requests = make_requests(temperature=temperature)
+    rollouts, _, _ = run(params, requests, rollout=rollout)
+    length = 2 * WIDTH - 16
+    tokens, positions, segments, recorded, mask = (np.zeros((len(rollouts) // 2, length), t) for t in "iiif?")
+    for row, pair in enumerate(zip(rollouts[::2], rollouts[1::2], strict=True)):
+        start = row  # no two rows alike
+        for segment, one in enumerate(pair, start=1):
+            at = slice(start, start + len(one.tokens))
+            tokens[row, at], positions[row, at] = one.tokens, np.arange(len(one.tokens))
+            segments[row, at], recorded[row, at], mask[row, at] = segment, one.logprobs, one.policy_mask
+            start = at.stop
+    rows = {"tokens": tokens, "positions": positions, "segment_ids": segments}
+
+    def gap(rows, temperature):
+        computed = recompute(params, rows, np.full(tokens.shape, temperature, np.float32))
+        return np.abs(np.asarray(computed) - recorded)[mask]
+
+    rounding = gap(rows, temperature)
+    assert rounding.max() < 1e-4 and rounding.mean() < 1e-6
+    # Rotary attention depends on distances alone, so the positions of a part of each trajectory are moved.
+    late = rows | {"positions": np.where(positions > 20, positions + 1, positions)}
+    for error in (gap(late, temperature), gap(rows, 1.1 * temperature)):
+        assert error.max() > 1e-2 and error.mean() > 1e-4, "both a hundred times what rounding may make"
+
+
+def test_logprobs_are_those_at_the_temperature_of_the_request(params):
+    temperatures = [0.5, 1.0, 1.7]
+    requests = [replace(r, temperature=temperatures[r.first_sample]) for r in make_requests(2, 3)]
+    rollouts, _, _ = run(params, requests)
+    for request, rollout in zip(requests, rollouts, strict=True):
+        assert rollout.temperature == request.temperature
+        table = reference_logprobs(params, rollout.tokens, request.temperature)
+        mask = rollout.policy_mask[1:]
+        expected = table[np.arange(len(table) - 1), rollout.tokens[1:]]
+        np.testing.assert_allclose(rollout.logprobs[1:][mask], expected[mask], atol=1e-5)
+
+
+def test_greedy_tokens_equal_a_full_reforward_at_every_position(params):
+    requests = make_requests(4, 2, temperature=0.0)
+    rollouts, _, _ = run(params, requests)
+    assert max(len(rollout.turns) for rollout in rollouts) >= 3
+    for rollout in rollouts:
+        best = reference_logprobs(params, rollout.tokens).argmax(axis=1)
+        mask = rollout.policy_mask[1:]
+        np.testing.assert_array_equal(rollout.tokens[1:][mask], best[:-1][mask])
+
+
+def test_tokens_are_prompt_turns_and_observations(baseline):
+    requests, rollouts, _, tools = baseline
+    for index, (request, rollout) in enumerate(zip(requests, rollouts, strict=True)):
+        ended = [turn for turn in tools.ended if turn.row == index]
+        assert [(turn.start, turn.start + len(turn.tokens)) for turn in ended] == spans(rollout)
+        parts = [request.prompt]
+        for number, turn in enumerate(ended, 1):
+            parts.append(turn.tokens)
+            if number < len(ended):
+                parts.append(tools.observation_ids(index, number))
+        np.testing.assert_array_equal(rollout.tokens, np.concatenate(parts))
+        mask = np.zeros(len(rollout.tokens), bool)
+        for start, end in spans(rollout):
+            mask[start:end] = True
+        np.testing.assert_array_equal(rollout.policy_mask, mask)
+        np.testing.assert_array_equal(rollout.versions, np.where(mask, 5, -1))
+        assert not rollout.logprobs[~mask].any()
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        FEW_SLOTS,
+        pytest.param(
+            replace(ROLLOUT, slots=20, chunk=1, append_rows=6, kv_tokens=300, admission="longest"),
+            marks=pytest.mark.slow,
+        ),
+        NARROW,
+    ],
+    ids=lambda rollout: f"{rollout.slots} slots",
+)
+def test_same_trajectories_whatever_the_shapes(params, baseline, rollout, monkeypatch):
+    monkeypatch.setattr(programs, "READ_TOKENS", 32)  # appends of 1, 2, 4 and 6 rows
+    requests, rollouts, _, _ = baseline
+    again, _, _ = run(params, requests, rollout=rollout)
+    assert_same(rollouts, again)
+
+
+def test_same_trajectories_whatever_order_and_latency(params, baseline):
+    requests, rollouts, _, _ = baseline
+    order = np.random.default_rng(3).permutation(len(requests))
+    for latency in (0, 7):
+        again, _, _ = run(params, [requests[i] for i in order], tools={"latency_polls": latency})
+        assert_same([rollouts[i] for i in order], again)
+
+
+def test_requests_for_several_rollouts_are_those_for_one_each(params, baseline):
+    requests, rollouts, _, _ = baseline
+    whole = [replace(request, count=5) for request in requests if request.first_sample == 0]
+    again, stats, _ = run(params, whole, environment=FakeTools(requests))
+    assert stats.rollouts == len(requests)
+    assert_same(rollouts, again)
+    assert [t.sample for t in again] == [request.first_sample for request in requests]
+
+
+def test_siblings_and_steps_differ(params, baseline):
+    requests, rollouts, _, _ = baseline
+    assert len({tuple(rollout.tokens) for rollout in rollouts}) == len(rollouts)
+    later, _, _ = run(params, [replace(request, step=3) for request in requests])
+    assert all(tuple(a.tokens) != tuple(b.tokens) for a, b in zip(rollouts, later, strict=True))
+
+
+def test_prompts_once_per_group_and_observations_once(baseline):
+    requests, rollouts, stats, _ = baseline
+    observations = sum(len(r.tokens) - r.prompt_length - int(r.policy_mask.sum()) for r in rollouts)
+    prompts = {request.place: len(request.prompt) - 1 for request in requests}
+    assert stats.prompts == len(prompts)
+    assert stats.observation_tokens == observations
+    assert stats.prefilled_tokens == sum(prompts.values()) + observations
+    assert stats.prompts + stats.forks + stats.reused == len(requests)
+
+
+def test_stops_are_exhaustive(baseline):
+    requests, rollouts, stats, _ = baseline
+    assert sum(stats.stops.values()) == len(requests)
+    shares = [value for name, value in stats.metrics().items() if name.startswith("rollout/stop_")]
+    assert sum(shares) == pytest.approx(1.0)
+    for request, rollout in zip(requests, rollouts, strict=True):
+        sampled_and_observed = len(rollout.tokens) - rollout.prompt_length
+        assert sampled_and_observed <= request.budget
+    assert stats.sampled_tokens == sum(int(rollout.policy_mask.sum()) for rollout in rollouts)
+
+
+def test_nothing_is_compiled_after_warmup(params):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    engine = engine_for(ROLLOUT, SamplingConfig(), None)
+    sampler = engine.publish(params, 0)
+    engine.warmup(sampler)
+    costs = engine.programs.costs
+    assert len(costs) == engine.programs.compilations == len({cost.name for cost in costs})
+    engine.publish(params, 1)
+    compiled.clear()
+    for seed in range(3):
+        requests = make_requests(3, 4, seed=seed)
+        with jax.transfer_guard("disallow"):
+            _, stats = engine.run(engine.publish(params, seed), requests, FakeTools(requests))
+        assert stats.compilations == 0
+    assert compiled == []
+    assert [cost.name for cost in costs] == ["allocate", "slots", "append/16", "copy", "decode/6"]
+    assert engine.warmup(sampler) == []
+
+
+def test_scratch_memory_is_small_and_caches_are_updated_in_place(params):
+    model = replace(MODEL, layers=1, kv_heads=4, head_dim=32)
+    rollout = replace(ROLLOUT, slots=64, append_lengths=(16,), max_response_tokens=200)
+    engine = make_engine(model, rollout, SamplingConfig(), STOPS)
+    drawn = jax.device_put(random_params(model))
+    costs = engine.warmup(engine.publish(drawn, 0))
+    checked = [cost for cost in costs if cost.name.split("/")[0] in ("append", "copy", "decode")]
+    assert [cost.name for cost in checked] == ["append/16", "append/256", "copy", "decode/16", "decode/64"]
+    for cost in checked:
+        assert cost.temp_bytes < 0.1 * cost.cache_bytes, cost
+
+
+def test_few_live_rows_are_decoded_by_a_narrow_program(params):
+    requests = [request for request in make_requests(4, 4) if request.first_sample < 4]
+    engine = engine_for(NARROW, SamplingConfig(), None)
+    without = changed(engine)
+    without.programs.widths = (16,)
+    wide, narrow = (e.run(e.publish(params, 5), requests, FakeTools(requests))[1] for e in (without, engine))
+    assert wide.slot_steps == 16 * wide.steps
+    assert narrow.slot_steps < 16 * narrow.steps and narrow.slot_use > wide.slot_use
+    assert narrow.sampled_tokens == wide.sampled_tokens
+
+
+def test_budget_of_one_token_and_prompt_of_one_token(params):
+    requests = [
+        one_rollout(0, np.array([9], np.int32), 1),
+        one_rollout(1, np.arange(5, 45, dtype=np.int32), 1),
+    ]
+    rollouts, stats, _ = run(params, requests)
+    assert [len(r.tokens) for r in rollouts] == [2, 41]
+    assert stats.stops["length"] == 2
+
+
+def test_an_observation_that_would_overflow_ends_the_row_without_it(params):
+    requests = make_requests(2, 3, budget=30)
+    rollouts, stats, tools = run(params, requests, tools={"observation": (29, 30)})
+    for index, r in enumerate(rollouts):
+        if r.stop == "length":
+            assert r.turns[-1].end == len(r.tokens)
+            assert index in tools.cancels
+    assert stats.stops["length"] >= 5
+    assert stats.observation_tokens == 0
+
+
+def test_single_turn_environment(params):
+    requests = make_requests(2, 3)
+    rollouts, stats, _ = run(params, requests, environment=SingleTurn())
+    assert all(len(rollout.turns) == 1 for rollout in rollouts)
+    assert stats.stops["eos"] + stats.stops["length"] == 6
+
+
+SPLIT = replace(MODEL, layers=1, vocab_size=96)
+"""Its vocabulary divides over 2 and 4 devices; stop ids and results of tools lie below it."""
+CUT = SamplingConfig(top_k=7, temperature=0.8)
+
+
+def test_the_simulator_has_the_rounds_of_the_engine(params):
+    """Chunks, decode steps and computed rows to the last one; only times are predicted."""
+    budgets = np.random.default_rng(0).integers(1, 15, 20)
+    requests = [replace(request, budget=int(n)) for request, n in zip(make_requests(), budgets, strict=True)]
+    rows, stats, _ = run(params, requests, environment=SingleTurn())
+    lives = [RowLife(row.prompt_length, (RowTurn(row.length - row.prompt_length),)) for row in rows]
+    groups = [tuple(lives[start : start + 5]) for start in range(0, 20, 5)]
+    size = engine_for(ROLLOUT, SamplingConfig(), None).programs.size
+    machine = Machine(1, ROLLOUT.slots, ROLLOUT.chunk, size.blocks + 1, size.columns, ROLLOUT.max_row_tokens)
+
+    def total(**cost):
+        costs = Costs(**(dict.fromkeys(("step", "row", "column", "append", "token"), 0.0) | cost))
+        return simulate(lambda step: groups, machine, costs, StepSchedule(), 1).seconds[0]
+
+    assert len({life.sampled for life in lives}) > 5
+    assert [total(round=1.0), total(step=1.0), total(row=1.0)] == [stats.chunks, stats.steps, stats.slot_steps]
+
+
+def test_programs_can_be_lowered_without_a_mesh(params):
+    names = [name.split("/")[0] for name, low in engine_for(ROLLOUT, SamplingConfig(), None).lower(params)]
+    assert {"weight_sync", "append", "decode", "copy"} <= {*names}
+
+
+def rollouts_of_split(params, mesh=None):
+    """(engine, sampler, rollouts, statistics) of the model SPLIT."""
+    requests = [replace(r, prompt=np.minimum(r.prompt, 95)) for r in make_requests()]
+    engine = make_engine(SPLIT, replace(ROLLOUT, slots=8), CUT, STOPS, mesh, seed=11)
+    sampler = engine.publish(params, 5)
+    return engine, sampler, *engine.run(sampler, requests, FakeTools(requests, vocab=96))
+
+
+@pytest.fixture(scope="module")
+def unsplit():
+    """(parameters, rollouts) on one device."""
+    params = jax.device_put(random_params(SPLIT, seed=4))
+    return params, rollouts_of_split(params)[2]
+
+
+def test_truncated_sampling_records_the_full_softmax(unsplit):
+    params, rollouts = unsplit
+    for rollout in rollouts:
+        table = reference_logprobs(params, rollout.tokens, CUT.temperature, SPLIT)
+        for t in np.flatnonzero(rollout.policy_mask):
+            row = table[t - 1]
+            assert rollout.tokens[t] in np.argsort(row)[-CUT.top_k :]
+            assert rollout.logprobs[t] == pytest.approx(row[rollout.tokens[t]], abs=1e-5)
+
+
+MESHES = [{"data": 2, "fsdp": 2, "tensor": 2}]
+OTHER_MESHES = [
+    {"fsdp": 2, "tensor": 2},
+    {"data": 2, "tensor": 4},
+    {"tensor": 2},
+    {"data": 2, "tensor": 2},
+    {"tensor": 4},
+    {"fsdp": 2, "tensor": 4},
+]
+OTHER_MESHES += [{"fsdp": 4, "tensor": 2}, {"data": 4, "tensor": 2}]
+
+
+def hanging_chunks(engine, params):
+    """What `check_loops` refuses in the programs that decode."""
+    programs = [low.compile() for name, low in engine.lower(params) if "decode" in name]
+    assert programs
+    shardings = [jax.tree.leaves(program.input_shardings) for program in programs]
+    return [
+        found
+        for program, given in zip(programs, shardings, strict=True)
+        for found in hanging(parse_hlo(program.as_text()), given)
+    ]
+
+
+def test_logits_that_stay_split_are_refused_before_they_hang(monkeypatch):
+    monkeypatch.setattr(decode, "_gathered", lambda logits, mesh: logits)
+    mesh = make_mesh(ShardingConfig(fsdp=2, tensor=2), jax.devices()[:4])
+    engine = make_engine(SPLIT, replace(ROLLOUT, slots=8), SamplingConfig(), STOPS, mesh)
+    found = hanging_chunks(engine, state_like(SPLIT, OptimConfig(), mesh).params)
+    assert found and all("collective-permute" in one for one in found)
+
+
+@pytest.mark.parametrize(
+    "axes", [*MESHES, *(pytest.param(axes, marks=pytest.mark.slow) for axes in OTHER_MESHES)], ids=str
+)
+def test_a_vocabulary_that_is_really_split_gives_the_same_tokens(unsplit, axes):
+    """Shards leave a chunk by themselves, so its loop may exchange data within a shard only. A collective permute is
+    one of all devices, and hangs where one shard has left."""
+    params, rollouts = unsplit
+    mesh = make_mesh(ShardingConfig(**({"data": 1} | axes)), jax.devices()[: int(np.prod([*axes.values()]))])
+    engine, sampler, found, stats = rollouts_of_split(params, mesh)
+    assert len(stats.shard_tokens) == mesh.size // axes["tensor"] and min(stats.shard_tokens) > 0
+    assert hanging_chunks(engine, sampler.params) == []
+    assert sampler.params["embed"].sharding.shard_shape((96, 32))[0] < 96
+    assert_same(rollouts, found)
+
+
+@pytest.mark.slow
+def test_sharded_over_a_mesh_gives_the_same_tokens(params, baseline):
+    requests, rollouts, _, _ = baseline
+    mesh = make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
+    engine = make_engine(MODEL, replace(ROLLOUT, slots=8), SamplingConfig(), STOPS, mesh, seed=11)
+    sampler = engine.publish(params, 5)
+    engine.warmup(sampler)
+    again, stats = engine.run(sampler, requests, FakeTools(requests))
+    assert stats.compilations == 0
+    assert len(stats.shard_tokens) == 4 and min(stats.shard_tokens) > 0
+    assert_same(rollouts, again)

@@ -1,0 +1,213 @@
+"""What the engine keeps about a slot while chunks, observations and rows given up overtake each other."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from grpo_roc_jax.engine import scheduler as scheduling
+from grpo_roc_jax.engine.decode import ChunkReport
+from grpo_roc_jax.engine.device_rows import DeviceRows, Flight, Prompts, Write
+from grpo_roc_jax.engine.records import Finish, RolloutStats
+from grpo_roc_jax.engine.scheduler import Scheduler
+from grpo_roc_jax.engine.table import SlotTable
+from grpo_roc_jax.text.chat_format import make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from tests.helpers.rollout_fakes import ROLLOUT, one_rollout
+from tests.rollout.test_collect import CALL, Instant, environment, turn
+
+STOP = 3
+
+
+@pytest.fixture
+def table():
+    """Six slots; the first two hold rows of three prompt tokens and are live."""
+    table = SlotTable(6, 16)
+    for slot in (0, 1):
+        table.admit(slot, slot, one_rollout(slot, np.array([5, 6, 7], np.int32), 4, temperature=1.0, step=2), 0, 0.0)
+        table.go(slot, 0)
+    return table
+
+
+@pytest.fixture
+def device(table):
+    programs = SimpleNamespace(
+        **dict.fromkeys(("shared_blocks", "row_axes")),
+        shards=1,
+        packs=False,
+        append_rows=(1,),
+        size=SimpleNamespace(blocks=8, columns=16),
+        largest_size=SimpleNamespace(blocks=8, columns=16),
+        new_pool=lambda: None,
+        new_slots=lambda: None,
+        place=lambda *_: None,
+    )
+    device = DeviceRows(programs, ROLLOUT, SimpleNamespace(version=7), table, RolloutStats())
+    device.appended = []
+    device._append_all = lambda writes, *, shared: device.appended.extend(writes)
+    return device
+
+
+def in_flight(table, counts):
+    """A chunk that drew `counts` tokens of the first two slots."""
+    count = np.zeros(6, np.int32)
+    count[:2] = counts
+    tokens = np.full((4, 6), 9, np.int32)
+    report = ChunkReport(tokens, tokens * 0.0, tokens[:0], count, np.array([4]))
+    return Flight(report, table.generation.copy(), 6, 7)
+
+
+def test_a_run_without_rollouts_has_counted_nothing():
+    counts = vars(RolloutStats())
+    assert not any(counts.pop("stops").values()) and not any(counts.values())
+
+
+def test_what_is_queued_for_a_row_that_is_given_up_is_not_written_for_the_next_one(device):
+    observation, other = Write(0, np.array([8, 8]), 3), Write(1, np.array([9]), 3)
+    device.write(observation), device.write(other)
+    device.take_back(0)
+    assert not device.is_written(1) and device.is_written(0)
+    again = Write(0, np.array([5, 6, 7]), 0)
+    device.write(again)
+    device.flush()
+    assert device.appended == [other, again]
+
+
+def test_a_long_write_is_appended_piece_by_piece(device):
+    calls = []
+
+    def next_pieces(queue, shared, take):
+        first, *others = queue
+        assert len(first.ids), "nothing is left of a write that has been appended whole"
+        return [(first, min(2, len(first.ids)), 0)], others
+
+    device._next_pieces = next_pieces
+    device._append = lambda pieces: calls.extend((w.slot, w.start, taken) for piece in pieces for w, taken, _ in piece)
+    DeviceRows._append_all(device, [Write(0, np.arange(3), 4), Write(1, np.arange(2), 7)], shared=False)
+    assert sorted(calls) == [(0, 4, 2), (0, 6, 1), (1, 7, 2)]
+
+
+def test_a_chunk_in_flight_needs_room_of_its_own(device, table):
+    assert device.ahead == ROLLOUT.chunk
+    device.flight = in_flight(table, (4, 4))
+    assert device.ahead == 2 * ROLLOUT.chunk
+
+
+@pytest.mark.parametrize("act", ["roll_back", "park", "free"])
+def test_tokens_in_flight_for_a_row_that_changed_do_not_count(device, table, act):
+    device.flight = in_flight(table, (4, 3))
+    getattr(table, act)(0, *((1,) if act == "roll_back" else ()))
+    table.live[0] = True  # the slot is seated again before the chunk is read
+    _, count, version = device.read()
+    assert (count[:2].tolist(), version, device.stats.dropped_tokens) == ([0, 3], 7, 4)
+
+
+def test_room_is_made_for_a_whole_chunk_and_no_column_after_the_limit(table):
+    """Five tokens are four columns written and one pending; a chunk of four needs eight, the limit caps it."""
+    table.length[:2], table.limit[:2] = (5, 6), (20, 7)
+    scheduler, asked = object.__new__(Scheduler), []
+    scheduler.table, scheduler._ensure = table, lambda *asked_for: asked.append(asked_for)
+    for room in ([8, 6], [7, 6], [8, 5]):
+        scheduler.device = SimpleNamespace(ahead=4, room=lambda room=room: np.array([*room, 0, 0, 0, 0]))
+        scheduler._make_room()
+    assert asked == [(0, 8), (1, 6)]
+
+
+def test_a_deadline_has_passed_only_after_its_time(table, monkeypatch):
+    monkeypatch.setattr(scheduling, "time", SimpleNamespace(perf_counter=lambda: 10.0))
+    scheduler, ended = object.__new__(Scheduler), []
+    scheduler.table, scheduler.submissions = table, []
+    scheduler.config = SimpleNamespace(turn_timeout_s=2.0, trajectory_timeout_s=5.0)
+    scheduler._end_early = lambda *slot_and_reason: ended.append(slot_and_reason)
+    table.admitted_s[:2] = 5.0
+    table.waiting[0], table.waiting_since_s[0] = True, 8.0
+    scheduler._check_deadlines()
+    assert ended == []
+    table.waiting_since_s[0], table.admitted_s[1] = 7.5, 4.5
+    scheduler._check_deadlines()
+    assert ended == [(0, "deadline"), (1, "deadline")]
+
+
+@pytest.mark.parametrize(("admissible", "longest"), [(0, 0.5), (1, 0.0)])
+def test_answers_are_waited_for_only_if_no_row_can_be_admitted(table, admissible, longest):
+    asked = []
+    scheduler = object.__new__(Scheduler)
+    table.live[:], table.parked[:], table.waiting[0] = False, False, True
+    scheduler.table, scheduler.device, scheduler.stats = table, SimpleNamespace(flight=None), RolloutStats()
+    scheduler.may_admit, scheduler.admission = True, SimpleNamespace(waiting=admissible)
+    scheduler.submissions = [SimpleNamespace(environment=SimpleNamespace(poll=lambda s: asked.append(s) or []))]
+    scheduler._until_deadline = lambda: 0.5
+    scheduler._take_answers(float("inf"))
+    assert asked == [longest]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(True, [5, 6, 7, 8]), (False, None)])
+def test_the_cache_keeps_the_tokens_of_a_row_but_the_pending_one(table, keep, kept):
+    table.tokens[0, 3:5], table.length[0] = (8, 9), 5
+    scheduler, left = object.__new__(Scheduler), []
+    prompt = np.array([5, 6, 7], np.int32)
+    request = one_rollout(0, prompt, 4, temperature=1.0, step=2)
+    row = SimpleNamespace(request=request, submission=SimpleNamespace(keep_cache=keep), prompt=prompt, slot=0)
+    scheduler.table, scheduler.rows = table, {0: row}
+    scheduler.prompts = SimpleNamespace(leave=lambda *told: left.append(told))
+    scheduler.lengths, scheduler._record = SimpleNamespace(add=lambda length: None), lambda *_: None
+    scheduler._finish(0, "eos")
+    ((slot, _, written, tokens),) = left
+    assert (slot, written, tokens if tokens is None else tokens.tolist()) == (0, 2, kept)
+
+
+def test_experts_are_recorded_at_the_token_that_a_step_read():
+    """A row of three tokens, the last pending: the first step reads it and draws the fourth."""
+    table = SlotTable(2, 8, routes=(1, 2))
+    table.length[:] = (3, 5)
+    tokens = np.array([[7, 0], [8, 0]], np.int32)
+    routes = np.arange(8, dtype=np.int16).reshape(2, 1, 2, 2)
+    count = np.array([2, 0])
+    table.extend(ChunkReport(tokens, tokens * 0.0, tokens[:0], count, np.array([2]), routes), count, 1)
+    assert table.tokens[0, 3:5].tolist() == [7, 8] and table.length.tolist() == [5, 5]
+    assert table.routes[0, 2:4, 0].tolist() == [[0, 2], [4, 6]]
+    assert (table.routes[0, [0, 1, 4, 5]] == -1).all() and (table.routes[1] == -1).all()
+
+
+@pytest.mark.parametrize(("budget", "reason", "stop"), [(4, "length", "length"), (5, "stop", "eos")])
+def test_a_stop_id_exactly_at_the_budget_ends_the_row_by_length(table, budget, reason, stop):
+    seen, ended = [], []
+    table.total[0] = 3 + budget
+    table.tokens[0, 3:7] = (9, 9, 9, STOP)
+    table.length[0] = 7
+    policy = SimpleNamespace(turn_ended=lambda index, turn: seen.append(turn.reason) or Finish("eos"))
+    scheduler = object.__new__(Scheduler)
+    scheduler.table, scheduler.stats, scheduler.is_stop = table, RolloutStats(), np.arange(16) == STOP
+    scheduler.rows = {0: SimpleNamespace(index=0, submission=SimpleNamespace(environment=policy))}
+    scheduler._finish = lambda slot, why: ended.append(why)
+    scheduler._end_turns({0: False})
+    assert (seen, ended) == ([reason], [stop])
+
+
+def test_every_call_of_a_rollout_has_a_seed_of_its_own():
+    executor = Instant()
+    env = environment(make_chat(TextConfig(max_calls_per_turn=2), load_tokenizer(TextConfig())), executor)
+    chat = env._chat
+    for _ in range(2):
+        env.turn_ended(0, turn(chat, CALL + CALL))
+        env.poll(0.0)
+    seeds = [call.seed for call in executor.submitted]
+    assert len(seeds) == 4 == len(set(seeds))
+
+
+def test_a_prompt_that_ends_in_a_block_of_another_row_is_not_kept(table, device):
+    """Two rows of one prompt drew the same tokens, so that they share the block in which the prompt ends. What is cut
+    from it for the next row would be a copy that nobody makes."""
+    prompts = Prompts(device, table, lambda _: 1, RolloutStats())
+    tokens = np.arange(41, dtype=np.int32)
+    prompts.provide(0, 9, tokens[:21], 20, again=False)
+    device.grow(0, 40)
+    device.flush()
+    prompts.park(0, 9, tokens[:32])
+    assert [prompts.provide(slot, 9, tokens, 20, again=True) for slot in (1, 0)] == [32, 32]
+    prompts.leave(0, 9, 20)
+    assert not prompts.reserved(0, 9)
+    device.flush()
+    assert prompts.provide(0, 9, tokens[:21], 20, again=False) == 16
+    assert [(write.slot, write.start, len(write.ids)) for write in device._prompts] == [(0, 16, 4)]

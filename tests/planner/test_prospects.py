@@ -1,0 +1,192 @@
+"""What cannot work is said before it runs, with the setting and its value; recipes have nothing to be said of them."""
+
+import json
+
+import pytest
+
+from grpo_roc_jax.config import read_config
+from grpo_roc_jax.planner.prospects import hindrances, settings_against_learning
+from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.settings.cli import CONFIG_DIR
+from grpo_roc_jax.train import main
+
+RECIPES = [
+    path.relative_to(CONFIG_DIR).as_posix()
+    for path in sorted(CONFIG_DIR.rglob("*.yaml"))
+    if path.parent.name not in ("data", "environments")
+]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_nothing_speaks_against_a_recipe(name):
+    for stage in read_config(name).staged():
+        assert settings_against_learning(stage) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--reward.functions.answer.weight 0", "every reward function has weight 0 (answer)"),
+        (
+            "--resample none --group.size 1 --advantage.baseline none",
+            "one rollout a problem with resample.drop = equal",
+        ),
+        ("--sampling.top_k 1", "sampling.top_k = 1"),
+        ("--sampling.top_p 0.001", "sampling.top_p = 0.001: all rollouts of a problem are the same"),
+        ("--sampling.min_p 1", "sampling.min_p = 1: all rollouts of a problem are the same"),
+        ("--sampling.temperature 0.001", "sampling.temperature = 0.001: all rollouts of a problem are the same"),
+        ("--advantage none", "advantage none without advantage.adjust: every advantage is 0"),
+        (
+            "--tools.enabled jupyter_code",
+            "demonstrations call python_code_with_standard_io, but the run has jupyter_code",
+        ),
+        ("--tools.enabled=[]", "but the run has no tool: such calls always fail"),
+        ("--reward.answer_tag result", "none of 32 demonstrations ends in an answer that can be read with"),
+        ("--sft.steps 0", "sft.steps = 0: a policy with random weights"),
+        ("--rollout.max_prompt_tokens 15", "of which 32 of 32 exceed rollout.max_prompt_tokens = 15; raise it to"),
+        ("--rollout.max_response_tokens 60", "exceed rollout.max_response_tokens = 60"),
+        ("--rollout.max_turns 2", "turns after the prompt, of which"),
+    ],
+)
+def test_a_dry_run_ends_with_what_cannot_work(words, said, capsys):
+    assert (
+        main(["toy.yaml", "--dry-run", "--data.sources", "world:gcd:1", "--data.eval_problems", "0", *words.split()])
+        == 0
+    )
+    out = capsys.readouterr().out
+    against = [line for line in out.splitlines() if line.startswith("problem: ")]
+    assert any(said in line for line in against) and out.splitlines()[-1] in against, out
+    settings = read_config("toy.yaml", *words.split())
+    of_data = any(words in said for words in ("exceed", "turns after", "the run has", "none of 32"))
+    assert (said in " ".join(settings_against_learning(settings))) != of_data
+
+
+@pytest.mark.parametrize(
+    ("words", "begins", "ends"),
+    [
+        (["--rollout.max_response_tokens=30"], "demonstrations of 7 to 136 tokens after the prompt", "raise it to 136"),
+        (
+            ["--rollout.max_prompt_tokens=15"],
+            "prompts of 17 to 36 ",
+            "of 192 exceed rollout.max_prompt_tokens = 15; raise",
+        ),
+        (
+            ["--tools.enabled=[]"],
+            "demonstrations call python_code_with_standard_io, but the run has no",
+            "tools.enabled",
+        ),
+    ],
+)
+def test_sources_with_the_same_fault_share_a_line(words, begins, ends, capsys):
+    """So that the lines that matter stay few, however many sources a run has."""
+    assert main(["world.yaml", "--dry-run", "--data.eval_problems=0", *words]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem: ")]
+    assert line.startswith("problem: world:") and f" more: {begins}" in line and ends in line, line
+
+
+def messages(turns: int, words: int, asked: str = "q") -> str:
+    talk = [{"role": "user", "content": asked}]
+    for _ in range(turns):
+        talk += [{"role": "assistant", "content": "word " * words}, {"role": "user", "content": "and?"}]
+    return json.dumps({"messages": talk[:-1]}) + "\n"
+
+
+def test_demonstrations_of_a_file_are_counted_exactly(tmp_path, capsys):
+    """Lengths are those of the row after its prompt, the turns of others included; one that just fits is none."""
+    file = tmp_path / "talks.jsonl"
+    file.write_text("".join([*(messages(1, 2, f"q{i}") for i in range(3)), messages(1, 300), messages(1, 1, "z")]))
+    words = [
+        "toy.yaml",
+        "--dry-run",
+        f"--data.trace_sources={file}",
+        "--batch.row_length=2000",
+        "--rollout.max_turns=2",
+    ]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    (line,) = [line for line in said.splitlines() if "demonstrations of" in line]
+    longest = int(line.split(" to ")[1].split()[0])
+    assert "1 of 5 exceed rollout.max_response_tokens = 120" in line and f"raise it to {longest}" in line
+    for most, expected in ((longest, False), (longest - 1, True)):
+        assert main([*words, f"--rollout.max_response_tokens={most}"]) == 0
+        assert ("demonstrations of" in capsys.readouterr().out) == expected
+
+
+def test_prompts_of_a_file_that_do_not_fit_name_the_value_to_set(tmp_path, capsys):
+    file = tmp_path / "problems.jsonl"
+    rows = [{"prompt": "please say " + "why " * n, "answer": "6"} for n in (20, 30)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["toy.yaml", "--dry-run", "--sft.steps=0", f"--data.sources={file}", "--data.eval_problems=0"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "rollout.max_prompt_tokens = 24" in said
+    enough = int(said.split("raise it to ")[1].split()[0])
+    assert main([*words, f"--rollout.max_prompt_tokens={enough}", "--batch.row_length=400"]) == 0
+    assert "over-long" not in capsys.readouterr().out
+    assert main([*words, f"--rollout.max_prompt_tokens={enough - 1}", "--batch.row_length=400"]) == 0
+    against = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem: ")]
+    assert against[0].startswith(f"problem: {file}: prompts of") and "1 over-long prompts dropped" in against[0]
+
+
+@pytest.mark.parametrize(
+    ("pay", "against"),
+    [
+        (lambda problem, rows: [0.5] * len(rows), True),
+        (lambda problem, rows: [[0.5] * len(row.turns) for row in rows], False),  # by turn: of other lengths
+        (lambda problem, rows: [len(row.turns) for row in rows], False),
+        (lambda problem, rows: 1 / 0, False),  # another message says so
+    ],
+)
+def test_functions_that_pay_alike_are_named(pay, against, parts_of_a_run):
+    config = read_config("toy.yaml", "--reward.functions", "own")
+    with given({"own": pay}):
+        chat, scorer = parts_of_a_run(config)
+        found = [line for line in hindrances(config, chat, scorer) if "own" in line]
+    assert bool(found) == against
+    assert not found or "finished and a cut trajectory get the same" in found[0]
+
+
+def test_a_function_that_pays_alike_is_named_beside_one_without_weight(parts_of_a_run):
+    """A function of weight 0 does not make rewards differ, whatever it returns."""
+    words = ["--reward.functions", "answer", "own", "--reward.functions.answer.weight", "0"]
+    config = read_config("toy.yaml", *words)
+    with given({"own": lambda problem, rows: [0.5] * len(rows)}):
+        chat, scorer = parts_of_a_run(config)
+        (found,) = [line for line in hindrances(config, chat, scorer) if "cut trajectory" in line]
+    assert "(own 0.5)" in found
+    with given({"own": lambda problem, rows: [0.5] * len(rows)}):
+        assert not hindrances(read_config("toy.yaml", *words[:3]), chat, scorer)  # the answer is paid, too
+
+
+def test_conversations_of_a_file_with_tools_of_their_own_are_no_fault(tmp_path, parts_of_a_run):
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    schema = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    talk = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "cold"},
+        {"role": "assistant", "content": r"<answer>\boxed{cold}</answer>"},
+    ]
+    for tools, against in (([schema], False), (None, True)):
+        file = tmp_path / f"{against}.jsonl"
+        file.write_text(json.dumps({"messages": talk} | ({"tools": tools} if tools else {})) + "\n", encoding="utf-8")
+        config = read_config("toy.yaml", f"--data.trace_sources={file}")
+        found = hindrances(config, parts_of_a_run(config)[0])
+        assert any("demonstrations call weather, but the run has" in line for line in found) == against, found
+
+
+@pytest.fixture
+def parts_of_a_run():
+    """(chat format, scorer) of a configuration."""
+    from grpo_roc_jax.reward.score import make_scorer
+    from grpo_roc_jax.run.components import check_components, make_registry
+
+    scorers = []
+
+    def make(config):
+        scorers.append(make_scorer(config.reward))
+        return check_components(config, make_registry(config))[1], scorers[-1]
+
+    yield make
+    for scorer in scorers:
+        scorer.close()

@@ -1,0 +1,259 @@
+"""Rollouts that run on from step to step: groups whole, oldest first, not too old, none lost; lag 0 changes nothing."""
+
+import functools
+from collections import Counter
+from dataclasses import replace
+from itertools import chain
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from grpo_roc_jax.config import Config, read_config
+from grpo_roc_jax.data.pipeline import make_problem_stream
+from grpo_roc_jax.learner.learner import Learner
+from grpo_roc_jax.method.compose import initial_state
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.run import components as components_module
+from grpo_roc_jax.run.components import make_parts
+from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.settings.cli import ConfigError
+from grpo_roc_jax.stream.rollout_stream import ESS, RolloutStream, age_metrics
+from grpo_roc_jax.train import sample_step
+from grpo_roc_jax.types import Group, Problem
+from tests.helpers.samples import make_group, make_trajectory
+from tests.helpers.stream_fakes import SAMPLES, faked, opened, play
+from tests.test_train import config_in
+
+PROBLEMS = 3
+
+
+@functools.cache
+def known(*words):
+    return read_config(*words)
+
+
+@pytest.fixture
+def made():
+    def make(seed, *words):
+        return opened(known("steps=6", f"group.problems={PROBLEMS}", *words), seed)
+
+    with faked():
+        yield make
+
+
+def stream_words(lag, late="wait"):
+    return "rollout.step_limit=stream", f"rollout.step_limit.lag={lag}", f"rollout.step_limit.late={late}"
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("late", ["wait", "drop"])
+def test_groups_are_whole_oldest_first_and_none_too_old(made, lag, late):
+    """Random ends, random rounds: every row that began is taken once or dropped, and keys are never used twice."""
+    for seed in range(8):
+        stream, run, engine = made(seed, *stream_words(lag, late), "group.dynamic_sampling_rounds=3")
+        rng = np.random.default_rng(seed)
+        taken, dropped = play(stream, run, engine, 6, rng, again=0.3)
+        places = []
+        for trained, samples in taken:
+            assert len(samples.groups) == PROBLEMS
+            ages = age_metrics(samples.groups, trained)
+            assert ages["rollout/lag_max"] <= lag
+            order = [int(group.problem.uid[1:]) for group in samples.groups]
+            assert order == sorted(order)
+            places += order
+            for group in samples.groups:
+                assert group.size == SAMPLES or late == "drop"
+        kept = sum(group.size for _, samples in taken for group in samples.groups)
+        assert len(places) == len(set(places))
+        waiting = sum(len(rows) for group in stream._open for rows in group.rows)
+        assert len(engine.submitted) == kept + dropped + waiting
+        keys = Counter((r.step, r.place, r.first_sample) for r in engine.submitted)
+        assert set(keys.values()) == {1}
+        if not lag:
+            assert waiting == dropped == 0 and engine.released == len(taken)
+
+
+def test_the_last_steps_begin_nothing_that_no_step_would_take(made):
+    stream, run, engine = made(0, *stream_words(2))
+    play(stream, run, engine, 6, np.random.default_rng(0))
+    assert len(engine.submitted) == 6 * PROBLEMS * SAMPLES and engine.released == 1
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_restored_stream_goes_on_with_every_row(made, stop):
+    """Cut rows keep their tokens and versions; the same problems are trained on, and no key is used for another."""
+    stream, run, engine = made(5, *stream_words(2))
+    before, _ = play(stream, run, engine, stop, np.random.default_rng(1))
+    bundle = run.bundle()
+    unfinished = len(engine.rows)
+    other, again, fresh = made(6, *stream_words(2))
+    again.load(replace(bundle, train={"state": "state", "reference": ()}))
+    assert again.step == stop and unfinished
+    fresh.version = again.step
+    after, _ = play(other, again, fresh, 6 - stop, np.random.default_rng(2))
+    resumed = [request for request in fresh.submitted if request.resume is not None]
+    assert len(resumed) == unfinished
+    assert all(request.resume.policy_mask.any() for request in resumed)
+    uids = [int(group.problem.uid[1:]) for _, samples in (*before, *after) for group in samples.groups]
+    assert sorted(uids) == list(range(6 * PROBLEMS))
+    for trained, samples in after:
+        ages = age_metrics(samples.groups, trained)
+        assert ages["rollout/lag_max"] <= 2
+        assert all(group.size == SAMPLES for group in samples.groups)
+    keys = Counter((r.step, r.place, r.first_sample) for r in fresh.submitted)
+    assert set(keys.values()) == {1}
+
+
+def test_no_more_old_groups_are_left_over_than_later_steps_can_take(made):
+    """Four groups end only when they are waited for. Were all of them waited for at last, one step could not take them,
+    and the fourth would become too old."""
+    stream, run, engine = made(0, *stream_words(2))
+
+    def advance(timeout_s=np.inf):
+        quick = [ticket for ticket, (row, _) in engine.rows.items() if int(row.problem.uid[1:]) > 3]
+        ends = quick or sorted(engine.rows)[: int(timeout_s > 0)]
+        found = [(ticket, engine.trajectory(ticket, "answer")) for ticket in ends]
+        for ticket in ends:
+            del engine.rows[ticket]
+        return found
+
+    engine.advance = advance
+    taken, dropped = play(stream, run, engine, 6, np.random.default_rng(0))
+    uids = [[int(group.problem.uid[1:]) for group in samples.groups] for _, samples in taken]
+    assert uids[0] == [4, 5, 6] and uids[1] == [0, 7, 8] and not dropped
+    assert sorted(chain.from_iterable(uids)) == list(range(6 * PROBLEMS))
+
+
+def test_groups_that_wait_in_the_buffer_are_dropped_when_they_are_too_old(made):
+    stream, run, engine = made(0, *stream_words(1))
+    rows = make_group(0, 2, step=3)
+    run.step, engine.version = 5, 5
+    run.buffer.add([rows, make_group(1, 2, step=4)])
+    stream.next_round(run, 5)
+    assert len(run.buffer) == 1 and run.buffer.added == run.buffer.removed + 1
+    assert stream.after_update(run, [], {})[0]["rollout/dropped_stale"] == 2.0
+
+
+def test_a_failure_during_an_update_ends_the_step_after_it(made):
+    """The update has donated its state, so that nothing may fail before it is complete."""
+    stream, run, engine = made(0, *stream_words(1))
+    stream.next_round(run, 0)
+
+    def fail(timeout_s):
+        raise OSError("the executor is gone")
+
+    engine.advance = fail
+    stream.meanwhile()
+    stream.meanwhile()
+    stream.after_update(run, [], {})
+    with pytest.raises(OSError, match="is gone"):
+        stream.next_round(run, 0)
+
+
+def test_the_host_works_until_the_device_is_ready():
+    calls = []
+    leaf = SimpleNamespace(is_ready=lambda: len(calls) >= 3)
+    learner = SimpleNamespace(meanwhile=lambda: calls.append(1))
+    Learner.fetched(learner, {"x": leaf})
+    assert len(calls) == 3
+
+
+def test_age_metrics_by_hand():
+    rng = np.random.default_rng(0)
+    row = make_trajectory(rng, 0, turns=1, width=9)
+    own = int(row.policy_mask.sum())
+    versions = np.where(row.policy_mask, 7, -1)
+    mixed = versions.copy()
+    mixed[np.flatnonzero(row.policy_mask)[0]] = 5
+    rows = (replace(row, versions=versions), replace(row, versions=mixed))
+    found = age_metrics([Group(Problem("p", "?", "1", "t"), rows, make_group(0, 2).verdicts)], 8)
+    assert found["rollout/lag_max"] == 3.0 and found["rollout/partial_share"] == (0.5 if own > 1 else 0.0)
+    assert found["rollout/lag_mean"] == pytest.approx(1 + 2 / (2 * own))
+    assert age_metrics([], 3)["rollout/lag_max"] == 0.0
+
+
+def test_a_low_effective_sample_size_is_said_once(made):
+    stream, run, _ = made(0, *stream_words(1), "rollout.step_limit.min_effective=0.4")
+    said = [stream.after_update(run, [], {ESS: value})[1] for value in (0.9, 0.3, 0.2, 0.5, 0.39)]
+    assert [bool(text) for text in said] == [False, True, False, False, True]
+    assert "0.30 of the tokens, below rollout.step_limit.min_effective = 0.4" in said[1]
+
+
+def test_importance_weights_come_with_a_lag_and_cannot_be_left_out(tmp_path):
+    config = read_config("--rollout.step_limit=stream")
+    assert [part.kind for part in config.weights.factors] == ["truncated_is"] and config.surrogate.scored_ratio
+    masked = read_config("--rollout.step_limit=stream", "--weights.factors=masked_is")
+    assert [part.kind for part in masked.weights.factors] == ["masked_is"]
+    plain = read_config("--rollout.step_limit={kind: stream, lag: 0}")
+    assert plain.weights.factors == () and plain.surrogate.old_logprobs == "recorded"
+    with pytest.raises(ConfigError, match="lag = 1 trains on tokens of earlier policies"):
+        read_config("--rollout.step_limit=stream", "--weights.factors=[]")
+    with pytest.raises(ConfigError, match="old_logprobs scored"):
+        read_config("--rollout.step_limit=stream", "--surrogate.old_logprobs=recorded")
+    for words, said in (
+        (["--rollout.early_exit=true"], "use one of the two"),
+        (["--environment=class", "--environment.path=x:Y"], "whose state is lost"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_config("--rollout.step_limit=stream", *words)
+
+
+def rolled_out(config: Config, steps: int, change=lambda params, step: params):
+    """The groups of some steps without updates, in the order in which they are trained on; compilations after the
+    first."""
+    found, compiled = [], 0
+    one = make_mesh(ShardingConfig(), jax.devices()[:1])
+    with mock.patch.object(components_module, "make_mesh", lambda _: one), make_parts(config) as (policy, sampling):
+        params = init_params(jax.random.key(3), policy.model)
+        stream = make_problem_stream(config.data, problems=config.group.problems, seed=config.seed)
+        run = RunState(SimpleNamespace(params=params), (), stream, initial_state(config))
+        rollouts = RolloutStream(config, sampling, policy.mesh) if config.rollout.step_limit.streams else None
+        for step in range(steps):
+            run.train.params = change(params, step)
+            samples = sample_step(config, policy, sampling, run, rollouts)
+            compiled += samples.metrics()["rollout/compilations"] if step else 0
+            found.append(samples.groups)
+            if rollouts is not None:
+                for _ in range(3):
+                    (rollouts.meanwhile or (lambda: None))()
+                rollouts.after_update(run, samples.groups, {})
+            run.step += 1
+        assert sampling.sampler.engine.take_stats().rollouts == 0 or rollouts is None
+    return found, compiled
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    config = config_in(tmp_path_factory.mktemp("x") / "run", "--sharding.data=1")
+    return config, rolled_out(config, 3)[0]
+
+
+def rows_of(steps):
+    rows = [(group.problem.uid, t, v) for groups in steps for group in groups for t, v in group.pairs]
+    return sorted(rows, key=lambda row: (row[0], row[1].sample))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_rollouts_of_the_same_weights_are_those_of_plain_steps(plain, lag):
+    """With lag 0 to the byte and in order; with a lag the same rows, of steps to come when they begin."""
+    config, wanted = plain
+    limit = read_config("--rollout.step_limit=stream", f"--rollout.step_limit.lag={lag}")
+    rollout = replace(config.rollout, step_limit=limit.rollout.step_limit)
+    changes = {"weights": limit.weights, "surrogate": limit.surrogate} if lag else {}
+    found, compiled = rolled_out(replace(config, rollout=rollout, steps=3, **changes), 3)
+    assert compiled == 0
+    if not lag:
+        order = [[group.problem.uid for group in groups] for groups in found]
+        assert order == [[group.problem.uid for group in groups] for groups in wanted]
+    for (uid, one, verdict), (other_uid, other, other_verdict) in zip(rows_of(found), rows_of(wanted), strict=True):
+        assert (uid, one.sample, one.stop, verdict) == (other_uid, other.sample, other.stop, other_verdict)
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        same = np.testing.assert_array_equal if not lag else (lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5))
+        same(one.logprobs, other.logprobs)
+        if not lag:
+            np.testing.assert_array_equal(one.versions, other.versions)
+    assert max(age_metrics(groups, step)["rollout/lag_max"] for step, groups in enumerate(found)) == lag
