@@ -124,14 +124,22 @@ def faked():
         yield
 
 
-def opened(config, seed, processes=None):
-    """(stream, run, engine) of a configuration on an engine that computes nothing."""
-    engine, mesh = FakeEngine(seed), SimpleNamespace(size=1)
+def sampling_on(engine, config, processes=None):
+    """The group sampler of a configuration on an engine that computes nothing."""
     sampler = Sampler.of(engine, None, None)
     sampler.submission = stepped
-    sampling = GroupSampler(sampler, None, processes or Processes(), config.resample, config.group.size)
-    run = RunState("state", (), Problems(config.group.problems), initial_state(config))
-    return RolloutStream(config, sampling, mesh), run, engine
+    return GroupSampler(sampler, None, processes or Processes(), config.resample, config.group.size)
+
+
+def fresh_run(config):
+    return RunState("state", (), Problems(config.group.problems), initial_state(config))
+
+
+def opened(config, seed, processes=None):
+    """(stream, run, engine) of a configuration on an engine that computes nothing."""
+    engine = FakeEngine(seed)
+    stream = RolloutStream(config, sampling_on(engine, config, processes), SimpleNamespace(size=1))
+    return stream, fresh_run(config), engine
 
 
 def play(stream, run, engine, steps, rng, *, again=0.0):

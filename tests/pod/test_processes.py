@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.engine.records import RolloutStats
-from grpo_roc_jax.pod import processes as processes_module
 from grpo_roc_jax.pod.processes import (
     AddressedProcesses,
     ClusterProcesses,
@@ -302,7 +301,9 @@ def test_statistics_of_engines_add_up():
 
 
 class Sends(Processes):
-    """A thread as a process, with the exchange of the others in memory; pieces have 32 bytes."""
+    """A thread as a process, with the exchange of the others in memory."""
+
+    piece_bytes = 32
 
     def __init__(self, index, count, hall):
         self.index, self.count, self.hall, self.runs = index, count, hall, Counter()
@@ -318,10 +319,8 @@ class Sends(Processes):
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_values_of_any_sizes_arrive_whole(count, monkeypatch):
+def test_values_of_any_sizes_arrive_whole(count):
     """A long value of one process is added up with nothing of the others; equal ones are sent side by side."""
-    monkeypatch.setattr(processes_module, "PIECE", 32)
-    monkeypatch.setattr(processes_module, "HEAD", 24)
     rng = np.random.default_rng(count)
     for case in range(30):
         sizes = rng.integers(0, 400, count) if case % 2 else np.where(np.arange(count) == case % count, 600, 0)
@@ -329,7 +328,7 @@ def test_values_of_any_sizes_arrive_whole(count, monkeypatch):
         hall = SimpleNamespace(pieces=[None] * count, barrier=threading.Barrier(count, timeout=60))
         every = [Sends(index, count, hall) for index in range(count)]
         with ThreadPoolExecutor(count) as pool:
-            found = [*pool.map(lambda one, values=values: one._gather(values[one.index]), every)]
+            found = [*pool.map(lambda one, values=values: one.exchange(values[one.index]), every)]
         assert found == [values] * count
         assert all(one.runs == every[0].runs for one in every)
         one_has_all = count > 2 and not case % 2

@@ -69,7 +69,7 @@ def test_groups_are_whole_oldest_first_and_none_too_old(made, lag, late):
                 assert group.size == SAMPLES or late == "drop"
         kept = sum(group.size for _, samples in taken for group in samples.groups)
         assert len(places) == len(set(places))
-        waiting = sum(len(rows) for group in stream._open for rows in group.rows)
+        waiting = sum(len(rows) for group in stream.open_groups for rows in group.rows)
         assert len(engine.submitted) == kept + dropped + waiting
         keys = Counter((r.step, r.place, r.first_sample) for r in engine.submitted)
         assert set(keys.values()) == {1}

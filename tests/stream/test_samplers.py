@@ -10,10 +10,8 @@ import pytest
 
 from grpo_roc_jax.config import derived, read_config
 from grpo_roc_jax.engine.publish import NonFiniteWeightsError
-from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run import components
 from grpo_roc_jax.run.components import check_together
-from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.stream.open_groups import SamplerFailed
 from grpo_roc_jax.stream.rollout_stream import RolloutStream, age_metrics
@@ -27,7 +25,7 @@ from grpo_roc_jax.stream.samplers import (
     digest,
 )
 from tests.helpers.local_samplers import Killed, LocalTransport, OneNumber
-from tests.helpers.stream_fakes import SAMPLES, FakeEngine, faked, opened, stepped
+from tests.helpers.stream_fakes import SAMPLES, FakeEngine, faked, fresh_run, sampling_on
 
 PROBLEMS, STEPS = 3, 6
 
@@ -54,15 +52,11 @@ class Played:
         self.engines = []
 
         def make(number):
-            engine = VersionedEngine(100 * seed + number)
-            sampler = Sampler.of(engine, None, None)
-            sampler.submission = stepped
-            self.engines.append(engine)
-            sampling = GroupSampler(sampler, None, None, self.config.resample, self.config.group.size)
-            return HostedGroups(self.policy, sampling, warm_up=False)
+            self.engines.append(VersionedEngine(100 * seed + number))
+            return HostedGroups(self.policy, sampling_on(self.engines[-1], self.config), warm_up=False)
 
-        self.local, self.run, self.engine = opened(self.config, seed, processes)
-        self.engine.config, self.sampling = self.config.rollout, self.local._sampling
+        engine, self.run = FakeEngine(seed), fresh_run(self.config)
+        engine.config, self.sampling = self.config.rollout, sampling_on(engine, self.config, processes)
         self.sampling.sampler.chat = SimpleNamespace(prompt_ids=lambda problem, suffix: [1, 2])
         self.transport = LocalTransport(make)
         time = {} if clock is None else {"clock": clock}
@@ -127,14 +121,14 @@ def test_samplers_that_are_killed_lose_their_rows_and_nothing_else(play, lag, la
             played.step(int(rng.integers(4)))
         check(played, lag, late)
         kills = sum(sampler.lost for sampler in played.transport.samplers)
-        assert kills and played.total("lost") + played.pool._counts["lost"] <= kills
+        since = played.pool.metrics()  # the last step
+        assert kills and played.total("lost") + since["samplers/lost"] <= kills
         assert len(played.transport.alive) == 2 and played.total("joined") >= 2
         given = [number for sampler in played.transport.samplers for number in sampler.given]
-        again = played.total("groups_again") + played.pool._counts["groups_again"]
-        assert len(given) == len(set(given)) + again
+        assert len(given) == len(set(given)) + played.total("groups_again") + since["samplers/groups_again"]
         kept = sum(group.size for _, samples in played.taken for group in samples.groups)
         dropped = sum(metrics["rollout/dropped_stale"] for metrics in played.metrics)
-        waiting = sum(len(rows) for group in played.stream._open for rows in group.rows)
+        waiting = sum(len(rows) for group in played.stream.open_groups for rows in group.rows)
         assert kept + dropped + waiting == played.run.stream.drawn * SAMPLES
 
 
@@ -155,9 +149,8 @@ def test_work_is_divided_and_goes_on_while_one_sampler_starts(play):
 def test_a_full_sampler_gets_no_more_and_the_rest_waits(play):
     played = play(1, *limit(2), "rollout.slots=4", "rollout.narrow=[]", count=1)
     played.step(meanwhile=0)
-    assert len(played.pool._queue) > 0
-    most = played.pool._slots + SAMPLES
-    assert max(member.rows for member in played.pool._members) <= most
+    assert played.metrics[-1]["samplers/queued_groups"] > 0
+    assert max(member.rows for member in played.pool.members) <= 4 + SAMPLES
     while played.run.step < STEPS:
         played.step()
     check(played, 2, "wait")
@@ -257,14 +250,14 @@ def test_a_group_that_begins_again_is_as_young_as_its_weights(play):
     """Otherwise a lag would make the step wait for it, or drop its rows."""
     played = play(8, *limit(1))
     played.step(meanwhile=0)
-    lost = max(played.transport.alive, key=lambda sampler: len(sampler.groups._groups))
-    waiting = set(lost.groups._groups)
+    lost = max(played.transport.alive, key=lambda sampler: len(sampler.groups.open_groups))
+    waiting = set(lost.groups.open_groups)
     assert waiting
     lost.lost = True
     played.run.train = SimpleNamespace(params=played.run.step / 2)
     played.stream.publish(played.policy, played.run)
     played.pool.advance(0.0)
-    born = {group.number: group.born for group in played.stream._open}
+    born = {group.number: group.born for group in played.stream.open_groups}
     assert all(born[number] == 1 for number in waiting)
 
 

@@ -46,7 +46,8 @@ def test_all_processes_take_the_same_groups_though_samplers_are_killed(lag, late
         kills = sum(sampler.lost for sampler in first.transport.samplers)
         assert kills and len(first.transport.alive) == 2
         given = [number for sampler in first.transport.samplers for number in sampler.given]
-        assert len(given) == len(set(given)) + first.total("groups_again") + first.pool._counts["groups_again"]
+        since = first.pool.metrics()  # the last step
+        assert len(given) == len(set(given)) + first.total("groups_again") + since["samplers/groups_again"]
         for other in others:
             assert not other.engines and contents(other.taken) == contents(first.taken)
             assert other.metrics == first.metrics
@@ -56,7 +57,7 @@ def test_all_processes_take_the_same_groups_though_samplers_are_killed(lag, late
             ]
         kept = sum(group.size for _, samples in first.taken for group in samples.groups)
         dropped = sum(metrics["rollout/dropped_stale"] for metrics in first.metrics)
-        waiting = sum(len(rows) for group in first.stream._open for rows in group.rows)
+        waiting = sum(len(rows) for group in first.stream.open_groups for rows in group.rows)
         assert kept + dropped + waiting == first.run.stream.drawn * SAMPLES
 
 
@@ -161,7 +162,7 @@ def test_a_signal_to_a_process_without_samplers_ends_the_step_in_all():
     def one(processes):
         played = Played(5, *limit(1), processes=processes)
         if processes.first:
-            played.pool.advance = lambda timeout_s: setattr(processes, "_stopping", True)
+            played.pool.advance = lambda timeout_s: setattr(processes, "others_stopping", True)
         else:
             processes.preemption.asked = True
         return outcome(played.step)
