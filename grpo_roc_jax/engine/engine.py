@@ -132,7 +132,7 @@ class Engine:
 
     def warmup(self, sampler: SamplerParams) -> list[ProgramCost]:
         """Compiles every program a run can need; a table of names, seconds and scratch bytes."""
-        with phase("compiling the programs of the sampler"):
+        with phase("compiling the programs of the sampler", once=True):
             return self.programs.warmup(sampler.params)
 
     def describe_attention(self) -> str:

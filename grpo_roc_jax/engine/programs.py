@@ -501,7 +501,7 @@ class SamplerPrograms:
         executable = self._compiled.get(key)
         if executable is None:
             name = "/".join(map(str, call.key))
-            with phase(f"compiling {name}"):
+            with phase(f"compiling {name}", once=True):
                 executable = self._compiled[key] = self._compile(call, name)
         return executable(*call.arguments)
 

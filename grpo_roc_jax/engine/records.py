@@ -43,7 +43,7 @@ class RolloutLines:
             self._phase, self._first = self._open.enter_context(begun), tokens
         rate = (tokens - self._first) / max(self._phase.clock() - self._phase.started, REFRESH_S)
         on_tools = f", {waiting} on tools" if waiting else ""
-        self._phase.at(done, f"{live} live{on_tools}, {rate:,.0f} tokens/s")
+        self._phase.at(done, f"{live} live{on_tools}, {rate:,.0f} tokens/s", live + waiting)
         if done >= total:
             self.close()
 

@@ -252,7 +252,7 @@ class GroupLearner:
 
     def warmup(self, run: LearningRun) -> None:
         """Compiles the programs of training by running them in a way that changes nothing."""
-        with phase("compiling the update"):
+        with phase("compiling the update", once=True):
             run.train, _, _ = self._update(run, [self.on_mesh([], temperature_of(self.config, run))], Phase("update"))
         if reference_sync(self.config)[0]:
             run.reference = self.mixed(run.train.params, run.reference, np.float32(0.0))

@@ -39,17 +39,23 @@ class Phase:
     routine: bool = False
     """Whether it recurs many times, so that it has lines only if nothing else was written for long."""
     unit: str = "step"
+    once: bool = False
+    """Whether it comes once, as a compilation does: its seconds say nothing of the steps that are left around it."""
     say: Callable[[str], None] = lambda line: None
     clock: Clock = time.monotonic
     status: str = ""
     """A description of its progress; see `at`."""
     done: int = 0
+    live: int = 0
+    """Steps that run at the same time, of which each counts as half done; 0 where one follows another."""
     usual: float = 0.0
     """Seconds of a step in an earlier run, or of all of it if it has none; 0 if unknown."""
     started: float = 0.0
     announced: bool = False
     _first_s: float = 0.0
     """Seconds of the first step, which includes compilation."""
+    _aside: float = 0.0
+    """Seconds of the phases inside it that come once."""
     _grew: float = 0.0
     """Time at which `done` grew last."""
     _stepped: float = field(default=0.0)
@@ -58,11 +64,15 @@ class Phase:
     def __post_init__(self) -> None:
         self.started = self._stepped = self._grew = self.clock()
 
-    def at(self, done: int, status: str = "") -> None:
-        """Records how many steps are done; the narrator writes a line if one is due."""
+    def at(self, done: int, status: str = "", live: int = 0) -> None:
+        """Records how many steps are done, and how many run at once; the narrator writes a line if one is due."""
         if done > self.done:
             self._grew = self.clock()
-        self.done, self.status = done, status
+        self.done, self.status, self.live = done, status, live
+
+    def set_aside(self, seconds: float) -> None:
+        """Leaves seconds out of those of a step; see `once`."""
+        self._aside += seconds
 
     def step(self, done: int) -> None:
         """Records that step number `done`, counted from 1, has ended. The first steps have a line, later ones one per
@@ -88,6 +98,10 @@ class Phase:
     def left(self, now: float) -> str:
         """How long it still takes, in words after a comma; empty if nothing says so."""
         left, each = self.steps - self.done, self._each() if self.done > 1 else self.usual
+        if self.steps and self.live:
+            ended = self.done + self.live / 2
+            more = (now - self.started - self._aside) / ended * (self.steps - ended)
+            return f", {describe_seconds(more)} left" if self.done and more > 0 else ""
         if self.steps:
             more = max(each * left - (now - self._grew), each * (left - 1))  # the step that runs may take longer
             return f", {describe_seconds(more)} left" if more > 0 else ""
@@ -146,6 +160,9 @@ class Narrator:
     def end(self, phase: Phase, *, failed: bool) -> None:
         with self._lock:
             self._open.remove(phase)
+            if phase.once and not any(other.once for other in self._open):  # else that one counts it
+                for around in self._open:
+                    around.set_aside(self.clock() - phase.started)
         if not failed and (seconds := phase.seconds()) > 0:
             self.measured[phase.name] = seconds
         if phase.announced and not failed:
@@ -199,7 +216,9 @@ def narrated(say: Callable[[str], None], clock: Clock = time.monotonic, poll_s: 
 
 
 @contextmanager
-def phase(name: str, *, steps: int = 0, routine: bool = False, unit: str = "step") -> Iterator[Phase]:
+def phase(
+    name: str, *, steps: int = 0, routine: bool = False, unit: str = "step", once: bool = False
+) -> Iterator[Phase]:
     """A phase that lasts as long as the block.
 
     Args:
@@ -207,12 +226,14 @@ def phase(name: str, *, steps: int = 0, routine: bool = False, unit: str = "step
         steps: Number of steps that `Phase.step` or `Phase.at` counts; 0 for none.
         routine: Whether it recurs many times, so that it has lines only if nothing else was written for long.
         unit: What a step is called.
+        once: Whether it comes once, as a compilation does, so that the time left around it is reckoned without it.
     """
     narrator = _narrator
     if narrator is None:
-        yield Phase(name, steps, routine, unit)
+        yield Phase(name, steps, routine, unit, once)
         return
-    opened_phase = Phase(name, steps, routine, unit, narrator.tell, narrator.clock, usual=narrator.usual.get(name, 0.0))
+    usual = narrator.usual.get(name, 0.0)
+    opened_phase = Phase(name, steps, routine, unit, once, narrator.tell, narrator.clock, usual=usual)
     narrator.begin(opened_phase)
     failed = True
     try:
