@@ -166,7 +166,7 @@ def test_a_chunk_computes_all_rows_unless_told_fewer(monkeypatch):
         report = ChunkReport(slots.token[None], slots.token[None] / 8, jnp.zeros((0, len(count))), count, jnp.ones(1))
         return pool, slots.replace(position=slots.position + count), report
 
-    monkeypatch.setattr(decode, "_draw_chunk", draw)
+    monkeypatch.setattr(decode, "draw_chunk", draw)
     monkeypatch.setattr(decode, "apply_patch", lambda slots, patch: slots)
     slots = init_slots(4).replace(token=jnp.array([5, 6, 7, 8]), active=jnp.array([True, False, True, True]))
     pool, settings = SimpleNamespace(map_memory=lambda *_: pool), ChunkSettings(SamplingConfig(), 2)
@@ -181,20 +181,15 @@ def test_a_chunk_computes_all_rows_unless_told_fewer(monkeypatch):
 def test_logits_are_gathered_on_a_mesh_without_tensor():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     logits = jnp.ones((2, 4))
-    assert decode._gathered(logits, mesh).sharding.is_fully_replicated and decode._gathered(logits, None) is logits
+    assert decode.gathered(logits, mesh).sharding.is_fully_replicated and decode.gathered(logits, None) is logits
 
 
-def test_the_cost_of_a_program_has_the_cache_of_one_shard(monkeypatch):
-    found = []
-    monkeypatch.setattr(programs_module, "program_cost", lambda name, start, executable, cache: found.append(cache))
-    programs, pool = (
-        object.__new__(programs_module.SamplerPrograms),
-        allocate(MODEL, PoolSize(4, 16, 2), jnp.float32, PAGED),
-    )
-    programs.shards, programs.costs = 2, []
-    programs.lower = lambda call: SimpleNamespace(compile=lambda: None)
-    programs._compile(SimpleNamespace(key=("decode", 2), arguments=({}, pool), by_layer=None), "decode/2")
-    assert found == [4 * 16 * 2 * 128 * 4 // 2]
+def test_the_cost_of_a_program_has_the_cache_of_one_shard():
+    programs = engine_of("xla", make_mesh(ShardingConfig(data=2), jax.devices()[:2])).programs
+    pool, none = programs.new_pool(), np.full((2, programs.shards * programs_module.COPIES), 10**6, np.int32)
+    cache_bytes, none = pool.nbytes, programs.place(none, None, programs.row_axes)
+    programs.copy(pool, none, none)
+    assert programs.costs[-1].name == "copy" and programs.costs[-1].cache_bytes == cache_bytes // 2
 
 
 def test_rows_of_appends():

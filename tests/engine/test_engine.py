@@ -381,7 +381,7 @@ def hanging_chunks(engine, params):
 
 
 def test_logits_that_stay_split_are_refused_before_they_hang(monkeypatch):
-    monkeypatch.setattr(decode, "_gathered", lambda logits, mesh: logits)
+    monkeypatch.setattr(decode, "gathered", lambda logits, mesh: logits)
     mesh = make_mesh(ShardingConfig(fsdp=2, tensor=2), jax.devices()[:4])
     engine = make_engine(SPLIT, replace(ROLLOUT, slots=8), SamplingConfig(), STOPS, mesh)
     found = hanging_chunks(engine, state_like(SPLIT, OptimConfig(), mesh).params)

@@ -34,7 +34,7 @@ def test_the_others_make_the_leaders_calls_on_the_same_devices(monkeypatch):
         made.setdefault(self, []).append(result)
         return (result, call.key, "report") if call.key[0] == "decode" else result
 
-    monkeypatch.setattr(SamplerPrograms, "_run", ran)
+    monkeypatch.setattr(SamplerPrograms, "run", ran)
     leader, follower = (SharedPrograms(MODEL, ROLLOUT, SamplingConfig(), STOPS, None, mesh) for _ in range(2))
 
     def send(call):

@@ -52,16 +52,16 @@ def test_the_weights_before_are_gone_when_the_next_are_made(params, expected, pi
     engine = engine_of(pipeline=pipeline)
     engine.submit(engine.publish(params, 5), requests, FakeTools(requests))
     engine.advance()
-    publish, held = engine._publisher.publish, []
+    publish, held, device = engine.publisher.publish, [], engine.scheduler.device
 
     def seen(*given):
-        held.append((engine._running.device.sampler, engine._running.device.flight))
+        held.append((device.sampler, device.flight))
         return publish(*given)
 
-    monkeypatch.setattr(engine._publisher, "publish", seen)
+    monkeypatch.setattr(engine.publisher, "publish", seen)
     engine.publish(params, 6)
     assert held == [(None, None)]
-    assert engine._running.device.sampler.version == 6
+    assert device.sampler.version == 6
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -77,7 +77,7 @@ def test_weights_that_are_not_published_change_nothing_for_a_caller_that_holds_t
     with pytest.raises(NonFiniteWeightsError):
         engine.publish(params | {"embed": params["embed"] * np.nan}, 6)
     if not held:
-        assert engine._running.device.sampler is None
+        assert engine.scheduler.device.sampler is None
         return
     found |= drain(engine, 20 - len(found))
     assert_same_tokens([found[ticket] for ticket in range(20)], wanted)

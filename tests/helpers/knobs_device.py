@@ -415,7 +415,7 @@ def laid_out(config: Config) -> str:
     model = ModelConfig(vocab_size=VOCABULARY, head_dim=128)
     with mock.patch.object(programs_module, "platform_of", lambda mesh: "tpu"):
         made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None)
-        return str(jax.tree.map(jnp.shape, made._pool_like()))
+        return str(jax.tree.map(jnp.shape, made.pool_like()))
 
 
 def stored(config: Config) -> str:
@@ -424,7 +424,7 @@ def stored(config: Config) -> str:
     made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None)
     params = jax.eval_shape(partial(init_params, config=model), jax.random.key(0))
     published = jax.eval_shape(partial(unstack, config=model, form=Published(config.rollout.weight_dtype)), params)
-    return str((made._pool_like(), published))
+    return str((made.pool_like(), published))
 
 
 ENGINE = {
