@@ -125,7 +125,7 @@ def end_group(program: subprocess.Popen) -> None:
     program.wait()
 
 
-class _Worker:
+class WorkerProcess:
     """A process with episodes; `pending` holds what it has not answered."""
 
     def __init__(self, settings: HeldSettings):
@@ -201,34 +201,35 @@ class ProcessHost:
 
     def __init__(self, settings: HeldSettings, workers: int):
         self._settings, self._mutex = settings, threading.Lock()
-        self._workers = [self._start() for _ in range(workers)]
+        self.workers = [self._start() for _ in range(workers)]
+        """What holds the episodes; another one is put in the place of one that ends."""
         self._homes: dict[str, int] = {}
 
     def _start(self) -> Any:
-        return _Worker(self._settings)
+        return WorkerProcess(self._settings)
 
     def call(self, key: str, operation: str, *arguments: Any) -> "Future[Answer]":
         with self._mutex:
             if operation == "open":
                 loads = Counter(self._homes.values())
-                self._homes[key] = min(range(len(self._workers)), key=lambda i: loads[i])
+                self._homes[key] = min(range(len(self.workers)), key=lambda i: loads[i])
             home = self._homes.get(key, 0) if operation != "end" else self._homes.pop(key, 0)
-            if self._workers[home].lost:
-                self._workers[home] = self._start()
-            return self._workers[home].call(key, operation, arguments)
+            if self.workers[home].lost:
+                self.workers[home] = self._start()
+            return self.workers[home].call(key, operation, arguments)
 
     def abandon(self, key: str) -> None:
         with self._mutex:
             home = self._homes.pop(key, None)
             if home is not None:
-                self._workers[home].end()
+                self.workers[home].end()
 
     def close(self) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             worker.end()
 
 
-class _ActorWorker:
+class WorkerActor:
     """A Ray actor with episodes, which Ray restarts if it ends."""
 
     lost = False
@@ -269,7 +270,7 @@ class ActorHost(ProcessHost):
         super().__init__(settings, workers)
 
     def _start(self) -> Any:
-        return _ActorWorker(self._settings, self._cpus)
+        return WorkerActor(self._settings, self._cpus)
 
 
 def make_host(choice: Host, settings: HeldSettings) -> EpisodeHost:

@@ -336,7 +336,7 @@ class Processes:
         return self._run(self._together, piece)
 
     def _add(self, piece: np.ndarray) -> np.ndarray:
-        """The sum of the pieces of all processes, uint8[piece_bytes], of which at most one has something at each byte."""
+        """The sum of the pieces of all processes, of which at most one has something at each byte."""
         return self._run(self._summed, piece.view(np.uint32)).view(np.uint8)
 
     def _run(self, program: Callable[[jax.Array], jax.Array], piece: np.ndarray) -> np.ndarray:

@@ -607,13 +607,14 @@ class ServerThread:
         self.endpoint = make(self._io.call_soon_threadsafe)
         self._thread = threading.Thread(target=self._io.run_forever, daemon=True, name="http")
         self._thread.start()
-        self._sockets = bind_sockets(port, host)
-        self.port: int = self._sockets[0].getsockname()[1]
+        self.sockets = bind_sockets(port, host)
+        """The listening sockets."""
+        self.port: int = self.sockets[0].getsockname()[1]
         self._server = asyncio.run_coroutine_threadsafe(self._listen(), self._io).result()
 
     async def _listen(self) -> HTTPServer:
         server = self.endpoint.server()
-        server.add_sockets(self._sockets)
+        server.add_sockets(self.sockets)
         return server
 
     def close(self) -> None:

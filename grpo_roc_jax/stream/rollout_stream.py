@@ -285,8 +285,8 @@ class RolloutStream:
         return json.dumps([self._failure is not None, [(g.number, g.born, g.complete) for g in changed]])
 
     def _learn(self, news: Sequence[str]) -> None:
-        """Takes over what the processes tell about their groups; `open_groups` is in the same order in all of them once they
-        have gathered it."""
+        """Takes over what the processes tell about their groups; `open_groups` is in the same order in all of them once
+        they have gathered it."""
         read = [json.loads(text) for text in news]
         self._failed_elsewhere = any(failed for failed, _ in read)
         told = {number: (born, complete) for _, groups in read for number, born, complete in groups}

@@ -204,7 +204,7 @@ def test_explanations_train_in_the_first_optimizer_step_only(monkeypatch):
     groups = [make_group(seed, 4) for seed in range(4)]
     plain = placed(config).batches(groups, (), a_run())
     extra = plain[0].rows[:2]
-    monkeypatch.setattr(GroupLearner, "_explanation_rows", lambda self, explained, run: extra)
+    monkeypatch.setattr(GroupLearner, "explanation_rows", lambda self, explained, run: extra)
     explained = placed(config).batches(groups, groups[:1], a_run())
     assert [len(batch.packed) for batch in explained] == [10, 8, 8, 8] and [len(b.packed) for b in plain] == [8] * 4
 

@@ -146,12 +146,12 @@ def test_new_weights_empty_the_cache_and_an_answer_names_those_that_drew_it():
         loop, newer = server.endpoint.loop, small_policy()[2]
 
         def publish_when_asked():
-            if not loop._jobs:
+            if not loop.jobs:
                 return None
-            loop._duty = lambda: None
+            loop.duty = lambda: None
             return loop.engine.publish(newer, 8)
 
-        loop._duty = publish_when_asked
+        loop.duty = publish_when_asked
         answer = server.ask("/v1/completions", body)[1]
         assert answer["policy_version"] == 8 and answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert [one["version"] for one in answer["choices"][0]["weight_versions"]] == [8]
@@ -238,7 +238,7 @@ def test_a_client_that_leaves_ends_its_request(server):
         link.sendall(head + body)
         wait_for(lambda: server.endpoint.running)
     wait_for(lambda: server.endpoint.loop.engine.stats.stops["cancelled"] > before)
-    wait_for(lambda: not server.endpoint.running and not server.endpoint.loop._jobs)
+    wait_for(lambda: not server.endpoint.running and not server.endpoint.loop.jobs)
     assert server.chat(HELLO)["choices"]
 
 
