@@ -103,9 +103,9 @@ def state_leaves(config: Config) -> dict[str, list]:
     return describe_leaves(jax.eval_shape(make))
 
 
-def check_alike(processes: Processes, config: Config, run_dir: Path) -> None:
+def check_alike(processes: Processes, config: Config, run_dir: Path, *, seen_s: int = SEEN_S) -> None:
     """Refuses processes that were started with other settings or versions than the first, or that see another
-    directory.
+    directory within `seen_s` seconds.
 
     Raises:
         ConfigError: Raised in all processes; the message names the process and the difference.
@@ -113,7 +113,8 @@ def check_alike(processes: Processes, config: Config, run_dir: Path) -> None:
     if processes.count == 1:
         return
     settings = {name: str(value) for name, value in flatten(config) if not name.startswith("distributed.")}
-    settings |= {"version": __version__, **versions(PACKAGES), "sees the run directory": str(appears(run_dir / "lock"))}
+    sees = str(appears(run_dir / "lock", seen_s))
+    settings |= {"version": __version__, **versions(PACKAGES), "sees the run directory": sees}
     first, *others = processes.gather(settings)
     for index, other in enumerate(others, 1):
         names = [name for name in first | other if first.get(name) != other.get(name)]
@@ -124,9 +125,9 @@ def check_alike(processes: Processes, config: Config, run_dir: Path) -> None:
             raise ConfigError("\n".join(["the processes of a run must be started alike, on a shared disk:", *lines]))
 
 
-def appears(path: Path) -> bool:
+def appears(path: Path, seconds: int) -> bool:
     """Whether a file that another process has made becomes visible here. Network file systems can take seconds."""
-    for _ in range(SEEN_S):
+    for _ in range(seconds):
         if path.exists():
             return True
         time.sleep(1)

@@ -470,12 +470,13 @@ ROLLOUT = (
 
 
 def published_weights(config: Config) -> Any:
-    """Whether the weight check accepts weights whose probe is off by 1e-4 nats."""
-    publisher = Publisher(ModelConfig(vocab_size=VOCABULARY), None, config.rollout.weight_check_tolerance)
-    publisher._move = lambda params: params | {"layers": ()}
-    publisher._training, publisher._probe = (lambda params, tokens, off=off: jnp.float32(off) for off in (0, 1e-4))
+    """Whether the weight check accepts weights that were altered by some 1e-4."""
+    model = ModelConfig(d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16, vocab_size=VOCABULARY)
+    publisher = Publisher(model, None, config.rollout.weight_check_tolerance)
+    honest = publisher.convert
+    publisher.convert = lambda params: jax.tree.map(lambda leaf: leaf * 1.0003, honest(params))
     try:
-        return publisher.publish({"embed": jnp.ones(1), "layers": {}}, 1).version
+        return publisher.publish(init_params(jax.random.key(0), model), 1).version
     except StaleWeightsError:
         return "refused"
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -234,7 +235,7 @@ def judged(config: Config) -> Any:
     rows.append(replace(rows[0], stop="length"))
     rows = [replace(row, reward=0.7) for row in rows]
     ScriptedWorker.started, ScriptedWorker.limits = [], set()
-    with mock.patch.object(verify.subprocess, "Popen", ScriptedWorker):
+    with mock.patch.object(subprocess, "Popen", ScriptedWorker):
         scorer = make_scorer(config.reward)
         rubric = {"rubric": ["boxed"], "points": [{"text": "the answer", "weight": 3}]}
         listed = Problem("r", "?", "2, 0, 1", "s", {"years": 8, "months": 1})

@@ -79,18 +79,19 @@ def test_a_cut_leaves_room_for_a_token():
     assert not fits(limits(response=20), CHAT, request(16))
 
 
-def test_figures_of_sampling_are_those_before_an_edit(monkeypatch):
+def repaired(group):
+    """A group without failing calls."""
+    clean = [replace(verdict, tool_calls=1, tool_errors=0) for verdict in group.verdicts]
+    return replace(group, verdicts=tuple(clean))
+
+
+def test_figures_of_sampling_are_those_before_an_edit():
     """An edit that repairs failing calls would show a policy without failing calls from the first step on."""
     group = make_group(0, 4)
     failing = [replace(verdict, tool_calls=2, tool_errors=1, status="correct") for verdict in group.verdicts]
     group = replace(group, verdicts=tuple(failing))
-
-    def repair(group):
-        clean = [replace(verdict, tool_calls=1, tool_errors=0) for verdict in group.verdicts]
-        return replace(group, verdicts=tuple(clean))
-
-    monkeypatch.setattr(sample, "resolve", lambda *_: repair)
-    found = sample.edited(Config(), None, [group], [SimpleNamespace(groups=(group,))])
+    config = method("grpo", f"--method.edit_groups={__name__}:repaired")
+    found = sample.edited(config, None, [group], [SimpleNamespace(groups=(group,))])
     assert [verdict.tool_errors for verdict in found.groups[0].verdicts] == [0] * 4
     for samples in (found, sample.merge_rounds([found, found])):
         metrics = replace(samples, groups=(), waves=()).metrics()
@@ -178,10 +179,10 @@ class Placed(GroupLearner):
         return Scores([(t.logprobs - params * t.policy_mask).astype(np.float32) for t in trajectories])
 
 
-def placed(config, update=None):
+def placed(config, update=None, kind=Placed):
     learner = Learner(ModelConfig())
     learner.update_step = update
-    return Placed(config, learner, None)
+    return kind(config, learner, None)
 
 
 def a_run():
@@ -199,13 +200,17 @@ def test_epochs_pass_over_the_parts_again():
     assert len(placed(method("grpo")).batches(groups, (), a_run())) == 1
 
 
-def test_explanations_train_in_the_first_optimizer_step_only(monkeypatch):
+def test_explanations_train_in_the_first_optimizer_step_only():
     config = method("grpo", "--batch.updates={kind: several, parts: 2, epochs: 2}", "--group.problems=4")
     groups = [make_group(seed, 4) for seed in range(4)]
     plain = placed(config).batches(groups, (), a_run())
     extra = plain[0].rows[:2]
-    monkeypatch.setattr(GroupLearner, "explanation_rows", lambda self, explained, run: extra)
-    explained = placed(config).batches(groups, groups[:1], a_run())
+
+    class Explaining(Placed):
+        def explanation_rows(self, explained, run):
+            return extra
+
+    explained = placed(config, kind=Explaining).batches(groups, groups[:1], a_run())
     assert [len(batch.packed) for batch in explained] == [10, 8, 8, 8] and [len(b.packed) for b in plain] == [8] * 4
 
 

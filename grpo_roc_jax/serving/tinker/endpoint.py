@@ -27,7 +27,7 @@ from tornado.web import Application, HTTPError
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.families import Family
 from grpo_roc_jax.model.lora import LowRank, Target, save_adapter
-from grpo_roc_jax.sandbox.http_guard import IDLE_S, REQUEST_S, Connections, RequestHead, refusal
+from grpo_roc_jax.sandbox.http_guard import IDLE_S, Connections, RequestHead, refusal
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of, read_body, whole_number
 from grpo_roc_jax.serving.sampling_fields import stop_finder
 from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob
@@ -182,7 +182,7 @@ class TinkerEndpoint:
             app,
             max_body_size=(self.limits.body_mb << 20) + 1,
             idle_connection_timeout=IDLE_S,
-            body_timeout=REQUEST_S,
+            body_timeout=self.limits.request_s,
         )
         self.connections = server.connections
         return server
