@@ -66,7 +66,14 @@ def prompt_end(config: Config, step: int) -> PromptEnd:
     return condition, text + prompt_suffix(config.shaping, step)
 
 
-def check_before_training(config: Config, policy: PolicyModel, sampling: GroupSampler, trained: Any) -> list[str]:
+def check_before_training(
+    config: Config,
+    policy: PolicyModel,
+    sampling: GroupSampler,
+    trained: Any,
+    *,
+    sample: Callable[..., ScoredRollouts] = sample_groups,
+) -> list[str]:
     """Lines on held-out success under the prompts that `plan.condition` compares; none where it compares none.
 
     Args:
@@ -74,6 +81,7 @@ def check_before_training(config: Config, policy: PolicyModel, sampling: GroupSa
         policy: The model on its mesh.
         sampling: Group sampler of the run.
         trained: Parameters of the training state after the supervised stage.
+        sample: Rolls out and scores problems.
 
     Raises:
         ConfigError: The condition refuses a policy of such success.
@@ -86,7 +94,7 @@ def check_before_training(config: Config, policy: PolicyModel, sampling: GroupSa
     for condition, text in prompt_ends:
         extras = {"condition": condition, "suffix": text}
         options = RunOptions(0, "evaluate")
-        sampled = sample_groups(sampling, weights, problems, config.eval.samples, options, **extras)
+        sampled = sample(sampling, weights, problems, config.eval.samples, options, **extras)
         correct = [group.correct for group in sampled.groups if group.size]
         rates.append(float(np.mean(np.concatenate(correct))) if correct else 0.0)
     try:

@@ -234,10 +234,17 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
         )
 
 
-def choose_open(config: Config, policy: PolicyModel, processes: Processes, run_dir: Path) -> tuple[Config, list[str]]:
+def choose_open(
+    config: Config,
+    policy: PolicyModel,
+    processes: Processes,
+    run_dir: Path,
+    *,
+    free: Callable[[Any], float] = free_bytes,
+) -> tuple[Config, list[str]]:
     """(the configuration with the values that `run.choices` chooses for open settings, lines for the log). A resumed
     run takes its recorded choices: each choice changes the order of floating-point sums, and with it the last
-    digits."""
+    digits. `free`: bytes of memory that are free on a device of this process."""
     names = left_open(config)
     if not names:
         return config, []
@@ -254,7 +261,7 @@ def choose_open(config: Config, policy: PolicyModel, processes: Processes, run_d
     if "update.attention" in names:
         chosen["update.attention"] = attention_of(config, policy)[0]
         lines += [describe_attention(config, policy)] if attention_of(config, policy)[1] else []
-    room = min(float(of) for of in processes.gather(free_bytes(mesh)))
+    room = min(float(of) for of in processes.gather(free(mesh)))
     more, more_lines = choose(with_choices(config, chosen), model, mesh, most_rows(config), room)
     chosen |= more
     processes.once(lambda: record(run_dir, shapes, chosen))
