@@ -44,8 +44,8 @@ def reaches(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
             owner = ast.unparse(node.value)
             if owner not in ("self", "cls", "super()"):
                 yield "private", node.lineno, f"{owner}.{node.attr}"
-        elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith(REPLACERS):
-            if of_package(node.args[0], names):
+        elif isinstance(node, ast.Call) and node.args and of_package(node.args[0], names):
+            if ast.unparse(node.func).endswith(REPLACERS):
                 yield "patch", node.lineno, ast.unparse(node)
 
 

@@ -85,7 +85,7 @@ def ending(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    return UNPRINTABLE.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return UNPRINTABLE.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def may_blame_policy(error: BaseException, environment: Any) -> bool:

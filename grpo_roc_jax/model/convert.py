@@ -460,9 +460,9 @@ def _read_blocks(
         if packed:
             bounds[like.axis] = tuple(2 * bound for bound in bounds[like.axis])
         out = np.empty([last - first for first, last in bounds], dtype)
-        whole = Layout(rule, config) if part == "codes" else layout
+        stored = Layout(rule, config) if part == "codes" else layout
         slices = tuple(slice(*bound) for bound in bounds)
-        _read_slice(lambda name: tensors[name].block_parts()[part], rule, whole, layer, slices, out)
+        _read_slice(lambda name: tensors[name].block_parts()[part], rule, stored, layer, slices, out)
         return pack(out, like.axis) if packed else out
 
     def array(part: str) -> Array | None:

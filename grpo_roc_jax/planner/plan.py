@@ -88,24 +88,24 @@ def chosen_stages(config: Config, name: str) -> list[Config]:
     return stages
 
 
-def plan(config: Config, own: argparse.Namespace) -> dict[str, Any]:
+def plan(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     """The report on one configuration."""
-    topology = parse_topology(own.topology)
-    if own.suggest:  # whatever the mesh of the recipe: any pod has this one
+    topology = parse_topology(options.topology)
+    if options.suggest:  # whatever the mesh of the recipe: any pod has this one
         config = replace(config, sharding=ShardingConfig())
-    arithmetic = own.arithmetic or not has_compiler(topology)
-    deployment = deployment_of(config, topology, own.model_shape, arithmetic, own.mean_response)
-    only = tuple(own.programs.split(",")) if own.programs else ()
+    arithmetic = options.arithmetic or not has_compiler(topology)
+    deployment = deployment_of(config, topology, options.model_shape, arithmetic, options.mean_response)
+    only = tuple(options.programs.split(",")) if options.programs else ()
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    if own.suggest:
+    if options.suggest:
         return describe_suggestions(deployment, say)
     programs = needs_of(deployment, only, say)
     report = describe(deployment, programs, only)
-    if own.simulate or own.traces:
-        simulated = simulate_schedules(config, deployment.work, programs, topology.chip, own.traces)
+    if options.simulate or options.traces:
+        simulated = simulate_schedules(config, deployment.work, programs, topology.chip, options.traces)
         report |= {"simulated": simulated, "lines": report["lines"] + schedule_lines(simulated)}
     return report
 

@@ -103,7 +103,7 @@ def too_long_problems(config: Config, chat: ChatFormat) -> list[str]:
     beyond = {source: lengths for source, lengths in measured.items() if max(lengths) > most}
     if not beyond:
         return []
-    lengths = [length for found in beyond.values() for length in found]
+    lengths = [length for row_lengths in beyond.values() for length in row_lengths]
     return [
         f"{_named(beyond)}: {describe_lengths('prompts', lengths)}, of which {_share(lengths, most)} exceed "
         f"rollout.max_prompt_tokens = {most}; raise it to {max(lengths)}"
@@ -127,7 +127,7 @@ def too_long_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
         beyond = {source: numbers for source, numbers in measured.items() if max(numbers) > most}
         if not beyond:
             continue
-        numbers = [number for found in beyond.values() for number in found]
+        numbers = [number for row_numbers in beyond.values() for number in row_numbers]
         lines.append(
             f"{_named(beyond)}: demonstrations of {min(numbers)} to {max(numbers)} {what} after the "
             f"prompt, of which {_share(numbers, most)} exceed {setting} = {most}: the policy learns answers that it "
@@ -149,8 +149,8 @@ def useless_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
                 f"{', '.join(sorted(chat.tool_names)) or 'no tool'}: such calls always fail; set tools.enabled"
             )
             faults.setdefault(fault, []).append(source)
-        found = any(find_answer(trace.turns, tag=reward.answer_tag, lenient=lenient).answer for trace in traces)
-        if traces and only_answers and not found:
+        answered = any(find_answer(trace.turns, tag=reward.answer_tag, lenient=lenient).answer for trace in traces)
+        if traces and only_answers and not answered:
             fault = (
                 f"none of {len(traces)} demonstrations ends in an answer that can be read with "
                 f"reward.answer_tag = {reward.answer_tag} and reward.extraction = {reward.extraction}: rollouts like "

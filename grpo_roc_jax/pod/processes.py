@@ -325,9 +325,9 @@ class Processes:
         if 2 * in_a_row < self.count * at_a_time:
             start = sum(sizes[: self.index])
             pieces = [self._add(piece_of(mine, length * i - start, length)) for i in range(in_a_row)]
-            whole = b"".join(piece.tobytes() for piece in pieces)
+            joined = b"".join(piece.tobytes() for piece in pieces)
             starts = [sum(sizes[:i]) for i in range(len(sizes))]
-            return [whole[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+            return [joined[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         blocks = [self._exchange(piece_of(mine, length * i, length)) for i in range(at_a_time)]
         return [b"".join(block[i].tobytes() for block in blocks)[:size] for i, size in enumerate(sizes)]
 

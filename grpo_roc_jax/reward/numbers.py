@@ -39,16 +39,16 @@ def read_number(text: str) -> Fraction | str | None:
     match = _RATIO.fullmatch(text)
     if not match:
         return None
-    sign, whole, *parts = match.groups()
+    sign, integer, *parts = match.groups()
     numerator, denominator = (Fraction(part) for part in parts if part)
     if denominator == 0:
         return None
-    return (Fraction(whole or 0) + numerator / denominator) * (-1 if sign == "-" else 1)
+    return (Fraction(integer or 0) + numerator / denominator) * (-1 if sign == "-" else 1)
 
 
 def _exact(sign: str, decimal: str, exponent: int) -> Fraction | str:
-    whole, _, part = decimal.partition(".")
-    digits = (whole + part).lstrip("0")
+    integer, _, part = decimal.partition(".")
+    digits = (integer + part).lstrip("0")
     significant = digits.rstrip("0")
     exponent += len(digits) - len(significant) - len(part)
     if not significant:
@@ -79,7 +79,7 @@ def _joined_bars(match: re.Match) -> str:
 
 
 def _repeating(match: re.Match) -> Fraction | None:
-    sign, whole, fixed, lined, first, middle, last, bracket, dots = match.groups()
+    sign, integer, fixed, lined, first, middle, last, bracket, dots = match.groups()
     if dots:
         parts = _period(fixed)
         if parts is None:
@@ -87,9 +87,9 @@ def _repeating(match: re.Match) -> Fraction | None:
         fixed, block = parts
     else:
         block = lined or bracket or (first + (middle or "") + last if last else first)
-    if not whole and not fixed and not block:
+    if not integer and not fixed and not block:
         return None
-    value = Fraction(int(whole or "0"))
+    value = Fraction(int(integer or "0"))
     value += Fraction(int(fixed or "0"), 10 ** len(fixed)) if fixed else 0
     value += Fraction(int(block), (10 ** len(block) - 1) * 10 ** len(fixed))
     return -value if sign == "-" else value

@@ -61,13 +61,13 @@ class ProgramEnd:
         """The end after so many seconds."""
         return replace(self, seconds=seconds)
 
-    def failure(self, said: str, *, by_policy: bool = False) -> Failure:
+    def failure(self, reason: str, *, by_policy: bool = False) -> Failure:
         """The failure of a program that ended so."""
         last = one_line(self.errors.strip().rpartition("\n")[2])
         name = re.match(r"[\w.]+(?=: |$)", last)
         kind = name[0] if name else re.sub(r"\d+", "N", last)[:80]
-        text = f"agent: {said}: {last}" if last else f"agent: {said}"
-        return Failure(text, f"agent: {said}: {kind}" if kind else text, ending(self.errors), by_policy)
+        text = f"agent: {reason}: {last}" if last else f"agent: {reason}"
+        return Failure(text, f"agent: {reason}: {kind}" if kind else text, ending(self.errors), by_policy)
 
 
 def read_pay(content: bytes) -> tuple[Pay, str]:

@@ -131,7 +131,7 @@ def _guided(name: str, value: Any) -> AnswerFormat | None:
             raise RequestRefused(f"{name} must be a list of at least one text", name)
         return AnswerFormat("(" + " | ".join(map(_quoted, value)) + ")", name)
     if kind == "regex" and isinstance(value, str):
-        return AnswerFormat("/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", value) + "/", name)
+        return AnswerFormat("/" + re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", value) + "/", name)
     raise RequestRefused(f"{name} is not supported; ask for json, regex or choice", name, "unsupported")
 
 
@@ -165,15 +165,15 @@ def _without_marks(schema: Any) -> Any:
         return [_without_marks(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {}
+    plain = {}
     for name, value in schema.items():
         if name == "format" and isinstance(value, str) and value not in FORMATS:
             continue
         if name in BY_NAME and isinstance(value, dict):
-            kept[name] = {key: _without_marks(part) for key, part in value.items()}
+            plain[name] = {key: _without_marks(part) for key, part in value.items()}
         else:
-            kept[name] = value if name in VALUES else _without_marks(value)
-    return kept
+            plain[name] = value if name in VALUES else _without_marks(value)
+    return plain
 
 
 def _quoted(text: str) -> str:

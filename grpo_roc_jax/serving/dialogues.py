@@ -41,7 +41,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
-class Said:
+class DialogueMessage:
     """One message."""
 
     role: Literal["user", "assistant", "tool"]
@@ -75,7 +75,7 @@ class Context:
     """Whether calls in the answer are reported as such."""
     known: int = 0
     """First ids that come from earlier turns."""
-    begun: Said | None = None
+    begun: DialogueMessage | None = None
     """The last message, if it is of an assistant: the answer goes on with its turn."""
     begun_ids: tuple[int, ...] = ()
     """Its ids, the last ones of `ids`."""
@@ -163,7 +163,7 @@ class Dialogues:
 
     def remember(self, context: Context, answer: TurnAnswer, ids: np.ndarray) -> None:
         """Notes the ids of a conversation up to and with the answer to its last message."""
-        turn = said_of(answer)
+        turn = message_of(answer)
         if context.begun is not None:
             turn = replace(turn, text=context.begun.text + turn.text)
         key = _digest(context.key, turn.normal.encode())
@@ -188,21 +188,23 @@ class Dialogues:
         self._formats.move_to_end(key)
         return self._formats[key]
 
-    def _extend(self, chat: ChatFormat, ids: list[int], said: Sequence[Said], calls: tuple[ToolCall, ...]) -> bool:
+    def _extend(
+        self, chat: ChatFormat, ids: list[int], messages: Sequence[DialogueMessage], calls: tuple[ToolCall, ...]
+    ) -> bool:
         """Appends further messages to ids; user text and outputs of tools are plain text.
 
         Args:
             chat: Writes them.
             ids: Grow by the messages.
-            said: The messages.
+            messages: The messages.
             calls: Tool calls of the turn before them.
 
         Returns:
             Whether they open a turn of the policy.
         """
         opened, at = False, 0
-        while at < len(said):
-            turn = said[at]
+        while at < len(messages):
+            turn = messages[at]
             if opened and turn.role != "assistant":
                 _close(chat, ids)
             closed = ids[-1:] == [chat.end_id] and not opened
@@ -218,9 +220,9 @@ class Dialogues:
                 raise RequestRefused("a tool message must follow the call that it answers", "messages")
             else:
                 outputs = [turn.text]
-                while at + 1 < len(said) and said[at + 1].role == "tool":
+                while at + 1 < len(messages) and messages[at + 1].role == "tool":
                     at += 1
-                    outputs.append(said[at].text)
+                    outputs.append(messages[at].text)
                 closed = not opened and chat.closes_calls(ids[-1])
                 ids += chat.shown_ids(outputs, closed=closed, calls=calls)
             opened, at = turn.role != "assistant", at + 1
@@ -239,7 +241,7 @@ def _digest(*parts: bytes) -> bytes:
     return hashlib.blake2b(b"".join(len(part).to_bytes(8, "little") + part for part in parts), digest_size=16).digest()
 
 
-def read_messages(messages: Any) -> tuple[str, list[Said]]:
+def read_messages(messages: Any) -> tuple[str, list[DialogueMessage]]:
     """(system text, the other messages, consecutive ones of a user joined, results in the order of their calls).
 
     Raises:
@@ -248,7 +250,7 @@ def read_messages(messages: Any) -> tuple[str, list[Said]]:
     if not isinstance(messages, list) or not messages:
         raise RequestRefused("messages must be a list of at least one message", "messages")
     systems: list[str] = []
-    turns: list[Said] = []
+    turns: list[DialogueMessage] = []
     for from_tool, run in groupby(enumerate(messages), lambda item: _role(*item) == "tool"):
         if from_tool:
             turns += _results(list(run), messages)
@@ -260,11 +262,11 @@ def read_messages(messages: Any) -> tuple[str, list[Said]]:
                 systems.append(text)
             elif role == "assistant":
                 calls = tuple(call for call, _ in _calls_of(message, where))
-                turns.append(Said("assistant", text, calls, _reasoning(message)))
+                turns.append(DialogueMessage("assistant", text, calls, _reasoning(message)))
             else:
-                turns.append(Said("user", text))
+                turns.append(DialogueMessage("user", text))
     system, turns = "\n\n".join(systems), _merged(turns)
-    return (system, turns) if turns else ("", [Said("user", system)])
+    return (system, turns) if turns else ("", [DialogueMessage("user", system)])
 
 
 def _role(i: int, message: Any) -> str:
@@ -281,7 +283,7 @@ def _reasoning(message: Mapping[str, Any]) -> str:
     return next((text for name in REASONING if (text := field_of(message, name, str))), "")
 
 
-def _results(run: list[tuple[int, Any]], messages: list[Any]) -> Iterator[Said]:
+def _results(run: list[tuple[int, Any]], messages: list[Any]) -> Iterator[DialogueMessage]:
     """The results of one turn, in the order of its calls."""
     begin = run[0][0]
     before = messages[begin - 1] if begin else {}
@@ -303,15 +305,15 @@ def _results(run: list[tuple[int, Any]], messages: list[Any]) -> Iterator[Said]:
         path = "messages" if error.reply is None else f"messages[{begin + error.reply}]"
         raise RequestRefused(f"{path}: {error}", "messages") from error
     texts = [text_of(message.get("content"), f"messages[{i}].content") for i, message in run]
-    yield from (Said("tool", texts[i]) for i in order)
+    yield from (DialogueMessage("tool", texts[i]) for i in order)
 
 
-def _merged(turns: Sequence[Said]) -> list[Said]:
+def _merged(turns: Sequence[DialogueMessage]) -> list[DialogueMessage]:
     """Messages, with consecutive ones of a user as one."""
-    merged: list[Said] = []
+    merged: list[DialogueMessage] = []
     for of_user, run in groupby(turns, lambda turn: turn.role == "user"):
         messages = list(run)
-        merged += [Said("user", "\n\n".join(turn.text for turn in messages))] if of_user else messages
+        merged += [DialogueMessage("user", "\n\n".join(turn.text for turn in messages))] if of_user else messages
     return merged
 
 
@@ -366,16 +368,16 @@ def _written_calls(text: str) -> tuple[Called, ...]:
         return ()
 
 
-def said_of(answer: TurnAnswer) -> Said:
+def message_of(answer: TurnAnswer) -> DialogueMessage:
     """The message by which an answer comes back."""
     calls = tuple((call.name, json.dumps(call.arguments)) for call in answer.calls)
-    return Said("assistant", answer.content, calls, answer.reasoning)
+    return DialogueMessage("assistant", answer.content, calls, answer.reasoning)
 
 
-def written(chat: ChatFormat, said: Said) -> str:
+def written(chat: ChatFormat, message: DialogueMessage) -> str:
     """The text of a turn that was not sampled here, in the form of the template."""
-    text = said.text if THOUGHTS[1][1] in said.text else f"{said.reasoning}</reason>{said.text}"
-    calls = (f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in said.calls)
+    text = message.text if THOUGHTS[1][1] in message.text else f"{message.reasoning}</reason>{message.text}"
+    calls = (f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in message.calls)
     return chat.written(text + "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in calls))
 
 

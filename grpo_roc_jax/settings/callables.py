@@ -103,12 +103,12 @@ def resolve(setting: str, name: str) -> Callable[..., Any] | None:
     if holder is not None and not callable(function):
         names = public_callables(holder)
         near = close_to(attribute, names)
-        said = f"{module} has no {attribute!r}"
+        fault = f"{module} has no {attribute!r}"
         if hasattr(holder, attribute):
-            said = f"{attribute!r} of {module} is not a function"
+            fault = f"{attribute!r} of {module} is not a function"
         raise ValueError(
             f"{setting} = {name!r}: "
-            + (f"{said}; " if attribute else "name a function of the file, file.py:function; ")
+            + (f"{fault}; " if attribute else "name a function of the file, file.py:function; ")
             + (f"did you mean {near!r}? " if near else "")
             + (f"it has {', '.join(names)}" if names else f"it defines no function; {hint}")
         )

@@ -247,8 +247,8 @@ def _message(problem: dict[str, Any], places: dict[KeyPath, str], known: Collect
         constraint = problem["msg"]
         if reason == "setting" and NO_SUCH in constraint:
             plain, _, near = constraint.partition("; did you mean")
-            said = counterpart(".".join(path), got, known, misspelt=not near)
-            constraint = f"{plain}; {said}" if said else constraint
+            hint = counterpart(".".join(path), got, known, misspelt=not near)
+            constraint = f"{plain}; {hint}" if hint else constraint
     elif reason == "finite_number":
         constraint = "must be a finite number"
     else:

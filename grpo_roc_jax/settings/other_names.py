@@ -155,8 +155,8 @@ def advice(key: str, value: object, known: Collection[str]) -> str:
         known: Every setting.
     """
     near = nearest(key, list(known))
-    if said := counterpart(key, value, known, misspelt=not near):
-        return said
+    if text := counterpart(key, value, known, misspelt=not near):
+        return text
     if near:
         return f"did you mean '{near}'?"
     flags = [flag for flag in FLAGS if _alike(flag, key.replace("_", "-")) >= CLOSE_ALONE]

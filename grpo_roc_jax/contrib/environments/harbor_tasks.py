@@ -96,13 +96,13 @@ def task_folders(directory: str) -> list[Path]:
     Raises:
         ValueError: There is none.
     """
-    root, found = Path(directory).expanduser(), []
+    root, folders = Path(directory).expanduser(), []
     for path in sorted(root.rglob("task.toml"), key=lambda path: path.parent.parts) if root.is_dir() else ():
-        if path.is_file() and not any(path.is_relative_to(folder) for folder in found):  # not a file of another task
-            found.append(path.parent)
-    if not found:
+        if path.is_file() and not any(path.is_relative_to(folder) for folder in folders):  # not a file of another task
+            folders.append(path.parent)
+    if not folders:
         raise ValueError(f"harbor:{directory}: no task below it; each is a directory with task.toml and instruction.md")
-    return found
+    return folders
 
 
 def read_task(path: Path) -> HarborTask:
@@ -208,12 +208,12 @@ class Dockerfile:
 
 
 def _dockerfile(folder: Path) -> Dockerfile:
-    found, path = Dockerfile(), folder / "Dockerfile"
+    dockerfile, path = Dockerfile(), folder / "Dockerfile"
     if not path.is_file():
-        names = sorted(one.name for one in folder.iterdir()) if folder.is_dir() else []
-        found.copies = tuple((name, f"/app/{name}") for name in names if not name.startswith("docker-compose"))
-        return found
-    found.exists, known = True, {"PATH": SEARCHED}
+        names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        dockerfile.copies = tuple((name, f"/app/{name}") for name in names if not name.startswith("docker-compose"))
+        return dockerfile
+    dockerfile.exists, known = True, {"PATH": SEARCHED}
     for line in re.sub(r"\\\n", " ", path.read_text(encoding="utf-8-sig")).splitlines():
         word, rest = [*line.split(maxsplit=1), "", ""][:2]
         word, rest = word.upper(), rest.strip()
@@ -222,11 +222,11 @@ def _dockerfile(folder: Path) -> Dockerfile:
         if word in ("WORKDIR", "ENV", "ARG", "COPY", "ADD"):
             rest = _expanded(rest, known)
         if word == "WORKDIR":
-            found.workdir = _below(found.workdir, rest.strip("\"'"))
+            dockerfile.workdir = _below(dockerfile.workdir, rest.strip("\"'"))
         elif word in ("ENV", "ARG"):
             pairs = re.findall(r"(\w+)=(\"[^\"]*\"|'[^']*'|\S*)", rest) or [tuple(rest.partition(" ")[::2])]
             values = {name: value.strip().strip("\"'") for name, value in pairs}
-            found.variables |= values if word == "ENV" else {}
+            dockerfile.variables |= values if word == "ENV" else {}
             known |= values
         elif word in ("COPY", "ADD") and not rest.startswith(("--from", "http", "[")):
             *sources, target = re.sub(r"--\w+=\S+\s+", "", rest).split() or [""]
@@ -235,22 +235,22 @@ def _dockerfile(folder: Path) -> Dockerfile:
             for source in sources:
                 # as Docker does, a pattern stands for the files that fit it
                 matches = sorted(folder.glob(source)) if re.search(r"[*?[]", source) else []
-                for name in [str(one.relative_to(folder)) for one in matches] or [source]:
-                    found.copies += (_copied(folder, name, target, found.workdir),)
+                for name in [str(entry.relative_to(folder)) for entry in matches] or [source]:
+                    dockerfile.copies += (_copied(folder, name, target, dockerfile.workdir),)
         elif word == "RUN" and re.fullmatch(r"mkdir( -p)?( [\w./-]+)+", rest):
             names = rest.removeprefix("mkdir").removeprefix(" -p").split()
-            found.copies += tuple(("", _below(found.workdir, name)) for name in names)
+            dockerfile.copies += tuple(("", _below(dockerfile.workdir, name)) for name in names)
         elif word not in IGNORED:
-            found.needs_container = found.needs_container or f"its Dockerfile has {line.strip()[:80]!r}"
-    return found
+            dockerfile.needs_container = dockerfile.needs_container or f"its Dockerfile has {line.strip()[:80]!r}"
+    return dockerfile
 
 
 def _expanded(text: str, known: Mapping[str, str]) -> str:
     """A text with the values of variables in it (`$NAME`, `${NAME}`, `${NAME:-else}`); one that is not known is empty,
     as for Docker."""
 
-    def value(found: re.Match[str]) -> str:
-        return known.get(found[1] or found[2]) or found[3] or ""
+    def value(match: re.Match[str]) -> str:
+        return known.get(match[1] or match[2]) or match[3] or ""
 
     return re.sub(r"(?<!\\)\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})", value, text)
 
@@ -261,10 +261,10 @@ def _below(workdir: str, path: str) -> str:
 
 def _copied(folder: Path, source: str, target: str, workdir: str) -> tuple[str, str]:
     """(source, absolute target), as COPY does: a file into a directory that ends with a slash or is the current one."""
-    whole = target if target.startswith("/") else f"{workdir.rstrip('/')}/{target}"
-    into = target.endswith("/") or target in (".", "./") or whole.rstrip("/") == workdir.rstrip("/")
-    whole = re.sub(r"/(\./?)?$", "", whole)
-    return source, f"{whole}/{Path(source).name}" if into and (folder / source).is_file() else whole
+    absolute = target if target.startswith("/") else f"{workdir.rstrip('/')}/{target}"
+    into = target.endswith("/") or target in (".", "./") or absolute.rstrip("/") == workdir.rstrip("/")
+    absolute = re.sub(r"/(\./?)?$", "", absolute)
+    return source, f"{absolute}/{Path(source).name}" if into and (folder / source).is_file() else absolute
 
 
 # ---- workspaces ------------------------------------------------------------------------------------------------------
@@ -498,11 +498,11 @@ class DockerWorkspace:
         await self._execute(["mkdir", "-p", "/logs/verifier"], 30, {})
         await self._docker("cp", str(task.path / "tests"), f"{self._name}:/tests")
         status, output = await self._execute(["bash", "/tests/test.sh"], task.verifier_s, task.verifier_variables)
-        found: dict[str, Any] = {"status": status, "output": output}
+        results: dict[str, Any] = {"status": status, "output": output}
         for name in ("reward.json", "reward.txt"):
             code, text = await self._execute(["head", "-c", str(MOST_REWARD), f"/logs/verifier/{name}"], 30, {})
-            found[name] = text if code == 0 else None
-        return found
+            results[name] = text if code == 0 else None
+        return results
 
     async def _execute(self, words: list[str], seconds: float, more: Mapping[str, str]) -> tuple[int | None, str]:
         task = self._task
@@ -591,11 +591,11 @@ class HarborEnvironment(Environment):
     async def get_reward(self) -> dict[str, float | None]:
         """Runs the tests: `reward` and whatever else they write by name; 0 where they write nothing."""
         workspace = await self._opened()
-        found = await workspace.verify()
-        numbers, wrong = read_reward(found.get("reward.json"), found.get("reward.txt"))
+        results = await workspace.verify()
+        numbers, wrong = read_reward(results.get("reward.json"), results.get("reward.txt"))
         if wrong:
-            after = "took too long" if found["status"] is None else f"ended with status {found['status']}"
-            last = " ".join(str(found["output"]).strip()[-300:].split())
+            after = "took too long" if results["status"] is None else f"ended with status {results['status']}"
+            last = " ".join(str(results["output"]).strip()[-300:].split())
             log.warning("task %s: %s; its tests %s, so the reward is 0: %s", self._task.name, wrong, after, last)
         return {**numbers}
 
@@ -689,7 +689,7 @@ def harbor_class(choice: EnvironmentHarbor) -> type[HarborEnvironment]:
 def _check_sandbox(tasks: list[HarborTask]) -> None:
     for task in tasks:
         places = [task.workdir, *(target for _, target in task.copies)]
-        outside = next((one for one in places if not one.startswith(tuple(f"/{name}" for name in LINKS))), "")
+        outside = next((place for place in places if not place.startswith(tuple(f"/{name}" for name in LINKS))), "")
         why = task.needs_container or (f"it uses {outside}" if outside else "")
         if why:
             raise ValueError(
@@ -699,9 +699,11 @@ def _check_sandbox(tasks: list[HarborTask]) -> None:
             )
         if task.copies:
             packed(task.path / "environment", list(task.copies))
-    taken = [path for path in readable_paths() for name in LINKS if path.startswith(f"/{name}/") or path == f"/{name}"]
-    if taken:
+    covered = [
+        path for path in readable_paths() for name in LINKS if path.startswith(f"/{name}/") or path == f"/{name}"
+    ]
+    if covered:
         raise ValueError(
-            f"the interpreter of this run lies in {taken[0]}, where tasks have their files; set environment.container "
-            "docker, or install it elsewhere"
+            f"the interpreter of this run lies in {covered[0]}, where tasks have their files; set "
+            "environment.container docker, or install it elsewhere"
         )

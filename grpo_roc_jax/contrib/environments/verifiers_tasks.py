@@ -153,8 +153,8 @@ def numbers_of(traces: Sequence[Any]) -> dict[str, float]:
                     numbers[re.sub(r"[^\w.-]|^(?=[\d.-])", "_", f"{prefix}{name}")[:64]] = float(score)
     numbers.pop("reward", None)
     numbers.pop("calls", None)
-    kept = dict(list(numbers.items())[:MOST_NUMBERS])
-    return {**kept, "reward": sum(float(trace.reward) for trace in trained) / len(trained)}
+    logged = dict(list(numbers.items())[:MOST_NUMBERS])
+    return {**logged, "reward": sum(float(trace.reward) for trace in trained) / len(trained)}
 
 
 def faults_of(episode: Any) -> str:

@@ -144,9 +144,9 @@ class RayTransport:
         try:
             sent = self._sent[sampler]
             delivered, _ = self._ray.wait(list(sent), num_returns=len(sent), timeout=0) if sent else ([], [])
-            for one in delivered:
-                sent.remove(one)
-                self._ray.get(one)
+            for reference in delivered:
+                sent.remove(reference)
+                self._ray.get(reference)
             return self._ray.get(report)
         except self._ray.exceptions.RayTaskError as error:
             raise RuntimeError(f"a sampler could not follow its orders: {error}") from error

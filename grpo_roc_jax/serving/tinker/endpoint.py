@@ -309,15 +309,15 @@ class TinkerEndpoint:
     def _save_samplers(self, run: ModelRun, first: int) -> None:
         """Writes the weights of samplers without a name whose calls are not run again at a start: those before the
         first that is."""
-        kept = []
+        saved = []
         for name, sampler in reversed(list(self.samplers.items())):  # the last used first
             model, seq = self._made_by.get(name, ("", 0))
-            if model == run.model_id and seq < first and len(kept) < KEPT:
-                kept.append(checkpoint := self.journal.sampler(model, name))
+            if model == run.model_id and seq < first and len(saved) < KEPT:
+                saved.append(checkpoint := self.journal.sampler(model, name))
                 if self.store.written(checkpoint) is None:
                     leaves = {"params": sampler.snapshot.params}
                     self.store.save(checkpoint, self._about(run, {}), leaves, overwrite=True)
-        self.journal.drop_samplers(run.model_id, kept)
+        self.journal.drop_samplers(run.model_id, saved)
 
     def _restore(self, name: str) -> ModelRun | None:
         """A model of before the start: its state is read, and its calls since then are queued again. None if the

@@ -156,8 +156,8 @@ class Journal:
         """Calls that are not run again: their numbers count as refused."""
         folder = self._folder(model)
         if folder.is_dir():
-            kept = [LoggedCall("", call.seq, "", b"") if gone(call) else call for call in self.calls(model)]
-            replace_file(folder / CALLS, b"".join(call.packed() for call in kept))
+            calls = [LoggedCall("", call.seq, "", b"") if gone(call) else call for call in self.calls(model)]
+            replace_file(folder / CALLS, b"".join(call.packed() for call in calls))
 
     def remove(self, model: str) -> None:
         """The model has ended: its checkpoints stay."""

@@ -279,8 +279,8 @@ class Gathered:
             request, tokens = self.request, value.tokens[:-1]
 
             def top() -> SampledSequence:
-                found = self._read(tokens, Wanted(top=request.sampled_topk, temperature=request.temperature))
-                return replace(answer, topk=tuple(leaf[-len(answer.tokens) :] for leaf in found.top))
+                of_tokens = self._read(tokens, Wanted(top=request.sampled_topk, temperature=request.temperature))
+                return replace(answer, topk=tuple(leaf[-len(answer.tokens) :] for leaf in of_tokens.top))
 
             self._compute(top, lambda found: self._answered(sample, found))
 
@@ -288,8 +288,8 @@ class Gathered:
         self.answers[sample] = answer
         self._part()
 
-    def _of_prompt(self, found: OfPrompt) -> None:
-        self.prompt = found
+    def _of_prompt(self, of_prompt: OfPrompt) -> None:
+        self.prompt = of_prompt
         self._part()
 
     def _part(self) -> None:

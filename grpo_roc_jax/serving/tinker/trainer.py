@@ -147,7 +147,7 @@ class Trainer:
             RequestRefused: No such loss, or a datum that does not fit it.
         """
         config, rows = self.checked(request)
-        arguments, found, total = scalars(config), [np.zeros(0)] * len(rows), 0.0
+        arguments, outputs, total = scalars(config), [np.zeros(0)] * len(rows), 0.0
         gradient, wide = state.gradient, request.loss_fn == "cross_entropy"
         run = _program(self.model, self.update, self.mesh, state.lora, request.loss_fn, request.forward_only)
         for batch, targets, weights, places in self._micro_batches(rows):
@@ -158,10 +158,10 @@ class Trainer:
             values = np.asarray(jax.device_get(logprobs))
             for index, row, start, length in places:
                 array = values[row, start : start + length]
-                found[index] = array[:, : rows[index].targets.shape[1]] if wide and rows[index].flat else array[:, 0]
+                outputs[index] = array[:, : rows[index].targets.shape[1]] if wide and rows[index].flat else array[:, 0]
         if not np.isfinite(total):
             raise RequestRefused("the loss is not finite; look at logprobs, advantages and weights of the data")
-        return replace(state, gradient=gradient), found, {"loss:sum": total}
+        return replace(state, gradient=gradient), outputs, {"loss:sum": total}
 
     def checked(self, request: ForwardBackward) -> tuple[dict[str, float], list["_Row"]]:
         """(settings of the loss, rows); nothing is computed.
@@ -263,8 +263,8 @@ class Trainer:
                 width = rows[i].targets.shape[1]
                 targets[row, start : start + length, :width] = rows[i].targets
                 weights[row, start : start + length, :width] = rows[i].weights
-            one = micro_batch(shard_batch(_part(batch, micro), self.mesh), 0, None)
-            yield one, jnp.asarray(targets), jnp.asarray(weights), places
+            placed = micro_batch(shard_batch(_part(batch, micro), self.mesh), 0, None)
+            yield placed, jnp.asarray(targets), jnp.asarray(weights), places
 
 
 def _part(batch: TrainBatch, micro: int) -> TrainBatch:
