@@ -17,10 +17,10 @@ from grpo_roc_jax.sandbox.program import IsolationUnavailable
 from grpo_roc_jax.tools.config import PoolInCgroup, ToolsConfig
 
 
-def cgroup_verdict() -> tuple[bool, str]:
+def cgroup_verdict(limits: PoolInCgroup | None = None) -> tuple[bool, str]:
     """Whether this host offers a cgroup, and an explanation. Makes one, lets a child enter it, and removes it."""
     try:
-        group = cgroup.make_cgroup(PoolInCgroup())
+        group = cgroup.make_cgroup(limits or PoolInCgroup())
     except IsolationUnavailable as error:
         return False, str(error).partition("\n")[0]
     works, fault = in_child(lambda: group.add(os.getpid()) or "")

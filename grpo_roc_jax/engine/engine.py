@@ -37,6 +37,7 @@ def make_engine(
     seed: int = 0,
     vocab_size: int | None = None,
     shares_layers: bool | None = None,
+    platform: str | None = None,
 ) -> "Engine":
     """An engine for one set of shapes; programs are compiled by `warmup` or at first use, and counted.
 
@@ -51,6 +52,7 @@ def make_engine(
         seed: The seed of the run.
         vocab_size: Ids the tokenizer knows; padding rows at the end of the embedding are never drawn. None: all.
         shares_layers: Let all layers of a kind share a program; None does so on a CPU if they are large.
+        platform: Kind of device that programs are chosen for; by default that of the devices.
 
     Raises:
         ValueError: A stop id outside the vocabulary, slots that do not divide over the mesh, or int8 with experts.
@@ -65,7 +67,9 @@ def make_engine(
     local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
     kind = SharedPrograms if local is not None and local.is_multi_process else SamplerPrograms
     model_config = sampler_config(trained := model_config, local)
-    programs = kind(model_config, rollout_config, sampling_config, tuple(stop_ids), vocab_size, local, shares_layers)
+    programs = kind(
+        model_config, rollout_config, sampling_config, tuple(stop_ids), vocab_size, local, shares_layers, platform
+    )
     if rollout_config.slots % programs.shards:
         raise ValueError(
             f"rollout.slots = {rollout_config.slots} does not divide over the {programs.shards} data shards of the "

@@ -146,6 +146,9 @@ CALL_TOKENS = 16
 class SamplerPrograms:
     """The executables by name and sizes, and the placement of their arrays."""
 
+    measure = staticmethod(fastest)
+    """Returns the name of the fastest of some calls, and the seconds of each."""
+
     def __init__(
         self,
         model: ModelConfig,
@@ -155,12 +158,13 @@ class SamplerPrograms:
         vocab_size: int | None,
         mesh: Mesh | None,
         shares_layers: bool | None = None,
+        platform: str | None = None,
     ):
         self.model, self.rollout = model, rollout
-        self.mesh = mesh
+        self.mesh, self.platform = mesh, platform or platform_of(mesh)
         self.row_axes = tuple(axis for axis in SLOTS if mesh is not None and axis in mesh.shape)
         self.shards = math.prod(mesh.shape[axis] for axis in self.row_axes) if mesh is not None else 1
-        on_cpu = platform_of(mesh) == "cpu"
+        on_cpu = self.platform == "cpu"
         if rollout.attention == "paged":
             self._check_paged()
         self.packs = on_cpu and not rollout.append_rows and not model.delta
@@ -199,20 +203,20 @@ class SamplerPrograms:
         if self.rollout.attention != "auto":
             return self.rollout.attention, {}
         # Devices of a topology to compile for cannot be measured.
-        if platform_of(self.mesh) != "tpu" or jax.default_backend() != "tpu" or self.rollout.cache_dtype != "full":
+        if self.platform != "tpu" or jax.default_backend() != "tpu" or self.rollout.cache_dtype != "full":
             return "xla", {}
         try:
             self._check_paged()
         except ValueError:
             return "xla", {}
         layouts = {"xla": cache_orders("tpu"), "paged": PAGED}
-        name, seconds = fastest({name: self._timed_attention(orders) for name, orders in layouts.items()})
+        name, seconds = self.measure({name: self._timed_attention(orders) for name, orders in layouts.items()})
         return name, {name: took / self.rollout.chunk for name, took in seconds.items()}
 
     @property
     def orders(self) -> Orders:
         """Axis order of the cache, which depends on the path that reads it."""
-        orders = PAGED if self.attention[0] == "paged" else cache_orders(platform_of(self.mesh))
+        orders = PAGED if self.attention[0] == "paged" else cache_orders(self.platform)
         return orders if self.rollout.cache_dtype == "full" else scaled_orders(orders)
 
     @property
@@ -228,7 +232,7 @@ class SamplerPrograms:
         return -(-appends * rollout.chunk // rollout.max_response_tokens)
 
     def _check_paged(self) -> None:
-        check_paged(self.model, platform_of(self.mesh), self._tensor)
+        check_paged(self.model, self.platform, self._tensor)
 
     def _timed_attention(self, orders: Orders) -> Callable[[], Array]:
         """Attention and cache writes of one layer in a chunk and in the appends that come with it, over rows of half of
@@ -290,7 +294,7 @@ class SamplerPrograms:
     @property
     def shared_blocks(self) -> int:
         """Ids of blocks below it may be in several rows."""
-        return self.size.shared if platform_of(self.mesh) == "cpu" else self.size.blocks
+        return self.size.shared if self.platform == "cpu" else self.size.blocks
 
     @property
     def size(self) -> PoolSize:

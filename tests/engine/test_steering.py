@@ -211,11 +211,19 @@ def test_the_programs_are_compiled_once(params):
     assert compiled == [1, 0, 0, 0]
 
 
-def test_the_others_make_a_leaders_steered_call(monkeypatch):
+def test_the_others_make_a_leaders_steered_call():
     mesh = make_mesh(ShardingConfig(data=1, tensor=2), jax.devices()[:2])
     sent, calls = [], []
-    leader, follower = (SharedPrograms(MODEL, ROLLOUT, SamplingConfig(), STOPS, None, mesh) for _ in range(2))
-    monkeypatch.setattr(SamplerPrograms, "run", lambda self, call: calls.append(call) or (None, None, None))
+
+    class Recorder(SamplerPrograms):
+        def run(self, call):
+            calls.append(call)
+            return None, None, None
+
+    class SharedRecorder(SharedPrograms, Recorder):
+        pass
+
+    leader, follower = (SharedRecorder(MODEL, ROLLOUT, SamplingConfig(), STOPS, None, mesh) for _ in range(2))
     leader.send = sent.append
     rows = {slot: row for slot, row in steered_rows().items() if slot < ROLLOUT.slots}
     steering = steering_arrays(rows, ROLLOUT.slots, V, PLAIN, 4)

@@ -8,14 +8,12 @@ import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.engine import programs as programs_module
 from grpo_roc_jax.engine.decode import PATCH_FIELDS, ChunkReport, sample
 from grpo_roc_jax.engine.engine import Engine
 from grpo_roc_jax.engine.programs import SamplerPrograms
@@ -413,9 +411,8 @@ def reported(config: Config) -> str:
 def laid_out(config: Config) -> str:
     """The cache layout of an engine on a TPU, which depends on the path of attention."""
     model = ModelConfig(vocab_size=VOCABULARY, head_dim=128)
-    with mock.patch.object(programs_module, "platform_of", lambda mesh: "tpu"):
-        made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None)
-        return str(jax.tree.map(jnp.shape, made.pool_like()))
+    made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None, platform="tpu")
+    return str(jax.tree.map(jnp.shape, made.pool_like()))
 
 
 def stored(config: Config) -> str:

@@ -242,8 +242,7 @@ def bounded(config: Config) -> Any:
         (files() / name).mkdir(exist_ok=True)
         for file in ("cgroup.controllers", "cgroup.subtree_control"):
             (files() / name / file).write_text("memory pids")
-    with mock.patch.object(cgroup, "own_groups", lambda: [files() / "own"]):
-        directory = cgroup.make_cgroup(config.tools.executor).directory
+    directory = cgroup.make_cgroup(config.tools.executor).directory
     return directory.parent.name, {file.name: file.read_text() for file in directory.iterdir()}
 
 
@@ -254,7 +253,7 @@ ELSEWHERE = cases(
         "tools.executor.processes": 9,
         "tools.executor.parent": "{files}/parent",
     },
-    {"tools.executor": "cgroup"},
+    {"tools.executor": {"kind": "cgroup", "parent": "{files}/own"}},
 )
 
 # ---- environments --------------------------------------------------------------------------------------------------
