@@ -214,7 +214,7 @@ def test_explanations_train_in_the_first_optimizer_step_only():
     assert [len(batch.packed) for batch in explained] == [10, 8, 8, 8] and [len(b.packed) for b in plain] == [8] * 4
 
 
-def test_samples_and_places_are_numbered_through_a_step(monkeypatch):
+def test_samples_and_places_are_numbered_through_a_step():
     """Random keys derive from them: no two rollouts of a step may share a pair."""
     pairs, carried = [], []
 
@@ -223,17 +223,14 @@ def test_samples_and_places_are_numbered_through_a_step(monkeypatch):
         carried.append(partial)
         return ScoredRollouts(tuple(Group(request.problem, (), ()) for request in requests))
 
-    def next_wave(wave, plan):
+    def plan_wave(wave, plan):
         return [RolloutRequest(PROBLEM, place, 3) for place in range(2)] if wave.number < 2 else []
 
-    monkeypatch.setattr(sample, "sample_requests", roll_out)
-    monkeypatch.setattr(sample, "next_wave", next_wave)
     config = method("grpo", "--group.size=3", "--resample.drop=none")
-    sampling = SimpleNamespace(sampler=SimpleNamespace(chat=SimpleNamespace(tokenizer=None)))
+    sampling = SimpleNamespace(sampler=SimpleNamespace(chat=CHAT))
     rng = np.random.default_rng(0)
     for first in (0, 8):
-        placed = {"step": 3, "first_place": first, "partial": ("cut",)}
-        monkeypatch.setattr(sample, "fits", lambda *_: True)
+        placed = {"step": 3, "first_place": first, "partial": ("cut",), "roll_out": roll_out, "plan_wave": plan_wave}
         sample.run_round(config, sampling, None, [PROBLEM] * 2, AlgoState(), rng, **placed)
     assert len(set(pairs)) == len(pairs) == 24
     assert sorted(pairs) == [(first + place, i) for first in (0, 8) for place in range(2) for i in range(6)]
@@ -360,16 +357,16 @@ def test_the_default_recipe_does_not_remark_on_a_surrogate_that_nobody_chose(cap
     assert "16 kept" in text and "every importance ratio is 1" not in text
 
 
-def test_a_first_wave_without_requests_continues_the_groups_that_were_begun(monkeypatch):
+def test_a_first_wave_without_requests_continues_the_groups_that_were_begun():
     begun, sent = object(), []
 
     def sampled(sampling, weights, requests, options, partial):
         sent.append((requests, partial))
         return ScoredRollouts(completed=(make_group(0, 2),))
 
-    monkeypatch.setattr(sample, "sample_requests", sampled)
     config = load_config(Config, ["toy.yaml"], prog="test")
     sampling = SimpleNamespace(sampler=SimpleNamespace(chat=CHAT))
     generator = np.random.default_rng(0)
-    samples = sample.run_round(config, sampling, None, [], AlgoState(), generator, step=1, partial=[begun])
+    given = {"step": 1, "partial": [begun], "roll_out": sampled}
+    samples = sample.run_round(config, sampling, None, [], AlgoState(), generator, **given)
     assert sent == [([], [begun])] and len(samples.groups) == 1
