@@ -251,22 +251,6 @@ def _next_logprobs(params: Params, hidden: Array, tokens: Array, config: ModelCo
     return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
 
 
-def checked_gap(trainer: np.ndarray, sampler: np.ndarray, tolerance: float, version: int) -> float:
-    """The largest difference between the log-probabilities of the probe, in nats.
-
-    Raises:
-        StaleWeightsError: It is larger than `rollout.weight_check_tolerance`, or not a number.
-    """
-    difference = float(np.max(np.abs(trainer - sampler)))
-    if not difference <= tolerance:
-        raise StaleWeightsError(
-            f"version {version}: the sampler's log-probabilities of the probe differ from the trainer's by "
-            f"{difference:.3g} nats; must be at most rollout.weight_check_tolerance = {tolerance:.3g}. The published "
-            "parameters are stale, mixed up or wrongly cast"
-        )
-    return difference
-
-
 class Publisher:
     """`publish(params, version) -> SamplerParams`, compiled once and called once a step.
 
@@ -321,7 +305,14 @@ class Publisher:
                 f"the parameters after step {version} hold NaN or infinity, or overflow: the trainer's own "
                 "log-probabilities of the probe are not finite"
             )
-        return SamplerParams(published, version, checked_gap(trainer, sampler, self._tolerance, version))
+        difference = float(np.max(np.abs(trainer - sampler)))
+        if not difference <= self._tolerance:
+            raise StaleWeightsError(
+                f"version {version}: the sampler's log-probabilities of the probe differ from the trainer's by "
+                f"{difference:.3g} nats; must be at most rollout.weight_check_tolerance = {self._tolerance:.3g}. The "
+                "published parameters are stale, mixed up or wrongly cast"
+            )
+        return SamplerParams(published, version, difference)
 
     def _probed(self, params: Params) -> tuple[Params, np.ndarray, np.ndarray]:
         """(published parameters, log-probabilities of the probe by the trainer's and by the sampler's programs)."""
