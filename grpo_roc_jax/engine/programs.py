@@ -146,6 +146,8 @@ CALL_TOKENS = 16
 class SamplerPrograms:
     """The executables by name and sizes, and the placement of their arrays."""
 
+    read_tokens = READ_TOKENS
+    """Tokens of an append from which programs for further numbers of rows are worth their compilation."""
     measure = staticmethod(fastest)
     """Returns the name of the fastest of some calls, and the seconds of each."""
 
@@ -483,10 +485,10 @@ class SamplerPrograms:
 
     def _append_shapes(self) -> list[tuple[int, int]]:
         """(rows, padded length) of every append; besides one row and all of them, there are the numbers in between
-        from `READ_TOKENS` tokens on."""
+        from `read_tokens` tokens on."""
         room, ends = self.rollout.table_width * self.rollout.block, (1, self.append_rows[-1])
         shapes = itertools.product(self.append_rows, self.rollout.append_lengths)
-        return [(n, T) for n, T in shapes if room >= T and (n in ends or n * T >= READ_TOKENS)]
+        return [(n, T) for n, T in shapes if room >= T and (n in ends or n * T >= self.read_tokens)]
 
     def _rows(self, axis: int) -> P:
         """The spec of an array whose `axis` is split over the shards."""

@@ -48,7 +48,7 @@ from grpo_roc_jax.stream.open_groups import EngineGroups, OpenGroup, SamplerFail
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics, RolloutRequest, Trajectory
 
-TRANSPORTS = {"ray": "contrib.samplers.ray_samplers:RayTransport"}
+TRANSPORTS = {"ray": "grpo_roc_jax.contrib.samplers.ray_samplers:RayTransport"}
 """Kind of `rollout.samplers` -> module and class of its transport; imported when the kind is chosen."""
 POLL_S = 0.5
 """Longest time in which a sampler answers that nothing has ended."""
@@ -705,10 +705,16 @@ def sent_bytes(policy: PolicyModel) -> int:
 
 @contextmanager
 def remote_samplers(
-    config: Config, policy: PolicyModel, sampling: GroupSampler
+    config: Config, policy: PolicyModel, sampling: GroupSampler, transports: Mapping[str, str] = TRANSPORTS
 ) -> Iterator[SamplerPool | FollowedSamplers | None]:
     """The samplers that the configuration asks for, until the end of the block; None where the trainer samples. If the
     trainer has several processes, the first one starts and drives them.
+
+    Args:
+        config: Configuration of the run.
+        policy: The model on its mesh.
+        sampling: Group sampler of the run.
+        transports: Kind of `rollout.samplers` -> module and class of its transport.
 
     Raises:
         ConfigError: The transport's package is missing, or its cluster is not there; raised in all processes.
@@ -721,8 +727,8 @@ def remote_samplers(
 
     def connect() -> None:
         nonlocal transport
-        module, _, name = TRANSPORTS[samplers.kind].partition(":")
-        kind = getattr(importlib.import_module(f"grpo_roc_jax.{module}"), name)
+        module, _, name = transports[samplers.kind].partition(":")
+        kind = getattr(importlib.import_module(module), name)
         make = partial(RemoteSampler, config, sampling.sampler.executor.registry, all_passed())
         with config_errors():
             transport = kind(samplers, make, config.method.files, sent_bytes(policy))

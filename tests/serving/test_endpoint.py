@@ -19,9 +19,9 @@ from grpo_roc_jax.engine.records import RunOptions, SingleTurn
 from grpo_roc_jax.run.components import serving_parts
 from grpo_roc_jax.run.load import serving_settings
 from grpo_roc_jax.serving.replies import SampledChoice
-from grpo_roc_jax.serving.sampling_loop import JobRows
 from grpo_roc_jax.serving.server import ServerLimits
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
+from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.types import Problem, RolloutRequest
 from tests.helpers.serving import ROLLOUT, WEATHER, Served, served, small_policy
 from tests.test_readme import TINY
@@ -259,9 +259,9 @@ def test_a_fault_of_the_engine_is_an_error_of_its_requests_alone(server, monkeyp
     assert server.chat(HELLO)["choices"]
 
 
-def test_a_row_that_the_engine_cut_is_no_whole_answer(server, monkeypatch):
-    monkeypatch.setattr(JobRows, "turn_ended", lambda self, row, turn: 1 / 0)
-    status, answer = server.ask("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2})
+def test_a_row_that_the_engine_cut_is_no_whole_answer(server):
+    with injected("rollout.turn=raise"):
+        status, answer = server.ask("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2})
     assert status == 500 and "sampling ended early: infrastructure" in answer["error"]["message"]
     for stop, reason in (("", None), ("eos", "stop"), ("length", "length"), ("deadline", "length")):
         assert SampledChoice(0, np.zeros(0), stop=stop).finish_reason == reason

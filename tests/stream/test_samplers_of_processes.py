@@ -9,6 +9,7 @@ from tests.run.test_samplers import STEPS, Played, check, known, limit
 from tests.run.test_stream_processes import contents, in_threads
 
 from grpo_roc_jax.engine.publish import NonFiniteWeightsError
+from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.pod.processes import ProcessFailed
 from grpo_roc_jax.settings.cli import ConfigError
@@ -170,20 +171,21 @@ def test_a_signal_to_a_process_without_samplers_ends_the_step_in_all():
     assert [type(error) for error in in_threads(2, one)] == [Preempted] * 2
 
 
-def test_a_cluster_that_does_not_answer_is_refused_in_all_processes(monkeypatch):
-    class Nowhere:
-        def __init__(self, *arguments):
-            raise ValueError("no cluster answers there")
+class Nowhere:
+    """A transport that reaches nobody."""
 
-    monkeypatch.setattr("grpo_roc_jax.contrib.samplers.ray_samplers.RayTransport", Nowhere)
-    monkeypatch.setattr("grpo_roc_jax.stream.samplers.sent_bytes", lambda policy: 0)
+    def __init__(self, *arguments):
+        raise ValueError("no cluster answers there")
 
+
+def test_a_cluster_that_does_not_answer_is_refused_in_all_processes():
     def one(processes):
         played = Played(5, *limit(1), processes=processes)
         played.sampling.sampler.executor = SimpleNamespace(registry=None)
+        played.policy.model, played.policy.lora = ModelConfig(vocab_size=64), SimpleNamespace(rank=0)
 
         def enter():
-            with remote_samplers(known(), played.policy, played.sampling):
+            with remote_samplers(known(), played.policy, played.sampling, {"ray": f"{__name__}:Nowhere"}):
                 raise AssertionError("it has begun")
 
         return outcome(enter)
