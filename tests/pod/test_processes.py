@@ -153,20 +153,29 @@ def alone(tmp_path_factory):
 def test_processes_give_the_numbers_of_one(alone, tmp_path, count, mesh):
     folder = tmp_path / "several"
     assert ended(start(folder, count, 4 // count, "--steps=2", *mesh)) == [0] * count, said(folder)
-    for step in (1, 2):
-        ours, theirs = (list(read_trace(place / "run", step)) for place in (folder, alone))
-        assert len(ours) == len(theirs) == 40
-        for one, other in zip(ours, theirs, strict=True):
-            assert one.trajectory.tokens.tolist() == other.trajectory.tokens.tolist()
-            assert (one.kept, one.why, one.verdict.reward) == (other.kept, other.why, other.verdict.reward)
-            np.testing.assert_allclose(one.trajectory.logprobs, other.trajectory.logprobs, atol=1e-5)
-    rows = zip(read_metrics(folder / "run"), read_metrics(alone / "run"), strict=True)
-    for ours, theirs in rows:
+    pairs = assert_same_run(folder, alone, 2)
+    assert len(pairs) == 2 * 40
+    for one, other in pairs:
+        np.testing.assert_allclose(one.trajectory.logprobs, other.trajectory.logprobs, atol=1e-5)
+    for ours, theirs in zip(params_of(folder), params_of(alone), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def assert_same_run(folder, other_folder, steps):
+    """Tokens, verdicts and selection of two runs are equal, and metrics up to rounding. Returns pairs of records."""
+    pairs = []
+    for step in range(1, steps + 1):
+        traces = (read_trace(place / "run", step) for place in (folder, other_folder))
+        pairs += zip(*map(list, traces), strict=True)
+    for one, other in pairs:
+        for name in ("tokens", "versions"):
+            assert getattr(one.trajectory, name).tolist() == getattr(other.trajectory, name).tolist()
+        assert (one.kept, one.why, one.verdict.reward) == (other.kept, other.why, other.verdict.reward)
+    for ours, theirs in zip(*(read_metrics(place / "run") for place in (folder, other_folder)), strict=True):
         for name in theirs:
             if name.startswith(("loss/", "roc/", "verdict/", "eval/", "rollout/stop", "rollout/reward")):
                 assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
-    for ours, theirs in zip(params_of(folder), params_of(alone), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    return pairs
 
 
 @pytest.mark.slow
