@@ -154,15 +154,20 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_part(tmp_path, cap
         EvaluateConfig(model, resume=True)
 
 
-@pytest.mark.slow
-def test_a_run_is_evaluated_from_its_checkpoint_alone(tmp_path, capsys):
+def write_run(folder, *steps):
+    """A run directory with checkpoints of an untrained policy."""
     config = load_config(Config, TINY.split(), prog="test")
-    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    (folder / "config.yaml").write_text(dump_yaml(config))
     with make_parts(config) as (policy, _):
         state = init_train_state(jax.random.key(0), policy.model, config.optim, policy.mesh)
-    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
-        checkpointer.save(5, Bundle({"state": state, "reference": ()}))
-        checkpointer.save(7, Bundle({"state": state, "reference": ()}))
+    with Checkpointer(folder / "checkpoints", CheckpointConfig()) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, Bundle({"state": state, "reference": ()}))
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_from_its_checkpoint_alone(tmp_path, capsys):
+    write_run(tmp_path, 5, 7)
     out = tmp_path / "table.json"
     assert main([str(tmp_path), "--samples", "2", "--out", str(out)]) == 0
     printed = capsys.readouterr().out

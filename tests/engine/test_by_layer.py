@@ -5,8 +5,6 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from tests.rollout.test_engine import assert_same
-from tests.rollout.test_recurrent import MODEL as RECURRENT
 
 from grpo_roc_jax.engine.by_layer import layer_kinds
 from grpo_roc_jax.engine.config import LowPrecision, SamplingConfig
@@ -15,6 +13,8 @@ from grpo_roc_jax.engine.publish import ProbeByLayer, probe_tokens, sampling_pro
 from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import layer_weights
+from tests.engine.test_engine import assert_same
+from tests.engine.test_recurrent import MODEL as RECURRENT
 from tests.helpers.reference import random_params
 from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests
 

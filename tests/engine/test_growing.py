@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.rollout.test_engine import assert_same
 
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
@@ -14,6 +13,7 @@ from grpo_roc_jax.engine.records import SingleTurn
 from grpo_roc_jax.engine.table import BlockLedger, Full
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, allocate, cache_orders, enlarge
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from tests.engine.test_engine import assert_same
 from tests.helpers.reference import random_params
 from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests, one_rollout, run, sharp_params
 

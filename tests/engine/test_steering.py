@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.rollout.test_engine import assert_same, reference_logprobs
-from tests.rollout.test_sampling import kept_by_sorting, numbers, softmax
 
 from grpo_roc_jax.engine.config import SamplingConfig
 from grpo_roc_jax.engine.decode import sample
@@ -15,6 +13,8 @@ from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.engine.programs import SamplerPrograms, SharedPrograms
 from grpo_roc_jax.engine.steering import DrawSettings, RowSteering, Steering, steer, steering_arrays
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from tests.engine.test_engine import assert_same, reference_logprobs
+from tests.engine.test_sampling import kept_by_sorting, numbers, softmax
 from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests, run
 
 V, PLAIN = MODEL.vocab_size, SamplingConfig()

@@ -4,26 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.rollout.test_stream import assert_same_tokens, drain, engine_of
 
 from grpo_roc_jax.engine.config import SamplingConfig
 from grpo_roc_jax.engine.publish import NonFiniteWeightsError
 from grpo_roc_jax.engine.records import RunOptions
 from grpo_roc_jax.engine.table import from_prompt
 from grpo_roc_jax.tools.interface import CodeCall
+from tests.engine.test_stream import assert_same_tokens, drain, engine_of
+from tests.engine.test_stream import expected as expected  # fixtures
+from tests.engine.test_stream import params as params
 from tests.helpers.fake_executor import FakeExecutor
-from tests.helpers.rollout_fakes import ROLLOUT, FakeTools, changed, engine_for, make_requests, run, sharp_params
-
-
-@pytest.fixture(scope="module")
-def params():
-    return sharp_params()
-
-
-@pytest.fixture(scope="module")
-def expected(params):
-    requests = make_requests()
-    return requests, run(params, requests)[0]
+from tests.helpers.rollout_fakes import ROLLOUT, FakeTools, changed, engine_for
 
 
 def test_a_batch_shares_the_pool_of_rollouts_in_flight(params, expected):

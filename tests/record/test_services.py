@@ -3,7 +3,6 @@
 import contextlib
 import sys
 import types
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -12,14 +11,8 @@ from grpo_roc_jax.record.metrics import LogConfig, Trackio, WandbOffline, make_w
 from grpo_roc_jax.record.tables import COLUMNS, tables
 from tests.helpers.method_groups import method
 from tests.helpers.samples import make_group
+from tests.record.test_metrics import RunLike
 from tests.record.test_trace import run_step
-
-
-@dataclass(frozen=True)
-class RunLike:
-    name: str = "run"
-    steps: int = 5
-    log: LogConfig = field(default_factory=lambda: LogConfig(console="off"))
 
 
 def records(groups=2):

@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tests.run.test_samplers import STEPS, Played, check, known, limit
-from tests.run.test_stream_processes import contents, in_threads
 
 from grpo_roc_jax.engine.publish import NonFiniteWeightsError
 from grpo_roc_jax.model.config import ModelConfig
@@ -17,6 +15,8 @@ from grpo_roc_jax.stream.open_groups import SamplerFailed
 from grpo_roc_jax.stream.samplers import FAILED_STARTS, remote_samplers
 from tests.helpers.local_samplers import Killed
 from tests.helpers.stream_fakes import SAMPLES
+from tests.stream.test_samplers import STEPS, Played, check, known, limit
+from tests.stream.test_stream_processes import contents, in_threads
 
 
 def outcome(play):
