@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -58,14 +58,24 @@ earlier."""
 class RolloutStream:
     """Keeps the engine filled and returns complete groups, oldest first. A run has one of these."""
 
-    def __init__(self, config: Config, sampling: GroupSampler, mesh: Mesh, source: GroupSource | None = None):
+    def __init__(
+        self,
+        config: Config,
+        sampling: GroupSampler,
+        mesh: Mesh,
+        source: GroupSource | None = None,
+        *,
+        open_wave: Callable[[Config, Any, Wave], list[RolloutRequest]] = opening_requests,
+    ):
         """
         Args:
             config: Configuration of the run.
             sampling: Group sampler of the run. Only this stream and evaluations use its engine.
             mesh: Mesh of the update, during which the rollouts continue.
             source: What rolls the groups out; by default the engine of `sampling`.
+            open_wave: Returns the requests that open the groups of a wave, given the configuration and the chat format.
         """
+        self._open_wave = open_wave
         self._config, self._sampling = config, sampling
         self._source = source or EngineGroups(sampling, shows=not config.rollout.step_limit.lag)
         self._mesh, self._limit, self._count = mesh, config.rollout.step_limit, config.group.problems
@@ -165,7 +175,7 @@ class RolloutStream:
             self._label = (step, index)
             problems = draw_problems(config, run.stream, run.method, self._rng)
             wave = Wave(problems, config.resample.sampled(config.group.size), run.method, self._rng)
-            opening = opening_requests(config, chat, wave)
+            opening = self._open_wave(config, chat, wave)
             requests = numbered(opening, index * self._count, Counter())
             parts = [PartialGroup(r.problem, (), step, r.place, r.temperature, run.step) for r in requests]
             mine, groups = self._add(parts, [[None] * request.count for request in requests])

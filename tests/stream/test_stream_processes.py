@@ -18,7 +18,7 @@ from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.run import sample
 from grpo_roc_jax.stream.rollout_stream import age_metrics
-from tests.helpers.stream_fakes import SAMPLES, faked, opened, play
+from tests.helpers.stream_fakes import SAMPLES, opened, play
 
 PROBLEMS, STEPS = 3, 5
 
@@ -72,7 +72,7 @@ def in_threads(count, one):
             hall.barrier.abort()  # the others end too
             raise
 
-    with faked(), ThreadPoolExecutor(count) as pool:
+    with ThreadPoolExecutor(count) as pool:
         running = [pool.submit(alone, Thread(index, hall)) for index in range(count)]
         return [each.result() for each in running]
 
