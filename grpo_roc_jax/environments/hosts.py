@@ -196,17 +196,14 @@ class WorkerProcess:
             end_group(self.process)
 
 
-class ProcessHost:
-    """Episodes spread over processes, each of which is replaced if it ends."""
+class WorkersHost:
+    """Episodes spread over processes or Ray actors, each of which is replaced if it ends."""
 
-    def __init__(self, settings: HeldSettings, workers: int):
-        self._settings, self._mutex = settings, threading.Lock()
-        self.workers = [self._start() for _ in range(workers)]
+    def __init__(self, start: Callable[[], Any], workers: int):
+        self._start, self._mutex = start, threading.Lock()
+        self.workers = [start() for _ in range(workers)]
         """What holds the episodes; another one is put in the place of one that ends."""
         self._homes: dict[str, int] = {}
-
-    def _start(self) -> Any:
-        return WorkerProcess(self._settings)
 
     def call(self, key: str, operation: str, *arguments: Any) -> "Future[Answer]":
         with self._mutex:
@@ -262,23 +259,18 @@ class HostActor:
         return self._host.call(key, operation, *arguments).result()
 
 
-class ActorHost(ProcessHost):
-    """Episodes spread over Ray actors."""
-
-    def __init__(self, settings: HeldSettings, workers: int, cpus: float):
-        self._cpus = cpus
-        super().__init__(settings, workers)
-
-    def _start(self) -> Any:
-        return WorkerActor(self._settings, self._cpus)
-
-
-def make_host(choice: Host, settings: HeldSettings) -> EpisodeHost:
-    """The host that a configuration names."""
+def make_host(
+    choice: Host,
+    settings: HeldSettings,
+    *,
+    process: Callable[..., Any] = WorkerProcess,
+    actor: Callable[..., Any] = WorkerActor,
+) -> EpisodeHost:
+    """The host that a configuration names; `process` and `actor` start its workers."""
     if isinstance(choice, HostActors):
-        return ActorHost(settings, choice.workers, choice.cpus)
+        return WorkersHost(lambda: actor(settings, choice.cpus), choice.workers)
     if isinstance(choice, HostProcesses):
-        return ProcessHost(settings, choice.workers)
+        return WorkersHost(lambda: process(settings), choice.workers)
     return ThreadHost(settings)
 
 

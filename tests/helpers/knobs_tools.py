@@ -306,8 +306,7 @@ def environments_of(config: Config) -> Any:
     if not (found := find_environments(config)):
         return None
     if not isinstance(config.environment.host, HostThreads):
-        with mock.patch.object(hosts, "WorkerProcess", Replaced), mock.patch.object(hosts, "WorkerActor", Replaced):
-            host = hosts.make_host(config.environment.host, None)
+        host = hosts.make_host(config.environment.host, None, process=Replaced, actor=Replaced)
         return [worker.given for worker in host.workers]
     episodes = make_episodes(config, Registry())
     opened = episodes.open([("a", Problem("p", "?", "1", "knobs", {"environment": "a"}), 0)])["a"]
