@@ -33,7 +33,7 @@ from grpo_roc_jax.serving.sampling_fields import stop_finder
 from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob
 from grpo_roc_jax.serving.server import TOKEN_VARIABLE, EndpointHandler, LimitedServer, ServerLimits
 from grpo_roc_jax.serving.tinker.futures import Futures, InOrder, Pending
-from grpo_roc_jax.serving.tinker.journal import KEPT, Journal, LoggedCall, owner_of
+from grpo_roc_jax.serving.tinker.journal import Journal, LoggedCall, owner_of
 from grpo_roc_jax.serving.tinker.sampling import Gathered, read_sample_request
 from grpo_roc_jax.serving.tinker.snapshots import Snapshot, Snapshots
 from grpo_roc_jax.serving.tinker.store import KINDS, NAME, About, CheckpointPath, Store, check_name
@@ -126,13 +126,14 @@ class TinkerEndpoint:
         *,
         token: str = "",
         limits: ServerLimits | None = None,
+        journal: Journal | None = None,
     ):
         self.bases = {base.name: base for base in bases}
         self.store, self.token, self._deliver = store, token, deliver
         self.limits = limits or ServerLimits()
         self.futures = Futures()
         store.repair()
-        self.journal = Journal(store)
+        self.journal = journal or Journal(store)
         notes = self.journal.notes()
         self.sessions: dict[str, dict[str, Any]] = {
             note["session"]: note.get("about", {}) for note in notes if "sampler" not in note
@@ -312,7 +313,7 @@ class TinkerEndpoint:
         saved = []
         for name, sampler in reversed(list(self.samplers.items())):  # the last used first
             model, seq = self._made_by.get(name, ("", 0))
-            if model == run.model_id and seq < first and len(saved) < KEPT:
+            if model == run.model_id and seq < first and len(saved) < self.journal.samplers:
                 saved.append(checkpoint := self.journal.sampler(model, name))
                 if self.store.written(checkpoint) is None:
                     leaves = {"params": sampler.snapshot.params}
