@@ -1,7 +1,6 @@
 """Saving is atomic, restoring is exact, corruption is detected and skipped."""
 
 import dataclasses
-import errno
 import json
 import multiprocessing
 import os
@@ -193,38 +192,34 @@ def test_corruption_is_named_and_the_previous_checkpoint_wins(tmp_path, caplog, 
     assert message in caplog.text and "skipped" in caplog.text
 
 
-def failing_reads(monkeypatch, times):
-    """The next so many reads of a manifest fail as those of a network file system do."""
-    monkeypatch.setattr(files, "PAUSES_S", (0.001,) * 3)
-    read, left = files.read_manifest, [times]
-
-    def fail(entry):
-        left[0] -= 1
-        if left[0] >= 0:
-            raise OSError(errno.EIO, "Input/output error")
-        return read(entry)
-
-    monkeypatch.setattr(files, "read_manifest", fail)
+@pytest.fixture
+def pauses(monkeypatch):
+    """The seconds of pauses, which take no time."""
+    seconds = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    return seconds
 
 
-def test_a_read_that_fails_for_a_while_is_tried_again(tmp_path, monkeypatch):
+def test_a_read_that_fails_for_a_while_is_tried_again(tmp_path, pauses):
     save_steps(tmp_path, [1, 2])
-    failing_reads(monkeypatch, 3)
-    assert files.newest_whole(tmp_path).step == 2
-    failing_reads(monkeypatch, 3)
-    assert restore(tmp_path).step == 2
+    for read in (files.newest_whole, restore):
+        pauses.clear()
+        with injected(",".join(f"checkpoint.read=eio@{n}" for n in (1, 2, 3))):
+            assert read(tmp_path).step == 2
+        assert [seconds for seconds in pauses if seconds in files.PAUSES_S] == [*files.PAUSES_S]
 
 
-def test_a_disk_that_fails_refuses_and_removes_no_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("pauses")
+def test_a_disk_that_fails_refuses_and_removes_no_checkpoint(tmp_path):
     save_steps(tmp_path, [1, 2])
     (tmp_path / "step_00000002").rename(tmp_path / "staging_step_00000002")
-    failing_reads(monkeypatch, 10**6)
-    with pytest.raises(files.NoValidCheckpoint, match="none of them can be used"):
-        restore(tmp_path)
-    with pytest.raises(files.NoValidCheckpoint, match="Input/output error"):
-        files.newest_whole(tmp_path)
-    files.recover(tmp_path)
-    files.prune(tmp_path / "step_00000001", 1)
+    with injected("checkpoint.read=eio"):
+        with pytest.raises(files.NoValidCheckpoint, match="none of them can be used"):
+            restore(tmp_path)
+        with pytest.raises(files.NoValidCheckpoint, match="Input/output error"):
+            files.newest_whole(tmp_path)
+        files.recover(tmp_path)
+        files.prune(tmp_path / "step_00000001", 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["staging_step_00000002", "step_00000001"]
 
 
