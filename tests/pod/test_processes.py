@@ -358,7 +358,7 @@ with joined(FoundProcesses()) as processes:
 
 
 @pytest.mark.slow
-def test_long_values_of_three_processes_arrive_whole(tmp_path):
+def test_long_values_of_three_processes_arrive_whole():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

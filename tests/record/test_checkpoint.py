@@ -274,7 +274,7 @@ def test_parameters_alone_can_be_read_without_the_optimizer(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_state_that_is_not_finite_is_never_written(tmp_path, caplog, bad):
+def test_a_state_that_is_not_finite_is_never_written(tmp_path, bad):
     save_steps(tmp_path, [1])
     state = make_state(2)
     poisoned = state.replace(params={**state.params, "embed": state.params["embed"].at[3, 3].set(bad)})

@@ -159,7 +159,7 @@ def test_each_reward_function_is_tried_on_made_up_trajectories_before_anything_c
 
 
 @pytest.mark.usefixtures("one_device")
-def test_the_supervised_stage_is_saved_before_the_first_evaluation(tmp_path, monkeypatch):
+def test_the_supervised_stage_is_saved_before_the_first_evaluation(tmp_path):
     """An evaluation that fails costs no supervised training; the same command makes it up."""
     words = [*TINY, f"--run_dir={tmp_path}", "--steps=1", "--sft.steps=2", "--resume=auto"]
     words += ["--sft.traces=2", "--batch.row_length=120"]

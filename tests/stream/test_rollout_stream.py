@@ -178,7 +178,7 @@ def test_a_low_effective_sample_size_is_said_once():
     assert "0.30 of the tokens, below rollout.step_limit.min_effective = 0.4" in said[1]
 
 
-def test_importance_weights_come_with_a_lag_and_cannot_be_left_out(tmp_path):
+def test_importance_weights_come_with_a_lag_and_cannot_be_left_out():
     config = read_config("--rollout.step_limit=stream")
     assert [part.kind for part in config.weights.factors] == ["truncated_is"] and config.surrogate.scored_ratio
     masked = read_config("--rollout.step_limit=stream", "--weights.factors=masked_is")

@@ -62,7 +62,7 @@ def test_an_index_of_another_content_is_made_again(run):
     assert json.loads(index.load(log, "step", 1))["count"] == 4
 
 
-def test_a_folder_that_cannot_be_written_is_read(run, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_read(run):
     log = log_of(run)
     expected = index.load(log, "step", 1)
     index.index_file(log).unlink()
