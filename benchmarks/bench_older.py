@@ -1,6 +1,6 @@
 """The multi-turn case of `bench_rollout.py` on this checkout and on an older commit, in alternation.
 
-    python benchmarks/bench_older.py 5b7a1ae --repeats 3     # the last commit before the cache had blocks
+    python benchmarks/bench_older.py cf6670e --repeats 3     # the engine of 22 November 2026
 
 The turn barrier of `bench_rollout.py` runs on the engine of its own checkout, so it becomes faster with the engine, and
 their ratio can fall while both gain. This measures both engines and both barriers against each other. Each checkout has
@@ -85,6 +85,7 @@ def main() -> None:
     median = {name: statistics.median(values) for name, values in seconds.items()}
     report = {
         "bench": "rollout_older",
+        "now": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip(),
         "then": arguments.commit,
         "seconds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
         "slower_than_engine_now": {name: round(value / median["engine now"], 2) for name, value in median.items()},
