@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 import yaml
 
@@ -267,7 +267,7 @@ def test_files_hide_them_and_the_run_resumes_with_what_is_typed_again(tmp_path, 
         assert SECRET not in text and HIDDEN in text
     assert json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))["command"][-1] == HIDDEN
     with Checkpointer(tmp_path / "run" / "checkpoints", CheckpointConfig()) as checkpointer:
-        checkpointer.save(1, Bundle({"state": np.zeros(1), "reference": ()}))
+        checkpointer.save(1, Bundle({"state": jnp.zeros(1), "reference": ()}))
     assert decide(tmp_path / "run", config).kind == "resume", "nothing has changed"
     again = load_config(train.Config, [str(tmp_path / "run" / "config.yaml")], prog="x")
     with pytest.raises(g.ConfigError, match=r"environment\.command.*a secret was hidden.*give the whole value again"):
