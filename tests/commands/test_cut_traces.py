@@ -18,7 +18,7 @@ def record(*texts: str, **changes) -> TraceRecord:
     results = (ToolResult("ok", observation="42"),)
     turns = tuple(Turn(0, 1, text, (), results if i + 1 < len(texts) else ()) for i, text in enumerate(texts))
     ids = np.zeros(1, np.int32)
-    trajectory = replace(Trajectory(ids, ids > 0, ids / 1, ids - 1, 1, turns, "answer", 0), **changes)
+    trajectory = replace(Trajectory(ids, ids > 0, ids.astype(np.float32), ids - 1, 1, turns, "answer", 0), **changes)
     return TraceRecord(1, 0, PROBLEM, trajectory, None, True, "kept")
 
 
