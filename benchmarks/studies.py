@@ -230,6 +230,19 @@ STUDIES: Mapping[str, Study] = {
             Claim("accuracy at most 0.02 below GRPO's", "roc", "grpo", "accuracy", below=False, margin=-0.02),
         ),
     ),
+    "confirm_hard": Study(
+        "Does what was undecided in the two harder worlds hold in eight new seeds?",
+        {"roc": ("--resample=roc",), "grpo": GRPO},
+        {"hard": HARD, "words": WORD_PROBLEMS},
+        seeds=8,
+        first_seed=10,
+        measures=(FIRST_ERRORS, *COMMON),
+        claims=(
+            Claim("fewer failing calls than GRPO", "roc", "grpo", "failing calls in correct"),
+            Claim("fewer than GRPO at equal tokens", "roc", "grpo", "at equal tokens"),
+            Claim("accuracy at most 0.02 below GRPO's", "roc", "grpo", "accuracy", below=False, margin=-0.02),
+        ),
+    ),
     "selection": Study(
         "Which part of the selection matters, and how much oversampling pays?",
         {

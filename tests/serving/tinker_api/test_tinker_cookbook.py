@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -153,7 +154,7 @@ def test_reinforcement_learning_raises_the_reward_and_outlives_the_server(folder
     """Reward for the end of an answer within 16 tokens; the server is killed in the middle of a step."""
     log = tmp_path / "log"
     settings = {"env": "arithmetic", "model_name": NAME, "renderer_name": "qwen3", "loss_fn": "importance_sampling"}
-    settings |= {"group_size": 8, "groups_per_batch": 8, "max_tokens": 16, "max_steps": 18, "eval_every": 0}
+    settings |= {"group_size": 8, "groups_per_batch": 8, "max_tokens": 16, "max_steps": 30, "eval_every": 0}
     settings |= {"save_every": 0, "learning_rate": 0.01, "lora_rank": 8}
     with serving(folder, tmp_path / "store") as server:
         client = begin(folder, "math_rl.train", server, log, **settings)
@@ -162,9 +163,10 @@ def test_reinforcement_learning_raises_the_reward_and_outlives_the_server(folder
         server.start()
         rows = [row for row in finish(client, log) if "env/all/reward/total" in row]  # without that of the end
     assert rows[0]["optim/kl_sample_train_v1"] < 1e-4
-    assert [row["step"] for row in rows] == list(range(18))
+    assert [row["step"] for row in rows] == list(range(30))
     rewards = [row["env/all/reward/total"] for row in rows]
-    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.03
+    # A step's mean of 64 rollouts is off by 0.004, so the difference of these means by 0.002; it was 0.013 in 40 steps.
+    assert mean(rewards[-15:]) > mean(rewards[:3]) + 0.005
     assert not [row for row in rows if row.get("optim/update_skipped")]
 
 
