@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.convert import MAX_SHARD_BYTES, find_model, read_published, save_params
+from grpo_roc_jax.model.convert import MAX_SHARD_BYTES, find_model, index_tensors, read_published, save_params
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import LowRank, merge, save_adapter
 from grpo_roc_jax.model.published import infer_family, write_config
@@ -131,7 +131,9 @@ def export_model(
     generation = _generation_config(source, published)
 
     def write(folder: Path) -> list[str]:
-        names = save_params(params, model, family, folder, dtype=jnp.dtype(chosen), max_shard_bytes=max_shard_bytes)
+        carried = index_tensors(source, model) if source else {}
+        options = {"dtype": jnp.dtype(chosen), "max_shard_bytes": max_shard_bytes, "carried": carried}
+        names = save_params(params, model, family, folder, **options)
         if jax.process_index():
             return []
         _write_json(folder / "config.json", published)

@@ -25,6 +25,7 @@ from grpo_roc_jax.engine.decode import (
     apply_patch,
     draw_tokens,
     empty_report,
+    given_to_layers,
     narrow,
     narrow_steering,
     split_adapters,
@@ -49,7 +50,7 @@ from grpo_roc_jax.model.transformer import Params, block, embed, layers_with
 from grpo_roc_jax.shapes import Array, Int
 
 Leaves = tuple[tuple[Array, ...], ...]
-"""The cache of one layer, see `BlockPool.layers`."""
+"""The cache of one layer, see `BlockPool.layers`; where a layer shares keys, of the layer whose keys it reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +93,8 @@ def layer_kinds(config: ModelConfig) -> tuple[int, ...]:
     """For each layer, the index of the first layer that computes the same."""
     windows = config.layer_windows or (0,) * config.layers
     sparse = [i in layers_with("router", config) for i in range(config.layers)]
-    kinds = list(zip(windows, rope_names(config), config.attends, sparse, strict=True))
+    shares = [source < i for i, source in enumerate(config.key_layers)]
+    kinds = list(zip(windows, rope_names(config), config.attends, sparse, shares, strict=True))
     return tuple(map(kinds.index, kinds))
 
 
@@ -103,10 +105,12 @@ def split_ends(params: Params) -> Params:
 
 def start_layers(
     ends: Params, ids: Int[Array, "B T"], positions: Int[Array, "B T"], config: ModelConfig
-) -> tuple[Array, dict[str, Rope], Params]:
-    """(residual stream before the first layer, rotary angles by name, what every layer gets in addition)."""
+) -> tuple[Array, dict[str, Rope], Params, tuple[Params, ...]]:
+    """(residual stream before the first layer, rotary angles by name, what every layer gets in addition, what each
+    layer gets)."""
     ids, beside = split_adapters(ends, ids)
-    return embed(ends, ids, config), rotary_tables(positions, config), beside
+    x = embed(ends, ids, config)
+    return x, rotary_tables(positions, config), beside, given_to_layers(ends, ids, x, config)
 
 
 def run_layer(
@@ -120,10 +124,11 @@ def run_layer(
     form: BlockPool,
     model: SamplerModel,
 ) -> tuple[Array, Leaves, list[Array]]:
-    """(residual stream, cache, recorded experts) after layer `index`; `form` is the pool without layers."""
+    """(residual stream, cache, recorded experts) after layer `index`; `form` is the pool without layers. The cache of a
+    layer that shares keys is that of another layer, which it leaves as it is."""
     config, chosen = model.config, []
     experts = recorded(model.experts, chosen) if config.experts.replay else model.experts
-    writer = PoolWriter(form.replace(layers=(leaves,)), config, model.mesh, first=index)
+    writer = PoolWriter(form.replace(layers=(leaves,)), config, model.mesh, first=config.key_layers[index])
     x = block(layer, x, rope, writer.attend(index, at), config, experts)
     return x, writer.pool().layers[0], chosen
 
@@ -142,23 +147,25 @@ def append_by_layer(
     arrange: Callable[..., tuple[Array, Array, Spans | Tiles]],
     model: SamplerModel,
 ) -> BlockPool:
-    """`decode.append` or `append_packed`, of the arguments that `arrange` (`spans_of`, `tiles_of`) takes."""
+    """`decode.append` or `append_packed`, of the arguments that `arrange` (`spans_of`, `tiles_of`) takes. Layers that
+    share keys add nothing to the cache, so they are left out."""
     config, form, layers = model.config, pool.replace(layers=()), list(pool.layers)
     kinds, ropes = layer_kinds(config), rope_names(config)
 
-    def start(ends: Params, *arrays: Array) -> tuple[Array, dict[str, Rope], Params, Spans | Tiles]:
+    def start(ends: Params, *arrays: Array) -> tuple[Any, ...]:
         ids, positions, at = arrange(form, *arrays)
         return *start_layers(ends, ids, positions, config), at
 
     name = (*name, pool.blocks)
-    x, tables, beside, at = parts((*name, "start"), start, split_ends(params), *arrays)
-    for i, layer in enumerate(params["layers"]):
-        fixed, last = {"index": kinds[i], "form": form, "model": model}, i + 1 == config.layers
+    x, tables, beside, given, at = parts((*name, "start"), start, split_ends(params), *arrays)
+    writing = config.layers - config.windows.shared_layers
+    for i, layer in enumerate(params["layers"][:writing]):
+        fixed, last = {"index": kinds[i], "form": form, "model": model}, i + 1 == writing
         function = partial(_written if last else run_layer, **fixed)
         result = parts(
             (*name, "last" if last else "layer", kinds[i]),
             function,
-            layer | beside,
+            layer | beside | given[i],
             layers[i],
             x,
             tables[ropes[i]],
@@ -185,6 +192,8 @@ def copy_by_layer(
     firsts = [forms.index(form) for form in forms]
     layers = (
         parts(("copy", pool.blocks, first), partial(copy, index=first), leaves, blocks, rows, donate=(0,))
+        if leaves
+        else leaves
         for first, leaves in zip(firsts, pool.layers, strict=True)
     )
     return pool.replace(layers=tuple(layers))
@@ -234,12 +243,13 @@ def decode_by_layer(
     for _ in range(settings.chunk):
         if not parts.holds(more):
             break
-        x, tables, beside, places = parts((*of_pool, "token"), token, ends, part, few, readers, at)
+        x, tables, beside, given, places = parts((*of_pool, "token"), token, ends, part, few, readers, at)
         recorded_experts = []
         for i, layer in enumerate(params["layers"]):
             function = partial(run_layer, index=kinds[i], form=form, model=model)
-            arguments = layer | beside, layers[i], x, tables[ropes[i]], places
-            x, layers[i], chosen = parts((*of_pool, "layer", kinds[i]), function, *arguments, donate=(1,))
+            source = config.key_layers[i]
+            arguments = layer | beside | given[i], layers[source], x, tables[ropes[i]], places
+            x, layers[source], chosen = parts((*of_pool, "layer", kinds[i]), function, *arguments, donate=(1,))
             recorded_experts += chosen
         part, report, more = parts(
             (*name, "draw"), draw, ends, x, part, report, recorded_experts, steered, donate=(2, 3)

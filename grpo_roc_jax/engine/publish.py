@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from grpo_roc_jax.engine.by_layer import layer_kinds, run_layer, split_ends, start_layers
+from grpo_roc_jax.engine.by_layer import Leaves, layer_kinds, run_layer, split_ends, start_layers
 from grpo_roc_jax.engine.decode import SamplerModel
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
@@ -25,6 +25,7 @@ from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, Spans, allocate
 from grpo_roc_jax.model.rotary import Rope, rope_names
 from grpo_roc_jax.model.sharding import head_copies, place_host, place_shapes, process_mesh
 from grpo_roc_jax.model.transformer import (
+    Execution,
     Params,
     cast_params,
     compute_dtype,
@@ -33,6 +34,7 @@ from grpo_roc_jax.model.transformer import (
     layer_shapes,
     layers_with,
     param_axes,
+    take_rows,
     unembed,
 )
 from grpo_roc_jax.settings.progress import phase
@@ -138,8 +140,9 @@ def sampler_shardings(config: ModelConfig, mesh: Mesh, params: Params | None = N
     """
     tensor = mesh.shape.get("tensor", 1)
     kv_heads = math.gcd(config.kv_heads, config.windows.full_kv_heads)
+    width = math.gcd(config.d_ff, config.windows.shared_ff)
     sizes = {"heads": config.heads, "kv_heads": kv_heads, "vocab": config.vocab_size}
-    sizes |= {"experts": config.experts.count} if config.experts.count else {"mlp": config.d_ff}
+    sizes |= {"experts": config.experts.count} if config.experts.count else {"mlp": width}
     sizes |= {"delta_heads": config.windows.key_heads} if config.delta else {}
 
     def place(axes: tuple[str | None, ...]) -> NamedSharding:
@@ -180,13 +183,17 @@ def probe_tokens(config: ModelConfig) -> np.ndarray:
 def training_probe(params: Params, tokens: Array, config: ModelConfig, weights: str = "full") -> Array:
     """Log-probabilities of the probe by the training forward pass, in float32 from the rounded weights."""
     exact = replace(config, compute_dtype="float32")
-    rounded = cast_params(params, compute_dtype(config))
+    dtype = compute_dtype(config)
+    rounded = cast_params(params, dtype)
     if weights == "int8":
         layers = unstack(params, config, Published(weights))["layers"]
         rounded |= {"layers": tuple(plain_layer(layer, jnp.float32) for layer in layers)}
-    params = cast_params(rounded, jnp.float32)
+    # The embedding of the layers is large; of it the rows of the probe are rounded.
+    tables = {name: params[name] for name in ("layer_embed",) if name in params}
+    params = cast_params(rounded, jnp.float32) | tables
+    execution = Execution(look_up_wide=lambda table, ids: take_rows(table, ids).astype(dtype))
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden = forward(params, tokens, positions, jnp.ones_like(tokens), exact)
+    hidden = forward(params, tokens, positions, jnp.ones_like(tokens), exact, execution)
     return _next_logprobs(params, hidden, tokens, config)
 
 
@@ -225,24 +232,30 @@ def _sampled_logprobs(
             lambda leaf: leaf if is_quantized(leaf) else leaf.astype(jnp.float32), params, is_leaf=is_quantized
         )
 
-    def start(ends: Params, tokens: Array) -> tuple[Array, dict[str, Rope], Spans]:
+    def start(ends: Params, tokens: Array) -> tuple[Array, dict[str, Rope], tuple[Params, ...], Spans]:
         zero = jnp.zeros(1, jnp.int32)
         places = Spans(zero[None], zero, zero, zero + T)
-        return *start_layers(exact(ends), tokens, jnp.arange(T)[None], config)[:2], places
+        tables = {name: ends[name] for name in ("layer_embed",) if name in ends}  # cast after the lookup
+        x, ropes, _, given = start_layers(exact(ends) | tables, tokens, jnp.arange(T)[None], config)
+        return x, ropes, given, places
 
-    def visit(index: int, layer: Params, x: Array, rope: Rope, places: Spans) -> Array:
+    def visit(index: int, layer: Params, x: Array, rope: Rope, places: Spans, *shared: Leaves) -> tuple[Array, Leaves]:
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), pool.layers[index])
+        (leaves,) = shared or (empty,)
         form = pool.replace(layers=())
-        return run_layer(exact(layer), empty, x, rope, places, index=index, form=form, model=model)[0]
+        return run_layer(exact(layer), leaves, x, rope, places, index=index, form=form, model=model)[:2]
 
     def end(ends: Params, x: Array, tokens: Array) -> Array:
         ends = exact(ends)
         return _next_logprobs(ends, final_hidden(ends, x, config), tokens, config)
 
     ends, names = split_ends(params), rope_names(config)
-    x, ropes, places = call("start", start, ends, tokens)
+    x, ropes, given, places = call("start", start, ends, tokens)
+    sources, caches = config.key_layers, {}
     for i, (layer, kind) in enumerate(zip(params["layers"], layer_kinds(config), strict=True)):
-        x = call(kind, partial(visit, kind), layer, x, ropes[names[i]], places)
+        shared = (caches[sources[i]],) if sources[i] < i else ()
+        x, leaves = call(kind, partial(visit, kind), layer | given[i], x, ropes[names[i]], places, *shared)
+        caches |= {i: leaves} if i in sources[i + 1 :] else {}
     return call("end", end, ends, x, tokens)
 
 

@@ -26,6 +26,7 @@ from grpo_roc_jax.model.parallel import (
     attention_for,
     from_zigzag,
     look_up_on,
+    look_up_wide_on,
     recur_on,
     sequence_parts,
     to_zigzag,
@@ -359,6 +360,7 @@ def policy_hidden(
     execution = Execution(
         attend=attention_for(update.attention, model, length, mesh),
         look_up=look_up_on(mesh, token_axes(mesh, length)),
+        look_up_wide=look_up_wide_on(mesh, token_axes(mesh, length)),
         recur=recur_on(mesh),
         experts=partial(mix_experts, mesh=mesh),
         remat=make_remat(update.remat, scanned=not isinstance(params["layers"], tuple)),
@@ -479,10 +481,10 @@ def batch_loss(
     }
     if batch.marked is not None:
         sums["marked"] = jnp.sum(batch.marked, dtype=jnp.float32)
-    return value, jax.lax.stop_gradient(sums | _ratio_sums(d, advantages, logprobs, mask, surrogate))
+    return value, jax.lax.stop_gradient(sums | ratio_sums(d, advantages, logprobs, mask, surrogate))
 
 
-def _ratio_sums(logratio: Array, advantages: Array, logprobs: Array, mask: Array, surrogate: Surrogate) -> LossSums:
+def ratio_sums(logratio: Array, advantages: Array, logprobs: Array, mask: Array, surrogate: Surrogate) -> LossSums:
     """Sums over the importance ratios, and the numbers of ratios outside the bounds of the surrogate."""
     low, high = surrogate.clipped(logratio, advantages, logprobs)
     clip_dual = surrogate.clip_bounds[2]

@@ -133,6 +133,8 @@ class Windows(Axis, axis="model.windows"):
     full_head_dim: ClassVar[int] = 0
     full_kv_heads: ClassVar[int] = 0
     full_keys_as_values: ClassVar[bool] = False
+    shared_layers: ClassVar[int] = 0
+    shared_ff: ClassVar[int] = 0
     every: ClassVar[int] = 1
     attention: ClassVar[tuple[int, ...]] = ()
 
@@ -160,8 +162,18 @@ class SlidingWindows(Windows):
     """Key-value heads of these layers; set together with their width."""
     full_keys_as_values: bool = False
     """Whether the values of these layers are the keys before their norm, so that they have no matrix (Gemma 4)."""
+    shared_layers: Annotated[int, Ge(0), Le(10_000)] = 0
+    """Last layers that read the keys and values of the last layer before them of the same kind, with or without a
+    window, and have no matrices for keys and values (Gemma 4 E2B and E4B)."""
+    shared_ff: Rows = 0
+    """Hidden width of the feed-forward of these layers; 0: as in the others (Gemma 4 E2B)."""
 
     def __post_init__(self) -> None:
+        if self.shared_ff and not self.shared_layers:
+            raise ValueError(
+                f"model.windows.shared_ff = {self.shared_ff} with model.windows.shared_layers = 0: no layer has this "
+                "width; set the number of layers that share keys"
+            )
         if bool(self.full_head_dim) != bool(self.full_kv_heads) or (
             self.full_keys_as_values > bool(self.full_head_dim)
         ):
@@ -236,10 +248,12 @@ class Extras(Axis, axis="model.extras"):
     rotated_norm: ClassVar[bool] = False
     value_norm: ClassVar[bool] = False
     layer_factors: ClassVar[bool] = False
+    layer_embed: ClassVar[int] = 0
     latent: ClassVar[int] = 0
     latent_query: ClassVar[int] = 0
     latent_key: ClassVar[int] = 0
     latent_value: ClassVar[int] = 0
+    indexed_keys: ClassVar[int] = 0
 
 
 @kind("none")
@@ -287,6 +301,9 @@ class SomeExtras(Extras):
     """Values are divided by their root mean square (Gemma 4)."""
     layer_factors: bool = False
     """The residual stream after a layer is multiplied by a number of the layer, which is not trained (Gemma 4)."""
+    layer_embed: Rows = 0
+    """Width of a second embedding with a row for each token and layer; 0 for none. Each layer adds to the residual
+    stream a gate of the stream times this row, which also depends on the first embedding (Gemma 4 E2B and E4B)."""
     latent: Rows = 0
     """Width of the vector of a token from which every head makes its keys and values (multi-head latent attention,
     arXiv:2405.04434, sec. 2.1; DeepSeek-V3); 0 for attention of the usual kind. The cache holds this vector and the
@@ -297,6 +314,9 @@ class SomeExtras(Extras):
     """Columns of a query and key head that are not rotated."""
     latent_value: Rows = 0
     """Width of a value head."""
+    indexed_keys: Rows = 0
+    """Keys that a query of the published model sees, which an indexer chooses (DeepSeek-V3.2, GLM-5); 0: no indexer. It
+    is not computed here, so rows must not be longer: then all keys are chosen."""
 
 
 @settings
@@ -413,10 +433,30 @@ class ModelConfig:
                     f"model.{name} has {len(pattern)} entries; must be at most one for each of "
                     f"model.layers = {self.layers}"
                 )
+        self._check_shared()
         if self.windows.every > self.layers:
             raise ValueError(
                 f"model.windows.every = {self.windows.every}; must be at most model.layers = {self.layers}, so that "
                 "one layer attends to keys"
+            )
+
+    def _check_shared(self) -> None:
+        """Raises a ValueError for layers that share keys which no layer before them has."""
+        shared = self.windows.shared_layers
+        if not shared:
+            return
+        kinds = [size > 0 for size in self.layer_windows] or [False] * self.layers
+        own = max(0, self.layers - shared)
+        if set(kinds[own:]) - set(kinds[:own]):
+            raise ValueError(
+                f"model.windows.shared_layers = {shared} of model.layers = {self.layers} with model.windows.sizes = "
+                f"{self.windows.sizes}; layers with and without a window that share keys each need one before them "
+                "that has keys"
+            )
+        if self.qkv_bias or self.experts.dense_layers or (self.experts.count and self.windows.shared_ff):
+            raise ValueError(
+                f"model.windows.shared_layers = {shared} with model.qkv_bias, model.experts.dense_layers, or "
+                "model.windows.shared_ff and experts is not supported"
             )
 
     def _check_positions(self) -> None:
@@ -448,7 +488,9 @@ class ModelConfig:
         if self.extras.latent:
             attention = self.heads * (self.extras.latent_key + self.rotary_dim + self.extras.latent_value)
         ffn = 3 * (self.d_ff * max(1, self.experts.count) + self.experts.shared + self.experts.dense_ff)
-        return self.d_model * (self.layers * (attention + ffn) + 2 * self.vocab_size)
+        ffn += 3 * self.windows.shared_ff
+        by_layer = self.extras.layer_embed * self.layers * (self.vocab_size + self.d_model)
+        return self.d_model * (self.layers * (attention + ffn) + 2 * self.vocab_size) + by_layer
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
@@ -468,14 +510,32 @@ class ModelConfig:
         return tuple(full if i in self.full_layers else usual for i, attends in enumerate(self.attends) if attends)
 
     @property
+    def key_layers(self) -> tuple[int, ...]:
+        """For each layer the one whose keys and values it reads: itself, unless it shares those of an earlier layer."""
+        own = self.layers - self.windows.shared_layers
+        kinds = [size > 0 for size in self.layer_windows] or [False] * self.layers
+        last = {kinds[i]: i for i in range(own)}
+        return tuple(i if i < own else last[kinds[i]] for i in range(self.layers))
+
+    @property
+    def cached_heads(self) -> tuple[tuple[int, int], ...]:
+        """(key-value heads, head width) of each layer with keys of its own, which the cache stores."""
+        return self.attention_heads[: len(self.attention_heads) - self.windows.shared_layers]
+
+    @property
     def attention_width(self) -> int:
         """Columns of all query heads, summed over the layers that attend to keys."""
         return self.heads * sum(width for _, width in self.attention_heads)
 
     @property
     def key_columns(self) -> int:
-        """Columns of all keys of a token, summed over the layers that attend to keys."""
-        return sum(heads * width for heads, width in self.attention_heads)
+        """Columns of all keys of a token, summed over the layers that have keys of their own."""
+        return sum(heads * width for heads, width in self.cached_heads)
+
+    @property
+    def key_reads(self) -> float:
+        """How often attention of all layers reads a key, on average; 1 unless layers share keys."""
+        return sum(heads * width for heads, width in self.attention_heads) / self.key_columns
 
     @property
     def period(self) -> int:
@@ -483,7 +543,8 @@ class ModelConfig:
         layers have the same leaves."""
         if self.delta:
             return math.lcm(self.windows.every, max(1, len(self.extras.rotary_layers)))
-        patterns = [self.experts.every, len(self.windows.sizes) if self.full_layers else 1]
+        kinds = bool(self.full_layers) or self.windows.shared_layers > 0
+        patterns = [self.experts.every, len(self.windows.sizes) if kinds else 1]
         patterns += [len(pattern) for pattern in (self.windows.sizes, self.extras.rotary_layers) if max(patterns) > 1]
         return math.lcm(*(max(1, count) for count in patterns))
 

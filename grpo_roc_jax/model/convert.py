@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ LEFT_OUT = re.compile(
 """Tensors that do not belong to the text model: those of vision, and of multi-token prediction."""
 _TEXT_PREFIX = re.compile(r"(model\.)?language_model\.(model\.)?")
 
+INDEXER = ".self_attn.indexer."
+"""Part of the names of tensors that choose the keys of a query (DeepSeek-V3.2, GLM-5)."""
+_KEY_TENSOR = re.compile(r"\.self_attn\.[kv]_(proj|norm)\.")
 RECOMPUTED = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
 """Suffixes of tensors in old checkpoints that every reader recomputes."""
 
@@ -179,6 +183,8 @@ def load_params(
     tensors = read_text_tensors(folder)
     if published.get("num_nextn_predict_layers") or published.get("num_mtp_layers"):
         tensors = {name: tensor for name, tensor in tensors.items() if _layer_of(name) < config.layers}
+    tensors = {name: tensor for name, tensor in tensors.items() if INDEXER not in name}
+    tensors = _without_shared(tensors, config, folder)
     table = rules(find_family(published), config)
     if any("{expert}" in rule.name for rule in table):
         tensors = dict(apart for name, tensor in tensors.items() for apart in _split_experts(name, tensor))
@@ -231,6 +237,27 @@ def read_text_tensors(folder: Path) -> dict[str, AnyTensor]:
         dropped = [name for name in tensors if LEFT_OUT.fullmatch(name)]
         note(f"{folder}: only the text part is used; {len(dropped)} other tensors are left out: {listed(dropped)}")
     return text_tensors
+
+
+def index_tensors(folder: Path, config: ModelConfig) -> dict[str, AnyTensor]:
+    """The tensors of the indexers, which no parameter holds: an export has them as they are."""
+    if not config.extras.indexed_keys:
+        return {}
+    return {
+        name: tensor
+        for name, tensor in read_text_tensors(folder).items()
+        if INDEXER in name and _layer_of(name) < config.layers
+    }
+
+
+def _without_shared(tensors: dict[str, AnyTensor], config: ModelConfig, folder: Path) -> dict[str, AnyTensor]:
+    """The tensors without matrices and norms of keys and values in layers that read those of earlier layers.
+    Directories may hold them, and nothing reads them."""
+    first = config.layers - config.windows.shared_layers
+    unread = [name for name in tensors if _KEY_TENSOR.search(name) and _layer_of(name) >= first]
+    if unread:
+        note(f"{folder}: {len(unread)} tensors of keys and values that are shared are left out: {listed(unread)}")
+    return {name: tensor for name, tensor in tensors.items() if name not in set(unread)}
 
 
 def _layer_of(name: str) -> int:
@@ -514,6 +541,7 @@ def save_params(
     *,
     dtype: jnp.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    carried: Mapping[str, AnyTensor] | None = None,
 ) -> list[str]:
     """Writes the parameters as safetensors under the family's names; returns the names of the files.
 
@@ -524,13 +552,16 @@ def save_params(
         folder: Existing and empty.
         dtype: Dtype of the tensors in the files.
         max_shard_bytes: Largest size of a file.
+        carried: Tensors that are written as they are, after the others.
 
     Raises:
         CheckpointError: a value is not finite in the dtype of the file; the message names its tensor.
     """
     parts = list(_parts(rules(family, config), config))
     planned = [Planned(name, np.dtype(dtype), _published_shape(joined, config)) for name, joined, _, _ in parts]
-    values = _published_values(params, parts, config, np.dtype(dtype))
+    carried = carried or {}
+    planned += [Planned(name, np.dtype(tensor.dtype), tensor.shape) for name, tensor in carried.items()]
+    values = chain(_published_values(params, parts, config, np.dtype(dtype)), map(_complete, carried.values()))
     if jax.process_index():
         for _ in values:
             pass
@@ -557,6 +588,12 @@ def _parts(table: Sequence[TensorRule], config: ModelConfig) -> Iterator[Part]:
                     yield name.format(layer=layer, expert=expert), rules_of, layer, expert
     for name, rules_of in top:
         yield name, rules_of, 0, 0
+
+
+def _complete(tensor: AnyTensor) -> np.ndarray:
+    value = np.empty(tensor.shape, tensor.dtype)
+    tensor.read((slice(None),) * len(tensor.shape), value)
+    return value
 
 
 def _published_shape(joined: Sequence[TensorRule], config: ModelConfig) -> tuple[int, ...]:

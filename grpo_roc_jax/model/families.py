@@ -145,8 +145,19 @@ _FULL_ATTENTION = tuple(
     if rule.leaf in ("wq", "wk", "wv", "wo", "q_norm", "k_norm")
 )
 """Attention in layers without a window, where its heads are others (Gemma 4)."""
+_GEMMA4_INPUTS = (
+    TensorRule("layer_embed", "model.embed_tokens_per_layer.weight", "V (S T)", "V S T"),
+    TensorRule("layer_proj", "model.per_layer_model_projection.weight", "(S T) D", "D S T"),
+    TensorRule("layer_proj_norm", "model.per_layer_projection_norm.weight", "T", "T"),
+    TensorRule("p_gate", _LAYER + "per_layer_input_gate.weight", "T D", "D T"),
+    TensorRule("p_out", _LAYER + "per_layer_projection.weight", "D T", "T D"),
+    TensorRule("p_post_norm", _LAYER + "post_per_layer_input_norm.weight", "D", "D"),
+)
+"""The second embedding of Gemma 4 E2B and E4B, see `transformer.layer_inputs`."""
 _GEMMA4_LAYER = (
     TensorRule("factor", _LAYER + "layer_scalar", "Y", "Y"),
+    *_GEMMA4_INPUTS,
+    *_FIRST_DENSE,
     *(replace(rule, name=rule.name.replace("shared_expert.", "")) for rule in _SHARED[:3]),
     TensorRule("s_post_norm", _LAYER + "post_feedforward_layernorm_1.weight", "D", "D"),
     TensorRule("e_norm", _LAYER + "pre_feedforward_layernorm_2.weight", "D", "D"),
@@ -232,6 +243,8 @@ _GEMMA4_UNUSED = ("hidden_act", "vocab_size_per_layer_input", "use_double_wide_m
 _GEMMA4_UNUSED += ("moe_intermediate_size", "num_global_key_value_heads", "norm_topk_prob", "intermediate_size")
 _LATENT_KEYS = ("head_dim", "qk_head_dim", "num_key_value_heads", "num_local_experts", "ep_size", "topk_method")
 _LATENT_KEYS += ("scoring_func", "moe_layer_freq", "aux_loss_alpha", "seq_aux", "partial_rotary_factor")
+_INDEX_KEYS = ("index_n_heads", "index_head_dim", "indexer_types", "index_topk_freq", "index_skip_topk_offset")
+_INDEX_KEYS += ("index_topk_pattern", "indexer_rope_interleave", "layer_types")
 
 
 @dataclass(frozen=True)
@@ -260,7 +273,8 @@ class Family:
             return ("output_router_logits", "num_local_experts", "attn_scale", "floor_scale", "intermediate_size_mlp")
         if self.sigmoid_experts:
             left = ("num_nextn_predict_layers", "num_mtp_layers", "intermediate_size")
-            return (*left, *_LATENT_KEYS) if self.latent else left
+            left = (*left, *_LATENT_KEYS) if self.latent else left
+            return (*left, *_INDEX_KEYS) if self.indexed else left
         if self.has_experts and self.model_type != "gpt_oss":
             return ("intermediate_size",)  # the width of dense layers
         if self.model_type == "gpt_oss":
@@ -283,7 +297,12 @@ class Family:
     @property
     def latent(self) -> bool:
         """Whether attention is multi-head latent attention."""
-        return self.model_type in ("deepseek_v3", "glm4_moe_lite")
+        return self.model_type in ("deepseek_v3", "glm4_moe_lite") or self.indexed
+
+    @property
+    def indexed(self) -> bool:
+        """Whether an indexer chooses the keys of a query; its tensors stay as they are (`convert.index_tensors`)."""
+        return self.model_type in ("deepseek_v32", "glm_moe_dsa")
 
     @property
     def sigmoid_experts(self) -> bool:
@@ -502,6 +521,28 @@ FAMILIES += (
 )
 
 
+_DEEPSEEK_V3, _GLM_LITE = (
+    next(family for family in FAMILIES if family.model_type == name) for name in ("deepseek_v3", "glm4_moe_lite")
+)
+_INDEXED = _DEEPSEEK_V3.required | {"mlp_bias": False, "rope_interleave": True}
+FAMILIES += (
+    replace(
+        _DEEPSEEK_V3,
+        architecture="DeepseekV32ForCausalLM",
+        model_type="deepseek_v32",
+        required=_INDEXED,
+        defaults=_DEEPSEEK_V3.defaults | {"index_topk": 2048},
+    ),
+    replace(
+        _GLM_LITE,
+        architecture="GlmMoeDsaForCausalLM",
+        model_type="glm_moe_dsa",
+        required=_INDEXED,
+        defaults=_GLM_LITE.defaults
+        | {"n_routed_experts": 256, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "q_lora_rank": 2048}
+        | {"first_k_dense_replace": 3, "intermediate_size": 12_288, "moe_intermediate_size": 2048, "index_topk": 2048},
+    ),
+)
 _GEMMA4_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -512,9 +553,10 @@ FAMILIES += (
         "gemma4_text",
         table=(*_TOP, *_ATTENTION, *_FULL_ATTENTION, *_GEMMA_NORMS, *_MLP, *_GEMMA4_LAYER),
         fixed={"post_norms": True, "qk_norm": True},
-        required={"attention_bias": False, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        required={"attention_bias": False},
         defaults={key: value for key, value in _GEMMA_DEFAULTS.items() if key != "query_pre_attn_scalar"}
         | {"sliding_window": 512, "global_head_dim": 512, "hidden_size_per_layer_input": 256, "rms_norm_eps": 1e-6}
+        | {"vocab_size_per_layer_input": 262_144}
         | {"rope_parameters": _GEMMA4_ROPE, "norm_topk_prob": True},
     ),
     Family(
@@ -599,7 +641,8 @@ def rules(family: Family, config: ModelConfig) -> list[TensorRule]:
     absent |= {"unembed"} if config.tie_embeddings else set()
     absent |= set() if config.delta else {rule.leaf for rule in (*_MAMBA_LAYER, *_DELTA)}
     absent |= set() if config.extras.latent_query else {"q_down", "q_latent_norm"}
-    absent |= set() if config.experts.dense_ff else {"d_gate", "d_up", "d_down"}
+    absent |= set() if config.experts.dense_ff or config.windows.shared_ff else {"d_gate", "d_up", "d_down"}
+    absent |= set() if config.extras.layer_embed else {rule.leaf for rule in _GEMMA4_INPUTS}
     absent |= {f"{FULL}wv"} if config.windows.full_keys_as_values else set()
     absent |= set() if config.experts.shared else {"s_gate", "s_up", "s_down"}
     if family.model_type == "gemma4_text":
@@ -621,7 +664,8 @@ class Layout:
     def __init__(self, rule: TensorRule, config: ModelConfig):
         sizes = {"D": config.d_model, "N": config.heads, "K": config.kv_heads, "H": config.head_dim}
         sizes |= {"F": config.d_ff, "V": config.vocab_size, "E": config.experts.count}
-        sizes |= {"G": config.experts.shared, "I": config.experts.dense_ff}
+        sizes |= {"G": config.experts.shared, "I": config.experts.dense_ff or config.windows.shared_ff}
+        sizes |= {"S": config.layers, "T": config.extras.layer_embed}
         sizes |= {"C": config.windows.full_kv_heads, "A": config.windows.full_head_dim}
         extras = config.extras
         sizes |= {"L": extras.latent, "Z": extras.latent_query, "P": extras.latent_key + extras.latent_value}

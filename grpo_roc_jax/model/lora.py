@@ -131,9 +131,11 @@ def pair_shapes(lora: LowRank, model: ModelConfig) -> dict[str, tuple[tuple[int,
 
 def target_leaves(lora: LowRank, layer: Container[str]) -> list[tuple[str, int]]:
     """(leaf, number of its leading dimensions that are inputs) of the targets, among the leaves of a layer or of all
-    layers; those of layers whose heads are others come after."""
+    layers; those of layers whose heads or feed-forwards are others come after."""
     targets = [TARGETS[target] for target in lora.targets]
-    leaves = [*targets, *((f"{FULL}{leaf}", inputs) for leaf, inputs in targets)]
+    others = [(f"{FULL}{leaf}", inputs) for leaf, inputs in targets]
+    others += [(leaf.replace("w_", "d_"), inputs) for leaf, inputs in targets if leaf in ("w_gate", "w_up", "w_down")]
+    leaves = [*targets, *others]
     return [(leaf, inputs) for leaf, inputs in leaves if leaf in layer]
 
 

@@ -166,6 +166,30 @@ def look_up_on(mesh: Mesh | None, token_axes: tuple[str, ...]) -> Callable[[Arra
     return shared
 
 
+def look_up_wide_on(mesh: Mesh | None, token_axes: tuple[str, ...]) -> Callable[[Array, Array], Array]:
+    """`look_up_on` for a table whose rows are wide: devices exchange the ids and the rows of their tokens, and not the
+    table. Of Gemma 4 E2B it has 262,144 rows of 8,960 numbers, 9.4 GB in float32."""
+    if mesh is None or mesh.size == mesh.shape["data"]:
+        return take_rows
+    shared_axes, vocabulary = ("fsdp", "sequence"), dict(LOGICAL_TO_MESH)["vocab"]
+
+    def own_share(table: Array, ids: Array) -> Array:
+        ids = jax.lax.all_gather(ids, shared_axes)
+        local_ids = ids - jax.lax.axis_index(vocabulary) * table.shape[0]
+        here = (local_ids >= 0) & (local_ids < table.shape[0])
+        rows = jnp.where(here[..., None], jnp.take(table, local_ids, axis=0, mode="clip"), 0)
+        rows = jax.lax.psum_scatter(rows, shared_axes, scatter_dimension=0)
+        if "tensor" in token_axes:
+            return jax.lax.psum_scatter(rows, "tensor", scatter_dimension=1, tiled=True)
+        return jax.lax.psum(rows, "tensor")
+
+    def shared(table: Array, ids: Array) -> Array:
+        specs = (free_spec(vocabulary, None), free_spec(ROWS, "sequence"))
+        return shard_map_free(own_share, mesh, specs, free_spec(ROWS, token_axes, None))(table, ids)
+
+    return shared
+
+
 def attention_for(name: str, model: ModelConfig, length: int, mesh: Mesh | None) -> Callable[..., Array]:
     """The attention path `name` for rows of `length` tokens on the mesh; see `attend_on`.
 

@@ -1,10 +1,10 @@
 """The cache of keys and values: a pool of blocks, with functions that write to it, copy blocks and attend to it.
 
 Each layer has two arrays (keys and values) or one array of both, with the blocks as the leading axis; a recurrent layer
-has its `delta.Memory` with a row for each slot instead. Arrays are not stacked over layers: a scan that carries a
-stacked cache copies it every step, and so does slicing it. The order of columns, heads and head width depends on the
-platform (`cache_orders`) or on the kernel that reads the pool (`PAGED`). Every function writes before it reads, since
-reading a donated array and then writing it makes XLA copy all of it.
+has its `delta.Memory` with a row for each slot instead, and a layer that shares keys has none. Arrays are not stacked
+over layers: a scan that carries a stacked cache copies it every step, and so does slicing it. The order of columns,
+heads and head width depends on the platform (`cache_orders`) or on the kernel that reads the pool (`PAGED`). Every
+function writes before it reads, since reading a donated array and then writing it makes XLA copy all of it.
 
 The blocks of each row are listed in a table int32[B,W] on the host (`engine.table`): entry i has the columns from i *
 size on. An entry that is not the number of a block means none; writes to it are dropped. Columns at or after a row's
@@ -110,7 +110,7 @@ class BlockPool:
     """Arrays of each layer and arena: [n, ...] with the other axes in these orders."""
 
     layers: tuple[tuple[tuple[Array, ...], ...], ...]
-    """A recurrent layer has one entry, its `delta.Memory`."""
+    """A recurrent layer has one entry, its `delta.Memory`; a layer that reads the keys of another has none."""
     orders: Orders = flax.struct.field(pytree_node=False)
     arenas: tuple[Arena, ...] = flax.struct.field(pytree_node=False)
     columns: int = flax.struct.field(pytree_node=False)
@@ -158,12 +158,14 @@ def allocate(
 ) -> BlockPool:
     """A pool of zeros for each of the shards. It is never uninitialized, since a NaN would survive the mask. `stored`
     is the dtype of keys and values where the orders have scales."""
-    heads = iter(config.attention_heads)
+    heads = iter(config.cached_heads)
     arenas = size.arenas(orders)
     dtypes = [stored] * 2 + [jnp.float32] * 2 if len(orders) == 4 else [dtype] * len(orders)
 
-    def layer(attends: bool) -> tuple[tuple[Array, ...], ...]:
-        if not attends:
+    def layer(index: int) -> tuple[tuple[Array, ...], ...]:
+        if config.key_layers[index] != index:
+            return ()
+        if not config.attends[index]:
             return (tuple(delta.empty_memory(config.windows, shards * size.slots, dtype)),)
         kv_heads, width = next(heads)
         sizes = {"k": kv_heads, "c": 2 * kv_heads, "s": size.columns, "h": width}
@@ -176,7 +178,7 @@ def allocate(
         )
 
     recurrent = tuple(i for i, attends in enumerate(config.attends) if not attends)
-    return BlockPool(tuple(map(layer, config.attends)), orders, arenas, size.columns, recurrent)
+    return BlockPool(tuple(map(layer, range(config.layers))), orders, arenas, size.columns, recurrent)
 
 
 def enlarge(pool: BlockPool, arenas: tuple[Arena, ...]) -> BlockPool:
@@ -187,6 +189,8 @@ def enlarge(pool: BlockPool, arenas: tuple[Arena, ...]) -> BlockPool:
         return jnp.zeros((blocks, *leaf.shape[1:]), leaf.dtype)
 
     def extended(layer: tuple[tuple[Array, ...], ...]) -> tuple[tuple[Array, ...], ...]:
+        if not layer:
+            return ()
         (*_, last), more = layer, arenas[len(pool.arenas) :]
         if len(arenas) == len(pool.arenas) == 1:
             added = arenas[0].blocks - pool.arenas[0].blocks
@@ -205,6 +209,8 @@ def copy_blocks(pool: BlockPool, blocks: Int[Array, "2 n"], rows: Int[Array, "2 
     """
     layers = list(pool.layers)
     for i, layer in enumerate(layers):
+        if not layer:
+            continue
         if first + i in pool.recurrent:
             layers[i] = jax.tree.map(lambda leaf: leaf.at[rows[1]].set(_take(leaf, rows[0]), mode="drop"), layer)
             continue
@@ -351,7 +357,8 @@ def readers_of(pool: BlockPool, table: Array, active: Array) -> tuple[Readers, .
 
 
 class PoolWriter:
-    """A pool that a forward pass rewrites layer by layer.
+    """A pool that a forward pass rewrites layer by layer. A layer that shares keys reads those of an earlier layer, to
+    which this pass has already written.
 
     The functions from `attend_token` and `attend_span` return the context and store the new arrays; `pool()` returns
     the result. A writer lives only while one function is traced.
@@ -361,7 +368,7 @@ class PoolWriter:
         """`mesh` is the mesh of the pool, for kernels that XLA cannot partition. The pool may hold only the layers from
         `first` on."""
         self._layers, self._pool, self._mesh = dict(enumerate(pool.layers, first)), pool, mesh
-        self._windows = config.layer_windows or (0,) * config.layers
+        self._windows, self._sources = config.layer_windows or (0,) * config.layers, config.key_layers
         self._cap, self._chunked = config.extras.attention_cap, config.windows.chunked
 
     def pool(self) -> BlockPool:
@@ -381,9 +388,9 @@ class PoolWriter:
         pool = self._pool
         if layer in pool.recurrent:
             return self._recur(layer, at.rows, at.position, at.active.astype(jnp.int32))
-        limits = self._limits(layer)
+        limits, layer = self._limits(layer), self._sources[layer]
 
-        def attend(q: Array, k: Array, v: Array, sinks: Array | None = None) -> Array:
+        def attend(q: Array, k: Array | None, v: Array | None, sinks: Array | None = None) -> Array:
             if at.readers:
                 return self._merge(layer, at, q, k, v, limits, sinks)
             self._write(layer, k, v, at.block[:, None], at.position[:, None] % pool.columns)
@@ -398,10 +405,11 @@ class PoolWriter:
         return attend
 
     def _merge(
-        self, layer: int, at: Tokens, q: Array, k: Array, v: Array, limits: Limits, sinks: Array | None
+        self, layer: int, at: Tokens, q: Array, k: Array | None, v: Array | None, limits: Limits, sinks: Array | None
     ) -> Array:
         """`merge_blocks` over the arenas that have readers, after the write of the new tokens."""
-        pool, state = self._pool, no_partial(q, k.shape[2], sinks)
+        pool, keys = self._pool, self._layers[layer][0][0]
+        state = no_partial(q, keys.shape[1 + pool.orders[0].index("k")], sinks)
         self._write(layer, k, v, at.block[:, None], at.position[:, None] % pool.columns)
         for arena, readers, leaves in zip(pool.arenas, at.readers, self._layers[layer], strict=True):
 
@@ -424,9 +432,9 @@ class PoolWriter:
         pool = self._pool
         if layer in pool.recurrent:
             return self._recur(layer, rows, start, length)
-        limits = self._limits(layer)
+        limits, layer = self._limits(layer), self._sources[layer]
 
-        def attend(q: Array, k: Array, v: Array, sinks: Array | None = None) -> Array:
+        def attend(q: Array, k: Array | None, v: Array | None, sinks: Array | None = None) -> Array:
             step = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
             columns = start[:, None] + step
             blocks = jnp.take_along_axis(table, columns // pool.columns, axis=1, mode="clip")
@@ -442,9 +450,9 @@ class PoolWriter:
 
     def attend_tiles(self, layer: int, at: Tiles) -> Callable[..., Array]:
         """`attend(q, k, v)` of packed new tokens [1,N,...] of several rows."""
-        pool, limits = self._pool, self._limits(layer)
+        pool, limits, layer = self._pool, self._limits(layer), self._sources[layer]
 
-        def attend(q: Array, k: Array, v: Array, sinks: Array | None = None) -> Array:
+        def attend(q: Array, k: Array | None, v: Array | None, sinks: Array | None = None) -> Array:
             self._write(layer, k, v, at.block[None], at.column[None] % pool.columns)
             reader = self._reader(layer, q.dtype)
             context = attend_window(q[0][at.source], reader, at.table, at.seen, pool.orders[:2], limits, sinks)
@@ -457,8 +465,11 @@ class PoolWriter:
         pool, leaves = self._pool, [*zip(*self._layers[layer], strict=True)]
         return lambda blocks: exact(tuple(_gather(pool.arenas, part, blocks) for part in leaves), pool.orders, dtype)
 
-    def _write(self, layer: int, k: Array, v: Array, blocks: Array, columns: Array) -> None:
-        """Stores new keys and values [n,T,K,H] at these columns of these blocks, both int32[n,T]."""
+    def _write(self, layer: int, k: Array | None, v: Array | None, blocks: Array, columns: Array) -> None:
+        """Stores new keys and values [n,T,K,H], if the layer has its own, at these columns of these blocks, both
+        int32[n,T]."""
+        if k is None:
+            return
         pool = self._pool
         new = (in_turn(k, v),) if pool.orders == PAGED else (k, v)
         if len(pool.orders) == 4:

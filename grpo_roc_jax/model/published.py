@@ -158,7 +158,10 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
         windows=_recurrent(published, family) or windows,
         experts=experts,
     )
-    config = ModelConfig(**fields | _stated(published, family))
+    try:
+        config = ModelConfig(**fields | _stated(published, family))
+    except ValueError as error:
+        raise UnsupportedModelError(f"config.json of a {family.architecture}: {error}") from error
     for key in family.unused:
         published.get(key)
     stored = published.peek("quantization_config")
@@ -262,6 +265,7 @@ def _extras(published: _Keys, family: Family) -> Extras:
     if family.model_type == "gemma4_text":
         settings = {"scale_embed": True, "query_scale": 1.0, "value_norm": True, "layer_factors": True}
         settings["logit_cap"] = float(published.get("final_logit_softcapping") or 0)
+        settings["layer_embed"] = _layer_embed(published, family)
     elif family.gemma:
         settings = {"scale_embed": True, "query_scale": float(published["query_pre_attn_scalar"])}
     if family.model_type == "gemma2":
@@ -279,7 +283,7 @@ def _extras(published: _Keys, family: Family) -> Extras:
     if family.model_type == "llama4_text":
         settings = _llama4(published)
     if family.latent:
-        settings = _latent(published)
+        settings = _latent(published) | ({"indexed_keys": published["index_topk"]} if family.indexed else {})
     if family.model_type == "gpt_oss":
         settings = {"sinks": True, "output_bias": True}
     if family.model_type == "ministral3":
@@ -314,6 +318,17 @@ def _llama4(published: _Keys) -> dict[str, Any]:
     return settings
 
 
+def _layer_embed(published: _Keys, family: Family) -> int:
+    """The width of a Gemma 4's embedding of each layer, 0 for none."""
+    width, rows = published.get("hidden_size_per_layer_input") or 0, published.get("vocab_size_per_layer_input")
+    if width and rows != published["vocab_size"]:
+        raise UnsupportedModelError(
+            f"config.json of a {family.architecture}: vocab_size_per_layer_input = {rows} is not supported, must be "
+            f"vocab_size = {published['vocab_size']}"
+        )
+    return width
+
+
 def _own_windows(published: _Keys, family: Family) -> dict[str, Any]:
     """What windows mean in this family, and what its layers without one have of their own."""
     if family.model_type == "llama4_text":
@@ -345,7 +360,18 @@ def _own_windows(published: _Keys, family: Family) -> dict[str, Any]:
         "full_head_dim": heads["head_dim"],
         "full_kv_heads": heads["num_key_value_heads"],
         "full_keys_as_values": joined,
+        **_shared_keys(published, family),
     }
+
+
+def _shared_keys(published: _Keys, family: Family) -> dict[str, int]:
+    """How many last layers of a Gemma 4 read the keys of earlier ones, and the width of their feed-forward."""
+    layers, wide = published.get("num_kv_shared_layers") or 0, bool(published.get("use_double_wide_mlp"))
+    if layers and wide and published.get("enable_moe_block"):
+        raise UnsupportedModelError(
+            f"config.json of a {family.architecture}: use_double_wide_mlp with enable_moe_block is not supported"
+        )
+    return {"shared_layers": layers, "shared_ff": 2 * published["intermediate_size"] if layers and wide else 0}
 
 
 def _twelve_digits(number: float) -> float:
@@ -621,6 +647,10 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
         UnsupportedModelError: no family has this combination of options.
     """
     family = family or infer_family(config)
+    if family.indexed:
+        raise UnsupportedModelError(
+            f"a {family.architecture} has an indexer, whose tensors are copied from the published model; set model.path"
+        )
     names = {value: key for key, value in _ACTIVATIONS.items()} | {"clamped_swiglu": "silu"}
     window = max(config.windows.sizes, default=0)
     sliding = ["sliding_attention" if w else "full_attention" for w in config.layer_windows or (0,) * config.layers]
@@ -653,7 +683,7 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
 
 def _dense_layers(published: _Keys, family: Family) -> int:
     """Number of layers without experts, which come first."""
-    if family.model_type != "glm4_moe_lite":
+    if family.model_type != "glm4_moe_lite" and not family.indexed:
         return published["first_k_dense_replace"] if published.get("first_k_dense_replace") else 0
     layers = published["num_hidden_layers"]
     stated = published.get("first_k_dense_replace")
@@ -750,6 +780,10 @@ def _gemma4_keys(config: ModelConfig) -> dict[str, Any]:
             "full_attention": full,
             "sliding_attention": {"rope_type": "default", "rope_theta": windows.local_theta},
         },
+        "hidden_size_per_layer_input": config.extras.layer_embed,
+        "vocab_size_per_layer_input": config.vocab_size,
+        "num_kv_shared_layers": windows.shared_layers,
+        "use_double_wide_mlp": bool(windows.shared_ff),
         "enable_moe_block": bool(experts.count),
         **(routed if experts.count else {}),
     }

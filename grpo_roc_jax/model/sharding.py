@@ -225,6 +225,7 @@ def check_divisible(config: ModelConfig, mesh: Mesh) -> None:
         ),
         ("windows.key_heads", config.windows.key_heads if config.delta else 0, tensor, "sharding.tensor"),
         ("d_ff", config.d_ff, tensor, "sharding.tensor"),
+        ("windows.shared_ff", config.windows.shared_ff, tensor, "sharding.tensor"),
         ("experts", config.experts.count, tensor, "sharding.tensor"),
         ("experts.shared", config.experts.shared, tensor, "sharding.tensor"),
         ("experts.dense_ff", config.experts.dense_ff, tensor, "sharding.tensor"),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from grpo_roc_jax.model.attention import attend_reference
 from grpo_roc_jax.model.attention_mask import soft_cap
-from grpo_roc_jax.model.config import FULL, ModelConfig, NoExtras
+from grpo_roc_jax.model.config import FULL, ModelConfig
 from grpo_roc_jax.model.delta import Signals, delta_shapes, init_decay, recur_packed
 from grpo_roc_jax.model.experts import WEIGHTS, gated, mix_experts
 from grpo_roc_jax.model.low_precision import QuantizedWeight, is_quantized, product
@@ -25,7 +25,7 @@ from grpo_roc_jax.shapes import Array, Float, Int, Key, checked
 
 Params = dict[str, Any]
 """`embed [V,D]`, `layers` (every leaf leads with the layers that have it, see `layers_with`), `final_norm [D]`, and
-`unembed [D,V]` unless tied.
+`unembed [D,V]` unless tied. With `extras.layer_embed` also those of `layer_inputs`.
 
 `layers` may also be a tuple with one dict per layer, as in the sampler. A layer's matrix `w` may come with low-rank
 matrices `w_lora_a` and `w_lora_b`, whose product is added to it (`model.lora`), and may be a `QuantizedWeight`.
@@ -33,7 +33,8 @@ matrices `w_lora_a` and `w_lora_b`, whose product is added to it (`model.lora`),
 
 Attend = Callable[..., Array]
 """(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H][, sinks [N]]) -> context [B,T,N,H]; queries and keys are already rotated. In a
-recurrent layer (`delta.Signals`, weights of the convolution) -> context [B,T,N,U]."""
+layer that shares keys, k and v are None, and the function has those of the earlier layer. In a recurrent layer
+(`delta.Signals`, weights of the convolution) -> context [B,T,N,U]."""
 
 
 def identity(x: Array) -> Array:
@@ -73,6 +74,8 @@ class Execution:
     know the model's soft cap; None for `attend_reference`."""
     look_up: Callable[[Array, Array], Array] = take_rows
     """(table [V,D], ids [B,T]) -> rows [B,T,D], e.g. `parallel.look_up_on`."""
+    look_up_wide: Callable[[Array, Array], Array] = take_rows
+    """The same for a table whose rows are those of all layers, e.g. `parallel.look_up_wide_on`."""
     recur: Callable[..., Array] = recur_packed
     """The mixer of a recurrent layer, e.g. `parallel.recur_on`."""
     experts: Callable[..., Array] = mix_experts
@@ -155,6 +158,11 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[
         shapes |= _full_shapes(config)
     if config.extras.layer_factors:
         shapes["factor"] = ((1,), (None,))
+    if P := config.extras.layer_embed:
+        shapes |= {"p_gate": ((D, P), ("embed", None)), "p_out": ((P, D), (None, "embed"))}
+        shapes["p_post_norm"] = ((D,), ("embed",))
+    if shared_ff := config.windows.shared_ff:
+        shapes |= _feed_forward_shapes("d", D, shared_ff)
     if config.post_norms:
         shapes |= {"attn_post_norm": ((D,), ("embed",)), "mlp_post_norm": ((D,), ("embed",))}
     if config.post_norms == "only":
@@ -199,7 +207,7 @@ def latent_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple
 
 def _feed_forward_shapes(prefix: str, D: int, F: int) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
     """The leaves of a gated feed-forward: `w_` of a dense layer or its experts, `s_` of the one beside the experts,
-    `d_` of the first layers where those are dense."""
+    `d_` of the first layers where those are dense, or of those that share keys where theirs is wider."""
     return {
         f"{prefix}_gate": ((D, F), ("embed", "mlp")),
         f"{prefix}_up": ((D, F), ("embed", "mlp")),
@@ -213,20 +221,24 @@ EXACT = ("a_log", "dt_bias", "sinks", "b_router", "conv_bias", "skip", "factor",
 """Leaves that stay float32, since they are used in float32 arithmetic only; so do those of norms."""
 _OF_ATTENTION = ("wq", "wk", "wv", "wo", "bq", "bk", "bv", "bo", "sinks", "q_norm", "k_norm")
 _OF_ATTENTION += ("q_down", "q_latent_norm", "kv_down", "kv_latent_norm", "kv_up")
+_OF_KEYS = ("wk", "wv", "k_norm")
 _DENSE = ("d_gate", "d_up", "d_down")
 _OF_EXPERTS = ("s_gate", "s_up", "s_down", "s_share", *WEIGHTS)
 
 
-_OUTPUTS = ("wo", "w_down", "w_out", "s_down", "d_down")
+_OUTPUTS = ("wo", "w_down", "w_out", "s_down", "d_down", "p_out")
 
 
 def layers_with(name: str, config: ModelConfig) -> tuple[int, ...]:
     """The layers that have a leaf, or its low-rank pair, in the order of its leading axis."""
     name, attends, full = name.partition("_lora_")[0], config.attends, config.full_layers
-    if name.startswith(FULL):
-        return full
-    if name in _OF_ATTENTION:
-        return tuple(i for i, attention in enumerate(attends) if attention and i not in full)
+    first_shared = config.layers - config.windows.shared_layers
+    if name.removeprefix(FULL) in _OF_ATTENTION:
+        last = first_shared if name.removeprefix(FULL) in _OF_KEYS else config.layers
+        layers = full if name.startswith(FULL) else [i for i in range(config.layers) if attends[i] and i not in full]
+        return tuple(i for i in layers if i < last)
+    if config.windows.shared_ff and name in (*_DENSE, "w_gate", "w_up", "w_down"):
+        return tuple(range(first_shared, config.layers) if name in _DENSE else range(first_shared))
     if config.delta and name in delta_shapes(config):
         return tuple(i for i, attention in enumerate(attends) if not attention)
     if name in _DENSE or name in _OF_EXPERTS:
@@ -259,7 +271,19 @@ def param_axes(config: ModelConfig) -> Params:
     }
     if not config.tie_embeddings:
         axes["unembed"] = ("embed", "vocab")
-    return axes
+    return axes | {name: logical for name, (_, logical) in _layer_input_shapes(config).items()}
+
+
+def _layer_input_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
+    """The leaves of `layer_inputs`, which are outside of the layers."""
+    V, D, L, P = config.vocab_size, config.d_model, config.layers, config.extras.layer_embed
+    if not P:
+        return {}
+    return {
+        "layer_embed": ((V, L, P), ("vocab", None, None)),
+        "layer_proj": ((D, L, P), ("embed", None, None)),
+        "layer_proj_norm": ((P,), (None,)),
+    }
 
 
 def init_params(key: Key[Array, ""], config: ModelConfig) -> Params:
@@ -286,7 +310,7 @@ def init_params(key: Key[Array, ""], config: ModelConfig) -> Params:
         if name in BIASES:
             return jnp.zeros(shape, jnp.float32)
         scale = D**-0.5 / (2 * L) ** 0.5 if name.removeprefix(FULL) in _OUTPUTS else D**-0.5
-        scale = shape[-1] ** -0.5 if name == "conv" else scale
+        scale = shape[-1] ** -0.5 if name in ("conv", "layer_embed") else scale
         return scale * jax.random.normal(leaf_key, shape, jnp.float32)
 
     params: Params = {
@@ -299,7 +323,7 @@ def init_params(key: Key[Array, ""], config: ModelConfig) -> Params:
     }
     if not config.tie_embeddings:
         params["unembed"] = leaf("unembed", (D, V))
-    return params
+    return params | {name: leaf(name, shape) for name, (shape, _) in _layer_input_shapes(config).items()}
 
 
 def _stable_id(name: str) -> int:
@@ -371,7 +395,7 @@ def block(
 ) -> Array:
     """One layer: x + attention(norm(x)), then + gated feed-forward; `layer` has no layer axis, any float dtype."""
     layer = {name.removeprefix(FULL): leaf for name, leaf in layer.items()}
-    dense = "w" if not config.experts.count else "d" if "d_down" in layer else ""
+    dense = "d" if "d_down" in layer else "" if config.experts.count else "w"
     down = layer[f"{dense or 'w'}_down"]
     dtype = compute_dtype(config) if is_quantized(down) else down.dtype
 
@@ -394,6 +418,10 @@ def block(
         mixed = mixed + _shared_expert(layer, h, config, splits)
     added = splits.block_output(mixed)
     x = x + config.extras.residual_factor * normed("mlp_post_norm", added)
+    if "p_gate" in layer:
+        gate = linear(layer, "p_gate", x.astype(dtype), flat=splits.flat)
+        added = linear(layer, "p_out", gated(gate, layer["input"], config), 1, jnp.float32, flat=splits.flat)
+        x = x + normed("p_post_norm", added)
     return x * _like(jax.lax.stop_gradient(layer["factor"]), x) if "factor" in layer else x
 
 
@@ -404,24 +432,14 @@ def _attention(
     q, gate = linear(layer, "wq", h, flat=flat), None
     if config.gated_attention:
         q, gate = jnp.split(q, 2, axis=-1)
-    k = linear(layer, "wk", h, flat=flat)
-    v = linear(layer, "wv", h, flat=flat) if "wv" in layer else k
+    k, v = _keys_and_values(layer, h, rope, config, flat) if "wk" in layer else (None, None)
     if config.qkv_bias:
-        q, k, v = q + _like(layer["bq"], q), k + _like(layer["bk"], k), v + _like(layer["bv"], v)
-    if config.qk_norm == "whole":
-        q, k = (_flat_norm(*part, config).astype(dtype) for part in ((q, layer["q_norm"]), (k, layer["k_norm"])))
-    elif config.qk_norm:
-        q = norm(q, layer["q_norm"], config).astype(dtype)
-        k = norm(k, layer["k_norm"], config).astype(dtype)
-    if config.extras.value_norm:
-        v = _unscaled_norm(v, config)
+        q = q + _like(layer["bq"], q)
+    if config.qk_norm:
+        q = _head_norm(q, layer["q_norm"], config)
     if config.extras.query_scale:  # attention divides by the root of a head's width
         q = q * (q.shape[-1] / config.extras.query_scale) ** 0.5
-    if config.extras.rotary_pairs:
-        q, k = (paired_halves(x, config.rotary_dim) for x in (q, k))
-    q, k = apply_rotary(q, *rope[:2]), apply_rotary(k, *rope[:2])
-    if config.extras.rotated_norm:
-        q, k = (jnp.where(rope[3], _unscaled_norm(x, config), x) for x in (q, k))
+    q = _rotated(q, rope, config)
     if len(rope) > 2:
         q = (q * rope[2][..., None, None]).astype(dtype)
     context = attend(q, k, v, layer["sinks"]) if "sinks" in layer else attend(q, k, v)
@@ -429,6 +447,33 @@ def _attention(
         context = context * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(dtype)
     out = linear(layer, "wo", context, 2, jnp.float32, flat=flat)
     return out + _like(layer["bo"], out) if "bo" in layer else out
+
+
+def _keys_and_values(
+    layer: Params, h: Float[Array, "B T D"], rope: Rope, config: ModelConfig, flat: bool
+) -> tuple[Array, Array]:
+    k = linear(layer, "wk", h, flat=flat)
+    v = linear(layer, "wv", h, flat=flat) if "wv" in layer else k
+    if config.qkv_bias:
+        k, v = k + _like(layer["bk"], k), v + _like(layer["bv"], v)
+    if config.qk_norm:
+        k = _head_norm(k, layer["k_norm"], config)
+    if config.extras.value_norm:
+        v = _unscaled_norm(v, config)
+    return _rotated(k, rope, config), v
+
+
+def _head_norm(x: Float[Array, "B T N H"], scale: Array, config: ModelConfig) -> Array:
+    """`norm` of each head, or of all heads of a token as one vector, in the dtype of `x`."""
+    return (_flat_norm if config.qk_norm == "whole" else norm)(x, scale, config).astype(x.dtype)
+
+
+def _rotated(x: Float[Array, "B T N H"], rope: Rope, config: ModelConfig) -> Array:
+    """Queries or keys after the rotation, and the norm that follows it in Llama 4."""
+    if config.extras.rotary_pairs:
+        x = paired_halves(x, config.rotary_dim)
+    x = apply_rotary(x, *rope[:2])
+    return jnp.where(rope[3], _unscaled_norm(x, config), x) if config.extras.rotated_norm else x
 
 
 LATENT_EPS = 1e-6
@@ -531,6 +576,30 @@ def embed(
     return x.astype(jnp.float32)
 
 
+def layer_inputs(
+    params: Params,
+    tokens: Int[Array, "B T"],
+    x: Float[Array, "B T D"],
+    config: ModelConfig,
+    look_up: Callable[[Array, Array], Array] = take_rows,
+) -> Float[Array, "L B T P"] | None:
+    """What each layer reads of the second embedding, in the compute dtype; None if there is none.
+
+    With E the rows of `layer_embed` and x the result of `embed`: (norm(x W / sqrt(D)) + sqrt(P) E) / sqrt(2). As in
+    `embed`, rows are cast after the lookup.
+    """
+    L, P = config.layers, config.extras.layer_embed
+    if not P:
+        return None
+    dtype, table, weights = compute_dtype(config), params["layer_embed"], params["layer_proj"]
+    rows = look_up(table.reshape(table.shape[0], L * P), tokens).astype(dtype) * jnp.asarray(P**0.5, dtype)
+    projected = jnp.tensordot(x.astype(dtype), weights.reshape(-1, L * P).astype(dtype), 1)
+    projected = projected * jnp.asarray(config.d_model**-0.5, dtype)
+    rows, projected = (part.reshape(*tokens.shape, L, P) for part in (rows, projected))
+    mixed = (norm(projected, params["layer_proj_norm"], config) + rows.astype(jnp.float32)) * 2**-0.5
+    return jnp.moveaxis(mixed.astype(dtype), 2, 0)
+
+
 def final_hidden(params: Params, x: Float[Array, "B T D"], config: ModelConfig) -> Float[Array, "B T D"]:
     """The normalized residual stream after the last layer, in the compute dtype; the input of the unembedding. Here it
     is divided by the divisor of the logits."""
@@ -583,31 +652,35 @@ def forward(
         routes: Experts to replay in each layer; negative where the layer's router chooses.
     """
     x = embed(params, tokens, config, execution.look_up)
+    given = layer_inputs(params, tokens, x, config, execution.look_up_wide)
     params = cast_params(params, compute_dtype(config))
     tables = rotary_tables(positions, config)
     splits = execution.splits
     attend_all = execution.attend or partial(attend_reference, cap=config.extras.attention_cap)
 
-    def body(x: Array, inputs: tuple[Params, Array | None, Array | None, Array | None]) -> tuple[Array, None]:
-        layer, window, rope, replayed = inputs
+    def body(x: Array, inputs: LayerInputs, keys: Keys | None = None) -> tuple[Array, Keys | None]:
+        layer, window, rope, replayed, given = inputs
         layer = layer if replayed is None else layer | {"routes": replayed}
+        layer = layer if given is None else layer | {"input": given}
         segments, window = _in_chunks(segment_ids, positions, window, config)
-        attend = partial(_attend_rows, attend_all, segments, window)
+        attend, kept = partial(_attend_rows, attend_all, segments, window), []
+        attend = partial(_attend_shared, attend, keys, kept) if config.windows.shared_layers else attend
         mix = partial(execution.recur, config.delta, segment_ids) if "w_qkv" in layer else attend
         x = block(layer, x, _choose_rope([*tables.values()], rope), mix, config, execution.experts, splits)
-        return splits.residual(x), None
+        return splits.residual(x), kept[0] if kept else None
 
     body = execution.remat(body) if execution.remat else body
     windows = jnp.asarray(config.layer_windows, jnp.int32) if config.layer_windows else None
     names = [[*tables].index(name) for name in rope_names(config)]
     ropes = jnp.asarray(names, jnp.int32) if len(tables) > 1 else None
-    by_layer = (windows, ropes, None if routes is None else jnp.moveaxis(routes, 2, 0))
+    by_layer = (windows, ropes, None if routes is None else jnp.moveaxis(routes, 2, 0), given)
     if isinstance(params["layers"], tuple):
-        x = splits.residual(x)
+        x, sources, keys = splits.residual(x), config.key_layers, {}
         for i, (layer, name) in enumerate(zip(params["layers"], rope_names(config), strict=True)):
-            window, _, replayed = (None if of is None else of[i] for of in by_layer)
-            x, _ = body(x, (layer, window, tables[name], replayed))
-    elif config.period > 1:
+            window, _, replayed, given = (None if of is None else of[i] for of in by_layer)
+            x, new = body(x, (layer, window, tables[name], replayed, given), keys.get(sources[i]))
+            keys |= {i: new} if i in sources[config.layers - config.windows.shared_layers :] else {}
+    elif config.period > 1 or config.windows.shared_layers:
         x = _scan_periods(body, splits.residual(x), params["layers"], by_layer, [*tables.values()], config)
     else:
         x, layers, by_layer = _first_layers(body, splits.residual(x), params["layers"], by_layer, config)
@@ -630,6 +703,24 @@ def _first_layers(
     return x, rest, jax.tree.map(lambda of: of[dense:], by_layer)
 
 
+Keys = tuple[Array, Array]
+"""Keys and values [B,T,K,H] of a layer that layers after it share."""
+LayerInputs = tuple[Params, Array | None, Array | Rope | None, Array | None, Array | None]
+"""What a layer reads besides the residual stream: its leaves, its window, its rotation or the index of that, experts to
+replay, and its part of `layer_inputs`."""
+
+
+def _attend_shared(
+    attend: Callable, shared: Keys | None, kept: list[Keys], q: Array, k: Array | None, v: Array | None, *sinks: Array
+) -> Array:
+    """`attend` with the shared keys and values in a layer without its own; otherwise its own are put into `kept`."""
+    if k is None:
+        k, v = shared
+    else:
+        kept.append((k, v))
+    return attend(q, k, v, *sinks)
+
+
 def _scan_periods(
     body: Callable,
     x: Array,
@@ -638,23 +729,58 @@ def _scan_periods(
     tables: list[Rope],
     config: ModelConfig,
 ) -> Array:
-    """A scan over the periods of layers of different kinds; the layers of a period are unrolled."""
-    period = config.period if config.layers % config.period == 0 else config.layers
-    one_period = replace(config, layers=period, extras=NoExtras())
-    names = rope_names(config)
-    ropes = [tables[list(dict.fromkeys(names)).index(name)] for name in names[:period]]
-    windows, _, routes = by_layer
+    """A scan over the periods of layers of different kinds; the layers of a period are unrolled. Layers that share keys
+    have a scan of their own, which reads the keys that the last layers of the first scan return."""
+    own = config.layers - config.windows.shared_layers
+    scan = partial(_scan_part, body, layers=layers, by_layer=by_layer, tables=tables, config=config)
+    x, keys = scan(x, first=0, last=own, keys={})
+    return scan(x, first=own, last=config.layers, keys=keys)[0] if own < config.layers else x
 
-    def visit(x: Array, inputs: tuple[Params, tuple[Array | None, ...]]) -> tuple[Array, None]:
-        layers, layer_inputs = inputs
+
+def _scan_part(
+    body: Callable,
+    x: Array,
+    *,
+    layers: Params,
+    by_layer: tuple[Array | None, ...],
+    tables: list[Rope],
+    config: ModelConfig,
+    first: int,
+    last: int,
+    keys: dict[bool, Keys],
+) -> tuple[Array, dict[bool, Keys]]:
+    """(residual stream after the layers from `first` to `last`, keys of the last of them with and without a window,
+    where layers share keys). Layers without keys of their own read those of `keys`."""
+    period = config.period
+    if first % period or (last - first) % period:
+        period = last - first
+    names, windowed = rope_names(config), [size > 0 for size in config.layer_windows] or [False] * config.layers
+    ropes = [tables[list(dict.fromkeys(names)).index(name)] for name in names[first : first + period]]
+    leaves: Params = {}
+    places: dict[str, list[int]] = {}
+    for name, leaf in layers.items():
+        having = layers_with(name, config)
+        here = [i for i in having if first <= i < last]
+        if here:
+            start = having.index(here[0])
+            leaves[name] = leaf if len(here) == len(having) else leaf[start : start + len(here)]
+            places[name] = [i - first for i in here if i < first + period]
+    windows, _, routes, given = (None if of is None else of[first:last] for of in by_layer)
+
+    def visit(x: Array, inputs: tuple[Params, tuple[Array | None, ...]]) -> tuple[Array, dict[bool, Keys]]:
+        stacked, of_layers = inputs
+        kept = {}
         for i, rope in enumerate(ropes):
-            window, replayed = jax.tree.map(lambda of, i=i: of[i], layer_inputs)
-            x, _ = body(x, (take_layer(layers, i, one_period), window, rope, replayed))
-        return x, None
+            window, replayed, part = jax.tree.map(lambda of, i=i: of[i], of_layers)
+            layer = {name: leaf[places[name].index(i)] for name, leaf in stacked.items() if i in places[name]}
+            x, new = body(x, (layer, window, rope, replayed, part), keys.get(windowed[first + i]))
+            kept |= {windowed[first + i]: new} if new is not None else {}
+        return x, kept
 
-    periods = config.layers // period
-    grouped = jax.tree.map(lambda leaf: leaf.reshape(periods, -1, *leaf.shape[1:]), (layers, (windows, routes)))
-    return jax.lax.scan(visit, x, grouped)[0]
+    periods = (last - first) // period
+    grouped = jax.tree.map(lambda leaf: leaf.reshape(periods, -1, *leaf.shape[1:]), (leaves, (windows, routes, given)))
+    x, kept = jax.lax.scan(visit, x, grouped)
+    return x, jax.tree.map(lambda of: of[-1], kept)
 
 
 def _in_chunks(

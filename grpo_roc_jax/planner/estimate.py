@@ -40,7 +40,7 @@ class Deployment:
         parts = memory_parts(self.config, self.model, self.mesh, self.topology.processes)
         if self.teacher is None:
             return parts
-        itemsize = _itemsize(self.teacher)
+        itemsize = itemsize_of(self.teacher)
         shared = self.mesh.shape["fsdp"] * self.mesh.shape["sequence"] * self.mesh.shape["tensor"]
         return parts | {"teacher": itemsize * parameter_count(self.teacher) / shared}
 
@@ -95,9 +95,9 @@ def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, respo
 
 
 def active_parameters(model: ModelConfig) -> float:
-    """Parameters of the matrix products that a token takes part in: all but the embedding table and the experts that
+    """Parameters of the matrix products that a token takes part in: all but the embedding tables and the experts that
     were not chosen."""
-    total = parameter_count(model)
+    total = parameter_count(model) - layer_table(model)
     if not model.tie_embeddings:
         total -= model.vocab_size * model.d_model
     if model.experts.count:
@@ -105,6 +105,19 @@ def active_parameters(model: ModelConfig) -> float:
         experts = 3 * layers * model.experts.count * model.d_model * model.d_ff
         total -= experts * (1 - model.experts.per_token / model.experts.count)
     return float(total)
+
+
+def layer_table(model: ModelConfig) -> int:
+    """Numbers of the embedding with a row for each token and layer, which is looked up and not multiplied."""
+    return model.vocab_size * model.layers * model.extras.layer_embed
+
+
+def appended_parameters(model: ModelConfig) -> float:
+    """`active_parameters` of an append, which leaves out the layers that share keys."""
+    first = model.layers - model.windows.shared_layers
+    shapes = layer_shapes(model)
+    shared = {name: sum(i >= first for i in layers_with(name, model)) for name in shapes}
+    return active_parameters(model) - sum(count * math.prod(shapes[name][0]) for name, count in shared.items())
 
 
 def update_flops(config: Config, model: ModelConfig, tokens: float, length: float) -> float:
@@ -136,6 +149,11 @@ def update_flops(config: Config, model: ModelConfig, tokens: float, length: floa
     return tokens * (products + scores * model.attention_width * length + recurrent)
 
 
+def itemsize_of(model: ModelConfig) -> int:
+    """Bytes of a number of the compute dtype on accelerators."""
+    return 4 if model.compute_dtype == "float32" else 2
+
+
 def recurrent_flops(model: ModelConfig, length: int) -> float:
     """FLOPs a token of all recurrent layers; see `delta.token_flops`."""
     return token_flops(model.delta, length) * (model.layers - sum(model.attends)) if model.delta else 0.0
@@ -160,7 +178,7 @@ def estimate(deployment: Deployment) -> list[Needs]:
     )
     programs = [
         sync,
-        *_estimate_sampling(deployment, parts["cache"], copy or base, resident),
+        *_estimate_sampling(deployment, parts["cache"], copy or base, resident, whole=not copy),
         _estimate_update(deployment, parts),
     ]
     links = axis_shares(mesh, deployment.topology)
@@ -170,31 +188,36 @@ def estimate(deployment: Deployment) -> list[Needs]:
     return programs
 
 
-def _estimate_sampling(deployment: Deployment, cache: float, sampler: float, resident: float) -> list[Needs]:
-    """An append and a decode chunk, with these bytes of the cache, of the sampler's weights and of what is held."""
+def _estimate_sampling(
+    deployment: Deployment, cache: float, sampler: float, resident: float, *, whole: bool
+) -> list[Needs]:
+    """An append and a decode chunk, with these bytes of the cache, of the sampler's weights and of what is held;
+    whether the weights are those of the trainer."""
     model, mesh, work = deployment.model, deployment.mesh, deployment.work
-    tensor, active, itemsize = mesh.shape["tensor"], active_parameters(model), _itemsize(model)
+    tensor, active, itemsize = mesh.shape["tensor"], active_parameters(model), itemsize_of(model)
+    layers = model.layers
     rows = max(1, work.slots * work.samplers // slot_shards(mesh))
     attention = 4 * model.attention_width * (work.prompt + work.response) / tensor
     attention += recurrent_flops(model, 1) / tensor
     # One device computes `append_rows` divided among groups of 8.
     new_tokens = deployment.config.rollout.prompt_append * work.append_rows / max(1, work.append_rows // 8)
     # Added up over `tensor` are the two outputs of each layer, but not those of the last one in an append, which keeps
-    # its keys and values only, and the embeddings; all devices get the logits of a decode step. Dense layers beside
+    # its own keys and values only, and the embeddings; all devices get the logits of a decode step. Dense layers beside
     # those with experts are whole on every device (`publish.sampler_shardings`).
-    whole = layers_with("d_down", model) if model.experts.dense_ff else ()
+    dense, own = layers_with("d_down", model) if model.experts.dense_ff else (), layers - model.windows.shared_layers
     output, embedding = 4.0 * model.d_model, itemsize * model.d_model
-    before_last = 2 * (model.layers - 1) - sum(layer < model.layers - 1 for layer in whole)
-    append_sums = new_tokens * (before_last * output + embedding)
-    decode_sums = rows * ((2 * model.layers - len(whole)) * output + embedding)
+    append_sums = new_tokens * ((2 * (own - 1) - sum(layer < own - 1 for layer in dense)) * output + embedding)
+    decode_sums = rows * ((2 * layers - len(dense)) * output + embedding)
+    parts = tensor * (mesh.shape["fsdp"] * mesh.shape["sequence"] if whole else 1)
+    read = sampler - itemsize * layer_table(model) / parts
     common = {"arguments": sampler + cache, "results": cache, "aliased": cache, "resident": resident}
     return [
         Needs(
             "append",
             **common,
-            flops=(2 * active + recurrent_flops(model, work.prompt)) / tensor * new_tokens,
-            traffic=sampler,
-            fixed_traffic=sampler,
+            flops=(2 * appended_parameters(model) + recurrent_flops(model, work.prompt)) / tensor * new_tokens,
+            traffic=read,
+            fixed_traffic=read,
             collectives=_collective("all-reduce", append_sums, tensor, 1.0, "tensor"),
         ),
         Needs(
@@ -202,9 +225,9 @@ def _estimate_sampling(deployment: Deployment, cache: float, sampler: float, res
             **common,
             temporaries=3 * 4.0 * rows * model.vocab_size / tensor,
             flops=work.chunk * rows * (2 * active / tensor + attention),
-            traffic=work.chunk * (sampler + cache),
+            traffic=work.chunk * (read + model.key_reads * cache),
             fixed_flops=work.chunk * rows * 2 * active / tensor,
-            fixed_traffic=work.chunk * sampler,
+            fixed_traffic=work.chunk * read,
             collectives=_collective("all-reduce", decode_sums, tensor, work.chunk, "tensor")
             | _collective("all-gather", 4.0 * rows * model.vocab_size, tensor, work.chunk, "tensor"),
         ),
@@ -220,9 +243,11 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     tokens = work.micro_rows // row_shards(mesh) * work.row_length // sequence
     micro = work.micro_batches / work.updates
     runs_on = parts["cache"] + parts.get("sampler", 0.0) if config.rollout.step_limit.lag else 0.0
-    weights, few_bits = _itemsize(model) * parameter_count(model) / tensor, config.lora.base_bits < 16
+    itemsize, few_bits = itemsize_of(model), config.lora.base_bits < 16
+    weights = itemsize * (parameter_count(model) - layer_table(model)) / tensor
     gathered = weights if config.lora.rank and shared > 1 and not few_bits else weights / model.layers
-    read = parts["frozen weights"] * shared if few_bits else weights
+    table = itemsize * layer_table(model) / (shared * tensor)
+    read = (parts["frozen weights"] - table) * shared if few_bits else weights
     return Needs(
         "update",
         resident=parts.get("reference", 0.0) + parts.get("teacher", 0.0) + runs_on,
@@ -232,15 +257,16 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
         temporaries=2 * parts["gradients"] + parts["layers kept"] + parts["logits"] + gathered,
         flops=micro * update_flops(config, model, tokens, work.prompt + work.response) / tensor,
         traffic=micro * 4 * read + 3 * trainer,
-        collectives=_weights_sent(deployment, micro)
+        collectives=_weights_sent(deployment, tokens, micro)
         | _activations_sent(deployment, tokens, micro)
         # Gradients are added up by each part of `data` first (`update.accumulate`).
         | _collective("all-reduce", parts["gradients"], data, 1.0, "data", deployment.topology.slices),
     )
 
 
-def _weights_sent(deployment: Deployment, micro: float) -> dict[str, dict[str, float]]:
-    """What an update of so many micro-batches sends over `fsdp` and `sequence`, which share the weights.
+def _weights_sent(deployment: Deployment, tokens: float, micro: float) -> dict[str, dict[str, float]]:
+    """What an update of so many micro-batches, with so many tokens on a device, sends over `fsdp` and `sequence`, which
+    share the weights.
 
     Weights are gathered before each use (forward, backward) in the compute dtype, and gradients of what is trained are
     scattered; the lookup gathers the masters of the embedding and scatters their gradient. Frozen layers are no loop.
@@ -248,8 +274,9 @@ def _weights_sent(deployment: Deployment, micro: float) -> dict[str, dict[str, f
     each where the backward pass recomputes layers. Matrices in few bits are dequantized and gathered in each pass.
     """
     config, model, mesh = deployment.config, deployment.model, deployment.mesh
-    shared, tensor, itemsize = mesh.shape["fsdp"] * mesh.shape["sequence"], mesh.shape["tensor"], _itemsize(model)
-    weights, table = itemsize * parameter_count(model) / tensor, model.vocab_size * model.d_model / tensor
+    shared, tensor, itemsize = mesh.shape["fsdp"] * mesh.shape["sequence"], mesh.shape["tensor"], itemsize_of(model)
+    weights, table = parameter_count(model) - layer_table(model), model.vocab_size * model.d_model / tensor
+    weights *= itemsize / tensor
     looked_up = 0.0 if model.tie_embeddings else itemsize * table
     gathers, scatters = micro * (2 * (weights - looked_up) + 4 * table), weights - looked_up + 4 * table
     if config.lora.rank:
@@ -263,7 +290,18 @@ def _weights_sent(deployment: Deployment, micro: float) -> dict[str, dict[str, f
             again = (2 + recomputes if few_bits else recomputes) * layers + recomputes * pairs
             gathers = micro * again + (not few_bits) * layers + ends + pairs
         scatters = pairs
-    return _collective("all-gather", gathers, shared, 1.0) | _collective("reduce-scatter", scatters, shared, micro)
+    rows, gradients = _layer_rows(deployment, tokens)
+    return _collective("all-gather", gathers + micro * shared * gradients, shared, 1.0) | _collective(
+        "reduce-scatter", scatters + shared * rows, shared, micro
+    )
+
+
+def _layer_rows(deployment: Deployment, tokens: float) -> tuple[float, float]:
+    """Bytes of the rows of the embedding of the layers that are exchanged for so many tokens, in float32 or in the
+    dtype of frozen weights, and of their gradients."""
+    config, model = deployment.config, deployment.model
+    rows = tokens * model.layers * model.extras.layer_embed * (float(itemsize_of(model)) if config.lora.rank else 4.0)
+    return rows, 0.0 if config.lora.rank else rows
 
 
 def _activations_sent(deployment: Deployment, tokens: float, micro: float) -> dict[str, dict[str, float]]:
@@ -275,7 +313,7 @@ def _activations_sent(deployment: Deployment, tokens: float, micro: float) -> di
     token weighs its shared expert, the gradients of that and of the weight are gathered apart, and the output is
     recomputed. Over `sequence` keys and values of whole rows are gathered in each pass, their gradients scattered.
     """
-    model, mesh, itemsize = deployment.model, deployment.mesh, _itemsize(deployment.model)
+    model, mesh, itemsize = deployment.model, deployment.mesh, itemsize_of(deployment.model)
     tensor, sequence = mesh.shape["tensor"], mesh.shape["sequence"]
     recomputes = deployment.config.update.remat != "none"
     weighed = len(layers_with("s_share", model)) if model.experts.shared_gate else 0
@@ -283,18 +321,14 @@ def _activations_sent(deployment: Deployment, tokens: float, micro: float) -> di
     gathered = 2 * (model.layers * (2 + recomputes) + weighed) * inputs + inputs + outputs
     scattered = ((2 + recomputes) * model.layers + recomputes * weighed) * outputs + 2 * model.layers * inputs
     scattered += 2 * outputs
-    keys = 2 * itemsize * sequence * tokens * model.key_columns / tensor
+    rows, gradients = _layer_rows(deployment, tokens)
+    keys = 2 * itemsize * sequence * tokens * model.key_columns * model.key_reads / tensor
     return (
-        _collective("all-gather", gathered, tensor, micro, "tensor")
-        | _collective("reduce-scatter", scattered, tensor, micro, "tensor")
+        _collective("all-gather", gathered + gradients, tensor, micro, "tensor")
+        | _collective("reduce-scatter", scattered + rows, tensor, micro, "tensor")
         | _collective("all-gather", keys, sequence, (1 + recomputes) * micro, "sequence")
         | _collective("reduce-scatter", keys, sequence, micro, "sequence")
     )
-
-
-def _itemsize(model: ModelConfig) -> int:
-    """Bytes of a number in the compute dtype; `auto` is bfloat16, as on accelerators."""
-    return 4 if model.compute_dtype == "float32" else 2
 
 
 def _collective(

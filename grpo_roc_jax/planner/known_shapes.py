@@ -4,12 +4,20 @@ A run reads the shape from the `config.json` of the model instead.
 """
 
 from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, SlidingWindows, SomeExtras
-from grpo_roc_jax.model.rope_scaling import Llama3RopeScaling, YarnRopeScaling
+from grpo_roc_jax.model.rope_scaling import Llama3RopeScaling, ProportionalRopeScaling, YarnRopeScaling
 
 _QWEN3 = {"head_dim": 128, "kv_heads": 8, "vocab_size": 151_936, "rope_theta": 1e6, "qk_norm": True}
 _QWEN3 |= {"max_positions": 40_960}
 _QWEN35 = {"kv_heads": 4, "head_dim": 256, "vocab_size": 248_320, "rope_theta": 1e7, "qk_norm": True}
 _QWEN35 |= {"norm_offset": True, "max_positions": 262_144, "extras": SomeExtras(rotary_share=0.25)}
+_GEMMA4 = {"heads": 8, "head_dim": 256, "vocab_size": 262_144, "rope_theta": 1e6, "activation": "gelu_tanh"}
+_GEMMA4 |= {"qk_norm": True, "post_norms": True, "rope_scaling": ProportionalRopeScaling(share=0.25)}
+_GEMMA4 |= {"max_positions": 131_072}
+_GEMMA4 |= {
+    "extras": SomeExtras(
+        scale_embed=True, query_scale=1.0, logit_cap=30.0, value_norm=True, layer_factors=True, layer_embed=256
+    )
+}
 _QWEN25 = {"qkv_bias": True, "rope_theta": 1e6, "max_positions": 32_768}
 
 KNOWN_SHAPES: dict[str, ModelConfig] = {
@@ -183,6 +191,24 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
         post_norms=True,
         qk_norm=True,
         max_positions=32_768,
+    ),
+    "google/gemma-4-E2B-it": ModelConfig(
+        d_model=1536,
+        layers=35,
+        kv_heads=1,
+        d_ff=6144,
+        windows=SlidingWindows(
+            (512, 512, 512, 512, 0), 1e4, full_head_dim=512, full_kv_heads=1, shared_layers=20, shared_ff=12_288
+        ),
+        **_GEMMA4,
+    ),
+    "google/gemma-4-E4B-it": ModelConfig(
+        d_model=2560,
+        layers=42,
+        kv_heads=2,
+        d_ff=10_240,
+        windows=SlidingWindows((512, 512, 512, 512, 512, 0), 1e4, full_head_dim=512, full_kv_heads=2, shared_layers=18),
+        **_GEMMA4,
     ),
 }
 """Hub id -> shape, as in the model's `config.json`."""

@@ -272,7 +272,7 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
             slices = slices_of(mesh) if kind in SHARED else ()
             torus = torus_of(on, deployment.topology)
             needs = read_needs(name, lowered, resident[kind], loops_of(kind, work), say, slices, torus)
-            yield replace(needs, **fixed_parts(kind, sampled, config, work))
+            yield replace(needs, **fixed_parts(kind, sampled, config, model, work))
 
     paths_taken = cache_paths(config, model, alone)
     yield from chosen_path({path: [*needs_by(path)] for path in paths_taken}, deployment.topology.chip)
@@ -338,16 +338,16 @@ def loops_of(kind: str, work: Work) -> list[float]:
     return [windows] if kind == "append" else [float(work.chunk), windows]
 
 
-def fixed_parts(kind: str, sampler: Params, config: Config, work: Work) -> dict[str, float]:
+def fixed_parts(kind: str, sampler: Params, config: Config, model: ModelConfig, work: Work) -> dict[str, float]:
     """The work of a program of sampling that does not depend on the lengths of rows: each decode step and each append
     reads the matrices of all layers once, and multiplies a token of every slot by them. Experts are left out, since
     few may be chosen, and the unembedding if it is the embedding, of which a lookup reads little."""
     if kind not in ("decode", "append"):
         return {}
     experts = ("w_gate", "w_up", "w_down")
-    leaves = [
-        leaf for layer in sampler["layers"] for name, leaf in layer.items() if leaf.ndim < 3 or name not in experts
-    ]
+    own = model.layers - (model.windows.shared_layers if kind == "append" else 0)  # the others write no keys
+    layers = sampler["layers"][:own]
+    leaves = [leaf for layer in layers for name, leaf in layer.items() if leaf.ndim < 3 or name not in experts]
     if kind == "append":  # no logits
         return {"fixed_traffic": device_bytes(leaves)}
     read = device_bytes([leaves, sampler.get("unembed", ())])

@@ -152,10 +152,16 @@ def best_rows(seconds: dict[int, float], wanted: int) -> int:
 
 
 def timed_rows(
-    counts: tuple[int, ...], config: Config, model: ModelConfig, update: Callable[[int], UpdateConfig], mesh: Mesh
+    counts: tuple[int, ...],
+    config: Config,
+    model: ModelConfig,
+    update: Callable[[int], UpdateConfig],
+    mesh: Mesh,
+    *,
+    measure: Callable[[dict[str, Callable[[], Any]]], tuple[str, dict[str, float]]] = fastest,
 ) -> dict[int, float]:
     """Seconds of forward and backward passes through a few layers, for each number of rows; infinite where a call
-    fails. All processes must call this together.
+    fails. All processes must call this together. `measure` returns the seconds of calls by name.
 
     The layers are those of one period of the model, under a small vocabulary. Their matrix products are most of an
     update, and the remaining layers gain from more rows in the same way.
@@ -163,7 +169,9 @@ def timed_rows(
     kinds = (model.period, len(model.windows.sizes), len(model.extras.rotary_layers))
     period = math.lcm(*(max(1, count) for count in kinds))
     spread = math.prod(mesh.shape[axis] for axis in ("tensor", "fsdp", "sequence"))
-    small = dataclasses.replace(model, layers=min(model.layers, period), vocab_size=256 * spread)
+    shares = {"shared_layers": 0, "shared_ff": 0} if model.windows.shared_layers else {}
+    own_keys = dataclasses.replace(model.windows, **shares)
+    small = dataclasses.replace(model, layers=min(model.layers, period), vocab_size=256 * spread, windows=own_keys)
     places = param_shardings(small, mesh)
     params = jax.jit(partial(init_params, config=small), out_shardings=places)(jax.random.key(0))
     length, segment = config.batch.row_length, max(1, config.rollout.max_row_tokens // 2)
@@ -176,7 +184,7 @@ def timed_rows(
 
         return partial(jax.jit(jax.grad(value), out_shardings=places), params, batch)
 
-    _, seconds = fastest({str(rows): call(rows) for rows in counts})
+    _, seconds = measure({str(rows): call(rows) for rows in counts})
     return {rows: seconds[str(rows)] for rows in counts}
 
 

@@ -271,7 +271,7 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
     tokens = (
         rows_per_micro_batch(config.batch, row_shards(mesh)) / row_shards(mesh) * config.batch.row_length / sequence
     )
-    kept_bytes_per_layer = 4 * model.d_model
+    kept_bytes_per_layer = 4 * model.d_model + compute * model.extras.layer_embed
     if config.update.remat in ("attention", "auto"):
         kept_bytes_per_layer += compute * model.attention_width // max(1, sum(model.attends))
     elif config.update.remat == "none":
@@ -297,7 +297,7 @@ def cache_bytes(model: ModelConfig, compute: int, stored: str = "full") -> tuple
     `RolloutConfig.cache_dtype`."""
     attends = sum(model.attends)
     per_row = (model.layers - attends) * row_bytes(model.delta, compute) if model.delta else 0
-    return 2 * sum(heads * stored_bytes(stored, width, compute) for heads, width in model.attention_heads), per_row
+    return 2 * sum(heads * stored_bytes(stored, width, compute) for heads, width in model.cached_heads), per_row
 
 
 def _activations(config: Config, model: ModelConfig, compute: int) -> int:
@@ -306,6 +306,8 @@ def _activations(config: Config, model: ModelConfig, compute: int) -> int:
     attends = sum(model.attends)
     heads, kv = model.attention_width // attends, model.key_columns // attends
     width = model.d_ff * max(1, model.experts.per_token) + model.experts.shared
+    if model.windows.shared_ff:
+        width += (model.windows.shared_ff - model.d_ff) * model.windows.shared_layers // model.layers
     activation_bytes = 4 * model.d_model + compute * (2 * model.d_model + 2 * heads + 2 * kv + 3 * width)
     # Blockwise attention does not store its scores; short rows use the reference implementation, which does.
     scores = config.update.attention == "reference" or (

@@ -5,10 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from tests.rollout.test_engine import assert_same
-from tests.rollout.test_recurrent import MODEL as RECURRENT
 
-from grpo_roc_jax.engine import programs
 from grpo_roc_jax.engine.by_layer import layer_kinds
 from grpo_roc_jax.engine.config import LowPrecision, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
@@ -16,19 +13,20 @@ from grpo_roc_jax.engine.publish import ProbeByLayer, probe_tokens, sampling_pro
 from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import layer_weights
+from tests.engine.test_engine import assert_same
+from tests.engine.test_model_families import MODELS
+from tests.engine.test_recurrent import MODEL as RECURRENT
 from tests.helpers.reference import random_params
 from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests
 
 NARROW = replace(ROLLOUT, slots=16, narrow=(4,))
 
 
-def engine_of(monkeypatch, shared, model, rollout=NARROW, sampling=None, mesh=None):
-    monkeypatch.setattr(programs, "LAYER_WEIGHTS", 0 if shared else 1 << 60)
-    engine = make_engine(model, rollout, sampling or SamplingConfig(), STOPS, mesh, seed=11)
-    assert engine.programs.shares_layers is shared
-    return engine
+def engine_of(shared, model, rollout=NARROW, sampling=None, mesh=None):
+    return make_engine(model, rollout, sampling or SamplingConfig(), STOPS, mesh, seed=11, shares_layers=shared)
 
 
+SHARED = MODELS["gemma4_small"]
 CASES = {
     "plain": {"model": MODEL},
     "truncated": {"model": MODEL, "sampling": SamplingConfig(top_k=7, temperature=0.8)},
@@ -36,19 +34,20 @@ CASES = {
     "experts": {"model": replace(MODEL, experts=Mixture(8, 2, replay=True))},
     "int8": {"model": MODEL, "rollout": replace(NARROW, low_precision=LowPrecision("int8", "int8"))},
     "recurrent": {"model": RECURRENT},
+    "shared keys": {"model": replace(SHARED, extras=replace(SHARED.extras, query_scale=16.0))},
 }
 
 
-SLOW = ("truncated", "int8", "experts", "windows", "recurrent")
+SLOW = ("truncated", "int8", "experts", "windows", "recurrent", "shared keys")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
-def test_trajectories_are_those_of_unrolled_layers(monkeypatch, case):
+def test_trajectories_are_those_of_unrolled_layers(case):
     """Also on a mesh of one device, as runs have it; nothing is compiled after the warmup."""
     params = jax.device_put(random_params(CASES[case]["model"], seed=1))
     requests, found = make_requests(3, 4), []
     for shared, mesh in ((False, None), (True, make_mesh(ShardingConfig(data=1), jax.devices()[:1]))):
-        engine = engine_of(monkeypatch, shared, **CASES[case], mesh=mesh)
+        engine = engine_of(shared, **CASES[case], mesh=mesh)
         sampler = engine.publish(params, 5)
         assert sampler.check_gap < 2e-5
         if shared:
@@ -64,7 +63,7 @@ def test_trajectories_are_those_of_unrolled_layers(monkeypatch, case):
             np.testing.assert_array_equal(one.routes, other.routes)
 
 
-def test_a_deeper_model_compiles_nothing_more(monkeypatch):
+def test_a_deeper_model_compiles_nothing_more():
     """Ten layers have the programs of two and none besides."""
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -72,7 +71,7 @@ def test_a_deeper_model_compiles_nothing_more(monkeypatch):
     )
     counts = []
     for layers in (2, 10):
-        engine = engine_of(monkeypatch, True, replace(MODEL, layers=layers), replace(NARROW, narrow=()))
+        engine = engine_of(True, replace(MODEL, layers=layers), replace(NARROW, narrow=()))
         sampler = engine.publish(jax.device_put(random_params(replace(MODEL, layers=layers))), 0)
         compiled.clear()
         engine.warmup(sampler)
@@ -98,6 +97,8 @@ def test_a_layer_is_of_the_kind_of_the_first_that_computes_the_same():
     windows = SlidingWindows((5, 5, 0), local_theta=100.0)
     assert layer_kinds(ModelConfig(layers=6, windows=windows)) == (0, 0, 2, 0, 0, 2)
     assert layer_kinds(replace(RECURRENT, layers=4)) == (0, 1, 0, 1)
+    shared = replace(windows, shared_layers=3)
+    assert layer_kinds(ModelConfig(layers=7, windows=shared)) == (0, 0, 2, 0, 4, 5, 4)
 
 
 def test_who_shares_layers():

@@ -65,6 +65,16 @@ MODELS = {
         windows=SlidingWindows((16, 0), 1e4, full_head_dim=12, full_kv_heads=1, full_keys_as_values=True),
         rope_scaling=ProportionalRopeScaling(share=0.5),
     ),
+    "gemma4_small": ModelConfig(
+        **SHAPE | {"layers": 4},
+        qk_norm=True,
+        post_norms=True,
+        norm_eps=1e-3,
+        extras=SomeExtras(
+            scale_embed=True, query_scale=1.0, value_norm=True, layer_factors=True, logit_cap=3.0, layer_embed=10
+        ),
+        windows=SlidingWindows((16, 0), 1e4, full_head_dim=12, full_kv_heads=1, shared_layers=2, shared_ff=40),
+    ),
     "llama4": ModelConfig(
         **SHAPE,
         windows=SlidingWindows((16, 0), chunked=True),

@@ -8,14 +8,12 @@ import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.engine import programs as programs_module
 from grpo_roc_jax.engine.decode import PATCH_FIELDS, ChunkReport, sample
 from grpo_roc_jax.engine.engine import Engine
 from grpo_roc_jax.engine.programs import SamplerPrograms
@@ -103,8 +101,9 @@ SOME = {"model.extras": {"kind": "some"}}
 ALL_EXTRAS = {"scale_embed": True, "query_scale": 5.0, "attention_cap": 2.0, "logit_cap": 3.0, "rotary_share": 0.5}
 ALL_EXTRAS |= {"rotary_layers": (False,), "rotary_pairs": True, "embed_factor": 3.0, "residual_factor": 0.5}
 ALL_EXTRAS |= {"logit_divisor": 2.0, "sinks": True, "output_bias": True}
-ALL_EXTRAS |= {"rotated_norm": True, "value_norm": True, "layer_factors": True}
+ALL_EXTRAS |= {"rotated_norm": True, "value_norm": True, "layer_factors": True, "layer_embed": 6, "indexed_keys": 8}
 FULL = {"kind": "sliding", "sizes": (4, 0), "local_theta": 50.0, "full_head_dim": 8, "full_kv_heads": 2}
+SHARED = published_shape(layers=4, windows=FULL | {"shared_layers": 2})
 FULL_SETTINGS = {"full_head_dim": 12, "full_kv_heads": 1, "full_keys_as_values": True}
 EVERY = {"kind": "mixture", "count": 3, "per_token": 2, "every": 2, "dense_ff": 16}
 UNROTATED = {"kind": "some", "query_growth": 0.1, "query_length": 4, "rotary_layers": (True, False)}
@@ -147,6 +146,7 @@ MODEL = (
     | cases(traced, {"model.windows.sizes": (4,), "model.windows.local_theta": 50.0}, WINDOWS)
     | cases(traced, {"model.windows.chunked": True}, WINDOWS)
     | cases(traced, {f"model.windows.{name}": value for name, value in FULL_SETTINGS.items()}, {"model.windows": FULL})
+    | cases(traced, {"model.windows.shared_layers": 1, "model.windows.shared_ff": 16}, SHARED)
     | cases(traced, {f"model.windows.{name}": value for name, value in DELTA_SETTINGS.items()}, LAYERS)
     | cases(
         traced,
@@ -413,9 +413,8 @@ def reported(config: Config) -> str:
 def laid_out(config: Config) -> str:
     """The cache layout of an engine on a TPU, which depends on the path of attention."""
     model = ModelConfig(vocab_size=VOCABULARY, head_dim=128)
-    with mock.patch.object(programs_module, "platform_of", lambda mesh: "tpu"):
-        made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None)
-        return str(jax.tree.map(jnp.shape, made._pool_like()))
+    made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None, platform="tpu")
+    return str(jax.tree.map(jnp.shape, made.pool_like()))
 
 
 def stored(config: Config) -> str:
@@ -424,7 +423,7 @@ def stored(config: Config) -> str:
     made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None)
     params = jax.eval_shape(partial(init_params, config=model), jax.random.key(0))
     published = jax.eval_shape(partial(unstack, config=model, form=Published(config.rollout.weight_dtype)), params)
-    return str((made._pool_like(), published))
+    return str((made.pool_like(), published))
 
 
 ENGINE = {
@@ -470,12 +469,13 @@ ROLLOUT = (
 
 
 def published_weights(config: Config) -> Any:
-    """Whether the weight check accepts weights whose probe is off by 1e-4 nats."""
-    publisher = Publisher(ModelConfig(vocab_size=VOCABULARY), None, config.rollout.weight_check_tolerance)
-    publisher._move = lambda params: params | {"layers": ()}
-    publisher._training, publisher._probe = (lambda params, tokens, off=off: jnp.float32(off) for off in (0, 1e-4))
+    """Whether the weight check accepts weights that were altered by some 1e-4."""
+    model = ModelConfig(d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16, vocab_size=VOCABULARY)
+    publisher = Publisher(model, None, config.rollout.weight_check_tolerance)
+    honest = publisher.convert
+    publisher.convert = lambda params: jax.tree.map(lambda leaf: leaf * 1.0003, honest(params))
     try:
-        return publisher.publish({"embed": jnp.ones(1), "layers": {}}, 1).version
+        return publisher.publish(init_params(jax.random.key(0), model), 1).version
     except StaleWeightsError:
         return "refused"
 

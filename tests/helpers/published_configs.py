@@ -71,6 +71,26 @@ def _qwen35_moe() -> dict[str, Any]:
     return outer | {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
 
 
+def _gemma4(hidden: int, inner: int, layers: int, kv_heads: int, shared: int, every: int) -> dict[str, Any]:
+    """E2B or E4B: text within images and sound."""
+    kinds = [*["sliding_attention"] * (every - 1), "full_attention"]
+    full = {"partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0, "rope_type": "proportional"}
+    text = _sizes(hidden, inner, layers, 8, kv_heads, 262_144) | {"layer_types": kinds * (layers // every)}
+    text |= {"attention_bias": False, "attention_k_eq_v": False, "enable_moe_block": False, "num_experts": None}
+    text |= {"final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256, "rms_norm_eps": 1e-6}
+    text |= {"hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 256, "model_type": "gemma4_text"}
+    text |= {"max_position_embeddings": 131_072, "moe_intermediate_size": None, "num_global_key_value_heads": None}
+    text |= {"num_kv_shared_layers": shared, "sliding_window": 512, "tie_word_embeddings": True, "top_k_experts": None}
+    text |= {
+        "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}
+    }
+    text |= {"use_bidirectional_attention": None, "use_double_wide_mlp": kv_heads == 1}
+    text |= {"vocab_size_per_layer_input": 262_144, "use_cache": True, "initializer_range": 0.02}
+    outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "image_token_id": 258_880}
+    vision, audio = {"hidden_size": 768, "model_type": "gemma4_vision"}, {"hidden_size": 1024}
+    return outer | {"text_config": text, "vision_config": vision, "audio_config": audio, "tie_word_embeddings": True}
+
+
 CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
     "qwen3_0_6b": (
         _shape("Qwen3ForCausalLM", "qwen3", **_sizes(1024, 3072, 28, 16, 8, 151_936), **_QWEN)
@@ -153,6 +173,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
         | {"final_logit_softcapping": None, "cache_implementation": "hybrid", "attention_bias": False},
         1.000,
     ),
+    "gemma4_e2b": (_gemma4(1536, 6144, 35, 1, 20, 5), 4.628),
+    "gemma4_e4b": (_gemma4(2560, 10_240, 42, 2, 18, 6), 7.463),
     "llama3_2_1b": (
         _shape("LlamaForCausalLM", "llama", **_sizes(2048, 8192, 16, 32, 8, 128_256))
         | {"head_dim": 64, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "mlp_bias": False}

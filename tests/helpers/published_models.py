@@ -244,6 +244,7 @@ CASES |= {
     ),
 }
 _DEEP = _GLM_MIX | {"kv_lora_rank": 20, "q_lora_rank": 18, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10}
+_INDEX = {"index_topk": 64, "index_n_heads": 3, "index_head_dim": 8}
 _DEEP |= {"v_head_dim": 14, "n_group": 4, "topk_group": 2, "num_hidden_layers": 3}
 CASES |= {
     "deepseek": (
@@ -255,10 +256,17 @@ CASES |= {
         _heads(3, 3, hidden_size=36, **_DEEP | {"q_lora_rank": None, "first_k_dense_replace": 0, "n_group": 1})
         | {"topk_group": 1, "rope_interleave": False, "tie_word_embeddings": True},
     ),
+    "deepseek-v32": ("DeepseekV32", _heads(4, 4, **_DEEP | _INDEX | {"first_k_dense_replace": 1})),
+    "glm5": (
+        "GlmMoeDsa",
+        _heads(3, 3, hidden_size=36, **_DEEP | _INDEX | {"n_group": 1, "topk_group": 1})
+        | {"first_k_dense_replace": 2, "indexer_types": ["full", "shared", "full"], "rms_norm_eps": 1e-4},
+    ),
     "glm4-lite": ("Glm4MoeLite", _heads(4, 4, **_DEEP | {"n_group": 1, "topk_group": 1})),
 }
 # Scores are not divided by the root of the width, so attention is close to one key and enlarges the rounding.
 _GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 16, "sliding_window": 8}
+_BY_LAYER = {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": VOCAB}
 _PART = {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.5}
 _FOUR = {"intermediate_size": 20, "intermediate_size_mlp": 44, "num_local_experts": 6, "num_experts_per_tok": 2}
 _FOUR |= {"attention_chunk_size": 8, "floor_scale": 5, "attn_scale": 0.4}
@@ -281,6 +289,19 @@ CASES |= {
         | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "rms_norm_eps": 1e-3}
         | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20},
     ),
+    "gemma4-small": (  # as E2B: periods of windows, keys shared over two of three, embeddings by layer
+        "Gemma4Text",
+        _heads(4, 1, head_dim=12, num_hidden_layers=6, tie_word_embeddings=True, **_GEMMA4 | _BY_LAYER)
+        | {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 4}
+        | {"use_double_wide_mlp": True, "final_logit_softcapping": 2.0, "rms_norm_eps": 1e-3},
+    ),
+    "gemma4-small-odd": (
+        "Gemma4Text",
+        _heads(6, 3, head_dim=10, num_hidden_layers=7, hidden_size=36, **_GEMMA4 | _BY_LAYER)
+        | {"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 4, "full_attention"]}
+        | {"num_kv_shared_layers": 3, "hidden_size_per_layer_input": 7, "sliding_window": 5, "rms_norm_eps": 1e-3}
+        | {"rope_parameters": {"full_attention": _PART, "sliding_attention": {"rope_type": "default", **_THETA}}},
+    ),
     "llama4": (
         "Llama4Text",
         _heads(4, 2, head_dim=12, num_hidden_layers=4, no_rope_layer_interval=2, **_FOUR)
@@ -296,7 +317,7 @@ CASES |= {
 ONE_PER_FAMILY = ("qwen2", "qwen3-tied", "llama3-scaling", "mistral-sliding", "gemma3", "moe-top2")
 ONE_PER_FAMILY += ("gemma2", "olmo3", "smollm3", "phi3-longrope", "qwen35", "qwen35-moe")
 ONE_PER_FAMILY += ("granite", "granite4-h", "glm4", "glm4-moe", "gpt-oss", "deepseek", "ministral3")
-ONE_PER_FAMILY += ("gemma4", "llama4")
+ONE_PER_FAMILY += ("gemma4", "gemma4-small", "llama4")
 
 
 def need_reference(module: str) -> Any:

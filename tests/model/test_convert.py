@@ -20,7 +20,12 @@ from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, NoWindow
 from grpo_roc_jax.model.convert import check_tensors, find_model, load_params, resolve_config, save_params
 from grpo_roc_jax.model.families import FAMILIES, UnsupportedModelError, rules
 from grpo_roc_jax.model.published import infer_family, read_config, same_model, write_config
-from grpo_roc_jax.model.rope_scaling import Llama3RopeScaling, LongRopeScaling, YarnRopeScaling
+from grpo_roc_jax.model.rope_scaling import (
+    Llama3RopeScaling,
+    LongRopeScaling,
+    ProportionalRopeScaling,
+    YarnRopeScaling,
+)
 from grpo_roc_jax.model.safetensors_io import (
     CheckpointError,
     Planned,
@@ -99,6 +104,15 @@ MODELS = {
         windows=SlidingWindows((8, 0)),
         rope_scaling=YARN,
         experts=Mixture(4, 2, biases=True),
+    ),
+    "gemma4_text": ModelConfig(
+        **SHAPE | {"layers": 6},
+        post_norms=True,
+        activation="gelu_tanh",
+        qk_norm=True,
+        extras=SomeExtras(scale_embed=True, query_scale=1.0, value_norm=True, layer_factors=True, layer_embed=6),
+        windows=SlidingWindows((8, 0), 1e4, full_head_dim=12, full_kv_heads=2, shared_layers=4, shared_ff=48),
+        rope_scaling=ProportionalRopeScaling(share=0.5),
     ),
     "ministral3": ModelConfig(**SHAPE, extras=SomeExtras(query_growth=0.1, query_length=64), rope_scaling=YARN),
 }

@@ -237,7 +237,7 @@ def test_impossible_settings_are_refused(values):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3-gqa4", *(pytest.param(name, marks=SLOW) for name in ("gemma3", "qwen35", "gemma4"))]
+    "name", ["qwen3-gqa4", *(pytest.param(name, marks=SLOW) for name in ("gemma3", "qwen35", "gemma4", "gemma4-small"))]
 )
 def test_peft_loads_a_saved_adapter_and_the_reverse(tmp_path, name):
     lora = LowRank(rank=3, alpha=12.0, targets=tuple(TARGETS)) if name == "qwen35" else LORA

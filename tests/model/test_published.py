@@ -5,7 +5,8 @@ import json
 import pytest
 
 from grpo_roc_jax.model.families import UnsupportedModelError
-from grpo_roc_jax.model.published import note, read_config, same_model, without_effect, write_config
+from grpo_roc_jax.model.published import infer_family, note, read_config, same_model, without_effect, write_config
+from grpo_roc_jax.run.components import fit_length
 from tests.helpers.published_models import ONE_PER_FAMILY, make_config, need_transformers
 
 
@@ -140,3 +141,15 @@ def test_keys_that_tools_leave_behind_pass_with_a_note(caplog):
 
 MINIMAL = {"architectures": ["LlamaForCausalLM"], "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 MINIMAL |= {"intermediate_size": 16, "vocab_size": 32}
+
+
+def test_rows_longer_than_an_indexer_chooses_from_are_refused(tmp_path):
+    """DeepSeek-V3.2: up to `index_topk` tokens it chooses all keys. Without a directory there are no tensors of the
+    indexer, so such a model is not exported."""
+    published = saved(make_config("deepseek-v32"), tmp_path)
+    model = read_config(published)
+    assert model.extras.indexed_keys == 64 and fit_length(model, 64) == model
+    with pytest.raises(ValueError, match=r"= 65, but in .* an indexer chooses 64 keys \(index_topk\)"):
+        fit_length(model, 65)
+    with pytest.raises(UnsupportedModelError, match="not exported"):
+        infer_family(model)

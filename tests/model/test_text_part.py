@@ -14,7 +14,7 @@ from grpo_roc_jax.model.families import UnsupportedModelError
 from grpo_roc_jax.model.published import read_config, same_model
 from grpo_roc_jax.model.transformer import forward, unembed
 from grpo_roc_jax.run.policy import parameter_count
-from tests.helpers.published_models import TEXT, logits_of, need_transformers, random_tokens
+from tests.helpers.published_models import TEXT, VOCAB, logits_of, need_transformers, random_tokens
 from tests.model.test_convert import MODELS, make_directory, read_all, rewrite
 
 ONE_VISION_LAYER = {"hidden_size": 16, "num_heads": 2, "depth": 1, "intermediate_size": 16, "out_hidden_size": 32}
@@ -29,6 +29,12 @@ WHOLE = {
         {"rope_parameters": SECTIONS | {"mrope_interleaved": True}, "head_dim": 8},
     ),
     "Gemma3": (SIGLIP, {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
+    "Gemma4": (
+        SIGLIP | {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16},
+        {"head_dim": 16, "global_head_dim": 24, "sliding_window": 8, "num_hidden_layers": 6, "pad_token_id": 0}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 4}
+        | {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": VOCAB, "use_double_wide_mlp": True},
+    ),
     "Mistral3": (PIXTRAL, {"model_type": "mistral", "sliding_window": 8}),
 }
 

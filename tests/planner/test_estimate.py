@@ -81,6 +81,14 @@ FAMILIES = {
         windows=SlidingWindows((64, 0), 1e4, full_head_dim=64, full_kv_heads=2, full_keys_as_values=True),
         rope_scaling=ProportionalRopeScaling(share=0.25),
     ),
+    "Gemma 4 E2B": ModelConfig(
+        **_TINY | {"layers": 6},
+        qk_norm=True,
+        post_norms=True,
+        extras=SomeExtras(scale_embed=True, query_scale=1.0, value_norm=True, layer_factors=True, layer_embed=32),
+        windows=SlidingWindows((64, 0), 1e4, full_head_dim=64, full_kv_heads=2, shared_layers=4, shared_ff=512),
+        rope_scaling=ProportionalRopeScaling(share=0.25),
+    ),
     "Llama 4": ModelConfig(
         **_TINY | {"d_ff": 64},
         windows=SlidingWindows((64, 0), chunked=True),

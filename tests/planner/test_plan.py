@@ -30,7 +30,7 @@ from grpo_roc_jax.model.delta import token_flops
 from grpo_roc_jax.model.published import read_config, same_model
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, process_mesh
 from grpo_roc_jax.planner import plan as planning
-from grpo_roc_jax.planner.estimate import estimate, update_flops
+from grpo_roc_jax.planner.estimate import active_parameters, appended_parameters, estimate, update_flops
 from grpo_roc_jax.planner.hlo import arrays, bytes_of, group_size, parse_hlo
 from grpo_roc_jax.planner.hlo_cost import largest_gather, read_cost
 from grpo_roc_jax.planner.hlo_loops import check_loops, hanging, placed
@@ -526,6 +526,8 @@ def test_fused_attention_compiles_for_a_gpu_that_is_not_here():
         ("Qwen/Qwen2.5-7B-Instruct", "qwen2_5_7b"),
         ("meta-llama/Llama-3.2-1B-Instruct", "llama3_2_1b"),
         ("google/gemma-3-1b-it", "gemma3_1b"),
+        ("google/gemma-4-E2B-it", "gemma4_e2b"),
+        ("google/gemma-4-E4B-it", "gemma4_e4b"),
         ("Qwen/Qwen3.5-4B", "qwen3_5_4b"),
         ("Qwen/Qwen3.5-27B", "qwen3_5_27b"),
         ("Qwen/Qwen3.5-35B-A3B", "qwen3_5_35b_a3b"),
@@ -546,6 +548,19 @@ def test_recurrent_layers_have_a_state_instead_of_keys():
     assert update_flops(Config(), model, 1, 1000) > 8 * parameter_count(model) - 2 * not_again
     # A token alone: read by key and by query, written once, for each of 32 heads; scores are of one pair.
     assert token_flops(model.delta, 1) == 32 * (6 * 128 * 128 + 2 * 3 * 128) + 4 * 16 * 128
+
+
+def test_layers_that_share_keys_have_no_cache():
+    """Gemma 4 E2B: 12 layers with a window and 3 without hold keys and values of one head, 256 or 512 wide; 20 layers
+    hold none."""
+    model = KNOWN_SHAPES["google/gemma-4-E2B-it"]
+    assert cache_bytes(model, 2) == (2 * 2 * (12 * 256 + 3 * 512), 0)
+    assert model.key_reads == (28 * 256 + 7 * 512) / (12 * 256 + 3 * 512)
+    table = 262_144 * 35 * 256
+    assert active_parameters(model) == parameter_count(model) - table
+    one = replace(model, windows=replace(model.windows, shared_layers=0, shared_ff=0))
+    assert appended_parameters(model) < 0.45 * active_parameters(model) and cache_bytes(one, 2)[0] > 2 * 9216
+    assert appended_parameters(one) == active_parameters(one)
 
 
 OTHER_SIZES = [("Qwen/Qwen3-1.7B", 1.72), ("Qwen/Qwen3-8B", 8.19), ("HuggingFaceTB/SmolLM3-3B", 3.075)]
