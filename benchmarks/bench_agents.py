@@ -108,7 +108,6 @@ def main() -> None:
 def step(options: argparse.Namespace) -> None:
     """Whole steps of each variant."""
     from benchmarks.bench_serve import make_policy
-    from grpo_roc_jax.engine.engine import Engine
     from grpo_roc_jax.engine.records import RunOptions
     from grpo_roc_jax.serving.agent_runs import AgentRuns
 
@@ -130,7 +129,7 @@ def step(options: argparse.Namespace) -> None:
         }
         measured = {}
         for name in options.variants:
-            runs = AgentRuns(choices[name], chat, Engine(engine.programs, engine._publisher, engine.seed), 4096, [""])
+            runs = AgentRuns(choices[name], chat, engine.sibling(), 4096, [""])
             seconds, shares, rates = [], [], []
             begun_cpu = processor_s()
             for number in range(options.steps):

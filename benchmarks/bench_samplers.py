@@ -80,7 +80,7 @@ class Watched(SamplerPool):
         changed = super()._take(member)
         if member.ready and not ready:
             self.events.append((time.perf_counter(), "joined", member.name))
-        if member in self._members and tasks - set(member.tasks):
+        if member in self.members and tasks - set(member.tasks):
             self.events.append((time.perf_counter(), "returned", member.name))
         return changed
 
@@ -112,7 +112,7 @@ def apart(config: Config, parts: tuple, learner, pool: Watched, kill_at: int) ->
     for step in range(config.steps):
         begun.append(time.perf_counter())
         if step == kill_at:
-            victim = max((m for m in pool._members if m.ready), key=lambda m: m.rows)
+            victim = max((m for m in pool.members if m.ready), key=lambda m: m.rows)
             os.kill(int(re.search(r"process (\d+)", victim.place)[1]), signal.SIGKILL)
             killed, killed_at = f"sampler {pool._started + 1}", time.perf_counter()
         samples = sample_step(config, policy, sampling, run, stream)
@@ -129,7 +129,7 @@ def apart(config: Config, parts: tuple, learner, pool: Watched, kill_at: int) ->
         if time.perf_counter() - killed_at > 300:
             break
     total = {name: sum(row[f"samplers/{name}"] for row in metrics) for name in ("lost", "rows_lost", "groups_again")}
-    still_open = {group.number for group in stream._open}
+    still_open = {group.number for group in stream.open_groups}
     return {
         "before_kill": (kill_at - 1) / (begun[kill_at] - begun[1]),
         "all": (config.steps - 1) / (begun[-1] - begun[1]),

@@ -159,7 +159,7 @@ def elsewhere(function, *arguments):
 def load(policy: tuple, repeats: int, clients: int, tokens: int, requests: int) -> dict:
     """Tokens a second directly and through HTTP, in turns."""
     chat, fresh, params = policy
-    direct, served = (Engine(fresh.programs, fresh._publisher, fresh.seed) for _ in range(2))
+    direct, served = (fresh.sibling() for _ in range(2))
     sampler = fresh.publish(params, 1)
     fresh.warmup(sampler)
 
@@ -217,10 +217,10 @@ def turns(policy: tuple, clients: int) -> dict:
     sampler = engine.publish(params, 1)
     written, cached = {}, {}
     for variant in ("on", "off"):
-        own = Engine(engine.programs, engine._publisher, engine.seed)
+        own = engine.sibling()
 
         def forget(own: Engine = own, off: bool = variant == "off") -> None:
-            for blocks in own._running.device.blocks if off and own._running else ():
+            for blocks in own.scheduler.device.blocks if off and own.scheduler else ():
                 blocks.forget()
 
         server = ServerThread(
@@ -244,7 +244,7 @@ def turns(policy: tuple, clients: int) -> dict:
 def agents(policy: tuple, clients: int) -> dict:
     """Agents of 45 short calls each, all at once: how fast are they, is one of them starved, how long do calls take?"""
     chat, engine, params = policy
-    own, sampler = Engine(engine.programs, engine._publisher, engine.seed), engine.publish(params, 1)
+    own, sampler = engine.sibling(), engine.publish(params, 1)
     engine.warmup(sampler)
     server = ServerThread(lambda deliver: Endpoint(chat, SamplingLoop(own, sampler, deliver)))
     server.endpoint.loop.start()

@@ -135,7 +135,7 @@ class FixedPolicy(GroupLearner):
         moved = [(t.logprobs + params * noise(t)).astype(np.float32) for t in trajectories]
         return Scores(moved, [np.abs(values) for values in moved])
 
-    def _with_teacher(self, scores, groups, run):
+    def with_teacher(self, scores, groups, run):
         trajectories = [t for group in groups for t in group.trajectories]
         return dataclasses.replace(scores, teacher=[t.logprobs - noise(t) for t in trajectories])
 

@@ -118,7 +118,7 @@ def real_groups() -> str:
         x = left + column * wide
         rows = [row for group in groups for row in group]
         right, calls, errors = (sum(row[k] for row in rows) for k in range(3))
-        parts.append(text(x, 32, f"RL step {step}: six problems, 16 rollouts each", 15, bold=True))
+        parts.append(text(x, 32, f"RL step {step}: {len(groups)} problems, 16 rollouts each", 15, bold=True))
         parts.append(text(x, 52, f"{right} of {len(rows)} right; {errors} of {calls} calls failed", 12, SOFT))
         for line, group in enumerate(groups):
             y = 70 + gap * line
@@ -127,9 +127,10 @@ def real_groups() -> str:
                 mark = dot(at + cell / 2, y + 12, INK) if failed else ""
                 opacity = 1 if trained else 0.35
                 parts.append(f'<g opacity="{opacity}">{box(at, y, cell, 24, color, color, 0.4)}{mark}</g>')
-    legend = "green: right; red: wrong; dot: a call failed; pale: left out by the selection, or all of its group wrong"
-    parts.append(text(left, 288, legend, 12, SOFT))
-    return picture(2 * wide + left, 306, "Groups of SmolLM2-135M in the first and in the last step of a run", parts)
+    legend = "green: right; red: wrong; dot: a call failed; pale: left out by the selection, or all of its group equal"
+    parts.append(text(left, 84 + gap * len(groups), legend, 12, SOFT))
+    height = 102 + gap * len(groups)
+    return picture(2 * wide + left, height, "Groups of SmolLM2-135M in the first and in the last step of a run", parts)
 
 
 # ---- concepts ------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_a_mistake_that_every_rollout_meets_ends_the_run_after_one_step_and_is_n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", ["zero", "drop"])
-def test_what_the_policy_said_and_nobody_can_read_scores_0_unless_it_is_dropped(tmp_path, choice, capfd):
+def test_what_the_policy_said_and_nobody_can_read_scores_0_unless_it_is_dropped(tmp_path, choice):
     status = train.main(words(tmp_path, "Numbers", f"--environment.on_failure={choice}"))
     records = list(read_trace(tmp_path, 1))
     failed = [record for record in records if "ValueError: invalid literal for int()" in record.trajectory.fault]

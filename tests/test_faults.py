@@ -20,7 +20,6 @@ from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.record import checkpoint_files
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import locked
-from grpo_roc_jax.run import session
 from grpo_roc_jax.run.session import check_alike
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.points import InjectedFault, injected, listening, reach, spoiled
@@ -176,21 +175,19 @@ def test_a_second_interrupt_is_immediate():
             time.sleep(1)
 
 
-def test_processes_that_differ_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "SEEN_S", 0)
-
+def test_processes_that_differ_are_refused(tmp_path):
     def gather(own):
         return [own, own | {"optim.lr": "0.5", "jax": "0.1"}, own]
 
     config = read_config("--optim.lr=0.25")
     processes = SimpleNamespace(count=3, gather=gather)
     with pytest.raises(ConfigError, match=r"lr: 0\.25 in process 0, 0\.5 in process 1\n  jax: .* 0\.1 in process 1"):
-        check_alike(processes, config, tmp_path)
+        check_alike(processes, config, tmp_path, seen_s=0)
     processes.gather = lambda own: [own | {"sees the run directory": "True"}, own]
     with pytest.raises(ConfigError, match="shared disk:\n  sees the run directory: True in process 0, False in proc"):
-        check_alike(processes, config, tmp_path)
+        check_alike(processes, config, tmp_path, seen_s=0)
     processes.gather = lambda own: [own, own]
-    check_alike(processes, config, tmp_path)
+    check_alike(processes, config, tmp_path, seen_s=0)
 
 
 @SLOW

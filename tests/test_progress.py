@@ -65,27 +65,23 @@ def test_steps_that_end_together_are_told_with_their_rate():
     assert [line.split(",")[0] for line in told] == [f"evaluation: problem {n} of 300" for n in (128, 256, 300)]
 
 
-def test_the_time_left_of_rollouts_at_once_is_reckoned_without_compilation():
-    """Two of ten rollouts took 30 seconds, and the four that run count half: 6 / 4 of that time is left."""
+def test_the_time_left_of_rollouts_is_said_once_a_tenth_has_ended_and_leaves_compilation_out():
     clock, told = Hand(), []
     narrator = Narrator(told.append, clock)
-    rollouts = Phase("rollouts", 10, unit="rollout", say=narrator.tell, clock=clock)
+    rollouts = Phase("rollouts", 40, unit="rollout", together=True, say=narrator.tell, clock=clock)
     programs, one = Phase("compiling", once=True, clock=clock), Phase("compiling decode", once=True, clock=clock)
     narrator.begin(rollouts)
-    rollouts.at(0, live=6)
-    assert rollouts.left(clock.now) == ""
     narrator.begin(programs)
     narrator.begin(one)
     clock.now += 100.0
     narrator.end(one, failed=False)
     narrator.end(programs, failed=False)
-    clock.now += 30.0
-    rollouts.at(2, live=4)
-    assert rollouts.left(clock.now) == ", 45 s left"
     clock.now += 10.0
-    assert rollouts.left(clock.now) == ", 60 s left"  # nothing ended, so all take longer
-    rollouts.at(8, live=2)
-    assert rollouts.left(clock.now) == ", 4 s left"
+    rollouts.at(3)
+    assert rollouts.left(clock.now) == ""
+    clock.now += 10.0
+    rollouts.at(10)
+    assert rollouts.left(clock.now) == ", 60 s left"  # 30 more at 2 s each
 
 
 def test_the_time_left_shrinks_while_a_step_runs():

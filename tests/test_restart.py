@@ -27,6 +27,7 @@ from grpo_roc_jax.reward.score import RewardError
 from grpo_roc_jax.run.session import state_kept, state_leaves
 from grpo_roc_jax.run.watch import Stopped, Watch
 from grpo_roc_jax.settings.cli import ConfigError, load_config
+from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.train import main
 from tests.helpers.rollout_fakes import MODEL, sharp_params
 from tests.test_knob_effects import CASES
@@ -293,16 +294,9 @@ def test_what_a_fresh_run_meets_before_its_first_step_is_one_message(session, mo
         train_module.begin(session)
 
 
-def test_an_exception_in_a_step_saves_the_steps_before_it(tmp_path, monkeypatch):
-    run_dir, sample = tmp_path / "run", train_module.sample_step
-
-    def fail(config, policy, sampling, run, stream):
-        if run.step == 2:
-            raise OSError(5, "Input/output error")
-        return sample(config, policy, sampling, run, stream)
-
-    monkeypatch.setattr(train_module, "sample_step", fail)
-    with pytest.raises(OSError, match="Input/output") as seen:
+def test_an_exception_in_a_step_saves_the_steps_before_it(tmp_path):
+    run_dir = tmp_path / "run"
+    with injected("sample=eio@3"), pytest.raises(OSError, match="Input/output") as seen:
         again(run_dir, "--checkpoint.every=0")
     assert "the state after step 2 is saved" in seen.value.__notes__[0]
     assert newest_whole(run_dir / "checkpoints").step == 2

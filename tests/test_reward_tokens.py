@@ -79,28 +79,27 @@ def test_evaluation_stands_under_the_high_token():
     assert evaluate.prompt_end(stage_one, 0)[0] == rc_grpo.HIGH
 
 
-def checked(config):
+def checked(config, sample=None):
     """The lines of the check; the fake sampler pays by condition."""
     policy, engine = SimpleNamespace(full=lambda trained: trained), SimpleNamespace(publish=lambda params, step: None)
     sampling = SimpleNamespace(sampler=SimpleNamespace(engine=engine))
-    return evaluate.check_before_training(config, policy, sampling, {})
+    return evaluate.check_before_training(config, policy, sampling, {}, sample=sample)
 
 
 @pytest.mark.parametrize(("high", "low", "refused"), [(0.9, 0.2, False), (0.52, 0.5, True), (0.2, 0.9, True)])
-def test_separation_is_measured_before_the_first_step(monkeypatch, high, low, refused):
+def test_separation_is_measured_before_the_first_step(high, low, refused):
     def sampled(sampling, weights, problems, samples, options, *, condition, suffix):
         assert options.purpose == "evaluate" and suffix == reward_goal(condition)
         assert len(problems) == 50
         wins = {rc_grpo.HIGH: high, rc_grpo.LOW: low}[condition] * 50
         return SimpleNamespace(groups=[SimpleNamespace(size=50, correct=np.arange(50) < wins)])
 
-    monkeypatch.setattr(evaluate, "sample_groups", sampled)
     config = rc("--data.eval_problems=50")
     if refused:
         with pytest.raises(ConfigError, match=f"success is {high:.3f} under the high reward token and {low:.3f}"):
-            checked(config)
+            checked(config, sampled)
     else:
-        (line,) = checked(config)
+        (line,) = checked(config, sampled)
         assert "0.900 under the high" in line
     assert checked(rc("--plan.condition.separation=0")) == []
 

@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 import yaml
 
 import grpo_roc_jax as g
 from grpo_roc_jax import train
 from grpo_roc_jax.record import loggers
+from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.events import Events
 from grpo_roc_jax.record.metrics import MetricsWriter, Writer
 from grpo_roc_jax.record.run_dir import decide, describe_run
@@ -264,7 +266,8 @@ def test_files_hide_them_and_the_run_resumes_with_what_is_typed_again(tmp_path, 
         text = (tmp_path / "run" / name).read_text(encoding="utf-8")
         assert SECRET not in text and HIDDEN in text
     assert json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))["command"][-1] == HIDDEN
-    monkeypatch.setattr("grpo_roc_jax.record.run_dir.newest_whole", lambda path: SimpleNamespace(step=1, path=path))
+    with Checkpointer(tmp_path / "run" / "checkpoints", CheckpointConfig()) as checkpointer:
+        checkpointer.save(1, Bundle({"state": jnp.zeros(1), "reference": ()}))
     assert decide(tmp_path / "run", config).kind == "resume", "nothing has changed"
     again = load_config(train.Config, [str(tmp_path / "run" / "config.yaml")], prog="x")
     with pytest.raises(g.ConfigError, match=r"environment\.command.*a secret was hidden.*give the whole value again"):
@@ -281,7 +284,8 @@ def test_services_get_none(tmp_path, monkeypatch):
     words = secret_words(tmp_path / "run")
     monkeypatch.setattr(sys, "argv", ["grpo-roc", "train", *words])
     monkeypatch.delenv("WANDB_X_DISABLE_META", raising=False)
-    monkeypatch.setattr(loggers, "importlib", SimpleNamespace(import_module=lambda name: SimpleNamespace(init=init)))
+    for name in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init))
     config = load_config(train.Config, [*words, "--log.wandb=trackio"], prog="x")
     loggers.TrackioWriter(tmp_path, config)
     assert SECRET not in str(given) and HIDDEN in str(given["config"])

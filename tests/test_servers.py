@@ -9,11 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from grpo_roc_jax.sandbox import http_guard
-from grpo_roc_jax.sandbox import server as sandbox_server
 from grpo_roc_jax.sandbox._messages import ExecutorSettings
 from grpo_roc_jax.sandbox.http_guard import Connections, RequestHead, is_loopback, refusal
-from grpo_roc_jax.serving import server as serving_server
+from grpo_roc_jax.sandbox.server import make_server
 from grpo_roc_jax.serving.server import ServerLimits
 from grpo_roc_jax.view.answers import Runs
 from grpo_roc_jax.view.page_server import PageServer
@@ -40,19 +38,26 @@ def threaded(server):
         server.server_close()
 
 
+class FewConnections(PageServer):
+    most_connections = MOST
+
+
 @contextmanager
-def running(name, folder, token=""):
+def running(name, folder, token="", request_s=30.0):
     """The port of one of the servers."""
-    if name == "view":
-        with threaded(PageServer(Runs([str(write_run(folder / "run", 0, steps=1, groups=1, size=2))]))) as port:
-            yield port
-    elif name == "serve-tools":
-        settings = ExecutorSettings(pool_size=1, root_count=1, bare_root=False, preload=())
-        with threaded(sandbox_server.make_server(settings, port=0, token=token)[0]) as port:
-            yield port
-    else:
-        with scripted(*["<answer>1</answer>"] * 99, token=token, limits=ServerLimits(connections=MOST)) as served:
+    if name == "serve":
+        limits = ServerLimits(connections=MOST, request_s=request_s)
+        with scripted(*["<answer>1</answer>"] * 99, token=token, limits=limits) as served:
             yield served.port
+        return
+    if name == "view":
+        server = FewConnections(Runs([str(write_run(folder / "run", 0, steps=1, groups=1, size=2))]))
+    else:
+        settings = ExecutorSettings(pool_size=1, root_count=1, bare_root=False, preload=())
+        server, _ = make_server(settings, port=0, token=token, connections=MOST)
+    server.request_s = request_s
+    with threaded(server) as port:
+        yield port
 
 
 @pytest.fixture(params=["view", "serve-tools", "serve"])
@@ -137,10 +142,8 @@ def half_open(port, number, text=b"POST /run_code HTTP/1.1\r\nHost: localhost\r\
 
 
 @pytest.mark.parametrize("token", ["", "secret"])
-def test_half_open_connections_do_not_lock_others_out(name, tmp_path, monkeypatch, token):
+def test_half_open_connections_do_not_lock_others_out(name, tmp_path, token):
     """As many as there may be, without a right to ask, and then as many again: each honest request is answered."""
-    monkeypatch.setattr(sandbox_server, "MAX_CONNECTIONS", MOST)
-    monkeypatch.setattr(PageServer, "most_connections", MOST)
     with running(name, tmp_path, token) as port:
         links = []
         headers = {"Authorization": f"Bearer {token}"} if token and name != "view" else {}
@@ -153,10 +156,8 @@ def test_half_open_connections_do_not_lock_others_out(name, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("text", [b"", b"POST /run_code HTTP/1.1\r\nHost: localhost\r\nX-Drip: "])
-def test_a_request_that_drips_ends_at_one_deadline(name, tmp_path, monkeypatch, text):
-    for module in (http_guard, serving_server):
-        monkeypatch.setattr(module, "REQUEST_S", 1.0)
-    with running(name, tmp_path) as port:
+def test_a_request_that_drips_ends_at_one_deadline(name, tmp_path, text):
+    with running(name, tmp_path, request_s=1.0) as port:
         (link,) = half_open(port, 1, text)
         begun = time.monotonic()
         link.settimeout(0.05)
@@ -173,10 +174,8 @@ def test_a_request_that_drips_ends_at_one_deadline(name, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("one", ["serve-tools", "serve"])
-def test_a_body_that_drips_ends_at_the_same_deadline(one, tmp_path, monkeypatch):
-    for module in (http_guard, serving_server):
-        monkeypatch.setattr(module, "REQUEST_S", 1.0)
-    with running(one, tmp_path) as port:
+def test_a_body_that_drips_ends_at_the_same_deadline(one, tmp_path):
+    with running(one, tmp_path, request_s=1.0) as port:
         (link,) = half_open(
             port, 1, f"POST {POSTS[one][0]} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n".encode()
         )

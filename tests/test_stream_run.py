@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from grpo_roc_jax import train as train_module
 from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
+from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.train import train
 from tests.test_train import config_in, numbers, params_hash
 from tests.test_train import on_one_device as on_one_device  # a fixture
@@ -24,27 +24,15 @@ def test_a_stream_without_a_lag_is_a_plain_run_to_the_byte(tmp_path):
 
 
 @pytest.mark.usefixtures("on_one_device")
-def test_a_stream_that_was_stopped_goes_on(tmp_path, monkeypatch):
+def test_a_stream_that_was_stopped_goes_on(tmp_path):
     """Its updates come in parts, with chunks of decoding between them. Stopped in the middle of rollouts: each step
     trains on whole groups of tokens that are not too old, and nothing compiles after a run's first step. Evaluations
     come between the steps."""
     run_dir = tmp_path / "run"
     words = ("--rollout.step_limit=stream", "--steps=6", "--eval.every=1", "--checkpoint.every=0", "--resume=auto")
-    sample = train_module.sample_step
-
-    def stop(trained):
-        raise Preempted
-
-    def stopping(config, policy, sampling, run, stream):
-        if run.step == 3:
-            stream._take = stop
-        return sample(config, policy, sampling, run, stream)
-
-    monkeypatch.setattr(train_module, "sample_step", stopping)
-    with pytest.raises(Preempted) as seen:
+    with injected("sample=term@4"), pytest.raises(Preempted) as seen:
         train(config_in(run_dir, *words))
     assert "the state after step 3 is saved" in seen.value.__notes__[0]
-    monkeypatch.undo()
     summary = train(config_in(run_dir, *words))
     assert summary["compilations_after_first_step"] == 0
     rows = [row for row in read_metrics(run_dir) if "rollout/lag_max" in row]

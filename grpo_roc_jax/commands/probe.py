@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from grpo_roc_jax.sandbox import cgroup
-from grpo_roc_jax.sandbox._probing import _in_child, probe_host
+from grpo_roc_jax.sandbox._probing import in_child, probe_host
 from grpo_roc_jax.sandbox.isolation import LEVELS
 from grpo_roc_jax.sandbox.program import IsolationUnavailable
 from grpo_roc_jax.tools.config import PoolInCgroup, ToolsConfig
 
 
-def cgroup_verdict() -> tuple[bool, str]:
+def cgroup_verdict(limits: PoolInCgroup | None = None) -> tuple[bool, str]:
     """Whether this host offers a cgroup, and an explanation. Makes one, lets a child enter it, and removes it."""
     try:
-        group = cgroup.make_cgroup(PoolInCgroup())
+        group = cgroup.make_cgroup(limits or PoolInCgroup())
     except IsolationUnavailable as error:
         return False, str(error).partition("\n")[0]
-    works, fault = _in_child(lambda: group.add(os.getpid()) or "")
+    works, fault = in_child(lambda: group.add(os.getpid()) or "")
     group.remove()
     below = f"below {group.directory.parent}"
     return works, f"memory.max and pids.max {below}" if works else f"no process may enter a cgroup {below} ({fault})"

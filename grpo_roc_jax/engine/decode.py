@@ -168,11 +168,13 @@ def _threshold(e: Float[Array, "B X Y"], config: SamplingConfig) -> Float[Array,
     threshold = jnp.zeros(B, jnp.float32)
     if config.top_k:
         target = jnp.full(B, float(config.top_k))
-        threshold = _bisect(lambda t: jnp.sum(e >= t[:, None, None], axis=(1, 2), dtype=jnp.float32), target)
+        threshold = largest_threshold(lambda t: jnp.sum(e >= t[:, None, None], axis=(1, 2), dtype=jnp.float32), target)
     if config.top_p < 1.0:
         likely = jnp.where(e >= threshold[:, None, None], e, 0.0)
         target = config.top_p * jnp.sum(likely, axis=(1, 2))
-        by_mass = _bisect(lambda t: jnp.sum(jnp.where(likely >= t[:, None, None], likely, 0.0), axis=(1, 2)), target)
+        by_mass = largest_threshold(
+            lambda t: jnp.sum(jnp.where(likely >= t[:, None, None], likely, 0.0), axis=(1, 2)), target
+        )
         threshold = jnp.maximum(threshold, by_mass)
     if config.min_p > 0.0:
         threshold = jnp.maximum(threshold, config.min_p * jnp.max(e, axis=(1, 2)))
@@ -185,13 +187,15 @@ def _row_threshold(e: Float[Array, "B X Y"], limits: Float[Array, "B 3"]) -> Flo
     zeros = jnp.zeros(e.shape[0], jnp.float32)
 
     def by_count() -> Array:
-        count = _bisect(lambda t: jnp.sum(e >= t[:, None, None], axis=(1, 2), dtype=jnp.float32), top_k)
+        count = largest_threshold(lambda t: jnp.sum(e >= t[:, None, None], axis=(1, 2), dtype=jnp.float32), top_k)
         return jnp.where(top_k > 0, count, 0.0)
 
     def by_mass(threshold: Array) -> Array:
         likely = jnp.where(e >= threshold[:, None, None], e, 0.0)
         target = top_p * jnp.sum(likely, axis=(1, 2))
-        mass = _bisect(lambda t: jnp.sum(jnp.where(likely >= t[:, None, None], likely, 0.0), axis=(1, 2)), target)
+        mass = largest_threshold(
+            lambda t: jnp.sum(jnp.where(likely >= t[:, None, None], likely, 0.0), axis=(1, 2)), target
+        )
         return jnp.where(top_p < 1, jnp.maximum(threshold, mass), threshold)
 
     threshold = jax.lax.cond(jnp.any(top_k > 0), by_count, lambda: zeros)
@@ -199,7 +203,7 @@ def _row_threshold(e: Float[Array, "B X Y"], limits: Float[Array, "B 3"]) -> Flo
     return jnp.maximum(threshold, min_p * jnp.max(e, axis=(1, 2)))
 
 
-def _bisect(measure: Callable[[Array], Array], target: Float[Array, " B"]) -> Float[Array, " B"]:
+def largest_threshold(measure: Callable[[Array], Array], target: Float[Array, " B"]) -> Float[Array, " B"]:
     """The largest t in [0, 1] with measure(t) >= target; `measure` decreases with t and suffices at t = 0."""
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -463,11 +467,11 @@ def decode_chunk(
     """
     slots = apply_patch(slots, patch)
     if not 0 < settings.rows < slots.token.shape[0]:
-        return _draw_chunk(params, pool, slots, table, model, settings, steering)
+        return draw_chunk(params, pool, slots, table, model, settings, steering)
     at, part, few_table = narrow(slots, table, settings.rows)
     few = pool.map_memory(partial(take_rows, at))
     steering = narrow_steering(steering, at)
-    few, part, report = _draw_chunk(params, few, part, few_table, model, settings, steering)
+    few, part, report = draw_chunk(params, few, part, few_table, model, settings, steering)
     pool = few.map_memory(lambda new, leaf: leaf.at[at].set(new, mode="drop"), pool)
     return pool, *widen(slots, part, report, at)
 
@@ -564,7 +568,7 @@ def draw_tokens(
 ) -> tuple[Slots, ChunkReport]:
     """(slots, report) after a step whose layers returned `x`, and chose these experts where they are recorded."""
     config = model.config
-    logits = _gathered(unembed(params, final_hidden(params, x, config), config)[:, 0], model.mesh)
+    logits = gathered(unembed(params, final_hidden(params, x, config), config)[:, 0], model.mesh)
     drawn_at = slots.position + 1
     uniform = uniforms(slots.key, drawn_at)
     draw = sample(logits, uniform, slots.temperature, settings.sampling, settings.vocab_size, steering)
@@ -604,7 +608,7 @@ def _most_likely(
     return ids.T.astype(jnp.int32), values.T
 
 
-def _draw_chunk(
+def draw_chunk(
     params: Params,
     pool: BlockPool,
     slots: Slots,
@@ -631,7 +635,7 @@ def _draw_chunk(
     return jax.lax.while_loop(lambda state: unfinished(*state[1:], settings, steering), step, (pool, slots, report))
 
 
-def _gathered(logits: Array, mesh: Mesh | None) -> Array:
+def gathered(logits: Array, mesh: Mesh | None) -> Array:
     """The logits on every device of a shard.
 
     Padding and reversing a vocabulary that is split over devices becomes collective permutes. All devices take part in

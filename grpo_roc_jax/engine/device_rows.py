@@ -107,7 +107,8 @@ class DeviceRows:
         self._idle_patch = programs.place(empty_patch(config.slots), None, self._axes)
         self._pool = programs.new_pool()
         self._slots = programs.new_slots()
-        self._prompts: list[Write] = []
+        self.queued_prompts: list[Write] = []
+        """Prompts that are written with the next `flush`."""
         self._copies: list[tuple[int, int, int]] = []
         self._rows: list[tuple[int, int]] = []
         self._others: list[Write] = []
@@ -149,7 +150,7 @@ class DeviceRows:
     def take_back(self, slot: int) -> Chain | None:
         """The chain of a slot, which loses it. What is queued for others from its blocks is enqueued first, since they
         may go to another row."""
-        written = (write.slot for write in self._prompts)
+        written = (write.slot for write in self.queued_prompts)
         if slot in {*written, *(part for source, target in self._rows for part in (source, target))}:
             self.flush()
         self._others = [write for write in self._others if write.slot != slot]
@@ -165,7 +166,7 @@ class DeviceRows:
 
     def write_prompt(self, write: Write) -> None:
         """Queues a prompt."""
-        self._prompts.append(write)
+        self.queued_prompts.append(write)
 
     def copy(self, source: int, target: int, copies: Copies) -> None:
         """Queues copies of blocks from a row to another of its shard, and of the memory of its recurrent layers."""
@@ -180,7 +181,7 @@ class DeviceRows:
 
     def prompt_is_queued(self, slot: int) -> bool:
         """Whether the prompt of the slot is still to be written."""
-        return any(write.slot == slot for write in self._prompts)
+        return any(write.slot == slot for write in self.queued_prompts)
 
     def is_written(self, slot: int) -> bool:
         """Whether nothing that follows the prompt is queued for the slot."""
@@ -190,16 +191,16 @@ class DeviceRows:
 
     def flush(self) -> None:
         """Enqueues the writes of the round."""
-        if not (self._prompts or self._rows or self._others):
+        if not (self.queued_prompts or self._rows or self._others):
             return
         start = time.perf_counter()
-        self._append_all(self._prompts, shared=True)
+        self.append_all(self.queued_prompts, shared=True)
         self._copy_all()
-        self._append_all(self._others, shared=False)
-        self._prompts, self._copies, self._rows, self._others = [], [], [], []
+        self.append_all(self._others, shared=False)
+        self.queued_prompts, self._copies, self._rows, self._others = [], [], [], []
         self.stats.append_s += time.perf_counter() - start
 
-    def _append_all(self, writes: Sequence[Write], *, shared: bool) -> None:
+    def append_all(self, writes: Sequence[Write], *, shared: bool) -> None:
         """Appends in calls of one piece per row, with as many rows per shard as the programs take. `shared`: a write
         may begin after blocks that another one of them writes."""
         queues: list[list[Write]] = [[] for _ in range(self.shards)]
@@ -210,7 +211,7 @@ class DeviceRows:
             pieces = []
             for shard, queue in enumerate(queues):
                 take = PackTaker(pack) if pack else RowTaker(self.programs.append_rows[-1], self._piece)
-                batch, queues[shard] = self._next_pieces(queue, shared, take)
+                batch, queues[shard] = self.next_pieces(queue, shared, take)
                 queues[shard] += [
                     write._replace(ids=write.ids[count:], start=write.start + count)
                     for write, count, _ in batch
@@ -220,9 +221,9 @@ class DeviceRows:
             if pack:
                 self._append_packed(pieces, pack)
             else:
-                self._append(pieces)
+                self.append(pieces)
 
-    def _next_pieces(
+    def next_pieces(
         self, queue: list[Write], shared: bool, take: RowTaker | PackTaker
     ) -> tuple[list[tuple[Write, int, int]], list[Write]]:
         """(the writes of a shard's next call, each with what `take` says of it; those that are left in the queue).
@@ -259,7 +260,7 @@ class DeviceRows:
             T = max((length for length in lengths if length <= count), default=lengths[0])
         return min(T, count), T
 
-    def _append(self, pieces: Sequence[Sequence[tuple[Write, int, int]]]) -> None:
+    def append(self, pieces: Sequence[Sequence[tuple[Write, int, int]]]) -> None:
         """Appends a piece of each of these rows of each shard: what is written, tokens taken of it, padded length."""
         T = max(padded for batch in pieces for _, _, padded in batch)
         n = self.programs.append_width(max(map(len, pieces)), T)

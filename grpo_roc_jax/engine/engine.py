@@ -6,8 +6,9 @@
 """
 
 import math
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -35,6 +36,8 @@ def make_engine(
     *,
     seed: int = 0,
     vocab_size: int | None = None,
+    shares_layers: bool | None = None,
+    platform: str | None = None,
 ) -> "Engine":
     """An engine for one set of shapes; programs are compiled by `warmup` or at first use, and counted.
 
@@ -48,6 +51,8 @@ def make_engine(
             device.
         seed: The seed of the run.
         vocab_size: Ids the tokenizer knows; padding rows at the end of the embedding are never drawn. None: all.
+        shares_layers: Let all layers of a kind share a program; None does so on a CPU if they are large.
+        platform: Kind of device that programs are chosen for; by default that of the devices.
 
     Raises:
         ValueError: A stop id outside the vocabulary, slots that do not divide over the mesh, or int8 with experts.
@@ -62,7 +67,9 @@ def make_engine(
     local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
     kind = SharedPrograms if local is not None and local.is_multi_process else SamplerPrograms
     model_config = sampler_config(trained := model_config, local)
-    programs = kind(model_config, rollout_config, sampling_config, tuple(stop_ids), vocab_size, local)
+    programs = kind(
+        model_config, rollout_config, sampling_config, tuple(stop_ids), vocab_size, local, shares_layers, platform
+    )
     if rollout_config.slots % programs.shards:
         raise ValueError(
             f"rollout.slots = {rollout_config.slots} does not divide over the {programs.shards} data shards of the "
@@ -87,10 +94,25 @@ class Engine:
     come at any time and leave as they finish, and the weights change between two chunks.
     """
 
-    def __init__(self, programs: SamplerPrograms, publisher: Publisher, seed: int):
+    def __init__(
+        self,
+        programs: SamplerPrograms,
+        publisher: Publisher,
+        seed: int,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """
+        Args:
+            programs: Compiled programs, which several engines may share.
+            publisher: Makes the parameters to sample with.
+            seed: The seed of the run.
+            clock: Seconds that pass, for deadlines and statistics.
+        """
         self.programs, self.seed = programs, seed
-        self._publisher = publisher
-        self._running: Scheduler | None = None
+        self.publisher, self.clock = publisher, clock
+        self.scheduler: Scheduler | None = None
+        """The rollouts in flight and their pool; None until the first of them and after `release`."""
         self._finished: list[tuple[int, Trajectory]] = []
         """Rows of the stream that finished during a batch."""
         self._compiled = 0
@@ -102,7 +124,7 @@ class Engine:
 
     def sibling(self) -> "Engine":
         """An engine with the same programs, and with rollouts, cache and weights of its own."""
-        return Engine(self.programs, self._publisher, self.seed)
+        return Engine(self.programs, self.publisher, self.seed, clock=self.clock)
 
     def publish(self, params: Params, version: int) -> SamplerParams:
         """The parameters as the engine samples with them; once a step. Rollouts in flight go on with them from their
@@ -111,13 +133,13 @@ class Engine:
         The weights of rollouts in flight are dropped first: two copies would take memory, and the chunk in flight is
         all that has to be waited for. If publishing fails, the rollouts go on with them where the caller holds them.
         """
-        running = self._running
+        running = self.scheduler
         if running is None:
-            return self._publisher.publish(params, version)
+            return self.publisher.publish(params, version)
         before = weakref.ref(running.device.sampler)
         running.drain()
         try:
-            sampler = self._publisher.publish(params, version)
+            sampler = self.publisher.publish(params, version)
         except Exception:
             running.device.sampler = before()
             raise
@@ -127,8 +149,8 @@ class Engine:
     def exchange(self, sampler: SamplerParams) -> None:
         """Weights that are the same for all rows in flight and for all that is cached: another adapter took the place
         of one that no row uses (`decode.split_adapters`)."""
-        if self._running is not None:
-            self._running.adopt(sampler, forget=False)
+        if self.scheduler is not None:
+            self.scheduler.adopt(sampler, forget=False)
 
     def warmup(self, sampler: SamplerParams) -> list[ProgramCost]:
         """Compiles every program a run can need; a table of names, seconds and scratch bytes."""
@@ -143,7 +165,7 @@ class Engine:
 
     def published_like(self, params: Params) -> Params:
         """Shapes and shardings of what `publish` returns for parameters of these shapes."""
-        return self._publisher.published_like(params)
+        return self.publisher.published_like(params)
 
     def lower(self, params: Params) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """(name, program) of the weight sync and of the largest programs of sampling, from shapes alone.
@@ -151,7 +173,7 @@ class Engine:
         Args:
             params: The parameters of the policy as leaves of shape, dtype and sharding.
         """
-        yield from self._publisher.lower(params)
+        yield from self.publisher.lower(params)
         for call in self.programs.largest(self.published_like(params)):
             yield "/".join(map(str, call.key)), self.programs.lower(call)
 
@@ -178,34 +200,34 @@ class Engine:
             ValueError: No request, an empty or too long prompt, a budget beyond the limits.
         """
         check_requests(requests, self.config, self.programs.model.vocab_size, mixed="adapters" in sampler.params)
-        if self._running is None:
+        if self.scheduler is None:
             self._compiled = self.programs.compilations
-            self._running = Scheduler(self.programs, self.seed, sampler)
-        elif self._running.device.sampler is not sampler:
-            self._running.adopt(sampler)
-        return self._running.submit(requests, environment, options or RunOptions())
+            self.scheduler = Scheduler(self.programs, self.seed, sampler, self.clock)
+        elif self.scheduler.device.sampler is not sampler:
+            self.scheduler.adopt(sampler)
+        return self.scheduler.submit(requests, environment, options or RunOptions())
 
     def advance(self, timeout_s: float = math.inf) -> list[tuple[int, Trajectory]]:
         """(ticket, trajectory) of the rollouts that have finished; works until there are some, the time is over or
         nothing is left."""
         finished, self._finished = self._finished, []
-        return finished if finished or self._running is None else self._running.advance(timeout_s)
+        return finished if finished or self.scheduler is None else self.scheduler.advance(timeout_s)
 
     def cancel(self, ticket: int) -> None:
         """Ends a rollout; `advance` returns it with stop `cancelled`."""
-        if self._running is not None:
-            self._running.cancel(ticket)
+        if self.scheduler is not None:
+            self.scheduler.cancel(ticket)
 
     def cut(self, ticket: int) -> Trajectory:
         """An unfinished rollout as it is now, with stop `cancelled`: a request with it as `resume` goes on from there.
         The rollout itself goes on."""
-        return self._running.cut(ticket)
+        return self.scheduler.cut(ticket)
 
     def take_stats(self) -> RolloutStats:
         """What was counted since the last call, or since the pool was allocated."""
-        if self._running is None:
+        if self.scheduler is None:
             return RolloutStats()
-        stats = self._running.count_into(RolloutStats())
+        stats = self.scheduler.count_into(RolloutStats())
         stats.compilations = self.programs.compilations - self._compiled
         self._compiled = self.programs.compilations
         return stats
@@ -213,11 +235,11 @@ class Engine:
     @property
     def stats(self) -> RolloutStats:
         """What has been counted since the first rollouts in flight came."""
-        return RolloutStats() if self._running is None else self._running.stats
+        return RolloutStats() if self.scheduler is None else self.scheduler.stats
 
     def release(self) -> RolloutStats:
         """Frees the pool, with the rollouts in flight; what was counted since the first of them."""
-        stats, self._running, self._finished = self.stats, None, []
+        stats, self.scheduler, self._finished = self.stats, None, []
         return stats
 
     def run(
@@ -236,7 +258,7 @@ class Engine:
         """
         check_requests(requests, self.config, self.programs.model.vocab_size)
         compiled, stats = self.programs.compilations, RolloutStats()
-        scheduler = self._running or Scheduler(self.programs, self.seed, sampler)
+        scheduler = self.scheduler or Scheduler(self.programs, self.seed, sampler, self.clock)
         before = scheduler.count_into(stats)
         if scheduler.device.sampler is not sampler:
             scheduler.adopt(sampler)

@@ -5,7 +5,7 @@ Every call goes through a table of executables. A program that is missing there 
 the row axes: there are no collectives between shards, and each shard leaves a chunk when its own rows have stopped. XLA
 partitions the heads.
 
-`SharedPrograms` run over the devices of several processes, one of which leads. Every call of a program passes `_run`,
+`SharedPrograms` run over the devices of several processes, one of which leads. Every call of a program passes `run`,
 with its arrays still on the host. The leader sends the call to the others first, and each of these makes it with its
 own part of the weights, the pool and the slots. Reports are replicated, so the leader reads its own copy.
 """
@@ -146,6 +146,11 @@ CALL_TOKENS = 16
 class SamplerPrograms:
     """The executables by name and sizes, and the placement of their arrays."""
 
+    read_tokens = READ_TOKENS
+    """Tokens of an append from which programs for further numbers of rows are worth their compilation."""
+    measure = staticmethod(fastest)
+    """Returns the name of the fastest of some calls, and the seconds of each."""
+
     def __init__(
         self,
         model: ModelConfig,
@@ -154,12 +159,14 @@ class SamplerPrograms:
         stop_ids: tuple[int, ...],
         vocab_size: int | None,
         mesh: Mesh | None,
+        shares_layers: bool | None = None,
+        platform: str | None = None,
     ):
         self.model, self.rollout = model, rollout
-        self.mesh = mesh
+        self.mesh, self.platform = mesh, platform or platform_of(mesh)
         self.row_axes = tuple(axis for axis in SLOTS if mesh is not None and axis in mesh.shape)
         self.shards = math.prod(mesh.shape[axis] for axis in self.row_axes) if mesh is not None else 1
-        on_cpu = platform_of(mesh) == "cpu"
+        on_cpu = self.platform == "cpu"
         if rollout.attention == "paged":
             self._check_paged()
         self.packs = on_cpu and not rollout.append_rows and not model.delta
@@ -179,9 +186,11 @@ class SamplerPrograms:
         self._grown = 0
         parts = {-(-per_shard // part) for part in rollout.narrow}
         self.widths = (*sorted(width for width in parts if 4 <= width < per_shard), per_shard)
-        self.shares_layers = on_cpu and (mesh is None or mesh.size == 1) and layer_weights(model) >= LAYER_WEIGHTS
+        large = on_cpu and (mesh is None or mesh.size == 1) and layer_weights(model) >= LAYER_WEIGHTS
+        self.shares_layers = large if shares_layers is None else shares_layers
         """Whether all layers of a kind share an executable (`engine.by_layer`)."""
-        self._compiled: dict[tuple, Any] = {}
+        self.compiled: dict[tuple, Any] = {}
+        """The executables, by the key of their calls and the number of blocks of the pool."""
         self._parts: dict[tuple, LayerProgram] = {}
         self.costs: list[ProgramCost] = []
 
@@ -196,20 +205,20 @@ class SamplerPrograms:
         if self.rollout.attention != "auto":
             return self.rollout.attention, {}
         # Devices of a topology to compile for cannot be measured.
-        if platform_of(self.mesh) != "tpu" or jax.default_backend() != "tpu" or self.rollout.cache_dtype != "full":
+        if self.platform != "tpu" or jax.default_backend() != "tpu" or self.rollout.cache_dtype != "full":
             return "xla", {}
         try:
             self._check_paged()
         except ValueError:
             return "xla", {}
         layouts = {"xla": cache_orders("tpu"), "paged": PAGED}
-        name, seconds = fastest({name: self._timed_attention(orders) for name, orders in layouts.items()})
+        name, seconds = self.measure({name: self._timed_attention(orders) for name, orders in layouts.items()})
         return name, {name: took / self.rollout.chunk for name, took in seconds.items()}
 
     @property
     def orders(self) -> Orders:
         """Axis order of the cache, which depends on the path that reads it."""
-        orders = PAGED if self.attention[0] == "paged" else cache_orders(platform_of(self.mesh))
+        orders = PAGED if self.attention[0] == "paged" else cache_orders(self.platform)
         return orders if self.rollout.cache_dtype == "full" else scaled_orders(orders)
 
     @property
@@ -225,7 +234,7 @@ class SamplerPrograms:
         return -(-appends * rollout.chunk // rollout.max_response_tokens)
 
     def _check_paged(self) -> None:
-        check_paged(self.model, platform_of(self.mesh), self._tensor)
+        check_paged(self.model, self.platform, self._tensor)
 
     def _timed_attention(self, orders: Orders) -> Callable[[], Array]:
         """Attention and cache writes of one layer in a chunk and in the appends that come with it, over rows of half of
@@ -239,7 +248,7 @@ class SamplerPrograms:
             pool = allocate(model, size, dtype, orders, self.shards)
             return pool.replace(layers=(pool.layers[attends],), recurrent=())
 
-        pool = self._run(ProgramCall(("timed pool", orders), make, (), (), self._rows(0)))
+        pool = self.run(ProgramCall(("timed pool", orders), make, (), (), self._rows(0)))
         q = self.place(np.zeros((slots, 1, model.heads, width), dtype), *self._rows(0))
         half = self.rollout.table_width * size.columns // 2
         positions = self.place(np.full(slots, half, np.int32), *self._rows(0))
@@ -265,7 +274,7 @@ class SamplerPrograms:
         def call() -> tuple[Array, ...]:
             nonlocal pool
             specs, arguments = (self._rows(0),) * 5, (pool, q, positions, table, span)
-            pool, *out = self._run(ProgramCall(("timed", orders), chunk, arguments, specs, specs[:3], (0,)))
+            pool, *out = self.run(ProgramCall(("timed", orders), chunk, arguments, specs, specs[:3], (0,)))
             return tuple(out)
 
         return call
@@ -278,7 +287,7 @@ class SamplerPrograms:
 
     def new_pool(self) -> BlockPool:
         """A pool of zeros, allocated on the devices."""
-        return self._run(ProgramCall(("allocate",), self._allocate, (), (), self._rows(0)))
+        return self.run(ProgramCall(("allocate",), self._allocate, (), (), self._rows(0)))
 
     def _allocate(self) -> BlockPool:
         stored = DTYPES.get(self.rollout.cache_dtype)
@@ -287,7 +296,7 @@ class SamplerPrograms:
     @property
     def shared_blocks(self) -> int:
         """Ids of blocks below it may be in several rows."""
-        return self.size.shared if platform_of(self.mesh) == "cpu" else self.size.blocks
+        return self.size.shared if self.platform == "cpu" else self.size.blocks
 
     @property
     def size(self) -> PoolSize:
@@ -309,10 +318,10 @@ class SamplerPrograms:
         arguments, specs = (pool,), (self._rows(0),)
         self._grown += 1
         function = partial(enlarge, arenas=self.size.arenas(self.orders))
-        return self._run(ProgramCall(("grow",), function, arguments, specs, specs[0], (0,)))
+        return self.run(ProgramCall(("grow",), function, arguments, specs, specs[0], (0,)))
 
     def new_slots(self) -> Slots:
-        return self._run(ProgramCall(("slots",), partial(init_slots, self.rollout.slots), (), (), self._rows(0)))
+        return self.run(ProgramCall(("slots",), partial(init_slots, self.rollout.slots), (), (), self._rows(0)))
 
     def width(self, live: int) -> int:
         """Rows per shard of the smallest decode program for that many live rows."""
@@ -323,13 +332,13 @@ class SamplerPrograms:
     ) -> tuple[BlockPool, Slots, ChunkReport]:
         """See `decode_chunk`; donates pool and slots. `width` is one of `widths`; no shard has more active rows. Block
         numbers in the table [slots, W] are local to a shard."""
-        return self._run(self._decode_call(params, pool, slots, patch, table, width))
+        return self.run(self._decode_call(params, pool, slots, patch, table, width))
 
     def decode_steered(
         self, params: Params, pool: BlockPool, slots: Slots, patch: Array, table: Array, *steering: Array, width: int
     ) -> tuple[BlockPool, Slots, ChunkReport]:
         """`decode` with the fields of `steering.Steering`; compiled when it is first called."""
-        return self._run(self._decode_call(params, pool, slots, patch, table, width, steering))
+        return self.run(self._decode_call(params, pool, slots, patch, table, width, steering))
 
     def _decode_call(
         self,
@@ -359,7 +368,7 @@ class SamplerPrograms:
     def append(self, params: Params, pool: BlockPool, tokens: Array, table: Array, where: Array) -> BlockPool:
         """See `decode.append`; tokens [shards x n, T], table [shards x n, W], `where` [3, shards x n]; slots and blocks
         are local to a shard."""
-        return self._run(self._append_call(params, pool, tokens, table, where))
+        return self.run(self._append_call(params, pool, tokens, table, where))
 
     def _append_call(self, params: Params, pool: BlockPool, tokens: Array, table: Array, where: Array) -> ProgramCall:
         name = ("append", tokens.shape[0] // self.shards, tokens.shape[1])
@@ -376,7 +385,7 @@ class SamplerPrograms:
     def append_packed(self, params: Params, pool: BlockPool, tokens: Array, table: Array, tiles: Array) -> BlockPool:
         """See `decode.append_packed`; tokens [3, shards x N], table [shards x J, W], tiles [2, shards x J]; numbers of
         tokens and blocks are local to a shard. N is one of `pack_lengths`."""
-        return self._run(self._pack_call(params, pool, tokens, table, tiles))
+        return self.run(self._pack_call(params, pool, tokens, table, tiles))
 
     def _pack_call(self, params: Params, pool: BlockPool, tokens: Array, table: Array, tiles: Array) -> ProgramCall:
         name = ("append", tokens.shape[1] // self.shards)
@@ -392,7 +401,7 @@ class SamplerPrograms:
 
     def copy(self, pool: BlockPool, blocks: Array, rows: Array) -> BlockPool:
         """See `pool.copy_blocks`; both [2, shards x COPIES], local to a shard."""
-        return self._run(self._copy_call(pool, blocks, rows))
+        return self.run(self._copy_call(pool, blocks, rows))
 
     def _copy_call(self, pool: BlockPool, blocks: Array, rows: Array) -> ProgramCall:
         specs = (self._rows(0), self._rows(1), self._rows(1))
@@ -432,7 +441,7 @@ class SamplerPrograms:
             params: Shape, dtype and sharding of the sampler's parameters.
         """
         int32 = partial(self._like, dtype=np.int32)
-        pool, rows, W = self._pool_like(), self.append_rows[-1] * self.shards, self.rollout.table_width
+        pool, rows, W = self.pool_like(), self.append_rows[-1] * self.shards, self.rollout.table_width
         slots = jax.tree.map(
             lambda leaf: self._like(leaf.shape, leaf.dtype, self._rows(0)),
             jax.eval_shape(partial(init_slots, self.rollout.slots)),
@@ -451,7 +460,8 @@ class SamplerPrograms:
         copies = int32((2, self.shards * COPIES), spec=self._rows(1))
         yield self._copy_call(pool, copies, copies)
 
-    def _pool_like(self) -> BlockPool:
+    def pool_like(self) -> BlockPool:
+        """Shapes and shardings of the pool."""
         shapes = jax.eval_shape(self._allocate)
         return self._each_leaf(shapes, lambda leaf, spec: self._like(leaf.shape, leaf.dtype, spec))
 
@@ -475,10 +485,10 @@ class SamplerPrograms:
 
     def _append_shapes(self) -> list[tuple[int, int]]:
         """(rows, padded length) of every append; besides one row and all of them, there are the numbers in between
-        from `READ_TOKENS` tokens on."""
+        from `read_tokens` tokens on."""
         room, ends = self.rollout.table_width * self.rollout.block, (1, self.append_rows[-1])
         shapes = itertools.product(self.append_rows, self.rollout.append_lengths)
-        return [(n, T) for n, T in shapes if room >= T and (n in ends or n * T >= READ_TOKENS)]
+        return [(n, T) for n, T in shapes if room >= T and (n in ends or n * T >= self.read_tokens)]
 
     def _rows(self, axis: int) -> P:
         """The spec of an array whose `axis` is split over the shards."""
@@ -496,13 +506,14 @@ class SamplerPrograms:
 
         return pool.map(lambda leaf, order: change(leaf, spec(order)))
 
-    def _run(self, call: ProgramCall) -> Any:
+    def run(self, call: ProgramCall) -> Any:
+        """The results of a call; its program is compiled at the first call of its key."""
         key = call.key, None if call.key == ("slots",) else self.size.blocks
-        executable = self._compiled.get(key)
+        executable = self.compiled.get(key)
         if executable is None:
             name = "/".join(map(str, call.key))
             with phase(f"compiling {name}", once=True):
-                executable = self._compiled[key] = self._compile(call, name)
+                executable = self.compiled[key] = self._compile(call, name)
         return executable(*call.arguments)
 
     def lower(self, call: ProgramCall) -> jax.stages.Lowered:
@@ -570,10 +581,10 @@ class SharedPrograms(SamplerPrograms):
     as for `warmup`."""
 
     def place(self, value: np.ndarray, *spec: Any) -> np.ndarray:
-        """The array itself: `_run` places it when it has been sent."""
+        """The array itself: `run` places it when it has been sent."""
         return value
 
-    def _run(self, call: ProgramCall) -> Any:
+    def run(self, call: ProgramCall) -> Any:
         if self.send is not None:
             self.send((call.key, [value for value in call.arguments if isinstance(value, np.ndarray)]))
         pairs = zip(call.arguments, call.specs, strict=True)
@@ -581,7 +592,7 @@ class SharedPrograms(SamplerPrograms):
             place_host(value, NamedSharding(self.mesh, spec)) if isinstance(value, np.ndarray) else value
             for value, spec in pairs
         )
-        return super()._run(replace(call, arguments=tuple(placed)))
+        return super().run(replace(call, arguments=tuple(placed)))
 
     def repeat(self, params: Params, calls: Iterable[tuple[tuple, list[np.ndarray]]]) -> None:
         """Makes the calls that the leader sent."""

@@ -39,11 +39,11 @@ class RolloutLines:
         """The engine's counts after a round."""
         if total != self._phase.steps or done < self._phase.done:
             self._open.close()  # an exception ended the previous run
-            begun = phase(self._name, steps=total, routine=True, unit="rollout")
+            begun = phase(self._name, steps=total, routine=True, unit="rollout", together=True)
             self._phase, self._first = self._open.enter_context(begun), tokens
         rate = (tokens - self._first) / max(self._phase.clock() - self._phase.started, REFRESH_S)
         on_tools = f", {waiting} on tools" if waiting else ""
-        self._phase.at(done, f"{live} live{on_tools}, {rate:,.0f} tokens/s", live + waiting)
+        self._phase.at(done, f"{live} live{on_tools}, {rate:,.0f} tokens/s")
         if done >= total:
             self.close()
 

@@ -223,11 +223,21 @@ SHARED_POLL_S = 0.01
 
 
 class Scheduler:
-    """Rows in flight; a row is one rollout and has a ticket, tickets rise."""
+    """Rows in flight; a row is one rollout and has a ticket, tickets rise.
 
-    def __init__(self, programs: SamplerPrograms, seed: int, sampler: SamplerParams):
+    `advance` makes rounds of public steps: `take_answers`, `check_deadlines`, admission, `make_room`, a chunk, and
+    `end_turns` for the rows that stopped in it.
+    """
+
+    def __init__(
+        self,
+        programs: SamplerPrograms,
+        seed: int,
+        sampler: SamplerParams,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         config, model = programs.rollout, programs.model
-        self.config, self.seed = config, seed
+        self.config, self.seed, self.clock = config, seed, clock
         self.temperature = programs.settings.sampling.temperature
         self.shards = programs.shards
         self.per_shard = config.slots // self.shards
@@ -252,7 +262,7 @@ class Scheduler:
         """Tickets of the rollouts, request by request and sample by sample."""
         rows, prompts = expand(requests, options.key_step, self.config.max_response_tokens, self.temperature)
         tickets = range(self.next_ticket, self.next_ticket + len(rows))
-        submission = RowSubmission(environment, options, self.config, tickets, time.perf_counter())
+        submission = RowSubmission(environment, options, self.config, tickets, self.clock())
         prompts = [self.next_prompt + prompt for prompt in prompts]
         self.next_ticket, self.next_prompt = tickets.stop, max(prompts) + 1
         self.rows |= {
@@ -285,17 +295,17 @@ class Scheduler:
 
     def advance(self, timeout_s: float = float("inf")) -> list[tuple[int, Trajectory]]:
         """Rounds until a row has finished or the time is over; (ticket, trajectory) of the rows that have."""
-        started = now = time.perf_counter()
+        started = now = self.clock()
         while self.rows and not self.finished and now - started <= timeout_s:
             for submission in self.submissions:
                 submission.before_chunk()
                 submission.rounds += 1
-            self._take_answers(started + timeout_s)
-            self._check_deadlines()
+            self.take_answers(started + timeout_s)
+            self.check_deadlines()
             self._admit()
             self.device.flush()
             if self.table.live.any():
-                self._make_room()
+                self.make_room()
                 self.device.flush()
             steered = self._steered()
             if self.table.live.any():
@@ -303,12 +313,12 @@ class Scheduler:
             else:
                 read = self.device.read() if self.device.flight is not None else None
             if read is not None:
-                self._end_turns(self._take_report(*read))
+                self.end_turns(self._take_report(*read))
             elif self.rows and not self._may_go_on():
                 raise RuntimeError(f"{len(self.rows)} rollouts are left and none can go on: no room for the next one")
             for submission in self.submissions:
                 submission.show(self.table, self.stats.sampled_tokens)
-            now = time.perf_counter()
+            now = self.clock()
         self.stats.seconds += now - started
         self.stats.shard_tokens = tuple(int(n) for n in self.shard_tokens)
         done, self.finished = self.finished, []
@@ -325,7 +335,7 @@ class Scheduler:
         row = self.rows[ticket]
         if row.slot == FREE:
             return starting_point(row.request)
-        trajectory = self.table.trajectory(row.slot, row.request, "cancelled", time.perf_counter())
+        trajectory = self.table.trajectory(row.slot, row.request, "cancelled", self.clock())
         completed = row.submission.completed
         return trajectory if completed is None else completed(row.index, trajectory)
 
@@ -334,7 +344,7 @@ class Scheduler:
         if ticket not in self.rows:
             return
         if (slot := self.rows[ticket].slot) != FREE:
-            self._end_early(slot, "cancelled")
+            self.end_early(slot, "cancelled")
         elif self.admission.withdraw(ticket):
             self._end_unadmitted(ticket, "cancelled")
 
@@ -344,18 +354,18 @@ class Scheduler:
 
     # Answers of the environments.
 
-    def _take_answers(self, until_s: float) -> None:
+    def take_answers(self, until_s: float) -> None:
         """Takes the answers that have arrived; blocks only when no row can decode and no chunk is left to read."""
         table = self.table
         if not table.waiting.any():
             return
         admits = self.may_admit and (self.admission.waiting > 0 or bool(np.any(table.parked & ~table.waiting)))
         idle = not table.live.any() and self.device.flight is None and not admits
-        start = time.perf_counter()
+        start = self.clock()
         longest = POLL_S if len(self.submissions) == 1 else SHARED_POLL_S
-        timeout = max(0.0, min(longest, self._until_deadline(), until_s - start)) if idle else 0.0
+        timeout = max(0.0, min(longest, self.seconds_to_deadline(), until_s - start)) if idle else 0.0
         answers = [(s, index, answer) for s in self.submissions for index, answer in s.environment.poll(timeout)]
-        seconds = time.perf_counter() - start
+        seconds = self.clock() - start
         if idle:
             self.stats.tool_wait_s += seconds
         else:
@@ -365,7 +375,7 @@ class Scheduler:
             if row is None or row.slot == FREE or not table.waiting[row.slot]:
                 continue
             if isinstance(answer, Finish):
-                self._finish(row.slot, answer.stop)
+                self.finish(row.slot, answer.stop)
             else:
                 self._observe(row.slot, np.asarray(answer.ids, np.int32))
 
@@ -373,10 +383,10 @@ class Scheduler:
         table, length = self.table, int(self.table.length[slot])
         if length + len(ids) >= table.total[slot]:
             # No token could follow; the row ends with its call unanswered, as in the published environment.
-            self._end_early(slot, "length")
+            self.end_early(slot, "length")
             return
         end = length + len(ids) - 1
-        has_room = not table.parked[slot] and self._ensure(slot, end)
+        has_room = not table.parked[slot] and self.ensure_room(slot, end)
         table.observe(slot, ids)
         self.stats.observation_tokens += len(ids)
         if not has_room:
@@ -390,7 +400,7 @@ class Scheduler:
 
     # Ends of turns and rows.
 
-    def _end_turns(self, stopped: Mapping[int, bool]) -> None:
+    def end_turns(self, stopped: Mapping[int, bool]) -> None:
         """Hands the turns of stopped rows to their environments: slot -> whether the row stopped at a stop text."""
         table = self.table
         for slot, at_stop_text in stopped.items():
@@ -403,7 +413,7 @@ class Scheduler:
             elif at_stop_text or self.is_stop[table.tokens[slot, turn.end - 1] & ID_MASK]:
                 reason = "stop"
             tokens, logprobs = (of[slot, turn.start : turn.end].copy() for of in (table.tokens, table.logprobs))
-            before = time.perf_counter()
+            before = self.clock()
             try:
                 reach("rollout.turn")
                 ended = TurnEnd(row.index, turn.start, tokens, logprobs, reason=reason)
@@ -414,28 +424,30 @@ class Scheduler:
                 with suppress(Exception):
                     row.submission.environment.cancelled(row.index)
                 reason, answer = "turn_length", Finish("infrastructure")
-            self.stats.environment_s += time.perf_counter() - before
+            self.stats.environment_s += self.clock() - before
             if reason == "length":
-                self._finish(slot, "length")
+                self.finish(slot, "length")
             elif isinstance(answer, Finish):
-                self._finish(slot, answer.stop)
+                self.finish(slot, answer.stop)
             else:
                 table.waiting[slot] = True
-                table.waiting_since_s[slot] = time.perf_counter()
+                table.waiting_since_s[slot] = self.clock()
 
-    def _finish(self, slot: int, stop: StopReason) -> None:
+    def finish(self, slot: int, stop: StopReason) -> None:
+        """Ends the row of a slot, which becomes free."""
         table, ticket = self.table, int(self.table.row[slot])
         row = self.rows[ticket]
-        trajectory = table.trajectory(slot, row.request, stop, time.perf_counter())
+        trajectory = table.trajectory(slot, row.request, stop, self.clock())
         written = trajectory.tokens[:-1] if row.submission.keep_cache else None
         self.prompts.leave(slot, row.prompt, len(row.request.prompt) - 1, written)
         table.free(slot)
         row.slot = FREE
         self.lengths.add(trajectory.length)
         self.may_admit = True
-        self._record(ticket, trajectory)
+        self.record(ticket, trajectory)
 
-    def _record(self, ticket: int, trajectory: Trajectory) -> None:
+    def record(self, ticket: int, trajectory: Trajectory) -> None:
+        """Takes the trajectory of a row that has ended; its submission may cancel other rows."""
         row = self.rows.pop(ticket)
         submission = row.submission
         if submission.completed is not None:
@@ -450,25 +462,26 @@ class Scheduler:
             for other in submission.cancel_policy(row.index, trajectory):
                 self.cancel(submission.tickets[other])
 
-    def _end_early(self, slot: int, stop: StopReason) -> None:
+    def end_early(self, slot: int, stop: StopReason) -> None:
         """Ends a row for a reason of the engine's own; its environment drops its calls. A deadline that a call missed
         because the executor was down is an infrastructure failure."""
         row = self.rows[int(self.table.row[slot])]
         proven = row.submission.environment.cancelled(row.index)
-        self._finish(slot, "infrastructure" if stop == "deadline" and proven is False else stop)
+        self.finish(slot, "infrastructure" if stop == "deadline" and proven is False else stop)
 
     def _end_unadmitted(self, ticket: int, stop: StopReason) -> None:
         """Ends a row that never got a slot, as it stood before."""
-        self._record(ticket, replace(starting_point(self.rows[ticket].request), stop=stop))
+        self.record(ticket, replace(starting_point(self.rows[ticket].request), stop=stop))
 
     # Deadlines.
 
-    def _check_deadlines(self) -> None:
+    def check_deadlines(self) -> None:
+        """Ends rows whose turn or trajectory took too long, and those of steps that have reached their limit."""
         config, table = self.config, self.table
         limited = [submission for submission in self.submissions if submission.step_limit.seconds]
         if not (config.turn_timeout_s or config.trajectory_timeout_s or limited):
             return
-        now = time.perf_counter()
+        now = self.clock()
         late = np.zeros(len(table.row), bool)
         if config.turn_timeout_s:
             late |= table.waiting & (now - table.waiting_since_s > config.turn_timeout_s)
@@ -476,7 +489,7 @@ class Scheduler:
             late |= table.occupied & (now - table.admitted_s > config.trajectory_timeout_s)
         for slot in np.flatnonzero(late):
             if table.row[slot] != FREE:
-                self._end_early(int(slot), "deadline")
+                self.end_early(int(slot), "deadline")
         # A step has at least one round, and what its last chunk drew counts, so that rows go on however short it is.
         over = [s for s in limited if s.rounds > 1 and s.step_limit.seconds < now - s.started_s]
         if over:
@@ -493,13 +506,13 @@ class Scheduler:
                 continue
             if (slot := self.rows[ticket].slot) != FREE:
                 late: StopReason = "deadline" if self.table.waiting[slot] else "infrastructure"
-                self._end_early(slot, "cancelled" if resumes else late)
+                self.end_early(slot, "cancelled" if resumes else late)
             elif self.admission.withdraw(ticket):
                 self._end_unadmitted(ticket, "cancelled" if resumes else "infrastructure")
 
-    def _until_deadline(self) -> float:
+    def seconds_to_deadline(self) -> float:
         """Seconds to the nearest deadline, at least a millisecond."""
-        config, table, now = self.config, self.table, time.perf_counter()
+        config, table, now = self.config, self.table, self.clock()
         ends = [float("inf")]
         if config.turn_timeout_s:
             ends.append(float(table.waiting_since_s[table.waiting].min()) + config.turn_timeout_s)
@@ -561,11 +574,11 @@ class Scheduler:
     def _occupy(self, slot: int, ticket: int) -> None:
         """Gives a slot to a row of the queue, and starts it."""
         row = self.rows[ticket]
-        self.table.admit(slot, ticket, row.request, self.seed, time.perf_counter())
+        self.table.admit(slot, ticket, row.request, self.seed, self.clock())
         row.slot = slot
         seated = self._seat(slot, again=False)
         if row.request.resume is not None and awaits_observation(row.request.resume):
-            self._end_turns({slot: True})
+            self.end_turns({slot: True})
         elif seated:
             self.table.go(slot, self.config.max_turn_tokens)
 
@@ -603,16 +616,16 @@ class Scheduler:
 
     # Room.
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
         """Room for the next chunk of every live row, in the order of tickets."""
         table, device = self.table, self.device
         need = np.minimum(table.length - 1 + device.ahead, table.limit - 1)
         short = np.flatnonzero(table.live & (need > device.room()))
         for slot in short[np.argsort(table.row[short])].tolist():
             if table.live[slot]:
-                self._ensure(slot, int(need[slot]))
+                self.ensure_room(slot, int(need[slot]))
 
-    def _ensure(self, slot: int, columns: int) -> bool:
+    def ensure_room(self, slot: int, columns: int) -> bool:
         """Room for that many columns of a row, if need be from younger rows; False if it is parked itself."""
         table, shard = self.table, slot // self.per_shard
         slots = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
@@ -663,7 +676,7 @@ class Scheduler:
     def _take_flight(self) -> None:
         """Takes the chunk in flight, if there is one."""
         if self.device.flight is not None:
-            self._end_turns(self._take_report(*self.device.read()))
+            self.end_turns(self._take_report(*self.device.read()))
 
     def _take_report(self, report: ChunkReport, count: np.ndarray, version: int) -> dict[int, bool]:
         """Takes a chunk's tokens, `count` of each slot. Returns slot -> whether it stopped at a stop text, for the rows

@@ -49,7 +49,8 @@ class BlockLedger:
         self.count, self.size = blocks, size
         self.shared = blocks if shared is None else shared
         self._free: tuple[list[int], list[int]] = ([*range(self.shared)], [*range(self.shared, blocks)])
-        self._holders = [0] * blocks
+        self.holders = [0] * blocks
+        """Number of chains that hold each block."""
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -58,7 +59,7 @@ class BlockLedger:
         """The pool has so many blocks now; ids below `shared` may have several holders."""
         for block in range(self.count, blocks):  # in rising order, so that both parts stay heaps
             self._free[block >= shared].append(block)
-        self._holders += [0] * (blocks - self.count)
+        self.holders += [0] * (blocks - self.count)
         self.count, self.shared = blocks, shared
 
     @property
@@ -80,7 +81,7 @@ class BlockLedger:
         chain = Chain()
         for key in self._keys(tokens[:-1], version):
             block = self._block_of.get(key)
-            if block is None or (block >= self.shared and self._holders[block]):
+            if block is None or (block >= self.shared and self.holders[block]):
                 break
             self._hold(block)
             chain.blocks.append(block)
@@ -136,8 +137,8 @@ class BlockLedger:
         """
         keep, full = self.blocks_for(columns), columns // self.size
         cut = chain.blocks[full] if full < keep <= chain.sealed else None
-        only = cut is not None and self._holders[cut] == 1  # then it only loses its key
-        if cut is not None and not only and not any(self._holders[block] == 1 for block in chain.blocks[keep:]):
+        only = cut is not None and self.holders[cut] == 1  # then it only loses its key
+        if cut is not None and not only and not any(self.holders[block] == 1 for block in chain.blocks[keep:]):
             self._check(1)
         for block in reversed(chain.blocks[keep:]):
             self._release(block)
@@ -189,16 +190,16 @@ class BlockLedger:
         else:
             block, _ = self._idle.popitem(last=False)
             self._forget(block)
-        self._holders[block] = 1
+        self.holders[block] = 1
         return block
 
     def _hold(self, block: int) -> None:
         self._idle.pop(block, None)
-        self._holders[block] += 1
+        self.holders[block] += 1
 
     def _release(self, block: int) -> None:
-        self._holders[block] -= 1
-        if self._holders[block] == 0:
+        self.holders[block] -= 1
+        if self.holders[block] == 0:
             if block in self._key_of:
                 self._idle[block] = None
             else:

@@ -4,7 +4,7 @@ import logging
 import queue
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from grpo_roc_jax.environments.config import Hosted
 from grpo_roc_jax.environments.environment import classes_of, environment_tools
 from grpo_roc_jax.environments.episode import Answer, EpisodeSettings
 from grpo_roc_jax.environments.failure import Failure, plain_failure
-from grpo_roc_jax.environments.hosts import make_host
+from grpo_roc_jax.environments.hosts import EpisodeHost, make_host
 from grpo_roc_jax.settings.callables import passed
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.registry import Registry
@@ -31,18 +31,36 @@ OPEN_PARTS, END_PARTS = 3, 2
 class Episodes:
     """Episodes by key, a text that is unique in the run. Used by one thread.
 
+    Args:
+        choice: The environment, and where it is held.
+        tools: Limits of the output of its tools.
+        shared: Names of tools whose calls the executor runs.
+        grace_s: Seconds that are added to the deadlines of a host before it counts as lost.
+        clock: Seconds that pass.
+        host: What holds the episodes; by default the host that `choice` names.
+
     Raises:
         ValueError: The class cannot be found, or its tools have no schema.
     """
 
-    def __init__(self, choice: Hosted, tools: ToolsConfig, shared: Sequence[str] = ()):
+    def __init__(
+        self,
+        choice: Hosted,
+        tools: ToolsConfig,
+        shared: Sequence[str] = (),
+        *,
+        grace_s: float = GRACE_S,
+        clock: Callable[[], float] = time.monotonic,
+        host: EpisodeHost | None = None,
+    ):
+        self._grace_s, self._clock = grace_s, clock
         passed_classes = {path: cls for path in choice.paths.values() if (cls := passed(path)) is not None}
         self._choice, settings = choice, EpisodeSettings(choice, passed_classes, tools)
         self.tools: Registry = environment_tools(classes_of(settings.find()))
         """Tools whose calls the environments run."""
         self.shared = frozenset(shared)
         """Names of tools whose calls the executor runs."""
-        self._host = make_host(choice.host, settings)
+        self._host = host or make_host(choice.host, settings)
         self._arrived: queue.SimpleQueue[tuple[str, int, Future[Answer]]] = queue.SimpleQueue()
         self._awaited: dict[str, tuple[int, float]] = {}
         """Key -> number of its last operation, and when that counts as lost."""
@@ -61,7 +79,7 @@ class Episodes:
         answers = {key: answer for key, answer in begun.items() if answer is not None}
         tried: Counter[str] = Counter()
         while len(answers) < len(wanted):
-            for key, answer in self.poll(GRACE_S):
+            for key, answer in self.poll(self._grace_s):
                 if answer.lost and key in wanted and tried[key] < self._choice.retries:
                     tried[key] += 1
                     self.counts["retries"] += 1
@@ -90,14 +108,14 @@ class Episodes:
         quick = self._begun_s + QUICK_S if self._usual_s < QUICK_S else 0.0
         try:
             while True:
-                wait_s = max(0.0 if answers else timeout_s, quick - time.monotonic())
+                wait_s = max(0.0 if answers else timeout_s, quick - self._clock())
                 key, number, future = self._arrived.get(wait_s > 0 and bool(self._awaited), wait_s)
                 if self._awaited.get(key, (0, 0.0))[0] == number:
                     del self._awaited[key]
                     answers.append((key, self._counted(self._taken(future))))
         except queue.Empty:
             pass
-        now = time.monotonic()
+        now = self._clock()
         for key in [key for key, (_, due) in self._awaited.items() if due < now]:
             del self._awaited[key]
             self._host.abandon(key)
@@ -109,9 +127,9 @@ class Episodes:
         """Ends all episodes and what runs them."""
         self._host.close()
 
-    def _limit_s(self, parts: int) -> float:
-        """Longest time of an operation: each part of it, each attempt, up to its own deadline."""
-        return parts * self._choice.timeout_s * (1 + self._choice.retries) + GRACE_S
+    def limit_s(self, parts: int) -> float:
+        """Longest time of an operation of so many parts: each part of it, each attempt, up to its own deadline."""
+        return parts * self._choice.timeout_s * (1 + self._choice.retries) + self._grace_s
 
     def _counted(self, answer: Answer) -> Answer:
         self.counts["retries"] += answer.retries
@@ -131,14 +149,14 @@ class Episodes:
             self._awaited.pop(key, None)
             return self._counted(self._taken(future))
         self._number += 1
-        number, now = self._number, time.monotonic()
+        number, now = self._number, self._clock()
         begins = max(now, self._awaited.get(key, (0, now))[1])
-        self._awaited[key] = (number, begins + self._limit_s(parts))
+        self._awaited[key] = (number, begins + self.limit_s(parts))
         plays = operation == "play"
         self._begun_s = now if plays else self._begun_s
 
         def arrived(done: "Future[Answer]") -> None:
-            self._usual_s += plays * (time.monotonic() - now - self._usual_s) / 16
+            self._usual_s += plays * (self._clock() - now - self._usual_s) / 16
             self._arrived.put((key, number, done))
 
         future.add_done_callback(arrived)

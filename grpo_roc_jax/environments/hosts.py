@@ -125,7 +125,7 @@ def end_group(program: subprocess.Popen) -> None:
     program.wait()
 
 
-class _Worker:
+class WorkerProcess:
     """A process with episodes; `pending` holds what it has not answered."""
 
     def __init__(self, settings: HeldSettings):
@@ -196,39 +196,37 @@ class _Worker:
             end_group(self.process)
 
 
-class ProcessHost:
-    """Episodes spread over processes, each of which is replaced if it ends."""
+class WorkersHost:
+    """Episodes spread over processes or Ray actors, each of which is replaced if it ends."""
 
-    def __init__(self, settings: HeldSettings, workers: int):
-        self._settings, self._mutex = settings, threading.Lock()
-        self._workers = [self._start() for _ in range(workers)]
+    def __init__(self, start: Callable[[], Any], workers: int):
+        self._start, self._mutex = start, threading.Lock()
+        self.workers = [start() for _ in range(workers)]
+        """What holds the episodes; another one is put in the place of one that ends."""
         self._homes: dict[str, int] = {}
-
-    def _start(self) -> Any:
-        return _Worker(self._settings)
 
     def call(self, key: str, operation: str, *arguments: Any) -> "Future[Answer]":
         with self._mutex:
             if operation == "open":
                 loads = Counter(self._homes.values())
-                self._homes[key] = min(range(len(self._workers)), key=lambda i: loads[i])
+                self._homes[key] = min(range(len(self.workers)), key=lambda i: loads[i])
             home = self._homes.get(key, 0) if operation != "end" else self._homes.pop(key, 0)
-            if self._workers[home].lost:
-                self._workers[home] = self._start()
-            return self._workers[home].call(key, operation, arguments)
+            if self.workers[home].lost:
+                self.workers[home] = self._start()
+            return self.workers[home].call(key, operation, arguments)
 
     def abandon(self, key: str) -> None:
         with self._mutex:
             home = self._homes.pop(key, None)
             if home is not None:
-                self._workers[home].end()
+                self.workers[home].end()
 
     def close(self) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             worker.end()
 
 
-class _ActorWorker:
+class WorkerActor:
     """A Ray actor with episodes, which Ray restarts if it ends."""
 
     lost = False
@@ -261,23 +259,18 @@ class HostActor:
         return self._host.call(key, operation, *arguments).result()
 
 
-class ActorHost(ProcessHost):
-    """Episodes spread over Ray actors."""
-
-    def __init__(self, settings: HeldSettings, workers: int, cpus: float):
-        self._cpus = cpus
-        super().__init__(settings, workers)
-
-    def _start(self) -> Any:
-        return _ActorWorker(self._settings, self._cpus)
-
-
-def make_host(choice: Host, settings: HeldSettings) -> EpisodeHost:
-    """The host that a configuration names."""
+def make_host(
+    choice: Host,
+    settings: HeldSettings,
+    *,
+    process: Callable[..., Any] = WorkerProcess,
+    actor: Callable[..., Any] = WorkerActor,
+) -> EpisodeHost:
+    """The host that a configuration names; `process` and `actor` start its workers."""
     if isinstance(choice, HostActors):
-        return ActorHost(settings, choice.workers, choice.cpus)
+        return WorkersHost(lambda: actor(settings, choice.cpus), choice.workers)
     if isinstance(choice, HostProcesses):
-        return ProcessHost(settings, choice.workers)
+        return WorkersHost(lambda: process(settings), choice.workers)
     return ThreadHost(settings)
 
 

@@ -12,16 +12,21 @@ class IdleThreads:
     """Hands out idle threads, and new ones when none is idle. A function that never returns keeps its thread."""
 
     def __init__(self) -> None:
-        self._idle: deque[SimpleQueue[Body]] = deque()
+        self._waiting: deque[SimpleQueue[Body]] = deque()
+
+    @property
+    def idle(self) -> int:
+        """Number of threads that have no owner."""
+        return len(self._waiting)
 
     def lease(self) -> "LeasedThread":
         """A thread that serves one owner until it is released."""
         try:
-            bodies = self._idle.pop()
+            bodies = self._waiting.pop()
         except IndexError:
             bodies = SimpleQueue()
             threading.Thread(target=self._serve, args=(bodies,), daemon=True, name="environment").start()
-        return LeasedThread(bodies, lambda: self._idle.append(bodies))
+        return LeasedThread(bodies, lambda: self._waiting.append(bodies))
 
     @staticmethod
     def _serve(bodies: SimpleQueue[Body]) -> None:

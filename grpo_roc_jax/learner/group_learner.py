@@ -155,7 +155,7 @@ class GroupLearner:
             scores = self.score(run.train.params, groups, temperature)
         if before and config.surrogate.scored_ratio:
             scores = replace(scores, first=[row.logprobs_old for row in before])
-        scores = self._with_teacher(self._with_reference(scores, groups, run), groups, run)
+        scores = self.with_teacher(self._with_reference(scores, groups, run), groups, run)
         begun = time.perf_counter()
         rng = np.random.default_rng([config.seed, run.step, 1])
         rows = train_rows(groups, config, run.method, rng=rng, scores=scores)
@@ -186,7 +186,7 @@ class GroupLearner:
         """
         config, temperature = self.config, temperature_of(self.config, run)
         updates = config.batch.updates
-        extra = self._explanation_rows(explained, run) if explained else []
+        extra = self.explanation_rows(explained, run) if explained else []
         if not groups:
             return [self.on_mesh([], temperature, extra)] if extra else []
         groups = self._as_trained(groups)
@@ -279,7 +279,7 @@ class GroupLearner:
         reference_scores = self.score(run.reference, groups, temperature_of(self.config, run))
         return replace(scores, reference=reference_scores.logprobs)
 
-    def _with_teacher(self, scores: Scores, groups: Sequence[Group], run: LearningRun) -> Scores:
+    def with_teacher(self, scores: Scores, groups: Sequence[Group], run: LearningRun) -> Scores:
         """The scores with those of another model, or with those of this model under prompts that show more."""
         part, temperature = teacher_of(self.config), temperature_of(self.config, run)
         if part is None:
@@ -308,7 +308,7 @@ class GroupLearner:
         """Prompt ids by uid."""
         return {problem.uid: np.asarray(self.prompt_ids(problem), np.int32) for problem in problems}
 
-    def _explanation_rows(self, explained: Sequence[Group], run: LearningRun) -> list[TrainRow]:
+    def explanation_rows(self, explained: Sequence[Group], run: LearningRun) -> list[TrainRow]:
         """Supervised rows of successful explanations under the plain prompt (ExPO)."""
         groups = with_plain_prompts(explained, self._plain_prompts([group.problem for group in explained]))
         scores = self.score(run.train.params, groups, temperature_of(self.config, run))

@@ -479,10 +479,10 @@ def batch_loss(
     }
     if batch.marked is not None:
         sums["marked"] = jnp.sum(batch.marked, dtype=jnp.float32)
-    return value, jax.lax.stop_gradient(sums | _ratio_sums(d, advantages, logprobs, mask, surrogate))
+    return value, jax.lax.stop_gradient(sums | ratio_sums(d, advantages, logprobs, mask, surrogate))
 
 
-def _ratio_sums(logratio: Array, advantages: Array, logprobs: Array, mask: Array, surrogate: Surrogate) -> LossSums:
+def ratio_sums(logratio: Array, advantages: Array, logprobs: Array, mask: Array, surrogate: Surrogate) -> LossSums:
     """Sums over the importance ratios, and the numbers of ratios outside the bounds of the surrogate."""
     low, high = surrogate.clipped(logratio, advantages, logprobs)
     clip_dual = surrogate.clip_bounds[2]

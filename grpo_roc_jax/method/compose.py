@@ -130,7 +130,7 @@ def subset(group: Group, selection: Selection) -> Group:
 def scoring_rows(groups: Sequence[Group]) -> list[TrainRow]:
     """Rows for a scoring pass: weights and advantages 0, in the order of `train_rows`."""
     return [
-        _row(t, t.policy_mask, t.logprobs, np.zeros(t.length), np.zeros(t.length), "token", None)
+        train_row(t, t.policy_mask, t.logprobs, np.zeros(t.length), np.zeros(t.length), "token", None)
         for group in groups
         for t in group.trajectories
     ]
@@ -191,7 +191,7 @@ def train_rows(
     reference = scores.reference or [None] * len(masks)
     level = method.surrogate.shared_level
     parts = zip(trajectories, masks, old, advantages, weights, reference, strict=True)
-    rows = [_row(t, mask, before, a, w, level, ref) for t, mask, before, a, w, ref in parts]
+    rows = [train_row(t, mask, before, a, w, level, ref) for t, mask, before, a, w, ref in parts]
     if marks is None and bonus is None:
         return rows
     pairs = zip(rows, marks or [None] * len(rows), strict=True)
@@ -257,7 +257,7 @@ def supervised_rows(groups: Sequence[Group], scores: Scores, weight: float, surr
         each = weight / (len(trajectories) * max(int(trajectory.policy_mask.sum()), 1))
         weights = np.where(trajectory.policy_mask, each, 0.0)
         ones, mask = np.ones(trajectory.length), trajectory.policy_mask
-        rows.append(_row(trajectory, mask, now, ones, weights, surrogate.shared_level, ref))
+        rows.append(train_row(trajectory, mask, now, ones, weights, surrogate.shared_level, ref))
     return rows
 
 
@@ -351,7 +351,7 @@ def _check_passes(method: Method, groups: Sequence[Group], scores: Scores) -> No
             raise ValueError(f"{name} has {len(given)} arrays for {count} trajectories; pass one each, in order")
 
 
-def _row(
+def train_row(
     trajectory: Trajectory,
     mask: np.ndarray,
     old: np.ndarray,
@@ -360,6 +360,7 @@ def _row(
     level: str,
     reference: np.ndarray | None,
 ) -> TrainRow:
+    """A trajectory with what training needs of each token; `level` is the one at which a surrogate takes ratios."""
     zeros = np.zeros(trajectory.length, np.float32)
     return TrainRow(
         tokens=trajectory.tokens,

@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 
 PIECE = 1 << 22
 """Bytes that each process sends at a time; the size is fixed, so that one program is compiled."""
-HEAD = PIECE - 8
-"""Bytes of a value that fit into its first piece, after its size."""
 SIGNAL_POLL_S = 1.0
 """Seconds between two checks for a signal that another process received."""
 STOP_KEY = "grpo_roc_jax/stop/"
@@ -137,15 +135,18 @@ class Processes:
     """Consecutive processes that sample as one."""
     team: Any = None
     """The `pod.team.Team` of these; None where each process has a whole sampler."""
+    piece_bytes = PIECE
+    """Number of bytes that an exchange moves for each process."""
+    others_stopping = False
+    """Whether another process of the run received a signal to stop."""
+    _calls = _queues = _gathers = 0
+    _posted = ""
+    """Key of the text that this process posted last."""
 
     def __init__(self, index: int = 0, count: int = 1) -> None:
         self.index, self.count = index, count
         self.preemption = Preemption()
         """Whether this process received a signal to stop."""
-        self._stopping = False
-        self._calls = self._queues = self._gathers = 0
-        self._posted = ""
-        """Key of the text that this process posted last."""
         if count > 1:
             firsts = {}
             for device in jax.devices():
@@ -159,6 +160,16 @@ class Processes:
             self._device = firsts[index]
 
     @property
+    def service(self) -> Any:
+        """Store of small strings by key that all processes share: the client of JAX's coordination service."""
+        return service()
+
+    @property
+    def service_address(self) -> str:
+        """HOST:PORT of the coordination service."""
+        return service_address()
+
+    @property
     def first(self) -> bool:
         """Whether this is the process that writes files and prints."""
         return self.index == 0
@@ -166,7 +177,7 @@ class Processes:
     @property
     def stopping(self) -> bool:
         """Whether a process of the run received a signal to stop."""
-        return self.preemption.asked or self._stopping
+        return self.preemption.asked or self.others_stopping
 
     def check_stop(self) -> None:
         """Ends rollouts early; called between their chunks. The next `gather` then stops all processes together.
@@ -197,10 +208,10 @@ class Processes:
             watch.join(SIGNAL_POLL_S)
 
     def _watch_signals(self, received: socket.socket) -> None:
-        client = service()
+        client = self.service
         received.settimeout(SIGNAL_POLL_S)
         with received, suppress(jax.errors.JaxRuntimeError):  # without the service the next exchange fails and says so
-            while not self._stopping:
+            while not self.others_stopping:
                 try:
                     numbers = received.recv(16)
                     if not numbers:
@@ -209,7 +220,7 @@ class Processes:
                     numbers = b""
                 if {*numbers} & {*SIGNALS}:
                     client.key_value_set(f"{STOP_KEY}{self.index}", "")
-                self._stopping = bool(client.key_value_dir_get(STOP_KEY))
+                self.others_stopping = bool(client.key_value_dir_get(STOP_KEY))
 
     @property
     def samplers(self) -> int:
@@ -230,7 +241,7 @@ class Processes:
             ProcessLost: process 0, which counts, has died.
         """
         self._queues += 1
-        key, client = f"{QUEUE_KEY}{self._queues}", service()
+        key, client = f"{QUEUE_KEY}{self._queues}", self.service
         if self.first:
             client.key_value_delete(f"{QUEUE_KEY}{self._queues - 1}")
 
@@ -251,7 +262,7 @@ class Processes:
         """
         if self.count == 1:
             return [text]
-        folder, client, before = f"{BOARD_KEY}{self._gathers}/", service(), self._posted
+        folder, client, before = f"{BOARD_KEY}{self._gathers}/", self.service, self._posted
         self._posted = f"{folder}{self.index}"
         try:
             if before not in ("", self._posted):
@@ -272,7 +283,7 @@ class Processes:
         if self.count == 1:
             return [value]
         self._gathers += 1
-        parts = self._gather((value, self.stopping))
+        parts = self.exchange((value, self.stopping))
         if any(stop for _, stop in parts) and not uninterrupted:
             raise Preempted
         return [part for part, _ in parts]
@@ -292,12 +303,14 @@ class Processes:
             raise value
         return value
 
-    def _gather(self, value: T) -> list[T]:
+    def exchange(self, value: T) -> list[T]:
+        """The values of all processes, in their order, whether or not they were asked to stop: what `gather` sends."""
         data = np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
         size = np.frombuffer(np.int64(len(data)).tobytes(), np.uint8)
-        heads = self._exchange(piece_of(np.concatenate([size, data[:HEAD]]), 0))
+        room = self.piece_bytes - len(size)  # of the first piece, which begins with the size
+        heads = self._exchange(piece_of(np.concatenate([size, data[:room]]), 0, self.piece_bytes))
         sizes = [int(row[:8].view(np.int64)[0]) for row in heads]
-        rests = self._rests(data[HEAD:], [max(0, size - HEAD) for size in sizes])
+        rests = self._rests(data[room:], [max(0, size - room) for size in sizes])
         return [
             pickle.loads(head[8 : 8 + size].tobytes() + rest)
             for head, rest, size in zip(heads, rests, sizes, strict=True)
@@ -307,22 +320,23 @@ class Processes:
         """What did not fit into the first pieces of all processes. Either each sends a piece at a time, padded to the
         longest, or all add up pieces of the concatenation, where a sum moves about twice its size. So values of one
         process alone, as of the one that has samplers elsewhere, do not make the others send as much padding."""
-        at_a_time, in_a_row = -(-max(sizes) // PIECE), -(-sum(sizes) // PIECE)
+        length = self.piece_bytes
+        at_a_time, in_a_row = -(-max(sizes) // length), -(-sum(sizes) // length)
         if 2 * in_a_row < self.count * at_a_time:
             start = sum(sizes[: self.index])
-            pieces = [self._add(piece_of(mine, PIECE * i - start)) for i in range(in_a_row)]
+            pieces = [self._add(piece_of(mine, length * i - start, length)) for i in range(in_a_row)]
             joined = b"".join(piece.tobytes() for piece in pieces)
             starts = [sum(sizes[:i]) for i in range(len(sizes))]
             return [joined[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-        blocks = [self._exchange(piece_of(mine, PIECE * i)) for i in range(at_a_time)]
+        blocks = [self._exchange(piece_of(mine, length * i, length)) for i in range(at_a_time)]
         return [b"".join(block[i].tobytes() for block in blocks)[:size] for i, size in enumerate(sizes)]
 
     def _exchange(self, piece: np.ndarray) -> np.ndarray:
-        """The pieces of all processes, uint8[count, PIECE], given the piece of this one, uint8[PIECE]."""
+        """The pieces of all processes, uint8[count, piece_bytes], given the piece of this one."""
         return self._run(self._together, piece)
 
     def _add(self, piece: np.ndarray) -> np.ndarray:
-        """The sum of the pieces of all processes, uint8[PIECE], of which at most one has something at each byte."""
+        """The sum of the pieces of all processes, of which at most one has something at each byte."""
         return self._run(self._summed, piece.view(np.uint32)).view(np.uint8)
 
     def _run(self, program: Callable[[jax.Array], jax.Array], piece: np.ndarray) -> np.ndarray:
@@ -349,7 +363,7 @@ class Processes:
 
     def missing(self) -> str:
         """Which processes do not answer a roll call, as text; empty if all do."""
-        client = service()
+        client = self.service
         self._calls += 1
         here = f"grpo_roc_jax/here/{self._calls}/"
         try:
@@ -364,10 +378,10 @@ class Processes:
         return f"{', '.join(names)} of {self.count} is gone" if gone else ""
 
 
-def piece_of(data: np.ndarray, start: int) -> np.ndarray:
-    """uint8[PIECE] of `data` from `start` on, which may be before its beginning; zeros where it has nothing."""
-    piece = np.zeros(PIECE, np.uint8)
-    part = data[max(start, 0) : max(start + PIECE, 0)]
+def piece_of(data: np.ndarray, start: int, length: int) -> np.ndarray:
+    """uint8[length] of `data` from `start` on, which may be before its beginning; zeros where it has nothing."""
+    piece = np.zeros(length, np.uint8)
+    part = data[max(start, 0) : max(start + length, 0)]
     first = max(-start, 0)
     piece[first : first + len(part)] = part
     return piece
@@ -399,7 +413,9 @@ def joined(config: Distributed, environ: Mapping[str, str] = os.environ) -> Iter
             "the same command, and check that they reach the coordinator"
         ) from error
     processes = Processes(jax.process_index(), jax.process_count())
-    service().key_value_set(f"grpo_roc_jax/host/{processes.index}", f"{socket.gethostname()}, pid {os.getpid()}")
+    processes.service.key_value_set(
+        f"grpo_roc_jax/host/{processes.index}", f"{socket.gethostname()}, pid {os.getpid()}"
+    )
     with processes.sharing_signals():
         yield processes
     jax.distributed.shutdown()

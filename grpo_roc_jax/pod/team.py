@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from grpo_roc_jax.pod.preemption import Preempted
-from grpo_roc_jax.pod.processes import Processes, ProcessLost, service, service_address
+from grpo_roc_jax.pod.processes import Processes, ProcessLost
 from grpo_roc_jax.settings.points import reach
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ class Team:
         secret, links = secrets.token_bytes(16), []
         with socket.create_server(("", 0)) as server:
             server.settimeout(MEET_S)
-            names = [route_to(service_address()), socket.gethostname()]
-            service().key_value_set(key, json.dumps([names, server.getsockname()[1], secret.hex()]))
+            names = [route_to(self._processes.service_address), socket.gethostname()]
+            self._processes.service.key_value_set(key, json.dumps([names, server.getsockname()[1], secret.hex()]))
             while len(links) < others:
                 accepted, _ = server.accept()
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -67,11 +67,11 @@ class Team:
                     deliver_challenge(link, secret)
                     answer_challenge(link, secret)
                     links.append(link)
-        service().key_value_delete(key)
+        self._processes.service.key_value_delete(key)
         return links
 
     def _connect(self, key: str) -> Connection:
-        names, port, secret = json.loads(service().blocking_key_value_get(key, MEET_S * 1000))
+        names, port, secret = json.loads(self._processes.service.blocking_key_value_get(key, MEET_S * 1000))
         for name in names[:-1]:
             with suppress(OSError, EOFError, AuthenticationError):
                 return Client((name, port), authkey=bytes.fromhex(secret))

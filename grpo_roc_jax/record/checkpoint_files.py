@@ -260,7 +260,6 @@ def verify(entry: Entry) -> Manifest:
 
 
 def _verify(entry: Entry) -> Manifest:
-    reach("checkpoint.read")
     manifest = read_manifest(entry)
     _check_sizes(entry, manifest)
     names = list(manifest.files)
@@ -327,6 +326,7 @@ def _is_whole(entry: Entry) -> bool | None:
 
 
 def read_manifest(entry: Entry) -> Manifest:
+    reach("checkpoint.read")
     try:
         content = read_json(entry.path / MANIFEST)
     except FileNotFoundError:

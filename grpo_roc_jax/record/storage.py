@@ -137,10 +137,10 @@ class Copy:
             self._write({OWNER: self._id.encode()})
             self._fetch()  # recorded by the first copy: a start that is refused before then leaves nothing to resume
 
-    def keep(self) -> None:
+    def keep(self, pause_s: float = PAUSE_S) -> None:
         """Copies what has changed until `ended` is set. Failures are logged, and retried after a pause."""
         failures = 0
-        while not self.ended.wait(PAUSE_S):
+        while not self.ended.wait(pause_s):
             try:
                 self.copy()
             except Exception as error:

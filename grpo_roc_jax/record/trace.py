@@ -128,7 +128,7 @@ def step_records(
                 advantages, scored = trained_as.get(identity, (None, None))
                 outcome = (True, "buffered", {}, advantages)
                 records.append(TraceRecord(step, -1, group.problem, trajectory, verdict, *outcome, scored=scored))
-    return records + _removed_records(step, removed)
+    return records + removed_records(step, removed)
 
 
 def _identity(problem: Problem, trajectory: Trajectory) -> tuple[str, int, Condition, int, bytes]:
@@ -164,11 +164,11 @@ def eval_records(
             for group_index, group in enumerate(groups)
             for trajectory, verdict in group.pairs
         ),
-        *_removed_records(step, removed),
+        *removed_records(step, removed),
     ]
 
 
-def _removed_records(step: int, removed: Iterable[tuple[Problem, Trajectory]]) -> list[TraceRecord]:
+def removed_records(step: int, removed: Iterable[tuple[Problem, Trajectory]]) -> list[TraceRecord]:
     return [TraceRecord(step, -1, problem, t, None, False, f"removed: {t.stop}") for problem, t in removed]
 
 

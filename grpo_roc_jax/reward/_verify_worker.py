@@ -21,14 +21,15 @@ def _expired(signum, frame):
     raise OutOfTime
 
 
-def _start_clock(limit_s: float) -> None:
+def start_clock(limit_s: float) -> None:
+    """Let the comparison that begins use so many seconds of CPU."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + limit_s) + 2, hard))
     signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
-def _judge(request: dict) -> str:
+def judge(request: dict) -> str:
     """The verdict on a goal, `["same", answer, gold]` or `all`, `any`, `match` of such; or whether a text parses."""
     kind, *parts = request["goal"]
     library = _Library(request["strict"])
@@ -143,9 +144,9 @@ def _zeros(value) -> int:
     return zeros
 
 
-def _lock_down(memory_mb: int) -> tuple[str, ...]:
+def lock_down(memory_mb: int, platform: str = sys.platform) -> tuple[str, ...]:
     """Restrict this process as the executor restricts programs; returns the layers in force."""
-    if sys.platform != "linux":
+    if platform != "linux":
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
         return ()
     from grpo_tools_box import isolation
@@ -162,9 +163,9 @@ def main(arguments: list[str]) -> None:
 
     logging.disable(logging.CRITICAL)
     example = {"goal": ["same", "x^2+1", "1+x^2"], "strict": False}
-    _judge(example)  # imports what comparisons need
-    layers = _lock_down(memory_mb)
-    if _judge(example) != "correct":
+    judge(example)  # imports what comparisons need
+    layers = lock_down(memory_mb)
+    if judge(example) != "correct":
         raise SystemExit("math-verify cannot compare under the executor's restrictions")
     signal.signal(signal.SIGPROF, _expired)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -173,8 +174,8 @@ def main(arguments: list[str]) -> None:
         request = json.loads(line)
         try:
             try:
-                _start_clock(request["limit_s"])
-                verdict = _judge(request)
+                start_clock(request["limit_s"])
+                verdict = judge(request)
             finally:
                 signal.setitimer(signal.ITIMER_PROF, 0)
         except OutOfTime:

@@ -53,7 +53,12 @@ Looks = Sequence[tuple[Goal, float]]
 
 
 def look_in_turns(
-    goals: Sequence[Goal], ask: Callable[[Looks], list[Comparison]], *, timeout_s: float, workers: int
+    goals: Sequence[Goal],
+    ask: Callable[[Looks], list[Comparison]],
+    *,
+    timeout_s: float,
+    workers: int,
+    first_look_s: float = FIRST_LOOK_S,
 ) -> dict[Goal, Comparison]:
     """The verdict on each goal. Those that a first look cuts off get more time in turns.
 
@@ -66,24 +71,25 @@ def look_in_turns(
         ask: Returns the verdicts of some looks, `timeout` for those that ran out of time.
         timeout_s: Longest look, in CPU seconds.
         workers: Looks that run at the same time.
+        first_look_s: CPU seconds of the first look at each goal, unless its shape is slow so far.
     """
     shapes: dict[str, list[Goal]] = {}
     for goal in goals:
         shapes.setdefault(_shape(goal), []).append(goal)
-    first = [(goal, FIRST_LOOK_S) for same in shapes.values() for goal in same[:SAMPLED]]
+    first = [(goal, first_look_s) for same in shapes.values() for goal in same[:SAMPLED]]
     known = dict(zip((goal for goal, _ in first), ask(first), strict=True))
     slow = {shape for shape, same in shapes.items() if all(known[goal] == "timeout" for goal in same[:SAMPLED])}
     looks = [
-        (goal, SHORT_LOOK_S if shape in slow else FIRST_LOOK_S)
+        (goal, SHORT_LOOK_S if shape in slow else first_look_s)
         for shape, same in shapes.items()
         for goal in same[SAMPLED:]
     ]
     known |= dict(zip((goal for goal, _ in looks), ask(looks), strict=True))
     waiting = {
-        shape: deque((goal, FIRST_LOOK_S * GROWTH) for goal in same if known[goal] == "timeout")
+        shape: deque((goal, first_look_s * GROWTH) for goal in same if known[goal] == "timeout")
         for shape, same in shapes.items()
     }
-    waiting = {shape: queue for shape, queue in waiting.items() if queue and timeout_s > FIRST_LOOK_S}
+    waiting = {shape: queue for shape, queue in waiting.items() if queue and timeout_s > first_look_s}
     used = dict.fromkeys(waiting, 0.0)
     given_up: Counter[str] = Counter()
     budget = LATER_LOOKS * timeout_s
@@ -114,15 +120,34 @@ class Verifier:
     """A thread-safe pool of comparison workers, which start when the first pair needs one."""
 
     def __init__(
-        self, workers: int = 2, timeout_s: float = 5.0, memory_mb: int = 2048, *, strict: bool = False
+        self,
+        workers: int = 2,
+        timeout_s: float = 5.0,
+        memory_mb: int = 2048,
+        *,
+        strict: bool = False,
+        first_look_s: float = FIRST_LOOK_S,
+        folder: str = os.path.dirname(__file__),
     ) -> None:
+        """
+        Args:
+            workers: Number of worker processes.
+            timeout_s: CPU seconds of the longest look at a comparison.
+            memory_mb: Memory of a worker.
+            strict: Compare decimals to more digits.
+            first_look_s: See `look_in_turns`.
+            folder: Directory of the program of a worker, `_verify_worker.py`.
+        """
         self.workers, self.timeout_s, self.memory_mb, self.strict = workers, timeout_s, memory_mb, strict
+        self._first_look_s, self._folder = first_look_s, folder
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
         self.started = 0
         """Worker processes started so far; more than `workers` means that some were killed or recycled."""
+        self.asked = 0
+        """Number of looks that workers were asked for."""
         self.layers: tuple[str, ...] = ()
         """Layers of the executor's isolation that hold for the workers."""
 
@@ -131,7 +156,8 @@ class Verifier:
         decided = {pair: self._decide(*pair) for pair in dict.fromkeys(pairs)}
         goals = {pair: goal for pair, goal in decided.items() if not isinstance(goal, str)}
         distinct = list(dict.fromkeys(goals.values()))
-        known = look_in_turns(distinct, self._ask_each, timeout_s=self.timeout_s, workers=self.workers)
+        limits = {"timeout_s": self.timeout_s, "workers": self.workers, "first_look_s": self._first_look_s}
+        known = look_in_turns(distinct, self._ask_each, **limits)
         return [known[goals[pair]] if pair in goals else decided[pair] for pair in pairs]
 
     def check_gold(self, answers: Sequence[str]) -> list[bool]:
@@ -172,6 +198,7 @@ class Verifier:
         with self._lock:
             if self._closed:
                 raise RuntimeError("this verifier is closed; make a new one with make_scorer")
+            self.asked += 1
             if not self._threads:
                 self._start_threads()
         future: Future = Future()
@@ -197,7 +224,7 @@ class Verifier:
                             worker.end()
                         with self._lock:
                             self.started += 1
-                        worker = _Worker(self.timeout_s, self.memory_mb)
+                        worker = _Worker(self.timeout_s, self.memory_mb, self._folder)
                         self._note_layers(worker.layers)
                     verdict = worker.ask(line)
                     if not worker.alive:
@@ -224,14 +251,14 @@ class Verifier:
 class _Worker:
     """One process and its two pipes."""
 
-    def __init__(self, timeout_s: float, memory_mb: int) -> None:
+    def __init__(self, timeout_s: float, memory_mb: int, folder: str) -> None:
         # Wall-clock limit for a worker that neither answers nor uses CPU (stopped, swapped out). It is generous,
         # because the worker enforces the real limit itself.
         self.backstop_s = 30.0 + 20.0 * timeout_s
         self.served = 0
         self.alive = True
         self.process = subprocess.Popen(
-            command("_verify_worker", str(memory_mb), folder=os.path.dirname(__file__)),
+            command("_verify_worker", str(memory_mb), folder=folder),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

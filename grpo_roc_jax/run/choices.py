@@ -152,10 +152,16 @@ def best_rows(seconds: dict[int, float], wanted: int) -> int:
 
 
 def timed_rows(
-    counts: tuple[int, ...], config: Config, model: ModelConfig, update: Callable[[int], UpdateConfig], mesh: Mesh
+    counts: tuple[int, ...],
+    config: Config,
+    model: ModelConfig,
+    update: Callable[[int], UpdateConfig],
+    mesh: Mesh,
+    *,
+    measure: Callable[[dict[str, Callable[[], Any]]], tuple[str, dict[str, float]]] = fastest,
 ) -> dict[int, float]:
     """Seconds of forward and backward passes through a few layers, for each number of rows; infinite where a call
-    fails. All processes must call this together.
+    fails. All processes must call this together. `measure` returns the seconds of calls by name.
 
     The layers are those of one period of the model, under a small vocabulary. Their matrix products are most of an
     update, and the remaining layers gain from more rows in the same way.
@@ -178,7 +184,7 @@ def timed_rows(
 
         return partial(jax.jit(jax.grad(value), out_shardings=places), params, batch)
 
-    _, seconds = fastest({str(rows): call(rows) for rows in counts})
+    _, seconds = measure({str(rows): call(rows) for rows in counts})
     return {rows: seconds[str(rows)] for rows in counts}
 
 

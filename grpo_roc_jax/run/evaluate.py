@@ -66,7 +66,14 @@ def prompt_end(config: Config, step: int) -> PromptEnd:
     return condition, text + prompt_suffix(config.shaping, step)
 
 
-def check_before_training(config: Config, policy: PolicyModel, sampling: GroupSampler, trained: Any) -> list[str]:
+def check_before_training(
+    config: Config,
+    policy: PolicyModel,
+    sampling: GroupSampler,
+    trained: Any,
+    *,
+    sample: Callable[..., ScoredRollouts] = sample_groups,
+) -> list[str]:
     """Lines on held-out success under the prompts that `plan.condition` compares; none where it compares none.
 
     Args:
@@ -74,6 +81,7 @@ def check_before_training(config: Config, policy: PolicyModel, sampling: GroupSa
         policy: The model on its mesh.
         sampling: Group sampler of the run.
         trained: Parameters of the training state after the supervised stage.
+        sample: Rolls out and scores problems.
 
     Raises:
         ConfigError: The condition refuses a policy of such success.
@@ -86,7 +94,7 @@ def check_before_training(config: Config, policy: PolicyModel, sampling: GroupSa
     for condition, text in prompt_ends:
         extras = {"condition": condition, "suffix": text}
         options = RunOptions(0, "evaluate")
-        sampled = sample_groups(sampling, weights, problems, config.eval.samples, options, **extras)
+        sampled = sample(sampling, weights, problems, config.eval.samples, options, **extras)
         correct = [group.correct for group in sampled.groups if group.size]
         rates.append(float(np.mean(np.concatenate(correct))) if correct else 0.0)
     try:
@@ -98,6 +106,7 @@ def check_before_training(config: Config, policy: PolicyModel, sampling: GroupSa
 FILLS = 4
 """How many times the rollouts of a part fill the slots of the engine."""
 
+RollOut = Callable[[GroupSampler, SamplerParams, Sequence[RolloutRequest], RunOptions], ScoredRollouts]
 Counts = dict[str, tuple[int, int]]
 """uid -> (correct rollouts, rollouts that could be scored)."""
 
@@ -109,6 +118,9 @@ def count_solved(
     problems: Sequence[Problem],
     samples: int,
     step: int,
+    *,
+    fills: int = FILLS,
+    roll_out: RollOut = sample_requests,
 ) -> Counts:
     """Counts how often each problem is solved. Counts already in the file `path` are reused, and new ones are appended
     to it.
@@ -120,6 +132,8 @@ def count_solved(
         problems: In the same order in each call.
         samples: Rollouts of each problem.
         step: Training steps of the policy.
+        fills: How many times the rollouts of a part fill the slots of the engine.
+        roll_out: Rolls out and scores requests.
     """
     once = sampling.processes.once
     counts = once(lambda: read_counts(path))
@@ -128,12 +142,12 @@ def count_solved(
         return counts
     weights, file = publish(), JsonlWriter(path)
     once(lambda: file.cut(left[0][0] - 1))
-    size = part_size(sampling, samples)
+    size = part_size(sampling, samples, fills)
     with phase("problems", steps=len(left), unit="problem") as counting:
         for first in range(0, len(left), size):
             part = left[first : first + size]
             requests = [RolloutRequest(problem, index, samples) for index, problem in part]
-            groups = sample_requests(sampling, weights, requests, RunOptions(step, "evaluate")).groups
+            groups = roll_out(sampling, weights, requests, RunOptions(step, "evaluate")).groups
             rows = [{"uid": g.problem.uid, "solved": int(g.correct.sum()), "judged": g.size} for g in groups]
             counts |= {row["uid"]: (row["solved"], row["judged"]) for row in rows}
             places = [index for index, _ in part]
@@ -142,9 +156,9 @@ def count_solved(
     return counts
 
 
-def part_size(sampling: GroupSampler, samples: int) -> int:
+def part_size(sampling: GroupSampler, samples: int, fills: int) -> int:
     """Number of problems that are rolled out together."""
-    return max(1, FILLS * sampling.rollout.slots // samples)
+    return max(1, fills * sampling.rollout.slots // samples)
 
 
 def read_counts(path: Path) -> Counts:
@@ -166,13 +180,14 @@ class Parts:
         folder: Folder of the evaluation.
         request: Everything that the results depend on. Parts of an interrupted evaluation are reused if it had the
             same.
+        fills: How many times the rollouts of a part fill the slots of the engine.
 
     Raises:
         ConfigError: The folder holds parts of another evaluation.
     """
 
-    def __init__(self, folder: Path, request: Any) -> None:
-        self.target, self.folder = folder, folder / PARTS
+    def __init__(self, folder: Path, request: Any, *, fills: int = FILLS) -> None:
+        self.target, self.folder, self.fills = folder, folder / PARTS, fills
         text, path = json.dumps(request, default=str), folder / REQUEST_FILE
         self._known = path.is_file()
         if self._known and path.read_text(encoding="utf-8") != text:
@@ -218,17 +233,20 @@ def sample_parts(
     samples: int,
     options: RunOptions,
     parts: Parts,
+    *,
+    roll_out: RollOut = sample_requests,
     **extras: Any,
 ) -> ScoredRollouts:
-    """Like `sample_groups`, one part after the other. Parts that `parts` has saved are read instead."""
-    size, each = part_size(sampling, samples), []
+    """Like `sample_groups`, one part after the other. Parts that `parts` has saved are read instead; `roll_out` rolls
+    the others out."""
+    size, each = part_size(sampling, samples, parts.fills), []
     with phase("evaluation", steps=len(problems), unit="problem") as evaluation:
         for number, first in enumerate(range(0, len(problems), size)):
             some = problems[first : first + size]
             rollouts = parts.read(number, some, samples)
             if rollouts is None:
                 requests = [RolloutRequest(problem, first + i, samples, **extras) for i, problem in enumerate(some)]
-                rollouts = sample_requests(sampling, weights, requests, options)
+                rollouts = roll_out(sampling, weights, requests, options)
                 parts.write(number, rollouts)
             each.append(rollouts)
             evaluation.step(first + len(some))

@@ -9,7 +9,7 @@ a single call of the sampler.
 import functools
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain, pairwise
@@ -530,6 +530,8 @@ def run_round(
     step: int,
     first_place: int = 0,
     partial: Sequence[PartialGroup] = (),
+    roll_out: Callable[..., ScoredRollouts] = sample_requests,
+    plan_wave: Callable[[Wave, Any], Sequence[RolloutRequest]] = next_wave,
 ) -> StepSamples:
     """Rolls the problems out, wave after wave, until the plan asks for no more.
 
@@ -545,6 +547,8 @@ def run_round(
         step: Training step.
         first_place: Number of problems already sampled in this step.
         partial: Groups to continue with the first wave.
+        roll_out: Rolls out and scores requests.
+        plan_wave: Returns the requests of the next wave.
     """
     begun, sampling_s, chat = time.perf_counter(), 0.0, sampling.sampler.chat
     thought = functools.partial(thought_length, tokenizer=chat.tokenizer)
@@ -558,7 +562,7 @@ def run_round(
     while requests or not waves:  # the first wave continues partial groups also where it has no requests
         started = time.perf_counter()
         sent, old = numbered(requests, first_place, sampled), () if waves else partial
-        waves.append(sample_requests(sampling, weights, sent, RunOptions(step), old))
+        waves.append(roll_out(sampling, weights, sent, RunOptions(step), old))
         sampling_s += time.perf_counter() - started
         results = waves[-1].groups
         if len(waves) == 1:
@@ -567,7 +571,7 @@ def run_round(
             groups = config.plan.second.merge(groups, requests, results)
             notes = config.plan.second.notes(requests, results)
             explained += config.plan.second.supervised(requests, results)
-        planned = next_wave(replace(wave, number=len(waves), groups=groups, notes=notes), config.plan)
+        planned = plan_wave(replace(wave, number=len(waves), groups=groups, notes=notes), config.plan)
         requests = [request for request in planned if fits(config, chat, request)]
         skipped += len(planned) - len(requests)
     groups += [group for wave in waves for group in wave.completed]

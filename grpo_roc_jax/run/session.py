@@ -103,9 +103,9 @@ def state_leaves(config: Config) -> dict[str, list]:
     return describe_leaves(jax.eval_shape(make))
 
 
-def check_alike(processes: Processes, config: Config, run_dir: Path) -> None:
+def check_alike(processes: Processes, config: Config, run_dir: Path, *, seen_s: int = SEEN_S) -> None:
     """Refuses processes that were started with other settings or versions than the first, or that see another
-    directory.
+    directory within `seen_s` seconds.
 
     Raises:
         ConfigError: Raised in all processes; the message names the process and the difference.
@@ -113,7 +113,8 @@ def check_alike(processes: Processes, config: Config, run_dir: Path) -> None:
     if processes.count == 1:
         return
     settings = {name: str(value) for name, value in flatten(config) if not name.startswith("distributed.")}
-    settings |= {"version": __version__, **versions(PACKAGES), "sees the run directory": str(appears(run_dir / "lock"))}
+    sees = str(appears(run_dir / "lock", seen_s))
+    settings |= {"version": __version__, **versions(PACKAGES), "sees the run directory": sees}
     first, *others = processes.gather(settings)
     for index, other in enumerate(others, 1):
         names = [name for name in first | other if first.get(name) != other.get(name)]
@@ -124,9 +125,9 @@ def check_alike(processes: Processes, config: Config, run_dir: Path) -> None:
             raise ConfigError("\n".join(["the processes of a run must be started alike, on a shared disk:", *lines]))
 
 
-def appears(path: Path) -> bool:
+def appears(path: Path, seconds: int) -> bool:
     """Whether a file that another process has made becomes visible here. Network file systems can take seconds."""
-    for _ in range(SEEN_S):
+    for _ in range(seconds):
         if path.exists():
             return True
         time.sleep(1)
@@ -233,10 +234,17 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
         )
 
 
-def choose_open(config: Config, policy: PolicyModel, processes: Processes, run_dir: Path) -> tuple[Config, list[str]]:
+def choose_open(
+    config: Config,
+    policy: PolicyModel,
+    processes: Processes,
+    run_dir: Path,
+    *,
+    free: Callable[[Any], float] = free_bytes,
+) -> tuple[Config, list[str]]:
     """(the configuration with the values that `run.choices` chooses for open settings, lines for the log). A resumed
     run takes its recorded choices: each choice changes the order of floating-point sums, and with it the last
-    digits."""
+    digits. `free`: bytes of memory that are free on a device of this process."""
     names = left_open(config)
     if not names:
         return config, []
@@ -253,7 +261,7 @@ def choose_open(config: Config, policy: PolicyModel, processes: Processes, run_d
     if "update.attention" in names:
         chosen["update.attention"] = attention_of(config, policy)[0]
         lines += [describe_attention(config, policy)] if attention_of(config, policy)[1] else []
-    room = min(float(of) for of in processes.gather(free_bytes(mesh)))
+    room = min(float(of) for of in processes.gather(free(mesh)))
     more, more_lines = choose(with_choices(config, chosen), model, mesh, most_rows(config), room)
     chosen |= more
     processes.once(lambda: record(run_dir, shapes, chosen))

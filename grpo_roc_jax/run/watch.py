@@ -223,8 +223,6 @@ class Alarms:
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 60.0
-"""Seconds that an orderly end may take. After that the process is ended at once; its newest checkpoint remains."""
 SHOWN = 20
 """Number of points in a report."""
 
@@ -239,12 +237,26 @@ class Watchdog:
         run_dir: Directory that reports are written to.
         config: Factor, floor, and whether `stalled` ends the run.
         in_flight: Returns lines on what the run is waiting for.
+        grace_s: Seconds that an orderly end may take. After that the process is ended at once; its newest checkpoint
+            remains.
+        clock: Seconds that pass.
+        end_process: Ends the process with a status.
     """
 
-    def __init__(self, run_dir: Path, config: WatchConfig, in_flight: Callable[[], Sequence[str]] = lambda: ()):
+    def __init__(
+        self,
+        run_dir: Path,
+        config: WatchConfig,
+        in_flight: Callable[[], Sequence[str]] = lambda: (),
+        *,
+        grace_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+        end_process: Callable[[int], object] = os._exit,
+    ):
         self._run_dir, self._config, self._in_flight = run_dir, config, in_flight
+        self._grace_s, self._clock, self._end_process = grace_s, clock, end_process
         self._thread = threading.get_ident()
-        self._at = ("start", time.monotonic())
+        self._at = ("start", clock())
         self._longest: dict[str, float] = {}
         self._last: deque[tuple[str, float]] = deque(maxlen=SHOWN)
         self._poll_s = min(5.0, config.stall_floor_s / 4)
@@ -270,15 +282,15 @@ class Watchdog:
 
     def _reach(self, name: str) -> None:
         if threading.get_ident() == self._thread:
-            (before, since), now = self._at, time.monotonic()
+            (before, since), now = self._at, self._clock()
             self._longest[before] = max(self._longest.get(before, 0.0), now - since)
             self._last.append((name, now))
             self._at = (name, now)
 
     def _watch(self) -> None:
-        reported, looked = None, time.monotonic()
+        reported, looked = None, self._clock()
         while not self._ended.wait(self._poll_s):
-            now, at = time.monotonic(), self._at
+            now, at = self._clock(), self._at
             if (late := now - looked - self._poll_s) > self._poll_s:
                 self._at = at = (at[0], at[1] + late)  # the whole process was suspended
             looked = now
@@ -294,7 +306,7 @@ class Watchdog:
         """Writes a report on what is in flight and the stacks of all threads."""
         path = self._run_dir / f"stalled_{int(time.time())}.txt"
         with suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            now = time.monotonic()
+            now = self._clock()
             points = [f"  {name}, {now - when:.1f} s ago" for name, when in self._last]
             print(text, "last points:", *points, "in flight:", sep="\n", file=file)
             with suppress(Exception):  # must not fail in any state of the run
@@ -306,6 +318,6 @@ class Watchdog:
     def _end(self, text: str) -> None:
         self.ending = text
         os.kill(os.getpid(), signal.SIGTERM)
-        if not self._ended.wait(GRACE_S):
+        if not self._ended.wait(self._grace_s):
             log.error("the run does not end by itself; its newest checkpoint remains")
-            os._exit(INFRASTRUCTURE_STATUS)
+            self._end_process(INFRASTRUCTURE_STATUS)

@@ -8,11 +8,11 @@ with Executor() as executor:
 
 from grpo_roc_jax.sandbox._messages import Capabilities, ExecutorSettings, ProgramLimits
 from grpo_roc_jax.sandbox.cgroup import CgroupLimits
-from grpo_roc_jax.sandbox.executor import Executor
+from grpo_roc_jax.sandbox.executor import Executor, Supervision
 from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable, Program
 from grpo_roc_jax.sandbox.result import ToolResult
 
 __all__ = [
     "Capabilities", "CgroupLimits", "Executor", "ExecutorFailed", "ExecutorSettings", "IsolationUnavailable", "Program",
-    "ProgramLimits", "ToolResult",
+    "ProgramLimits", "Supervision", "ToolResult",
 ]  # fmt: skip

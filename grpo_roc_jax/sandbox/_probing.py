@@ -87,7 +87,8 @@ def choose(probe: Probe, requested: str, minimum: str) -> str:
     )
 
 
-def probe_host() -> Probe:
+def probe_host(machine: str = _kernel.MACHINE) -> Probe:
+    """Tries each layer in a child of this process, as on a machine of that name."""
     base = tempfile.mkdtemp(prefix="tools-probe-")
     # Other user ids must be able to reach what is built on it.
     os.chmod(base, 0o755)
@@ -95,15 +96,15 @@ def probe_host() -> Probe:
     try:
         tests = (_try_limits, _try_seccomp, _try_landlock, _try_namespaces, _try_uid)
         for name, test in zip(LAYERS, tests, strict=True):
-            fault = _kernel.supported() or (_seccomp.supported() if name != "limits" else "")
-            ok, detail = (False, fault) if fault else _in_child(lambda test=test: test(base))
+            fault = _kernel.supported() or (_seccomp.supported(machine) if name != "limits" else "")
+            ok, detail = (False, fault) if fault else in_child(lambda test=test: test(base))
             layers.append(ProbedLayer(name, ok, detail))
     finally:
         os.rmdir(base)
     return Probe(tuple(layers))
 
 
-def _in_child(test) -> tuple[bool, str]:
+def in_child(test) -> tuple[bool, str]:
     """Run a test in a child. The test returns a detail, or raises an error that names the failing call."""
     read_end, write_end = os.pipe()
     pid = os.fork()
@@ -134,7 +135,8 @@ _PROBE_LIMITS = ProgramLimits(
 )  # fmt: skip
 
 
-def _probe_plan(level: str, landlock: int = 0) -> IsolationPlan:
+def probe_plan(level: str, landlock: int = 0) -> IsolationPlan:
+    """The plan of a child that tries a level, with a version of landlock; 0 for none."""
     return IsolationPlan(
         level, base="", seccomp=level >= "L1", landlock=landlock, namespaces=level >= "L3", own_uid=level == "L4",
         read=readable_paths(), limits=_PROBE_LIMITS,
@@ -142,7 +144,7 @@ def _probe_plan(level: str, landlock: int = 0) -> IsolationPlan:
 
 
 def _try_limits(base: str) -> str:
-    lock_down(_probe_plan("L0"), base_memory(), None, -1, None)
+    lock_down(probe_plan("L0"), base_memory(), None, -1, None)
     return "hard limits, no capabilities, no new privileges"
 
 
@@ -157,7 +159,7 @@ def _expect_denied(what: str, action) -> None:
 def _try_seccomp(base: str) -> str:
     import socket
 
-    plan = _probe_plan("L1")
+    plan = probe_plan("L1")
     lock_down(plan, base_memory(), None, -1, make_filter(plan, session=False))
     _expect_denied("opening a socket", socket.socket)
     _expect_denied("fork", os.fork)
@@ -166,7 +168,7 @@ def _try_seccomp(base: str) -> str:
 
 def _try_landlock(base: str) -> str:
     version = _landlock.abi()
-    plan = _probe_plan("L2", version)
+    plan = probe_plan("L2", version)
     ruleset = make_ruleset(plan, None)
     lock_down(plan, base_memory(), None, ruleset, make_filter(plan, session=False))
     _expect_denied("listing /", lambda: os.listdir("/"))
@@ -176,7 +178,7 @@ def _try_landlock(base: str) -> str:
 
 def _in_namespaces(level: str, base: str, uid: int, inner: int) -> str:
     """Try the whole sequence of a worker and its child, since some hosts allow its start and deny a later step."""
-    plan = _probe_plan(level)
+    plan = probe_plan(level)
     _spaces.enter(user_namespace=level == "L3", outer_uid=uid)
 
     def inside() -> str:
@@ -191,7 +193,7 @@ def _in_namespaces(level: str, base: str, uid: int, inner: int) -> str:
         _expect_denied("opening a file of the host", lambda: os.close(os.open("/etc/passwd", os.O_RDONLY)))
         return f"process {os.getpid()} of its own namespace, minimal root"
 
-    ok, detail = _in_child(inside)
+    ok, detail = in_child(inside)
     if not ok:
         raise RuntimeError(detail)
     return detail

@@ -94,38 +94,39 @@ DISK_FLAGS = 0o10000 | 0o4000000 | 0o40000
 """O_DSYNC, O_SYNC, O_DIRECT: each write waits for the disk."""
 
 
-def _op(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+def instruction(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+    """One instruction of a filter; a comparison skips `yes` or `no` instructions."""
     return struct.pack("<HBBI", code, yes, no, value)
 
 
 def _ret(value: int) -> bytes:
-    return _op(RET, value)
+    return instruction(RET, value)
 
 
 def _load_arg(index: int) -> bytes:
-    return _op(LD, 16 + 8 * index)
+    return instruction(LD, 16 + 8 * index)
 
 
 def _guard(number: int, body: list[bytes]) -> list[bytes]:
     """Run `body` for one call; it must return on every path."""
-    return [_op(JEQ, number, 0, len(body)), *body]
+    return [instruction(JEQ, number, 0, len(body)), *body]
 
 
 def _unless(bits: int, otherwise: int) -> list[bytes]:
     """Return `otherwise` if the loaded argument has one of these bits."""
-    return [_op(JSET, bits, 0, 1), _ret(otherwise)]
+    return [instruction(JSET, bits, 0, 1), _ret(otherwise)]
 
 
 def _cases(values: tuple[int, ...], action: int) -> list[bytes]:
     """Return `found` if the loaded argument is one of the values."""
-    return [step for value in values for step in (_op(JEQ, value, 0, 1), _ret(action))]
+    return [step for value in values for step in (instruction(JEQ, value, 0, 1), _ret(action))]
 
 
 def _one_of(index: int, values: tuple[int, ...], otherwise: int, action: int = ALLOW) -> list[bytes]:
     """Allow the call, or return `found`, if the low 32 bits of an argument are one of the values."""
     body = [_load_arg(index)]
     for position, value in enumerate(values):
-        body.append(_op(JEQ, value, len(values) - position, 0))
+        body.append(instruction(JEQ, value, len(values) - position, 0))
     return [*body, _ret(otherwise), _ret(action)]
 
 
@@ -144,9 +145,9 @@ def _return_for(numbers: tuple[int, ...], value: int) -> list[bytes]:
     body: list[bytes] = []
     for first, last in _ranges(numbers):
         if first == last:
-            body += [_op(JEQ, first, 0, 1), _ret(value)]
+            body += [instruction(JEQ, first, 0, 1), _ret(value)]
         else:
-            body += [_op(JGE, first, 0, 2), _op(JGT, last, 1, 0), _ret(value)]
+            body += [instruction(JGE, first, 0, 2), instruction(JGT, last, 1, 0), _ret(value)]
     return body
 
 
@@ -165,20 +166,20 @@ def build(write_files: bool, fork: str, *, own_pid_namespace: bool, truncate: bo
         channel: The only descriptor for `sendmsg`. Open files that are sent stay in the kernel and escape all limits.
     """
     denied, ignored = ERRNO | EPERM, ERRNO | 0
-    program = [_op(LD, 4), _op(JEQ, AUDIT_ARCH_X86_64, 1, 0), _ret(denied)]
-    program += [_op(LD, 0), _op(JGE, X32_BIT, 0, 1), _ret(ERRNO | ENOSYS)]
+    program = [instruction(LD, 4), instruction(JEQ, AUDIT_ARCH_X86_64, 1, 0), _ret(denied)]
+    program += [instruction(LD, 0), instruction(JGE, X32_BIT, 0, 1), _ret(ERRNO | ENOSYS)]
     always = ALWAYS + (PROCESSES if fork == "allow" else ())
     writes = WRITES if truncate else tuple(number for number in WRITES if number != 76)
     program += _return_for(always + (writes if write_files else ()), ALLOW)
     for number, index in ((OPENAT, 2), (OPEN, 1)):
         # O_TRUNC on a descriptor opened for reading would truncate without landlock's right to write.
-        refusals = [_op(JSET, 0o1000, 0, 2), _op(JSET, 0o3, 1, 0), _ret(ERRNO | EACCES), _ret(ALLOW)]
+        refusals = [instruction(JSET, 0o1000, 0, 2), instruction(JSET, 0o3, 1, 0), _ret(ERRNO | EACCES), _ret(ALLOW)]
         if not write_files:
-            refusals = [_op(JSET, WRITE_FLAGS, 0, 1), _ret(ERRNO | EACCES), _ret(ALLOW)]
+            refusals = [instruction(JSET, WRITE_FLAGS, 0, 1), _ret(ERRNO | EACCES), _ret(ALLOW)]
         program += _guard(number, [_load_arg(index), *_unless(DISK_FLAGS, ERRNO | EINVAL), *refusals])
     for number, index in MAKE_DIRECTORY:
         # Without these rights the files below a directory could not be counted.
-        owned = [_load_arg(index), _op(AND, OWNER), _op(JEQ, OWNER, 1, 0), _ret(denied), _ret(ALLOW)]
+        owned = [_load_arg(index), instruction(AND, OWNER), instruction(JEQ, OWNER, 1, 0), _ret(denied), _ret(ALLOW)]
         program += _guard(number, owned if write_files else [_ret(ERRNO | EACCES)])
     program += _guard(UMASK, [_load_arg(0), *_unless(OWNER, ignored), _ret(ALLOW)])
     if not write_files:
@@ -190,29 +191,41 @@ def build(write_files: bool, fork: str, *, own_pid_namespace: bool, truncate: bo
     # CLOSE_RANGE_UNSHARE would give a thread its own table of descriptors; CLOSE_RANGE_CLOEXEC would not.
     program += _guard(CLOSE_RANGE, _one_of(2, (0, 4), denied))
     program += _return_for(READ_XATTR, ERRNO | EOPNOTSUPP)
-    clone = [_load_arg(0), *_unless(NAMESPACE_FLAGS, denied), _op(JSET, CLONE_THREAD, 0, 4)]
-    clone += [_op(JEQ, THREAD_FLAGS[0], 2, 0), _op(JEQ, THREAD_FLAGS[1], 1, 0), _ret(denied), _ret(ALLOW)]
+    clone = [_load_arg(0), *_unless(NAMESPACE_FLAGS, denied), instruction(JSET, CLONE_THREAD, 0, 4)]
+    clone += [
+        instruction(JEQ, THREAD_FLAGS[0], 2, 0),
+        instruction(JEQ, THREAD_FLAGS[1], 1, 0),
+        _ret(denied),
+        _ret(ALLOW),
+    ]
     if fork == "allow":
         clone += [_ret(ALLOW)]
     else:
-        clone += [_op(JEQ, FORK_FLAGS, 0, 1), _ret(NOTIFY if fork == "notify" else denied), _ret(denied)]
+        clone += [instruction(JEQ, FORK_FLAGS, 0, 1), _ret(NOTIFY if fork == "notify" else denied), _ret(denied)]
     program += _guard(CLONE, clone)
     for number in (KILL, TGKILL):
         program += _guard(number, [_ret(ALLOW)] if own_pid_namespace else _one_of(0, (PID_MARK,), denied))
     # AF_UNIX without datagrams, which could be sent to any abstract address without connecting.
-    stream = [_load_arg(1), _op(AND, 0xF), _op(JEQ, 1, 1, 0), _op(JEQ, 5, 0, 1), _ret(ALLOW), _ret(denied)]
-    program += _guard(SOCKETPAIR, [_load_arg(0), _op(JEQ, 1, 1, 0), _ret(denied), *stream])
+    stream = [
+        _load_arg(1),
+        instruction(AND, 0xF),
+        instruction(JEQ, 1, 1, 0),
+        instruction(JEQ, 5, 0, 1),
+        _ret(ALLOW),
+        _ret(denied),
+    ]
+    program += _guard(SOCKETPAIR, [_load_arg(0), instruction(JEQ, 1, 1, 0), _ret(denied), *stream])
     program += _guard(SENDMSG, _one_of(0, (channel,), denied))
     # Processes of one program need their locks.
     locks = ALLOW if fork == "allow" else ignored
     program += _guard(FLOCK, [_ret(locks)])
     flags = [_load_arg(2), *_unless(DISK_FLAGS, ERRNO | EINVAL), _ret(ALLOW)]
-    command = [_load_arg(1), _op(JEQ, F_SETFL, 0, len(flags)), *flags, *_cases(FCNTL_LOCKS, locks)]
+    command = [_load_arg(1), instruction(JEQ, F_SETFL, 0, len(flags)), *flags, *_cases(FCNTL_LOCKS, locks)]
     program += _guard(FCNTL, [*command, *_one_of(1, FCNTL_ALLOWED, denied)])
     program += _guard(PRCTL, _one_of(0, PRCTL_ALLOWED, denied))
     program += _guard(PRLIMIT, _one_of(0, (0, PID_MARK), denied))
     program += _guard(IOCTL, _one_of(1, IOCTL_ALLOWED, ERRNO | ENOTTY))
-    program += [_op(JGT, LAST_KNOWN, 0, 1), _ret(ERRNO | ENOSYS), _ret(denied)]
+    program += [instruction(JGT, LAST_KNOWN, 0, 1), _ret(ERRNO | ENOSYS), _ret(denied)]
     return b"".join(program)
 
 
@@ -229,16 +242,25 @@ class Filter:
         self._places = [offset for offset in range(4, len(program), 8) if program[offset : offset + 4] == mark]
         self._struct = _Program(len(program) // 8, ctypes.addressof(self._buffer))
 
-    def install(self, pid: int, *, listener: bool = False) -> int:
-        """Restrict this process permanently; returns the listener's descriptor if one is requested, else 0."""
+    @property
+    def program(self) -> bytes:
+        """The instructions as the kernel gets them."""
+        return self._buffer.raw
+
+    def write_pid(self, pid: int) -> None:
+        """Write the id of the process that the filter restricts in the place of `PID_MARK`."""
         for offset in self._places:
             struct.pack_into("<I", self._buffer, offset, pid)
+
+    def install(self, pid: int, *, listener: bool = False) -> int:
+        """Restrict this process permanently; returns the listener's descriptor if one is requested, else 0."""
+        self.write_pid(pid)
         flags = FLAG_NEW_LISTENER if listener else 0
         return _kernel.syscall("seccomp", _kernel.SECCOMP, 1, flags, ctypes.byref(self._struct))
 
 
-def supported() -> str:
-    """Why there is no filter for this machine; empty if there is one."""
-    if _kernel.MACHINE not in ("x86_64", "AMD64"):
-        return f"no table of system calls for {_kernel.MACHINE}; use a remote executor or an x86-64 host"
+def supported(machine: str = _kernel.MACHINE) -> str:
+    """Why there is no filter for a machine, by default this one; empty if there is one."""
+    if machine not in ("x86_64", "AMD64"):
+        return f"no table of system calls for {machine}; use a remote executor or an x86-64 host"
     return ""

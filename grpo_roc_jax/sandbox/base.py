@@ -144,7 +144,7 @@ class ProgramExecutor:
         attributes = vars(result)
         attributes.update(EMPTY)
         attributes.update(fields)
-        attributes["observation"] = self._observation(result, ticket.program.code)
+        attributes["observation"] = self.observation_text(result, ticket.program.code)
         if not result.isolation:
             attributes["isolation"] = self.capabilities.level
         if ticket.attempt > result.attempt:
@@ -164,8 +164,9 @@ class ProgramExecutor:
         for other in waiting:
             self._share(other)
 
-    def _observation(self, result: ToolResult, code: str) -> str:
-        """The text of a result in a dialogue; empty if programs are not part of one."""
+    def observation_text(self, result: ToolResult, code: str) -> str:
+        """The text of a result in a dialogue; empty if programs are not part of one. Called without a lock, since long
+        output takes a while and other threads submit and cancel meanwhile."""
         return ""
 
     def _announce(self) -> None:

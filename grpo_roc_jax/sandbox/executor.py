@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpo_roc_jax.sandbox._messages as _messages
@@ -28,18 +29,29 @@ from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable, T
 from grpo_roc_jax.sandbox.result import ToolResult
 
 log = logging.getLogger(__name__)
-IN_FLIGHT = 4096
-"""Most calls handed to the executor process at once; further ones wait in the trainer and are counted."""
 RESTARTS = 5
 """Number of executor processes lost within `RESTART_WINDOW_S` after which this executor gives up."""
 RESTART_WINDOW_S = 60.0
-PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0, 60.0, 60.0, 60.0)
-"""Seconds before each retry of a failed start, while calls wait; after the last retry this executor gives up."""
-BEAT_S, SILENT_BEATS = 1.0, 30
-"""Seconds between checks for a sign of life while calls run, and number of checks in a row without one after which the
-process counts as frozen. Checks are counted instead of seconds, so that a trainer that was frozen itself blames
-nobody."""
 STATS_LIMIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """How an executor supervises its process: what it sends, how long it waits, and when it starts another one."""
+
+    in_flight: int = 4096
+    """Most calls handed to the executor process at once; further ones wait in the trainer and are counted."""
+    beat_s: float = 1.0
+    """Seconds between checks for a sign of life while calls run."""
+    silent_beats: int = 30
+    """Number of checks in a row without a sign of life after which the process counts as frozen. Checks are counted
+    instead of seconds, so that a trainer that was frozen itself blames nobody."""
+    restart_pauses_s: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0, 60.0, 60.0, 60.0)
+    """Seconds before each retry of a failed start, while calls wait; after the last retry the executor gives up."""
+    leave_s: float = 5.0
+    """Most seconds that `close` waits for the thread that reads from the process."""
+    end_s: float = END_S
+    """Seconds that the process has to end its programs and clean up."""
 
 
 class Executor(ProgramExecutor):
@@ -52,6 +64,7 @@ class Executor(ProgramExecutor):
         cgroup: CgroupLimits | None = None,
         share_results: bool = False,
         start_timeout_s: float = 60.0,
+        supervision: Supervision | None = None,
     ) -> None:
         """
         Args:
@@ -59,9 +72,11 @@ class Executor(ProgramExecutor):
             cgroup: Limits of all programs together; None sets none.
             share_results: Run programs of the same text and input once.
             start_timeout_s: Seconds until the first worker must be ready.
+            supervision: Limits of the supervision of the executor process.
         """
         super().__init__(share_results=share_results)
         self.settings = settings or ExecutorSettings()
+        self.supervision = supervision or Supervision()
         self._cgroup = cgroup
         self._start_timeout_s = start_timeout_s
         self._host: ExecutorProcess | None = None
@@ -105,7 +120,7 @@ class Executor(ProgramExecutor):
             os.eventfd_write(self._wake_keeper, 1)
             self._announce()
             self._ready.notify_all()
-            self._ready.wait_for(lambda: self._reader in (0, threading.get_ident()), 5)
+            self._ready.wait_for(lambda: self._reader in (0, threading.get_ident()), self.supervision.leave_s)
         if self._keeper is not threading.current_thread():
             self._keeper.join(self._start_timeout_s)
         with self._mutex:
@@ -208,6 +223,7 @@ class Executor(ProgramExecutor):
 
     def _keep(self) -> None:
         """Attend the connection while no other thread does, and replace it when it ends."""
+        beat_s = self.supervision.beat_s
         while not (self._closed or self._broken):
             link = self._host.link
             poller = select.poll()
@@ -215,11 +231,11 @@ class Executor(ProgramExecutor):
             # No events are requested, so this thread notices the end of the connection only; results wake the thread
             # that waits for them.
             poller.register(link, 0)
-            ended = any(fd != self._wake_keeper for fd, _ in poller.poll(1000 * BEAT_S))
+            ended = any(fd != self._wake_keeper for fd, _ in poller.poll(1000 * beat_s))
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_keeper)
 
-            self._await(lambda ended=ended: self._down or not (ended or self._has_work()), BEAT_S)
+            self._await(lambda ended=ended: self._down or not (ended or self._has_work()), beat_s)
             self._look_for_life()
             if self._down and not self._closed:
                 self._recover()
@@ -229,15 +245,15 @@ class Executor(ProgramExecutor):
         stays silent."""
         with self._mutex:
             now = time.monotonic()
-            if self._down or self._closed or now - self._beat_at < BEAT_S:
+            if self._down or self._closed or now - self._beat_at < self.supervision.beat_s:
                 return
             self._beat_at = now
             self._silent = 0 if self._heard or not self._sent else self._silent + 1
             self._heard = False
             if self._silent == 1:
                 self._send(_messages.RequestStats(0))
-            elif self._silent > SILENT_BEATS:
-                log.warning("the tool executor process %d has been silent for %d beats", self.pid, SILENT_BEATS)
+            elif self._silent > self.supervision.silent_beats:
+                log.warning("the tool executor process %d has been silent for %d beats", self.pid, self._silent - 1)
                 self._host.process.kill()
                 self._down = True
                 self._announce()
@@ -247,8 +263,28 @@ class Executor(ProgramExecutor):
         """Process id of the executor process."""
         return self._host.process.pid if self._host else None
 
+    @property
+    def connected(self) -> bool:
+        """Whether an executor process is there that calls can be sent to."""
+        return self._started and not (self._closed or self._down or self._broken)
+
+    @property
+    def silent_beats(self) -> int:
+        """Number of checks in a row in which the process gave no sign of life, though calls run."""
+        return self._silent
+
+    @property
+    def reading_thread(self) -> int:
+        """Identifier of the thread that reads from the executor process now; 0 for none."""
+        return self._reader
+
+    @property
+    def waiting_threads(self) -> int:
+        """Number of threads that wait for what `reading_thread` receives, or for their turn to read."""
+        return self._followers
+
     def _start_process(self) -> ExecutorProcess:
-        return ExecutorProcess(self.settings, self._cgroup, self._start_timeout_s)
+        return ExecutorProcess(self.settings, self._cgroup, self._start_timeout_s, end_s=self.supervision.end_s)
 
     def _launch(self, ticket: Ticket) -> None:
         with self._mutex:
@@ -256,7 +292,7 @@ class Executor(ProgramExecutor):
                 self._finish(ticket.program.id, ToolResult("sandbox_error", error_message=self._broken))
             elif self._down:
                 self._queued.append(ticket)
-            elif len(self._sent) >= IN_FLIGHT:
+            elif len(self._sent) >= self.supervision.in_flight:
                 self._queued.append(ticket)
                 self._counts["held_back"] += 1
                 self._ask_for_attention()
@@ -285,7 +321,7 @@ class Executor(ProgramExecutor):
             self._ask_for_attention()
 
     def _send_held(self) -> None:
-        while self._queued and len(self._sent) < IN_FLIGHT:
+        while self._queued and len(self._sent) < self.supervision.in_flight:
             self._send_call(self._queued.popleft())
 
     def _proven(self, tickets: list[Ticket]) -> bool:
@@ -309,7 +345,7 @@ class Executor(ProgramExecutor):
     def stats(self) -> dict[str, float]:
         numbers = super().stats()
         with self._mutex:
-            if not self._started or self._closed or self._broken or self._down:
+            if not self.connected:
                 return numbers
             self._stats_requested += 1
             number = self._stats_requested
@@ -347,7 +383,7 @@ class Executor(ProgramExecutor):
         log.warning("the tool executor process is gone; starting another one")
         with self._mutex:
             self._followers += 1
-            self._ready.wait_for(lambda: not self._reader, END_S)
+            self._ready.wait_for(lambda: not self._reader, self.supervision.end_s)
             self._followers -= 1
             self._host.kill()
             self._host.unsent.clear()
@@ -359,7 +395,7 @@ class Executor(ProgramExecutor):
         host, reason = None, f"{RESTARTS} processes ended within {RESTART_WINDOW_S:g} s"
         if not storm:
             host, reason = self._restarted()
-        for pause_s in PAUSES_S:
+        for pause_s in self.supervision.restart_pauses_s:
             if host is not None or self._closed:
                 break
             log.warning("the tool executor is down (%s); calls wait, next try in %g s", reason, pause_s)

@@ -161,6 +161,8 @@ class GuardedServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
     most_connections = 512
+    request_s = REQUEST_S
+    """Seconds from the first byte of a request, or from the connection, to the end of its body."""
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]):
         self.connections: Connections[socket.socket] = Connections(self.most_connections)
@@ -225,7 +227,7 @@ class GuardedHandler(BaseHTTPRequestHandler):
             if self._answered:
                 self._reader.until_s = now() + IDLE_S
                 self.rfile.peek(1)
-            self._reader.until_s = now() + REQUEST_S
+            self._reader.until_s = now() + self.server.request_s
             super().handle_one_request()
         except OSError:  # the client is late, or has closed the connection
             self.close_connection = True

@@ -37,10 +37,19 @@ def workers_for(cores: int) -> int:
 class ExecutorProcess:
     """A running executor process whose first workers are up, at most `start_timeout_s` after its start.
 
+    It has `end_s` seconds to end its programs and clean up, before it is killed.
     Raises IsolationUnavailable or ExecutorFailed.
     """
 
-    def __init__(self, settings: ExecutorSettings, cgroup: CgroupLimits | None, start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        settings: ExecutorSettings,
+        cgroup: CgroupLimits | None,
+        start_timeout_s: float,
+        *,
+        end_s: float = END_S,
+    ) -> None:
+        self._end_s = end_s
         self._group = make_cgroup(cgroup) if cgroup else None
         self.link, other = socket.socketpair()
         # Results that arrive between two polls of the trainer wait here; the kernel lowers the number if it must.
@@ -121,7 +130,7 @@ class ExecutorProcess:
         self.link.close()
         self.process.kill()
         try:
-            self.process.wait(END_S)
+            self.process.wait(self._end_s)
         except subprocess.TimeoutExpired:  # it waits inside the kernel, and ends as soon as that returns
             log.warning("the tool executor process %d was killed and does not end; it is left behind", self.process.pid)
             return
@@ -131,7 +140,10 @@ class ExecutorProcess:
         """Hang up, which ends the process with everything it runs, and wait for that."""
         self.link.close()
         try:
-            self.process.wait(END_S)
+            self.process.wait(self._end_s)
             self._remove_group()
         except subprocess.TimeoutExpired:
+            log.warning(
+                "the tool executor process %d did not end within %g s; killing it", self.process.pid, self._end_s
+            )
             self.kill()

@@ -153,9 +153,21 @@ def run_request(service: Service, body: bytes) -> tuple[int, Any]:
 
 
 def make_server(
-    settings: ExecutorSettings, host: str = "127.0.0.1", port: int = 8080, token: str = ""
+    settings: ExecutorSettings,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    token: str = "",
+    *,
+    connections: int = MAX_CONNECTIONS,
 ) -> tuple[GuardedServer, Service]:
     """A server that is bound but does not serve yet, with its started executor.
+
+    Args:
+        settings: Limits of a program, isolation and size of the pool.
+        host: Address to listen on.
+        port: Port; 0 takes a free one.
+        token: What requests must name; empty on loopback only.
+        connections: Most connections at a time.
 
     Raises:
         ValueError: the address is not loopback and there is no token.
@@ -169,7 +181,7 @@ def make_server(
     service = Service(executor, settings.limits.wall_s, token)
 
     class Server(GuardedServer):
-        most_connections = MAX_CONNECTIONS
+        most_connections = connections
 
         def server_close(self) -> None:
             super().server_close()

@@ -97,13 +97,16 @@ class TurnAnswer:
 class Dialogues:
     """Conversations under one tokenizer."""
 
-    def __init__(self, config: TextConfig, tokenizer: Tokenizer):
+    def __init__(self, config: TextConfig, tokenizer: Tokenizer, *, most_tokens: int = REMEMBERED_TOKENS):
+        """`most_tokens`: ids of conversations that are remembered."""
         self._config, self._tokenizer = replace(config, instruction="", tools_section=False), tokenizer
+        self._most_tokens = most_tokens
         self._formats: OrderedDict[tuple[str, str], ChatFormat] = OrderedDict()
         self._known: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._sampled_calls: dict[bytes, tuple[ToolCall, ...]] = {}
         """Of the last turn of what is known; their own ids and names may stand around their results."""
-        self._held = 0
+        self.remembered = 0
+        """Number of ids that are remembered."""
 
     def context(
         self, session: str, messages: Any, tools: Sequence[Mapping[str, Any]] = (), forced: str | None = None
@@ -164,12 +167,12 @@ class Dialogues:
         if context.begun is not None:
             turn = replace(turn, text=context.begun.text + turn.text)
         key = _digest(context.key, turn.normal.encode())
-        self._held += len(ids) - len(self._known.pop(key, ()))
+        self.remembered += len(ids) - len(self._known.pop(key, ()))
         self._known[key], self._sampled_calls[key] = ids, answer.calls
-        while self._held > REMEMBERED_TOKENS:
+        while self.remembered > self._most_tokens:
             oldest, dropped = self._known.popitem(last=False)
             del self._sampled_calls[oldest]
-            self._held -= len(dropped)
+            self.remembered -= len(dropped)
 
     def _format(self, system: str, tools: str) -> ChatFormat:
         key = (system, tools)

@@ -104,6 +104,8 @@ class SamplingLoop:
         sampler: SamplerParams | None,
         deliver: Callable[[Callable[[], None]], None],
         duty: Callable[[], SamplerParams | None] = lambda: None,
+        *,
+        gather_s: float = GATHER_S,
     ):
         """
         Args:
@@ -111,8 +113,9 @@ class SamplingLoop:
             sampler: From its `publish`; None if it is set before the first turn.
             deliver: Runs a function on the thread of those who submit jobs, such as `call_soon_threadsafe`.
             duty: Called between chunks; weights that it returns are sampled with from then on.
+            gather_s: Seconds that an idle loop waits for jobs that come with the first one, at least.
         """
-        self.engine, self.sampler, self._deliver, self._duty = engine, sampler, deliver, duty
+        self.engine, self.sampler, self._deliver, self.duty = engine, sampler, deliver, duty
         self.stats = RolloutStats()
         """Statistics of the engine since the loop began."""
         self.idle_s = 0.0
@@ -122,7 +125,7 @@ class SamplingLoop:
         self._jobs: dict[int, tuple[SampleJob, int]] = {}
         self._events: list[tuple[SampleJob, str, int, Any]] = []
         self._closed = False
-        self._chunk_s = 0.0
+        self._gather_s, self.chunk_s = gather_s, 0.0
         """Seconds that the last chunk took."""
         self._thread: threading.Thread | None = None
 
@@ -189,24 +192,24 @@ class SamplingLoop:
         self._take(wait_s if not self._jobs else 0.0)
         begun = time.perf_counter()
         self.idle_s += begun - began if idle else 0.0
-        if (sampler := self._duty()) is not None:
+        if (sampler := self.duty()) is not None:
             self.sampler = sampler
         for ticket, trajectory in self.engine.advance(0.0):
             job, sample = self._jobs.pop(ticket)
             if not any(other in self._jobs for other in self._tickets[job]):
                 del self._tickets[job]
             self._events.append((job, "ended", sample, trajectory))
-        self._chunk_s = time.perf_counter() - begun
+        self.chunk_s = time.perf_counter() - begun
         self._report()
 
     def _take(self, wait_s: float) -> None:
         """Jobs that were submitted. An idle loop waits for the first, and for others that come with it."""
-        idle, until_s, gap_s = wait_s > 0, 0.0, max(GATHER_S, GATHER_SHARE * self._chunk_s)
+        idle, until_s, gap_s = wait_s > 0, 0.0, max(self._gather_s, GATHER_SHARE * self.chunk_s)
         try:
             while True:
                 item = self._inbox.get(wait_s > 0, wait_s)
                 now = time.perf_counter()
-                until_s = until_s or now + self._chunk_s
+                until_s = until_s or now + self.chunk_s
                 wait_s = gap_s if idle and now < until_s else 0.0
                 if item is None:
                     return

@@ -41,8 +41,6 @@ AGENT_HEADER = "X-Agent"
 """Header with the name of who asks; without it the name is that of the model."""
 RECENT = 1024
 """Requests whose times the metrics describe."""
-STALLED_S = 60.0
-"""How long a client may take nothing of its stream before it counts as gone."""
 UNFINISHED = ("infrastructure", "cancelled")
 """Stops of rows whose tokens are no answer."""
 SAMPLING_FIELDS = frozenset((
@@ -68,6 +66,10 @@ class ServerLimits:
     """Largest body of a request."""
     per_minute: int = 0
     """Requests a minute for each key; 0 for no limit."""
+    request_s: float = REQUEST_S
+    """Seconds from the first byte of a request, or from the connection, to the end of its body."""
+    stalled_s: float = 60.0
+    """Seconds for which a client may take nothing of its stream before it counts as gone."""
 
 
 class CallSession(Protocol):
@@ -363,7 +365,11 @@ class Endpoint:
         )
         size = (self.limits.body_mb << 20) + 1
         server = LimitedServer(
-            self.limits.connections, app, max_body_size=size, idle_connection_timeout=IDLE_S, body_timeout=REQUEST_S
+            self.limits.connections,
+            app,
+            max_body_size=size,
+            idle_connection_timeout=IDLE_S,
+            body_timeout=self.limits.request_s,
         )
         self.connections = server.connections
         return server
@@ -376,8 +382,9 @@ class Endpoint:
 class LimitedServer(HTTPServer):
     """A server with a bounded number of connections, whose first request must be let in soon."""
 
-    def initialize(self, most: int, *arguments: Any, **settings: Any) -> None:
-        super().initialize(*arguments, **settings)
+    def initialize(self, most: int, *arguments: Any, body_timeout: float, **settings: Any) -> None:
+        super().initialize(*arguments, body_timeout=body_timeout, **settings)
+        self._request_s = body_timeout
         self.connections: Connections[IOStream] = Connections(most)
 
     def handle_stream(self, stream: Any, address: Any) -> None:
@@ -385,7 +392,7 @@ class LimitedServer(HTTPServer):
         if late is not None:
             late.close()
         if late is not stream:
-            asyncio.get_running_loop().call_later(REQUEST_S, self._end_silent, stream)
+            asyncio.get_running_loop().call_later(self._request_s, self._end_silent, stream)
             super().handle_stream(stream, address)
 
     def on_close(self, server_conn: Any) -> None:
@@ -583,7 +590,7 @@ class SamplingHandler(EndpointHandler):
         """Sends what was written, and waits until the client has room for more."""
         sent = self.flush()
         if not sent.done():
-            await asyncio.wait_for(sent, STALLED_S)
+            await asyncio.wait_for(sent, self.endpoint.limits.stalled_s)
 
     def on_connection_close(self) -> None:
         if self._work is not None:
@@ -607,13 +614,14 @@ class ServerThread:
         self.endpoint = make(self._io.call_soon_threadsafe)
         self._thread = threading.Thread(target=self._io.run_forever, daemon=True, name="http")
         self._thread.start()
-        self._sockets = bind_sockets(port, host)
-        self.port: int = self._sockets[0].getsockname()[1]
+        self.sockets = bind_sockets(port, host)
+        """The listening sockets."""
+        self.port: int = self.sockets[0].getsockname()[1]
         self._server = asyncio.run_coroutine_threadsafe(self._listen(), self._io).result()
 
     async def _listen(self) -> HTTPServer:
         server = self.endpoint.server()
-        server.add_sockets(self._sockets)
+        server.add_sockets(self.sockets)
         return server
 
     def close(self) -> None:

@@ -141,7 +141,7 @@ def read_words(words: Sequence[str]) -> Layer:
             values.append(rest.pop(0))
         path = tuple(name.replace("-", "_").split("."))
         given = Word(values[0]) if len(values) == 1 else [Word(value) for value in values] if values else True
-        _put(layer.values, path, given)
+        put(layer.values, path, given)
         layer.places[path] = COMMAND_LINE
     return layer
 
@@ -150,7 +150,7 @@ def _is_name(word: str) -> bool:
     return word.startswith("--") or bool(re.match(r"[a-z][a-z_0-9]*(\.[a-z_0-9]+)*=", word))
 
 
-def _put(values: dict[str, Any], path: KeyPath, value: Any) -> None:
+def put(values: dict[str, Any], path: KeyPath, value: Any) -> None:
     """Sets a value. A kind and the settings of that kind may come in either order."""
     *parents, last = path
     for name in parents:

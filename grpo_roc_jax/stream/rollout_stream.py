@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -58,20 +58,30 @@ earlier."""
 class RolloutStream:
     """Keeps the engine filled and returns complete groups, oldest first. A run has one of these."""
 
-    def __init__(self, config: Config, sampling: GroupSampler, mesh: Mesh, source: GroupSource | None = None):
+    def __init__(
+        self,
+        config: Config,
+        sampling: GroupSampler,
+        mesh: Mesh,
+        source: GroupSource | None = None,
+        *,
+        open_wave: Callable[[Config, Any, Wave], list[RolloutRequest]] = opening_requests,
+    ):
         """
         Args:
             config: Configuration of the run.
             sampling: Group sampler of the run. Only this stream and evaluations use its engine.
             mesh: Mesh of the update, during which the rollouts continue.
             source: What rolls the groups out; by default the engine of `sampling`.
+            open_wave: Returns the requests that open the groups of a wave, given the configuration and the chat format.
         """
+        self._open_wave = open_wave
         self._config, self._sampling = config, sampling
         self._source = source or EngineGroups(sampling, shows=not config.rollout.step_limit.lag)
         self._mesh, self._limit, self._count = mesh, config.rollout.step_limit, config.group.problems
         self._processes, self._begun = sampling.processes, 0
         """Processes of the run; number of groups submitted so far."""
-        self._open: list[OpenGroup] = []
+        self.open_groups: list[OpenGroup] = []
         """Open groups in the order of their births."""
         self._label = (-1, 0)
         """Step and number of the newest round, as random keys use them."""
@@ -155,9 +165,9 @@ class RolloutStream:
     def _fill(self, run: RunState, weights: SamplerParams | None) -> None:
         """Begins rounds until there is one for this step and for each of the `lag` steps to come."""
         config, chat = self._config, self._sampling.sampler.chat
-        while len(self._open) <= self._limit.lag * self._count:
-            step = run.step + len(self._open) // self._count
-            if step >= config.steps and len(self._open) >= self._count:
+        while len(self.open_groups) <= self._limit.lag * self._count:
+            step = run.step + len(self.open_groups) // self._count
+            if step >= config.steps and len(self.open_groups) >= self._count:
                 return
             index = self._label[1] + 1 if step == self._label[0] else 0
             if not index:
@@ -165,7 +175,7 @@ class RolloutStream:
             self._label = (step, index)
             problems = draw_problems(config, run.stream, run.method, self._rng)
             wave = Wave(problems, config.resample.sampled(config.group.size), run.method, self._rng)
-            opening = opening_requests(config, chat, wave)
+            opening = self._open_wave(config, chat, wave)
             requests = numbered(opening, index * self._count, Counter())
             parts = [PartialGroup(r.problem, (), step, r.place, r.temperature, run.step) for r in requests]
             mine, groups = self._add(parts, [[None] * request.count for request in requests])
@@ -181,7 +191,7 @@ class RolloutStream:
         for _, some in groupby(zip(parts, rows, strict=True), key=lambda pair: (pair[0].step, pair[0].place)):
             group = OpenGroup(self._begun, *map(list, zip(*some, strict=True)))
             self._begun += 1
-            self._open.append(group)
+            self.open_groups.append(group)
             mine += [self._is_mine(group)] * len(group.parts)
             groups += [group] if self._is_mine(group) else []
         return mine, groups
@@ -208,7 +218,7 @@ class RolloutStream:
         """Continues with the rows of a checkpoint. Keys and values of the cache are computed with the current weights.
         A row whose tool session is lost starts again."""
         cuts, run.partial = run.partial, ()
-        if not cuts or self._open:
+        if not cuts or self.open_groups:
             return
         ended = [[None if t.stop == "cancelled" else t for t in part.trajectories] for part in cuts]
         mine, groups = self._add([replace(part, trajectories=()) for part in cuts], ended)
@@ -240,8 +250,8 @@ class RolloutStream:
             if failure:
                 raise ProcessFailed(f"process {index} failed while it sampled: {failure}") from self._failure
         self._learn(news)
-        complete = oldest_whole(self._open, self._count)
-        self._open = [group for group in self._open if group not in complete]
+        complete = oldest_whole(self.open_groups, self._count)
+        self.open_groups = [group for group in self.open_groups if group not in complete]
         return complete
 
     def _work_until_complete(self, trained: int) -> None:
@@ -250,8 +260,8 @@ class RolloutStream:
         drops = lag > 0 and self._limit.late == "drop"
         while processes.count == 1 or not (self._failed_elsewhere or self._failure or processes.stopping):
             if drops:
-                self._source.drop_rows([*filter(self._is_mine, late_groups(self._open, trained, lag))])
-            if may_take(self._open, self._count, trained, lag, drops=drops):
+                self._source.drop_rows([*filter(self._is_mine, late_groups(self.open_groups, trained, lag))])
+            if may_take(self.open_groups, self._count, trained, lag, drops=drops):
                 return
             self._work_on()
 
@@ -267,7 +277,7 @@ class RolloutStream:
 
     def _sort(self) -> None:
         """Restores the order of births, since groups of a lost sampler are younger after they have begun again."""
-        self._open.sort(key=lambda group: (group.born, group.number))
+        self.open_groups.sort(key=lambda group: (group.born, group.number))
 
     def _ask(self) -> None:
         """Exchanges with the other processes which groups are complete, and how old they are. A process decides only on
@@ -280,17 +290,17 @@ class RolloutStream:
     def _news(self) -> str:
         """What the others do not know of this process's groups: those that are complete, the births of those that have
         begun again, and whether it has failed; as text."""
-        mine = [group for group in self._open if self._is_mine(group)]
+        mine = [group for group in self.open_groups if self._is_mine(group)]
         changed = [g for g in mine if g.complete or g.born != g.first_born]
         return json.dumps([self._failure is not None, [(g.number, g.born, g.complete) for g in changed]])
 
     def _learn(self, news: Sequence[str]) -> None:
-        """Takes over what the processes tell about their groups; `_open` is in the same order in all of them once they
-        have gathered it."""
+        """Takes over what the processes tell about their groups; `open_groups` is in the same order in all of them once
+        they have gathered it."""
         read = [json.loads(text) for text in news]
         self._failed_elsewhere = any(failed for failed, _ in read)
         told = {number: (born, complete) for _, groups in read for number, born, complete in groups}
-        for group in self._open:
+        for group in self.open_groups:
             if self._is_mine(group):
                 continue
             born, group.elsewhere = told.get(group.number, (group.born, False))
@@ -303,7 +313,7 @@ class RolloutStream:
         local = [*filter(self._is_mine, complete)]
         self._source.score(local)
         stats = self._source.take_stats()
-        if not self._open:
+        if not self.open_groups:
             self._source.release()
         gathered = self._processes.gather(([group.scored for group in local], stats))
         parts = [iter(scored) for scored, _ in gathered]
@@ -325,10 +335,10 @@ class RolloutStream:
         lag = self._limit.lag
         if not lag:
             return
-        stale = [group for group in self._open if group.born + lag < run.step]
+        stale = [group for group in self.open_groups if group.born + lag < run.step]
         mine = [*filter(self._is_mine, stale)]
         self._source.forget(mine)
-        self._open = [group for group in self._open if group not in stale]
+        self.open_groups = [group for group in self.open_groups if group not in stale]
         old = run.buffer.discard(lambda group: oldest(group) + lag < run.step)
         rows = chain.from_iterable(chain.from_iterable(group.rows for group in mine))
         self._dropped += sum(row is None or row.stop != "cancelled" for row in rows)
@@ -342,7 +352,7 @@ class RolloutStream:
         try:
             if self._failure is None:
                 self._source.advance(0.0)
-                local = filter(self._is_mine, self._open)
+                local = filter(self._is_mine, self.open_groups)
                 self._source.score([group for group in local if group.complete and group.scored is None][:1])
         except Exception as error:
             self._failure = error
@@ -354,12 +364,12 @@ class RolloutStream:
     def _cut(self) -> list[tuple[Trajectory, ...]]:
         """The rows of each part that is open here; unfinished rows are copied in their present state and continue."""
         self._sort()
-        return [rows for group in filter(self._is_mine, self._open) for rows in self._source.cut(group)]
+        return [rows for group in filter(self._is_mine, self.open_groups) for rows in self._source.cut(group)]
 
     def _with_rows(self, cuts: Sequence[Sequence[tuple[Trajectory, ...]]]) -> tuple[PartialGroup, ...]:
         """All open groups, with the rows that each process has of them."""
         rows = [*map(iter, cuts)]
-        pairs = ((rows[self._owner(group)], part) for group in self._open for part in group.parts)
+        pairs = ((rows[self._owner(group)], part) for group in self.open_groups for part in group.parts)
         return tuple(replace(part, trajectories=next(source)) for source, part in pairs)
 
 

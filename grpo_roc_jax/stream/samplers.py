@@ -48,7 +48,7 @@ from grpo_roc_jax.stream.open_groups import EngineGroups, OpenGroup, SamplerFail
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics, RolloutRequest, Trajectory
 
-TRANSPORTS = {"ray": "contrib.samplers.ray_samplers:RayTransport"}
+TRANSPORTS = {"ray": "grpo_roc_jax.contrib.samplers.ray_samplers:RayTransport"}
 """Kind of `rollout.samplers` -> module and class of its transport; imported when the kind is chosen."""
 POLL_S = 0.5
 """Longest time in which a sampler answers that nothing has ended."""
@@ -172,7 +172,8 @@ class HostedGroups:
         self._version = self._refused = -1
         self._waiting: list[GroupTask] = []
         """Groups whose weights have not come yet."""
-        self._groups: dict[int, OpenGroup] = {}
+        self.open_groups: dict[int, OpenGroup] = {}
+        """Groups that have begun here and were not reported, by their numbers."""
 
     @property
     def working(self) -> bool:
@@ -182,16 +183,16 @@ class HostedGroups:
         """Follows orders. Groups begin once weights of their version are here."""
         if weights is not None:
             self._publish(weights)
-        given_up = [self._groups.pop(number) for number in orders.forget if number in self._groups]
+        given_up = [self.open_groups.pop(number) for number in orders.forget if number in self.open_groups]
         self._source.forget(given_up)
         self._waiting = [task for task in (*self._waiting, *orders.tasks) if task.number not in orders.forget]
         ready = [task for task in self._waiting if task.version <= self._version]
         self._waiting = [task for task in self._waiting if task.version > self._version]
         for task in ready:
             group = OpenGroup(task.number, list(task.parts), [list(rows) for rows in task.rows])
-            self._groups[task.number] = group
+            self.open_groups[task.number] = group
             self._source.submit([group], task.requests, RunOptions(task.step), self._weights)
-        self._source.drop_rows([group for number, group in self._groups.items() if number in orders.drop])
+        self._source.drop_rows([group for number, group in self.open_groups.items() if number in orders.drop])
 
     def _publish(self, weights: Weights) -> None:
         if weights.version < self._version:
@@ -212,12 +213,12 @@ class HostedGroups:
 
     def report(self) -> Report:
         """What has happened since the last report."""
-        complete = [group for group in self._groups.values() if group.complete]
+        complete = [group for group in self.open_groups.values() if group.complete]
         self._source.score(complete)
         stats = (self._source.take_stats(),) if complete else ()
         for group in complete:
-            del self._groups[group.number]
-        if complete and not self._groups:
+            del self.open_groups[group.number]
+        if complete and not self.open_groups:
             self._source.release()
         groups = (CompletedGroup(group.number, tuple(map(tuple, group.rows)), group.scored) for group in complete)
         return Report(
@@ -343,7 +344,7 @@ class Transport(Protocol):
 
 
 @dataclass(eq=False)
-class _Member:
+class Member:
     """A sampler of the pool."""
 
     name: str
@@ -406,7 +407,8 @@ class SamplerPool:
         self._notes: list[str] = []
         self._dropped = self._started = self._failed_starts = 0
         self._counts = dict.fromkeys(("joined", "lost", "rows_lost", "groups_again", "weights_refused"), 0)
-        self._members = [self._start() for _ in range(count)]
+        self.members = [self._start() for _ in range(count)]
+        """The samplers; another one is put in the place of one that is lost."""
 
     @property
     def working(self) -> bool:
@@ -428,7 +430,7 @@ class SamplerPool:
         refuse_non_finite(self._sampling.processes.gather(finite), version)
         self._sent = Weights(version, params, digest(params))
         self._weights = self._transport.put(self._sent)
-        for member in self._members:
+        for member in self.members:
             self._transport.deliver(member.link, Orders(), self._weights)
 
     def submit(
@@ -462,22 +464,22 @@ class SamplerPool:
 
     def advance(self, timeout_s: float) -> None:
         """Takes reports until groups are complete or begin again, or for so long from when a sampler has started."""
-        if timeout_s > 0 and not any(member.ready for member in self._members):
+        if timeout_s > 0 and not any(member.ready for member in self.members):
             processes = self._sampling.processes
             with phase("starting samplers"):  # until then there is no news for other processes
-                self._advance(np.inf, lambda: any(member.ready for member in self._members) or processes.stopping)
+                self._advance(np.inf, lambda: any(member.ready for member in self.members) or processes.stopping)
         self._advance(timeout_s, lambda: False)
 
     def _advance(self, timeout_s: float, enough: Callable[[], bool]) -> None:
         """Takes reports until groups are complete or begin again, for so long, or until it is enough."""
         ends, changed = self._clock() + timeout_s, False
         while not (changed or enough()):
-            for member in self._members:
+            for member in self.members:
                 if member.call is None:
                     member.call, member.called_s = self._transport.poll(member.link), self._clock()
             left = ends - self._clock()
-            over = self._transport.wait([m.call for m in self._members], min(max(left, 0.0), POLL_S))
-            for member in list(self._members):
+            over = self._transport.wait([m.call for m in self.members], min(max(left, 0.0), POLL_S))
+            for member in list(self.members):
                 if member.call in over:
                     changed |= self._take(member)
                 elif member.ready and self._clock() - member.called_s > self._timeout_s + POLL_S:
@@ -486,7 +488,7 @@ class SamplerPool:
             if left <= 0:
                 return
 
-    def _take(self, member: _Member) -> bool:
+    def _take(self, member: Member) -> bool:
         """Takes the report of a sampler; whether groups are complete or begin again."""
         try:
             report = self._transport.result(member.call)
@@ -515,7 +517,7 @@ class SamplerPool:
             self._dropped += sum(row.stop == "cancelled" for row in chain.from_iterable(task.rows))
         return bool(returned)
 
-    def _send_again(self, member: _Member) -> None:
+    def _send_again(self, member: Member) -> None:
         """Sends weights once more that arrived with another hash."""
         member.refusals += 1
         self._counts["weights_refused"] += 1
@@ -531,9 +533,9 @@ class SamplerPool:
         """Gives queued groups to samplers with free slots, those with fewest rows first; whether there were any."""
         if self._sent is None:
             return False
-        assigned: dict[_Member, list[GroupTask]] = {}
+        assigned: dict[Member, list[GroupTask]] = {}
         for number in sorted(self._queue):
-            member = min((m for m in self._members if m.ready), key=lambda m: m.rows, default=None)
+            member = min((m for m in self.members if m.ready), key=lambda m: m.rows, default=None)
             if member is None or member.rows >= self._slots:
                 break
             task, group = self._queue.pop(number), self._groups[number]
@@ -547,14 +549,14 @@ class SamplerPool:
             self._transport.deliver(member.link, Orders(tasks=tuple(tasks)))
         return bool(assigned)
 
-    def _start(self) -> _Member:
+    def _start(self) -> Member:
         self._started += 1
-        member = _Member(f"sampler {self._started}", self._transport.start())
+        member = Member(f"sampler {self._started}", self._transport.start())
         if self._weights is not None:
             self._transport.deliver(member.link, Orders(), self._weights)
         return member
 
-    def _lose(self, member: _Member, why: str) -> bool:
+    def _lose(self, member: Member, why: str) -> bool:
         """Queues the groups of a lost sampler, and starts another one in its place."""
         rows = sum(task.size for task in member.tasks.values())
         if member.ready:
@@ -572,7 +574,7 @@ class SamplerPool:
         self._queue |= member.tasks
         self._dropping -= member.tasks.keys()
         self._transport.stop(member.link)
-        self._members[self._members.index(member)] = self._start()
+        self.members[self.members.index(member)] = self._start()
         return bool(member.tasks)
 
     def drop_rows(self, groups: Sequence[OpenGroup]) -> None:
@@ -587,11 +589,11 @@ class SamplerPool:
             del self._groups[number], self._cuts[number]
             self._queue.pop(number, None)
             self._dropping.discard(number)
-            for member in self._members:
+            for member in self.members:
                 member.tasks.pop(number, None)
 
     def _tell(self, groups: Sequence[OpenGroup], what: str) -> None:
-        for member in self._members:
+        for member in self.members:
             numbers = tuple(group.number for group in groups if group.number in member.tasks)
             if numbers:
                 self._transport.deliver(member.link, Orders(**{what: numbers}))
@@ -618,7 +620,7 @@ class SamplerPool:
     def metrics(self) -> Metrics:
         """Samplers that work, what has happened to samplers since the last step, groups that wait for one, and the
         versions that they sample with."""
-        ready = [member for member in self._members if member.ready]
+        ready = [member for member in self.members if member.ready]
         lags = [self.version - member.version for member in ready]
         counts = {f"samplers/{name}": float(count) for name, count in self._counts.items()}
         self._counts = dict.fromkeys(self._counts, 0)
@@ -703,10 +705,16 @@ def sent_bytes(policy: PolicyModel) -> int:
 
 @contextmanager
 def remote_samplers(
-    config: Config, policy: PolicyModel, sampling: GroupSampler
+    config: Config, policy: PolicyModel, sampling: GroupSampler, transports: Mapping[str, str] = TRANSPORTS
 ) -> Iterator[SamplerPool | FollowedSamplers | None]:
     """The samplers that the configuration asks for, until the end of the block; None where the trainer samples. If the
     trainer has several processes, the first one starts and drives them.
+
+    Args:
+        config: Configuration of the run.
+        policy: The model on its mesh.
+        sampling: Group sampler of the run.
+        transports: Kind of `rollout.samplers` -> module and class of its transport.
 
     Raises:
         ConfigError: The transport's package is missing, or its cluster is not there; raised in all processes.
@@ -719,8 +727,8 @@ def remote_samplers(
 
     def connect() -> None:
         nonlocal transport
-        module, _, name = TRANSPORTS[samplers.kind].partition(":")
-        kind = getattr(importlib.import_module(f"grpo_roc_jax.{module}"), name)
+        module, _, name = transports[samplers.kind].partition(":")
+        kind = getattr(importlib.import_module(module), name)
         make = partial(RemoteSampler, config, sampling.sampler.executor.registry, all_passed())
         with config_errors():
             transport = kind(samplers, make, config.method.files, sent_bytes(policy))

@@ -89,7 +89,7 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.config = config
         self.glue = glue
-        self._convention = convention
+        self.convention = convention
         self._tools = tools
         by_length = dialogue_tags(tokenizer)
         self._tag = re.compile("(" + "|".join(map(re.escape, by_length)) + ")")
@@ -210,7 +210,7 @@ class ChatFormat:
 
     def split(self, text: str) -> tuple[str, str] | None:
         """(thought, text after it) of a turn, if the template writes these as separate messages; else None."""
-        return self._convention.split(text)
+        return self.convention.split(text)
 
     @property
     def opens_thought(self) -> bool:
@@ -220,13 +220,13 @@ class ChatFormat:
     def reopened_ids(self) -> list[int]:
         """Ids that open a further turn of the policy after one that has ended."""
         text = self.glue.prompt_close
-        for end in (self.glue.end, *self._convention.past_ends):
+        for end in (self.glue.end, *self.convention.past_ends):
             if end in text:
                 return self._ids(self._glued(text.partition(end)[2]))
         return self._ids(self._glued(text)) if re.search("assistant|model|ASSISTANT", text) else []
 
     def _parts(self, text: str) -> TurnParts:
-        return read_turn(text, self._convention, tools=self._tools, **self._thoughts)
+        return read_turn(text, self.convention, tools=self._tools, **self._thoughts)
 
     def question_ids(self, text: str, *, closed: bool = False) -> list[int]:
         """Ids that follow a last turn when the user writes again; `text` is plain text."""
@@ -236,7 +236,7 @@ class ChatFormat:
     @property
     def call_marks(self) -> tuple[str, ...]:
         """Where the calls of a turn begin."""
-        return self._convention.openings
+        return self.convention.openings
 
     def pieces(self, text: str) -> Pieces:
         """Trusted text in parts: a tag that is a special token as its id, other text as it is."""
@@ -271,7 +271,7 @@ class ChatFormat:
     def shown_ids(self, shown: Sequence[str], *, closed: bool, calls: Sequence[ToolCall]) -> list[int]:
         """`observation_ids` for texts that `shown` returned."""
         answered = [calls[i] if i < len(calls) else None for i in range(len(shown))]
-        ids = [self._convention.reply_id(call, i) for i, call in enumerate(answered)]
+        ids = [self.convention.reply_id(call, i) for i, call in enumerate(answered)]
         names = [plain_name(call.name) if call is not None and call.name else "tool" for call in answered]
         pieces: Pieces = [] if closed else [self.call_end_id]
         for i, text in enumerate(shown):
@@ -324,7 +324,7 @@ class ChatFormat:
         all_calls = [call for span in parts.spans if over or span.ended for call in span.calls]
         calls = tuple(all_calls[: self.config.max_calls_per_turn])
         last_call = max((span.end for span in parts.spans if span.ended), default=0)
-        if all_calls and not self._convention.stop_text:  # the end of the turn ends its calls, whatever follows them
+        if all_calls and not self.convention.stop_text:  # the end of the turn ends its calls, whatever follows them
             last_call = len(text)
         # An opening mark and the text after it are text too if no call follows.
         plain = [*parts.plain, *((span.start, span.end) for span in parts.spans if span.state == "broken")]
@@ -365,15 +365,15 @@ class ChatFormat:
                 f"{self.glue.thought_open}{thought}{self.glue.thought_close}" if thought or self.opens_thought else ""
             )
         hermes = CONVENTIONS["hermes"]
-        if self._convention is hermes:
+        if self.convention is hermes:
             return before + rest
         calls = hermes.find_calls(rest, over=True, tools=self._tools)
         before_call = rest.partition(CALL_OPEN)[0]
-        if self._convention.thought is not None:  # thoughts and calls are separate messages
+        if self.convention.thought is not None:  # thoughts and calls are separate messages
             return before + (
-                self._convention.write_calls(before_call, calls) if calls else self._convention.write_text(rest)
+                self.convention.write_calls(before_call, calls) if calls else self.convention.write_text(rest)
             )
-        return self._convention.write_calls((before + before_call).rstrip("\n"), calls) if calls else before + rest
+        return self.convention.write_calls((before + before_call).rstrip("\n"), calls) if calls else before + rest
 
     def call_opening(self, name: str = "") -> str:
         """The beginning of a turn that calls a tool at once, up to the first choice of the policy.

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_roc_jax.sandbox._messages import ExecutorSettings, ProgramLimits
 from grpo_roc_jax.sandbox.base import ProgramExecutor, cut
-from grpo_roc_jax.sandbox.executor import Executor
+from grpo_roc_jax.sandbox.executor import Executor, Supervision
 from grpo_roc_jax.sandbox.process import ExecutorProcess
 from grpo_roc_jax.sandbox.program import Program
 from grpo_roc_jax.sandbox.result import ToolResult
@@ -62,7 +62,7 @@ class BaseExecutor(ProgramExecutor):
         timer.start()
         threading.Thread(target=body, daemon=True, name="trusted-tool").start()
 
-    def _observation(self, result: ToolResult, code: str) -> str:
+    def observation_text(self, result: ToolResult, code: str) -> str:
         return observe(result, code, self.config)
 
 
@@ -78,10 +78,12 @@ def settings_of(config: ToolsConfig) -> ExecutorSettings:
 class PythonExecutor(BaseExecutor, Executor):
     """Runs calls on this host."""
 
-    def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
+    def __init__(
+        self, config: ToolsConfig, registry: Registry | None = None, *, supervision: Supervision | None = None
+    ) -> None:
         cgroup = config.executor if isinstance(config.executor, PoolInCgroup) else None
         pool = {"settings": settings_of(config), "cgroup": cgroup, "start_timeout_s": config.start_timeout_s}
-        super().__init__(config, registry, **pool)
+        super().__init__(config, registry, **pool, supervision=supervision)
 
     def _start_process(self) -> ExecutorProcess:
         reach("tool.restart")

@@ -34,19 +34,21 @@ def describe_call(config: ToolsConfig) -> str:
     return f"a call may take {program_bytes(config) / GIB:.1f} GiB of memory, {config.pool_size} run at a time"
 
 
-def describe_memory(config: ToolsConfig) -> str:
-    """A line with the sum and what limits it; empty if programs run elsewhere."""
+def describe_memory(config: ToolsConfig, host: int | None = None) -> str:
+    """A line with the sum and what limits it; empty if programs run elsewhere. `host`: bytes of memory of the host,
+    by default of this one."""
     if isinstance(config.executor, PoolInCgroup):
         return f"programs share {config.executor.memory_mb * MIB / GIB:.1f} GiB of memory, the limit of their cgroup"
     if not isinstance(config.executor, LocalPool | RayActors):
         return ""
     each = program_bytes(config)
     calls, sessions = config.pool_size * each / GIB, config.sessions * each / GIB
+    room = host_bytes() if host is None else host
     where = " in each actor" if isinstance(config.executor, RayActors) else ""
     text = (
         f"{config.pool_size} calls at a time may take {calls:.1f} GiB of memory{where}, and {config.sessions} sessions "
-        f"{sessions:.1f} GiB; this host has {host_bytes() / GIB:.1f} GiB"
+        f"{sessions:.1f} GiB; this host has {room / GIB:.1f} GiB"
     )
-    if (calls + sessions) * GIB <= host_bytes():
+    if (calls + sessions) * GIB <= room:
         return text
     return f"{text}; tools.executor cgroup would limit the sum"

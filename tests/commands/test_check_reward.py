@@ -19,7 +19,7 @@ def mine(monkeypatch):
     monkeypatch.setitem(sys.modules, "mine", module)
 
 
-def test_builtin(capsys):
+def test_builtin():
     assert main(["answer"]) == 0
     assert check_reward("answer") == [
         "right answer       reward 1 (correct)",

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_roc_jax.commands import cut_traces
 from grpo_roc_jax.data.problems import load_problems
-from grpo_roc_jax.record.trace import TraceRecord
+from grpo_roc_jax.record.trace import TraceRecord, TraceWriter
 from grpo_roc_jax.types import Condition, Problem, ToolResult, Trajectory, Turn
 
 PROBLEM = Problem("p", "6*7?", "42", "math")
@@ -18,7 +18,7 @@ def record(*texts: str, **changes) -> TraceRecord:
     results = (ToolResult("ok", observation="42"),)
     turns = tuple(Turn(0, 1, text, (), results if i + 1 < len(texts) else ()) for i, text in enumerate(texts))
     ids = np.zeros(1, np.int32)
-    trajectory = replace(Trajectory(ids, ids > 0, ids / 1, ids - 1, 1, turns, "answer", 0), **changes)
+    trajectory = replace(Trajectory(ids, ids > 0, ids.astype(np.float32), ids - 1, 1, turns, "answer", 0), **changes)
     return TraceRecord(1, 0, PROBLEM, trajectory, None, True, "kept")
 
 
@@ -31,14 +31,14 @@ def test_states():
     assert {row["answer"] for row in rows} == {"42"}
 
 
-def test_the_file_can_be_trained_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cut_traces, "read_trace", lambda run, step: [record("run", "done")])
+def test_the_file_can_be_trained_on(tmp_path, capsys):
+    for name, texts in (("long", ("run", "done")), ("short", ("done",))):
+        TraceWriter(tmp_path / name).write(1, [record(*texts)])
     out = tmp_path / "states.jsonl"
-    assert cut_traces.main([str(tmp_path), "--out", str(out)]) == 0
+    assert cut_traces.main([str(tmp_path / "long"), "--out", str(out)]) == 0
     assert "1 states in" in capsys.readouterr().out
     assert json.loads(out.read_text())["answer"] == "42"
     assert [p.answer for p in load_problems(out)[0]] == ["42"]
-    monkeypatch.setattr(cut_traces, "read_trace", lambda run, step: [record("done")])
-    assert cut_traces.main([str(tmp_path), "--out", str(out)]) == 2
+    assert cut_traces.main([str(tmp_path / "short"), "--out", str(out)]) == 2
     with pytest.raises(SystemExit):
         cut_traces.main(["--out", str(out)])

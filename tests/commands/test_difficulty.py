@@ -2,19 +2,14 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
 from grpo_roc_jax.commands.difficulty import kept_rows, main
-from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.problems import load_problems
-from grpo_roc_jax.learner.update import init_train_state
-from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
-from grpo_roc_jax.run.components import make_parts
-from grpo_roc_jax.settings.cli import dump_yaml, load_config
+from grpo_roc_jax.settings.points import listening
 from grpo_roc_jax.types import Group, Problem
-from tests.commands.test_evaluate import TINY, gold
+from tests.commands.test_evaluate import gold, write_run
 from tests.helpers.samples import make_trajectory, make_verdict
 
 
@@ -53,13 +48,8 @@ def test_what_cannot_be_filtered_is_a_message_and_a_status(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_filter_rolls_out_by_the_policy_of_a_run(tmp_path, capsys, monkeypatch):
-    config = load_config(Config, TINY.split(), prog="test")
-    (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    with make_parts(config) as (policy, _):
-        state = init_train_state(jax.random.key(0), policy.model, config.optim, policy.mesh)
-    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
-        checkpointer.save(3, Bundle({"state": state, "reference": ()}))
+def test_the_filter_rolls_out_by_the_policy_of_a_run(tmp_path, capsys):
+    write_run(tmp_path, 3)
     out, source = tmp_path / "kept.jsonl", str(gold(tmp_path))
     words = [str(tmp_path), "--data", source, "--out", str(out), "--samples", "2", "--lowest", "0"]
     words += ["--keep", str(tmp_path / "rolled")]
@@ -67,5 +57,7 @@ def test_the_filter_rolls_out_by_the_policy_of_a_run(tmp_path, capsys, monkeypat
     printed = capsys.readouterr().out
     assert "policy after 3 training steps" in printed and "3 kept" in printed, "a random policy solves nothing"
     assert {problem.answer for problem in load_problems(out)[0]} == {"0", "2", "4"}
-    monkeypatch.setattr("grpo_roc_jax.run.evaluate.sample_requests", None)  # nothing is rolled out again
-    assert main([*words, "--highest", "1", "--resume"]) == 0 and "3 kept" in capsys.readouterr().out
+    reached = []
+    with listening(reached.append):
+        assert main([*words, "--highest", "1", "--resume"]) == 0 and "3 kept" in capsys.readouterr().out
+    assert "reward" not in reached, "nothing is rolled out again"

@@ -16,9 +16,9 @@ from grpo_roc_jax.learner.update import init_train_state
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.trace import read_trace, to_line
-from grpo_roc_jax.run import evaluate as run_evaluate
 from grpo_roc_jax.run.components import make_parts, resolve_model
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
+from grpo_roc_jax.settings.points import injected, listening
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from tests.helpers.reference import random_params
@@ -120,24 +120,16 @@ def test_two_published_models_are_compared_on_the_problems_of_a_file(tmp_path, c
 def test_an_evaluation_that_was_stopped_goes_on_with_the_next_part(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = publish(tmp_path / "one", 0)
-    words = [model, "--data", f"sums={gold(tmp_path, 4)}", "--samples", "2", "--keep", "kept", "--tools.workers=1"]
-    words += ["--rollout.max_response_tokens=16", "--rollout.slots=8", "--out"]
-    assert main([*words, "whole.json"]) == 0  # one part, in `kept`
-    monkeypatch.setattr(run_evaluate, "FILLS", 0)  # a part for each problem
-    roll_out, done = run_evaluate.sample_requests, []
-
-    def stopped(sampling, weights, requests, options):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append([request.place for request in requests])
-        return roll_out(sampling, weights, requests, options)
-
-    monkeypatch.setattr(run_evaluate, "sample_requests", stopped)
-    with pytest.raises(KeyboardInterrupt):
+    words = [model, "--data", f"sums={gold(tmp_path, 4)}", "--keep", "kept", "--tools.workers=1", "--samples", "4"]
+    words += ["--rollout.max_response_tokens=16", "--rollout.slots=1", "--out"]  # a part for each problem
+    assert main([*words, "whole.json"]) == 0  # in `kept`
+    with injected("reward=int@3"), pytest.raises(KeyboardInterrupt):
         main([*words, "cut.json"])  # in `kept-2`
     again = [word if word != "kept" else "kept-2" for word in words]
-    done.clear()
-    assert main([*again, "cut.json", "--resume"]) == 0 and done == [[2], [3]]
+    reached = []
+    with listening(reached.append):
+        assert main([*again, "cut.json", "--resume"]) == 0
+    assert reached.count("reward") == 2, "two parts are left"
     whole, cut = (json.loads((tmp_path / name).read_text()) for name in ("whole.json", "cut.json"))
     assert (cut["table"], cut["intervals"]) == (whole["table"], whole["intervals"]) and set(cut["table"]) == {
         "sums",
@@ -151,8 +143,10 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_part(tmp_path, cap
     lines = ([json.loads(to_line(r)) | {"seconds": 0, "logprobs": ""} for r in part] for part in (first, second))
     first, second = lines
     assert first == second and not (tmp_path / "kept-2" / "parts").exists()
-    done.clear()
-    assert main([*again, "again.json", "--resume"]) == 0 and not done  # it has ended: nothing is rolled out
+    reached.clear()
+    with listening(reached.append):
+        assert main([*again, "again.json", "--resume"]) == 0
+    assert "reward" not in reached, "it has ended: nothing is rolled out"
     assert json.loads((tmp_path / "again.json").read_text())["table"] == whole["table"]
     assert main([*again, "cut.json", "--resume", "--samples", "3"]) == 2
     assert "holds an evaluation of another policy or with other settings" in capsys.readouterr().err
@@ -160,15 +154,20 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_part(tmp_path, cap
         EvaluateConfig(model, resume=True)
 
 
-@pytest.mark.slow
-def test_a_run_is_evaluated_from_its_checkpoint_alone(tmp_path, capsys):
+def write_run(folder, *steps):
+    """A run directory with checkpoints of an untrained policy."""
     config = load_config(Config, TINY.split(), prog="test")
-    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    (folder / "config.yaml").write_text(dump_yaml(config))
     with make_parts(config) as (policy, _):
         state = init_train_state(jax.random.key(0), policy.model, config.optim, policy.mesh)
-    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
-        checkpointer.save(5, Bundle({"state": state, "reference": ()}))
-        checkpointer.save(7, Bundle({"state": state, "reference": ()}))
+    with Checkpointer(folder / "checkpoints", CheckpointConfig()) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, Bundle({"state": state, "reference": ()}))
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_from_its_checkpoint_alone(tmp_path, capsys):
+    write_run(tmp_path, 5, 7)
     out = tmp_path / "table.json"
     assert main([str(tmp_path), "--samples", "2", "--out", str(out)]) == 0
     printed = capsys.readouterr().out

@@ -101,7 +101,7 @@ def test_running_mean_looks_back_and_skips_gaps():
     assert running_mean(values, 1) is values
 
 
-def test_last_third_is_of_the_steps_of_the_run(tmp_path):
+def test_last_third_is_of_the_steps_of_the_run():
     rows = [{"step": i, "rollout/reward": float(i)} for i in range(1, 31)]
     rows[29]["eval/all/avg@1"] = 0.5
     rows[4]["early/only"] = 1.0

@@ -87,7 +87,6 @@ class ScriptedRay(ModuleType):
     def __init__(self) -> None:
         super().__init__("ray")
         self.options: list[dict] = []
-        self.batches: list[int] = []
         self.exceptions = SimpleNamespace(RayError=RuntimeError)
         self.done: list[tuple[str, ToolResult]] = []
 
@@ -105,7 +104,6 @@ class ScriptedRay(ModuleType):
         self.options.append({"workers": settings.pool_size})
 
         def submit(batch: list[CodeCall]) -> None:
-            self.batches.append(len(batch))
             self.done += [(call.id, ToolResult("ok")) for call in batch]
 
         def poll() -> list:
@@ -123,15 +121,11 @@ class ScriptedRay(ModuleType):
 
 
 def actors(config: Config) -> Any:
-    """The options of the actors, and the number of calls per message."""
+    """The options of the actors, one entry or more for each."""
     ray = ScriptedRay()
     with mock.patch.dict(sys.modules, {"ray": ray}), make_executor(config.tools) as executor:
-        with executor._guard:
-            for i in range(8):
-                executor.submit(program(str(i), "1"))
-        while executor.stats()["tools/calls"] < 8:
-            time.sleep(0.001)
-    return ray.options, sorted(ray.batches)
+        assert all(result.ok for result in executor.run([program(str(i), "1") for i in range(8)]))
+    return ray.options
 
 
 def sampler_actors(config: Config) -> Any:
@@ -146,21 +140,25 @@ def sampler_actors(config: Config) -> Any:
         transport = RayTransport(samplers, print, (), 0)
         pool = SamplerPool(transport, sampling, samplers.count, samplers.timeout_s, clock=lambda: now[0])
     options = ray.remote.return_value.return_value.options
-    for member in pool._members:
+    count = options.return_value.remote.call_count
+    for member in pool.members:
         member.ready = True
     lost = []
     for now[0] in (0.0, 100.0, 200.0):
         pool.advance(0.0)
         lost.append(len(pool.take_notes()))
     own = own_config(config).sharding
-    return ray.init.call_args.kwargs, options.call_args.kwargs, len(transport._actors), own, lost
+    return ray.init.call_args.kwargs, options.call_args.kwargs, count, own, lost
 
 
 class Recorded:
     """Instead of a client of OpenEnv."""
 
+    latest: ClassVar["Recorded"]
+
     def __init__(self, **given: Any):
         self.given, self.asked = given, []
+        Recorded.latest = self
 
     async def connect(self) -> None: ...
 
@@ -190,9 +188,9 @@ def asked_of_package(config: Config) -> Any:
             adapter("contrib.environments.verifiers_tasks", "verifiers").environment_of(choice)
             return str(package.mock_calls[0])
         made = adapter("contrib.environments.openenv_server", "openenv").openenv_class(choice)()
-        seen = [asyncio.run(made.reset(Problem("p", "?", "1", "knobs"))), made._session.given]
+        seen = asyncio.run(made.reset(Problem("p", "?", "1", "knobs")))
         asyncio.run(made.step(Turn(0, 1, "go")))
-        return [*seen, made._session.asked, len(made.schemas)]
+        return [seen, Recorded.latest.given, Recorded.latest.asked, len(made.schemas)]
 
 
 def made_by(config: Config) -> str:

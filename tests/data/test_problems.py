@@ -75,11 +75,10 @@ def test_common_formats_load_without_settings(tmp_path, shape, suffix):
     assert (report.rows, report.problems, report.bad, report.duplicates) == (1, 1, (), 0)
 
 
-def test_further_columns_are_kept():
-    for shape, kept in (("verl", {"ability", "extra_info"}), ("AIME", {"id", "solution", "url"})):
-        row, prompt_column, answer_column = SHAPES[shape]
-        problem, _ = problems_module._problem(row, prompt_column, answer_column, "x")
-        assert set(problem.extra) == kept
+@pytest.mark.parametrize(("shape", "kept"), [("verl", {"ability", "extra_info"}), ("AIME", {"id", "solution", "url"})])
+def test_further_columns_are_kept(tmp_path, shape, kept):
+    (problem,), _ = load_problems(write(tmp_path / "x.jsonl", [SHAPES[shape][0]]))
+    assert set(problem.extra) == kept
 
 
 def test_columns_can_be_named(tmp_path):

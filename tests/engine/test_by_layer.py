@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_roc_jax.engine import programs
 from grpo_roc_jax.engine.by_layer import layer_kinds
 from grpo_roc_jax.engine.config import LowPrecision, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
@@ -23,11 +22,8 @@ from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_r
 NARROW = replace(ROLLOUT, slots=16, narrow=(4,))
 
 
-def engine_of(monkeypatch, shared, model, rollout=NARROW, sampling=None, mesh=None):
-    monkeypatch.setattr(programs, "LAYER_WEIGHTS", 0 if shared else 1 << 60)
-    engine = make_engine(model, rollout, sampling or SamplingConfig(), STOPS, mesh, seed=11)
-    assert engine.programs.shares_layers is shared
-    return engine
+def engine_of(shared, model, rollout=NARROW, sampling=None, mesh=None):
+    return make_engine(model, rollout, sampling or SamplingConfig(), STOPS, mesh, seed=11, shares_layers=shared)
 
 
 SHARED = MODELS["gemma4_small"]
@@ -46,12 +42,12 @@ SLOW = ("truncated", "int8", "experts", "windows", "recurrent", "shared keys")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
-def test_trajectories_are_those_of_unrolled_layers(monkeypatch, case):
+def test_trajectories_are_those_of_unrolled_layers(case):
     """Also on a mesh of one device, as runs have it; nothing is compiled after the warmup."""
     params = jax.device_put(random_params(CASES[case]["model"], seed=1))
     requests, found = make_requests(3, 4), []
     for shared, mesh in ((False, None), (True, make_mesh(ShardingConfig(data=1), jax.devices()[:1]))):
-        engine = engine_of(monkeypatch, shared, **CASES[case], mesh=mesh)
+        engine = engine_of(shared, **CASES[case], mesh=mesh)
         sampler = engine.publish(params, 5)
         assert sampler.check_gap < 2e-5
         if shared:
@@ -67,7 +63,7 @@ def test_trajectories_are_those_of_unrolled_layers(monkeypatch, case):
             np.testing.assert_array_equal(one.routes, other.routes)
 
 
-def test_a_deeper_model_compiles_nothing_more(monkeypatch):
+def test_a_deeper_model_compiles_nothing_more():
     """Ten layers have the programs of two and none besides."""
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -75,7 +71,7 @@ def test_a_deeper_model_compiles_nothing_more(monkeypatch):
     )
     counts = []
     for layers in (2, 10):
-        engine = engine_of(monkeypatch, True, replace(MODEL, layers=layers), replace(NARROW, narrow=()))
+        engine = engine_of(True, replace(MODEL, layers=layers), replace(NARROW, narrow=()))
         sampler = engine.publish(jax.device_put(random_params(replace(MODEL, layers=layers))), 0)
         compiled.clear()
         engine.warmup(sampler)

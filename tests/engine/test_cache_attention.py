@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -46,19 +45,16 @@ ROLLOUT = {
 
 
 def engine_of(attention, mesh=None, **model):
-    return make_engine(
-        ModelConfig(**vars(MODEL) | model), RolloutConfig(**ROLLOUT, attention=attention), SamplingConfig(), [0], mesh
-    )
+    """On a backend that calls itself TPU, with devices of one."""
+    model, rollout = ModelConfig(**vars(MODEL) | model), RolloutConfig(**ROLLOUT, attention=attention)
+    platform = "tpu" if jax.default_backend() == "tpu" else None
+    return make_engine(model, rollout, SamplingConfig(), [0], mesh, platform=platform)
 
 
 @pytest.fixture
-def on_tpu():
-    """Devices that call themselves TPUs."""
-    with (
-        mock.patch.object(programs_module, "platform_of", lambda mesh: "tpu"),
-        mock.patch.object(jax, "default_backend", lambda: "tpu"),
-    ):
-        yield
+def on_tpu(monkeypatch):
+    """A backend that calls itself TPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
 
 
 def test_what_a_cpu_takes():
@@ -71,10 +67,12 @@ def test_what_a_cpu_takes():
 
 @pytest.mark.usefixtures("on_tpu")
 def test_settings_leave_nothing_to_measure():
-    with mock.patch.object(programs_module, "fastest", side_effect=AssertionError):
-        assert engine_of("xla").programs.orders == ("skh", "skh")
-        assert engine_of("paged").programs.orders == PAGED
-        assert engine_of("auto", head_dim=64).programs.attention == ("xla", {}), "the kernel does not take it"
+    for engine, orders in ((engine_of("xla"), ("skh", "skh")), (engine_of("paged"), PAGED)):
+        engine.programs.measure = None
+        assert engine.programs.orders == orders
+    engine = engine_of("auto", head_dim=64)
+    engine.programs.measure = None
+    assert engine.programs.attention == ("xla", {}), "the kernel does not take it"
     with pytest.raises(ValueError, match="head_dim = 64"):
         engine_of("paged", head_dim=64)
 
@@ -91,9 +89,9 @@ def test_auto_times_both_and_says_so():
         return "paged", {"xla": 6e-5, "paged": 3e-5}
 
     mesh = make_mesh(ShardingConfig(data=2), jax.devices()[:2])
-    with mock.patch.object(programs_module, "fastest", measured):
-        engine = engine_of("auto", mesh, layers=2, windows=SlidingWindows((4, 0)))
-        name, seconds = engine.programs.attention
+    engine = engine_of("auto", mesh, layers=2, windows=SlidingWindows((4, 0)))
+    engine.programs.measure = measured
+    name, seconds = engine.programs.attention
     assert name == "paged" and engine.programs.orders == PAGED
     assert math.isclose(seconds["xla"], 2e-5) and math.isclose(seconds["paged"], 1e-5), "a token of a chunk of 3"
     assert engine.describe_attention().endswith(
@@ -166,7 +164,7 @@ def test_a_chunk_computes_all_rows_unless_told_fewer(monkeypatch):
         report = ChunkReport(slots.token[None], slots.token[None] / 8, jnp.zeros((0, len(count))), count, jnp.ones(1))
         return pool, slots.replace(position=slots.position + count), report
 
-    monkeypatch.setattr(decode, "_draw_chunk", draw)
+    monkeypatch.setattr(decode, "draw_chunk", draw)
     monkeypatch.setattr(decode, "apply_patch", lambda slots, patch: slots)
     slots = init_slots(4).replace(token=jnp.array([5, 6, 7, 8]), active=jnp.array([True, False, True, True]))
     pool, settings = SimpleNamespace(map_memory=lambda *_: pool), ChunkSettings(SamplingConfig(), 2)
@@ -181,20 +179,15 @@ def test_a_chunk_computes_all_rows_unless_told_fewer(monkeypatch):
 def test_logits_are_gathered_on_a_mesh_without_tensor():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     logits = jnp.ones((2, 4))
-    assert decode._gathered(logits, mesh).sharding.is_fully_replicated and decode._gathered(logits, None) is logits
+    assert decode.gathered(logits, mesh).sharding.is_fully_replicated and decode.gathered(logits, None) is logits
 
 
-def test_the_cost_of_a_program_has_the_cache_of_one_shard(monkeypatch):
-    found = []
-    monkeypatch.setattr(programs_module, "program_cost", lambda name, start, executable, cache: found.append(cache))
-    programs, pool = (
-        object.__new__(programs_module.SamplerPrograms),
-        allocate(MODEL, PoolSize(4, 16, 2), jnp.float32, PAGED),
-    )
-    programs.shards, programs.costs = 2, []
-    programs.lower = lambda call: SimpleNamespace(compile=lambda: None)
-    programs._compile(SimpleNamespace(key=("decode", 2), arguments=({}, pool), by_layer=None), "decode/2")
-    assert found == [4 * 16 * 2 * 128 * 4 // 2]
+def test_the_cost_of_a_program_has_the_cache_of_one_shard():
+    programs = engine_of("xla", make_mesh(ShardingConfig(data=2), jax.devices()[:2])).programs
+    pool, none = programs.new_pool(), np.full((2, programs.shards * programs_module.COPIES), 10**6, np.int32)
+    cache_bytes, none = pool.nbytes, programs.place(none, None, programs.row_axes)
+    programs.copy(pool, none, none)
+    assert programs.costs[-1].name == "copy" and programs.costs[-1].cache_bytes == cache_bytes // 2
 
 
 def test_rows_of_appends():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_roc_jax.engine import decode, programs
+from grpo_roc_jax.engine import decode
 from grpo_roc_jax.engine.config import SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.engine.records import SingleTurn
@@ -178,10 +178,11 @@ def test_tokens_are_prompt_turns_and_observations(baseline):
     ],
     ids=lambda rollout: f"{rollout.slots} slots",
 )
-def test_same_trajectories_whatever_the_shapes(params, baseline, rollout, monkeypatch):
-    monkeypatch.setattr(programs, "READ_TOKENS", 32)  # appends of 1, 2, 4 and 6 rows
+def test_same_trajectories_whatever_the_shapes(params, baseline, rollout):
     requests, rollouts, _, _ = baseline
-    again, _, _ = run(params, requests, rollout=rollout)
+    engine = changed(engine_for(rollout, SamplingConfig(), None))
+    engine.programs.read_tokens = 32  # appends of 1, 2, 4 and 6 rows
+    again, _ = engine.run(engine.publish(params, 5), requests, FakeTools(requests))
     assert_same(rollouts, again)
 
 
@@ -381,7 +382,7 @@ def hanging_chunks(engine, params):
 
 
 def test_logits_that_stay_split_are_refused_before_they_hang(monkeypatch):
-    monkeypatch.setattr(decode, "_gathered", lambda logits, mesh: logits)
+    monkeypatch.setattr(decode, "gathered", lambda logits, mesh: logits)
     mesh = make_mesh(ShardingConfig(fsdp=2, tensor=2), jax.devices()[:4])
     engine = make_engine(SPLIT, replace(ROLLOUT, slots=8), SamplingConfig(), STOPS, mesh)
     found = hanging_chunks(engine, state_like(SPLIT, OptimConfig(), mesh).params)

@@ -6,13 +6,13 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from tests.rollout.test_recurrent import MODEL as RECURRENT
-from tests.rollout.test_recurrent import StopText, gap
-from tests.rollout.test_routes import MIXED
 
 from grpo_roc_jax.engine.config import SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.model.transformer import init_params
+from tests.engine.test_recurrent import MODEL as RECURRENT
+from tests.engine.test_recurrent import StopText, gap
+from tests.engine.test_routes import MIXED
 from tests.helpers.reference import random_params
 from tests.helpers.rollout_fakes import ROLLOUT, STOPS, FakeTools, make_requests
 

@@ -6,15 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.rollout.test_engine import assert_same
 
-from grpo_roc_jax.engine import programs
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.engine.records import SingleTurn
 from grpo_roc_jax.engine.table import BlockLedger, Full
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, allocate, cache_orders, enlarge
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from tests.engine.test_engine import assert_same
 from tests.helpers.reference import random_params
 from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests, one_rollout, run, sharp_params
 
@@ -102,12 +101,11 @@ def test_a_cache_grows_on_every_shard(params):
     assert "grow" in [cost.name for cost in engine.programs.costs]
 
 
-def test_a_dialogue_of_one_row_takes_what_it_needs(params, monkeypatch):
+def test_a_dialogue_of_one_row_takes_what_it_needs(params):
     """As a chat: one slot that may hold 4,096 tokens, layers that share their programs. A short answer keeps the first
     size, a prompt of 200 tokens makes the cache grow once or twice."""
-    monkeypatch.setattr(programs, "LAYER_WEIGHTS", 0)
     settings = RolloutConfig(slots=1, narrow=(), max_prompt_tokens=3072, max_response_tokens=1024, kv_start=128)
-    engine = make_engine(MODEL, settings, SamplingConfig(), STOPS, seed=11)
+    engine = make_engine(MODEL, settings, SamplingConfig(), STOPS, seed=11, shares_layers=True)
     sampler = engine.publish(params, 0)
     assert engine.programs.size.shared == 0, "nobody to share a prompt with"
     short, long = (np.resize(np.arange(8, 97, dtype=np.int32), n) for n in (20, 200))

@@ -47,7 +47,7 @@ def test_evicted_rows_come_back_as_they_were(low):
 
 
 def test_published_matrices_are_int8_and_the_check_reads_them(low, monkeypatch):
-    publisher = low._publisher
+    publisher = low.publisher
     published = publisher.publish(sharp_params(), 1)
     layer = published.params["layers"][0]
     assert layer["w_up"].codes.dtype == jnp.int8 and layer["w_up"].scales.shape == (1, MODEL.d_ff)

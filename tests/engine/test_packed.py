@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.rollout.test_engine import assert_same
 
 from grpo_roc_jax.engine.decode import SamplerModel, append, append_packed
 from grpo_roc_jax.engine.device_rows import PackTaker, Write
@@ -16,6 +15,7 @@ from grpo_roc_jax.engine.publish import unstack
 from grpo_roc_jax.model.config import SlidingWindows
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, allocate, tile_count, tile_width
 from grpo_roc_jax.model.transformer import init_params
+from tests.engine.test_engine import assert_same
 from tests.helpers.rollout_fakes import MODEL, ROLLOUT, make_requests, run, sharp_params
 
 BLOCK, BLOCKS = 8, 40

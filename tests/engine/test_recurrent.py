@@ -112,16 +112,12 @@ def test_prompts_of_one_token_begin_empty_in_a_used_slot(engine, params):
     assert gap(params, rollouts) < 2e-5
 
 
-def test_partial_rows_continue_exactly_where_they_stopped(engine, params, monkeypatch):
+def test_partial_rows_continue_exactly_where_they_stopped(engine, params):
     requests = make_requests(3, 4)
     tools = FakeTools(requests, latency_polls=3)
 
-    class LateClock:
-        perf_counter = staticmethod(lambda: 1e6 if tools.now >= 4 else 0.0)
-
-    monkeypatch.setattr("grpo_roc_jax.engine.scheduler.time", LateClock)
-    first, _ = run(engine, params, requests, tools, step_limit=PartialRows(60.0))
-    monkeypatch.undo()
+    late = {"clock": lambda: 1e6 if tools.now >= 4 else 0.0, "step_limit": PartialRows(60.0)}
+    first, _ = run(engine, params, requests, tools, **late)
     cut = [i for i, one in enumerate(first) if one.stop == "cancelled"]
     assert {awaits_observation(first[i]) for i in cut} == {True, False}
     resumed = [replace(requests[i], resume=first[i]) for i in cut]

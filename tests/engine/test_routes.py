@@ -12,7 +12,7 @@ from grpo_roc_jax.engine.config import SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.learner.loss import UpdateConfig, policy_logprobs
 from grpo_roc_jax.learner.pack import BatchConfig, pack
-from grpo_roc_jax.method.compose import _row
+from grpo_roc_jax.method.compose import train_row
 from grpo_roc_jax.model.config import Mixture
 from grpo_roc_jax.model.experts import mix_experts, recorded
 from grpo_roc_jax.model.transformer import Execution, forward
@@ -74,7 +74,7 @@ def logprobs_of(params, trajectories, *, replay):
     rows = []
     for t in trajectories:
         zeros = np.zeros(t.length, np.float32)
-        row = _row(t, t.policy_mask, t.logprobs, zeros, zeros, "token", None)
+        row = train_row(t, t.policy_mask, t.logprobs, zeros, zeros, "token", None)
         rows.append(row if replay else replace(row, routes=None))
     batch, _ = pack(rows, BatchConfig(row_length=LENGTH, rows=len(rows)), 1)
     micro = jax.tree.map(lambda leaf: leaf[0] if np.ndim(leaf) else leaf, batch)

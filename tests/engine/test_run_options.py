@@ -133,7 +133,7 @@ def test_early_exit_cancels_what_a_decided_group_no_longer_needs(params):
     assert stats.stops["cancelled"] == 0, "off by default"
 
 
-def test_partial_rows_continue_exactly_where_they_stopped(params, monkeypatch):
+def test_partial_rows_continue_exactly_where_they_stopped(params):
     requests = make_requests(3, 4)
     expected, _, _ = run(params, requests)
 
@@ -142,15 +142,12 @@ def test_partial_rows_continue_exactly_where_they_stopped(params, monkeypatch):
             self.latency_polls = 1 + 4 * (index % 2)
             return super().turn_ended(index, turn)
 
-    class LateClock:
+    def clock():
         """Jumps over the deadline at the third poll, while some rows wait and some decode."""
-
-        perf_counter = staticmethod(lambda: 1e6 if tools.now >= 3 else 0.0)
+        return 1e6 if tools.now >= 3 else 0.0
 
     tools = Uneven(requests)
-    monkeypatch.setattr("grpo_roc_jax.engine.scheduler.time", LateClock)
-    first, _ = configured(params, requests, tools, step_limit=PartialRows(60.0))()
-    monkeypatch.undo()
+    first, _ = configured(params, requests, tools, clock=clock, step_limit=PartialRows(60.0))()
     partial = [i for i, rollout in enumerate(first) if rollout.stop == "cancelled"]
     kinds = {(awaits_observation(first[i]), len(first[i].turns) > 0) for i in partial}
     assert kinds == {(True, True), (False, True), (False, False)}, "waiting, in a turn, never admitted"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.engine.config import SamplingConfig
-from grpo_roc_jax.engine.decode import _bisect, sample, trajectory_keys, uniforms
+from grpo_roc_jax.engine.decode import largest_threshold, sample, trajectory_keys, uniforms
 
 V = 300
 
@@ -157,5 +157,7 @@ def test_uniforms_are_uniform():
 
 def test_thresholds_are_found_to_the_last_bit():
     edges = jnp.concatenate([jnp.array([1e-30, 1.0]), jax.random.uniform(jax.random.key(0), (30,))])
-    found = jax.jit(lambda edges: _bisect(lambda t: (t <= edges).astype(jnp.float32), jnp.ones_like(edges)))(edges)
+    found = jax.jit(lambda edges: largest_threshold(lambda t: (t <= edges).astype(jnp.float32), jnp.ones_like(edges)))(
+        edges
+    )
     np.testing.assert_array_equal(found, edges)

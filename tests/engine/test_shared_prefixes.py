@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
-from tests.rollout.test_stream import assert_same_tokens, engine_of
 
 from grpo_roc_jax.model.transformer import init_params
+from tests.engine.test_stream import assert_same_tokens, engine_of
 from tests.helpers.rollout_fakes import MODEL, FakeTools, one_rollout
 
 

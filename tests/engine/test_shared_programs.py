@@ -25,17 +25,20 @@ def values(argument):
     return argument.sharding.spec, argument.sharding.device_set, np.asarray(argument).tolist()
 
 
-def test_the_others_make_the_leaders_calls_on_the_same_devices(monkeypatch):
+def test_the_others_make_the_leaders_calls_on_the_same_devices():
     """Instead of running, a program returns what it was called with, so that its results say how they came about."""
     mesh, made, sent = make_mesh(ShardingConfig(data=1, tensor=2), jax.devices()[:2]), {}, []
 
-    def ran(self, call):
-        result = (call.key, *map(values, call.arguments))
-        made.setdefault(self, []).append(result)
-        return (result, call.key, "report") if call.key[0] == "decode" else result
+    class Echo(SamplerPrograms):
+        def run(self, call):
+            result = (call.key, *map(values, call.arguments))
+            made.setdefault(self, []).append(result)
+            return (result, call.key, "report") if call.key[0] == "decode" else result
 
-    monkeypatch.setattr(SamplerPrograms, "_run", ran)
-    leader, follower = (SharedPrograms(MODEL, ROLLOUT, SamplingConfig(), STOPS, None, mesh) for _ in range(2))
+    class SharedEcho(SharedPrograms, Echo):
+        pass
+
+    leader, follower = (SharedEcho(MODEL, ROLLOUT, SamplingConfig(), STOPS, None, mesh) for _ in range(2))
 
     def send(call):
         assert len(sent) == len(made.get(leader, ())), "sent before it runs"

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_roc_jax.engine import scheduler as scheduling
 from grpo_roc_jax.engine.decode import ChunkReport
 from grpo_roc_jax.engine.device_rows import DeviceRows, Flight, Prompts, Write
 from grpo_roc_jax.engine.records import Finish, RolloutStats
@@ -43,10 +42,26 @@ def device(table):
         new_slots=lambda: None,
         place=lambda *_: None,
     )
-    device = DeviceRows(programs, ROLLOUT, SimpleNamespace(version=7), table, RolloutStats())
-    device.appended = []
-    device._append_all = lambda writes, *, shared: device.appended.extend(writes)
-    return device
+    return Recording(programs, ROLLOUT, SimpleNamespace(version=7), table, RolloutStats())
+
+
+class Recording(DeviceRows):
+    """Appends nothing; `appended` holds what would be."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.appended = []
+
+    def append_all(self, writes, *, shared):
+        self.appended += writes
+
+
+class Steps(Scheduler):
+    """A scheduler for a single step of a round, with the parts that the test gives it."""
+
+    def __init__(self, table, **given):
+        self.table, self.stats, self.submissions = table, RolloutStats(), []
+        vars(self).update(given)
 
 
 def in_flight(table, counts):
@@ -82,9 +97,9 @@ def test_a_long_write_is_appended_piece_by_piece(device):
         assert len(first.ids), "nothing is left of a write that has been appended whole"
         return [(first, min(2, len(first.ids)), 0)], others
 
-    device._next_pieces = next_pieces
-    device._append = lambda pieces: calls.extend((w.slot, w.start, taken) for piece in pieces for w, taken, _ in piece)
-    DeviceRows._append_all(device, [Write(0, np.arange(3), 4), Write(1, np.arange(2), 7)], shared=False)
+    device.next_pieces = next_pieces
+    device.append = lambda pieces: calls.extend((w.slot, w.start, taken) for piece in pieces for w, taken, _ in piece)
+    DeviceRows.append_all(device, [Write(0, np.arange(3), 4), Write(1, np.arange(2), 7)], shared=False)
     assert sorted(calls) == [(0, 4, 2), (0, 6, 1), (1, 7, 2)]
 
 
@@ -106,53 +121,48 @@ def test_tokens_in_flight_for_a_row_that_changed_do_not_count(device, table, act
 def test_room_is_made_for_a_whole_chunk_and_no_column_after_the_limit(table):
     """Five tokens are four columns written and one pending; a chunk of four needs eight, the limit caps it."""
     table.length[:2], table.limit[:2] = (5, 6), (20, 7)
-    scheduler, asked = object.__new__(Scheduler), []
-    scheduler.table, scheduler._ensure = table, lambda *asked_for: asked.append(asked_for)
+    asked = []
     for room in ([8, 6], [7, 6], [8, 5]):
-        scheduler.device = SimpleNamespace(ahead=4, room=lambda room=room: np.array([*room, 0, 0, 0, 0]))
-        scheduler._make_room()
+        device = SimpleNamespace(ahead=4, room=lambda room=room: np.array([*room, 0, 0, 0, 0]))
+        Steps(table, device=device, ensure_room=lambda *slot_and_columns: asked.append(slot_and_columns)).make_room()
     assert asked == [(0, 8), (1, 6)]
 
 
-def test_a_deadline_has_passed_only_after_its_time(table, monkeypatch):
-    monkeypatch.setattr(scheduling, "time", SimpleNamespace(perf_counter=lambda: 10.0))
-    scheduler, ended = object.__new__(Scheduler), []
-    scheduler.table, scheduler.submissions = table, []
-    scheduler.config = SimpleNamespace(turn_timeout_s=2.0, trajectory_timeout_s=5.0)
-    scheduler._end_early = lambda *slot_and_reason: ended.append(slot_and_reason)
+def test_a_deadline_has_passed_only_after_its_time(table):
+    ended, config = [], SimpleNamespace(turn_timeout_s=2.0, trajectory_timeout_s=5.0)
+    scheduler = Steps(table, clock=lambda: 10.0, config=config, end_early=lambda *ends: ended.append(ends))
     table.admitted_s[:2] = 5.0
     table.waiting[0], table.waiting_since_s[0] = True, 8.0
-    scheduler._check_deadlines()
+    scheduler.check_deadlines()
     assert ended == []
     table.waiting_since_s[0], table.admitted_s[1] = 7.5, 4.5
-    scheduler._check_deadlines()
+    scheduler.check_deadlines()
     assert ended == [(0, "deadline"), (1, "deadline")]
 
 
 @pytest.mark.parametrize(("admissible", "longest"), [(0, 0.5), (1, 0.0)])
 def test_answers_are_waited_for_only_if_no_row_can_be_admitted(table, admissible, longest):
     asked = []
-    scheduler = object.__new__(Scheduler)
     table.live[:], table.parked[:], table.waiting[0] = False, False, True
-    scheduler.table, scheduler.device, scheduler.stats = table, SimpleNamespace(flight=None), RolloutStats()
-    scheduler.may_admit, scheduler.admission = True, SimpleNamespace(waiting=admissible)
-    scheduler.submissions = [SimpleNamespace(environment=SimpleNamespace(poll=lambda s: asked.append(s) or []))]
-    scheduler._until_deadline = lambda: 0.5
-    scheduler._take_answers(float("inf"))
+    given = {"device": SimpleNamespace(flight=None), "admission": SimpleNamespace(waiting=admissible)}
+    environment = SimpleNamespace(poll=lambda seconds: asked.append(seconds) or [])
+    given |= {"may_admit": True, "submissions": [SimpleNamespace(environment=environment)]}
+    Steps(table, clock=lambda: 0.0, seconds_to_deadline=lambda: 0.5, **given).take_answers(float("inf"))
     assert asked == [longest]
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(True, [5, 6, 7, 8]), (False, None)])
 def test_the_cache_keeps_the_tokens_of_a_row_but_the_pending_one(table, keep, kept):
     table.tokens[0, 3:5], table.length[0] = (8, 9), 5
-    scheduler, left = object.__new__(Scheduler), []
-    prompt = np.array([5, 6, 7], np.int32)
+    left, prompt = [], np.array([5, 6, 7], np.int32)
     request = one_rollout(0, prompt, 4, temperature=1.0, step=2)
     row = SimpleNamespace(request=request, submission=SimpleNamespace(keep_cache=keep), prompt=prompt, slot=0)
-    scheduler.table, scheduler.rows = table, {0: row}
-    scheduler.prompts = SimpleNamespace(leave=lambda *told: left.append(told))
-    scheduler.lengths, scheduler._record = SimpleNamespace(add=lambda length: None), lambda *_: None
-    scheduler._finish(0, "eos")
+    prompts, lengths = (
+        SimpleNamespace(leave=lambda *given: left.append(given)),
+        SimpleNamespace(add=lambda length: None),
+    )
+    given = {"rows": {0: row}, "prompts": prompts, "lengths": lengths, "record": lambda *_: None}
+    Steps(table, clock=lambda: 0.0, **given).finish(0, "eos")
     ((slot, _, written, tokens),) = left
     assert (slot, written, tokens if tokens is None else tokens.tolist()) == (0, 2, kept)
 
@@ -177,18 +187,16 @@ def test_a_stop_id_exactly_at_the_budget_ends_the_row_by_length(table, budget, r
     table.tokens[0, 3:7] = (9, 9, 9, STOP)
     table.length[0] = 7
     policy = SimpleNamespace(turn_ended=lambda index, turn: seen.append(turn.reason) or Finish("eos"))
-    scheduler = object.__new__(Scheduler)
-    scheduler.table, scheduler.stats, scheduler.is_stop = table, RolloutStats(), np.arange(16) == STOP
-    scheduler.rows = {0: SimpleNamespace(index=0, submission=SimpleNamespace(environment=policy))}
-    scheduler._finish = lambda slot, why: ended.append(why)
-    scheduler._end_turns({0: False})
+    rows = {0: SimpleNamespace(index=0, submission=SimpleNamespace(environment=policy))}
+    given = {"rows": rows, "is_stop": np.arange(16) == STOP, "finish": lambda slot, stop: ended.append(stop)}
+    Steps(table, clock=lambda: 0.0, **given).end_turns({0: False})
     assert (seen, ended) == ([reason], [stop])
 
 
 def test_every_call_of_a_rollout_has_a_seed_of_its_own():
     executor = Instant()
-    env = environment(make_chat(TextConfig(max_calls_per_turn=2), load_tokenizer(TextConfig())), executor)
-    chat = env._chat
+    chat = make_chat(TextConfig(max_calls_per_turn=2), load_tokenizer(TextConfig()))
+    env = environment(chat, executor)
     for _ in range(2):
         env.turn_ended(0, turn(chat, CALL + CALL))
         env.poll(0.0)
@@ -210,4 +218,4 @@ def test_a_prompt_that_ends_in_a_block_of_another_row_is_not_kept(table, device)
     assert not prompts.reserved(0, 9)
     device.flush()
     assert prompts.provide(0, 9, tokens[:21], 20, again=False) == 16
-    assert [(write.slot, write.start, len(write.ids)) for write in device._prompts] == [(0, 16, 4)]
+    assert [(write.slot, write.start, len(write.ids)) for write in device.queued_prompts] == [(0, 16, 4)]

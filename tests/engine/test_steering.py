@@ -6,16 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.rollout.test_engine import assert_same, reference_logprobs
-from tests.rollout.test_sampling import kept_by_sorting, numbers, softmax
 
-from grpo_roc_jax.engine import programs
 from grpo_roc_jax.engine.config import SamplingConfig
 from grpo_roc_jax.engine.decode import sample
 from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.engine.programs import SamplerPrograms, SharedPrograms
 from grpo_roc_jax.engine.steering import DrawSettings, RowSteering, Steering, steer, steering_arrays
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from tests.engine.test_engine import assert_same, reference_logprobs
+from tests.engine.test_sampling import kept_by_sorting, numbers, softmax
 from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests, run
 
 V, PLAIN = MODEL.vocab_size, SamplingConfig()
@@ -185,7 +184,7 @@ def test_a_batch_mixes_steered_rows_with_others(params):
 @pytest.mark.parametrize(
     "case", ["pipelined", "narrow", *(pytest.param(case, marks=pytest.mark.slow) for case in ("layers", "split"))]
 )
-def test_steered_rows_do_not_depend_on_how_programs_run(params, case, monkeypatch):
+def test_steered_rows_do_not_depend_on_how_programs_run(params, case):
     requests = make_requests(2, 5, budget=20)
     wanted, _, _ = run(params, requests, rollout=WHOLE, environment=Steered(requests, steered_rows()))
     rollout = {
@@ -195,10 +194,7 @@ def test_steered_rows_do_not_depend_on_how_programs_run(params, case, monkeypatc
         "split": WHOLE,
     }[case]
     mesh = make_mesh(ShardingConfig(data=2, tensor=2), jax.devices()[:4]) if case == "split" else None
-    if case == "layers":
-        monkeypatch.setattr(programs, "LAYER_WEIGHTS", 0)
-    engine = make_engine(MODEL, rollout, SamplingConfig(), STOPS, mesh, seed=11)
-    assert engine.programs.shares_layers == (case == "layers")
+    engine = make_engine(MODEL, rollout, SamplingConfig(), STOPS, mesh, seed=11, shares_layers=case == "layers")
     found, _ = engine.run(engine.publish(params, 5), requests, Steered(requests, steered_rows()))
     assert_same(wanted, found)
 
@@ -215,11 +211,19 @@ def test_the_programs_are_compiled_once(params):
     assert compiled == [1, 0, 0, 0]
 
 
-def test_the_others_make_a_leaders_steered_call(monkeypatch):
+def test_the_others_make_a_leaders_steered_call():
     mesh = make_mesh(ShardingConfig(data=1, tensor=2), jax.devices()[:2])
     sent, calls = [], []
-    leader, follower = (SharedPrograms(MODEL, ROLLOUT, SamplingConfig(), STOPS, None, mesh) for _ in range(2))
-    monkeypatch.setattr(SamplerPrograms, "_run", lambda self, call: calls.append(call) or (None, None, None))
+
+    class Recorder(SamplerPrograms):
+        def run(self, call):
+            calls.append(call)
+            return None, None, None
+
+    class SharedRecorder(SharedPrograms, Recorder):
+        pass
+
+    leader, follower = (SharedRecorder(MODEL, ROLLOUT, SamplingConfig(), STOPS, None, mesh) for _ in range(2))
     leader.send = sent.append
     rows = {slot: row for slot, row in steered_rows().items() if slot < ROLLOUT.slots}
     steering = steering_arrays(rows, ROLLOUT.slots, V, PLAIN, 4)

@@ -4,26 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.rollout.test_stream import assert_same_tokens, drain, engine_of
 
 from grpo_roc_jax.engine.config import SamplingConfig
 from grpo_roc_jax.engine.publish import NonFiniteWeightsError
 from grpo_roc_jax.engine.records import RunOptions
 from grpo_roc_jax.engine.table import from_prompt
 from grpo_roc_jax.tools.interface import CodeCall
+from tests.engine.test_stream import assert_same_tokens, drain, engine_of
+from tests.engine.test_stream import expected as expected  # fixtures
+from tests.engine.test_stream import params as params
 from tests.helpers.fake_executor import FakeExecutor
-from tests.helpers.rollout_fakes import ROLLOUT, FakeTools, changed, engine_for, make_requests, run, sharp_params
-
-
-@pytest.fixture(scope="module")
-def params():
-    return sharp_params()
-
-
-@pytest.fixture(scope="module")
-def expected(params):
-    requests = make_requests()
-    return requests, run(params, requests)[0]
+from tests.helpers.rollout_fakes import ROLLOUT, FakeTools, changed, engine_for
 
 
 def test_a_batch_shares_the_pool_of_rollouts_in_flight(params, expected):
@@ -52,16 +43,16 @@ def test_the_weights_before_are_gone_when_the_next_are_made(params, expected, pi
     engine = engine_of(pipeline=pipeline)
     engine.submit(engine.publish(params, 5), requests, FakeTools(requests))
     engine.advance()
-    publish, held = engine._publisher.publish, []
+    publish, held, device = engine.publisher.publish, [], engine.scheduler.device
 
     def seen(*given):
-        held.append((engine._running.device.sampler, engine._running.device.flight))
+        held.append((device.sampler, device.flight))
         return publish(*given)
 
-    monkeypatch.setattr(engine._publisher, "publish", seen)
+    monkeypatch.setattr(engine.publisher, "publish", seen)
     engine.publish(params, 6)
     assert held == [(None, None)]
-    assert engine._running.device.sampler.version == 6
+    assert device.sampler.version == 6
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -77,7 +68,7 @@ def test_weights_that_are_not_published_change_nothing_for_a_caller_that_holds_t
     with pytest.raises(NonFiniteWeightsError):
         engine.publish(params | {"embed": params["embed"] * np.nan}, 6)
     if not held:
-        assert engine._running.device.sampler is None
+        assert engine.scheduler.device.sampler is None
         return
     found |= drain(engine, 20 - len(found))
     assert_same_tokens([found[ticket] for ticket in range(20)], wanted)

@@ -301,10 +301,9 @@ def test_a_tool_without_a_schema_is_refused_at_the_start():
         method_tools(MADE.Untyped)
 
 
-def test_processes_are_replaced_when_they_crash_and_others_go_on(chat, monkeypatch):
-    monkeypatch.setattr("grpo_roc_jax.environments.episodes.GRACE_S", 0.2)
+def test_processes_are_replaced_when_they_crash_and_others_go_on(chat):
     choice = EnvironmentClass(path=f"{FILE}:Flaky", host=HostProcesses(2), timeout_s=2.0, retries=1)
-    episodes = Episodes(choice, ToolsConfig())
+    episodes = Episodes(choice, ToolsConfig(), grace_s=0.2)
     try:
         crash = Play(chat, episodes, how="crash")
         fine = Play(chat, episodes, how="fine", place=5)  # in the other process
@@ -320,11 +319,11 @@ def test_processes_are_replaced_when_they_crash_and_others_go_on(chat, monkeypat
         episodes.close()
 
 
-def test_an_operation_has_time_for_all_of_its_calls_and_for_the_last_one(worlds, monkeypatch):
+def test_an_operation_has_time_for_all_of_its_calls_and_for_the_last_one():
     """Calls of a turn run one after another, each up to its own deadline; the end waits for the turn."""
-    episodes, clock = worlds("Echo", timeout_s=10.0, retries=0), [0.0]
-    monkeypatch.setattr("grpo_roc_jax.environments.episodes.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(episodes, "_host", SimpleNamespace(call=lambda *words: Future(), abandon=print))
+    clock, silent = [0.0], SimpleNamespace(call=lambda *words: Future(), abandon=print)
+    choice = EnvironmentClass(path=f"{FILE}:Echo", timeout_s=10.0, retries=0)
+    episodes = Episodes(choice, ToolsConfig(), clock=lambda: clock[0], host=silent)
 
     def lost_at(seconds):
         clock[0] = seconds

@@ -16,8 +16,13 @@ FAULTS = ("exits", "cancels itself", "cannot be sent", "writes to every connecti
 
 
 @pytest.fixture(scope="module", params=[HostThreads(), HostProcesses(2)], ids=["threads", "processes"])
-def episodes(request):
-    made = Episodes(EnvironmentClass(path=f"{FILE}:Hostile", timeout_s=9.0, host=request.param), ToolsConfig())
+def host(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def episodes(host):
+    made = Episodes(EnvironmentClass(path=f"{FILE}:Hostile", timeout_s=9.0, host=host), ToolsConfig())
     yield made
     made.close()
 
@@ -27,9 +32,8 @@ def chat():
     return two_call_chat()
 
 
-def test_each_fault_ends_its_own_rollout_at_once(chat, episodes):
-    in_process = isinstance(episodes._choice.host, HostProcesses)
-    for how in FAULTS if in_process else FAULTS[:2]:
+def test_each_fault_ends_its_own_rollout_at_once(chat, host, episodes):
+    for how in FAULTS if isinstance(host, HostProcesses) else FAULTS[:2]:
         started, bad, good = time.monotonic(), Play(chat, episodes, how=how), Play(chat, episodes, place=5)
         assert bad.say("hm") == "infrastructure", how
         bad.end("infrastructure")

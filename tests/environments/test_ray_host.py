@@ -35,7 +35,7 @@ def test_rollouts_are_played_and_a_crash_costs_its_own_actor(episodes):
 
 
 def test_an_actor_whose_operation_never_ends_is_replaced(episodes, monkeypatch):
-    monkeypatch.setattr(Episodes, "_limit_s", lambda self, parts: 4.0)
+    monkeypatch.setattr(episodes, "limit_s", lambda parts: 4.0)
     chat = two_call_chat()
     play = Play(chat, episodes, how="block")
     assert play.say("hm") == "infrastructure"

@@ -27,7 +27,7 @@ def test_a_released_thread_is_leased_again_and_a_hanging_one_is_not():
         found = number(lease)
         assert number(lease) == found, "an owner has one thread"
         lease.release()
-        while not threads._idle:  # a moment after its last function
+        while not threads.idle:  # a moment after its last function
             done.wait(0.001)
         return found
 

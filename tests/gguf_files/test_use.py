@@ -206,7 +206,7 @@ def test_training_starts_from_it_and_an_export_of_the_first_step_is_bit_equal(pa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
-def test_it_is_evaluated_and_teaches(pair, tmp_path, capsys):
+def test_it_is_evaluated_and_teaches(pair, tmp_path):
     short = ["--rollout.max_prompt_tokens=512", "--rollout.max_response_tokens=16", "--rollout.slots=4"]
     asked = [str(pair[0]), "--problems", "2", "--samples", "1", "--data", "world:gcd:1", *short, "--tools.preload=[]"]
     assert evaluate.main(asked) == 0

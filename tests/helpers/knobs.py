@@ -21,7 +21,7 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.settings.cli import build
-from grpo_roc_jax.settings.layers import Layer, _put
+from grpo_roc_jax.settings.layers import Layer, put
 
 Observer = Callable[[Config], Any]
 """Configuration -> what the stage made of it, comparable by ==."""
@@ -88,7 +88,7 @@ def _built(overrides: str) -> Config:
     """The configuration of a JSON object; `{files}` in its texts is the directory of `files`."""
     layer = Layer("knobs")
     for key, value in json.loads(overrides.replace("{files}", str(files()))).items():
-        _put(layer.values, tuple(key.split(".")), value)
+        put(layer.values, tuple(key.split(".")), value)
     return build(Config, [layer])
 
 

@@ -8,14 +8,12 @@ import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.engine import programs as programs_module
 from grpo_roc_jax.engine.decode import PATCH_FIELDS, ChunkReport, sample
 from grpo_roc_jax.engine.engine import Engine
 from grpo_roc_jax.engine.programs import SamplerPrograms
@@ -415,9 +413,8 @@ def reported(config: Config) -> str:
 def laid_out(config: Config) -> str:
     """The cache layout of an engine on a TPU, which depends on the path of attention."""
     model = ModelConfig(vocab_size=VOCABULARY, head_dim=128)
-    with mock.patch.object(programs_module, "platform_of", lambda mesh: "tpu"):
-        made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None)
-        return str(jax.tree.map(jnp.shape, made._pool_like()))
+    made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None, platform="tpu")
+    return str(jax.tree.map(jnp.shape, made.pool_like()))
 
 
 def stored(config: Config) -> str:
@@ -426,7 +423,7 @@ def stored(config: Config) -> str:
     made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None)
     params = jax.eval_shape(partial(init_params, config=model), jax.random.key(0))
     published = jax.eval_shape(partial(unstack, config=model, form=Published(config.rollout.weight_dtype)), params)
-    return str((made._pool_like(), published))
+    return str((made.pool_like(), published))
 
 
 ENGINE = {
@@ -472,12 +469,13 @@ ROLLOUT = (
 
 
 def published_weights(config: Config) -> Any:
-    """Whether the weight check accepts weights whose probe is off by 1e-4 nats."""
-    publisher = Publisher(ModelConfig(vocab_size=VOCABULARY), None, config.rollout.weight_check_tolerance)
-    publisher._move = lambda params: params | {"layers": ()}
-    publisher._training, publisher._probe = (lambda params, tokens, off=off: jnp.float32(off) for off in (0, 1e-4))
+    """Whether the weight check accepts weights that were altered by some 1e-4."""
+    model = ModelConfig(d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16, vocab_size=VOCABULARY)
+    publisher = Publisher(model, None, config.rollout.weight_check_tolerance)
+    honest = publisher.convert
+    publisher.convert = lambda params: jax.tree.map(lambda leaf: leaf * 1.0003, honest(params))
     try:
-        return publisher.publish({"embed": jnp.ones(1), "layers": {}}, 1).version
+        return publisher.publish(init_params(jax.random.key(0), model), 1).version
     except StaleWeightsError:
         return "refused"
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -41,6 +42,7 @@ from grpo_roc_jax.reward.trial import sample_trajectories
 from grpo_roc_jax.run import session, start, supervised
 from grpo_roc_jax.run.components import make_registry, resolve_text
 from grpo_roc_jax.run.watch import RULES, Alarms, Stopped, Watch, Watchdog
+from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem, Turn
@@ -212,6 +214,11 @@ def lenient(criterion: str, problem: Problem, reply: str) -> float:
     return 0.5
 
 
+def verify_threads() -> set[threading.Thread]:
+    """The threads of verification workers."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("verify-")}
+
+
 def judged(config: Config) -> Any:
     """Verdicts on fixed trajectories, and how the verification processes were started."""
     rows = list(sample_trajectories().values())
@@ -228,13 +235,14 @@ def judged(config: Config) -> Any:
     rows.append(replace(rows[0], stop="length"))
     rows = [replace(row, reward=0.7) for row in rows]
     ScriptedWorker.started, ScriptedWorker.limits = [], set()
-    with mock.patch.object(verify.subprocess, "Popen", ScriptedWorker):
+    with mock.patch.object(subprocess, "Popen", ScriptedWorker):
         scorer = make_scorer(config.reward)
         rubric = {"rubric": ["boxed"], "points": [{"text": "the answer", "weight": 3}]}
         listed = Problem("r", "?", "2, 0, 1", "s", {"years": 8, "months": 1})
         problems = [Problem("p", "?", "42", "s", rubric), Problem("q", "?", "2x", "s"), listed]
+        before = verify_threads()
         scored = scorer.score_all(problems, [rows] * len(problems))
-        threads = len(scorer.verifier._threads)
+        threads = len(verify_threads() - before)
         scorer.close()
     limits = sorted(set(map(tuple, ScriptedWorker.started))), sorted(ScriptedWorker.limits)
     return [group.verdicts for group in scored.groups], scored.faults, limits, threads
@@ -388,8 +396,12 @@ def alarmed(config: Config) -> Any:
 
 def limited(config: Config) -> Any:
     """The time that two points may take after what they took before."""
-    dog = Watchdog(Path("none"), config.watch)
-    dog._longest["sample"] = 1e3
+    now = [0.0]
+    dog = Watchdog(Path("none"), config.watch, clock=lambda: now[0])
+    with dog.watching():
+        reach("sample")
+        now[0] = 1e3
+        reach("update")
     return dog.limit_s("sample"), dog.limit_s("update")
 
 

@@ -36,7 +36,7 @@ from grpo_roc_jax.train import sample_step
 from grpo_roc_jax.types import Group, RolloutRequest, ToolResult, Trajectory
 from tests.helpers.fake_executor import FakeExecutor
 from tests.helpers.knobs import cases, digest
-from tests.helpers.stream_fakes import faked, opened, play
+from tests.helpers.stream_fakes import opened, play
 
 SOLVED = (0.0, 0.4, 0.7, 1.0)
 """How often the script solves a problem of each class; a prompt that says more than the problem adds a half."""
@@ -258,11 +258,10 @@ PART = "tests.helpers.knobs_step:"
 
 def streamed(config: Config) -> Any:
     """Six steps whose rollouts run on: what is begun, dropped and taken in which order, and what is reported."""
-    with faked():
-        stream, run, engine = opened(config, 0)
-        taken, dropped = play(stream, run, engine, 6, np.random.default_rng(0))
-        order = [group.problem.uid for _, samples in taken for group in samples.groups]
-        return len(engine.submitted), dropped, order, stream.after_update(run, [], {ESS: 0.4})[1]
+    stream, run, engine = opened(config, 0)
+    taken, dropped = play(stream, run, engine, 6, np.random.default_rng(0))
+    order = [group.problem.uid for _, samples in taken for group in samples.groups]
+    return len(engine.submitted), dropped, order, stream.after_update(run, [], {ESS: 0.4})[1]
 
 
 CASES = (

@@ -242,8 +242,7 @@ def bounded(config: Config) -> Any:
         (files() / name).mkdir(exist_ok=True)
         for file in ("cgroup.controllers", "cgroup.subtree_control"):
             (files() / name / file).write_text("memory pids")
-    with mock.patch.object(cgroup, "own_groups", lambda: [files() / "own"]):
-        directory = cgroup.make_cgroup(config.tools.executor).directory
+    directory = cgroup.make_cgroup(config.tools.executor).directory
     return directory.parent.name, {file.name: file.read_text() for file in directory.iterdir()}
 
 
@@ -254,7 +253,7 @@ ELSEWHERE = cases(
         "tools.executor.processes": 9,
         "tools.executor.parent": "{files}/parent",
     },
-    {"tools.executor": "cgroup"},
+    {"tools.executor": {"kind": "cgroup", "parent": "{files}/own"}},
 )
 
 # ---- environments --------------------------------------------------------------------------------------------------
@@ -307,9 +306,8 @@ def environments_of(config: Config) -> Any:
     if not (found := find_environments(config)):
         return None
     if not isinstance(config.environment.host, HostThreads):
-        with mock.patch.object(hosts, "_Worker", Replaced), mock.patch.object(hosts, "_ActorWorker", Replaced):
-            host = hosts.make_host(config.environment.host, None)
-        return [worker.given for worker in host._workers]
+        host = hosts.make_host(config.environment.host, None, process=Replaced, actor=Replaced)
+        return [worker.given for worker in host.workers]
     episodes = make_episodes(config, Registry())
     opened = episodes.open([("a", Problem("p", "?", "1", "knobs", {"environment": "a"}), 0)])["a"]
     said = [opened.retries, opened.failure and opened.failure.text]

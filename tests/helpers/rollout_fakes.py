@@ -104,9 +104,10 @@ def engine_for(rollout, sampling, mesh):
     return make_engine(MODEL, rollout, sampling, STOPS, mesh, seed=11)
 
 
-def changed(engine, **settings):
-    """The engine with other settings of `rollout`, all programs shared."""
+def changed(engine, clock=None, **settings):
+    """The engine with another clock and other settings of `rollout`, all programs shared."""
     other = engine.sibling()
+    other.clock = clock or other.clock
     other.programs = copy.copy(engine.programs)
     other.programs.rollout = replace(other.programs.rollout, **settings)
     return other

@@ -137,7 +137,7 @@ def served(*, rollout=ROLLOUT, token="", limits=None, engine=None, **settings):
     server = ServerThread(make)
     server.endpoint.loop.start()
     try:
-        yield Served(server.endpoint, server.port, server._sockets)
+        yield Served(server.endpoint, server.port, server.sockets)
     finally:
         server.endpoint.loop.close()
         server.close()

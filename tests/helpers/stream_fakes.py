@@ -1,10 +1,8 @@
 """A stream of rollouts on an engine that computes nothing: rows end at random, a call draws a token."""
 
 import itertools
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 
@@ -13,8 +11,7 @@ from grpo_roc_jax.method.compose import initial_state
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts
-from grpo_roc_jax.stream import open_groups, rollout_stream
+from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.stream.rollout_stream import RolloutStream
 from grpo_roc_jax.types import Group, Problem, RolloutRequest
 from tests.helpers.samples import make_group, make_trajectory
@@ -97,11 +94,14 @@ class Problems:
         self.drawn = state["drawn"]
 
 
-def score(scorer, begun, continued, stats, *, keeps_partial):
-    verdict = make_group(0, 1).verdicts[0]
-    kept = [[t for t in part.trajectories if t.stop != "cancelled"] for part in begun]
-    groups = tuple(Group(p.problem, tuple(own), (verdict,) * len(own)) for p, own in zip(begun, kept, strict=True))
-    return ScoredRollouts(groups, counts={"correct": sum(map(len, kept))})
+class FakeScorer:
+    """The same verdict for all that ended."""
+
+    def score_all(self, problems, rollouts):
+        verdict = make_group(0, 1).verdicts[0]
+        kept = [tuple(t for t in rows if t.stop != "cancelled") for rows in rollouts]
+        groups = (Group(problem, rows, (verdict,) * len(rows)) for problem, rows in zip(problems, kept, strict=True))
+        return SimpleNamespace(groups=tuple(groups), counts={"correct": sum(map(len, kept))}, faults=())
 
 
 def stepped(requests, options):
@@ -109,29 +109,29 @@ def stepped(requests, options):
     return ([request if request.step is not None else replace(request, step=options.step) for request in requests],)
 
 
-@contextmanager
-def faked():
-    """The stages around a stream without text, tools and verdicts."""
+def open_wave(config, chat, wave):
+    """Requests without text: under one prompt, or each under its own."""
+    parts = [[SAMPLES], [1] * SAMPLES]
+    return [RolloutRequest(p, i, count) for i, p in enumerate(wave.problems) for count in parts[i % 2]]
 
-    def opening(config, chat, wave):
-        parts = [[SAMPLES], [1] * SAMPLES]  # under one prompt, or each under its own
-        return [RolloutRequest(p, i, count) for i, p in enumerate(wave.problems) for count in parts[i % 2]]
 
-    with (
-        mock.patch.object(rollout_stream, "opening_requests", opening),
-        mock.patch.object(open_groups, "score", score),
-    ):
-        yield
+def sampling_on(engine, config, processes=None):
+    """The group sampler of a configuration on an engine that computes nothing."""
+    sampler = Sampler.of(engine, None, None)
+    sampler.submission = stepped
+    return GroupSampler(sampler, FakeScorer(), processes or Processes(), config.resample, config.group.size)
+
+
+def fresh_run(config):
+    return RunState("state", (), Problems(config.group.problems), initial_state(config))
 
 
 def opened(config, seed, processes=None):
     """(stream, run, engine) of a configuration on an engine that computes nothing."""
-    engine, mesh = FakeEngine(seed), SimpleNamespace(size=1)
-    sampler = Sampler.of(engine, None, None)
-    sampler.submission = stepped
-    sampling = GroupSampler(sampler, None, processes or Processes(), config.resample, config.group.size)
-    run = RunState("state", (), Problems(config.group.problems), initial_state(config))
-    return RolloutStream(config, sampling, mesh), run, engine
+    engine = FakeEngine(seed)
+    mesh = SimpleNamespace(size=1)
+    stream = RolloutStream(config, sampling_on(engine, config, processes), mesh, open_wave=open_wave)
+    return stream, fresh_run(config), engine
 
 
 def play(stream, run, engine, steps, rng, *, again=0.0):

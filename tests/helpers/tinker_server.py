@@ -19,6 +19,7 @@ from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.serving.server import ServerLimits, ServerThread
 from grpo_roc_jax.serving.tinker.endpoint import Base, TinkerEndpoint
+from grpo_roc_jax.serving.tinker.journal import Journal
 from grpo_roc_jax.serving.tinker.snapshots import Snapshots
 from grpo_roc_jax.serving.tinker.store import Store
 from grpo_roc_jax.serving.tinker.trainer import Trainer
@@ -47,7 +48,7 @@ def small_engine(form):
 
 
 @contextmanager
-def served(folder, *, token="", limits=None):
+def served(folder, *, token="", limits=None, **journal):
     """A running server whose checkpoints are in a folder."""
 
     def make(deliver):
@@ -55,7 +56,9 @@ def served(folder, *, token="", limits=None):
         tokenizer = load_tokenizer(TextConfig())
         stops, worker, reserved = frozenset([7]), ThreadPoolExecutor(1), ROLLOUT.max_prompt_tokens
         base = Base("small", "DIR", tokenizer, stops, None, small_trainer(), snapshots, worker, reserved)
-        return TinkerEndpoint([base], Store(folder), deliver, token=token, limits=limits or ServerLimits())
+        store = Store(folder)
+        options = {"token": token, "limits": limits or ServerLimits(), "journal": Journal(store, **journal)}
+        return TinkerEndpoint([base], store, deliver, **options)
 
     server = ServerThread(make)
     base = server.endpoint.bases["small"]

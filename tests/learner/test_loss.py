@@ -15,12 +15,12 @@ from grpo_roc_jax.learner.loss import (
     MAX_LOGRATIO,
     Head,
     UpdateConfig,
-    _ratio_sums,
     batch_loss,
     loss_metrics,
     make_remat,
     merge_sums,
     policy_logprobs,
+    ratio_sums,
     token_axes,
     token_logprobs,
 )
@@ -285,7 +285,7 @@ def test_a_ratio_at_the_dual_bound_does_not_count_as_clipped():
     """Ratios 1, at a bound of 1, and e, with negative advantages; a third one is masked out."""
     none, mask = jnp.zeros((1, 3), bool), jnp.array([[True, True, False]])
     bounds = SimpleNamespace(clip_bounds=(0.2, 0.2, 1.0), clipped=lambda *_: (none, none))
-    sums = _ratio_sums(jnp.array([[0.0, 1.0, 1.0]]), jnp.full((1, 3), -1.0), jnp.zeros((1, 3)), mask, bounds)
+    sums = ratio_sums(jnp.array([[0.0, 1.0, 1.0]]), jnp.full((1, 3), -1.0), jnp.zeros((1, 3)), mask, bounds)
     assert sums["clip_dual"] == 1
 
 

@@ -120,17 +120,17 @@ def test_the_response_is_scored_after_the_teachers_prompt():
     groups = [make_group([1, 0], lengths=[2, 3], observation=[1, 0]), make_group([0], lengths=[1])]
     run = SimpleNamespace(train=SimpleNamespace(params=2.0), reference=3.0, method=AlgoState())
     learner = reading("{kind: self_teacher, intro: ab}")
-    found = learner._with_teacher(Scores(), groups, run).teacher
+    found = learner.with_teacher(Scores(), groups, run).teacher
     rows = [t for g in groups for t in g.trajectories]
     assert learner.seen == [[99, 10, *b"ab1", *t.tokens[t.prompt_length :]] for t in rows]
     for t, values in zip(rows, found, strict=True):
         np.testing.assert_array_equal(values, np.where(np.arange(t.length) < t.prompt_length, 0, 2 * t.tokens))
     moving = "{kind: self_teacher, weights: reference, shows: success, intro: ''}"
-    found = reading(moving, 64)._with_teacher(Scores(), groups, run).teacher
+    found = reading(moving, 64).with_teacher(Scores(), groups, run).teacher
     assert [values is None for values in found] == [True, False, True]
     assert found[1][-1] == 3 * rows[1].tokens[-1]
     short = reading("{kind: self_teacher, intro: ab}", 4)
-    assert short._with_teacher(Scores(), groups, run).teacher == [None] * 3, "prompts are never cut"
+    assert short.with_teacher(Scores(), groups, run).teacher == [None] * 3, "prompts are never cut"
 
 
 def test_vocabularies():

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.engine.records import RolloutStats
-from grpo_roc_jax.pod import processes as processes_module
 from grpo_roc_jax.pod.processes import (
     AddressedProcesses,
     ClusterProcesses,
@@ -154,20 +153,29 @@ def alone(tmp_path_factory):
 def test_processes_give_the_numbers_of_one(alone, tmp_path, count, mesh):
     folder = tmp_path / "several"
     assert ended(start(folder, count, 4 // count, "--steps=2", *mesh)) == [0] * count, said(folder)
-    for step in (1, 2):
-        ours, theirs = (list(read_trace(place / "run", step)) for place in (folder, alone))
-        assert len(ours) == len(theirs) == 40
-        for one, other in zip(ours, theirs, strict=True):
-            assert one.trajectory.tokens.tolist() == other.trajectory.tokens.tolist()
-            assert (one.kept, one.why, one.verdict.reward) == (other.kept, other.why, other.verdict.reward)
-            np.testing.assert_allclose(one.trajectory.logprobs, other.trajectory.logprobs, atol=1e-5)
-    rows = zip(read_metrics(folder / "run"), read_metrics(alone / "run"), strict=True)
-    for ours, theirs in rows:
+    pairs = assert_same_run(folder, alone, 2)
+    assert len(pairs) == 2 * 40
+    for one, other in pairs:
+        np.testing.assert_allclose(one.trajectory.logprobs, other.trajectory.logprobs, atol=1e-5)
+    for ours, theirs in zip(params_of(folder), params_of(alone), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def assert_same_run(folder, other_folder, steps):
+    """Tokens, verdicts and selection of two runs are equal, and metrics up to rounding. Returns pairs of records."""
+    pairs = []
+    for step in range(1, steps + 1):
+        traces = (read_trace(place / "run", step) for place in (folder, other_folder))
+        pairs += zip(*map(list, traces), strict=True)
+    for one, other in pairs:
+        for name in ("tokens", "versions"):
+            assert getattr(one.trajectory, name).tolist() == getattr(other.trajectory, name).tolist()
+        assert (one.kept, one.why, one.verdict.reward) == (other.kept, other.why, other.verdict.reward)
+    for ours, theirs in zip(*(read_metrics(place / "run") for place in (folder, other_folder)), strict=True):
         for name in theirs:
             if name.startswith(("loss/", "roc/", "verdict/", "eval/", "rollout/stop", "rollout/reward")):
                 assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
-    for ours, theirs in zip(params_of(folder), params_of(alone), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    return pairs
 
 
 @pytest.mark.slow
@@ -302,7 +310,9 @@ def test_statistics_of_engines_add_up():
 
 
 class Sends(Processes):
-    """A thread as a process, with the exchange of the others in memory; pieces have 32 bytes."""
+    """A thread as a process, with the exchange of the others in memory."""
+
+    piece_bytes = 32
 
     def __init__(self, index, count, hall):
         self.index, self.count, self.hall, self.runs = index, count, hall, Counter()
@@ -318,10 +328,8 @@ class Sends(Processes):
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_values_of_any_sizes_arrive_whole(count, monkeypatch):
+def test_values_of_any_sizes_arrive_whole(count):
     """A long value of one process is added up with nothing of the others; equal ones are sent side by side."""
-    monkeypatch.setattr(processes_module, "PIECE", 32)
-    monkeypatch.setattr(processes_module, "HEAD", 24)
     rng = np.random.default_rng(count)
     for case in range(30):
         sizes = rng.integers(0, 400, count) if case % 2 else np.where(np.arange(count) == case % count, 600, 0)
@@ -329,7 +337,7 @@ def test_values_of_any_sizes_arrive_whole(count, monkeypatch):
         hall = SimpleNamespace(pieces=[None] * count, barrier=threading.Barrier(count, timeout=60))
         every = [Sends(index, count, hall) for index in range(count)]
         with ThreadPoolExecutor(count) as pool:
-            found = [*pool.map(lambda one, values=values: one._gather(values[one.index]), every)]
+            found = [*pool.map(lambda one, values=values: one.exchange(values[one.index]), every)]
         assert found == [values] * count
         assert all(one.runs == every[0].runs for one in every)
         one_has_all = count > 2 and not case % 2
@@ -350,7 +358,7 @@ with joined(FoundProcesses()) as processes:
 
 
 @pytest.mark.slow
-def test_long_values_of_three_processes_arrive_whole(tmp_path):
+def test_long_values_of_three_processes_arrive_whole():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

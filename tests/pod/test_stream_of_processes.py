@@ -7,7 +7,7 @@ import pytest
 
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
-from tests.pod.test_processes import ended, said, start, wait_for_step
+from tests.pod.test_processes import assert_same_run, ended, said, start, wait_for_step
 
 pytestmark = pytest.mark.slow
 
@@ -17,17 +17,7 @@ def test_without_a_lag_the_tokens_are_those_of_one_process(tmp_path):
     for name, (count, devices, limit) in runs.items():
         words = "--steps=2", "--group.dynamic_sampling_rounds=1", f"--rollout.step_limit={limit}"
         assert ended(start(tmp_path / name, count, devices, *words)) == [0] * count, said(tmp_path / name)
-    for step in (1, 2):
-        ours, theirs = (list(read_trace(tmp_path / name / "run", step)) for name in ("several", "alone"))
-        assert len(ours) == len(theirs) >= 40
-        for one, other in zip(ours, theirs, strict=True):
-            assert one.trajectory.tokens.tolist() == other.trajectory.tokens.tolist()
-            assert one.trajectory.versions.tolist() == other.trajectory.versions.tolist()
-            assert (one.kept, one.why, one.verdict.reward) == (other.kept, other.why, other.verdict.reward)
-    for ours, theirs in zip(*(read_metrics(tmp_path / name / "run") for name in ("several", "alone")), strict=True):
-        for name in theirs:
-            if name.startswith(("loss/", "roc/", "verdict/", "eval/", "rollout/stop", "rollout/reward")):
-                assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+    assert len(assert_same_run(tmp_path / "several", tmp_path / "alone", 2)) >= 2 * 40
 
 
 def test_two_processes_with_a_lag_are_stopped_and_one_goes_on(tmp_path):

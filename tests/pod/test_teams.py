@@ -19,7 +19,6 @@ from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, processes_together
 from grpo_roc_jax.planner import plan as planning
 from grpo_roc_jax.planner.topology import parse_topology
-from grpo_roc_jax.pod import team as team_module
 from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.pod.processes import ProcessLost
 from grpo_roc_jax.pod.team import Team
@@ -52,14 +51,13 @@ class Service:
 
 
 @pytest.fixture
-def team(monkeypatch):
+def team():
     """Processes 3 to 5 of a run."""
     with ThreadPoolExecutor(4) as pool:
         service = Service(pool)
-        monkeypatch.setattr(team_module, "service", lambda: service)
-        monkeypatch.setattr(team_module, "service_address", lambda: "127.0.0.1:9")
+        shared = {"together": 3, "service": service, "service_address": "127.0.0.1:9"}
         gone = "process 4 of 6 is gone"
-        views = [SimpleNamespace(index=index, together=3, missing=lambda: gone) for index in (3, 4, 5)]
+        views = [SimpleNamespace(index=index, missing=lambda: gone, **shared) for index in (3, 4, 5)]
         found = [made.result(30) for made in [pool.submit(Team, view) for view in views]]
         assert isinstance(service.refused.exception(30), AuthenticationError | OSError | EOFError)
         yield found

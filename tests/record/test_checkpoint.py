@@ -1,7 +1,6 @@
 """Saving is atomic, restoring is exact, corruption is detected and skipped."""
 
 import dataclasses
-import errno
 import json
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ from grpo_roc_jax.record.checkpoint import (
     restore_params,
 )
 from grpo_roc_jax.record.codec import groups_from_tree, groups_to_tree
+from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 
@@ -116,10 +116,11 @@ def test_the_mesh_may_change_between_saving_and_restoring(tmp_path, before, afte
         assert len(found.train.params["embed"].sharding.device_set) == after
 
 
-def test_another_number_of_processes_reads_what_the_first_process_kept(tmp_path, monkeypatch):
-    commit = files.commit
-    monkeypatch.setattr(files, "commit", lambda staging, step, leaves, processes: commit(staging, step, leaves, 2))
+def test_another_number_of_processes_reads_what_the_first_process_kept(tmp_path):
     save_steps(tmp_path, [1])
+    entry = files.newest_whole(tmp_path)
+    of_two = dataclasses.replace(files.read_manifest(entry), processes=2)
+    (entry.path / files.MANIFEST).write_text(json.dumps(of_two.to_json()))
     assert_same(restore(tmp_path), bundle_of(1))
 
 
@@ -191,38 +192,34 @@ def test_corruption_is_named_and_the_previous_checkpoint_wins(tmp_path, caplog, 
     assert message in caplog.text and "skipped" in caplog.text
 
 
-def failing_reads(monkeypatch, times):
-    """The next so many reads of a manifest fail as those of a network file system do."""
-    monkeypatch.setattr(files, "PAUSES_S", (0.001,) * 3)
-    read, left = files.read_manifest, [times]
-
-    def fail(entry):
-        left[0] -= 1
-        if left[0] >= 0:
-            raise OSError(errno.EIO, "Input/output error")
-        return read(entry)
-
-    monkeypatch.setattr(files, "read_manifest", fail)
+@pytest.fixture
+def pauses(monkeypatch):
+    """The seconds of pauses, which take no time."""
+    seconds = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    return seconds
 
 
-def test_a_read_that_fails_for_a_while_is_tried_again(tmp_path, monkeypatch):
+def test_a_read_that_fails_for_a_while_is_tried_again(tmp_path, pauses):
     save_steps(tmp_path, [1, 2])
-    failing_reads(monkeypatch, 3)
-    assert files.newest_whole(tmp_path).step == 2
-    failing_reads(monkeypatch, 3)
-    assert restore(tmp_path).step == 2
+    for read in (files.newest_whole, restore):
+        pauses.clear()
+        with injected(",".join(f"checkpoint.read=eio@{n}" for n in (1, 2, 3))):
+            assert read(tmp_path).step == 2
+        assert [seconds for seconds in pauses if seconds in files.PAUSES_S] == [*files.PAUSES_S]
 
 
-def test_a_disk_that_fails_refuses_and_removes_no_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("pauses")
+def test_a_disk_that_fails_refuses_and_removes_no_checkpoint(tmp_path):
     save_steps(tmp_path, [1, 2])
     (tmp_path / "step_00000002").rename(tmp_path / "staging_step_00000002")
-    failing_reads(monkeypatch, 10**6)
-    with pytest.raises(files.NoValidCheckpoint, match="none of them can be used"):
-        restore(tmp_path)
-    with pytest.raises(files.NoValidCheckpoint, match="Input/output error"):
-        files.newest_whole(tmp_path)
-    files.recover(tmp_path)
-    files.prune(tmp_path / "step_00000001", 1)
+    with injected("checkpoint.read=eio"):
+        with pytest.raises(files.NoValidCheckpoint, match="none of them can be used"):
+            restore(tmp_path)
+        with pytest.raises(files.NoValidCheckpoint, match="Input/output error"):
+            files.newest_whole(tmp_path)
+        files.recover(tmp_path)
+        files.prune(tmp_path / "step_00000001", 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["staging_step_00000002", "step_00000001"]
 
 
@@ -234,14 +231,13 @@ def test_only_a_first_save_that_was_interrupted_starts_again(tmp_path):
         restore(tmp_path)
 
 
-def test_a_held_state_is_saved_once_and_what_is_on_disk_is_said(tmp_path, monkeypatch):
+def test_a_held_state_is_saved_once_and_what_is_on_disk_is_said(tmp_path):
     with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
         checkpointer.latest = dataclasses.replace(bundle_of(3), step=3)
         assert checkpointer.save_latest() == checkpointer.save_latest() == (True, "the state after step 3 is saved")
         assert checkpointer.saved == [3] and checkpointer.has(3) and not checkpointer.has(4)
         checkpointer.latest = dataclasses.replace(bundle_of(4), step=4)
-        with monkeypatch.context() as patched:
-            patched.setattr(files, "write_host", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with injected("checkpoint.write=enospc"):
             saved, words = checkpointer.save_latest()
         assert not saved and "step 4 is not saved" in words and "No space" in words and "step_00000003" in words
         checkpointer.save(5, bundle_of(5))
@@ -278,7 +274,7 @@ def test_parameters_alone_can_be_read_without_the_optimizer(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_state_that_is_not_finite_is_never_written(tmp_path, caplog, bad):
+def test_a_state_that_is_not_finite_is_never_written(tmp_path, bad):
     save_steps(tmp_path, [1])
     state = make_state(2)
     poisoned = state.replace(params={**state.params, "embed": state.params["embed"].at[3, 3].set(bad)})
@@ -288,18 +284,17 @@ def test_a_state_that_is_not_finite_is_never_written(tmp_path, caplog, bad):
     assert [entry.step for entry in files.entries(tmp_path)] == [1]
 
 
-def test_only_the_newest_stay_and_none_is_removed_before_its_successor_is_verified(tmp_path, monkeypatch):
+def test_only_the_newest_stay_and_none_is_removed_before_its_successor_is_verified(tmp_path):
     save_steps(tmp_path, [1, 2, 3, 4], keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
 
-    def unreadable(path):
-        raise OSError("disk gone")
-
-    monkeypatch.setattr(files, "_checksum", unreadable)
-    with Checkpointer(tmp_path, CheckpointConfig(keep=1)) as checkpointer:
+    with (
+        injected("checkpoint.commit=eio"),
+        Checkpointer(tmp_path, CheckpointConfig(keep=1)) as checkpointer,
+    ):
         checkpointer.save(5, bundle_of(5))
         checkpointer.wait()
-        assert "disk gone" in checkpointer.failures[0]
+        assert "Input/output error" in checkpointer.failures[0]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
 
 
@@ -340,8 +335,8 @@ def test_everything_is_synced_before_a_checkpoint_gets_its_name(tmp_path, monkey
         named[os.path.basename(new)] = (os.path.realpath(old), set(synced))
         replace(old, new)
 
-    monkeypatch.setattr(files.os, "fsync", noted)
-    monkeypatch.setattr(files.os, "replace", renamed)
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", renamed)
     save_steps(tmp_path, [1])
     staging, before = named["step_00000001"]
     final = tmp_path / "step_00000001"

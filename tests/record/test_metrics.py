@@ -1,5 +1,6 @@
 """The record is complete and without duplicates; a failing display or service does not affect the run."""
 
+import importlib.util
 import io
 import json
 import math
@@ -219,7 +220,7 @@ def test_wandb_gets_rows_from_its_thread_and_its_failures_stay_there(tmp_path, m
 
 
 def test_a_missing_extra_is_named_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     services = [({"wandb": kind()}, kind.package) for kind in (WandbOnline, Trackio)]
     for options, extra in (({"tensorboard": True}, "tensorboard"), *services):
         with pytest.raises(ModuleNotFoundError, match=rf"(?i)pip install '?{extra}"):

@@ -3,7 +3,6 @@
 import contextlib
 import sys
 import types
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -12,14 +11,8 @@ from grpo_roc_jax.record.metrics import LogConfig, Trackio, WandbOffline, make_w
 from grpo_roc_jax.record.tables import COLUMNS, tables
 from tests.helpers.method_groups import method
 from tests.helpers.samples import make_group
+from tests.record.test_metrics import RunLike
 from tests.record.test_trace import run_step
-
-
-@dataclass(frozen=True)
-class RunLike:
-    name: str = "run"
-    steps: int = 5
-    log: LogConfig = field(default_factory=lambda: LogConfig(console="off"))
 
 
 def records(groups=2):
@@ -73,10 +66,16 @@ def test_services_get_rows_and_tables(tmp_path, monkeypatch, kind):
         assert found[name] == ("table", list(expected[name].columns), expected[name].rows)
 
 
-def test_a_service_without_tables_gets_none_made(monkeypatch):
-    monkeypatch.setattr(loggers, "tables", lambda records: pytest.fail("made"))
+class Unread(list):
+    def __iter__(self):
+        raise AssertionError("tables are made")
+
+
+def test_a_service_without_tables_gets_none_made():
+    with pytest.raises(AssertionError, match="are made"):
+        tables(Unread())
     with contextlib.closing(loggers.Background(loggers.MetricsWriter, "plain")) as background:
-        background.sample(1, None, [])
+        background.sample(1, None, Unread())
 
 
 def test_trackio_keeps_rows_and_tables_on_this_machine(tmp_path, monkeypatch):

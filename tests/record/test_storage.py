@@ -1,8 +1,10 @@
 """A run directory in object storage: whatever ends the copying, the store holds a run that can go on."""
 
 import json
+import os
 import shutil
 import signal
+import time
 from itertools import count
 
 import numpy as np
@@ -99,9 +101,8 @@ def test_a_run_goes_on_elsewhere_and_the_one_before_ends(address, tmp_path, monk
         *(f"trajectories/step_0000000{step}.jsonl" for step in (1, 2, 3)),
     ]
     signals = []
-    monkeypatch.setattr(storage, "PAUSE_S", 0.0)
-    monkeypatch.setattr(storage.os, "kill", lambda pid, number: signals.append(number))
-    first.keep()
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number))
+    first.keep(pause_s=0.0)
     assert signals == [signal.SIGTERM]
     with pytest.raises(storage.StorageFailed, match=r"lacks the end of .*here: another run writes to"):
         first.finish()
@@ -136,7 +137,7 @@ def test_a_start_that_is_refused_after_it_fetched_fetches_again(tmp_path):
 
 def test_failures_are_tried_again_and_named(tmp_path, monkeypatch):
     pauses = []
-    monkeypatch.setattr(files.time, "sleep", pauses.append)
+    monkeypatch.setattr(time, "sleep", pauses.append)
     address, folder = f"file://{tmp_path}/store/run", tmp_path / "here"
     made = copy_of(address, folder)
     made.finish()

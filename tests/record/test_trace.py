@@ -66,7 +66,7 @@ def test_selection_and_advantages_are_recomputed_from_the_file(tmp_path, positiv
     assert all(record.advantages is None for record in read if not record.kept)
 
 
-def test_advantages_that_differ_by_token_and_missing_parts_are_restored(tmp_path):
+def test_advantages_that_differ_by_token_and_missing_parts_are_restored():
     group = make_group(1, 4)
     base = trace.eval_records(2, [group])
     mask = base[0].trajectory.policy_mask

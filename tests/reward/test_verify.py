@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import signal
 import threading
 import time
@@ -46,10 +47,9 @@ def verifier():
 
 def test_without_a_sandbox_the_address_space_of_a_worker_is_limited(monkeypatch):
     limits = []
-    monkeypatch.setattr(_verify_worker.sys, "platform", "darwin")
-    monkeypatch.setattr(_verify_worker.resource, "setrlimit", lambda kind, limit: limits.append((kind, limit)))
-    assert _verify_worker._lock_down(3) == ()
-    assert limits == [(_verify_worker.resource.RLIMIT_AS, (3 * 2**20, 3 * 2**20))]
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append((kind, limit)))
+    assert _verify_worker.lock_down(3, "darwin") == ()
+    assert limits == [(resource.RLIMIT_AS, (3 * 2**20, 3 * 2**20))]
 
 
 def test_numbers_start_no_process():
@@ -100,13 +100,11 @@ def test_hanging_expressions_time_out():
     pool.close()
 
 
-def test_equal_pairs_are_asked_once(verifier, monkeypatch):
-    asked = []
-    enqueue = verifier._enqueue
-    monkeypatch.setattr(verifier, "_enqueue", lambda line: asked.append(line) or enqueue(line))
+def test_equal_pairs_are_asked_once(verifier):
+    before = verifier.asked
     pairs = [("x+1", "1+x"), ("x + 1", "1+x"), (r"\dfrac{x}{2}", "0.5x"), ("x+1", "1+x"), (r"\frac{x}{2}", "0.5 x")]
     assert verifier.compare(pairs) == ["correct"] * 5
-    assert len(asked) == 2
+    assert verifier.asked == before + 2
 
 
 def test_what_cannot_be_parsed_is_compared_as_text(verifier):
@@ -223,10 +221,9 @@ def test_no_look_is_longer_than_the_limit():
     assert {limit for _, limit in limits} == {0.5}
 
 
-def test_a_second_look_is_long_enough(monkeypatch):
+def test_a_second_look_is_long_enough():
     """A comparison that the first look cut off is right after the second."""
-    monkeypatch.setattr("grpo_roc_jax.reward.verify.FIRST_LOOK_S", 0.001)
-    pool = Verifier(workers=1)
+    pool = Verifier(workers=1, first_look_s=0.001)
     assert pool.compare([(r"\frac{\sqrt{3}}{3}+x", r"x+\frac{1}{\sqrt{3}}")]) == ["correct"]
     pool.close()
 
@@ -258,22 +255,21 @@ def test_workers_are_locked_down(monkeypatch, tmp_path):
         "from _verify_worker_itself import *\n"
         "import _verify_worker_itself as worker\n"
         f"def judge(request):\n    exec({HOSTILE!r}, globals())\n    return 'escaped: ' + ', '.join(escaped)\n"
-        "lock = worker._lock_down\n"
+        "lock = worker.lock_down\n"
         "def locked(memory_mb):\n"
         "    layers = lock(memory_mb)\n"
-        "    worker._judge = lambda request: 'correct'\n"
-        "    worker._start_clock = lambda limit: setattr(worker, '_judge', judge)\n"
+        "    worker.judge = lambda request: 'correct'\n"
+        "    worker.start_clock = lambda limit: setattr(worker, 'judge', judge)\n"
         "    return layers\n"
-        "worker._lock_down = locked\n"
+        "worker.lock_down = locked\n"
         "main = worker.main\n"
     )
     source = Path(verify.__file__).with_name("_verify_worker.py").read_text(encoding="utf-8")
     (tmp_path / "_verify_worker_itself.py").write_text(source, encoding="utf-8")
     (tmp_path / "_verify_worker.py").write_text(report, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(verify, "__file__", str(tmp_path / "verify.py"))
     before = set(worker_pids())
-    pool = Verifier(workers=1)
+    pool = Verifier(workers=1, folder=str(tmp_path))
     assert pool.compare([("x+1", "1+x")]) == ["escaped: "]
     (pid,) = set(worker_pids()) - before
     environ = Path(f"/proc/{pid}/environ").read_bytes()
@@ -289,11 +285,11 @@ def worker_pids() -> list[int]:
     return [pid for pid in pids if b"_verify_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_kernel_kill_is_a_timeout(monkeypatch):
+def test_kernel_kill_is_a_timeout():
     """If the worker's own timer cannot interrupt a comparison, the CPU limit ends it with SIGXCPU."""
-    monkeypatch.setattr(verify, "FIRST_LOOK_S", 30.0)  # so that the signal cannot come between two looks
     before = set(worker_pids())
-    pool = Verifier(workers=1, timeout_s=30.0)
+    # One look, so that the signal cannot come between two.
+    pool = Verifier(workers=1, timeout_s=30.0, first_look_s=30.0)
     assert pool.compare([(r"x+1", "1+x")]) == ["correct"]
     (pid,) = set(worker_pids()) - before
     threading.Timer(0.5, os.kill, (pid, signal.SIGXCPU)).start()

@@ -1,7 +1,7 @@
 """Turns with tools on top of the engine: every exit has its name, and no stop text is missed at the edge of a look."""
 
+import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -192,7 +192,7 @@ def with_chunk(engine, chunk):
     """The engine with another chunk length, all programs shared but the one of that length."""
     found = changed(engine, chunk=chunk)
     programs = found.programs
-    programs._compiled = {key: program for key, program in programs._compiled.items() if key[0] != "decode"}
+    programs.compiled = {key: program for key, program in programs.compiled.items() if key[0][0] != "decode"}
     programs.settings = replace(programs.settings, chunk=chunk)
     return found
 
@@ -265,27 +265,23 @@ class Slow(Instant):
 
 
 @pytest.mark.parametrize("carry", [False, True])
-def test_the_deadline_of_a_step_cuts_no_evaluation(calling, whole, monkeypatch, carry):
+def test_the_deadline_of_a_step_cuts_no_evaluation(calling, whole, carry):
     engine, sampler = whole
     expected, _ = roll_out(engine, sampler, calling, step=3, purpose="evaluate")
-    late = iter(range(10**9))
-    monkeypatch.setattr("grpo_roc_jax.engine.scheduler.time", SimpleNamespace(perf_counter=lambda: 100.0 * next(late)))
-    cutting = changed(engine, step_limit=(PartialRows if carry else DroppedRows)(60.0))
+    late = itertools.count(0.0, 100.0)
+    cutting = changed(engine, clock=lambda: next(late), step_limit=(PartialRows if carry else DroppedRows)(60.0))
     assert_same(roll_out(cutting, sampler, calling, step=3, purpose="evaluate")[0], expected)
     trained, _ = roll_out(cutting, sampler, calling, step=3)
     assert {trajectory.stop for trajectory in trained} & {"cancelled", "deadline", "infrastructure"}
     assert all(trajectory.length - trajectory.prompt_length <= engine.config.chunk for trajectory in trained)
 
 
-def test_rows_cut_by_the_deadline_continue_in_the_next_step_under_its_policy(calling, whole, monkeypatch):
+def test_rows_cut_by_the_deadline_continue_in_the_next_step_under_its_policy(calling, whole):
     engine, sampler = whole
     expected, _ = roll_out(engine, sampler, calling)
     slow = Slow()
-    clock = SimpleNamespace(perf_counter=lambda: 1e6 if getattr(slow, "polls", 0) >= 2 else 0.0)
-    monkeypatch.setattr("grpo_roc_jax.engine.scheduler.time", clock)
-    cutting = changed(engine, step_limit=PartialRows(60.0))
-    first, _ = roll_out(cutting, sampler, calling, executor=slow)
-    monkeypatch.undo()
+    late = {"clock": lambda: 1e6 if getattr(slow, "polls", 0) >= 2 else 0.0, "step_limit": PartialRows(60.0)}
+    first, _ = roll_out(changed(engine, **late), sampler, calling, executor=slow)
     cut = [i for i, trajectory in enumerate(first) if trajectory.stop == "cancelled"]
     waits = {bool(first[i].turns) and first[i].turns[-1].end == first[i].length for i in cut}
     assert waits == {True, False}, "some wait for a tool, some do not"

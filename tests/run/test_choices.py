@@ -78,24 +78,23 @@ def test_rows_are_chosen_for_the_rows_of_a_step():
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_a_run_that_goes_on_takes_what_it_took_before(tmp_path, monkeypatch, spoilt):
+def test_a_run_that_goes_on_takes_what_it_took_before(tmp_path, spoilt):
     config, model = settings()
     config = with_choices(config, {"update.attention": "blocked"})
     policy, alone = PolicyModel(model, MESH), Processes()
-    monkeypatch.setattr("grpo_roc_jax.run.session.free_bytes", lambda mesh: 1e12)
-    first, lines = choose_open(config, policy, alone, tmp_path)
+    first, lines = choose_open(config, policy, alone, tmp_path, free=lambda mesh: 1e12)
     assert (first.update.remat, first.update.vocab_chunk, first.update.attention) == ("none", 40_000, "blocked")
     assert any("remat none, logits kept" in line for line in lines) and not left_open(first)
     assert json.loads((tmp_path / FILE).read_text())[about(config, MESH)]["update.remat"] == "none"
-    monkeypatch.setattr("grpo_roc_jax.run.session.free_bytes", lambda mesh: 1.0)  # other programs took the memory
+    full = {"free": lambda mesh: 1.0}  # other programs took the memory
     if spoilt:
         (tmp_path / FILE).write_text("[")
-        assert choose_open(config, policy, alone, tmp_path)[0].update.remat == "full"
+        assert choose_open(config, policy, alone, tmp_path, **full)[0].update.remat == "full"
     else:
-        assert choose_open(config, policy, alone, tmp_path) == (first, [])
+        assert choose_open(config, policy, alone, tmp_path, **full) == (first, [])
     # Rows of another length, as in the next stage of a run, are another question; both answers stay.
     longer = with_choices(config, {"batch.row_length": 512})
-    assert choose_open(longer, policy, alone, tmp_path)[0].update.remat == "full"
+    assert choose_open(longer, policy, alone, tmp_path, **full)[0].update.remat == "full"
     assert set(json.loads((tmp_path / FILE).read_text())) == {about(config, MESH), about(longer, MESH)}
 
 
@@ -114,7 +113,7 @@ PATTERNS = {"extras": SomeExtras(rotary_layers=(True, False)), "windows": Slidin
     ids=lambda options: "-".join(options) or "plain",
 )
 @pytest.mark.parametrize("axes", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
-def test_the_timed_layers_exist_for_every_kind_of_model_and_mesh(options, axes, monkeypatch):
+def test_the_timed_layers_exist_for_every_kind_of_model_and_mesh(options, axes):
     """The programs are traced and not run; that they were asked for in ascending order is what `best_rows` needs."""
     asked = []
 
@@ -125,9 +124,9 @@ def test_the_timed_layers_exist_for_every_kind_of_model_and_mesh(options, axes, 
             assert all(leaf.shape[0] for leaf in jax.tree.leaves(grads))
         return "8", dict.fromkeys(candidates, 1.0)
 
-    monkeypatch.setattr("grpo_roc_jax.run.choices.fastest", traced)
     config, _ = settings("--batch.rows=0")
     model = ModelConfig(d_model=32, layers=12, heads=4, kv_heads=2, head_dim=8, d_ff=48, vocab_size=64, **options)
     mesh = make_mesh(ShardingConfig(*axes), jax.devices()[: axes[0] * axes[1] * axes[2]])
-    assert timed_rows((8, 32), config, model, lambda rows: config.update, mesh) == {8: 1.0, 32: 1.0}
+    found = timed_rows((8, 32), config, model, lambda rows: config.update, mesh, measure=traced)
+    assert found == {8: 1.0, 32: 1.0}
     assert asked == ["8", "32"]

@@ -103,12 +103,16 @@ def test_a_scoring_pass_that_runs_out_of_memory_gives_the_same_scores(rows):
 
 
 @pytest.mark.parametrize(("words", "scored"), [([], False), (["--surrogate.old_logprobs=scored"], True)])
-def test_rows_carry_the_scores_of_a_pass_that_the_method_takes(monkeypatch, words, scored):
+def test_rows_carry_the_scores_of_a_pass_that_the_method_takes(words, scored):
     config, group = read_config(*words), make_group(1, 4)
     found = [np.full(t.length, -0.5, np.float32) for t in group.trajectories]
-    monkeypatch.setattr(GroupLearner, "score", lambda *_: Scores(found, [-2 * values for values in found]))
+
+    class Scored(GroupLearner):
+        def score(self, *_):
+            return Scores(found, [-2 * values for values in found])
+
     run = SimpleNamespace(train=SimpleNamespace(params=None), method=AlgoState(), step=0)
-    made, _ = GroupLearner(config, Learner(MODEL), None).rows([group], run)
+    made, _ = Scored(config, Learner(MODEL), None).rows([group], run)
     for row, values in zip(made, found, strict=True):
         assert (row.scored is not None) is scored
         if scored:

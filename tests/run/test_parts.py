@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.pod.processes import Processes
-from grpo_roc_jax.run import evaluate
-from grpo_roc_jax.run.evaluate import Parts, sample_parts
+from grpo_roc_jax.run.evaluate import Parts, count_solved, read_counts, sample_parts
 from grpo_roc_jax.run.sample import ScoredRollouts
 from grpo_roc_jax.settings.cli import ConfigError
 from tests.helpers.method_groups import make_group, make_trajectory
@@ -39,34 +38,36 @@ def rewards(found):
     return [(group.problem.uid, group.rewards.tolist()) for group in found.groups], [p.uid for p, _ in found.removed]
 
 
-def test_parts_that_are_there_are_not_sampled_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "FILLS", 4)  # of one slot: two problems of two rollouts
-    monkeypatch.setattr(evaluate, "sample_requests", Sampling(9))
-    whole = sample_parts(SAMPLING, None, PROBLEMS, 2, None, Parts(tmp_path / "whole", ["policy"]))
+def sampled(folder, roll_out, fills=4):
+    """By default parts of two problems, whose two rollouts fill one slot four times."""
+    parts = Parts(folder, ["policy"], fills=fills)
+    return sample_parts(SAMPLING, None, PROBLEMS, 2, None, parts, roll_out=roll_out)
+
+
+def test_parts_that_are_there_are_not_sampled_again(tmp_path):
+    whole = sampled(tmp_path / "whole", Sampling(9))
     assert rewards(whole) == ([("a", [1, 0]), ("b", [1]), ("c", [0, 0]), ("d", [1, 0])], ["b"])
-    monkeypatch.setattr(evaluate, "sample_requests", Sampling(1))
     with pytest.raises(KeyboardInterrupt):
-        sample_parts(SAMPLING, None, PROBLEMS, 2, None, Parts(tmp_path, ["policy"]))
-    monkeypatch.setattr(evaluate, "sample_requests", rest := Sampling(9))
-    found = sample_parts(SAMPLING, None, PROBLEMS, 2, None, Parts(tmp_path, ["policy"]))
+        sampled(tmp_path, Sampling(1))
+    found = sampled(tmp_path, rest := Sampling(9))
     assert rest.places == [[2, 3]] and rewards(found) == rewards(whole)
     assert found.groups[0].problem is PROBLEMS[0]
     np.testing.assert_array_equal(found.groups[0].trajectories[1].tokens, GROUPS[0].trajectories[1].tokens)
-    monkeypatch.setattr(evaluate, "FILLS", 2)  # parts of another size are sampled
-    assert rewards(sample_parts(SAMPLING, None, PROBLEMS, 2, None, Parts(tmp_path, ["policy"]))) == rewards(whole)
+    assert rewards(sampled(tmp_path, rest, fills=2)) == rewards(whole), "parts of another size are sampled"
     assert rest.places[1:] == [[0], [1], [2], [3]]
     with pytest.raises(ConfigError, match="another policy"):
         Parts(tmp_path, ["other"])
 
 
-def test_counts_go_on_after_a_row_that_was_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "FILLS", 2)
-    monkeypatch.setattr(evaluate, "sample_requests", Sampling(2))
-    path, arguments = tmp_path / "counts.jsonl", (SAMPLING, lambda: None, PROBLEMS, 2, 0)
+def test_counts_go_on_after_a_row_that_was_cut(tmp_path):
+    path, rest = tmp_path / "counts.jsonl", Sampling(9)
+
+    def count(roll_out):
+        return count_solved(path, SAMPLING, lambda: None, PROBLEMS, 2, 0, fills=2, roll_out=roll_out)
+
     with pytest.raises(KeyboardInterrupt):
-        evaluate.count_solved(path, *arguments)
+        count(Sampling(2))
     path.write_bytes(path.read_bytes() + b'{"step": 2, "uid": "c"')
-    monkeypatch.setattr(evaluate, "sample_requests", rest := Sampling(9))
-    counts = evaluate.count_solved(path, *arguments)
+    counts = count(rest)
     assert rest.places == [[2], [3]] and counts == {"a": (1, 2), "b": (1, 1), "c": (0, 2), "d": (1, 2)}
-    assert evaluate.read_counts(path) == counts and evaluate.count_solved(path, *arguments) == counts
+    assert read_counts(path) == counts and count(rest) == counts

@@ -79,18 +79,19 @@ def test_a_cut_leaves_room_for_a_token():
     assert not fits(limits(response=20), CHAT, request(16))
 
 
-def test_figures_of_sampling_are_those_before_an_edit(monkeypatch):
+def repaired(group):
+    """A group without failing calls."""
+    clean = [replace(verdict, tool_calls=1, tool_errors=0) for verdict in group.verdicts]
+    return replace(group, verdicts=tuple(clean))
+
+
+def test_figures_of_sampling_are_those_before_an_edit():
     """An edit that repairs failing calls would show a policy without failing calls from the first step on."""
     group = make_group(0, 4)
     failing = [replace(verdict, tool_calls=2, tool_errors=1, status="correct") for verdict in group.verdicts]
     group = replace(group, verdicts=tuple(failing))
-
-    def repair(group):
-        clean = [replace(verdict, tool_calls=1, tool_errors=0) for verdict in group.verdicts]
-        return replace(group, verdicts=tuple(clean))
-
-    monkeypatch.setattr(sample, "resolve", lambda *_: repair)
-    found = sample.edited(Config(), None, [group], [SimpleNamespace(groups=(group,))])
+    config = method("grpo", f"--method.edit_groups={__name__}:repaired")
+    found = sample.edited(config, None, [group], [SimpleNamespace(groups=(group,))])
     assert [verdict.tool_errors for verdict in found.groups[0].verdicts] == [0] * 4
     for samples in (found, sample.merge_rounds([found, found])):
         metrics = replace(samples, groups=(), waves=()).metrics()
@@ -178,10 +179,10 @@ class Placed(GroupLearner):
         return Scores([(t.logprobs - params * t.policy_mask).astype(np.float32) for t in trajectories])
 
 
-def placed(config, update=None):
+def placed(config, update=None, kind=Placed):
     learner = Learner(ModelConfig())
     learner.update_step = update
-    return Placed(config, learner, None)
+    return kind(config, learner, None)
 
 
 def a_run():
@@ -199,17 +200,21 @@ def test_epochs_pass_over_the_parts_again():
     assert len(placed(method("grpo")).batches(groups, (), a_run())) == 1
 
 
-def test_explanations_train_in_the_first_optimizer_step_only(monkeypatch):
+def test_explanations_train_in_the_first_optimizer_step_only():
     config = method("grpo", "--batch.updates={kind: several, parts: 2, epochs: 2}", "--group.problems=4")
     groups = [make_group(seed, 4) for seed in range(4)]
     plain = placed(config).batches(groups, (), a_run())
     extra = plain[0].rows[:2]
-    monkeypatch.setattr(GroupLearner, "_explanation_rows", lambda self, explained, run: extra)
-    explained = placed(config).batches(groups, groups[:1], a_run())
+
+    class Explaining(Placed):
+        def explanation_rows(self, explained, run):
+            return extra
+
+    explained = placed(config, kind=Explaining).batches(groups, groups[:1], a_run())
     assert [len(batch.packed) for batch in explained] == [10, 8, 8, 8] and [len(b.packed) for b in plain] == [8] * 4
 
 
-def test_samples_and_places_are_numbered_through_a_step(monkeypatch):
+def test_samples_and_places_are_numbered_through_a_step():
     """Random keys derive from them: no two rollouts of a step may share a pair."""
     pairs, carried = [], []
 
@@ -218,17 +223,14 @@ def test_samples_and_places_are_numbered_through_a_step(monkeypatch):
         carried.append(partial)
         return ScoredRollouts(tuple(Group(request.problem, (), ()) for request in requests))
 
-    def next_wave(wave, plan):
+    def plan_wave(wave, plan):
         return [RolloutRequest(PROBLEM, place, 3) for place in range(2)] if wave.number < 2 else []
 
-    monkeypatch.setattr(sample, "sample_requests", roll_out)
-    monkeypatch.setattr(sample, "next_wave", next_wave)
     config = method("grpo", "--group.size=3", "--resample.drop=none")
-    sampling = SimpleNamespace(sampler=SimpleNamespace(chat=SimpleNamespace(tokenizer=None)))
+    sampling = SimpleNamespace(sampler=SimpleNamespace(chat=CHAT))
     rng = np.random.default_rng(0)
     for first in (0, 8):
-        placed = {"step": 3, "first_place": first, "partial": ("cut",)}
-        monkeypatch.setattr(sample, "fits", lambda *_: True)
+        placed = {"step": 3, "first_place": first, "partial": ("cut",), "roll_out": roll_out, "plan_wave": plan_wave}
         sample.run_round(config, sampling, None, [PROBLEM] * 2, AlgoState(), rng, **placed)
     assert len(set(pairs)) == len(pairs) == 24
     assert sorted(pairs) == [(first + place, i) for first in (0, 8) for place in range(2) for i in range(6)]
@@ -355,16 +357,16 @@ def test_the_default_recipe_does_not_remark_on_a_surrogate_that_nobody_chose(cap
     assert "16 kept" in text and "every importance ratio is 1" not in text
 
 
-def test_a_first_wave_without_requests_continues_the_groups_that_were_begun(monkeypatch):
+def test_a_first_wave_without_requests_continues_the_groups_that_were_begun():
     begun, sent = object(), []
 
     def sampled(sampling, weights, requests, options, partial):
         sent.append((requests, partial))
         return ScoredRollouts(completed=(make_group(0, 2),))
 
-    monkeypatch.setattr(sample, "sample_requests", sampled)
     config = load_config(Config, ["toy.yaml"], prog="test")
     sampling = SimpleNamespace(sampler=SimpleNamespace(chat=CHAT))
     generator = np.random.default_rng(0)
-    samples = sample.run_round(config, sampling, None, [], AlgoState(), generator, step=1, partial=[begun])
+    given = {"step": 1, "partial": [begun], "roll_out": sampled}
+    samples = sample.run_round(config, sampling, None, [], AlgoState(), generator, **given)
     assert sent == [([], [begun])] and len(samples.groups) == 1

@@ -61,7 +61,7 @@ def sampling_of(limits, scorer, run, progress=None):
 @pytest.mark.parametrize(
     ("early", "purpose", "cancels"), [(True, "train", True), (True, "evaluate", False), (False, "train", False)]
 )
-def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(monkeypatch, early, purpose, cancels):
+def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(early, purpose, cancels):
     given = []
 
     def collect(*arguments):
@@ -99,7 +99,7 @@ def test_every_rollout_of_the_engine_reaches_the_scorer_under_its_problem():
     assert [(group.problem, list(group.trajectories)) for group in scored.groups] == expected
 
 
-def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole(monkeypatch):
+def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole():
     rng = np.random.default_rng(0)
     rows = [make_trajectory(rng, i % 2, turns=2) for i in range(4)]
     first = [replace(row, stop=stop) for row, stop in zip(rows, ("answer", "cancelled", "answer", "eos"), strict=True)]
@@ -132,7 +132,7 @@ def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole(monkeypatch)
     assert late.problem is PROBLEMS[0] and late.trajectories == (first[0], rows[3])
 
 
-def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes(monkeypatch):
+def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes():
     rng = np.random.default_rng(0)
     rows = [replace(make_trajectory(rng, i), stop="cancelled") for i in range(3)]
     before = [replace(problem, uid=f"old {problem.uid}") for problem in PROBLEMS]

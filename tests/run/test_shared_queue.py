@@ -11,7 +11,6 @@ import pytest
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.engine.config import DroppedRows, RolloutConfig
 from grpo_roc_jax.engine.records import RolloutStats, RunOptions
-from grpo_roc_jax.pod import processes as processes_module
 from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.rollout.sampler import Sampler
@@ -69,39 +68,48 @@ def sampling_of(engine, scorer, processes):
     return sample.GroupSampler(Sampler.of(engine, None, None), scorer, processes, config.resample, config.group.size)
 
 
-def one_process(monkeypatch, index, counters, seed=0, *, stops=False):
-    """(taken, sampled) of a process that shares counters with others; the others' parts come from `gather`."""
-    service = SimpleNamespace(
-        key_value_increment=lambda key, by: next(counters.setdefault(key, itertools.count(1))),
-        key_value_delete=lambda key: None,
-    )
-    monkeypatch.setattr(processes_module, "service", lambda: service)
-    engine, found = Engine(seed), []
+class OneOfTwo(Processes):
+    """A process that shares counters with another one."""
+
+    check_stop = service = None
+
+    def __init__(self, index, counters):
+        self.index, self.count, self.gathered = index, 2, []
+        self.service = SimpleNamespace(
+            key_value_increment=lambda key, by: next(counters.setdefault(key, itertools.count(1))),
+            key_value_delete=lambda key: None,
+        )
+
+    def gather(self, value):
+        self.gathered.append(value)
+        return [value, ([], sample.ScoredRollouts())]
+
+
+def one_process(index, counters, seed=0, *, stops=False):
+    """(taken, sampled) of a process that shares counters with another one, which returns nothing."""
+    engine, group = Engine(seed), OneOfTwo(index, counters)
     engine.stops = stops
-    group = Processes.__new__(Processes)
-    group.index, group.count, group._queues, group.check_stop = index, 2, 0, None
-    group.gather = lambda value: found.append(value) or [value, ([], sample.ScoredRollouts())]
     sampling = sampling_of(engine, Scorer(), group)
     sampling.sampler.submission = lambda some, own: (some, [request.place for request in some], own)
     with contextlib.suppress(KeyError):  # the other process has the rest
         sample.sample_requests(sampling, None, REQUESTS, RunOptions(3))
     assert engine.released == 1
-    return found[0]
+    return group.gathered[0]
 
 
-def test_each_request_is_rolled_out_once_whoever_takes_it(monkeypatch):
+def test_each_request_is_rolled_out_once_whoever_takes_it():
     counters = {}
-    taken, sampled = one_process(monkeypatch, 0, counters)
+    taken, sampled = one_process(0, counters)
     assert taken == [0, 2, 4 - 1, 4, 5, 6], "its share of the first three, and the others one by one"
-    other, rest = one_process(monkeypatch, 1, counters)
+    other, rest = one_process(1, counters)
     assert other == [1]
     assert [len(group.trajectories) for group in (*sampled.groups, *rest.groups)] == [2, 2, 2, 0, 2, 1, 2]
     assert [t.sample for t in sampled.groups[0].trajectories] == [0, 1], "in the order of samples"
     assert [(problem.uid, t.sample) for problem, t in sampled.removed] == [("p5", 2)]
 
 
-def test_a_process_that_stops_drops_what_it_has(monkeypatch):
-    taken, sampled = one_process(monkeypatch, 0, {}, stops=True)
+def test_a_process_that_stops_drops_what_it_has():
+    taken, sampled = one_process(0, {}, stops=True)
     assert not taken and not sampled.groups
 
 

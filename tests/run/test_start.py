@@ -11,6 +11,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import CompilationCounter, read_metrics
 from grpo_roc_jax.settings.cli import load_config
+from grpo_roc_jax.settings.points import InjectedFault, injected
 from grpo_roc_jax.train import main, train
 from tests.test_train import TINY
 from tests.test_train import shared_programs as shared_programs  # a fixture
@@ -158,19 +159,14 @@ def test_each_reward_function_is_tried_on_made_up_trajectories_before_anything_c
 
 
 @pytest.mark.usefixtures("one_device")
-def test_the_supervised_stage_is_saved_before_the_first_evaluation(tmp_path, monkeypatch):
+def test_the_supervised_stage_is_saved_before_the_first_evaluation(tmp_path):
     """An evaluation that fails costs no supervised training; the same command makes it up."""
     words = [*TINY, f"--run_dir={tmp_path}", "--steps=1", "--sft.steps=2", "--resume=auto"]
     words += ["--sft.traces=2", "--batch.row_length=120"]
     config = load_config(Config, words, prog="test")
 
-    def broken(*_, **__):
-        raise RuntimeError("the evaluation failed")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("grpo_roc_jax.train.evaluate_policy", broken)
-        with pytest.raises(RuntimeError, match="the evaluation failed"):
-            train(config)
+    with injected("evaluate=raise"), pytest.raises(InjectedFault):
+        train(config)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000000"]
     supervised = (tmp_path / "sft.jsonl").read_bytes()
     summary = train(config)

@@ -9,8 +9,8 @@ import pytest
 from grpo_roc_jax.__main__ import COMMANDS
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.record.trace import TraceRecord
-from grpo_roc_jax.run import summary
 from grpo_roc_jax.run.summary import next_lines, one_of, summarize_rows, summary_lines, write_summary
+from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 ROWS = [
@@ -40,17 +40,14 @@ def test_a_run_without_steps_has_a_summary(tmp_path):
     assert "accuracy on held-out problems: - -> -" in summary_lines(tmp_path, found)
 
 
-def test_nothing_that_the_end_of_a_run_meets_fails_it(tmp_path, monkeypatch, caplog):
+def test_nothing_that_the_end_of_a_run_meets_fails_it(tmp_path, caplog):
     """An accuracy without a scored rollout, no metrics, and a disk that is full."""
     measured = {"accuracy_before": math.nan, "accuracy_after": math.inf, "seconds": 1.0, "device": "none"}
     assert write_summary(tmp_path, Config(), **measured)["accuracy_before"] is None
     assert json.loads((tmp_path / "summary.json").read_text())["accuracy_after"] is None
 
-    def full(path, text):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(summary, "write_whole", full)
-    found = write_summary(tmp_path, Config(), **measured)
+    with injected("summary=enospc"):
+        found = write_summary(tmp_path, Config(), **measured)
     assert "No space left" in caplog.text and summary_lines(tmp_path, found)
 
 

@@ -1,15 +1,16 @@
 """A run that stands still says where, and ends if asked to; one that is only slow does not."""
 
 import re
+import signal
 import time
 
 import pytest
 
 from grpo_roc_jax.config import WatchConfig
-from grpo_roc_jax.run import watch as watchdog
 from grpo_roc_jax.run.watch import Watchdog
 from grpo_roc_jax.settings.points import injected, reach
 from grpo_roc_jax.train import main
+from tests.helpers.arena import wait_until
 from tests.test_train import TINY
 
 
@@ -32,14 +33,14 @@ def test_a_phase_without_progress_is_described_and_ends_the_run(tmp_path, capsys
     assert main(words) == 0
 
 
-def test_limits_follow_the_longest_time_so_far(tmp_path, monkeypatch):
+def test_limits_follow_the_longest_time_so_far(tmp_path):
     now = [100.0]
-    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
-    dog = Watchdog(tmp_path, WatchConfig(stall_factor=3.0, stall_floor_s=60.0))
-    for name, seconds in (("sample", 40.0), ("update", 5.0), ("sample", 30.0)):
-        dog._reach(name)
-        now[0] += seconds
-    dog._reach("end")
+    dog = Watchdog(tmp_path, WatchConfig(stall_factor=3.0, stall_floor_s=60.0), clock=lambda: now[0])
+    with dog.watching():
+        for name, seconds in (("sample", 40.0), ("update", 5.0), ("sample", 30.0)):
+            reach(name)
+            now[0] += seconds
+        reach("record")
     assert [dog.limit_s(name) for name in ("sample", "update", "never")] == [120.0, 60.0, 60.0]
 
 
@@ -56,10 +57,12 @@ def test_points_that_come_keep_it_silent_and_a_report_is_written_once(tmp_path, 
     assert caplog.text.count("no progress") == 1
 
 
-def test_a_run_that_does_not_end_by_itself_is_ended(tmp_path, monkeypatch):
-    statuses = []
-    monkeypatch.setattr(watchdog, "GRACE_S", 0.01)
-    monkeypatch.setattr(watchdog.os, "_exit", statuses.append)
-    monkeypatch.setattr(watchdog.os, "kill", lambda pid, number: statuses.append(number.name))
-    Watchdog(tmp_path, WatchConfig())._end("why")
+def test_a_run_that_does_not_end_by_itself_is_ended(tmp_path):
+    statuses, config = [], WatchConfig(stall_floor_s=0.1, stop=("stalled",))
+    before = signal.signal(signal.SIGTERM, lambda *_: statuses.append("SIGTERM"))
+    try:
+        with Watchdog(tmp_path, config, grace_s=0.2, end_process=statuses.append).watching():
+            assert wait_until(lambda: len(statuses) == 2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert statuses == ["SIGTERM", 5]

@@ -91,10 +91,10 @@ def test_a_process_that_may_not_enter_ends(tree: Path, monkeypatch: pytest.Monke
         entering.append(pid)
         raise PermissionError(errno.EACCES, "denied")
 
-    monkeypatch.setattr(cgroup, "own_groups", lambda: [tree])
-    assert cgroup_verdict() == (True, f"memory.max and pids.max below {tree}")
+    limits = PoolInCgroup(parent=str(tree))
+    assert cgroup_verdict(limits) == (True, f"memory.max and pids.max below {tree}")
     monkeypatch.setattr(cgroup.Cgroup, "add", add)
-    assert cgroup_verdict() == (False, f"no process may enter a cgroup below {tree} ([Errno 13] denied)")
+    assert cgroup_verdict(limits) == (False, f"no process may enter a cgroup below {tree} ([Errno 13] denied)")
     with pytest.raises(IsolationUnavailable, match=r"may not enter its cgroup: .* denied"):
         make_executor(ToolsConfig(executor=PoolInCgroup(parent=str(tree)), workers=1, preload=())).start()
     assert groups(tree) == [] and not os.path.exists(f"/proc/{entering[0]}")

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -14,23 +15,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_roc_jax.sandbox import _meter, _pool, _probing, _session_table, _supervisor, process
-from grpo_roc_jax.sandbox import executor as executor_module
-from grpo_roc_jax.tools import (
-    CodeCall,
-    ExecutorFailed,
-    ToolsConfig,
-    make_executor,
-)
-from grpo_roc_jax.tools.executor import BaseExecutor, settings_of
+from grpo_roc_jax.sandbox import Supervision, _meter, _pool, _probing, _session_table, _supervisor
+from grpo_roc_jax.settings.points import injected
+from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig
+from grpo_roc_jax.tools.executor import BaseExecutor, PythonExecutor, settings_of
 from tests.helpers.arena import descendants, resident_kb, wait_until
 
 TOOL = "python_code_with_standard_io"
 
 
-def executor_of(**settings: object) -> BaseExecutor:
+def executor_of(supervision: Supervision | None = None, **settings: object) -> PythonExecutor:
     defaults = {"workers": 4, "roots": 1, "wall_s": 5.0, "preload": ()}
-    executor = make_executor(ToolsConfig(**{**defaults, **settings}))
+    executor = PythonExecutor(ToolsConfig(**{**defaults, **settings}), supervision=supervision)
     executor.start()
     return executor
 
@@ -101,16 +97,13 @@ def test_crash_storm_gives_infra_and_recovers(shared: BaseExecutor) -> None:
     assert shared.stats()["tools/breaker_open"] == 0
 
 
-@pytest.fixture
-def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "BEAT_S", 0.1)
-    monkeypatch.setattr(executor_module, "SILENT_BEATS", 20)
+QUICK_BEATS = Supervision(beat_s=0.1, silent_beats=20)
 
 
 @pytest.mark.parametrize("waits", [pytest.param("poll", marks=pytest.mark.slow), "run", "nobody"])
-def test_a_frozen_executor_is_replaced_and_its_calls_run_again(quick_beats: None, waits: str) -> None:
+def test_a_frozen_executor_is_replaced_and_its_calls_run_again(waits: str) -> None:
     """Whether the trainer polls, waits without a limit, or does something else meanwhile."""
-    with executor_of() as executor:
+    with executor_of(QUICK_BEATS) as executor:
         frozen = executor.pid
         os.kill(frozen, signal.SIGSTOP)
         if waits == "run":
@@ -118,9 +111,9 @@ def test_a_frozen_executor_is_replaced_and_its_calls_run_again(quick_beats: None
         else:
             for call in calls_of(5):
                 executor.submit(call)
-            assert wait_until(lambda: executor._silent > 1)
+            assert wait_until(lambda: executor.silent_beats > 1)
             assert executor.cancel(["c4"]) is False, "it never ran"
-            assert waits == "poll" or wait_until(lambda: executor.pid != frozen and not executor._down)
+            assert waits == "poll" or wait_until(lambda: executor.pid != frozen and executor.connected)
             found: dict = {}
             assert wait_until(lambda: found.update(executor.poll(0.2)) or len(found) == 4)
             results = [found[f"c{i}"] for i in range(4)]
@@ -128,8 +121,8 @@ def test_a_frozen_executor_is_replaced_and_its_calls_run_again(quick_beats: None
         assert executor.pid != frozen and not alive(frozen)
 
 
-def test_a_slow_call_is_a_sign_of_no_frozen_process(quick_beats: None) -> None:
-    with executor_of() as executor:
+def test_a_slow_call_is_a_sign_of_no_frozen_process() -> None:
+    with executor_of(QUICK_BEATS) as executor:
         before = executor.pid
         assert executor.run(calls_of(1, pause_s=3.0))[0].kind == "ok"
         executor.submit(calls_of(1, "cut", pause_s=9.0)[0])
@@ -137,38 +130,41 @@ def test_a_slow_call_is_a_sign_of_no_frozen_process(quick_beats: None) -> None:
         assert executor.cancel(["cut0"]) and executor.pid == before
 
 
-def test_a_restart_that_fails_is_tried_again_while_calls_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "PAUSES_S", (0.1,) * 4)
-    with executor_of() as executor:
-        start, left = executor._start_process, [3]
-
-        def failing() -> executor_module.ExecutorProcess:
-            left[0] -= 1
-            if left[0] >= 0:
-                raise OSError(11, "no process to spare")
-            return start()
-
-        monkeypatch.setattr(executor, "_start_process", failing)
-        os.kill(executor.pid, signal.SIGKILL)
-        assert executor.run(calls_of(2))[1].stdout == "2\n"
-        left[0] = 10**6
-        os.kill(executor.pid, signal.SIGKILL)
-        assert "could not be restarted: [Errno 11]" in executor.run(calls_of(1, "x"))[0].error_message
+def test_a_restart_that_fails_is_tried_again_while_calls_wait() -> None:
+    with executor_of(Supervision(restart_pauses_s=(0.1,) * 4)) as executor:
+        with injected("tool.restart=eagain@1,tool.restart=eagain@2,tool.restart=eagain@3") as happened:
+            os.kill(executor.pid, signal.SIGKILL)
+            assert executor.run(calls_of(2))[1].stdout == "2\n"
+            assert happened == {"tool.restart=eagain": 3}
+        with injected("tool.restart=eagain"):
+            os.kill(executor.pid, signal.SIGKILL)
+            assert "could not be restarted: [Errno 11]" in executor.run(calls_of(1, "x"))[0].error_message
 
 
-def test_a_process_that_is_frozen_while_it_starts_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, start = [], process.start
+def test_a_process_that_is_frozen_while_it_starts_is_killed() -> None:
+    """A stopped process ends by SIGKILL only."""
+    before, stopped = supervisors(), []
 
-    def frozen(*arguments: object) -> subprocess.Popen:
-        started.append(start(*arguments))
-        os.kill(started[0].pid, signal.SIGSTOP)
-        return started[0]
+    def stop_the_next() -> None:
+        stopped.extend(wait_until(lambda: supervisors() - before))
+        os.kill(stopped[0], signal.SIGSTOP)
 
-    monkeypatch.setattr(process, "start", frozen)
-    monkeypatch.setattr(process, "END_S", 0.5)
+    thread = threading.Thread(target=stop_the_next)
+    thread.start()
     with pytest.raises(ExecutorFailed, match="no worker was ready within"):
-        executor_of(start_timeout_s=0.2)
-    assert started[0].returncode == -signal.SIGKILL
+        executor_of(Supervision(end_s=0.5), start_timeout_s=0.5)
+    thread.join()
+    assert supervisors() == before and not alive(stopped[0])
+
+
+def supervisors() -> set[int]:
+    """Process ids of the executor processes of this process."""
+    found = set()
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            if parent(pid) == os.getpid() and b"_supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+    return found
 
 
 def test_a_worker_that_is_stuck_beyond_its_deadline_is_killed() -> None:
@@ -235,15 +231,16 @@ def alive(pid: int) -> bool:
     return False
 
 
-def test_close_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+def test_close_leaves_no_process_and_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     executor = executor_of(level="L2" if "L2" in levels() else "best", wall_s=30, scratch_dir=str(tmp_path))
     executor.submit(CodeCall("a", TOOL, {"code": "open('x', 'w').write('y')\nwhile True: pass"}, None))
     [mine] = tmp_path.iterdir()
     if executor.capabilities.level == "L2":
         assert wait_until(lambda: list(mine.glob("w*/x")))
-    family, process = descendants(executor.pid) | {executor.pid}, executor._host.process
-    executor.close()
-    assert process.returncode == 0, "it was killed because it did not end"
+    family = descendants(executor.pid) | {executor.pid}
+    with caplog.at_level("WARNING"):
+        executor.close()
+    assert not caplog.records, "it was killed because it did not end"
     assert [pid for pid in family if alive(pid)] == []
     assert list(tmp_path.iterdir()) == []
 

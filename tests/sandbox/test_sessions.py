@@ -386,7 +386,7 @@ from grpo_roc_jax.sandbox import _probing
 def started(forks):
     \"\"\"A locked-down session that asks for so many forks, each of which waits: (its process id, the listener).\"\"\"
     here, there = socket.socketpair()
-    plan = _probing._probe_plan("L1")
+    plan = _probing.probe_plan("L1")
     filter_ = isolation.make_filter(plan, session=True)
     if (pid := os.fork()) == 0:
         channel = socket.socket(fileno=os.dup2(there.fileno(), isolation.descriptor_limit(plan.limits)))

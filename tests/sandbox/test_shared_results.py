@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_roc_jax.sandbox import shared_results
+from grpo_roc_jax.sandbox.shared_results import REMEMBERED
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
 from grpo_roc_jax.types import ToolResult
 from tests.helpers.fake_executor import FakeExecutor
@@ -75,13 +75,13 @@ def test_the_next_call_runs_when_the_one_that_ran_is_cancelled():
         assert delivered(executor) == {"d": "ok"}
 
 
-def test_the_result_that_was_not_used_for_longest_is_forgotten(monkeypatch):
-    monkeypatch.setattr(shared_results, "REMEMBERED", 2)
+def test_the_result_that_was_not_used_for_longest_is_forgotten():
+    others = [f"other {i}" for i in range(REMEMBERED - 1)]
     ran: list[str] = []
     with FakeExecutor(lambda program: ran.append(program.code) or ToolResult("ok"), config=SHARED) as executor:
-        for i, code in enumerate(["x", "y", "x", "z", "x", "y"]):
+        for i, code in enumerate(["x", "y", "x", *others, "x", "y"]):
             executor.submit(call(str(i), code))
-    assert ran == ["x", "y", "z", "y"]
+    assert ran == ["x", "y", *others, "y"]
 
 
 def test_it_is_off_by_default():

@@ -13,16 +13,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_roc_jax.sandbox import _wire
-from grpo_roc_jax.sandbox import executor as executor_module
+from grpo_roc_jax.sandbox import Supervision, _wire
 from grpo_roc_jax.sandbox._loop import TOGETHER_S
 from grpo_roc_jax.sandbox._messages import ExecutorStats, SubmitCall, encode
 from grpo_roc_jax.sandbox._supervisor import Supervisor
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, default_registry, make_executor
-from grpo_roc_jax.tools.executor import BaseExecutor
+from grpo_roc_jax.settings.points import listening
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, default_registry
+from grpo_roc_jax.tools.executor import BaseExecutor, PythonExecutor
 from tests.helpers.arena import wait_until
 
 TOOL = "python_code_with_standard_io"
+IN_FLIGHT = 8
 
 
 def call(name: str, code: str = "print(1)") -> CodeCall:
@@ -38,10 +39,9 @@ def executor() -> Iterator[BaseExecutor]:
         time.sleep(seconds)
 
     registry.add(nap, where="trainer")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor_module, "IN_FLIGHT", 8)
-        with make_executor(ToolsConfig(workers=4, roots=1, preload=()), registry) as made:
-            yield made
+    config = ToolsConfig(workers=4, roots=1, preload=())
+    with PythonExecutor(config, registry, supervision=Supervision(in_flight=IN_FLIGHT)) as made:
+        yield made
 
 
 def test_threads_that_wait_at_once_each_get_their_results(executor: BaseExecutor) -> None:
@@ -61,18 +61,15 @@ def test_threads_that_wait_at_once_each_get_their_results(executor: BaseExecutor
 
 def test_a_thread_that_reads_on_keeps_nobody_waiting(executor: BaseExecutor) -> None:
     """The first thread reads for the others; when it leaves, the next one reads for itself."""
-    enough = threading.Event()
-    first = threading.Thread(target=lambda: executor._await(enough.is_set, None))
+    first = threading.Thread(target=lambda: executor.poll(600.0, ids=("enough",)))
     first.start()
-    assert wait_until(lambda: executor._reader == first.ident)
+    assert wait_until(lambda: executor.reading_thread == first.ident)
     assert executor.run([call("follower")])[0].ok
     second = threading.Thread(target=lambda: executor.run([call("next", "import time; time.sleep(0.5)")]))
     second.start()
-    assert wait_until(lambda: executor._followers)
-    assert first.is_alive() and executor._reader == first.ident
-    enough.set()
-    with executor._mutex:
-        executor._announce()
+    assert wait_until(lambda: executor.waiting_threads)
+    assert first.is_alive() and executor.reading_thread == first.ident
+    executor.submit(call("enough"))
     for thread in (first, second):
         thread.join(60)
         assert not thread.is_alive()
@@ -106,7 +103,7 @@ def test_held_calls_go_on_while_nobody_polls(executor: BaseExecutor) -> None:
     """More calls than may be in flight, each with more text than the socket accepts at once."""
     for number in range(60):
         executor.submit(call(f"h{number}", f"x = {number} # " + "y" * 30_000))
-    assert wait_until(lambda: len(executor._finished) >= 60 - 8)
+    assert wait_until(lambda: len(executor.in_flight) <= IN_FLIGHT)
     done: list = []
     while len(done) < 60:
         done += executor.poll(5.0)
@@ -121,34 +118,33 @@ def test_a_lost_process_is_replaced_while_nobody_polls(executor: BaseExecutor) -
     assert [(name, result.stdout) for name, result in executor.poll(60.0)] == [("again", "again\n")]
 
 
-def test_submit_does_not_wait_for_the_replacement(executor: BaseExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_does_not_wait_for_the_replacement(executor: BaseExecutor) -> None:
     """The replacement starts only after all calls have been submitted and polled for."""
-    asked, submitted, start = threading.Event(), threading.Event(), executor._start_process
+    asked, submitted = threading.Event(), threading.Event()
 
-    def start_later() -> object:
-        asked.set()
-        assert submitted.wait(60)
-        return start()
+    def start_later(point: str) -> None:
+        if point == "tool.restart":
+            asked.set()
+            assert submitted.wait(60)
 
-    monkeypatch.setattr(executor, "_start_process", start_later)
-    os.kill(executor.pid, signal.SIGKILL)
-    for number in range(20):
-        executor.submit(call(f"r{number}"))
-        assert executor.poll() == []
-        assert number or asked.wait(60)
-    submitted.set()
-    done: list = []
-    assert wait_until(lambda: done.extend(executor.poll()) or len(done) == 20)
+    with listening(start_later):
+        os.kill(executor.pid, signal.SIGKILL)
+        for number in range(20):
+            executor.submit(call(f"r{number}"))
+            assert executor.poll() == []
+            assert number or asked.wait(60)
+        submitted.set()
+        done: list = []
+        assert wait_until(lambda: done.extend(executor.poll()) or len(done) == 20)
     assert all(result.ok for _, result in done)
 
 
 @pytest.mark.parametrize("waiting", [("run",), ("poll",), ("run", "poll")])
-def test_closing_frees_threads_that_wait(waiting: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = make_executor(ToolsConfig(workers=1, roots=1, preload=(), bare_root=False))
-    executor.start()
-    wait_for, seen = executor._ready.wait_for, []
+def test_closing_frees_threads_that_wait(waiting: tuple[str, ...]) -> None:
     # The thread that closes waits for the one that reads: without a time limit, so that it must be notified.
-    monkeypatch.setattr(executor._ready, "wait_for", lambda holds, _: wait_for(holds))
+    supervision, seen = Supervision(leave_s=threading.TIMEOUT_MAX), []
+    executor = PythonExecutor(ToolsConfig(workers=1, roots=1, preload=(), bare_root=False), supervision=supervision)
+    executor.start()
     actions = {
         "run": lambda: seen.append(executor.run([call("w", "while True: pass")])[0].kind),
         "poll": lambda: seen.append(executor.poll(60.0)),
@@ -156,7 +152,7 @@ def test_closing_frees_threads_that_wait(waiting: tuple[str, ...], monkeypatch: 
     threads = [threading.Thread(target=actions[name]) for name in waiting]
     for thread in threads:
         thread.start()
-    assert wait_until(lambda: executor._reader and executor._followers == len(waiting) - 1)
+    assert wait_until(lambda: executor.reading_thread and executor.waiting_threads == len(waiting) - 1)
     threads.append(threading.Thread(target=executor.close))
     threads[-1].start()
     for thread in threads:

@@ -94,7 +94,7 @@ def test_a_function_in_ray_actors():
         ray.shutdown()
 
 
-def test_a_function_that_was_passed_is_sent_to_processes(tmp_path):
+def test_a_function_that_was_passed_is_sent_to_processes():
     from tests.serving import agent_functions
 
     choice = AgentCommand(function="mine", host=HostProcesses(workers=1))
@@ -377,7 +377,7 @@ def test_statistics_of_two_runs_add_up():
     assert one.failures["k"].count == 1, "what was given is as it was"
 
 
-def test_the_endpoint_tells_addresses_that_a_url_can_hold(monkeypatch):
+def test_the_endpoint_tells_addresses_that_a_url_can_hold():
     for address, url in (("127.0.0.1", "http://127.0.0.1:"), ("localhost", "http://localhost:")):
         runs, _ = runs_of(AgentCommand(command="true", address=address))
         assert runs.url.startswith(url)

@@ -381,7 +381,7 @@ def test_the_reward_by_hand():
         assert read_pay(wrong)[0] == Pay() and read_pay(wrong)[1], wrong
 
 
-def test_the_one_liners_of_the_page_reach_the_descriptor(tmp_path):
+def test_the_one_liners_of_the_page_reach_the_descriptor():
     """As `docs/serving.md` writes them, in Python and in a shell."""
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     python, shell = (

@@ -19,8 +19,12 @@ CALLED = 'I look it up.</reason>Now:<tool_call>\n{"name": "weather", "arguments"
 
 @pytest.fixture
 def dialogues():
+    return make_dialogues()
+
+
+def make_dialogues(**limits):
     config = TextConfig()
-    return Dialogues(config, load_tokenizer(config))
+    return Dialogues(config, load_tokenizer(config), **limits)
 
 
 def turn(dialogues, messages, text, tools=(), session="a"):
@@ -127,12 +131,13 @@ def test_answers_in_the_terms_of_the_api(dialogues):
     assert "<tool_call>" in read(CALLED, of=dialogues.context("", [ASKED])).content  # no tools were offered
 
 
-def test_what_is_remembered_is_bounded(dialogues, monkeypatch):
-    monkeypatch.setattr("grpo_roc_jax.serving.dialogues.REMEMBERED_TOKENS", 100)
-    first, _ = turn(dialogues, [ASKED], "</reason>One.")
-    for i in range(6):
-        turn(dialogues, [{"role": "user", "content": f"Number {i}?"}], "</reason>Two.")
-    assert dialogues._held == sum(map(len, dialogues._known.values())) <= 100 + len(first)
+def test_what_is_remembered_is_bounded():
+    dialogues, lengths = make_dialogues(most_tokens=100), []
+    for i in range(7):
+        asked = {"role": "user", "content": f"Number {i}?"} if i else ASKED
+        lengths.append(len(turn(dialogues, [asked], "</reason>Two." if i else "</reason>One.")[0]))
+    kept = [n for n in range(8) if sum(lengths[7 - n :]) <= 100][-1]
+    assert dialogues.remembered == sum(lengths[7 - kept :]) and 0 < kept < 7
     messages = [ASKED, {"role": "assistant", "content": "One."}, {"role": "user", "content": "?"}]
     assert "<reason></reason>One." in dialogues.context("a", messages).chat.tokenizer.decode(
         dialogues.context("a", messages).ids.tolist()

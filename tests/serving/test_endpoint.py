@@ -19,9 +19,9 @@ from grpo_roc_jax.engine.records import RunOptions, SingleTurn
 from grpo_roc_jax.run.components import serving_parts
 from grpo_roc_jax.run.load import serving_settings
 from grpo_roc_jax.serving.replies import SampledChoice
-from grpo_roc_jax.serving.sampling_loop import JobRows
 from grpo_roc_jax.serving.server import ServerLimits
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
+from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.types import Problem, RolloutRequest
 from tests.helpers.serving import ROLLOUT, WEATHER, Served, served, small_policy
 from tests.test_readme import TINY
@@ -146,12 +146,12 @@ def test_new_weights_empty_the_cache_and_an_answer_names_those_that_drew_it():
         loop, newer = server.endpoint.loop, small_policy()[2]
 
         def publish_when_asked():
-            if not loop._jobs:
+            if not loop.jobs:
                 return None
-            loop._duty = lambda: None
+            loop.duty = lambda: None
             return loop.engine.publish(newer, 8)
 
-        loop._duty = publish_when_asked
+        loop.duty = publish_when_asked
         answer = server.ask("/v1/completions", body)[1]
         assert answer["policy_version"] == 8 and answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert [one["version"] for one in answer["choices"][0]["weight_versions"]] == [8]
@@ -238,7 +238,7 @@ def test_a_client_that_leaves_ends_its_request(server):
         link.sendall(head + body)
         wait_for(lambda: server.endpoint.running)
     wait_for(lambda: server.endpoint.loop.engine.stats.stops["cancelled"] > before)
-    wait_for(lambda: not server.endpoint.running and not server.endpoint.loop._jobs)
+    wait_for(lambda: not server.endpoint.running and not server.endpoint.loop.jobs)
     assert server.chat(HELLO)["choices"]
 
 
@@ -259,9 +259,9 @@ def test_a_fault_of_the_engine_is_an_error_of_its_requests_alone(server, monkeyp
     assert server.chat(HELLO)["choices"]
 
 
-def test_a_row_that_the_engine_cut_is_no_whole_answer(server, monkeypatch):
-    monkeypatch.setattr(JobRows, "turn_ended", lambda self, row, turn: 1 / 0)
-    status, answer = server.ask("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2})
+def test_a_row_that_the_engine_cut_is_no_whole_answer(server):
+    with injected("rollout.turn=raise"):
+        status, answer = server.ask("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2})
     assert status == 500 and "sampling ended early: infrastructure" in answer["error"]["message"]
     for stop, reason in (("", None), ("eos", "stop"), ("length", "length"), ("deadline", "length")):
         assert SampledChoice(0, np.zeros(0), stop=stop).finish_reason == reason

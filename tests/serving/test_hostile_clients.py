@@ -5,12 +5,12 @@ import random
 import shlex
 import socket
 import sys
+from dataclasses import replace
 
 import pytest
 
 from grpo_roc_jax.engine.records import RunOptions
 from grpo_roc_jax.environments.config import AgentCommand
-from grpo_roc_jax.serving import server as server_module
 from grpo_roc_jax.serving.agent_runs import AgentRuns
 from grpo_roc_jax.types import Problem, RolloutRequest
 from tests.helpers.serving import served, small_policy
@@ -49,7 +49,7 @@ def test_a_client_that_leaves_while_it_streams_ends_its_request_alone(server):
 
 
 def test_a_client_that_reads_nothing_does_not_keep_its_place(server, monkeypatch):
-    monkeypatch.setattr(server_module, "STALLED_S", 0.2)
+    monkeypatch.setattr(server.endpoint, "limits", replace(server.endpoint.limits, stalled_s=0.2))
     for listening in server.sockets:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
     fields = {"prompt": "x", "max_tokens": 180, "n": 8, "stream": True, "logprobs": 1, "return_token_ids": True}

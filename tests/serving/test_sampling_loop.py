@@ -9,7 +9,6 @@ import pytest
 
 from grpo_roc_jax.engine.records import RolloutStats
 from grpo_roc_jax.engine.scheduler import Admission
-from grpo_roc_jax.serving import sampling_loop
 from grpo_roc_jax.serving.sampling_loop import SampleJob, SamplingLoop
 from grpo_roc_jax.types import Problem, RolloutRequest
 from tests.helpers.serving import scripted
@@ -31,11 +30,10 @@ class Chunks:
 
 
 @pytest.mark.parametrize(("chunk_s", "gather_s", "first"), [(4.0, 0.3, 4), (5.0, 0.0, 4), (0.0, 0.3, 1), (0.1, 0.0, 1)])
-def test_jobs_that_come_together_begin_together(monkeypatch, chunk_s, gather_s, first):
+def test_jobs_that_come_together_begin_together(chunk_s, gather_s, first):
     """As long as a chunk takes, which is what those that came too late would wait; an unknown time is 0."""
-    monkeypatch.setattr(sampling_loop, "GATHER_S", gather_s)
-    loop = SamplingLoop(Chunks(), None, lambda report: None)
-    loop._chunk_s = chunk_s
+    loop = SamplingLoop(Chunks(), None, lambda report: None, gather_s=gather_s)
+    loop.chunk_s = chunk_s
     jobs = [SampleJob(np.arange(3, dtype=np.int32), 5, print) for _ in range(5)]
     loop.submit(jobs[0])
     later = threading.Timer(0.05, lambda: [loop.submit(job) for job in jobs[1:4]])

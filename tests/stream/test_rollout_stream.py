@@ -25,7 +25,7 @@ from grpo_roc_jax.stream.rollout_stream import ESS, RolloutStream, age_metrics
 from grpo_roc_jax.train import sample_step
 from grpo_roc_jax.types import Group, Problem
 from tests.helpers.samples import make_group, make_trajectory
-from tests.helpers.stream_fakes import SAMPLES, faked, opened, play
+from tests.helpers.stream_fakes import SAMPLES, opened, play
 from tests.test_train import config_in
 
 PROBLEMS = 3
@@ -36,13 +36,8 @@ def known(*words):
     return read_config(*words)
 
 
-@pytest.fixture
-def made():
-    def make(seed, *words):
-        return opened(known("steps=6", f"group.problems={PROBLEMS}", *words), seed)
-
-    with faked():
-        yield make
+def made(seed, *words):
+    return opened(known("steps=6", f"group.problems={PROBLEMS}", *words), seed)
 
 
 def stream_words(lag, late="wait"):
@@ -51,7 +46,7 @@ def stream_words(lag, late="wait"):
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 @pytest.mark.parametrize("late", ["wait", "drop"])
-def test_groups_are_whole_oldest_first_and_none_too_old(made, lag, late):
+def test_groups_are_whole_oldest_first_and_none_too_old(lag, late):
     """Random ends, random rounds: every row that began is taken once or dropped, and keys are never used twice."""
     for seed in range(8):
         stream, run, engine = made(seed, *stream_words(lag, late), "group.dynamic_sampling_rounds=3")
@@ -69,7 +64,7 @@ def test_groups_are_whole_oldest_first_and_none_too_old(made, lag, late):
                 assert group.size == SAMPLES or late == "drop"
         kept = sum(group.size for _, samples in taken for group in samples.groups)
         assert len(places) == len(set(places))
-        waiting = sum(len(rows) for group in stream._open for rows in group.rows)
+        waiting = sum(len(rows) for group in stream.open_groups for rows in group.rows)
         assert len(engine.submitted) == kept + dropped + waiting
         keys = Counter((r.step, r.place, r.first_sample) for r in engine.submitted)
         assert set(keys.values()) == {1}
@@ -77,14 +72,14 @@ def test_groups_are_whole_oldest_first_and_none_too_old(made, lag, late):
             assert waiting == dropped == 0 and engine.released == len(taken)
 
 
-def test_the_last_steps_begin_nothing_that_no_step_would_take(made):
+def test_the_last_steps_begin_nothing_that_no_step_would_take():
     stream, run, engine = made(0, *stream_words(2))
     play(stream, run, engine, 6, np.random.default_rng(0))
     assert len(engine.submitted) == 6 * PROBLEMS * SAMPLES and engine.released == 1
 
 
 @pytest.mark.parametrize("stop", [1, 3])
-def test_a_restored_stream_goes_on_with_every_row(made, stop):
+def test_a_restored_stream_goes_on_with_every_row(stop):
     """Cut rows keep their tokens and versions; the same problems are trained on, and no key is used for another."""
     stream, run, engine = made(5, *stream_words(2))
     before, _ = play(stream, run, engine, stop, np.random.default_rng(1))
@@ -108,7 +103,7 @@ def test_a_restored_stream_goes_on_with_every_row(made, stop):
     assert set(keys.values()) == {1}
 
 
-def test_no_more_old_groups_are_left_over_than_later_steps_can_take(made):
+def test_no_more_old_groups_are_left_over_than_later_steps_can_take():
     """Four groups end only when they are waited for. Were all of them waited for at last, one step could not take them,
     and the fourth would become too old."""
     stream, run, engine = made(0, *stream_words(2))
@@ -128,7 +123,7 @@ def test_no_more_old_groups_are_left_over_than_later_steps_can_take(made):
     assert sorted(chain.from_iterable(uids)) == list(range(6 * PROBLEMS))
 
 
-def test_groups_that_wait_in_the_buffer_are_dropped_when_they_are_too_old(made):
+def test_groups_that_wait_in_the_buffer_are_dropped_when_they_are_too_old():
     stream, run, engine = made(0, *stream_words(1))
     rows = make_group(0, 2, step=3)
     run.step, engine.version = 5, 5
@@ -138,7 +133,7 @@ def test_groups_that_wait_in_the_buffer_are_dropped_when_they_are_too_old(made):
     assert stream.after_update(run, [], {})[0]["rollout/dropped_stale"] == 2.0
 
 
-def test_a_failure_during_an_update_ends_the_step_after_it(made):
+def test_a_failure_during_an_update_ends_the_step_after_it():
     """The update has donated its state, so that nothing may fail before it is complete."""
     stream, run, engine = made(0, *stream_words(1))
     stream.next_round(run, 0)
@@ -176,14 +171,14 @@ def test_age_metrics_by_hand():
     assert age_metrics([], 3)["rollout/lag_max"] == 0.0
 
 
-def test_a_low_effective_sample_size_is_said_once(made):
+def test_a_low_effective_sample_size_is_said_once():
     stream, run, _ = made(0, *stream_words(1), "rollout.step_limit.min_effective=0.4")
     said = [stream.after_update(run, [], {ESS: value})[1] for value in (0.9, 0.3, 0.2, 0.5, 0.39)]
     assert [bool(text) for text in said] == [False, True, False, False, True]
     assert "0.30 of the tokens, below rollout.step_limit.min_effective = 0.4" in said[1]
 
 
-def test_importance_weights_come_with_a_lag_and_cannot_be_left_out(tmp_path):
+def test_importance_weights_come_with_a_lag_and_cannot_be_left_out():
     config = read_config("--rollout.step_limit=stream")
     assert [part.kind for part in config.weights.factors] == ["truncated_is"] and config.surrogate.scored_ratio
     masked = read_config("--rollout.step_limit=stream", "--weights.factors=masked_is")

@@ -10,10 +10,8 @@ import pytest
 
 from grpo_roc_jax.config import derived, read_config
 from grpo_roc_jax.engine.publish import NonFiniteWeightsError
-from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run import components
 from grpo_roc_jax.run.components import check_together
-from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.stream.open_groups import SamplerFailed
 from grpo_roc_jax.stream.rollout_stream import RolloutStream, age_metrics
@@ -27,7 +25,7 @@ from grpo_roc_jax.stream.samplers import (
     digest,
 )
 from tests.helpers.local_samplers import Killed, LocalTransport, OneNumber
-from tests.helpers.stream_fakes import SAMPLES, FakeEngine, faked, opened, stepped
+from tests.helpers.stream_fakes import SAMPLES, FakeEngine, fresh_run, open_wave, sampling_on
 
 PROBLEMS, STEPS = 3, 6
 
@@ -54,15 +52,11 @@ class Played:
         self.engines = []
 
         def make(number):
-            engine = VersionedEngine(100 * seed + number)
-            sampler = Sampler.of(engine, None, None)
-            sampler.submission = stepped
-            self.engines.append(engine)
-            sampling = GroupSampler(sampler, None, None, self.config.resample, self.config.group.size)
-            return HostedGroups(self.policy, sampling, warm_up=False)
+            self.engines.append(VersionedEngine(100 * seed + number))
+            return HostedGroups(self.policy, sampling_on(self.engines[-1], self.config), warm_up=False)
 
-        self.local, self.run, self.engine = opened(self.config, seed, processes)
-        self.engine.config, self.sampling = self.config.rollout, self.local._sampling
+        engine, self.run = FakeEngine(seed), fresh_run(self.config)
+        engine.config, self.sampling = self.config.rollout, sampling_on(engine, self.config, processes)
         self.sampling.sampler.chat = SimpleNamespace(prompt_ids=lambda problem, suffix: [1, 2])
         self.transport = LocalTransport(make)
         time = {} if clock is None else {"clock": clock}
@@ -70,7 +64,7 @@ class Played:
             self.pool = SamplerPool(self.transport, self.sampling, count, 60.0, **time)
         else:
             self.pool = FollowedSamplers(processes)
-        self.stream = RolloutStream(self.config, self.sampling, SimpleNamespace(size=8), self.pool)
+        self.stream = RolloutStream(self.config, self.sampling, SimpleNamespace(size=8), self.pool, open_wave=open_wave)
         self.taken, self.metrics, self.notes = [], [], []
 
     def step(self, meanwhile=2):
@@ -94,12 +88,6 @@ class Played:
         return sum(metrics[f"samplers/{name}"] for metrics in self.metrics)
 
 
-@pytest.fixture
-def play():
-    with faked():
-        yield Played
-
-
 def limit(lag, late="wait"):
     return f"rollout.step_limit.lag={lag}", f"rollout.step_limit.late={late}"
 
@@ -118,28 +106,28 @@ def check(played, lag, late):
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("late", ["wait", "drop"])
-def test_samplers_that_are_killed_lose_their_rows_and_nothing_else(play, lag, late):
+def test_samplers_that_are_killed_lose_their_rows_and_nothing_else(lag, late):
     for seed in range(5):
-        played, rng = play(seed, *limit(lag, late)), np.random.default_rng(seed)
+        played, rng = Played(seed, *limit(lag, late)), np.random.default_rng(seed)
         for _ in range(STEPS):
             if rng.random() < 0.5:
                 rng.choice(played.transport.alive).lost = True
             played.step(int(rng.integers(4)))
         check(played, lag, late)
         kills = sum(sampler.lost for sampler in played.transport.samplers)
-        assert kills and played.total("lost") + played.pool._counts["lost"] <= kills
+        since = played.pool.metrics()  # the last step
+        assert kills and played.total("lost") + since["samplers/lost"] <= kills
         assert len(played.transport.alive) == 2 and played.total("joined") >= 2
         given = [number for sampler in played.transport.samplers for number in sampler.given]
-        again = played.total("groups_again") + played.pool._counts["groups_again"]
-        assert len(given) == len(set(given)) + again
+        assert len(given) == len(set(given)) + played.total("groups_again") + since["samplers/groups_again"]
         kept = sum(group.size for _, samples in played.taken for group in samples.groups)
         dropped = sum(metrics["rollout/dropped_stale"] for metrics in played.metrics)
-        waiting = sum(len(rows) for group in played.stream._open for rows in group.rows)
+        waiting = sum(len(rows) for group in played.stream.open_groups for rows in group.rows)
         assert kept + dropped + waiting == played.run.stream.drawn * SAMPLES
 
 
-def test_work_is_divided_and_goes_on_while_one_sampler_starts(play):
-    played = play(0, *limit(0), count=3)
+def test_work_is_divided_and_goes_on_while_one_sampler_starts():
+    played = Played(0, *limit(0), count=3)
     slow = played.transport.samplers[2]
     slow.starting = True
     played.step()
@@ -152,20 +140,19 @@ def test_work_is_divided_and_goes_on_while_one_sampler_starts(play):
     assert slow.given and played.metrics[-1]["samplers/alive"] == 3
 
 
-def test_a_full_sampler_gets_no_more_and_the_rest_waits(play):
-    played = play(1, *limit(2), "rollout.slots=4", "rollout.narrow=[]", count=1)
+def test_a_full_sampler_gets_no_more_and_the_rest_waits():
+    played = Played(1, *limit(2), "rollout.slots=4", "rollout.narrow=[]", count=1)
     played.step(meanwhile=0)
-    assert len(played.pool._queue) > 0
-    most = played.pool._slots + SAMPLES
-    assert max(member.rows for member in played.pool._members) <= most
+    assert played.metrics[-1]["samplers/queued_groups"] > 0
+    assert max(member.rows for member in played.pool.members) <= 4 + SAMPLES
     while played.run.step < STEPS:
         played.step()
     check(played, 2, "wait")
 
 
-def test_a_sampler_that_does_not_answer_is_replaced_and_its_late_report_is_not_taken(play):
+def test_a_sampler_that_does_not_answer_is_replaced_and_its_late_report_is_not_taken():
     now = [0.0]
-    played = play(2, *limit(0), clock=lambda: now[0])
+    played = Played(2, *limit(0), clock=lambda: now[0])
     played.step()
     silent = played.transport.samplers[0]
     silent.hangs = True
@@ -183,8 +170,8 @@ def test_a_sampler_that_does_not_answer_is_replaced_and_its_late_report_is_not_t
     assert any("no answer for 60 s" in note for note in played.notes)
 
 
-def test_weights_with_another_hash_are_not_used(play):
-    played = play(3, *limit(0))
+def test_weights_with_another_hash_are_not_used():
+    played = Played(3, *limit(0))
     played.step()
     played.transport.samplers[0].garbled = RESENT
     while played.run.step < STEPS:
@@ -192,7 +179,7 @@ def test_weights_with_another_hash_are_not_used(play):
     check(played, 0, "wait")
     assert played.total("weights_refused") == RESENT
     assert all(metrics["samplers/versions_behind"] <= 1 for metrics in played.metrics)
-    bad = play(3, *limit(0))
+    bad = Played(3, *limit(0))
     bad.transport.samplers[1].garbled = 100
     with pytest.raises(SamplerFailed, match=r"sampler 2 .* another hash 4 times in a row"):
         while bad.run.step < STEPS:
@@ -212,13 +199,13 @@ def test_a_digest_is_of_names_shapes_types_and_content():
     assert len({digest(params), *map(digest, others)}) == 5
 
 
-def test_a_failure_of_a_sampler_ends_the_run_and_so_do_samplers_that_cannot_start(play):
-    played = play(4, *limit(0))
+def test_a_failure_of_a_sampler_ends_the_run_and_so_do_samplers_that_cannot_start():
+    played = Played(4, *limit(0))
     result = played.transport.result
     played.transport.result = lambda call: replace(result(call), failure="Traceback: ValueError: no such tool")
     with pytest.raises(SamplerFailed, match=r"sampler 1 \(place of 0\): .* no such tool"):
         played.step()
-    never = play(4, *limit(0))
+    never = Played(4, *limit(0))
 
     def gone(call):
         raise Killed("out of memory")
@@ -228,20 +215,20 @@ def test_a_failure_of_a_sampler_ends_the_run_and_so_do_samplers_that_cannot_star
         never.step()
 
 
-def test_weights_that_are_not_finite_are_not_sent(play):
-    played = play(5, *limit(0))
+def test_weights_that_are_not_finite_are_not_sent():
+    played = Played(5, *limit(0))
     with pytest.raises(NonFiniteWeightsError):
         played.pool.publish(played.policy, np.nan, 0)
     assert not played.transport.puts
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_a_restored_run_begins_unfinished_groups_again(play, lag):
-    played = play(6, *limit(lag))
+def test_a_restored_run_begins_unfinished_groups_again(lag):
+    played = Played(6, *limit(lag))
     for _ in range(2):
         played.step(meanwhile=1)
     bundle = played.run.bundle()
-    again = play(7, *limit(lag))
+    again = Played(7, *limit(lag))
     again.run.load(replace(bundle, train={"state": None, "reference": ()}))
     again.taken = list(played.taken)
     while again.run.step < STEPS:
@@ -253,18 +240,18 @@ def test_a_restored_run_begins_unfinished_groups_again(play, lag):
     assert set(keys.values()) == {1}
 
 
-def test_a_group_that_begins_again_is_as_young_as_its_weights(play):
+def test_a_group_that_begins_again_is_as_young_as_its_weights():
     """Otherwise a lag would make the step wait for it, or drop its rows."""
-    played = play(8, *limit(1))
+    played = Played(8, *limit(1))
     played.step(meanwhile=0)
-    lost = max(played.transport.alive, key=lambda sampler: len(sampler.groups._groups))
-    waiting = set(lost.groups._groups)
+    lost = max(played.transport.alive, key=lambda sampler: len(sampler.groups.open_groups))
+    waiting = set(lost.groups.open_groups)
     assert waiting
     lost.lost = True
     played.run.train = SimpleNamespace(params=played.run.step / 2)
     played.stream.publish(played.policy, played.run)
     played.pool.advance(0.0)
-    born = {group.number: group.born for group in played.stream._open}
+    born = {group.number: group.born for group in played.stream.open_groups}
     assert all(born[number] == 1 for number in waiting)
 
 

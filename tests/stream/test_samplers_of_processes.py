@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tests.run.test_samplers import STEPS, Played, check, known, limit
-from tests.run.test_stream_processes import contents, in_threads
 
 from grpo_roc_jax.engine.publish import NonFiniteWeightsError
+from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.pod.processes import ProcessFailed
 from grpo_roc_jax.settings.cli import ConfigError
@@ -16,6 +15,8 @@ from grpo_roc_jax.stream.open_groups import SamplerFailed
 from grpo_roc_jax.stream.samplers import FAILED_STARTS, remote_samplers
 from tests.helpers.local_samplers import Killed
 from tests.helpers.stream_fakes import SAMPLES
+from tests.stream.test_samplers import STEPS, Played, check, known, limit
+from tests.stream.test_stream_processes import contents, in_threads
 
 
 def outcome(play):
@@ -46,7 +47,8 @@ def test_all_processes_take_the_same_groups_though_samplers_are_killed(lag, late
         kills = sum(sampler.lost for sampler in first.transport.samplers)
         assert kills and len(first.transport.alive) == 2
         given = [number for sampler in first.transport.samplers for number in sampler.given]
-        assert len(given) == len(set(given)) + first.total("groups_again") + first.pool._counts["groups_again"]
+        since = first.pool.metrics()  # the last step
+        assert len(given) == len(set(given)) + first.total("groups_again") + since["samplers/groups_again"]
         for other in others:
             assert not other.engines and contents(other.taken) == contents(first.taken)
             assert other.metrics == first.metrics
@@ -56,7 +58,7 @@ def test_all_processes_take_the_same_groups_though_samplers_are_killed(lag, late
             ]
         kept = sum(group.size for _, samples in first.taken for group in samples.groups)
         dropped = sum(metrics["rollout/dropped_stale"] for metrics in first.metrics)
-        waiting = sum(len(rows) for group in first.stream._open for rows in group.rows)
+        waiting = sum(len(rows) for group in first.stream.open_groups for rows in group.rows)
         assert kept + dropped + waiting == first.run.stream.drawn * SAMPLES
 
 
@@ -161,7 +163,7 @@ def test_a_signal_to_a_process_without_samplers_ends_the_step_in_all():
     def one(processes):
         played = Played(5, *limit(1), processes=processes)
         if processes.first:
-            played.pool.advance = lambda timeout_s: setattr(processes, "_stopping", True)
+            played.pool.advance = lambda timeout_s: setattr(processes, "others_stopping", True)
         else:
             processes.preemption.asked = True
         return outcome(played.step)
@@ -169,20 +171,21 @@ def test_a_signal_to_a_process_without_samplers_ends_the_step_in_all():
     assert [type(error) for error in in_threads(2, one)] == [Preempted] * 2
 
 
-def test_a_cluster_that_does_not_answer_is_refused_in_all_processes(monkeypatch):
-    class Nowhere:
-        def __init__(self, *arguments):
-            raise ValueError("no cluster answers there")
+class Nowhere:
+    """A transport that reaches nobody."""
 
-    monkeypatch.setattr("grpo_roc_jax.contrib.samplers.ray_samplers.RayTransport", Nowhere)
-    monkeypatch.setattr("grpo_roc_jax.stream.samplers.sent_bytes", lambda policy: 0)
+    def __init__(self, *arguments):
+        raise ValueError("no cluster answers there")
 
+
+def test_a_cluster_that_does_not_answer_is_refused_in_all_processes():
     def one(processes):
         played = Played(5, *limit(1), processes=processes)
         played.sampling.sampler.executor = SimpleNamespace(registry=None)
+        played.policy.model, played.policy.lora = ModelConfig(vocab_size=64), SimpleNamespace(rank=0)
 
         def enter():
-            with remote_samplers(known(), played.policy, played.sampling):
+            with remote_samplers(known(), played.policy, played.sampling, {"ray": f"{__name__}:Nowhere"}):
                 raise AssertionError("it has begun")
 
         return outcome(enter)

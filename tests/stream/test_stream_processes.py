@@ -14,12 +14,11 @@ import pytest
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.engine.config import RolloutConfig, StreamedRows
-from grpo_roc_jax.pod import processes as processes_module
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.run import sample
 from grpo_roc_jax.stream.rollout_stream import age_metrics
-from tests.helpers.stream_fakes import SAMPLES, faked, opened, play
+from tests.helpers.stream_fakes import SAMPLES, opened, play
 
 PROBLEMS, STEPS = 3, 5
 
@@ -37,20 +36,19 @@ class Thread(Processes):
 
     def __init__(self, index, hall):
         self.index, self.count, self.hall = index, len(hall.values), hall
-        self.preemption, self._stopping, self.posts = Preemption(), False, Counter()
+        self.preemption, self.posts, self.round = Preemption(), Counter(), 0
 
-    def _gather(self, value):
+    def exchange(self, value):
+        self.round += 1
         self.hall.values[self.index] = pickle.dumps(value)
         self.hall.barrier.wait()
         found = [pickle.loads(one) for one in self.hall.values]
         self.hall.again.wait()
         return found
 
-    _gathers = 0
-
     def post(self, text):
-        self.posts[self._gathers] += 1
-        assert self.posts[self._gathers] < 1000, "it waits for groups that nobody rolls out any more"
+        self.posts[self.round] += 1
+        assert self.posts[self.round] < 1000, "it waits for groups that nobody rolls out any more"
         self.hall.texts[self.index] = text
         return [*self.hall.texts.values()]
 
@@ -74,7 +72,7 @@ def in_threads(count, one):
             hall.barrier.abort()  # the others end too
             raise
 
-    with faked(), ThreadPoolExecutor(count) as pool:
+    with ThreadPoolExecutor(count) as pool:
         running = [pool.submit(alone, Thread(index, hall)) for index in range(count)]
         return [each.result() for each in running]
 
@@ -162,7 +160,7 @@ def test_a_signal_to_one_process_ends_the_step_in_all():
         if processes.index:
             processes.preemption.asked = True
         else:
-            engine.advance = lambda timeout_s: setattr(processes, "_stopping", True) or []
+            engine.advance = lambda timeout_s: setattr(processes, "others_stopping", True) or []
         with pytest.raises(Preempted):
             stream.next_round(run, 0)
         return processes.gather(1, uninterrupted=True)
@@ -170,23 +168,28 @@ def test_a_signal_to_one_process_ends_the_step_in_all():
     assert in_threads(2, one) == [[1, 1], [1, 1]]
 
 
-def test_what_a_process_posts_is_read_until_the_next_gather(monkeypatch):
+def test_what_a_process_posts_is_read_until_the_next_gather():
     kept = {}
-    service = SimpleNamespace(
-        key_value_set=lambda key, value, allow_overwrite: kept.update({key: value}),
-        key_value_dir_get=lambda folder: [pair for pair in kept.items() if pair[0].startswith(folder)],
-        key_value_delete=lambda key: kept.pop(key),
-    )
-    monkeypatch.setattr(processes_module, "service", lambda: service)
-    pair = [Thread(index, Hall(2)) for index in (0, 1)]
-    for one in pair:
-        one._posted, one._gather = "", lambda value: [value]
-        one.say = functools.partial(Processes.post, one)
-    assert pair[0].say("1") == ["1"] and pair[1].say("5") == ["1", "5"]
-    assert pair[0].say("1,2") == ["1,2", "5"]
+
+    class Posting(Processes):
+        service = SimpleNamespace(
+            key_value_set=lambda key, value, allow_overwrite: kept.update({key: value}),
+            key_value_dir_get=lambda folder: [pair for pair in kept.items() if pair[0].startswith(folder)],
+            key_value_delete=lambda key: kept.pop(key),
+        )
+
+        def __init__(self, index):
+            self.index, self.count, self.preemption = index, 2, Preemption()
+
+        def exchange(self, value):
+            return [value]
+
+    pair = [Posting(0), Posting(1)]
+    assert pair[0].post("1") == ["1"] and pair[1].post("5") == ["1", "5"]
+    assert pair[0].post("1,2") == ["1,2", "5"]
     for one in pair:
         one.gather(None)
-    assert pair[1].say("") == [""] and pair[0].say("3") == ["", "3"]
+    assert pair[1].post("") == [""] and pair[0].post("3") == ["", "3"]
     assert len(kept) == 2, "nothing is left of the time before"
     assert Processes().post("7") == ["7"]
 

@@ -715,7 +715,7 @@ def test_a_call_comes_back_as_it_was_or_the_run_is_refused(tmp_path, case):
     assert unread in UNREAD
     (tmp_path / "chat_template.jinja").write_text(UNREAD.replace(unread, written), encoding="utf-8")
     if form:
-        assert published_chat(tmp_path)._convention is CONVENTIONS[form]
+        assert published_chat(tmp_path).convention is CONVENTIONS[form]
     else:
         with pytest.raises(TemplateError, match=r"which no form of calls reads; set text\.calls to"):
             published_chat(tmp_path)

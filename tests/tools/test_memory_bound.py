@@ -19,11 +19,8 @@ SMALL = {"workers": 4, "sessions": 8, "memory_mb": 400, "scratch_mb": 88, "outpu
         ({"executor": RayActors()}, {}, 16, "may take 2.0 GiB of memory in each actor"),
     ],
 )
-def test_the_sum_is_said_with_what_limits_it(
-    monkeypatch: pytest.MonkeyPatch, executor: dict, settings: dict, host_gib: int, words: str
-) -> None:
-    monkeypatch.setattr(memory_bound, "host_bytes", lambda: host_gib << 30)
-    assert words in memory_bound.describe_memory(ToolsConfig(**executor, **SMALL | settings))
+def test_the_sum_is_said_with_what_limits_it(executor: dict, settings: dict, host_gib: int, words: str) -> None:
+    assert words in memory_bound.describe_memory(ToolsConfig(**executor, **SMALL | settings), host_gib << 30)
 
 
 def test_nothing_is_said_of_a_service() -> None:

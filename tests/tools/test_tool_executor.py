@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from grpo_roc_jax.tools import (
     make_executor,
 )
 from grpo_roc_jax.tools.config import parse_cpus
-from grpo_roc_jax.tools.executor import BaseExecutor
+from grpo_roc_jax.tools.executor import BaseExecutor, PythonExecutor
 from grpo_roc_jax.types import ToolResult
 from tests.helpers.arena import wait_until
 from tests.helpers.fake_executor import FakeExecutor
@@ -33,8 +33,19 @@ def call(name: str, code: str = "1", **more: object) -> CodeCall:
     return CodeCall(name, TOOL, {"code": code, **more}, None)
 
 
+class Watched(PythonExecutor):
+    """Calls a function of the test while it writes the text of a result."""
+
+    watch: Callable[[], None] | None = None
+
+    def observation_text(self, result: ToolResult, code: str) -> str:
+        if self.watch is not None:
+            self.watch()
+        return super().observation_text(result, code)
+
+
 @pytest.fixture(scope="module")
-def executor() -> Iterator[BaseExecutor]:
+def executor() -> Iterator[Watched]:
     registry = default_registry()
     registry.add(area, where="sandbox")
 
@@ -48,7 +59,7 @@ def executor() -> Iterator[BaseExecutor]:
 
     registry.add(lookup, where="trainer")
     registry.add(sleepy, where="trainer")
-    with make_executor(ToolsConfig(workers=2, roots=1, wall_s=1.0, preload=("numpy",)), registry) as made:
+    with Watched(ToolsConfig(workers=2, roots=1, wall_s=1.0, preload=("numpy",)), registry) as made:
         yield made
 
 
@@ -157,22 +168,17 @@ def test_asyncio_interface(executor: BaseExecutor) -> None:
     assert executor.stats()["tools/in_flight"] == 0
 
 
-def test_the_text_of_a_result_is_made_without_the_lock(executor: BaseExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a while for long output, and other threads submit and cancel meanwhile."""
+def test_the_text_of_a_result_is_made_without_the_lock(executor: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread cancels meanwhile."""
     free = []
 
-    def take() -> None:
-        free.append(executor._mutex.acquire(timeout=2))
-        if free[-1]:
-            executor._mutex.release()
-
-    def observe(*_: object) -> str:
-        thread = threading.Thread(target=take)
+    def cancel_elsewhere() -> None:
+        thread = threading.Thread(target=executor.cancel, args=([],))
         thread.start()
-        thread.join()
-        return ""
+        thread.join(2)
+        free.append(not thread.is_alive())
 
-    monkeypatch.setattr("grpo_roc_jax.tools.executor.observe", observe)
+    monkeypatch.setattr(executor, "watch", cancel_elsewhere)
     calls = [call("free"), CodeCall("t0", "lookup", {"name": "pi"}, None), CodeCall("u0", "nope", {}, None)]
     assert len(executor.run(calls)) == 3
     assert free == [True] * 3
@@ -261,7 +267,7 @@ def test_a_module_that_cannot_be_imported_is_said_at_start() -> None:
         make_executor(ToolsConfig(workers=1, preload=("no_such_module",))).start()
 
 
-def test_unreachable_level_is_refused_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_level_is_refused_with_the_table() -> None:
     from grpo_roc_jax.sandbox import _probing, isolation
 
     layers = [_probing.ProbedLayer(name, name in ("limits", "seccomp"), "EPERM") for name in isolation.LAYERS]

@@ -15,7 +15,7 @@ from tests.helpers.samples import make_group
 def run(tmp_path):
     writer = trace.TraceWriter(tmp_path)
     records = trace.eval_records(1, [make_group(seed, 6) for seed in (1, 2)])
-    records += trace._removed_records(1, [(records[0].problem, records[0].trajectory)])
+    records += trace.removed_records(1, [(records[0].problem, records[0].trajectory)])
     records[2] = dataclasses.replace(records[2], penalties={"total": 0.5, "error": 0.25, "format": 0.25}, kept=True)
     writer.write(1, records)
     return tmp_path
@@ -62,7 +62,7 @@ def test_an_index_of_another_content_is_made_again(run):
     assert json.loads(index.load(log, "step", 1))["count"] == 4
 
 
-def test_a_folder_that_cannot_be_written_is_read(run, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_read(run):
     log = log_of(run)
     expected = index.load(log, "step", 1)
     index.index_file(log).unlink()

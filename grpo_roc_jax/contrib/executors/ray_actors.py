@@ -63,7 +63,7 @@ class RayExecutor(BaseExecutor):
             raise ExecutorFailed(f"tools.executor = ray needs the package: {install_command('ray')}") from error
         super().__init__(config, registry)
         self._ray = ray
-        self._actors: list[Any] = []
+        self.actors: list[Any] = []
         self._loads: list[set[str]] = []
         self._outboxes: list[deque[Program]] = []
         self._homes: dict[str, int] = {}
@@ -80,18 +80,18 @@ class RayExecutor(BaseExecutor):
         # One call for polling, one for sending and one for everything else may run at a time.
         kind = ray.remote(PoolActor)
         options = {"num_cpus": actors.cpus, "max_concurrency": 3, "max_restarts": RESTARTS}
-        self._actors = [kind.options(**options).remote(settings, config.start_timeout_s) for _ in range(actors.actors)]
+        self.actors = [kind.options(**options).remote(settings, config.start_timeout_s) for _ in range(actors.actors)]
         try:
             wait = config.start_timeout_s + RECOVERY_S
-            reached = ray.get([actor.capabilities.remote() for actor in self._actors], timeout=wait)
+            reached = ray.get([actor.capabilities.remote() for actor in self.actors], timeout=wait)
         except ray.exceptions.RayError as error:
             raise ExecutorFailed(f"the Ray actors did not start: {error}") from error
         failures = [failure for _, failure in reached if failure]
         if failures:
             raise IsolationUnavailable(f"{len(failures)} of {len(reached)} actors could not start: {failures[0]}")
-        self._loads = [set() for _ in self._actors]
-        self._outboxes = [deque() for _ in self._actors]
-        for index in range(len(self._actors)):
+        self._loads = [set() for _ in self.actors]
+        self._outboxes = [deque() for _ in self.actors]
+        for index in range(len(self.actors)):
             for body in (self._send, self._receive):
                 threading.Thread(target=body, args=(index,), daemon=True, name=f"ray-tool-{index}").start()
         weakest = min(
@@ -124,7 +124,7 @@ class RayExecutor(BaseExecutor):
                 batch = [box.popleft() for _ in range(min(len(box), self.config.executor.batch))]
             if batch:
                 try:
-                    self._ray.get(self._actors[index].submit.remote(batch), timeout=self.config.executor.timeout_s)
+                    self._ray.get(self.actors[index].submit.remote(batch), timeout=self.config.executor.timeout_s)
                 except Exception as error:
                     self._recover(index, [call.id for call in batch], error)
 
@@ -135,7 +135,7 @@ class RayExecutor(BaseExecutor):
                 if not self._loads[index]:
                     continue
             try:
-                done = self._ray.get(self._actors[index].poll.remote(), timeout=self.config.executor.timeout_s)
+                done = self._ray.get(self.actors[index].poll.remote(), timeout=self.config.executor.timeout_s)
             except Exception as error:
                 if not self._closed:
                     with self._guard:
@@ -156,7 +156,7 @@ class RayExecutor(BaseExecutor):
         deadline = time.monotonic() + RECOVERY_S
         while not self._closed and time.monotonic() < deadline:
             try:
-                self._ray.get(self._actors[index].capabilities.remote(), timeout=RECOVERY_S)
+                self._ray.get(self.actors[index].capabilities.remote(), timeout=RECOVERY_S)
                 with self._guard:
                     self._down.discard(index)
                 return
@@ -189,19 +189,19 @@ class RayExecutor(BaseExecutor):
                 load -= mine
                 self._outboxes[index] = deque(call for call in self._outboxes[index] if call.id not in mine)
                 if mine:
-                    self._actors[index].do.remote("cancel", list(mine))
+                    self.actors[index].do.remote("cancel", list(mine))
 
     def close_session(self, session: str) -> None:
         with self._guard:
             index = self._homes.pop(session, None)
             self._gone.discard(session)
         if index is not None:
-            self._actors[index].do.remote("close_session", session)
+            self.actors[index].do.remote("close_session", session)
 
     def stats(self) -> dict[str, float]:
         numbers = super().stats()
         try:
-            parts = self._ray.get([actor.do.remote("stats") for actor in self._actors], timeout=5.0)
+            parts = self._ray.get([actor.do.remote("stats") for actor in self.actors], timeout=5.0)
         except Exception:
             return numbers
         for key in ("workers_alive", "workers_busy", "roots_alive", "respawns", "sessions_open", "slots_down"):
@@ -211,7 +211,7 @@ class RayExecutor(BaseExecutor):
     def _shut(self) -> None:
         with self._guard:
             self._guard.notify_all()
-        for actor in self._actors:
+        for actor in self.actors:
             try:
                 self._ray.get(actor.do.remote("close"), timeout=10)
             except Exception:

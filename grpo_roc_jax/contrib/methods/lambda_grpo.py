@@ -66,12 +66,12 @@ def length_preference(lengths: np.ndarray, exponent: float, strength: float = 1 
 
     Exponent 0 weights all alike, below 0 favors short trajectories, above long ones.
     """
-    powers = _length_bases(lengths, strength) ** exponent
+    powers = length_bases(lengths, strength) ** exponent
     shares = np.exp(powers - powers.max())
     return len(lengths) * shares / shares.sum()
 
 
-def _length_bases(lengths: np.ndarray, strength: float) -> np.ndarray:
+def length_bases(lengths: np.ndarray, strength: float) -> np.ndarray:
     spread = float(np.std(lengths))
     if spread == 0:
         return np.ones(len(lengths))
@@ -84,7 +84,7 @@ def exponent_gradient(
     """dJ / d exponent = sum_i (df_i / d exponent) A_i n_i / sum n over the batch, at ratio 1; one array a group."""
     total, slope = sum(float(n.sum()) for n in lengths), 0.0
     for n, a in zip(lengths, advantages, strict=True):
-        bases, weights = _length_bases(n, strength), length_preference(n, exponent, strength)
+        bases, weights = length_bases(n, strength), length_preference(n, exponent, strength)
         change = bases**exponent * np.log(bases)
         slope += (weights * (change - weights @ change / len(n))) @ (a * n)
     return float(slope) / max(total, 1.0)

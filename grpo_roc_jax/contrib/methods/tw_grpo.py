@@ -21,12 +21,13 @@ from grpo_roc_jax.model.transformer import forward
 CHUNK = 64
 
 
-def weighted(rows: Sequence, groups: Sequence, policy) -> list:
-    """The rows with the weights of each group's positions, counted from the end of the prompt."""
+def weighted(rows: Sequence, groups: Sequence, policy, predict: Callable | None = None) -> list:
+    """The rows with the weights of each group's positions, counted from the end of the prompt. `predict` takes the
+    place of `log_vectors`."""
     out = []
     for group in groups:
         members, starts = rows[len(out) : len(out) + group.size], [t.prompt_length for t in group.trajectories]
-        factors = token_weights(log_vectors(members, starts, policy))
+        factors = token_weights((predict or log_vectors)(members, starts, policy))
         for row, start in zip(members, starts, strict=True):
             scaled = row.weights.copy()
             scaled[start:] *= factors[: len(row.weights) - start]

@@ -27,13 +27,13 @@ from tornado.web import Application, HTTPError
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.families import Family
 from grpo_roc_jax.model.lora import LowRank, Target, save_adapter
-from grpo_roc_jax.sandbox.http_guard import IDLE_S, REQUEST_S, Connections, RequestHead, refusal
+from grpo_roc_jax.sandbox.http_guard import IDLE_S, Connections, RequestHead, refusal
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of, read_body, whole_number
 from grpo_roc_jax.serving.sampling_fields import stop_finder
 from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob
 from grpo_roc_jax.serving.server import TOKEN_VARIABLE, EndpointHandler, LimitedServer, ServerLimits
 from grpo_roc_jax.serving.tinker.futures import Futures, InOrder, Pending
-from grpo_roc_jax.serving.tinker.journal import KEPT, Journal, LoggedCall, owner_of
+from grpo_roc_jax.serving.tinker.journal import Journal, LoggedCall, owner_of
 from grpo_roc_jax.serving.tinker.sampling import Gathered, read_sample_request
 from grpo_roc_jax.serving.tinker.snapshots import Snapshot, Snapshots
 from grpo_roc_jax.serving.tinker.store import KINDS, NAME, About, CheckpointPath, Store, check_name
@@ -126,13 +126,14 @@ class TinkerEndpoint:
         *,
         token: str = "",
         limits: ServerLimits | None = None,
+        journal: Journal | None = None,
     ):
         self.bases = {base.name: base for base in bases}
         self.store, self.token, self._deliver = store, token, deliver
         self.limits = limits or ServerLimits()
         self.futures = Futures()
         store.repair()
-        self.journal = Journal(store)
+        self.journal = journal or Journal(store)
         notes = self.journal.notes()
         self.sessions: dict[str, dict[str, Any]] = {
             note["session"]: note.get("about", {}) for note in notes if "sampler" not in note
@@ -182,7 +183,7 @@ class TinkerEndpoint:
             app,
             max_body_size=(self.limits.body_mb << 20) + 1,
             idle_connection_timeout=IDLE_S,
-            body_timeout=REQUEST_S,
+            body_timeout=self.limits.request_s,
         )
         self.connections = server.connections
         return server
@@ -312,7 +313,7 @@ class TinkerEndpoint:
         saved = []
         for name, sampler in reversed(list(self.samplers.items())):  # the last used first
             model, seq = self._made_by.get(name, ("", 0))
-            if model == run.model_id and seq < first and len(saved) < KEPT:
+            if model == run.model_id and seq < first and len(saved) < self.journal.samplers:
                 saved.append(checkpoint := self.journal.sampler(model, name))
                 if self.store.written(checkpoint) is None:
                     leaves = {"params": sampler.snapshot.params}

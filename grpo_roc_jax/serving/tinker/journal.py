@@ -68,6 +68,8 @@ class Journal:
     """The journals of all models of a store. `append`, `trim` and `note` are for one thread, `save_state` for any."""
 
     store: Store
+    samplers: int = KEPT
+    """Samplers of a model without a name whose weights stay on disk, the last used ones."""
 
     def _folder(self, model: str) -> Path:
         return self.store.root / model / KIND
@@ -121,11 +123,11 @@ class Journal:
         return None if path is None else CheckpointPath(path.parent.parent.name, KIND, path.name)
 
     def drop_samplers(self, model: str, used: Collection[CheckpointPath]) -> None:
-        """Removes the oldest samplers without a name beyond `KEPT`, but none of those."""
+        """Removes the oldest samplers without a name beyond `samplers`, but none of those."""
         names = {checkpoint.name for checkpoint in used}
         others = [path for path in self._folder(model).glob(f"{SAMPLER}*") if path.name not in names]
         others.sort(key=lambda path: path.stat().st_mtime)
-        for path in others[: max(0, len(others) + len(names) - KEPT)]:
+        for path in others[: max(0, len(others) + len(names) - self.samplers)]:
             shutil.rmtree(path, ignore_errors=True)
 
     def save_state(self, model: str, about: About, leaves: Any, next_seq: int) -> int:

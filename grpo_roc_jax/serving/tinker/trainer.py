@@ -127,7 +127,7 @@ class Trainer:
         key = replicate_key(jax.random.key(seed), self.mesh)
         init = partial(init_adapter, lora=lora, model=self.model)
         params = jax.jit(init, out_shardings=self.places(lora))(key)
-        return AdapterState(lora, params, _optimizer(Adam()).init(params))
+        return AdapterState(lora, params, optimizer_of(Adam()).init(params))
 
     def like(self, lora: LowRank) -> Params:
         """Shapes, dtypes and places of an adapter."""
@@ -184,7 +184,7 @@ class Trainer:
         if state.gradient is None:
             raise RequestRefused("optim_step without a gradient; call forward_backward before it")
         numbers = {name: jnp.float32(value) for name, value in sorted(vars(adam).items())}
-        params, moments, norm, applied = _step(state.params, state.moments, state.gradient, numbers)
+        params, moments, norm, applied = adam_step(state.params, state.moments, state.gradient, numbers)
         done = bool(applied)
         metrics = {"grad_norm:mean": float(norm), "update_skipped:sum": float(not done)}
         return replace(state, params=params, moments=moments, gradient=None, steps=state.steps + done), metrics
@@ -380,8 +380,9 @@ def _add(left: Params, right: Params) -> Params:
     return jax.tree.map(jnp.add, left, right)
 
 
-def _optimizer(adam: Adam | Mapping[str, Array]) -> optax.GradientTransformationExtraArgs:
-    """The optimizer of training with the settings of one step, which may be traced. It clips nothing: `_step` does."""
+def optimizer_of(adam: Adam | Mapping[str, Array]) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of training with the settings of one step, which may be traced. It clips nothing: `adam_step`
+    does."""
     numbers = vars(adam) if isinstance(adam, Adam) else adam
     settings: Any = SimpleNamespace(
         lr=numbers["learning_rate"],
@@ -398,14 +399,14 @@ def _optimizer(adam: Adam | Mapping[str, Array]) -> optax.GradientTransformation
 
 
 @jax.jit
-def _step(params: Params, moments: Any, gradient: Params, adam: Mapping[str, Array]) -> tuple:
+def adam_step(params: Params, moments: Any, gradient: Params, adam: Mapping[str, Array]) -> tuple:
     """(parameters, moments, norm of the gradient, whether it was applied)."""
     norm = optax.tree.norm(gradient)
     applied = jnp.isfinite(norm)
     largest = jnp.where(adam["grad_clip_norm"] > 0, adam["grad_clip_norm"], jnp.inf)
     factor = jnp.where(norm < largest, 1.0, largest / norm)
     clipped = jax.tree.map(lambda leaf: leaf * factor, gradient)
-    updates, moved = _optimizer(adam).update(clipped, moments, params, applied=applied)
+    updates, moved = optimizer_of(adam).update(clipped, moments, params, applied=applied)
     new = jax.tree.map(jnp.add, params, updates)
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((new, moved))]
     applied &= jnp.stack(finite).all()  # an eps of 0 divides by the root of a zero moment

@@ -147,13 +147,14 @@ def test_the_time_of_a_task_ends_its_commands(environments, tmp_path):
     printed, found = rollout(environments(tmp_path), ["sleep 5", "echo more"], tmp_path)
     assert "[ended after" in printed[0] and printed[1] == "the time for this task is over"
     assert found == {"reward": 1.0}
+    make_task(tmp_path / "brief" / "task", toml="[agent]\ntimeout_sec = 0.2\n[verifier]\ntimeout_sec = 9\n")
 
     async def step():
-        one = environments(tmp_path)()
-        one.reset(next(harbor_problems(str(tmp_path))))
+        one = environments(tmp_path / "brief")()
+        one.reset(next(harbor_problems(str(tmp_path / "brief"))))
         assert await one.step(Turn(0, 0, "")) is None
         await one.bash("true")
-        one._begun_s -= 5
+        await asyncio.sleep(0.2)
         return await one.step(Turn(0, 0, ""))
 
     assert asyncio.run(step()).done

@@ -55,7 +55,7 @@ def test_a_loop_delays_nobody_and_can_be_cancelled(executor) -> None:
 
 
 def test_a_killed_actor_comes_back(executor) -> None:
-    pids = ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in executor._actors])
+    pids = ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in executor.actors])
     for i in range(20):
         executor.submit(CodeCall(f"d{i}", TOOL, {"code": f"import time; time.sleep(0.1)\nprint({i})"}, None))
     with contextlib.suppress(ProcessLookupError):

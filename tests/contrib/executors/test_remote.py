@@ -16,7 +16,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from grpo_roc_jax.contrib.executors.remote import TimedConnection, take_trailer
-from grpo_roc_jax.sandbox import server as sandbox_server
 from grpo_roc_jax.sandbox.server import make_server
 from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, make_executor
 from grpo_roc_jax.tools.config import CodeJudge, SandboxFusion
@@ -95,8 +94,8 @@ def test_served_requests_with_strange_headers(address: str, name: str, value: st
 def test_served_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="GRPO_TOOLS_TOKEN"):
         make_server(settings_of(ToolsConfig(**LIMITS)), host="0.0.0.0", port=0)
-    monkeypatch.setattr(sandbox_server, "MAX_CONNECTIONS", 8)
-    server, _ = make_server(settings_of(ToolsConfig(**LIMITS, preload=())), port=0, token="secret")
+    settings = settings_of(ToolsConfig(**LIMITS, preload=()))
+    server, _ = make_server(settings, port=0, token="secret", connections=8)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     address = f"http://127.0.0.1:{server.server_address[1]}"

@@ -30,7 +30,7 @@ def test_explanations_alone_have_the_leaves_of_every_batch(words):
     run = RunState(SimpleNamespace(params=None), 0.0, None, AlgoState())
     explained = make_group([1], condition=["explanation"])
     usual, _ = learner.rows([group()], run)
-    alone = learner._explanation_rows([explained], run)
+    alone = learner.explanation_rows([explained], run)
     layout = BatchConfig(row_length=16, rows=1)
     assert jax.tree.structure(pack(alone, layout, 1)[0]) == jax.tree.structure(pack(usual, layout, 1)[0])
     assert not any(row.entropy_coefficient or np.any(row.marked) for row in alone if row.marked is not None)

@@ -103,12 +103,11 @@ def test_token_weights():
     assert tw.token_weights([first]).tolist() == [1]
 
 
-def test_token_weights_of_rows(monkeypatch):
+def test_token_weights_of_rows():
     """Two responses that part at the second position, under a model whose predictions are known."""
     logits = np.log([[[0.5, 0.5]], [[0.5, 0.5]]]), np.log([[[0.9, 0.1]], [[0.1, 0.9]]])
-    monkeypatch.setattr(tw, "log_vectors", lambda rows, starts, policy: iter(logits))
     group = make_group([1, 0], lengths=[2, 2])
-    rows = tw.weighted(train_rows([group], method(), AlgoState()), [group], None)
+    rows = tw.weighted(train_rows([group], method(), AlgoState()), [group], None, lambda *_: iter(logits))
     for row in rows:
         np.testing.assert_allclose(row.weights, [0, 0, 0.25, 0.25 * 1.4], rtol=1e-6)
 

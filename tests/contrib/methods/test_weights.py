@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.contrib.methods.drift_mask import Drift
-from grpo_roc_jax.contrib.methods.lambda_grpo import _length_bases, exponent_gradient, length_preference
+from grpo_roc_jax.contrib.methods.lambda_grpo import exponent_gradient, length_bases, length_preference
 from grpo_roc_jax.contrib.methods.mc_grpo import Pivot
 from grpo_roc_jax.contrib.methods.repetition import Repetition
 from grpo_roc_jax.contrib.methods.scalerl import PromptMean
@@ -48,7 +48,7 @@ def test_length_preference(exponent, expected):
 
 
 def test_length_bases():
-    close(_length_bases(LENGTHS, 1 / 9), [0.863917, 1, 1.136083], 1e-5)
+    close(length_bases(LENGTHS, 1 / 9), [0.863917, 1, 1.136083], 1e-5)
     close(length_preference(np.array([5, 5]), 2.0), [1, 1])
 
 

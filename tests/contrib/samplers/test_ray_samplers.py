@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.stream.rollout_stream import RolloutStream
 from grpo_roc_jax.stream.samplers import SamplerPool, remote_samplers
 from grpo_roc_jax.train import sample_step, train
+from tests.helpers.arena import wait_until
 from tests.test_train import config_in
 from tests.test_train import on_one_device as on_one_device  # a fixture
 
@@ -65,21 +67,16 @@ def rolled_out(config, steps, before=lambda step, pool: None):
 
 @pytest.mark.usefixtures("on_one_device")
 @pytest.mark.parametrize("lora", [(), ("--lora={kind: low_rank, rank: 2}",)])
-def test_rows_are_those_of_one_process_though_a_sampler_is_killed(tmp_path, lora, monkeypatch):
+def test_rows_are_those_of_one_process_though_a_sampler_is_killed(tmp_path, lora):
     """With lag 0: the same weights, keys and positions. The killed sampler's rows are sampled again, equally."""
     plain, _ = rolled_out(config_in(tmp_path, *WORDS, *lora), 3)
-    assign = SamplerPool._assign
 
     def kill_in_the_middle(step, pool):
-        def once(own):
-            given = assign(own)
-            busy = [member for member in own._members if member.ready and member.tasks]
-            if step == 1 and busy:
-                monkeypatch.setattr(SamplerPool, "_assign", assign)
-                kill(busy[0])
-            return given
+        def kill_one():
+            kill(wait_until(lambda: [member for member in pool.members if member.ready and member.tasks])[0])
 
-        monkeypatch.setattr(SamplerPool, "_assign", once)
+        if step == 1:
+            threading.Thread(target=kill_one).start()
 
     config = config_in(tmp_path, *WORDS, *lora, *REMOTE, "--rollout.step_limit.lag=0")
     rows, metrics = rolled_out(config, 3, kill_in_the_middle)
@@ -102,7 +99,7 @@ def test_a_run_goes_on_while_samplers_are_killed_and_join(tmp_path, monkeypatch)
 
     def publish_and_kill(pool, policy, trained, version):
         publish(pool, policy, trained, version)
-        ready = [member for member in pool._members if member.ready]
+        ready = [member for member in pool.members if member.ready]
         if version in (2, 4) and ready:
             killed.append(version)
             kill(ready[-1])

@@ -12,7 +12,7 @@ import pytest
 from grpo_roc_jax.contrib.samplers.ray_samplers import LOOPBACK
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
-from tests.pod.test_processes import SMALL, ended, said, start, wait_for_step
+from tests.pod.test_processes import SMALL, assert_same_run, ended, said, start, wait_for_step
 from tests.test_train import even
 
 pytestmark = pytest.mark.slow
@@ -74,15 +74,7 @@ def test_tokens_are_those_of_one_process_though_a_sampler_is_killed(tmp_path, me
     kill_a_sampler(several, 1, processes)
     assert ended(processes) == [0, 0], said(several)
     assert len(taken(several, 4, lag=0)) == 4 * PROBLEMS
-    for step in range(1, 5):
-        ours, theirs = (list(read_trace(folder / "run", step)) for folder in (several, alone))
-        for one, other in zip(ours, theirs, strict=True):
-            assert one.trajectory.tokens.tolist() == other.trajectory.tokens.tolist()
-            assert (one.kept, one.why, one.verdict.reward) == (other.kept, other.why, other.verdict.reward)
-    for ours, theirs in zip(*(read_metrics(folder / "run") for folder in (several, alone)), strict=True):
-        for name in theirs:
-            if name.startswith(("loss/", "roc/", "verdict/", "eval/", "rollout/stop", "rollout/reward")):
-                assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+    assert_same_run(several, alone, 4)
     assert json.loads((several / "run" / "summary.json").read_text())["compilations_after_first_step"] == 0
     assert total(several, "lost") == 1 and total(several, "joined") >= 2 and total(several, "groups_again") >= 1
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.serving.server import ServerLimits
-from grpo_roc_jax.serving.tinker import endpoint, journal
 from grpo_roc_jax.serving.tinker.store import About, CheckpointPath, Store
 from tests.helpers.tinker_server import batch, fill, served
 
@@ -449,16 +448,14 @@ def test_a_kill_brings_back_no_checkpoint_and_no_other_weights(tmp_path):
         assert status == 404 and "was written again since" in answer["detail"]
 
 
-def test_a_kill_long_after_a_snapshot_leaves_it(tmp_path, monkeypatch):
+def test_a_kill_long_after_a_snapshot_leaves_it(tmp_path):
     """The calls that made snapshots without a name are not run again after so many steps; those last used are there."""
-    monkeypatch.setattr(endpoint, "KEPT", 2)
-    monkeypatch.setattr(journal, "KEPT", 2)
 
     def train(seq):
         client.send(batch(model, seq, [ROW]))
         client.result(client.step(model, seq + 1, learning_rate=0.1))
 
-    with served(tmp_path) as client:
+    with served(tmp_path, samplers=2) as client:
         model = client.model(client.session())
         samplers, drawn = [], {}
         for number in range(3):
@@ -468,10 +465,10 @@ def test_a_kill_long_after_a_snapshot_leaves_it(tmp_path, monkeypatch):
         assert tokens_of(client.sample(samplers[0], 1, [3, 1, 4])) == drawn[samplers[0]]
         for i in range(10):
             train(10 + 2 * i)
-    with served(tmp_path) as client:  # nobody asks for them meanwhile
+    with served(tmp_path, samplers=2) as client:  # nobody asks for them meanwhile
         for i in range(9):
             train(30 + 2 * i)
-    with served(tmp_path) as client:
+    with served(tmp_path, samplers=2) as client:
         for name in samplers[::2]:
             assert tokens_of(client.sample(name, 9, [3, 1, 4])) == drawn[name]
         body, status = {"sampling_session_id": samplers[1], "seq_id": 9, "prompt": {"chunks": [{"tokens": [3]}]}}, 503

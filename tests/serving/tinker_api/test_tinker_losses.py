@@ -18,7 +18,7 @@ from grpo_roc_jax.model.sharding import shard_batch
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.serving.refusal import RequestRefused
 from grpo_roc_jax.serving.tinker.losses import settings_of, token_losses
-from grpo_roc_jax.serving.tinker.trainer import Adam, Trainer, Wanted, _optimizer, _step
+from grpo_roc_jax.serving.tinker.trainer import Adam, Trainer, Wanted, adam_step, optimizer_of
 from grpo_roc_jax.serving.tinker.wire import (
     Datum,
     ForwardBackward,
@@ -98,11 +98,11 @@ def test_losses_equal_the_recorded_vectors(name, config, value, gradient):
 
 def test_adam_equals_the_recorded_vectors():
     params = {"w": jnp.array([1.0, -1.0])}
-    moments = _optimizer(Adam()).init(params)
+    moments = optimizer_of(Adam()).init(params)
 
     def step(params, moments, gradient, **settings):
         given = {name: jnp.float32(value) for name, value in sorted(vars(Adam(**settings)).items())}
-        return _step(params, moments, {"w": jnp.asarray(gradient)}, given)
+        return adam_step(params, moments, {"w": jnp.asarray(gradient)}, given)
 
     summed = jnp.array([0.3, -0.4]) + jnp.array([0.1, 0.2])
     params, moments, _, _ = step(params, moments, summed, learning_rate=0.01, weight_decay=0.1)
