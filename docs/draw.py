@@ -129,7 +129,8 @@ def real_groups() -> str:
                 parts.append(f'<g opacity="{opacity}">{box(at, y, cell, 24, color, color, 0.4)}{mark}</g>')
     legend = "green: right; red: wrong; dot: a call failed; pale: left out by the selection, or all of its group equal"
     parts.append(text(left, 84 + gap * len(groups), legend, 12, SOFT))
-    return picture(2 * wide + left, 102 + gap * len(groups), "Groups of SmolLM2-135M in the first and in the last step of a run", parts)
+    height = 102 + gap * len(groups)
+    return picture(2 * wide + left, height, "Groups of SmolLM2-135M in the first and in the last step of a run", parts)
 
 
 # ---- concepts ------------------------------------------------------------------------------------------------------
