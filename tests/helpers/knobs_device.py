@@ -469,15 +469,20 @@ ROLLOUT = (
 
 
 def published_weights(config: Config) -> Any:
-    """Whether the weight check accepts weights that were altered by some 1e-4."""
-    model = ModelConfig(d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16, vocab_size=VOCABULARY)
+    """Whether the weight check accepts weights that were altered by parts of them from 0 to 0.1."""
+    shape = {"d_model": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "d_ff": 16}
+    model = ModelConfig(**shape, vocab_size=VOCABULARY, compute_dtype="float32")
     publisher = Publisher(model, None, config.rollout.weight_check_tolerance)
-    honest = publisher.convert
-    publisher.convert = lambda params: jax.tree.map(lambda leaf: leaf * 1.0003, honest(params))
-    try:
-        return publisher.publish(init_params(jax.random.key(0), model), 1).version
-    except StaleWeightsError:
-        return "refused"
+    params = init_params(jax.random.key(0), model)
+    params |= {"embed": 6.0 * params["embed"]}
+    honest, verdicts = publisher.convert, []
+    for part in (0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1):
+        publisher.convert = lambda params, part=part: jax.tree.map(lambda leaf: leaf * (1 + part), honest(params))
+        try:
+            verdicts.append(publisher.publish(params, 1).version)
+        except StaleWeightsError:
+            verdicts.append("refused")
+    return verdicts
 
 
 WEIGHT_CHECK = cases(published_weights, {"rollout.weight_check_tolerance": 1e-5})

@@ -299,7 +299,7 @@ CASES |= {
         "Gemma4Text",
         _heads(6, 3, head_dim=10, num_hidden_layers=7, hidden_size=36, **_GEMMA4 | _BY_LAYER)
         | {"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 4, "full_attention"]}
-        | {"num_kv_shared_layers": 3, "hidden_size_per_layer_input": 7, "sliding_window": 5, "rms_norm_eps": 1e-3}
+        | {"num_kv_shared_layers": 3, "hidden_size_per_layer_input": 7, "sliding_window": 5, "rms_norm_eps": 1e-2}
         | {"rope_parameters": {"full_attention": _PART, "sliding_attention": {"rope_type": "default", **_THETA}}},
     ),
     "llama4": (
