@@ -69,8 +69,8 @@ scores, factors of layers, shared keys and embeddings by layer. The others are o
 compared by default."""
 SLOW_GRADIENTS = ("glm4-moe", "granite", "glm4", "ministral3", "llama4")
 SLOW_GRADIENTS += ("deepseek-v32", "glm5")
-SLOW_GRADIENTS += ("gpt-oss-odd", "gemma4", "gemma4-odd", "gemma4-small-odd", "gemma4-moe", "llama4-odd")
-RECURRENT = ("qwen35", "qwen35-moe", "qwen35-moe-odd", "granite4-h", "granite4-h-odd")
+SLOW_GRADIENTS += ("gpt-oss-odd", "gemma4", "gemma4-odd", "gemma4-moe", "llama4-odd")
+EXACT = ("qwen35", "qwen35-moe", "qwen35-moe-odd", "granite4-h", "granite4-h-odd", "gemma4-small-odd")
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,11 @@ def test_gradients_of_every_tensor_equal_those_of_torch(pair, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", RECURRENT, indirect=True)
-def test_gradients_of_recurrent_layers_equal_those_of_torch_in_float64(pair, tmp_path, monkeypatch):
+@pytest.mark.parametrize("pair", EXACT, indirect=True)
+def test_gradients_equal_those_of_torch_in_float64(pair, tmp_path, monkeypatch):
     """The gradient of a recurrent decay is a small sum of large terms, which float32 rounds by up to 4e-4 on either
-    side. In float64, which both sides take here wherever they name float32, the same formulas agree."""
+    side. Scores that are not divided enlarge the rounding as well, in odd sizes of Gemma 4 E2B to 6e-5. In float64,
+    which both sides take here wherever they name float32, the same formulas agree."""
     import torch
 
     model, config, params, tokens, _ = pair
