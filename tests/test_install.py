@@ -106,7 +106,8 @@ def test_the_wheel_holds_every_module_and_recipe_and_nothing_else(unpacked):
     files = {name for name in files if ".dist-info/" not in name}
     page = {f"grpo_roc_jax/view/static/{name}" for name in ("page.html", "viewer.css", "viewer.js")}
     project = {f"grpo_roc_jax/project/{path.name}" for path in (ROOT / "examples" / "project").glob("*.*")}
-    assert files == modules | recipes | set(FURTHER) | page | project | {"grpo_roc_jax/text/toy.model"}
+    tables = {"grpo_roc_jax/text/toy.model", "grpo_roc_jax/settings/other_names.csv"}
+    assert files == modules | recipes | set(FURTHER) | page | project | tables
 
 
 def test_the_metadata_name_version_licence_and_entry_point(unpacked):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 PACKAGE = "grpo_roc_jax"
-PRIVATE_USES = 1
+PRIVATE_USES = 0
 """Uses of private attributes of the package in tests."""
 PATCHES = 53
 """Attributes of modules and classes of the package that tests replace."""

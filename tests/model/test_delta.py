@@ -18,7 +18,7 @@ from grpo_roc_jax.model.delta import Memory, Signals, empty_memory, invert, recu
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.safetensors_io import read_directory
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings, shard_batch
-from grpo_roc_jax.model.transformer import _scan_periods, forward, init_params, take_layer, unembed
+from grpo_roc_jax.model.transformer import forward, init_params, take_layer, unembed
 from tests.helpers.published_models import random_tokens, save_model
 
 DELTA = GatedDelta(key_heads=2, value_heads=6, key_dim=4, value_dim=5, conv=3)
@@ -225,26 +225,22 @@ def test_what_the_layers_cannot_be_is_refused():
 
 
 def test_the_scan_gives_every_layer_its_own_options():
-    """Over two periods, with a pattern of rotations that is longer than one."""
+    """A scan over two periods equals one layer after the other, with a pattern of rotations that is longer than a period."""
     extras = SomeExtras(rotary_share=0.5, rotary_layers=(True, True, True, False))
     model = replace(MODEL, layers=8, windows=SPLIT, extras=extras)
-    halves = {"wq": jnp.array([5.0, 7.0, 11.0, 13.0]), "w_qkv": jnp.array([2.0, 3.0, 4.0, 6.0])}
-    layers, routes, tables = (
-        halves | {"w_down": jnp.arange(8.0)},
-        jnp.arange(11.0, 19.0),
-        [jnp.ones(()), jnp.full((), 2.0)],
-    )
+    params = jax.jit(init_params, static_argnums=1)(jax.random.key(3), model)
+    params = jax.tree.map(lambda leaf: leaf + 0.2 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params)
+    tokens, positions = jnp.asarray(random_tokens(2, 24) % model.vocab_size), jnp.broadcast_to(jnp.arange(24), (2, 24))
 
-    def body(x, inputs):
-        layer, window, rope, routes = inputs
-        assert window is None
-        return x / 3 + layer["w_down"] * routes + layer.get("wq", 0.0) + 10 * layer.get("w_qkv", 0.0) + rope, None
+    @partial(jax.jit, static_argnums=1)
+    def hidden(params, model):
+        return forward(params, tokens, positions, jnp.ones_like(tokens), model)
 
-    wanted = jnp.float32(1.0)
-    for i in range(8):
-        wanted, _ = body(wanted, (take_layer(layers, i, model), None, tables[i % 4 == 3], routes[i]))
-    scanned = jax.jit(lambda x, layers, routes: _scan_periods(body, x, layers, (None, None, routes), tables, model))
-    np.testing.assert_allclose(scanned(jnp.float32(1.0), layers, routes), wanted, rtol=1e-6)
+    layers = tuple(take_layer(params["layers"], i, model) for i in range(model.layers))
+    scanned, unrolled = hidden(params, model), hidden(params | {"layers": layers}, model)
+    np.testing.assert_allclose(scanned, unrolled, rtol=0, atol=2e-5)
+    other = replace(model, extras=replace(extras, rotary_layers=(True, True, False, True)))
+    assert np.abs(scanned - hidden(params, other)).max() > 1e-2
 
 
 def test_fresh_states_forget_slowly_and_their_norm_has_no_offset():
