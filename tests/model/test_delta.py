@@ -225,7 +225,7 @@ def test_what_the_layers_cannot_be_is_refused():
 
 
 def test_the_scan_gives_every_layer_its_own_options():
-    """A scan over two periods equals one layer after the other, with a pattern of rotations that is longer than a period."""
+    """A scan over two periods equals one layer after the other; the pattern of rotations is longer than a period."""
     extras = SomeExtras(rotary_share=0.5, rotary_layers=(True, True, True, False))
     model = replace(MODEL, layers=8, windows=SPLIT, extras=extras)
     params = jax.jit(init_params, static_argnums=1)(jax.random.key(3), model)
