@@ -94,39 +94,39 @@ DISK_FLAGS = 0o10000 | 0o4000000 | 0o40000
 """O_DSYNC, O_SYNC, O_DIRECT: each write waits for the disk."""
 
 
-def instruction(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+def op(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
     """One instruction of a filter; a comparison skips `yes` or `no` instructions."""
     return struct.pack("<HBBI", code, yes, no, value)
 
 
 def _ret(value: int) -> bytes:
-    return instruction(RET, value)
+    return op(RET, value)
 
 
 def _load_arg(index: int) -> bytes:
-    return instruction(LD, 16 + 8 * index)
+    return op(LD, 16 + 8 * index)
 
 
 def _guard(number: int, body: list[bytes]) -> list[bytes]:
     """Run `body` for one call; it must return on every path."""
-    return [instruction(JEQ, number, 0, len(body)), *body]
+    return [op(JEQ, number, 0, len(body)), *body]
 
 
 def _unless(bits: int, otherwise: int) -> list[bytes]:
     """Return `otherwise` if the loaded argument has one of these bits."""
-    return [instruction(JSET, bits, 0, 1), _ret(otherwise)]
+    return [op(JSET, bits, 0, 1), _ret(otherwise)]
 
 
 def _cases(values: tuple[int, ...], action: int) -> list[bytes]:
     """Return `found` if the loaded argument is one of the values."""
-    return [step for value in values for step in (instruction(JEQ, value, 0, 1), _ret(action))]
+    return [step for value in values for step in (op(JEQ, value, 0, 1), _ret(action))]
 
 
 def _one_of(index: int, values: tuple[int, ...], otherwise: int, action: int = ALLOW) -> list[bytes]:
     """Allow the call, or return `found`, if the low 32 bits of an argument are one of the values."""
     body = [_load_arg(index)]
     for position, value in enumerate(values):
-        body.append(instruction(JEQ, value, len(values) - position, 0))
+        body.append(op(JEQ, value, len(values) - position, 0))
     return [*body, _ret(otherwise), _ret(action)]
 
 
@@ -145,9 +145,9 @@ def _return_for(numbers: tuple[int, ...], value: int) -> list[bytes]:
     body: list[bytes] = []
     for first, last in _ranges(numbers):
         if first == last:
-            body += [instruction(JEQ, first, 0, 1), _ret(value)]
+            body += [op(JEQ, first, 0, 1), _ret(value)]
         else:
-            body += [instruction(JGE, first, 0, 2), instruction(JGT, last, 1, 0), _ret(value)]
+            body += [op(JGE, first, 0, 2), op(JGT, last, 1, 0), _ret(value)]
     return body
 
 
@@ -166,20 +166,20 @@ def build(write_files: bool, fork: str, *, own_pid_namespace: bool, truncate: bo
         channel: The only descriptor for `sendmsg`. Open files that are sent stay in the kernel and escape all limits.
     """
     denied, ignored = ERRNO | EPERM, ERRNO | 0
-    program = [instruction(LD, 4), instruction(JEQ, AUDIT_ARCH_X86_64, 1, 0), _ret(denied)]
-    program += [instruction(LD, 0), instruction(JGE, X32_BIT, 0, 1), _ret(ERRNO | ENOSYS)]
+    program = [op(LD, 4), op(JEQ, AUDIT_ARCH_X86_64, 1, 0), _ret(denied)]
+    program += [op(LD, 0), op(JGE, X32_BIT, 0, 1), _ret(ERRNO | ENOSYS)]
     always = ALWAYS + (PROCESSES if fork == "allow" else ())
     writes = WRITES if truncate else tuple(number for number in WRITES if number != 76)
     program += _return_for(always + (writes if write_files else ()), ALLOW)
     for number, index in ((OPENAT, 2), (OPEN, 1)):
         # O_TRUNC on a descriptor opened for reading would truncate without landlock's right to write.
-        refusals = [instruction(JSET, 0o1000, 0, 2), instruction(JSET, 0o3, 1, 0), _ret(ERRNO | EACCES), _ret(ALLOW)]
+        refusals = [op(JSET, 0o1000, 0, 2), op(JSET, 0o3, 1, 0), _ret(ERRNO | EACCES), _ret(ALLOW)]
         if not write_files:
-            refusals = [instruction(JSET, WRITE_FLAGS, 0, 1), _ret(ERRNO | EACCES), _ret(ALLOW)]
+            refusals = [op(JSET, WRITE_FLAGS, 0, 1), _ret(ERRNO | EACCES), _ret(ALLOW)]
         program += _guard(number, [_load_arg(index), *_unless(DISK_FLAGS, ERRNO | EINVAL), *refusals])
     for number, index in MAKE_DIRECTORY:
         # Without these rights the files below a directory could not be counted.
-        owned = [_load_arg(index), instruction(AND, OWNER), instruction(JEQ, OWNER, 1, 0), _ret(denied), _ret(ALLOW)]
+        owned = [_load_arg(index), op(AND, OWNER), op(JEQ, OWNER, 1, 0), _ret(denied), _ret(ALLOW)]
         program += _guard(number, owned if write_files else [_ret(ERRNO | EACCES)])
     program += _guard(UMASK, [_load_arg(0), *_unless(OWNER, ignored), _ret(ALLOW)])
     if not write_files:
@@ -191,41 +191,29 @@ def build(write_files: bool, fork: str, *, own_pid_namespace: bool, truncate: bo
     # CLOSE_RANGE_UNSHARE would give a thread its own table of descriptors; CLOSE_RANGE_CLOEXEC would not.
     program += _guard(CLOSE_RANGE, _one_of(2, (0, 4), denied))
     program += _return_for(READ_XATTR, ERRNO | EOPNOTSUPP)
-    clone = [_load_arg(0), *_unless(NAMESPACE_FLAGS, denied), instruction(JSET, CLONE_THREAD, 0, 4)]
-    clone += [
-        instruction(JEQ, THREAD_FLAGS[0], 2, 0),
-        instruction(JEQ, THREAD_FLAGS[1], 1, 0),
-        _ret(denied),
-        _ret(ALLOW),
-    ]
+    clone = [_load_arg(0), *_unless(NAMESPACE_FLAGS, denied), op(JSET, CLONE_THREAD, 0, 4)]
+    clone += [op(JEQ, THREAD_FLAGS[0], 2, 0), op(JEQ, THREAD_FLAGS[1], 1, 0), _ret(denied), _ret(ALLOW)]
     if fork == "allow":
         clone += [_ret(ALLOW)]
     else:
-        clone += [instruction(JEQ, FORK_FLAGS, 0, 1), _ret(NOTIFY if fork == "notify" else denied), _ret(denied)]
+        clone += [op(JEQ, FORK_FLAGS, 0, 1), _ret(NOTIFY if fork == "notify" else denied), _ret(denied)]
     program += _guard(CLONE, clone)
     for number in (KILL, TGKILL):
         program += _guard(number, [_ret(ALLOW)] if own_pid_namespace else _one_of(0, (PID_MARK,), denied))
     # AF_UNIX without datagrams, which could be sent to any abstract address without connecting.
-    stream = [
-        _load_arg(1),
-        instruction(AND, 0xF),
-        instruction(JEQ, 1, 1, 0),
-        instruction(JEQ, 5, 0, 1),
-        _ret(ALLOW),
-        _ret(denied),
-    ]
-    program += _guard(SOCKETPAIR, [_load_arg(0), instruction(JEQ, 1, 1, 0), _ret(denied), *stream])
+    stream = [_load_arg(1), op(AND, 0xF), op(JEQ, 1, 1, 0), op(JEQ, 5, 0, 1), _ret(ALLOW), _ret(denied)]
+    program += _guard(SOCKETPAIR, [_load_arg(0), op(JEQ, 1, 1, 0), _ret(denied), *stream])
     program += _guard(SENDMSG, _one_of(0, (channel,), denied))
     # Processes of one program need their locks.
     locks = ALLOW if fork == "allow" else ignored
     program += _guard(FLOCK, [_ret(locks)])
     flags = [_load_arg(2), *_unless(DISK_FLAGS, ERRNO | EINVAL), _ret(ALLOW)]
-    command = [_load_arg(1), instruction(JEQ, F_SETFL, 0, len(flags)), *flags, *_cases(FCNTL_LOCKS, locks)]
+    command = [_load_arg(1), op(JEQ, F_SETFL, 0, len(flags)), *flags, *_cases(FCNTL_LOCKS, locks)]
     program += _guard(FCNTL, [*command, *_one_of(1, FCNTL_ALLOWED, denied)])
     program += _guard(PRCTL, _one_of(0, PRCTL_ALLOWED, denied))
     program += _guard(PRLIMIT, _one_of(0, (0, PID_MARK), denied))
     program += _guard(IOCTL, _one_of(1, IOCTL_ALLOWED, ERRNO | ENOTTY))
-    program += [instruction(JGT, LAST_KNOWN, 0, 1), _ret(ERRNO | ENOSYS), _ret(denied)]
+    program += [op(JGT, LAST_KNOWN, 0, 1), _ret(ERRNO | ENOSYS), _ret(denied)]
     return b"".join(program)
 
 

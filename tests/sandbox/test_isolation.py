@@ -16,7 +16,7 @@ from grpo_roc_jax.sandbox import _kernel
 from grpo_roc_jax.sandbox import _seccomp
 
 def deny(numbers, code):
-    op = _seccomp.instruction
+    op = _seccomp.op
     program = [op(_seccomp.LD, 0)]
     for number in numbers:
         program += [op(_seccomp.JEQ, number, 0, 1), op(_seccomp.RET, _seccomp.ERRNO | code)]
