@@ -141,6 +141,12 @@ def phase_worlds() -> dict[str, Words]:
     return worlds
 
 
+AGAINST_GRPO = (
+    Claim("fewer failing calls than GRPO", "roc", "grpo", "failing calls in correct"),
+    Claim("fewer than GRPO at equal tokens", "roc", "grpo", "at equal tokens"),
+    Claim("accuracy at most 0.02 below GRPO's", "roc", "grpo", "accuracy", below=False, margin=-0.02),
+)
+
 STUDIES: Mapping[str, Study] = {
     "roc": Study(
         "Does resampling on correct lower failing calls, and what does it cost?",
@@ -175,11 +181,7 @@ STUDIES: Mapping[str, Study] = {
             ("held out", "eval/heldout/avg@4", "step"),
             ("SVAMP", "eval/svamp/avg@4", "step"),
         ),
-        claims=(
-            Claim("fewer failing calls than GRPO", "roc", "grpo", "failing calls in correct"),
-            Claim("fewer than GRPO at equal tokens", "roc", "grpo", "at equal tokens"),
-            Claim("accuracy at most 0.02 below GRPO's", "roc", "grpo", "accuracy", below=False, margin=-0.02),
-        ),
+        claims=AGAINST_GRPO,
     ),
     "real": Study(
         "Does resampling on correct lower failing calls of a pretrained model, and what does it cost?",
@@ -224,11 +226,7 @@ STUDIES: Mapping[str, Study] = {
         seeds=8,
         first_seed=10,
         measures=(FIRST_ERRORS, *COMMON),
-        claims=(
-            Claim("fewer failing calls than GRPO", "roc", "grpo", "failing calls in correct"),
-            Claim("fewer than GRPO at equal tokens", "roc", "grpo", "at equal tokens"),
-            Claim("accuracy at most 0.02 below GRPO's", "roc", "grpo", "accuracy", below=False, margin=-0.02),
-        ),
+        claims=AGAINST_GRPO,
     ),
     "confirm_hard": Study(
         "Does what was undecided in the two harder worlds hold in eight new seeds?",
@@ -237,11 +235,7 @@ STUDIES: Mapping[str, Study] = {
         seeds=8,
         first_seed=10,
         measures=(FIRST_ERRORS, *COMMON),
-        claims=(
-            Claim("fewer failing calls than GRPO", "roc", "grpo", "failing calls in correct"),
-            Claim("fewer than GRPO at equal tokens", "roc", "grpo", "at equal tokens"),
-            Claim("accuracy at most 0.02 below GRPO's", "roc", "grpo", "accuracy", below=False, margin=-0.02),
-        ),
+        claims=AGAINST_GRPO,
     ),
     "selection": Study(
         "Which part of the selection matters, and how much oversampling pays?",
