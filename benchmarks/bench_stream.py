@@ -162,7 +162,7 @@ def one_of_several(asked: argparse.Namespace, more: list[str]) -> dict | None:
                 processes.gather(None)
                 begun = time.perf_counter()
                 with patched if way == "divided" else nullcontext():
-                    groups = sample.sample_requests(sampling, weights, requests, RunOptions(step)).groups
+                    groups = sampling.sample_requests(weights, requests, RunOptions(step)).groups
                 seconds[way].append(round(time.perf_counter() - begun, 2))
                 found[way] = [(t.tokens.tolist(), t.sample) for group in groups for t in group.trajectories]
             assert found["divided"] == found["shared"]

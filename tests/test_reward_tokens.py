@@ -82,15 +82,16 @@ def test_evaluation_stands_under_the_high_token():
 def checked(config, sample=None):
     """The lines of the check; the fake sampler pays by condition."""
     policy, engine = SimpleNamespace(full=lambda trained: trained), SimpleNamespace(publish=lambda params, step: None)
-    sampling = SimpleNamespace(sampler=SimpleNamespace(engine=engine))
-    return evaluate.check_before_training(config, policy, sampling, {}, sample=sample)
+    sampling = SimpleNamespace(sampler=SimpleNamespace(engine=engine), sample_requests=sample)
+    return evaluate.check_before_training(config, policy, sampling, {})
 
 
 @pytest.mark.parametrize(("high", "low", "refused"), [(0.9, 0.2, False), (0.52, 0.5, True), (0.2, 0.9, True)])
 def test_separation_is_measured_before_the_first_step(high, low, refused):
-    def sampled(sampling, weights, problems, samples, options, *, condition, suffix):
+    def sampled(weights, requests, options):
+        ((condition, suffix),) = {(request.condition, request.suffix) for request in requests}
         assert options.purpose == "evaluate" and suffix == reward_goal(condition)
-        assert len(problems) == 50
+        assert len(requests) == 50
         wins = {rc_grpo.HIGH: high, rc_grpo.LOW: low}[condition] * 50
         return SimpleNamespace(groups=[SimpleNamespace(size=50, correct=np.arange(50) < wins)])
 

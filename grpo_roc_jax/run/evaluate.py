@@ -24,7 +24,7 @@ from grpo_roc_jax.record.accuracy import eval_metrics, summarize
 from grpo_roc_jax.record.metrics import JsonlWriter, parsed_row
 from grpo_roc_jax.record.trace import TraceWriter, eval_records, read_trace
 from grpo_roc_jax.run.policy import PolicyModel
-from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts, sample_groups, sample_requests
+from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts, sample_groups
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.types import PLAIN, Group, Metrics, Problem, RolloutRequest, Trajectory, Verdict
@@ -66,14 +66,7 @@ def prompt_end(config: Config, step: int) -> PromptEnd:
     return condition, text + prompt_suffix(config.shaping, step)
 
 
-def check_before_training(
-    config: Config,
-    policy: PolicyModel,
-    sampling: GroupSampler,
-    trained: Any,
-    *,
-    sample: Callable[..., ScoredRollouts] = sample_groups,
-) -> list[str]:
+def check_before_training(config: Config, policy: PolicyModel, sampling: GroupSampler, trained: Any) -> list[str]:
     """Lines on held-out success under the prompts that `plan.condition` compares; none where it compares none.
 
     Args:
@@ -81,7 +74,6 @@ def check_before_training(
         policy: The model on its mesh.
         sampling: Group sampler of the run.
         trained: Parameters of the training state after the supervised stage.
-        sample: Rolls out and scores problems.
 
     Raises:
         ConfigError: The condition refuses a policy of such success.
@@ -94,7 +86,7 @@ def check_before_training(
     for condition, text in prompt_ends:
         extras = {"condition": condition, "suffix": text}
         options = RunOptions(0, "evaluate")
-        sampled = sample(sampling, weights, problems, config.eval.samples, options, **extras)
+        sampled = sample_groups(sampling, weights, problems, config.eval.samples, options, **extras)
         correct = [group.correct for group in sampled.groups if group.size]
         rates.append(float(np.mean(np.concatenate(correct))) if correct else 0.0)
     try:
@@ -106,7 +98,6 @@ def check_before_training(
 FILLS = 4
 """How many times the rollouts of a part fill the slots of the engine."""
 
-RollOut = Callable[[GroupSampler, SamplerParams, Sequence[RolloutRequest], RunOptions], ScoredRollouts]
 Counts = dict[str, tuple[int, int]]
 """uid -> (correct rollouts, rollouts that could be scored)."""
 
@@ -120,7 +111,6 @@ def count_solved(
     step: int,
     *,
     fills: int = FILLS,
-    roll_out: RollOut = sample_requests,
 ) -> Counts:
     """Counts how often each problem is solved. Counts already in the file `path` are reused, and new ones are appended
     to it.
@@ -133,7 +123,6 @@ def count_solved(
         samples: Rollouts of each problem.
         step: Training steps of the policy.
         fills: How many times the rollouts of a part fill the slots of the engine.
-        roll_out: Rolls out and scores requests.
     """
     once = sampling.processes.once
     counts = once(lambda: read_counts(path))
@@ -147,7 +136,7 @@ def count_solved(
         for first in range(0, len(left), size):
             part = left[first : first + size]
             requests = [RolloutRequest(problem, index, samples) for index, problem in part]
-            groups = roll_out(sampling, weights, requests, RunOptions(step, "evaluate")).groups
+            groups = sampling.sample_requests(weights, requests, RunOptions(step, "evaluate")).groups
             rows = [{"uid": g.problem.uid, "solved": int(g.correct.sum()), "judged": g.size} for g in groups]
             counts |= {row["uid"]: (row["solved"], row["judged"]) for row in rows}
             places = [index for index, _ in part]
@@ -233,12 +222,9 @@ def sample_parts(
     samples: int,
     options: RunOptions,
     parts: Parts,
-    *,
-    roll_out: RollOut = sample_requests,
     **extras: Any,
 ) -> ScoredRollouts:
-    """Like `sample_groups`, one part after the other. Parts that `parts` has saved are read instead; `roll_out` rolls
-    the others out."""
+    """Like `sample_groups`, one part after the other. Parts that `parts` has saved are read instead."""
     size, each = part_size(sampling, samples, parts.fills), []
     with phase("evaluation", steps=len(problems), unit="problem") as evaluation:
         for number, first in enumerate(range(0, len(problems), size)):
@@ -246,7 +232,7 @@ def sample_parts(
             rollouts = parts.read(number, some, samples)
             if rollouts is None:
                 requests = [RolloutRequest(problem, first + i, samples, **extras) for i, problem in enumerate(some)]
-                rollouts = roll_out(sampling, weights, requests, options)
+                rollouts = sampling.sample_requests(weights, requests, options)
                 parts.write(number, rollouts)
             each.append(rollouts)
             evaluation.step(first + len(some))

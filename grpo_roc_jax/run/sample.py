@@ -9,7 +9,7 @@ a single call of the sampler.
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain, pairwise
@@ -56,6 +56,51 @@ class GroupSampler:
     @property
     def rollout(self) -> RolloutConfig:
         return self.sampler.engine.config
+
+    def sample_requests(
+        self,
+        weights: SamplerParams,
+        requests: Sequence[RolloutRequest],
+        options: RunOptions,
+        partial: Sequence["PartialGroup"] = (),
+    ) -> "ScoredRollouts":
+        """Rolls the requests out and scores them. With several processes each does a share, and all of them get every
+        result. Requests that do not fit into the slots at once go, one by one, to the process that has a free slot
+        first.
+
+        Under `rollout.step_limit: partial` a training group with cut rows is not scored but returned as partial. Groups
+        begun in earlier steps come first, so that each rollout ends after some steps.
+
+        Args:
+            weights: From `engine.publish`.
+            requests: At least one rollout in all.
+            options: Options of the submission; without a display, that of the run is used.
+            partial: Groups of the step before, to be continued in any process.
+
+        Raises:
+            Preempted: One of the processes received a signal to stop.
+        """
+        processes, fixed = self.processes, divided_before(self, requests)
+        numbers = [index for index, _ in processes.share(requests[:fixed])]
+        options = replace(options, before_chunk=processes.check_stop)
+        queue = None if fixed == len(requests) else processes.numbers(fixed, len(requests))
+        try:
+            with leading(self, weights) as leads:
+                assigned, cut = [requests[index] for index in numbers], [group for _, group in processes.share(partial)]
+                if not leads or not (assigned or cut or queue):
+                    sampled = ScoredRollouts()
+                elif queue is not None:
+                    sampled = sample_while_free(self, weights, requests, numbers, queue, options)
+                else:
+                    submitted = [*chain.from_iterable(group.requests() for group in cut), *assigned]
+                    rows, stats = self.sampler.roll_out(submitted, own_options(self, submitted, options), weights)
+                    sampled = score_share(self, assigned, cut, rows, stats, options)
+        except Preempted:
+            if processes.count == 1:
+                raise
+            numbers, sampled = [], ScoredRollouts()  # discarded: the exchange stops all processes at the same point
+        parts = processes.gather((numbers, sampled))
+        return sampled if len(parts) == 1 else merge_shares(requests, partial, parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,53 +168,6 @@ class ScoredRollouts:
     """Groups to continue in the next step; their entries in `groups` are empty."""
     unscored: dict[str, int] = field(default_factory=dict)
     """Number of trajectories that a reward function left without a score, by name of the function."""
-
-
-def sample_requests(
-    sampling: GroupSampler,
-    weights: SamplerParams,
-    requests: Sequence[RolloutRequest],
-    options: RunOptions,
-    partial: Sequence[PartialGroup] = (),
-) -> ScoredRollouts:
-    """Rolls the requests out and scores them. With several processes each does a share, and all of them get every
-    result. Requests that do not fit into the slots at once go, one by one, to the process that has a free slot
-    first.
-
-    Under `rollout.step_limit: partial` a training group with cut rows is not scored but returned as partial. Groups
-    begun in earlier steps come first, so that each rollout ends after some steps.
-
-    Args:
-        sampling: Group sampler of the run.
-        weights: From `engine.publish`.
-        requests: At least one rollout in all.
-        options: Options of the submission; without a display, that of the run is used.
-        partial: Groups of the step before, to be continued in any process.
-
-    Raises:
-        Preempted: One of the processes received a signal to stop.
-    """
-    processes, fixed = sampling.processes, divided_before(sampling, requests)
-    numbers = [index for index, _ in processes.share(requests[:fixed])]
-    options = replace(options, before_chunk=processes.check_stop)
-    queue = None if fixed == len(requests) else processes.numbers(fixed, len(requests))
-    try:
-        with leading(sampling, weights) as leads:
-            assigned, cut = [requests[index] for index in numbers], [group for _, group in processes.share(partial)]
-            if not leads or not (assigned or cut or queue):
-                sampled = ScoredRollouts()
-            elif queue is not None:
-                sampled = sample_while_free(sampling, weights, requests, numbers, queue, options)
-            else:
-                submitted = [*chain.from_iterable(group.requests() for group in cut), *assigned]
-                rows, stats = sampling.sampler.roll_out(submitted, own_options(sampling, submitted, options), weights)
-                sampled = score_share(sampling, assigned, cut, rows, stats, options)
-    except Preempted:
-        if processes.count == 1:
-            raise
-        numbers, sampled = [], ScoredRollouts()  # discarded: the exchange stops all processes at the same point
-    parts = processes.gather((numbers, sampled))
-    return sampled if len(parts) == 1 else merge_shares(requests, partial, parts)
 
 
 def merge_shares(
@@ -381,7 +379,7 @@ def sample_groups(
     `extras` are further fields of every `RolloutRequest`: `condition`, `suffix`, `temperature`.
     """
     requests = [RolloutRequest(problem, index, samples, **extras) for index, problem in enumerate(problems)]
-    return sample_requests(sampling, weights, requests, options or RunOptions())
+    return sampling.sample_requests(weights, requests, options or RunOptions())
 
 
 def merge_failures(parts: Iterable[Mapping[str, FailureCount]]) -> dict[str, FailureCount]:
@@ -530,8 +528,6 @@ def run_round(
     step: int,
     first_place: int = 0,
     partial: Sequence[PartialGroup] = (),
-    roll_out: Callable[..., ScoredRollouts] = sample_requests,
-    plan_wave: Callable[[Wave, Any], Sequence[RolloutRequest]] = next_wave,
 ) -> StepSamples:
     """Rolls the problems out, wave after wave, until the plan asks for no more.
 
@@ -547,8 +543,6 @@ def run_round(
         step: Training step.
         first_place: Number of problems already sampled in this step.
         partial: Groups to continue with the first wave.
-        roll_out: Rolls out and scores requests.
-        plan_wave: Returns the requests of the next wave.
     """
     begun, sampling_s, chat = time.perf_counter(), 0.0, sampling.sampler.chat
     thought = functools.partial(thought_length, tokenizer=chat.tokenizer)
@@ -562,7 +556,7 @@ def run_round(
     while requests or not waves:  # the first wave continues partial groups also where it has no requests
         started = time.perf_counter()
         sent, old = numbered(requests, first_place, sampled), () if waves else partial
-        waves.append(roll_out(sampling, weights, sent, RunOptions(step), old))
+        waves.append(sampling.sample_requests(weights, sent, RunOptions(step), old))
         sampling_s += time.perf_counter() - started
         results = waves[-1].groups
         if len(waves) == 1:
@@ -571,7 +565,7 @@ def run_round(
             groups = config.plan.second.merge(groups, requests, results)
             notes = config.plan.second.notes(requests, results)
             explained += config.plan.second.supervised(requests, results)
-        planned = plan_wave(replace(wave, number=len(waves), groups=groups, notes=notes), config.plan)
+        planned = next_wave(replace(wave, number=len(waves), groups=groups, notes=notes), config.plan)
         requests = [request for request in planned if fits(config, chat, request)]
         skipped += len(planned) - len(requests)
     groups += [group for wave in waves for group in wave.completed]

@@ -11,7 +11,6 @@ from grpo_roc_jax.run.sample import ScoredRollouts
 from grpo_roc_jax.settings.cli import ConfigError
 from tests.helpers.method_groups import make_group, make_trajectory
 
-SAMPLING = SimpleNamespace(rollout=SimpleNamespace(slots=1), processes=Processes())
 GROUPS = [make_group(pay, uid=uid) for uid, pay in {"a": [1, 0], "b": [1, 1], "c": [0, 0], "d": [1, 0]}.items()]
 PROBLEMS = [group.problem for group in GROUPS]
 
@@ -19,10 +18,12 @@ PROBLEMS = [group.problem for group in GROUPS]
 class Sampling:
     """Gives the groups of the requested places, and fails after so many calls."""
 
+    rollout, processes = SimpleNamespace(slots=1), Processes()
+
     def __init__(self, calls):
         self.calls, self.places = calls, []
 
-    def __call__(self, sampling, weights, requests, options):
+    def sample_requests(self, weights, requests, options):
         if not self.calls:
             raise KeyboardInterrupt
         self.calls -= 1
@@ -38,10 +39,10 @@ def rewards(found):
     return [(group.problem.uid, group.rewards.tolist()) for group in found.groups], [p.uid for p, _ in found.removed]
 
 
-def sampled(folder, roll_out, fills=4):
+def sampled(folder, sampling, fills=4):
     """By default parts of two problems, whose two rollouts fill one slot four times."""
     parts = Parts(folder, ["policy"], fills=fills)
-    return sample_parts(SAMPLING, None, PROBLEMS, 2, None, parts, roll_out=roll_out)
+    return sample_parts(sampling, None, PROBLEMS, 2, None, parts)
 
 
 def test_parts_that_are_there_are_not_sampled_again(tmp_path):
@@ -62,8 +63,8 @@ def test_parts_that_are_there_are_not_sampled_again(tmp_path):
 def test_counts_go_on_after_a_row_that_was_cut(tmp_path):
     path, rest = tmp_path / "counts.jsonl", Sampling(9)
 
-    def count(roll_out):
-        return count_solved(path, SAMPLING, lambda: None, PROBLEMS, 2, 0, fills=2, roll_out=roll_out)
+    def count(sampling):
+        return count_solved(path, sampling, lambda: None, PROBLEMS, 2, 0, fills=2)
 
     with pytest.raises(KeyboardInterrupt):
         count(Sampling(2))

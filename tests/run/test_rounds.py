@@ -14,6 +14,7 @@ from grpo_roc_jax.learner.learner import Learner, UpdateBatch
 from grpo_roc_jax.learner.pack import unpack
 from grpo_roc_jax.method.catalog import load_methods
 from grpo_roc_jax.method.compose import Scores, train_rows
+from grpo_roc_jax.method.planning import SecondWave
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
@@ -218,19 +219,21 @@ def test_samples_and_places_are_numbered_through_a_step():
     """Random keys derive from them: no two rollouts of a step may share a pair."""
     pairs, carried = [], []
 
-    def roll_out(sampling, weights, requests, options, partial):
+    def sample_requests(weights, requests, options, partial):
         pairs.extend((request.place, number) for request in requests for number in request.samples)
         carried.append(partial)
         return ScoredRollouts(tuple(Group(request.problem, (), ()) for request in requests))
 
-    def plan_wave(wave, plan):
-        return [RolloutRequest(PROBLEM, place, 3) for place in range(2)] if wave.number < 2 else []
+    class Again(SecondWave):
+        def next(self, wave):
+            return [RolloutRequest(PROBLEM, place, 3) for place in range(2)] if wave.number < 2 else []
 
     config = method("grpo", "--group.size=3", "--resample.drop=none")
-    sampling = SimpleNamespace(sampler=SimpleNamespace(chat=CHAT))
+    config = replace(config, plan=replace(config.plan, second=Again()))
+    sampling = SimpleNamespace(sampler=SimpleNamespace(chat=CHAT), sample_requests=sample_requests)
     rng = np.random.default_rng(0)
     for first in (0, 8):
-        placed = {"step": 3, "first_place": first, "partial": ("cut",), "roll_out": roll_out, "plan_wave": plan_wave}
+        placed = {"step": 3, "first_place": first, "partial": ("cut",)}
         sample.run_round(config, sampling, None, [PROBLEM] * 2, AlgoState(), rng, **placed)
     assert len(set(pairs)) == len(pairs) == 24
     assert sorted(pairs) == [(first + place, i) for first in (0, 8) for place in range(2) for i in range(6)]
@@ -360,13 +363,13 @@ def test_the_default_recipe_does_not_remark_on_a_surrogate_that_nobody_chose(cap
 def test_a_first_wave_without_requests_continues_the_groups_that_were_begun():
     begun, sent = object(), []
 
-    def sampled(sampling, weights, requests, options, partial):
+    def sampled(weights, requests, options, partial):
         sent.append((requests, partial))
         return ScoredRollouts(completed=(make_group(0, 2),))
 
     config = load_config(Config, ["toy.yaml"], prog="test")
-    sampling = SimpleNamespace(sampler=SimpleNamespace(chat=CHAT))
+    sampling = SimpleNamespace(sampler=SimpleNamespace(chat=CHAT), sample_requests=sampled)
     generator = np.random.default_rng(0)
-    given = {"step": 1, "partial": [begun], "roll_out": sampled}
+    given = {"step": 1, "partial": [begun]}
     samples = sample.run_round(config, sampling, None, [], AlgoState(), generator, **given)
     assert sent == [([], [begun])] and len(samples.groups) == 1

@@ -72,10 +72,10 @@ def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(ear
     scorer = SimpleNamespace(score_all=lambda *_: scored)
     sampling = sampling_of(RolloutConfig(early_exit=early), scorer, collect, progress="display")
     requests = [RolloutRequest(PROBLEMS[0], 0, 2)]
-    sample.sample_requests(sampling, None, requests, RunOptions(3, purpose))
+    sampling.sample_requests(None, requests, RunOptions(3, purpose))
     assert given[-1].progress == "display"
     assert isinstance(given[-1].cancel_policy, EarlyExit) is cancels
-    sample.sample_requests(sampling, None, requests, RunOptions(3, purpose, progress="own"))
+    sampling.sample_requests(None, requests, RunOptions(3, purpose, progress="own"))
     assert given[-1].progress == "own"
 
 
@@ -93,7 +93,7 @@ def test_every_rollout_of_the_engine_reaches_the_scorer_under_its_problem():
     scorer = SimpleNamespace(score_all=score_all)
     sampling = sampling_of(RolloutConfig(), scorer, lambda requests, options: (rows, RolloutStats()))
     requests = [RolloutRequest(p, i, n) for i, (p, n) in enumerate(zip(PROBLEMS, counts, strict=True))]
-    scored = sample.sample_requests(sampling, None, requests, RunOptions(3))
+    scored = sampling.sample_requests(None, requests, RunOptions(3))
     expected = [(PROBLEMS[0], rows[:2]), (PROBLEMS[1], rows[2:5]), (PROBLEMS[2], rows[5:])]
     assert judged == expected
     assert [(group.problem, list(group.trajectories)) for group in scored.groups] == expected
@@ -119,13 +119,13 @@ def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole():
     sampling = sampling_of(RolloutConfig(step_limit=PartialRows(9.0)), scorer, collect)
     requests = [RolloutRequest(p, i, 2, temperature=0.5) for i, p in enumerate(PROBLEMS[:2])]
     given = [first, [rows[3], rows[1], rows[2]]]
-    cut = sample.sample_requests(sampling, None, requests, RunOptions(3))
+    cut = sampling.sample_requests(None, requests, RunOptions(3))
     assert judged[-1] == [0, 2] and [group.trajectories for group in cut.groups] == [(), tuple(first[2:])]
     (partial,) = cut.partial
     assert [(r.place, r.first_sample, r.step, r.temperature, r.resume is first[1]) for r in partial.requests()] == [
         (0, 1, 3, 0.5, True)
     ]
-    found = sample.sample_requests(sampling, None, requests[1:], RunOptions(4), cut.partial)
+    found = sampling.sample_requests(None, requests[1:], RunOptions(4), cut.partial)
     assert [r.resume is not None for r in asked[-1] for _ in r.samples] == [True, False, False]
     assert found.partial == () and len(found.groups) == 1
     (late,) = found.completed
@@ -159,7 +159,7 @@ def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes():
         processes.index, processes.count = index, 2
         processes.gather = lambda part: parts.append(part) or parts[:2]
         sampling = replace(sampling_of(limits, scorer, collect), processes=processes)
-        found = sample.sample_requests(sampling, None, requests, RunOptions(3), old)
+        found = sampling.sample_requests(None, requests, RunOptions(3), old)
     assert asked[:2] == [["old p0", "old p2"], ["old p1"]]
     assert [group.problem.uid for group in found.completed] == ["old p0", "old p1"]
     assert [problem.uid for problem, _ in found.removed] == ["p0", "p1", "p2", "old p0", "old p1"]

@@ -92,7 +92,7 @@ def one_process(index, counters, seed=0, *, stops=False):
     sampling = sampling_of(engine, Scorer(), group)
     sampling.sampler.submission = lambda some, own: (some, [request.place for request in some], own)
     with contextlib.suppress(KeyError):  # the other process has the rest
-        sample.sample_requests(sampling, None, REQUESTS, RunOptions(3))
+        sampling.sample_requests(None, REQUESTS, RunOptions(3))
     assert engine.released == 1
     return group.gathered[0]
 
