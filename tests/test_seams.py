@@ -17,6 +17,8 @@ ELSEWHERE = {"_asdict", "_exit", "_fields", "_replace", "_src", "_cells", "_comp
 """Attributes of named tuples and of other libraries."""
 OWN = ("self", "cls", "super()")
 REPLACERS = ("setattr", "patch.object", "patch.multiple", "patch.dict", "mock.patch")
+CONSTANT = re.compile(r"""\b\w+\.([A-Z]{3}[A-Z_]*) = |setattr\([^)]*?\b(_?[A-Z]{3}[A-Z_]*)['"],""")
+"""A constant that a test, or a program that it starts, replaces."""
 SUSPECT = re.compile(r"\._[a-z]|import .*\b_[a-z]|setattr|patch")
 
 
@@ -68,3 +70,24 @@ def test_each_kind_of_reach_is_seen():
     assert [(kind, line) for kind, line, _ in reaches(ast.parse(code))] == [
         *(("private", 1), ("patch", 2), ("private", 3), ("patch", 4)),
     ]
+
+
+def bound_early(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of each default value of a parameter that is a constant: it is read once, when the module loads."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.Lambda):
+            for default in filter(None, (*node.args.defaults, *node.args.kw_defaults)):
+                if isinstance(default, ast.Name) and default.id.isupper():
+                    yield default.lineno, default.id
+
+
+def test_a_constant_that_tests_replace_is_not_bound_when_its_module_loads():
+    texts = (path.read_text(encoding="utf-8") for path in TESTS.rglob("*.py"))
+    replaced = {name for text in texts for found in CONSTANT.findall(text) for name in found} - {""}
+    assert "PAUSE_S" in replaced
+    named = re.compile(rf"= (?:{'|'.join(replaced)})\b")
+    sources = {path: path.read_text(encoding="utf-8") for path in (TESTS.parent / PACKAGE).rglob("*.py")}
+    trees = {path: ast.parse(text) for path, text in sources.items() if named.search(text)}
+    early = [f"{path}:{line}: {name}" for path, tree in trees.items() for line, name in bound_early(tree)]
+    assert not [place for place in early if place.rsplit(" ", 1)[1] in replaced]
+    assert list(bound_early(ast.parse("def f(x, y=PAUSE_S, *, z=MOST): ..."))) == [(1, "PAUSE_S"), (1, "MOST")]

@@ -84,7 +84,7 @@ def copied(address: str, folder: Path, resume: bool) -> Iterator[None]:
         raise
     except FAILURES as error:
         raise ConfigError(f"run_dir = {address} cannot be used: {_brief(error)}") from error
-    thread = threading.Thread(target=copy.keep, name="storage", daemon=True)
+    thread = threading.Thread(target=copy.keep, args=[PAUSE_S], name="storage", daemon=True)
     thread.start()
     complete = True
     try:
@@ -137,8 +137,8 @@ class Copy:
             self._write({OWNER: self._id.encode()})
             self._fetch()  # recorded by the first copy: a start that is refused before then leaves nothing to resume
 
-    def keep(self, pause_s: float = PAUSE_S) -> None:
-        """Copies what has changed until `ended` is set. Failures are logged, and retried after a pause."""
+    def keep(self, pause_s: float) -> None:
+        """Copies what has changed every `pause_s` seconds until `ended` is set. Failures are logged, and retried."""
         failures = 0
         while not self.ended.wait(pause_s):
             try:
