@@ -50,6 +50,18 @@ def import_file(path: str) -> ModuleType:
     return module
 
 
+def described_error(error: BaseException, function: Callable[..., Any]) -> str:
+    """What a function of the user's raised: the exception, the line of its file, and the attributes that a value has
+    in place of one that it lacks."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    at = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
+    fields = getattr(getattr(error, "obj", None), "__dataclass_fields__", ())
+    names = f"; it has {', '.join(fields)}" if fields and isinstance(error, AttributeError) else ""
+    return f"{type(error).__name__}: {error}{names}{at}"
+
+
 @contextmanager
 def given(functions: Mapping[str, Callable] | None) -> Iterator[None]:
     """Within the block, a setting with one of these names refers to that function."""

@@ -15,6 +15,7 @@ import yaml
 
 from grpo_roc_jax.settings.files import MOST_YAML_BYTES, parse_yaml, read_text, yaml_errors, yaml_root
 from grpo_roc_jax.settings.options import NO_SWITCH, Axis, as_text, defaults_of, fields_of, takes_switch, type_of
+from grpo_roc_jax.settings.other_names import use_recipe
 from grpo_roc_jax.settings.secrets import hidden
 
 KeyPath = tuple[str, ...]
@@ -226,7 +227,7 @@ def merge(cls: type, below: dict[str, Any], layer: Layer, above: dict[str, Any],
             value = opened(value)
             if not isinstance(value, dict):
                 field = ".".join([*here, next(iter(fields_of(field_type)))])
-                text = f"is a section; set one of its fields, such as {field}"
+                text = use_recipe(value) or f"is a section; set one of its fields, such as {field}"
                 raise ConfigError(f"{'.'.join(here)} = {as_text(value)} ({where}): {text}")
             merged[name] = merge(field_type, below.get(name, {}), layer, value, here)
             continue

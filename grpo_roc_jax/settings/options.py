@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import AllowInfNan
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from grpo_roc_jax.settings.other_names import CLOSE_ALONE, OTHER_KINDS, close_to, use_recipe
+from grpo_roc_jax.settings.other_names import CLOSE_ALONE, close_to, near_choice, use_recipe
 
 T = TypeVar("T")
 
@@ -93,8 +93,7 @@ class Axis:
             )
         name = value["kind"]
         if name not in cls.kinds:
-            meant = OTHER_KINDS.get(str(name).lower().replace("-", "_"), "")
-            near = meant if meant in cls.kinds else close_to(str(name), cls.kinds)
+            near = near_choice(name, cls.kinds)
             recipe = use_recipe(name)
             text = f"unknown kind '{name}'; must be one of {cls.names()}"
             text += f"; {recipe}" if recipe else f"; did you mean '{near}'?" if near else ""
