@@ -242,8 +242,11 @@ def read_rows(path: Path) -> Iterator[Row]:
     Raises:
         ValueError: The file is missing, unreadable or of another kind.
     """
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; name a .jsonl or .parquet file")
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        command = f"`grpo-roc train CONFIG.yaml --data.sources {path} --dry-run`"
+        raise ValueError(f"{path}: no such file" + (f"; {command} shows other sources" if ":" in str(path) else ""))
     if path.suffix in (".jsonl", ".json"):
         yield from _jsonl_rows(path)
     elif path.suffix == ".parquet":
