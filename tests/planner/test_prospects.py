@@ -7,7 +7,7 @@ import pytest
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.planner.prospects import hindrances, settings_against_learning
 from grpo_roc_jax.settings.callables import given
-from grpo_roc_jax.settings.cli import CONFIG_DIR
+from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS
 from grpo_roc_jax.train import main
 
 RECIPES = [
@@ -15,6 +15,7 @@ RECIPES = [
     for path in sorted(CONFIG_DIR.rglob("*.yaml"))
     if path.parent.name not in ("data", "environments")
 ]
+RECIPES += [f"methods/{path.name}" for path in sorted(CONTRIB_METHODS.glob("*.yaml"))]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -30,6 +31,18 @@ def test_nothing_speaks_against_a_recipe(name):
         (
             "--resample none --group.size 1 --advantage.baseline none",
             "one rollout a problem with resample.drop = equal",
+        ),
+        (
+            "--group.size 1 --advantage.baseline none",
+            "group.size = 1 with advantage.scale = std: a group of one has no deviation, so its advantage is divided",
+        ),
+        (
+            "--advantage pass_at_k --advantage.k 16",
+            "group.size = 16 with resample roc and advantage {kind: pass_at_k, k: 16, ",
+        ),
+        (
+            "--resample max_variance --group.size 1 --advantage.baseline none --advantage.scale none",
+            "group.size = 1 with resample max_variance and advantage {kind: group, ",
         ),
         ("--sampling.top_k 1", "sampling.top_k = 1"),
         ("--sampling.top_p 0.001", "sampling.top_p = 0.001: all rollouts of a problem are the same"),
