@@ -140,7 +140,7 @@ def test_a_generated_source_is_known_to_the_command_alone():
 
 def test_a_world_that_does_not_exist_is_refused(capsys):
     assert main(["answer", "world:gdc:1"]) == 2
-    assert "must be world:FAMILY:LEVEL" in capsys.readouterr().out
+    assert "unknown world family 'gdc'" in capsys.readouterr().out
 
 
 def test_a_step_without_a_run_is_refused(capsys):
