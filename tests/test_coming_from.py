@@ -222,6 +222,14 @@ def test_an_unknown_file_suggests_nothing_far(name):
         read_config(name)
 
 
+def test_files_of_prime_rl_say_what_is_read_here(tmp_path):
+    (tmp_path / "rl.toml").write_text("max_steps = 3\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="is TOML; settings are written in YAML"):
+        read_config(str(tmp_path / "rl.toml"))
+    with pytest.raises(ConfigError, match="is named without @"):
+        read_config("@", "rl.toml")
+
+
 def test_an_unknown_file_suggests_what_is_near():
     for name, near in (("toi.yaml", "toy.yaml"), ("dapo.yaml", "methods/dapo.yaml"), ("gsm8", "data/gsm8k.yaml")):
         with pytest.raises(ConfigError, match=f"nearest: configs/{near}"):

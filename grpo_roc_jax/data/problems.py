@@ -245,8 +245,9 @@ def read_rows(path: Path) -> Iterator[Row]:
     if path.is_dir():
         raise ValueError(f"{path} is a directory; name a .jsonl or .parquet file")
     if not path.is_file():
-        command = f"`grpo-roc train CONFIG.yaml --data.sources {path} --dry-run`"
-        raise ValueError(f"{path}: no such file" + (f"; {command} shows other sources" if ":" in str(path) else ""))
+        other = f"; `grpo-roc train CONFIG.yaml --data.sources {path} --dry-run` shows other sources"
+        hub = "; a data set of the hub is hub:OWNER/NAME@REVISION"
+        raise ValueError(f"{path}: no such file{other if ':' in str(path) else '' if path.suffix else hub}")
     if path.suffix in (".jsonl", ".json"):
         yield from _jsonl_rows(path)
     elif path.suffix == ".parquet":

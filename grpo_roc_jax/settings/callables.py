@@ -104,9 +104,10 @@ def resolve(setting: str, name: str) -> Callable[..., Any] | None:
     if (function := passed(name)) is not None:
         return function
     module, separator, attribute = (name, ":", "") if name.endswith(".py") else name.rpartition(":")
-    hint = (
-        "write package.module:function or file.py:function, or pass the function: train(config, functions={name: ...})"
-    )
+    what, passing = "function", "functions={name: ...}"
+    if setting.startswith("environment."):
+        what, passing = "class", "environment=..."
+    hint = f"write package.module:{what} or file.py:{what}, or pass the {what}: train(config, {passing})"
     try:
         holder = import_file(module) if separator else None
     except ImportError as error:
@@ -125,5 +126,5 @@ def resolve(setting: str, name: str) -> Callable[..., Any] | None:
             + (f"it has {', '.join(names)}" if names else f"it defines no function; {hint}")
         )
     if not callable(function):
-        raise ValueError(f"{setting} = {name!r} is not a function; {hint}")
+        raise ValueError(f"{setting} = {name!r} is not a {what}; {hint}")
     return function

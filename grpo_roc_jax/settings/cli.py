@@ -144,6 +144,8 @@ def file_layers(path: Path, over: tuple[Path, ...] = ()) -> Iterator[Layer]:
 def find_config(name: str) -> Path:
     """The path of a recipe, given as a path, or as a name in the configs directory with or without `configs/` before
     it."""
+    if name.startswith("@"):
+        raise ConfigError(f"{name!r}: a configuration file is named without @, as in `grpo-roc train my.yaml`")
     inside = name.removeprefix("configs/")
     folders = [CONFIG_DIR / inside]
     if inside.startswith("methods/"):

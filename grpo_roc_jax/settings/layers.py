@@ -78,6 +78,8 @@ def read_yaml(path: Path) -> Layer:
         ConfigError: The file is not YAML, is not a mapping, or gives a key twice.
     """
     layer = Layer(path.name)
+    if path.suffix == ".toml":
+        raise ConfigError(f"{path}: is TOML; settings are written in YAML, a section as `optim: {{lr: 1.0e-5}}`")
     try:
         text = read_text(path, MOST_YAML_BYTES)
     except (OSError, ValueError) as error:

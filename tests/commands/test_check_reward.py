@@ -140,7 +140,8 @@ def test_a_generated_source_is_known_to_the_command_alone():
 
 def test_a_world_that_does_not_exist_is_refused(capsys):
     assert main(["answer", "world:gdc:1"]) == 2
-    assert "unknown world family 'gdc'" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "unknown world family 'gdc'" in said and "did you mean 'gcd'?" in said
 
 
 def test_a_step_without_a_run_is_refused(capsys):

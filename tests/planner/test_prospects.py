@@ -1,6 +1,7 @@
 """What cannot work is said before it runs, with the setting and its value; recipes have nothing to be said of them."""
 
 import json
+import re
 
 import pytest
 
@@ -203,3 +204,18 @@ def parts_of_a_run():
     yield make
     for scorer in scorers:
         scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--environment verifers", "is not a class; .* or choose one of the kinds agent, .*, verifiers"),
+        ("--data.sources openai/gsm8k", "openai/gsm8k: no such file; a data set of the hub is hub:OWNER/NAME@REVISION"),
+        ("--data.sources docs", "docs is a directory; name a .jsonl or .parquet file"),
+        ("--tools.enabled false", r"built in are \[.*\], and \[\] leaves all of them out"),
+    ],
+)
+def test_names_alone_are_refused_with_what_to_write(words, said, capsys, monkeypatch):
+    monkeypatch.chdir(CONFIG_DIR.parent)
+    assert main(["toy.yaml", "--dry-run", *words.split()]) == 2
+    assert re.search(said, capsys.readouterr().err)
