@@ -39,7 +39,7 @@ def test_nothing_speaks_against_a_recipe(name):
         ),
         (
             "--advantage pass_at_k --advantage.k 16",
-            "group.size = 16 with resample roc and advantage {kind: pass_at_k, k: 16, ",
+            "group.size = 16 with resample roc and advantage {kind: pass_at_k, adjust: [], k: 16, ",
         ),
         (
             "--resample max_variance --group.size 1 --advantage.baseline none --advantage.scale none",
