@@ -12,6 +12,7 @@ import numpy as np
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import first_demonstrations, first_problems
 from grpo_roc_jax.data.problems import describe_lengths
+from grpo_roc_jax.environments.config import ToolsAlone
 from grpo_roc_jax.method.advantage import Scale
 from grpo_roc_jax.method.compose import initial_state, resample_group, subset, train_rows
 from grpo_roc_jax.method.distillation import NoAdvantage
@@ -188,6 +189,9 @@ def too_long_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
 def useless_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
     """Demonstrations that teach calls of tools that the run does not have, or answers that earn nothing."""
     faults, reward = dict[str, list[str]](), config.reward
+    tools = "set tools.enabled"
+    if not isinstance(config.environment, ToolsAlone):
+        tools = "name built-in tools in `uses` of the environment's class, or set data.trace_sources"
     only_answers = all(isinstance(part, AnswerReward) for part in paid_functions(config))
     lenient = reward.extraction == "lenient"
     for source, traces in first_demonstrations(config.data, config.seed, LOOKED_AT):
@@ -195,7 +199,7 @@ def useless_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
         if called and not called & chat.tool_names and not config.environment.agents:
             fault = (
                 f"demonstrations call {', '.join(sorted(called))}, but the run has "
-                f"{', '.join(sorted(chat.tool_names)) or 'no tool'}: such calls always fail; set tools.enabled"
+                f"{', '.join(sorted(chat.tool_names)) or 'no tool'}: such calls always fail; {tools}"
             )
             faults.setdefault(fault, []).append(source)
         answered = any(find_answer(trace.turns, tag=reward.answer_tag, lenient=lenient).answer for trace in traces)
