@@ -103,7 +103,7 @@ def _fetched(path: str, fetch: Callable[[Any], str]) -> str:
         with phase(f"fetching {path}"):
             return fetch(hub)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise ValueError(
             f"model.path = {path!r} is not a directory here, and the hub does not give it: "
             f"{reason[:MOST_OF_A_REASON]}; check the name and the network, log in if the model asks for it, or "
