@@ -199,6 +199,21 @@ def test_names_in_a_file_are_refused_with_their_line(text, tmp_path):
         read_config(str(tmp_path / "theirs.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("lora: true", "low_rank"),
+        ("log: {wandb: false}", "off"),
+        ("resume: true", "auto"),
+        ("advantage: {scale: true}", "std"),
+    ],
+)
+def test_true_and_false_in_a_file_suggest_the_choice(text, meant, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"base: toy.yaml\n{text}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"\(mine.yaml, line 2\): .*did you mean '{meant}'\?"):
+        read_config(str(tmp_path / "mine.yaml"))
+
+
 def test_every_recipe_is_told_by_its_name_and_every_other_name_is_one():
     for path in (CONFIG_DIR / "methods").glob("*.yaml"):
         assert recipe_of(path.stem) == recipe_of(path.stem.upper().replace("_", "-")) == f"methods/{path.name}"

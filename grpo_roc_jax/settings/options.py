@@ -87,6 +87,8 @@ class Axis:
             return value
         if isinstance(value, str):
             value = cls.spelled_out(value)
+        if isinstance(value, bool):  # `lora: true` in a file
+            value = {"kind": str(value).lower()}
         if not isinstance(value, Mapping) or not isinstance(value.get("kind"), str):
             raise PydanticCustomError(
                 "kind", "must be one of {kinds}, or a mapping with 'kind'", {"kinds": cls.names()}
@@ -119,7 +121,9 @@ class Axis:
         for key, item in kind_settings.items():
             if key not in fields_of(cls):
                 raise PydanticCustomError("setting", "{said}", {"said": cls.misplaced(key), "key": key})
-            if isinstance(item, bool) and not takes_switch(type_of(cls, key)):
+            field_type = type_of(cls, key)
+            chooses = isinstance(field_type, type) and issubclass(field_type, Axis)  # whose message names the kinds
+            if isinstance(item, bool) and not chooses and not takes_switch(field_type):
                 raise PydanticCustomError("setting", "{said}", {"said": NO_SWITCH, "key": key})
         return kind_settings
 
