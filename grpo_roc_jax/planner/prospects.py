@@ -12,7 +12,6 @@ import numpy as np
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import first_demonstrations, first_problems
 from grpo_roc_jax.data.problems import describe_lengths
-from grpo_roc_jax.environments.config import ToolsAlone
 from grpo_roc_jax.method.advantage import Scale
 from grpo_roc_jax.method.compose import initial_state, resample_group, subset, train_rows
 from grpo_roc_jax.method.distillation import NoAdvantage
@@ -190,7 +189,7 @@ def useless_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
     """Demonstrations that teach calls of tools that the run does not have, or answers that earn nothing."""
     faults, reward = dict[str, list[str]](), config.reward
     tools = "set tools.enabled"
-    if not isinstance(config.environment, ToolsAlone):
+    if config.environment.kind != "tools":
         tools = "name built-in tools in `uses` of the environment's class, or set data.trace_sources"
     only_answers = all(isinstance(part, AnswerReward) for part in paid_functions(config))
     lenient = reward.extraction == "lenient"
