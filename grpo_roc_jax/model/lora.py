@@ -57,9 +57,21 @@ TARGETS: dict[str, tuple[str, int]] = {
 """Published name -> (leaf, number of its leading dimensions that are inputs)."""
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-UNSUPPORTED = ("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern")
-UNSUPPORTED += ("layers_to_transform", "layer_replication", "trainable_token_indices", "target_parameters")
-"""Options of PEFT that are refused, since they change what an adapter computes or contains."""
+_READ = {"peft_type", "r", "lora_alpha", "target_modules", "bias", "init_lora_weights"}
+_WITHOUT_EFFECT = {"task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "inference_mode"}
+_WITHOUT_EFFECT |= {
+    "lora_dropout",
+    "layers_pattern",
+    "exclude_modules",
+    "eva_config",
+    "velora_config",
+    "runtime_config",
+}
+_WITHOUT_EFFECT |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
+"""Keys of PEFT that never change what a complete adapter computes, or do so only beside another key that is refused."""
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that set the adapter alone. Others, such as `pissa`, `olora` and `loftq`, also change
+the weights below it, and the saved pairs fit only those."""
 
 
 class Lora(Axis, axis="lora"):
@@ -310,8 +322,14 @@ def read_lora(folder: Path) -> LowRank:
     if published.get("peft_type") != "LORA" or not isinstance(targets, list):
         got = f"peft_type {published.get('peft_type')!r}, target_modules {targets!r}"
         raise CheckpointError(f"{folder}: {got}; must be LORA and a list of names")
-    options = [f"{key} = {published[key]!r}" for key in UNSUPPORTED if published.get(key)]
+    options = [f"{key} = {value!r}" for key, value in published.items() if value and key not in _READ | _WITHOUT_EFFECT]
     options += [f"bias = {published['bias']!r}"] if published.get("bias", "none") != "none" else []
+    start = published.get("init_lora_weights")
+    if (start.lower() if isinstance(start, str) else start) not in _PLAIN_STARTS:
+        options.append(
+            f"init_lora_weights = {start!r}, which changes the weights below the adapter (PEFT converts it on "
+            "saving: path_initial_model_for_weight_conversion)"
+        )
     if refused := [*sorted(set(targets) - set(TARGETS)), *options]:
         raise CheckpointError(f"{folder}: not supported: {', '.join(refused)}")
     try:
