@@ -5,6 +5,7 @@ as messages, `reward_model.ground_truth` or `reward_spec.ground_truth`, `data_so
 `answer`), GSM8K (`question`, `answer` ending in `#### x`), MATH and AIME (`problem`, `answer` or a boxed `solution`).
 """
 
+import datetime
 import hashlib
 import itertools
 import json
@@ -13,9 +14,12 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
+from uuid import UUID
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 
@@ -333,8 +337,22 @@ def _problem(row: Any, prompt_column: str, answer_column: str, stem: str) -> tup
     source = name if isinstance(name, str) and name else stem
     digest = hashlib.blake2b(f"{prompt}\0{answer}".encode(errors="replace"), digest_size=8).hexdigest()
     used = {prompt_column.split(".")[0], answer_column.split(".")[0], SOURCE_COLUMN}
-    extra = {str(key): value for key, value in row.items() if key not in used}
+    extra = {str(key): _storable(value) for key, value in row.items() if key not in used}
     return Problem(uid=f"{stem}:{digest}", prompt=prompt, answer=answer, source=source, extra=extra), has_system
+
+
+def _storable(value: Any) -> Any:
+    """A column in values that a trace and a checkpoint can hold: dates, times, decimals and ids of Parquet files and of
+    the hub as text, any other object as the name of its type."""
+    if isinstance(value, Mapping):
+        return {key: _storable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_storable, value))
+    if value is None or isinstance(value, str | int | float | bytes | np.generic | np.ndarray):
+        return value
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return str(value) if isinstance(value, Decimal | datetime.timedelta | UUID) else f"<{type(value).__name__}>"
 
 
 def refuse_media(row: Mapping[str, Any], *used: str) -> None:
@@ -388,12 +406,12 @@ def answer_text(value: Any, name: str) -> str:
     """The reference answer as text: x for `#### x` and boxed solutions, 1234 for `1,234`, 27 for 27.0."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise UnusableRow(f"column {name!r} is {type(value).__name__}; must be text or a number")
-    if isinstance(value, float):
+    if isinstance(value, float | Decimal):
         if not math.isfinite(value):
             raise UnusableRow(f"column {name!r} is {value}")
-        value = int(value) if value == int(value) else value
+        value = int(value) if value == int(value) else value if isinstance(value, float) else f"{value.normalize():f}"
     text = str(value)
     if "####" in text:
         text = last_boxed(text.rsplit("####", 1)[1])

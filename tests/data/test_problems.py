@@ -1,6 +1,8 @@
 """Files to problems: common formats, real data sets, and every kind of bad row."""
 
+import datetime
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -9,9 +11,11 @@ import pytest
 
 import grpo_roc_jax.data.problems as problems_module
 from grpo_roc_jax.data.problems import answer_text, drop_long, last_boxed, load_problems
+from grpo_roc_jax.record import codec
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import ByteTokenizer
+from grpo_roc_jax.types import Problem
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -79,6 +83,26 @@ def test_common_formats_load_without_settings(tmp_path, shape, suffix):
 def test_further_columns_are_kept(tmp_path, shape, kept):
     (problem,), _ = load_problems(write(tmp_path / "x.jsonl", [SHAPES[shape][0]]))
     assert set(problem.extra) == kept
+
+
+def test_columns_of_every_type_of_parquet_can_be_recorded(tmp_path):
+    day = datetime.datetime(2024, 1, 2, 3, 4, 5)
+    columns = {
+        "question": ["1+1?"],
+        "answer": pyarrow.array([Decimal("2.50")], pyarrow.decimal128(10, 2)),
+        "created_at": [day],
+        "day": [day.date()],
+        "price": [Decimal("1.10")],
+        "took": [datetime.timedelta(seconds=90)],
+        "nested": [{"at": [day], "raw": b"x"}],
+        "score": [0.5],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
+    (problem,), _ = load_problems(tmp_path / "x.parquet")
+    assert problem.answer == "2.5"
+    texts = {"created_at": "2024-01-02T03:04:05", "day": "2024-01-02", "price": "1.10", "took": "0:01:30"}
+    assert problem.extra == texts | {"nested": {"at": ["2024-01-02T03:04:05"], "raw": b"x"}, "score": 0.5}
+    assert codec.unpack(Problem, json.loads(json.dumps(codec.pack(problem)))) == problem
 
 
 def test_columns_can_be_named(tmp_path):
@@ -198,6 +222,8 @@ def test_own_system_texts_are_counted(tmp_path):
         ("12,34", "answer", "12,34"),
         (27.0, "answer", "27"),
         (0.5, "answer", "0.5"),
+        (Decimal("2.00"), "answer", "2"),
+        (Decimal("0.10"), "answer", "0.1"),
         (10**30, "answer", str(10**30)),
         ("025", "answer", "25"),
         ("--5", "answer", "--5"),
