@@ -281,6 +281,9 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
         load_adapter(tmp_path, LORA, taller, family)
     with pytest.raises(CheckpointError, match="missing or of another shape"):
         load_adapter(tmp_path, LowRank(rank=4, alpha=12.0), MODEL, family)
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"holds no adapter_model\.safetensors"):
+        load_adapter(tmp_path, LORA, MODEL, family)
     file = tmp_path / "adapter_config.json"
     published = json.loads(file.read_text())
     for change in ({"use_dora": True}, {"bias": "all"}, {"target_modules": ["lm_head"]}, {"peft_type": "IA3"}):
