@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from grpo_roc_jax.settings.files import DEEPEST, depth_over
+from grpo_roc_jax.settings.files import DEEPEST, depth_over, parse_json, read_text
 from grpo_roc_jax.types import Problem
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "input", "query", "instruction")
@@ -47,6 +47,8 @@ LOOKED_AT = 100
 """Number of first rows from which the columns are detected."""
 MAX_ROW_BYTES = 16 << 20
 """Longer lines are bad rows; they are skipped without being held in memory."""
+MOST_ARRAY_BYTES = 1 << 30
+"""Largest file with one JSON array, which is read at once; a larger one has an object a line."""
 LONG_ANSWER = 200
 """Number of characters above which a marked answer is searched in a reference answer."""
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
@@ -73,7 +75,7 @@ class BadRow:
 
     file: str
     row: int
-    """Line of a JSONL file or row of a Parquet file, from 1."""
+    """Line of a JSONL file, or row of a Parquet file or of a JSON array, from 1."""
     reason: str
 
     def __str__(self) -> str:
@@ -169,7 +171,7 @@ def load_problems(
     Columns without another use are kept in `extra`.
 
     Args:
-        path: A `.jsonl` (or `.json` with one object per line) or `.parquet` file.
+        path: A `.jsonl` file (or `.json`, with one object per line or one array of objects) or a `.parquet` file.
         prompt_column: Overrides detection; dots reach into nested objects.
         answer_column: Overrides detection.
         bad_rows: `drop` counts and names them; `fail` raises at the end of the file with the list.
@@ -248,7 +250,9 @@ def read_rows(path: Path) -> Iterator[Row]:
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    if path.suffix in (".jsonl", ".json"):
+    if path.suffix == ".json" and (rows := _array_rows(path)) is not None:
+        yield from rows
+    elif path.suffix in (".jsonl", ".json"):
         yield from _jsonl_rows(path)
     elif path.suffix == ".parquet":
         yield from _parquet_rows(path)
@@ -272,6 +276,20 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 yield number, _decode_json(line)
 
 
+def _array_rows(path: Path) -> Iterator[Row] | None:
+    """The rows of a file that holds one JSON array; None for any other file, such as one with an object a line.
+
+    Raises:
+        ValueError: It begins as an array and is none, or is too large to be read at once.
+    """
+    with path.open("rb") as file:
+        begin = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not begin.startswith(b"["):
+        return None
+    rows = parse_json(read_text(path, MOST_ARRAY_BYTES).removeprefix("\ufeff"), str(path))
+    return ((number, _row_of(row)) for number, row in enumerate(rows, 1))
+
+
 def _decode_json(line: bytes) -> Any:
     try:
         row = json.loads(line.decode())
@@ -281,6 +299,11 @@ def _decode_json(line: bytes) -> Any:
         return "invalid JSON: nested too deep"
     except ValueError as error:
         return f"invalid JSON: {error}"
+    return _row_of(row)
+
+
+def _row_of(row: Any) -> Any:
+    """A decoded row, or the reason why it is none."""
     if depth_over(row, DEEPEST):
         return "invalid JSON: nested too deep"
     return row if isinstance(row, dict) else f"must be a JSON object, not {type(row).__name__}"

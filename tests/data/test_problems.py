@@ -181,6 +181,22 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
     assert report.bad == ()
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_file_may_be_one_array(tmp_path, indent):
+    """As many data sets are published; one with an object a line keeps its row numbers."""
+    rows = [{"problem": "1+1?", "answer": 2}, ["no object"], {"problem": "2+2?", "answer": 4}]
+    file = tmp_path / "x.json"
+    file.write_text("\ufeff\n" + json.dumps(rows, indent=indent), encoding="utf-8")
+    problems, report = load_problems(file)
+    assert [(p.prompt, p.answer) for p in problems] == [("1+1?", "2"), ("2+2?", "4")]
+    assert [str(bad) for bad in report.bad] == [f"{file}:2: must be a JSON object, not list"]
+    write(file, [rows[0], rows[2]])
+    assert load_problems(file)[0] == problems
+    file.write_text(json.dumps(rows)[:-1])
+    with pytest.raises(ValueError, match="is not JSON"):
+        load_problems(file)
+
+
 def test_a_last_line_without_its_end_loads(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"question": "q1", "answer": "1"}')
