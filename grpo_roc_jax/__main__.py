@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             bound_exit(status)
         return status
     words = list(argv)
+    if words[:1] == ["help"] and words[1:]:  # `grpo-roc help train`
+        words = [words[1], "--help", *words[2:]]
     if not words or words[0] in ("help", "--help", "-h"):
         print(help_text())
         return 0

@@ -133,6 +133,30 @@ def test_names_of_two_projects_mean_the_same_here():
         ("--sampling.temp 1", "did you mean 'sampling.temperature'?"),
         ("--reward.func answer", "did you mean 'reward.functions'?"),
         ("--eval.problems 4", "did you mean 'data.eval_problems'?"),
+        ("--orchestrator.eval.rollouts_per_example 8", "did you mean 'eval.samples'?"),
+        ("--clean true", "did you mean 'run_dir' ("),
+        ("--algo.advantage.estimator rloo", "`grpo-roc train methods/rloo.yaml`"),
+        ("--trainer grpo", "`grpo-roc train methods/grpo.yaml`"),
+        ("--method dapo", "`grpo-roc train methods/dapo.yaml`"),
+        ("--actor.adam.lr 1e-6", "did you mean 'optim.lr'?"),
+        ("--foo.bar.lr 1e-6", "did you mean 'optim.lr'?"),
+        ("--gpus 4", "did you mean 'sharding.data' (all devices are used)?"),
+        ("--kl_beta 0.1", "did you mean 'surrogate.kl.coef' ("),
+        ("--config my.yaml", "files come first: `grpo-roc train FILE.yaml`"),
+        ("augmentation.down_sampling_config.min_zero_reward_trace_num=2", "did you mean 'resample.min_negative' ("),
+        ("augmentation.down_sampling_config.roc_error_ratio=True", "did you mean 'resample.error_penalty' ("),
+        ("--surrogate ppo", "did you mean 'clip'?"),
+        ("--lora qlora", "did you mean 'low_rank'?"),
+        ("--lora true", "did you mean 'low_rank'?"),
+        ("--log.wandb true", "did you mean 'online'?"),
+        ("--log.wandb none", "did you mean 'off'?"),
+        ("--update.remat true", "did you mean 'full'?"),
+        ("--resume true", "did you mean 'auto'?"),
+        ("--resume false", "did you mean 'never'?"),
+        ("--model.compute_dtype half", "did you mean 'float16'?"),
+        ("--text.calls qwen3_coder", "did you mean 'xml'?"),
+        ("--rollout.step_limit async", "did you mean 'stream'?"),
+        ("--optim.lr.peak 1", "optim.lr = {peak: '1'} (command line): must be a number"),
     ],
 )
 def test_what_a_newcomer_types(words, said):
@@ -160,6 +184,7 @@ def test_what_a_newcomer_types(words, said):
         "data.sampler.class_path",
         "rollout.abc_tokens",
         "checkpoint.save_contents",
+        "actor.k",
     ],
 )
 def test_a_name_without_a_counterpart_suggests_nothing(key):
@@ -172,6 +197,21 @@ def test_names_in_a_file_are_refused_with_their_line(text, tmp_path):
     (tmp_path / "theirs.yaml").write_text(f"base: toy.yaml\n{text}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"\(.*theirs.yaml, line [23]\); did you mean 'group.size'"):
         read_config(str(tmp_path / "theirs.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("lora: true", "low_rank"),
+        ("log: {wandb: false}", "off"),
+        ("resume: true", "auto"),
+        ("advantage: {scale: true}", "std"),
+    ],
+)
+def test_true_and_false_in_a_file_suggest_the_choice(text, meant, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"base: toy.yaml\n{text}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"\(mine.yaml, line 2\): .*did you mean '{meant}'\?"):
+        read_config(str(tmp_path / "mine.yaml"))
 
 
 def test_every_recipe_is_told_by_its_name_and_every_other_name_is_one():
@@ -195,6 +235,14 @@ def test_a_suggestion_is_near_or_absent(key):
 def test_an_unknown_file_suggests_nothing_far(name):
     with pytest.raises(ConfigError, match=r"no configuration file .* lists the recipes$"):
         read_config(name)
+
+
+def test_files_of_prime_rl_say_what_is_read_here(tmp_path):
+    (tmp_path / "rl.toml").write_text("max_steps = 3\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="is TOML; settings are written in YAML"):
+        read_config(str(tmp_path / "rl.toml"))
+    with pytest.raises(ConfigError, match="is named without @"):
+        read_config("@", "rl.toml")
 
 
 def test_an_unknown_file_suggests_what_is_near():

@@ -179,6 +179,14 @@ def test_the_help_fits_a_screen_and_names_every_command(words, capsys):
     assert all(any(line.split()[:1] == [name] for line in lines) for name in COMMANDS)
 
 
+def test_help_of_a_command_is_that_of_the_command(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["help", "new"])
+    assert left.value.code == 0 and capsys.readouterr().out.startswith("usage: grpo-roc new ")
+    assert main(["help", "trian"]) == 2
+    assert "did you mean 'train'?" in capsys.readouterr().err
+
+
 def test_the_help_imports_nothing_heavy():
     code = "import sys; from grpo_roc_jax.__main__ import main; main([]); "
     code += "sys.exit(bool({'jax', 'numpy', 'pyarrow', 'matplotlib', 'rich'} & set(sys.modules)))"

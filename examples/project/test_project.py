@@ -9,6 +9,8 @@ from tools import PRICES, Shop
 
 import grpo_roc_jax as g
 
+HERE = Path(__file__).parent
+
 
 def test_the_tool_answers_and_refuses():
     assert Shop().price("1234") == PRICES["1234"]
@@ -26,9 +28,11 @@ def test_a_call_is_paid():
 
 
 def test_the_configuration_is_valid_and_nothing_is_held_out_and_trained():
-    config = g.read_config("config.yaml")
+    config = g.read_config(str(HERE / "config.yaml"))
     files = [*config.data.sources, *config.data.eval_sources]
-    train, held_out = ([json.loads(line)["prompt"] for line in Path(name).read_text().splitlines()] for name in files)
+    train, held_out = (
+        [json.loads(line)["prompt"] for line in (HERE / name).read_text().splitlines()] for name in files
+    )
     assert train and held_out and not set(train) & set(held_out)
 
 

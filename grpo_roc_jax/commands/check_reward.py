@@ -3,14 +3,17 @@
 It runs on five small made-up trajectories: a right answer, a wrong answer, no answer, a failing tool call, and a
 truncated one. Each line shows the reward and the status that training would use. With DATA, a file of problems or a
 generated source such as `world:gcd:1`, the trajectories answer its first problems, and the columns that a function
-finds in `problem.extra` are named. With `--trajectories`, the function scores what a run recorded.
+finds in `problem.extra` are named. With `--trajectories`, the function scores what a run recorded; DATA is tried after
+it.
 """
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import grpo_roc_jax.config  # noqa: F401 (generated sources, and the kinds of all methods)
 from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.data.generated import generator_of
 from grpo_roc_jax.data.pipeline import first_problems
 from grpo_roc_jax.data.problems import load_problems
 from grpo_roc_jax.record.trace import groups_of, read_trace, trace_files
@@ -53,12 +56,16 @@ def tried(arguments: argparse.Namespace) -> list[str]:
         RewardError: See `check_reward`.
         ValueError: Data that cannot be read, or a run without trajectories.
     """
-    if arguments.trajectories:
-        return score_again(arguments.function, recorded_groups(arguments.trajectories, arguments.step))
-    if not arguments.data:
-        return check_reward(arguments.function)
+    if not arguments.function.strip():
+        raise ValueError("FUNCTION is empty; write file.py:function, or a built-in name such as answer")
+    if arguments.step is not None and not arguments.trajectories:
+        raise ValueError("--step is a step of a run; name the run with --trajectories RUN")
     lines = []
-    for problem in some_problems(arguments.data):
+    if arguments.trajectories:
+        lines = score_again(arguments.function, recorded_groups(arguments.trajectories, arguments.step))
+    elif not arguments.data:
+        return check_reward(arguments.function)
+    for problem in some_problems(arguments.data) if arguments.data else ():
         extra = ", ".join(problem.extra) or "empty"
         lines += [f"{problem.uid}: {problem.prompt[:60]!r}, answer {problem.answer[:30]!r}; problem.extra: {extra}"]
         lines += check_reward(arguments.function, problem)
@@ -67,8 +74,11 @@ def tried(arguments: argparse.Namespace) -> list[str]:
 
 def some_problems(source: str) -> list[Problem]:
     """The first problems of a file or of a generated source."""
-    generated = first_problems(DataConfig(sources=(source,)), 0, SHOWN)
-    return generated[0][1] if generated else load_problems(source)[0][:SHOWN]
+    generator = generator_of(source)
+    if generator is None:
+        return load_problems(source)[0][:SHOWN]
+    generator.check(source)
+    return first_problems(DataConfig(sources=(source,)), 0, SHOWN)[0][1]
 
 
 def recorded_groups(run: str, step: int | None) -> list:

@@ -18,6 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     checkpoint = None
     if "--checkpoint" in words[:-1]:
         at = words.index("--checkpoint")
+        if not words[at + 1].isdecimal():
+            print(f"replay: --checkpoint {words[at + 1]}; must be the number of a step", file=sys.stderr)
+            return 2
         checkpoint = int(words[at + 1])
         del words[at : at + 2]
     if not words or words[0].startswith("-"):

@@ -123,5 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 5
     except BrokenPipeError:
         return 1
+    except OSError as error:  # of the file for the results
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     finally:
         executor.close()

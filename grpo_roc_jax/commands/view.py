@@ -232,7 +232,8 @@ def render(record: TraceRecord) -> Panel:
         parts.append(Padding(_calls(record), (1, 0, 0, 0)))
     verdict = record.verdict
     if verdict is not None:
-        words = f"answer {verdict.answer!r}, reference {record.problem.answer!r}: {verdict.status}"
+        answer = "no answer that can be read" if verdict.answer is None else f"answer {verdict.answer!r}"
+        words = f"{answer}, reference {record.problem.answer!r}: {verdict.status}"
         parts.append(Padding(printable(words), (1, 0, 0, 0)))
     if record.penalties:
         parts.append(Text(penalties(record)))

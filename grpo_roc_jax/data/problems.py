@@ -248,8 +248,12 @@ def read_rows(path: Path) -> Iterator[Row]:
     Raises:
         ValueError: The file is missing, unreadable or of another kind.
     """
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; name a .jsonl or .parquet file")
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        other = f"; `grpo-roc train CONFIG.yaml --data.sources {path} --dry-run` shows other sources"
+        hub = "; a data set of the hub is hub:OWNER/NAME@REVISION"
+        raise ValueError(f"{path}: no such file{other if ':' in str(path) else '' if path.suffix else hub}")
     if path.suffix == ".json" and (rows := _array_rows(path)) is not None:
         yield from rows
     elif path.suffix in (".jsonl", ".json"):

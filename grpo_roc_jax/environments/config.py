@@ -122,7 +122,12 @@ class Hosted(EnvironmentKind):
         return {}
 
     def factories(self) -> Factories:
-        return {name: resolve("environment.path", path) for name, path in self.paths.items()}
+        try:
+            return {name: resolve("environment.path", path) for name, path in self.paths.items()}
+        except ValueError as error:
+            if all(":" in path for path in self.paths.values()):
+                raise
+            raise ValueError(f"{error}; or choose one of the kinds {EnvironmentKind.names()}") from error
 
     def scores_failures(self, name: str) -> bool:
         """Whether a rollout of the environment of that name scores 0 if it fails on what the policy said."""

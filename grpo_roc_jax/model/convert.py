@@ -56,6 +56,8 @@ LEFT_OUT = re.compile(
 """Tensors that do not belong to the text model: those of vision, and of multi-token prediction."""
 _TEXT_PREFIX = re.compile(r"(model\.)?language_model\.(model\.)?")
 
+MOST_OF_A_REASON = 300
+"""Characters of the hub's message that are shown."""
 INDEXER = ".self_attn.indexer."
 """Part of the names of tensors that choose the keys of a query (DeepSeek-V3.2, GLM-5)."""
 _KEY_TENSOR = re.compile(r"\.self_attn\.[kv]_(proj|norm)\.")
@@ -69,7 +71,8 @@ def find_model(path: str) -> Path:
     another folder that exists, is not taken for a hub id.
 
     Raises:
-        ValueError: `path` is none of these, the GGUF file cannot be used, or huggingface_hub is not installed.
+        ValueError: `path` is none of these, the GGUF file cannot be used, huggingface_hub is not installed, or the hub
+            does not give it.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -79,16 +82,33 @@ def find_model(path: str) -> Path:
         organisation, *names = path.split("/", 2)
         if local or path.startswith(PACKAGE) or len(names) < 2 or Path(organisation).is_dir():
             return open_gguf(path)
-        with phase(f"fetching {path}"):
-            return open_gguf(_hub(path).hf_hub_download(f"{organisation}/{names[0]}", names[1]))
+        return open_gguf(_fetched(path, lambda hub: hub.hf_hub_download(f"{organisation}/{names[0]}", names[1])))
     if local or path.count("/") != 1:
         raise ValueError(
             f"model.path = {path!r} is not a directory; must be one with config.json, or a hub id ORG/NAME, or a GGUF "
             "file (FILE.gguf, package:NAME)"
         )
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-    with phase(f"fetching {path}"):
-        return Path(_hub(path).snapshot_download(path, allow_patterns=patterns))
+    return Path(_fetched(path, lambda hub: hub.snapshot_download(path, allow_patterns=patterns)))
+
+
+def _fetched(path: str, fetch: Callable[[Any], str]) -> str:
+    """The local path of what `fetch` takes from the hub.
+
+    Raises:
+        ValueError: It cannot be fetched; the message names the setting.
+    """
+    hub = _hub(path)
+    try:
+        with phase(f"fetching {path}"):
+            return fetch(hub)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise ValueError(
+            f"model.path = {path!r} is not a directory here, and the hub does not give it: "
+            f"{reason[:MOST_OF_A_REASON]}; check the name and the network, log in if the model asks for it, or "
+            "download it and give its directory"
+        ) from error
 
 
 def is_here(path: str) -> bool:

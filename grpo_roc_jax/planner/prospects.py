@@ -7,18 +7,24 @@ rewards that cannot differ, groups that are always dropped, demonstrations longe
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+import numpy as np
+
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import first_demonstrations, first_problems
 from grpo_roc_jax.data.problems import describe_lengths
+from grpo_roc_jax.method.advantage import Scale
+from grpo_roc_jax.method.compose import initial_state, resample_group, subset, train_rows
 from grpo_roc_jax.method.distillation import NoAdvantage
+from grpo_roc_jax.method.planning import PlanConfig
 from grpo_roc_jax.reward.answer import find_answer
 from grpo_roc_jax.reward.config import AnswerReward, Reward
-from grpo_roc_jax.reward.score import Scorer
-from grpo_roc_jax.reward.trial import made_up
+from grpo_roc_jax.reward.score import MADE_UP, Scorer
+from grpo_roc_jax.reward.trial import PROBLEM, made_up, sample_trajectories
 from grpo_roc_jax.run.components import prompt_length
 from grpo_roc_jax.settings.cli import config_errors
+from grpo_roc_jax.settings.options import as_mapping, as_text
 from grpo_roc_jax.text.chat_format import ChatFormat, Trace
-from grpo_roc_jax.types import Problem
+from grpo_roc_jax.types import Group, Problem, Verdict
 
 LOOKED_AT = 32
 """Number of problems and demonstrations of a generated source whose lengths are measured. Files are
@@ -26,8 +32,10 @@ measured in full."""
 NEARLY_GREEDY = 0.01
 """Below this temperature, or this share of the probability (`top_p`, 1 - `min_p`), nearly every token is the most
 probable one."""
-LEFT_OUT = re.compile("over-long prompts dropped|do not fit and are left out")
-"""In a note on a file of which rows are left out because of their length."""
+SMALL_DIVISOR = 0.01
+"""Advantages of a right answer that are divided by less are no units of the reward anymore."""
+LEFT_OUT = re.compile(f"over-long prompts dropped|do not fit and are left out|{re.escape(MADE_UP)}")
+"""In a note on a file of which rows are left out because of their length, or on a reward function that failed."""
 
 
 @config_errors()
@@ -65,6 +73,14 @@ def settings_against_learning(config: Config) -> list[str]:
             "one rollout a problem with resample.drop = equal: a group of one has equal rewards, so every group is "
             "dropped; set resample.drop none, or raise group.size"
         )
+    scale = getattr(config.advantage, "scale", None)
+    if config.group.size == 1 and isinstance(scale, Scale) and type(scale).group is not Scale.group:
+        divisor = scale.group(np.ones(1))
+        if divisor < SMALL_DIVISOR:
+            lines.append(
+                f"group.size = 1 with advantage.scale = {scale.kind}: a group of one has no deviation, so its "
+                f"advantage is divided by {divisor:g}; set advantage.scale none or batch_std, or raise group.size"
+            )
     sampling = config.sampling
     for greedy, setting, other in (
         (sampling.top_k == 1, f"sampling.top_k = {sampling.top_k}", "raise it, or set it to 0"),
@@ -76,6 +92,12 @@ def settings_against_learning(config: Config) -> list[str]:
             lines.append(
                 f"{setting}: all rollouts of a problem are the same, or nearly, so their rewards cannot differ; {other}"
             )
+    if not lines and not trains(config):
+        lines.append(
+            f"group.size = {config.group.size} with resample {config.resample.kind} and advantage "
+            f"{as_text(as_mapping(config.advantage))}: groups of right and wrong rollouts are dropped or get "
+            "advantages of 0, however many are right; change one of the three"
+        )
     if not config.model.path and not config.sft.steps:
         lines.append(
             "model.path is empty and sft.steps = 0: a policy with random weights hardly ever earns a reward; name a "
@@ -84,8 +106,35 @@ def settings_against_learning(config: Config) -> list[str]:
     return lines
 
 
+def trains(config: Config) -> bool:
+    """Whether any group of right and wrong rollouts is kept and gets an advantage that is not 0, by the selection,
+    shaping and advantage of the method. True for a method that reads more than rewards, or that plans its rollouts:
+    what it does with them is not tried."""
+    if config.plan != PlanConfig():
+        return True
+    rows = sample_trajectories(PROBLEM)
+    outcomes = [(rows["wrong answer"], verdict_of(config, 0.0)), (rows["right answer"], verdict_of(config, 1.0))]
+    size, rng, kept = config.resample.sampled(config.group.size), np.random.default_rng(0), []
+    try:
+        for right in range(size + 1):
+            pairs = [outcomes[place < right] for place in range(size)]
+            group = Group(PROBLEM, *(tuple(part) for part in zip(*pairs, strict=True)))
+            selection = resample_group(group, config, rng)
+            kept += [subset(group, selection)] if selection.kept else []
+        rows = train_rows(kept, config, initial_state(config), rng=rng)
+    except Exception:  # of a method that reads log-probabilities, or of a function of the user's
+        return True
+    return any(row.advantages.any() for row in rows)
+
+
+def verdict_of(config: Config, reward: float) -> Verdict:
+    """The verdict on a rollout with this reward from every function, without calls."""
+    status, channels = "correct" if reward else "wrong", dict.fromkeys(config.reward.names, reward)
+    return Verdict(reward, status, "1", 0, 0, answers=1, well_formed=True, turns=1, channels=channels)
+
+
 def left_out(notes: Iterable[str]) -> list[str]:
-    """The notes on files of which rows are left out because of their length."""
+    """The notes on files of which rows are left out because of their length, and on reward functions that failed."""
     return [note for note in notes if LEFT_OUT.search(note)]
 
 
@@ -139,6 +188,9 @@ def too_long_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
 def useless_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
     """Demonstrations that teach calls of tools that the run does not have, or answers that earn nothing."""
     faults, reward = dict[str, list[str]](), config.reward
+    tools = "set tools.enabled"
+    if config.environment.kind != "tools":
+        tools = "name built-in tools in `uses` of the environment's class, or set data.trace_sources"
     only_answers = all(isinstance(part, AnswerReward) for part in paid_functions(config))
     lenient = reward.extraction == "lenient"
     for source, traces in first_demonstrations(config.data, config.seed, LOOKED_AT):
@@ -146,7 +198,7 @@ def useless_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
         if called and not called & chat.tool_names and not config.environment.agents:
             fault = (
                 f"demonstrations call {', '.join(sorted(called))}, but the run has "
-                f"{', '.join(sorted(chat.tool_names)) or 'no tool'}: such calls always fail; set tools.enabled"
+                f"{', '.join(sorted(chat.tool_names)) or 'no tool'}: such calls always fail; {tools}"
             )
             faults.setdefault(fault, []).append(source)
         answered = any(find_answer(trace.turns, tag=reward.answer_tag, lenient=lenient).answer for trace in traces)

@@ -32,7 +32,7 @@ from grpo_roc_jax.reward.config import (
 )
 from grpo_roc_jax.reward.graded import GradedReward
 from grpo_roc_jax.reward.verify import Verifier
-from grpo_roc_jax.settings.callables import resolve
+from grpo_roc_jax.settings.callables import described_error, resolve
 from grpo_roc_jax.settings.other_names import close_to
 from grpo_roc_jax.types import ARRAYS, Group, Problem, Trajectory, Turn, Verdict, VerdictStatus
 
@@ -117,7 +117,7 @@ class Scorer:
             except TimeoutError:
                 lines.append(f"reward {name} took longer than {part.timeout_s} s on {MADE_UP}")
             except Exception as error:
-                lines.append(f"reward {name} raised {type(error).__name__}: {error} on {MADE_UP}")
+                lines.append(f"reward {name} raised {described_error(error, self.functions[name])} on {MADE_UP}")
             else:
                 check_rewards(name, values, [len(t.turns) for t in trajectories])
         return lines
@@ -197,7 +197,8 @@ class Scorer:
         except TimeoutError:
             return [UNSCORED] * len(trajectories), f"reward {part.name} took longer than {part.timeout_s} s"
         except Exception as error:
-            return [UNSCORED] * len(trajectories), f"reward {part.name} raised {type(error).__name__}: {error}"
+            raised = described_error(error, self.functions[part.name])
+            return [UNSCORED] * len(trajectories), f"reward {part.name} raised {raised}"
         return check_rewards(part.name, spoiled("reward.values", values), [len(t.turns) for t in trajectories])
 
     def _noted(self, name: str, fault: str) -> list[str]:
@@ -342,6 +343,10 @@ def load_function(path: str) -> RewardFunction:
         near = close_to(path, builtin)
         meant = f"did you mean {near!r}? " if near else ""
         raise RewardError(f"{error}; {meant}the built-in ones are {', '.join(builtin)}") from error
+    if inspect.isclass(function):
+        raise RewardError(
+            f"reward {path} is a class; must be a function (problem, trajectories), or an instance with __call__"
+        )
     try:
         inspect.signature(function).bind(None, ())
     except TypeError as error:

@@ -91,6 +91,8 @@ def check_reward(path: str, problem: Problem = PROBLEM) -> list[str]:
     finished = {verdict.reward for verdict in verdicts.values() if verdict.status != "truncated"}
     if len(verdicts) == len(rows) and len(finished) == 1:
         lines.append("all that were not cut get the same reward: a group of such rollouts teaches nothing")
+    if not verdicts and not scored.faults:
+        lines.append("every value is None: such a problem is left out of training")
     return lines + [f"fault: {fault}" for fault in scored.faults]
 
 

@@ -50,6 +50,18 @@ def import_file(path: str) -> ModuleType:
     return module
 
 
+def described_error(error: BaseException, function: Callable[..., Any]) -> str:
+    """What a function of the user's raised: the exception, the line of its file, and the attributes that a value has
+    in place of one that it lacks."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    at = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
+    fields = getattr(getattr(error, "obj", None), "__dataclass_fields__", ())
+    names = f"; it has {', '.join(fields)}" if fields and isinstance(error, AttributeError) else ""
+    return f"{type(error).__name__}: {error}{names}{at}"
+
+
 @contextmanager
 def given(functions: Mapping[str, Callable] | None) -> Iterator[None]:
     """Within the block, a setting with one of these names refers to that function."""
@@ -92,9 +104,10 @@ def resolve(setting: str, name: str) -> Callable[..., Any] | None:
     if (function := passed(name)) is not None:
         return function
     module, separator, attribute = (name, ":", "") if name.endswith(".py") else name.rpartition(":")
-    hint = (
-        "write package.module:function or file.py:function, or pass the function: train(config, functions={name: ...})"
-    )
+    what, passing = "function", "functions={name: ...}"
+    if setting.startswith("environment."):
+        what, passing = "class", "environment=..."
+    hint = f"write package.module:{what} or file.py:{what}, or pass the {what}: train(config, {passing})"
     try:
         holder = import_file(module) if separator else None
     except ImportError as error:
@@ -113,5 +126,5 @@ def resolve(setting: str, name: str) -> Callable[..., Any] | None:
             + (f"it has {', '.join(names)}" if names else f"it defines no function; {hint}")
         )
     if not callable(function):
-        raise ValueError(f"{setting} = {name!r} is not a function; {hint}")
+        raise ValueError(f"{setting} = {name!r} is not a {what}; {hint}")
     return function

@@ -30,7 +30,7 @@ from grpo_roc_jax.settings.layers import (
 )
 from grpo_roc_jax.settings.layers import listed as listed_words
 from grpo_roc_jax.settings.options import NO_SUCH, adapter, as_mapping, as_text
-from grpo_roc_jax.settings.other_names import CONFIG_DIR, CONTRIB_METHODS, advice, close_to, counterpart
+from grpo_roc_jax.settings.other_names import CONFIG_DIR, CONTRIB_METHODS, advice, close_to, counterpart, near_choice
 from grpo_roc_jax.settings.secrets import without_secrets
 
 __all__ = [
@@ -144,6 +144,8 @@ def file_layers(path: Path, over: tuple[Path, ...] = ()) -> Iterator[Layer]:
 def find_config(name: str) -> Path:
     """The path of a recipe, given as a path, or as a name in the configs directory with or without `configs/` before
     it."""
+    if name.startswith("@"):
+        raise ConfigError(f"{name!r}: a configuration file is named without @, as in `grpo-roc train my.yaml`")
     inside = name.removeprefix("configs/")
     folders = [CONFIG_DIR / inside]
     if inside.startswith("methods/"):
@@ -227,7 +229,8 @@ def _message(problem: dict[str, Any], places: dict[KeyPath, str], known: Collect
         named = [tuple(name.split(".")) for name in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", text)]
         written = [places[name] for name in named if name in places] or [_where(path, places) if path else ""]
         return f"{text} ({written[0]})" if written[0] else text
-    where = _where(path, places)
+    where = _below(path, places) if isinstance(got, dict) and reason != "kind" else ""
+    where = where or _where(path, places)
     at = f" ({where})" if where else ""
     if reason == "unexpected_keyword_argument":
         return f"unknown key '{'.'.join(path)}'{at}"
@@ -239,7 +242,7 @@ def _message(problem: dict[str, Any], places: dict[KeyPath, str], known: Collect
     elif reason == "literal_error":
         constraint = f"must be {context['expected']}"
         choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
-        near = close_to(str(got), choices)
+        near = near_choice(got, choices)
         constraint += f"; did you mean '{near}'?" if near else ""
     elif reason == "too_short":
         constraint = "must have at least one entry"
@@ -261,7 +264,13 @@ def _message(problem: dict[str, Any], places: dict[KeyPath, str], known: Collect
 def _where(path: KeyPath, places: dict[KeyPath, str]) -> str:
     """Where a setting was written: the setting itself, something below it, or the nearest section above; empty for a
     default."""
-    below = next((where for at, where in places.items() if at[: len(path)] == path), "")
     return (
-        places.get(path) or below or next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), "")
+        places.get(path)
+        or _below(path, places)
+        or next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), "")
     )
+
+
+def _below(path: KeyPath, places: dict[KeyPath, str]) -> str:
+    """Where something below a setting was written; empty if nothing was."""
+    return next((where for at, where in places.items() if at[: len(path)] == path != at), "")

@@ -15,6 +15,7 @@ import yaml
 
 from grpo_roc_jax.settings.files import MOST_YAML_BYTES, parse_yaml, read_text, yaml_errors, yaml_root
 from grpo_roc_jax.settings.options import NO_SWITCH, Axis, as_text, defaults_of, fields_of, takes_switch, type_of
+from grpo_roc_jax.settings.other_names import near_choice, use_recipe
 from grpo_roc_jax.settings.secrets import hidden
 
 KeyPath = tuple[str, ...]
@@ -77,6 +78,8 @@ def read_yaml(path: Path) -> Layer:
         ConfigError: The file is not YAML, is not a mapping, or gives a key twice.
     """
     layer = Layer(path.name)
+    if path.suffix == ".toml":
+        raise ConfigError(f"{path}: is TOML; settings are written in YAML, a section as `optim: {{lr: 1.0e-5}}`")
     try:
         text = read_text(path, MOST_YAML_BYTES)
     except (OSError, ValueError) as error:
@@ -226,7 +229,7 @@ def merge(cls: type, below: dict[str, Any], layer: Layer, above: dict[str, Any],
             value = opened(value)
             if not isinstance(value, dict):
                 field = ".".join([*here, next(iter(fields_of(field_type)))])
-                text = f"is a section; set one of its fields, such as {field}"
+                text = use_recipe(value) or f"is a section; set one of its fields, such as {field}"
                 raise ConfigError(f"{'.'.join(here)} = {as_text(value)} ({where}): {text}")
             merged[name] = merge(field_type, below.get(name, {}), layer, value, here)
             continue
@@ -244,9 +247,12 @@ def merge(cls: type, below: dict[str, Any], layer: Layer, above: dict[str, Any],
 def _check_one_value(value: Any, field_type: Any, path: KeyPath, where: str) -> None:
     """Refuses a name without a value, unless its setting is a switch, and several values for a single one."""
     if isinstance(value, bool) and not takes_switch(field_type):
+        literal = typing.get_origin(field_type) is typing.Literal
+        near = near_choice(as_text(value), list(map(str, typing.get_args(field_type)))) if literal else ""
+        meant = f"; did you mean '{near}'?" if near else ""
         missing = f"--{'.'.join(path)} has no value; write --{'.'.join(path)} VALUE"
         raise ConfigError(
-            missing if where == COMMAND_LINE else f"{'.'.join(path)} = {as_text(value)} ({where}): {NO_SWITCH}"
+            missing if where == COMMAND_LINE else f"{'.'.join(path)} = {as_text(value)} ({where}): {NO_SWITCH}{meant}"
         )
     if isinstance(value, list) and typing.get_origin(field_type) is not tuple and where == COMMAND_LINE:
         raise ConfigError(

@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import AllowInfNan
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from grpo_roc_jax.settings.other_names import CLOSE_ALONE, OTHER_KINDS, close_to, use_recipe
+from grpo_roc_jax.settings.other_names import CLOSE_ALONE, close_to, near_choice, use_recipe
 
 T = TypeVar("T")
 
@@ -87,14 +87,15 @@ class Axis:
             return value
         if isinstance(value, str):
             value = cls.spelled_out(value)
+        if isinstance(value, bool):  # `lora: true` in a file
+            value = {"kind": str(value).lower()}
         if not isinstance(value, Mapping) or not isinstance(value.get("kind"), str):
             raise PydanticCustomError(
                 "kind", "must be one of {kinds}, or a mapping with 'kind'", {"kinds": cls.names()}
             )
         name = value["kind"]
         if name not in cls.kinds:
-            meant = OTHER_KINDS.get(str(name).lower().replace("-", "_"), "")
-            near = meant if meant in cls.kinds else close_to(str(name), cls.kinds)
+            near = near_choice(name, cls.kinds)
             recipe = use_recipe(name)
             text = f"unknown kind '{name}'; must be one of {cls.names()}"
             text += f"; {recipe}" if recipe else f"; did you mean '{near}'?" if near else ""
@@ -120,7 +121,9 @@ class Axis:
         for key, item in kind_settings.items():
             if key not in fields_of(cls):
                 raise PydanticCustomError("setting", "{said}", {"said": cls.misplaced(key), "key": key})
-            if isinstance(item, bool) and not takes_switch(type_of(cls, key)):
+            field_type = type_of(cls, key)
+            chooses = isinstance(field_type, type) and issubclass(field_type, Axis)  # whose message names the kinds
+            if isinstance(item, bool) and not chooses and not takes_switch(field_type):
                 raise PydanticCustomError("setting", "{said}", {"said": NO_SWITCH, "key": key})
         return kind_settings
 

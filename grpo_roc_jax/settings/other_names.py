@@ -71,13 +71,29 @@ OTHER_NAMES = _read(Path(__file__).with_suffix(".csv"))
 """The rows of `other_names.csv`: from TRL 1.16 (`GRPOConfig`), verl 0.9, google-tunix 0.1.7, prime-rl, OpenRLHF and
 SkyRL in November 2026; last, names that are common in scripts of transformers, vLLM and others."""
 OTHER_KINDS = {
-    "low_var_kl": "k3",
-    "mse": "k2",
-    "seq_mean_token_mean": "sequence_mean",
-    "seq_mean_token_sum": "sequence_sum",
-    "constant_with_warmup": "constant",
+    "low_var_kl": ("k3",),
+    "kl": ("k3",),
+    "mse": ("k2",),
+    "seq_mean_token_mean": ("sequence_mean",),
+    "seq_mean_token_sum": ("sequence_sum",),
+    "constant_with_warmup": ("constant",),
+    "ppo": ("clip",),
+    "lora": ("low_rank",),
+    "qlora": ("low_rank",),
+    "async": ("stream",),
+    "random": ("uniform",),
+    "qwen": ("hermes", "chatml"),
+    "qwen3_coder": ("xml",),
+    "jinja": ("model",),
+    "fp16": ("float16",),
+    "half": ("float16",),
+    "true": ("low_rank", "online", "std", "full", "auto"),
+    "false": ("none", "off", "never"),
+    "none": ("off", "never"),
+    "no": ("none", "off", "never"),
+    "yes": ("low_rank", "online", "std", "full", "auto"),
 }
-"""Kind of a section in another project -> the one here."""
+"""A choice in another project -> what it may be called here; the first that the setting has is meant."""
 
 METHOD_NAMES = {
     "reinforce_plus_plus": "reinforce_pp",
@@ -139,6 +155,15 @@ def recipe_of(name: object) -> str:
     return f"methods/{plain}.yaml" if exists else ""
 
 
+def near_choice(name: object, choices: Collection[str]) -> str:
+    """The choice that was most likely meant: what another project's is called here, else the nearest spelling; empty if
+    neither exists."""
+    meant = OTHER_KINDS.get(str(name).lower().replace("-", "_"))
+    if meant is None:
+        return close_to(str(name), choices)
+    return next((choice for choice in meant if choice in choices), "")
+
+
 def use_recipe(name: object) -> str:
     """Advice to take the recipe of a method; empty if there is none."""
     recipe = recipe_of(name)
@@ -198,6 +223,7 @@ def nearest(key: str, known: Sequence[str]) -> str:
     """
     section, _, tail = key.rpartition(".")
     vague = section and tail in GENERIC
+    ours = not section or section.partition(".")[0] in {name.partition(".")[0] for name in known}
     near = [name.rpartition(".")[2] for name in known if section and name.rpartition(".")[0] == section]
     if close := close_to(tail, [name for name in near if _same_words(name, tail) or _same_words(tail, name)]):
         return f"{section}.{close}"
@@ -207,7 +233,9 @@ def nearest(key: str, known: Sequence[str]) -> str:
     if at := [name for name in known if section and name.endswith(f".{section.rpartition('.')[2]}_{tail}")]:
         return at[0]
     same = [name for name in known if name.rpartition(".")[2] == tail]
-    if same and (len(same) == 1 or len(tail) > 3) and not vague:
+    if tail in GENERIC:  # without a section either, it does not mean a setting deep in another one
+        same = [name for name in same if name.count(".") <= 1]
+    if same and ((len(same) == 1 and ours) or len(tail) >= SHORT) and not vague:
         return min(same, key=lambda name: (name.count("."), known.index(name)))
     if joined := [name for name in known if _joined(name) == _joined(key)]:
         return joined[0]
@@ -215,9 +243,9 @@ def nearest(key: str, known: Sequence[str]) -> str:
         name: _alike(name.rpartition(".")[2], tail) for name in known if _same_words(tail, name.rpartition(".")[2])
     }
     here = [name for name in alike if section and _alike(name.rpartition(".")[0], section) >= CLOSE <= alike[name]]
-    ours = not section or section.partition(".")[0] in {name.partition(".")[0] for name in known}
     least = 1.0 if not ours else CLOSE_ELSEWHERE if section or len(tail) <= SHORT else CLOSE_ALONE
-    elsewhere = [name for name in alike if alike[name] >= least and not vague]
+    far = tail in GENERIC or (len(tail) < SHORT and not ours)
+    elsewhere = [name for name in alike if alike[name] >= least and not far]
     return max(here or elsewhere, key=lambda name: (alike[name], _alike(name, key), -name.count(".")), default="")
 
 

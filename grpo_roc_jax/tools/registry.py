@@ -437,5 +437,7 @@ def default_registry(names: Iterable[str] = ("python_code_with_standard_io", "ju
     known = {tool.name: tool for tool in BUILT_IN}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"unknown tools {unknown} in tools.enabled; built in are {list(known)}")
+        raise ValueError(
+            f"unknown tools {unknown} in tools.enabled; built in are {list(known)}, and [] leaves all of them out"
+        )
     return Registry(replace(known[name]) for name in names)

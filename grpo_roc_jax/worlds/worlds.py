@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.data.generated import GENERATORS, HELD_OUT_START, Generator
+from grpo_roc_jax.settings.other_names import close_to
 from grpo_roc_jax.types import Problem
 from grpo_roc_jax.worlds.chains import CHAIN, draw_chain, is_chain
 from grpo_roc_jax.worlds.demonstrations import demonstrate, with_hints
@@ -237,7 +238,9 @@ def check_world(family: str, level: int) -> None:
     """Raises ValueError if the family or level does not exist."""
     known = (*QUESTIONS, FUNCTIONS, CHAIN, *PLAYED)
     if family not in known and not is_chain(family):
-        raise ValueError(f"unknown world family {family!r}; choose from {', '.join(known)}")
+        near = close_to(family, known)
+        meant = f"; did you mean {near!r}?" if near else ""
+        raise ValueError(f"unknown world family {family!r}; choose from {', '.join(known)}{meant}")
     if not 1 <= level <= MAX_LEVEL:
         raise ValueError(f"world level {level} of {family!r}; must be 1 to {MAX_LEVEL}")
 

@@ -1,6 +1,7 @@
 """The command that tries a reward function before training."""
 
 import json
+import subprocess
 import sys
 import types
 
@@ -49,6 +50,7 @@ def test_custom(mine, capsys):
         ("mine:zebra", "mine has no 'zebra'; it has lengths, partial, short"),
         ("anwser", "did you mean 'answer'? the built-in ones are answer, "),
         ("mine:trl_style", "completions, prompts is the signature of another project: see docs/coming_from.md"),
+        ("", "FUNCTION is empty; write file.py:function"),
     ],
 )
 def test_a_wrong_name_answers_with_those_that_exist(name, said, mine, capsys):
@@ -81,6 +83,40 @@ def test_a_file_alone_or_something_else_in_it_answers_with_its_functions(named, 
     assert said.format(tmp_path) in capsys.readouterr().out
 
 
+BROKEN = """
+class Judge:
+    def __call__(self, problem, trajectories):
+        return [None] * len(trajectories)
+
+
+judge = Judge()
+
+
+def text(problem, trajectories):
+    return [len(t.text) for t in trajectories]
+
+
+def column(problem, trajectories):
+    return [problem.extra["level"] for _ in trajectories]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Judge", "is a class; must be a function (problem, trajectories), or an instance with __call__"),
+        ("judge", "every value is None: such a problem is left out of training"),
+        ("text", "AttributeError: 'Trajectory' object has no attribute 'text'; it has tokens, "),
+        ("text", "(broken.py, line 11)"),
+        ("column", "KeyError: 'level' (broken.py, line 15)"),
+    ],
+)
+def test_a_function_that_fails_names_the_line_and_what_exists(name, said, tmp_path, capsys):
+    (tmp_path / "broken.py").write_text(BROKEN, encoding="utf-8")
+    assert main([f"{tmp_path / 'broken.py'}:{name}"]) == 2
+    assert said in capsys.readouterr().out
+
+
 def test_equal_rewards_are_said(mine, tmp_path, capsys):
     (tmp_path / "own.py").write_text("def same(problem, ts):\n    return [1 for t in ts]\n", encoding="utf-8")
     assert main([f"{tmp_path}/own.py:same"]) == 0
@@ -92,6 +128,25 @@ def test_equal_rewards_are_said(mine, tmp_path, capsys):
 def test_a_run_that_does_not_exist_is_named(capsys):
     assert main(["answer", "--trajectories", "runs/nope"]) == 2
     assert capsys.readouterr().out == "--trajectories runs/nope: no such directory; name that of a run\n"
+
+
+def test_a_generated_source_is_known_to_the_command_alone():
+    """In a process of its own, where no test has imported what registers generated sources."""
+    words = [sys.executable, "-m", "grpo_roc_jax", "check-reward", "answer"]
+    made = subprocess.run([*words, "world:gcd:1"], capture_output=True, text=True, timeout=120)
+    assert made.returncode == 0 and made.stdout.startswith("world:gcd:1:")
+    assert made.stdout.count("right answer       reward 1 (correct)") == 3
+
+
+def test_a_world_that_does_not_exist_is_refused(capsys):
+    assert main(["answer", "world:gdc:1"]) == 2
+    said = capsys.readouterr().out
+    assert "unknown world family 'gdc'" in said and "did you mean 'gcd'?" in said
+
+
+def test_a_step_without_a_run_is_refused(capsys):
+    assert main(["answer", "--step", "3"]) == 2
+    assert "name the run with --trajectories RUN" in capsys.readouterr().out
 
 
 def test_a_function_is_tried_on_problems_of_a_file(tmp_path, capsys):

@@ -27,11 +27,13 @@ def project(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_a_new_project_passes_its_tests(project, capsys):
+def test_a_new_project_passes_its_tests(project, capsys, monkeypatch):
     tests = importlib.import_module("test_project")
-    for name in dir(tests):
-        if name.startswith("test_"):
-            getattr(tests, name)()
+    for folder in (project.parent, project):
+        monkeypatch.chdir(folder)
+        for name in dir(tests):
+            if name.startswith("test_"):
+                getattr(tests, name)()
     rows = [row["messages"] for _, row in read_rows(project / "data" / "demonstrations.jsonl")]
     outputs = {message["content"] for row in rows for message in row if message["role"] == "tool"}
     failed = {text for text in outputs if text.startswith("[exception] ValueError: no #")}  # as the tool itself fails

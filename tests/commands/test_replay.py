@@ -53,6 +53,11 @@ def test_the_row_that_is_not_finite_is_named(kept, tmp_path, capsys):
     assert said.count("NOT FINITE") == 1 and "row 1: NOT FINITE: advantages; loss nan" in said
 
 
+def test_a_checkpoint_is_a_number(capsys):
+    assert main(["batches/step_1.npz", "--checkpoint", "last"]) == 2
+    assert "--checkpoint last; must be the number of a step" in capsys.readouterr().err
+
+
 def test_files_are_few_and_unreadable_ones_refused(kept, tmp_path, capsys):
     _, path = kept
     about, batches = read_batch(path)

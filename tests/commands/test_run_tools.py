@@ -60,6 +60,13 @@ def test_run_says_what_is_wrong_with_its_file() -> None:
     assert done.returncode == 2 and "error:" in done.stderr
 
 
+def test_results_that_cannot_be_written_are_an_error_of_the_arguments(tmp_path, capsys) -> None:
+    (tmp_path / "programs.jsonl").write_text("")
+    words = [str(tmp_path / "programs.jsonl"), "--out", str(tmp_path / "absent" / "results.jsonl"), "--preload", ""]
+    assert run.main([*words, "--workers", "1"]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
 def test_probe_prints_the_table() -> None:
     done = module("probe")
     assert done.returncode in (0, 5)

@@ -137,6 +137,10 @@ def test_the_terminal_shows_text_calls_verdict_and_reason(run):
     record = dataclasses.replace(record, verdict=dataclasses.replace(record.verdict, status="wrong"))
     view.show([record], Console(file=wrong, width=140))
     assert "penalties" not in wrong.getvalue()  # failures are not ranked
+    unread = io.StringIO()
+    record = dataclasses.replace(record, verdict=dataclasses.replace(record.verdict, answer=None))
+    view.show([record], Console(file=unread, width=140))
+    assert "no answer that can be read, reference '7': wrong" in unread.getvalue()
     assert "observation, 15 tokens" in text and "<answer>" in text and "exception" in text and "ValueError" in text
     assert " · kept" in text and "(kept)" not in text and "penalties: total 0.25" in text and "reference '7'" in text
 

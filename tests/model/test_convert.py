@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -486,6 +487,15 @@ def test_replay_is_a_choice_of_the_run(tmp_path):
     assert same_model(resolve_config(replayed), MODELS["qwen3_moe"])
     with pytest.raises(ValueError, match=r"model\.experts = .*count.* 5"):
         resolve_config(replace(replayed, experts=Mixture(5, 2, replay=True)))
+
+
+def test_a_model_that_the_hub_does_not_give_is_named(monkeypatch):
+    def refused(*_, **__):
+        raise OSError("[Errno -2] Name or service not known\nAn error happened")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=refused))
+    with pytest.raises(ValueError, match=r"model.path = 'nobody/none' is not a directory here, .*not known An error"):
+        find_model("nobody/none")
 
 
 def test_paths_that_are_no_models(tmp_path, monkeypatch):

@@ -1,13 +1,14 @@
 """What cannot work is said before it runs, with the setting and its value; recipes have nothing to be said of them."""
 
 import json
+import re
 
 import pytest
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.planner.prospects import hindrances, settings_against_learning
 from grpo_roc_jax.settings.callables import given
-from grpo_roc_jax.settings.cli import CONFIG_DIR
+from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS
 from grpo_roc_jax.train import main
 
 RECIPES = [
@@ -15,6 +16,7 @@ RECIPES = [
     for path in sorted(CONFIG_DIR.rglob("*.yaml"))
     if path.parent.name not in ("data", "environments")
 ]
+RECIPES += [f"methods/{path.name}" for path in sorted(CONTRIB_METHODS.glob("*.yaml"))]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -30,6 +32,18 @@ def test_nothing_speaks_against_a_recipe(name):
         (
             "--resample none --group.size 1 --advantage.baseline none",
             "one rollout a problem with resample.drop = equal",
+        ),
+        (
+            "--group.size 1 --advantage.baseline none",
+            "group.size = 1 with advantage.scale = std: a group of one has no deviation, so its advantage is divided",
+        ),
+        (
+            "--advantage pass_at_k --advantage.k 16",
+            "group.size = 16 with resample roc and advantage {kind: pass_at_k, adjust: [], k: 16, ",
+        ),
+        (
+            "--resample max_variance --group.size 1 --advantage.baseline none --advantage.scale none",
+            "group.size = 1 with resample max_variance and advantage {kind: group, ",
         ),
         ("--sampling.top_k 1", "sampling.top_k = 1"),
         ("--sampling.top_p 0.001", "sampling.top_p = 0.001: all rollouts of a problem are the same"),
@@ -190,3 +204,18 @@ def parts_of_a_run():
     yield make
     for scorer in scorers:
         scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--environment verifers", "is not a class; .* or choose one of the kinds agent, .*, verifiers"),
+        ("--data.sources openai/gsm8k", "openai/gsm8k: no such file; a data set of the hub is hub:OWNER/NAME@REVISION"),
+        ("--data.sources docs", "docs is a directory; name a .jsonl or .parquet file"),
+        ("--tools.enabled false", r"built in are \[.*\], and \[\] leaves all of them out"),
+    ],
+)
+def test_names_alone_are_refused_with_what_to_write(words, said, capsys, monkeypatch):
+    monkeypatch.chdir(CONFIG_DIR.parent)
+    assert main(["toy.yaml", "--dry-run", *words.split()]) == 2
+    assert re.search(said, capsys.readouterr().err)
