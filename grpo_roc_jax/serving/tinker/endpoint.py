@@ -202,8 +202,8 @@ class TinkerEndpoint:
             "user_metadata": field_of(body, "user_metadata", dict, {}) or {},
             "display_name": field_of(body, "display_name", str),
         }
-        self.sessions[name] = about
         self.journal.note(session=name, about=about)
+        self.sessions[name] = about
         return {"session_id": name, "info_message": None, "warning_message": None, "error_message": None}
 
     def session_heartbeat(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -292,11 +292,21 @@ class TinkerEndpoint:
         return LowRank(rank=rank, alpha=ALPHA, targets=targets), seed
 
     def _new_call(self, key: Any, model_id: str, seq: int, raw: bytes, path: str) -> tuple[Pending, bool]:
-        """(the result of a call, whether it is new); a new one is in the journal."""
+        """(the result of a call, whether it is new); a new one is in the journal.
+
+        Raises:
+            HTTPError: It could not be written there, so it is not accepted; the client may send it again.
+        """
         again = self._replayed
         pending, new = self.futures.make(key, raw, model_id, "" if again is None else again.request_id)
         if new and again is None:
-            self.journal.append(model_id, LoggedCall(path, seq, pending.request_id, raw))
+            try:
+                self.journal.append(model_id, LoggedCall(path, seq, pending.request_id, raw))
+            except OSError as error:
+                self.futures.drop(pending.request_id)
+                log.error("call %d of %s is not accepted, since the journal cannot be written: %s", seq, model_id, error)
+                text = f"the server cannot write its journal ({error.strerror}), so the call is not accepted; send it again"
+                raise HTTPError(503, text) from error
         return pending, new
 
     def _save_state(self, run: ModelRun, next_seq: int) -> None:
@@ -709,16 +719,16 @@ class TinkerEndpoint:
             path = field_of(body, "model_path", str)
             if path is None:
                 base = self._base(field_of(body, "base_model", str, ""))
-                alone = self._alone.setdefault(base.name, Snapshot(base.trainer.base))
-                self._keep(name, SamplingSession(base, alone))
+                sampler = SamplingSession(base, self._alone.setdefault(base.name, Snapshot(base.trainer.base)))
             else:
-                checkpoint = CheckpointPath.read(path)
-                self._keep(name, self._load_sampler(name, checkpoint))
-                self._saved[name] = checkpoint
+                sampler = self._load_sampler(name, CheckpointPath.read(path))
             if name not in self._noted:
-                self._noted[name] = body
                 written = self._written.get(name)
                 self.journal.note(session=name.partition(":")[0], sampler=name, body=body, written=written)
+                self._noted[name] = body
+            self._keep(name, sampler)
+            if path is not None:
+                self._saved[name] = CheckpointPath.read(path)
         return {"sampling_session_id": name, "type": "create_sampling_session"}
 
     def sampler_info(self, name: str) -> dict[str, Any]:

@@ -1,16 +1,19 @@
 """The Tinker API by plain HTTP: order, retries, snapshots that do not mix, checkpoints, refusals."""
 
 import os
+import resource
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from grpo_roc_jax.serving.server import ServerLimits
+from grpo_roc_jax.serving.tinker.journal import Journal, LoggedCall
 from grpo_roc_jax.serving.tinker.store import About, CheckpointPath, Store
 from tests.helpers.tinker_server import batch, fill, served
 
@@ -386,6 +389,33 @@ def test_what_was_accepted_survives_a_kill(tmp_path, cut):
         assert rest == list(wanted.values())[len(accepted) :]
         last = client.output(client.send(batch(name, CALLS + 1, [ROW], forward_only=True)))[0][0]
         np.testing.assert_array_equal(last, weights)
+
+
+def test_a_call_that_a_full_disk_refused_runs_when_it_is_sent_again(tmp_path):
+    with served(tmp_path) as client:
+        name = client.model(client.session())
+        calls, kept = (tmp_path / name / "journal" / file for file in ("calls", "kept"))
+        calls.rename(kept)
+        calls.symlink_to("/dev/full")
+        status, answer = client.ask("forward_backward", batch(name, 1, [ROW]), kind="application/x-protobuf")
+        assert status == 503 and "No space left" in answer["detail"] and "send it again" in answer["detail"]
+        kept.replace(calls)
+        client.result(client.send(batch(name, 1, [ROW])))
+        assert client.result(client.step(name, 2))["metrics"]["update_skipped:sum"] == 0
+
+
+def test_a_part_of_a_record_does_not_hide_those_after_it(tmp_path):
+    journal, call = Journal(Store(tmp_path)), LoggedCall("optim_step", 1, "id", b"body" * 9)
+    journal.append("model", call)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "model/journal/calls").stat().st_size + 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            journal.append("model", replace(call, seq=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    journal.append("model", replace(call, seq=3))
+    assert [known.seq for known in journal.calls("model")] == [1, 3]
 
 
 def test_a_model_that_was_being_made_and_samplers_are_there_again(tmp_path):
