@@ -263,7 +263,7 @@ class TinkerEndpoint:
 
     def _new_model(self, body: dict[str, Any]) -> str:
         name = f"{self._session(body)}:train:{whole_number(body, 'model_seq_id')}"
-        if self._replayed is None and name not in self.models:
+        if name not in self.models:
             self._restore(name)
         return name
 
@@ -304,8 +304,10 @@ class TinkerEndpoint:
                 self.journal.append(model_id, LoggedCall(path, seq, pending.request_id, raw))
             except OSError as error:
                 self.futures.drop(pending.request_id)
-                log.error("call %d of %s is not accepted, since the journal cannot be written: %s", seq, model_id, error)
-                text = f"the server cannot write its journal ({error.strerror}), so the call is not accepted; send it again"
+                log.error(
+                    "call %d of %s is not accepted, since the journal cannot be written: %s", seq, model_id, error
+                )
+                text = f"the journal cannot be written ({error.strerror}), so the call is not accepted; send it again"
                 raise HTTPError(503, text) from error
         return pending, new
 
@@ -332,8 +334,8 @@ class TinkerEndpoint:
 
     def _restore(self, name: str) -> ModelRun | None:
         """A model of before the start: its state is read, and its calls since then are queued again. None if the
-        journal has none of that name."""
-        if not NAME.fullmatch(name) or name.partition(":")[0] not in self.sessions:
+        journal has none of that name, if it cannot be made again, or while that is being tried."""
+        if self._replayed is not None or not NAME.fullmatch(name) or name.partition(":")[0] not in self.sessions:
             return None
         calls, state = self.journal.calls(name), self.journal.first_state(name)
         if not calls and state is None:
@@ -385,6 +387,9 @@ class TinkerEndpoint:
             else:
                 getattr(self, call.path)(json.loads(call.body), call.body)
         except RequestRefused as error:
+            if call.request_id not in self.futures:
+                key = (model_id, call.seq) if call.seq else ("create_model", model_id)
+                self.futures.make(key, call.body, model_id, call.request_id)[0].fail(error)
             self.skip(model_id, call.seq, error.message)
         finally:
             self._replayed = None

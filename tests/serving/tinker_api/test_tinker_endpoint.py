@@ -444,6 +444,27 @@ def test_a_model_that_was_being_made_and_samplers_are_there_again(tmp_path):
         assert client.ask("get_info", {"model_id": name})[0] == 404 and not list(tmp_path.glob("*/journal"))
 
 
+def test_a_model_that_cannot_be_made_again_says_why(tmp_path):
+    """It was being loaded from a checkpoint that is gone at the next start."""
+    with served(tmp_path) as client:
+        session = client.session()
+        name = client.model(session)
+        path = client.result(client.post("save_weights", model_id=name, seq_id=1, path="gone"))["path"]
+        made = {"session_id": session, "model_seq_id": 5, "path": path, "optimizer": True}
+        request = client.post("load_weights", **made)
+        new = client.result(request)["model_id"]
+        call = client.step(new, 1)
+        client.result(call)
+    shutil.rmtree(tmp_path / new / "journal" / "1")  # it was accepted, but not made yet
+    shutil.rmtree(tmp_path / name / "weights" / "gone")
+    with served(tmp_path) as client:
+        assert "no checkpoint" in client.result(request)["error"]
+        assert "no model" in client.result(call)["error"]
+        status, answer = client.ask("get_info", {"model_id": new})
+        assert status == 404 and "load the last checkpoint" in answer["detail"]
+        assert client.ask("load_weights", made)[0] == 404
+
+
 def test_a_kill_brings_back_no_checkpoint_and_no_other_weights(tmp_path):
     """What a model has loaded may be deleted or overwritten since, and is the same when it is loaded again; what was
     deleted stays so; a sampler never takes what was written over its checkpoint."""
