@@ -509,7 +509,10 @@ class TinkerEndpoint:
             run.state, metrics = run.base.trainer.optimizer_step(run.state, adam)
             run.unsaved += 1
             if run.unsaved >= STATE_STEPS:
-                self._save_state(run, seq + 1)
+                try:
+                    self._save_state(run, seq + 1)
+                except Exception as error:  # the step is done, and the calls since the last state are in the journal
+                    log.error("the state of %s is not saved and tried again after the next step: %s", model_id, error)
             return {"metrics": metrics}
 
         return self._call(model_id, seq, raw, work, "optim_step")
@@ -578,10 +581,15 @@ class TinkerEndpoint:
             model_id, seq = _numbered(body)
 
             def load_and_copy(run: ModelRun) -> dict[str, Any]:
+                before = run.state, run.failed
                 result = load(run)
                 if not again:
                     leaves = {"params": run.state.params, "moments": run.state.moments}
-                    self.store.save(copy, self._about(run, {}), leaves, overwrite=True)
+                    try:
+                        self.store.save(copy, self._about(run, {}), leaves, overwrite=True)
+                    except Exception:
+                        run.state, run.failed = before  # a load that fails changes nothing
+                        raise
                 return result
 
             return self._call(model_id, seq, raw, load_and_copy, "load_weights")

@@ -465,6 +465,24 @@ def test_a_model_that_cannot_be_made_again_says_why(tmp_path):
         assert client.ask("load_weights", made)[0] == 404
 
 
+def test_a_step_is_done_although_its_state_cannot_be_saved(tmp_path, monkeypatch):
+    renamed = os.rename
+
+    def full(source, target):
+        if Path(target).name == "9":
+            raise OSError("No space left on device")
+        renamed(source, target)
+
+    with served(tmp_path) as client:
+        name = client.model(client.session())
+        monkeypatch.setattr(os, "rename", full)  # the fourth step is call 8, the state after it is that before call 9
+        for step in range(5):
+            client.send(batch(name, 2 * step + 1, [ROW]))
+            assert client.result(client.step(name, 2 * step + 2))["metrics"]["update_skipped:sum"] == 0
+        states = [int(path.name) for path in (tmp_path / name / "journal").iterdir() if path.is_dir()]
+        assert sorted(states) == [1, 11]
+
+
 def test_a_kill_brings_back_no_checkpoint_and_no_other_weights(tmp_path):
     """What a model has loaded may be deleted or overwritten since, and is the same when it is loaded again; what was
     deleted stays so; a sampler never takes what was written over its checkpoint."""
