@@ -101,6 +101,15 @@ def test_token_ids_in_and_out(server):
     assert choice["token_ids"] == wanted[: wanted.index(stop) + 1] and choice["finish_reason"] == "stop"
 
 
+def test_offsets_of_tokens_in_a_stream_are_those_in_the_whole_text(server):
+    body = {"prompt": "one", "max_tokens": 12, "seed": 3, "logprobs": 1}
+    whole = server.ask("/v1/completions", body)[1]["choices"][0]["logprobs"]
+    lines = server.ask("/v1/completions", body | {"stream": True})[1]
+    pieces = [json.loads(line)["choices"][0]["logprobs"] for line in lines if "{" in line]
+    for name in ("tokens", "text_offset"):
+        assert [value for piece in pieces if piece for value in piece[name]] == whole[name]
+
+
 @pytest.mark.parametrize("length", [ROLLOUT.max_prompt_tokens // 2, ROLLOUT.max_prompt_tokens + 36])
 def test_a_stop_text_does_not_begin_in_the_prompt(server, length):
     """The engine counts the end of a long prompt to the turn; the stop text here is what the prompt ends with and the
