@@ -538,7 +538,7 @@ def evaluate(session: TrainingSession, run: RunState) -> tuple[float | None, Met
     with phase(evaluation_phase(len(session.held_out))):
         result = evaluate_policy(config, sampling, session.held_out, config.eval.samples, **extras)
     accuracy, metrics, sampled = result
-    session.traces.write(run.step, eval_records(run.step, sampled.groups), kind="eval")
+    session.traces.write(run.step, eval_records(run.step, sampled.groups, sampled.removed), kind="eval")
     return accuracy, metrics
 
 
