@@ -478,9 +478,7 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
             evaluate_first(session, run)
         enter_stage(session, run, saved.host["data"])
         if config.eval.every and run.step % config.eval.every == 0 and 0 < run.step < config.steps:
-            accuracy = evaluate_once(session, run)
-            if accuracy is not None:
-                observe(session, run, {f"eval/{ALL}/avg@{config.eval.samples}": accuracy})
+            observe(session, run, evaluation_metrics(session, run))
         return run
     cold_start(config, session.policy, session.sampling.sampler.chat, run, writer)
     session.checkpointer.latest = run.bundle()
@@ -540,24 +538,30 @@ def evaluate(session: TrainingSession, run: RunState) -> tuple[float | None, Met
     with phase(evaluation_phase(len(session.held_out))):
         result = evaluate_policy(config, sampling, session.held_out, config.eval.samples, **extras)
     accuracy, metrics, sampled = result
-    session.traces.write(run.step, eval_records(run.step, sampled.groups), kind="eval")
+    session.traces.write(run.step, eval_records(run.step, sampled.groups, sampled.removed), kind="eval")
     return accuracy, metrics
 
 
 def evaluate_once(session: TrainingSession, run: RunState) -> float | None:
-    """Held-out accuracy at a step, written to the metrics unless they already have it, as for a run that has just
-    ended."""
+    """Held-out accuracy at a step; None without problems. See `evaluation_metrics`."""
+    return evaluation_metrics(session, run).get(f"eval/{ALL}/avg@{session.config.eval.samples}")
+
+
+def evaluation_metrics(session: TrainingSession, run: RunState) -> Metrics:
+    """Metrics of the evaluation at a step; empty without held-out problems. They are computed and written unless the
+    record of the run has them already, as for a run that has just ended."""
     name = f"eval/{ALL}/avg@{session.config.eval.samples}"
 
-    def find() -> float | None:
-        return next((row[name] for row in recorded(session.run_dir) if row["step"] == run.step and name in row), None)
+    def find() -> Metrics:
+        row = next((row for row in recorded(session.run_dir) if row["step"] == run.step and name in row), {})
+        return {key: value for key, value in row.items() if key.startswith("eval/")}
 
     known = session.sampling.processes.once(find)
-    if known is not None or not session.held_out:
+    if known or not session.held_out:
         return known
-    accuracy, metrics = evaluate(session, run)
+    metrics = evaluate(session, run)[1]
     session.writer.write(run.step, metrics)
-    return accuracy
+    return metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:

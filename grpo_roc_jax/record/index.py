@@ -201,9 +201,18 @@ class Pieces:
         # A token decoded alone may lose its leading space; the second of two does not.
         texts = {i: self._decode([i, i])[len(self._decode([i])) :] for i in sorted(new)}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._path, "a", encoding="ascii") as file:
-            file.write(json.dumps(texts) + "\n")
+        line = json.dumps(texts).encode("ascii") + b"\n"
+        with open(self._path, "ab") as file:
+            file.write(line if ends_with_line(self._path) else b"\n" + line)
         self._known |= new
+
+
+def ends_with_line(path: Path) -> bool:
+    """Whether a file is empty or its last line is complete; one that a kill or a full disk cut is not."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read() in (b"", b"\n")
 
 
 def read_pieces(folder: Path) -> dict[int, str]:

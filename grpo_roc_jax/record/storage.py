@@ -16,7 +16,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from grpo_roc_jax.process.points import reach
@@ -183,16 +183,29 @@ class Copy:
         changed = [name for name, stamp in files.items() if self._stored.get(name) != stamp]
         gone = [name for name in self._stored if name not in files]
         outside = [name for name in changed if not name.startswith(CHECKPOINTS)]
-        manifests = [name for name in changed if name.endswith(MANIFEST)]
+        manifests = [name for name in changed if name.startswith(CHECKPOINTS) and name.endswith(MANIFEST)]
         self._write(dict.fromkeys(manifests))  # a checkpoint that is written again is invalid until it is complete
-        for names in (outside, [name for name in changed if name not in {*outside, *manifests}], manifests):
-            for some in _parts(names):
-                self._write({name: (self.folder / name).read_bytes() for name in some})
-                self._stored |= {name: files[name] for name in some}
+        self._copy_files([*outside, *(name for name in changed if name not in {*outside, *manifests})], files)
+        self._copy_files([name for name in manifests if self._unchanged(name.removesuffix(MANIFEST), files)], files)
         for last in (False, True):  # the manifest of an old checkpoint is deleted first
             self._write({name: None for name in gone if name.endswith(MANIFEST) is not last})
-        self._stored = files
+        self._stored = {name: stamp for name, stamp in self._stored.items() if name in files}
         self._note()
+
+    def _copy_files(self, names: Sequence[str], files: Mapping[str, list[int]]) -> None:
+        """Writes files to the store, except those that were deleted after they had been listed in `files`."""
+        for some in _parts(names):
+            contents = {}
+            for name in some:
+                with suppress(FileNotFoundError):
+                    contents[name] = (self.folder / name).read_bytes()
+            self._write(contents)
+            self._stored |= {name: files[name] for name in contents}
+
+    def _unchanged(self, prefix: str, files: Mapping[str, list[int]]) -> bool:
+        """Whether the files of a checkpoint are still those that were listed: it may have been deleted or replaced
+        while it was copied."""
+        return all(self._stamp(name) == stamp for name, stamp in files.items() if name.startswith(prefix))
 
     def _files(self) -> dict[str, list[int]]:
         """Name -> size and time of each file, except drafts and incomplete checkpoints. Checkpoints are listed first,
@@ -206,9 +219,18 @@ class Copy:
             folders[:] = [name for name in folders if name != DRAFTS]
             for name in names:
                 if name != "lock" and not name.startswith(".") and not name.endswith(".part"):
-                    about = (path / name).stat()
-                    files[(path / name).relative_to(self.folder).as_posix()] = [about.st_size, about.st_mtime_ns]
+                    relative = (path / name).relative_to(self.folder).as_posix()
+                    if (stamp := self._stamp(relative)) is not None:
+                        files[relative] = stamp
         return files
+
+    def _stamp(self, name: str) -> list[int] | None:
+        """Size and time of a file; None if there is none, as for one that was just deleted."""
+        try:
+            about = (self.folder / name).stat()
+        except FileNotFoundError:
+            return None
+        return [about.st_size, about.st_mtime_ns]
 
     def _fetch(self) -> None:
         """Replaces the local directory by the content of the store, without incomplete checkpoints."""

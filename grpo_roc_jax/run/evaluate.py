@@ -23,6 +23,7 @@ from grpo_roc_jax.method.shaping import prompt_suffix
 from grpo_roc_jax.process.progress import phase
 from grpo_roc_jax.record.accuracy import eval_metrics, summarize
 from grpo_roc_jax.record.metrics import JsonlWriter, parsed_row
+from grpo_roc_jax.record.run_dir import write_whole
 from grpo_roc_jax.record.trace import TraceWriter, eval_records, read_trace
 from grpo_roc_jax.run.policy import PolicyModel
 from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts, sample_groups
@@ -184,7 +185,8 @@ class Parts:
                 f"{folder} holds an evaluation of another policy or with other settings; use those, or another --keep"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        if not self._known:
+            write_whole(path, text)
         self._writer = TraceWriter(self.folder)
 
     def finished(self, step: int, problems: Sequence[Problem], samples: int) -> ScoredRollouts | None:

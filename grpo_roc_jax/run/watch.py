@@ -48,8 +48,9 @@ class Watch:
     def recall(self, rows: Sequence[Metrics]) -> None:
         """Counts the steps before a resume. `rows` are their metrics."""
         for row in rows:
-            lost = row.get("rollout/stop_failed", 0.0) + row.get("rollout/stop_infrastructure", 0.0)
-            self._passed = self._passed or lost < 1
+            if "rollout/stop_failed" in row:  # a row may hold an evaluation alone
+                lost = row["rollout/stop_failed"] + row.get("rollout/stop_infrastructure", 0.0)
+                self._passed = self._passed or lost < 1
             if "time/step_s" in row:
                 with suppress(Stopped, KeyError):  # metrics may be missing in rows of other versions
                     self.look(row)

@@ -239,7 +239,8 @@ def serve(link):
     signal.set_wakeup_fd(woken)
 
     def tell(**fields):
-        link.sendall(json.dumps(fields).encode() + b"\n")
+        with contextlib.suppress(OSError):  # the other end is closed, which the next round sees
+            link.sendall(json.dumps(fields).encode() + b"\n")
 
     received, descriptors = b"", []
     while True:

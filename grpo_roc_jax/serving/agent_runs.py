@@ -11,7 +11,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, get_args
@@ -309,7 +309,9 @@ class AgentRuns:
             except BaseException:
                 for pool in pool_of.values():
                     pool.shutdown(wait=False, cancel_futures=True)
-                self._kill()
+                while not all(end.done() for end in ends):
+                    self._kill()  # once more for those that were just being started
+                    wait(ends, WAIT_S)
                 raise
         return [end.result() for end in ends]
 

@@ -70,6 +70,8 @@ class SampledChoice:
     """The decoded ids, without the last ones where these end within a character."""
     sent: dict[str, int] = field(default_factory=dict)
     """Characters of each part that the stream has had."""
+    offset: int = 0
+    """Characters of the tokens whose log-probabilities the stream has had."""
     _start: int = 0
     _decoded: str = ""
     """Text of the ids from `_start` on that `text` holds."""
@@ -433,7 +435,7 @@ class TextReply(PlainReply):
             return None
         scored = self.scored(choice, start)
         tokens = [self._token(token) for token, _, _ in scored]
-        offsets = np.cumsum([0, *map(len, tokens)])[:-1].tolist()
+        offsets = np.cumsum([choice.offset, *map(len, tokens)])[:-1].tolist()
         tops = [{self._token(other): score for other, score in [*top, (token, value)]} for token, value, top in scored]
         listed = {"tokens": tokens, "token_logprobs": [value for _, value, _ in scored]}
         return listed | {"top_logprobs": tops if self.fields.draw.top else None, "text_offset": offsets}
@@ -444,9 +446,9 @@ class TextReply(PlainReply):
         choice.sent["text"] = sent + len(text)
         fields = {"token_ids": ids} if self.fields.token_ids else {}
         fields |= {"prompt_token_ids": choice.prompt.tolist()} if self.fields.token_ids and first else {}
-        yield self.piece(
-            choice, {"text": text, "logprobs": self._logprobs(choice, len(choice.ids) - len(ids))}, **fields
-        )
+        scores = self._logprobs(choice, len(choice.ids) - len(ids))
+        choice.offset += sum(map(len, scores["tokens"])) if scores else 0
+        yield self.piece(choice, {"text": text, "logprobs": scores}, **fields)
 
     def _text(self, choice: SampledChoice) -> str:
         """The text up to a stop text, without the token that ended it."""

@@ -40,6 +40,8 @@ class ResponsesReply(EventReply):
         """Items that are finished."""
         self._open: JSON | None = None
         """The item that the stream is in, with its text so far."""
+        self._scored: list[JSON] = []
+        """Log-probabilities of tokens that came before their text could be sent."""
         super().__init__(body, *settings, session=session, **talk)
 
     def as_chat(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -90,6 +92,7 @@ class ResponsesReply(EventReply):
 
     def _grown(self, piece: Mapping[str, Any]) -> Iterator[JSON]:
         """The events of new text of the thought and of the message."""
+        self._scored += (piece.get("logprobs") or {}).get("content", [])
         for name, kind in (("reasoning_content", "reasoning"), ("content", "message")):
             new = piece["delta"].get(name)
             if not new:
@@ -99,10 +102,14 @@ class ResponsesReply(EventReply):
             if self._open is None:
                 yield from self._begun(kind)
             self._open["text"] += new
-            entries = (piece.get("logprobs") or {}).get("content", [])
-            self._open["logprobs"] += entries
-            logprobs = {"logprobs": entries} if kind == "message" else {}
+            logprobs = {"logprobs": self._scored_until_now()} if kind == "message" else {}
             yield self._event(f"response.{_TEXT[kind]}.delta", **self._place(), delta=new, **logprobs)
+
+    def _scored_until_now(self) -> list[JSON]:
+        """The log-probabilities that the stream has not had; the open message has them then."""
+        entries, self._scored = self._scored, []
+        self._open["logprobs"] += entries
+        return entries
 
     def _begun(self, kind: str) -> Iterator[JSON]:
         """The events that begin an item of text."""
@@ -113,7 +120,10 @@ class ResponsesReply(EventReply):
 
     def _closed(self, opened: JSON) -> Iterator[JSON]:
         """The events that end an item of text."""
-        logprobs = {"logprobs": opened["logprobs"]} if opened["type"] == "message" else {}
+        logprobs = {}
+        if opened["type"] == "message":
+            self._scored_until_now()
+            logprobs = {"logprobs": opened["logprobs"]}
         yield self._event(f"response.{_TEXT[opened['type']]}.done", **self._place(), text=opened["text"], **logprobs)
         yield self._event("response.content_part.done", **self._place(), part=_part(opened))
         item = _item(opened, "completed")

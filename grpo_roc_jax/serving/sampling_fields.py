@@ -17,6 +17,10 @@ MAX_CHOICES = 64
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 64
 """Characters of a stop text."""
+COLDEST = 1e-20
+"""Temperatures below it are 0, which is greedy: logits that are divided by less may not be finite in float32."""
+LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0
+"""Bounds of `repetition_penalty`, for the same reason."""
 MOST_BIASED = 4096
 """Tokens of `logit_bias`."""
 MOST_BANNED = 1024
@@ -123,9 +127,10 @@ def read_sampling_fields(body: Mapping[str, Any], sampling: SamplingConfig, toke
     options = field_of(body, "stream_options", dict, {})
     stop_ids = field_of(body, "stop_token_ids", list, [])
     stop_ids = frozenset(read_ids(stop_ids, "stop_token_ids").tolist() if stop_ids else ())
+    ends = frozenset(i for i in stop_ids if i < tokenizer.vocab_size) if min_tokens else frozenset()
     return SamplingFields(
         max_tokens,
-        None if temperature is None else float(temperature),
+        None if temperature is None else warm_enough(temperature),
         field_of(body, "seed", int),
         count,
         tuple(stops),
@@ -134,11 +139,14 @@ def read_sampling_fields(body: Mapping[str, Any], sampling: SamplingConfig, toke
         bool(options.get("include_usage")),
         body.get("logprobs") is not None and body.get("logprobs") is not False,
         field_of(body, "return_token_ids", bool, False),
-        replace(
-            _read_draw(body, sampling, tokenizer), min_tokens=min_tokens, ends=stop_ids if min_tokens else frozenset()
-        ),
+        replace(_read_draw(body, sampling, tokenizer), min_tokens=min_tokens, ends=ends),
         field_of(body, "ignore_eos", bool, False),
     )
+
+
+def warm_enough(temperature: float) -> float:
+    """The temperature of a request as it is drawn with."""
+    return float(temperature) if temperature >= COLDEST else 0.0
 
 
 def unread(body: Mapping[str, Any], read: Collection[str]) -> list[str]:
@@ -177,7 +185,7 @@ def _read_draw(body: Mapping[str, Any], sampling: SamplingConfig, tokenizer: Tok
         bias=_read_bias(body, vocabulary),
         presence=_number(body, "presence_penalty", -2, 2, 0),
         frequency=_number(body, "frequency_penalty", -2, 2, 0),
-        repetition=_number(body, "repetition_penalty", 0, 100, 1, above=True),
+        repetition=_number(body, "repetition_penalty", LEAST_REPETITION, MOST_REPETITION, 1),
         banned=_read_banned(body, tokenizer),
         top=_read_top(body),
     )

@@ -62,7 +62,7 @@ class JobRows(SingleTurn):
     """The environment of the rows of a job: the first turn is the answer, and what is drawn is reported."""
 
     def __init__(self, job: SampleJob, report: Callable[[SampleJob, str, int, Any], None], context: int = 0):
-        """`context`: ids of the prompt that the engine counts to the turn."""
+        """`context`: last ids of the prompt, which the engine counts to the turn."""
         self._job, self._report, self._context = job, report, context
         self.find_stop = self._find_stop if job.stop_ids or job.find_stop else None
 
@@ -88,7 +88,8 @@ class JobRows(SingleTurn):
         return self._job.goes_on(tokens[self._context :])
 
     def _find_stop(self, row: int, new_tokens: np.ndarray, before: np.ndarray) -> int | None:
-        new_tokens, before = new_tokens & ID_MASK, before & ID_MASK
+        # Ids of the prompt are no part of the answer, so a stop text does not begin among them.
+        new_tokens, before = new_tokens & ID_MASK, before[self._context :] & ID_MASK
         ends = [i + 1 for i, token in enumerate(new_tokens.tolist()) if token in self._job.stop_ids][:1]
         if self._job.find_stop and (end := self._job.find_stop(new_tokens, before)) is not None:
             ends.append(end)

@@ -10,7 +10,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from grpo_roc_jax.process.points import InjectedFault, injected
+from grpo_roc_jax.process.points import InjectedFault, injected, listening
 from grpo_roc_jax.record import checkpoint_files as files
 from grpo_roc_jax.record import storage
 from grpo_roc_jax.record.metrics import JsonlWriter, read_metrics
@@ -81,6 +81,27 @@ def test_whenever_the_copying_ends_the_store_holds_a_run_that_can_go_on(tmp_path
         if not happened:
             break
     assert begun == number - 1 > 15 and reached == {-1, 1, 2}
+
+
+@pytest.mark.parametrize("written", range(1, 12))
+def test_a_checkpoint_that_is_deleted_while_it_is_copied_holds_up_no_other(tmp_path, written):
+    address, folder = f"file://{tmp_path}/store/run", tmp_path / "here"
+    made, objects = copy_of(address, folder), count(1)
+    take_step(folder, 1)
+    take_step(folder, 2)
+    os.symlink("nowhere", folder / "link")
+
+    def prune(point):
+        if point == "storage.write" and next(objects) == written:
+            take_step(folder, 3)  # which deletes the first
+
+    with listening(prune):
+        made.copy()
+    shutil.copytree(tmp_path / "store", tmp_path / "now")
+    assert resumed_step(f"file://{tmp_path}/now/run", tmp_path / "there") == 2
+    made.copy()
+    assert not list((tmp_path / "store").rglob("step_00000001/*"))
+    assert resumed_step(address, tmp_path / "later") == 3
 
 
 def test_a_run_goes_on_elsewhere_and_the_one_before_ends(address, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Scored parts of an evaluation on disk, and the counts of solved problems."""
 
+import resource
 from types import SimpleNamespace
 
 import numpy as np
@@ -58,6 +59,17 @@ def test_parts_that_are_there_are_not_sampled_again(tmp_path):
     assert rest.places[1:] == [[0], [1], [2], [3]]
     with pytest.raises(ConfigError, match="another policy"):
         Parts(tmp_path, ["other"])
+
+
+def test_a_start_on_a_full_disk_leaves_nothing_that_refuses_the_next(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            Parts(tmp_path, ["policy"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert rewards(sampled(tmp_path, Sampling(9)))[1] == ["b"]
 
 
 def test_counts_go_on_after_a_row_that_was_cut(tmp_path):

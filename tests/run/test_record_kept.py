@@ -4,7 +4,9 @@ import json
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +19,10 @@ from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.missing import measure_logs, missing_rows, spans
 from grpo_roc_jax.record.trace import TraceWriter, eval_records, read_trace
+from grpo_roc_jax.run.sample import ScoredRollouts
 from grpo_roc_jax.settings.cli import load_config
-from grpo_roc_jax.train import train
-from grpo_roc_jax.types import ARRAYS
+from grpo_roc_jax.train import evaluate, train
+from grpo_roc_jax.types import ARRAYS, Group
 from tests.helpers.demo import write_run
 from tests.helpers.samples import make_group
 from tests.test_train import TINY
@@ -107,6 +110,23 @@ def test_logs_are_on_the_disk_before_a_checkpoint_is_committed(synced, tmp_path)
         assert {run / "metrics.jsonl", run / "trajectories", run} <= found
         assert run / "trajectories" / f"{'step' if step else 'eval'}_{step:08d}.jsonl" in found
     assert run / "trajectories" / "step_00000001.jsonl" in before[0] | before[1]  # it may be written before the first
+
+
+def test_an_evaluation_keeps_the_rollouts_that_could_not_be_scored(tmp_path):
+    """As a step does: the log is where one looks for what failed."""
+    group, lost = make_group(1, 3), make_group(2, 1)
+    removed = tuple((lost.problem, replace(row, stop="infrastructure")) for row in lost.trajectories)
+    scored = ScoredRollouts((group, Group(lost.problem, (), ())), removed)
+    sampler = SimpleNamespace(engine=SimpleNamespace(publish=lambda params, step: "weights"), weights=None)
+    session = SimpleNamespace(
+        config=load_config(Config, TINY, prog="t"),
+        sampling=SimpleNamespace(sampler=sampler, sample_requests=lambda *given: scored),
+        held_out=[group.problem, lost.problem],
+        policy=SimpleNamespace(full=lambda params: params),
+        traces=TraceWriter(tmp_path),
+    )
+    evaluate(session, SimpleNamespace(step=4, train=SimpleNamespace(params=None)))
+    assert [record.why for record in read_trace(tmp_path, 4, kind="eval")][3:] == ["removed: infrastructure"]
 
 
 def test_a_log_that_cannot_be_synced_costs_no_checkpoint(monkeypatch, tmp_path):

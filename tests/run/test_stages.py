@@ -16,7 +16,7 @@ from grpo_roc_jax.learner.update import TrainState
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.switching import ProblemChoice, StageProgress
 from grpo_roc_jax.record.events import read_events
-from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.record.metrics import JsonlWriter, read_metrics
 from grpo_roc_jax.record.run_dir import Start
 from grpo_roc_jax.run import stages as run_stages
 from grpo_roc_jax.run.evaluate import read_counts
@@ -26,7 +26,7 @@ from grpo_roc_jax.run.session import Claim
 from grpo_roc_jax.run.stages import at_stage, enter_stage, next_claim, observe, stage_over
 from grpo_roc_jax.run.watch import Stopped
 from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
-from grpo_roc_jax.train import main, train
+from grpo_roc_jax.train import evaluate_once, evaluation_metrics, main, train
 from tests.test_train import TINY, numbers, params_hash
 from tests.test_train import shared_programs as shared_programs  # a fixture
 
@@ -191,6 +191,25 @@ def test_what_an_evaluation_decided_is_carried_to_the_next_session(stages):
     session, run = fakes(stages, 2, StageProgress(0, 3), step=4, carried=None)  # an older checkpoint than expected
     enter_stage(session, run, 3)
     assert run.progress.index == 0 and session.noted == [] and next_claim(session.claim, run).stage == 0
+
+
+def test_a_resumed_run_shows_a_stage_all_metrics_of_the_evaluation_that_was_due(stages, tmp_path):
+    """A condition may read any of them; those of the step are in the checkpoint, and are not shown twice."""
+    session, run = fakes(stages, 1, StageProgress(1, 4, ((0.1,), ())))
+    first, second = session.claim.stages[1].until
+    conditions = (first, dataclasses.replace(second, metric="eval/gcd/avg@1"))
+    stage = dataclasses.replace(session.claim.stages[1], until=conditions)
+    whole = session.claim.all_stages
+    whole = dataclasses.replace(whole, stages=(whole.stages[0], stage, *whole.stages[2:]))
+    session.claim = dataclasses.replace(session.claim, all_stages=whole)
+    samples = session.config.eval.samples
+    measured = {f"eval/all/avg@{samples}": 0.5, "eval/gcd/avg@1": 0.25}
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    writer.write(5, {"roc/all_correct": 1.0, "roc/groups": 2.0} | measured)
+    session.run_dir = tmp_path
+    session.sampling = SimpleNamespace(processes=SimpleNamespace(once=lambda work: work()))
+    observe(session, run, evaluation_metrics(session, run))
+    assert run.progress.values == ((0.1,), (0.25,)) and evaluate_once(session, run) == 0.5
 
 
 def test_a_session_is_opened_for_each_stage(stages, tmp_path, monkeypatch):

@@ -3,10 +3,15 @@ other machines; agents beside environments in one run."""
 
 import json
 import os
+import signal
+import socket
+import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +21,7 @@ from grpo_roc_jax.environments.config import AgentCommand, EnvironmentByRow, Hos
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.serving.agent_ends import AgentCall
-from grpo_roc_jax.serving.agent_programs import ProgramAgent, python_words
+from grpo_roc_jax.serving.agent_programs import FORKED, ProgramAgent, python_words
 from grpo_roc_jax.serving.agent_runs import AgentRuns
 from grpo_roc_jax.types import Problem, RolloutRequest
 from tests.helpers.serving import small_policy
@@ -267,6 +272,34 @@ def test_a_fork_server_that_dies_ends_its_runs_and_the_next_are_started(program)
         assert agent.play("c", call()).pay.reward == 0.5
     finally:
         agent.close()
+
+
+def test_forked_programs_end_with_the_trainer_also_if_one_ends_at_that_moment(tmp_path):
+    """Its end cannot be told any more; the fork server ends the others all the same."""
+    ours, theirs = socket.socketpair()
+    words = [sys.executable, FORKED, str(theirs.fileno())]
+    server = subprocess.Popen(words, pass_fds=[theirs.fileno()], start_new_session=True)
+    theirs.close()
+    pids, lines = [], ours.makefile("rb")
+    with open(os.devnull, "r+b") as null:
+        for number, seconds in enumerate((0.5, 60)):
+            program = tmp_path / f"{number}.py"
+            program.write_text(f"import time; time.sleep({seconds})")
+            request = {"number": number, "words": [str(program)], "environment": {}, "pay": "P", "unbuffered": False}
+            socket.send_fds(ours, [json.dumps(request).encode() + b"\n"], [null.fileno()] * 4)
+            pids.append(json.loads(lines.readline())["pid"])
+    os.kill(server.pid, signal.SIGSTOP)
+    time.sleep(1.0)
+    lines.close()
+    ours.close()
+    os.kill(server.pid, signal.SIGCONT)
+    assert server.wait(20) == 0
+    for _ in range(100):
+        if not Path(f"/proc/{pids[1]}").exists() or ") Z " in Path(f"/proc/{pids[1]}/stat").read_text():
+            return
+        time.sleep(0.05)
+    os.kill(pids[1], signal.SIGKILL)
+    pytest.fail("a program goes on without its trainer")
 
 
 def test_time_in_which_agents_do_not_ask_is_that_of_the_environment(tmp_path):

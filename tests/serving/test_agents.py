@@ -285,6 +285,24 @@ def test_a_program_that_is_not_there_and_a_run_that_is_interrupted():
     runs.close()
 
 
+@pytest.mark.parametrize("choice", [{"command": "sleep 30"}, {"function": f"{FUNCTIONS}:late"}])
+def test_a_run_that_is_interrupted_while_agents_start_ends_at_once(choice):
+    """An agent whose start was under way when the others were ended is ended too."""
+    chat, shared, params = small_policy()
+    engine = shared.sibling()
+    runs = AgentRuns(AgentCommand(**choice), chat, engine, 99, [""])
+
+    def stop():
+        raise KeyboardInterrupt
+
+    request = RolloutRequest(Problem("p", "2+3=", "5", "t"), 0, 4)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        runs.collect(engine.publish(params, 1), [request], RunOptions(before_chunk=stop))
+    assert time.monotonic() - started < 15 and not runs.live
+    runs.close()
+
+
 def test_training_through_it(tmp_path):
     """Two steps on rollouts with branches: packed, updated, recorded, nothing compiled again."""
     agent = f"{sys.executable} {SCRIPT} branch"

@@ -101,6 +101,28 @@ def test_token_ids_in_and_out(server):
     assert choice["token_ids"] == wanted[: wanted.index(stop) + 1] and choice["finish_reason"] == "stop"
 
 
+def test_offsets_of_tokens_in_a_stream_are_those_in_the_whole_text(server):
+    body = {"prompt": "one", "max_tokens": 12, "seed": 3, "logprobs": 1}
+    whole = server.ask("/v1/completions", body)[1]["choices"][0]["logprobs"]
+    lines = server.ask("/v1/completions", body | {"stream": True})[1]
+    pieces = [json.loads(line)["choices"][0]["logprobs"] for line in lines if "{" in line]
+    for name in ("tokens", "text_offset"):
+        assert [value for piece in pieces if piece for value in piece[name]] == whole[name]
+
+
+@pytest.mark.parametrize("length", [ROLLOUT.max_prompt_tokens // 2, ROLLOUT.max_prompt_tokens + 36])
+def test_a_stop_text_does_not_begin_in_the_prompt(server, length):
+    """The engine counts the end of a long prompt to the turn; the stop text here is what the prompt ends with and the
+    first token of the answer."""
+    tokenizer = small_policy()[0].tokenizer
+    prompt = (tokenizer.encode("we see that") * length)[:length]
+    body = {"prompt": prompt, "max_tokens": 6, "seed": 3, "return_token_ids": True}
+    ids = server.ask("/v1/completions", body)[1]["choices"][0]["token_ids"]
+    stop = tokenizer.decode([*prompt[-2:], ids[0]])
+    status, answer = server.ask("/v1/completions", body | {"stop": stop})
+    assert status == 200 and answer["choices"][0]["token_ids"] == ids
+
+
 def test_a_stop_text_ends_the_answer_before_it(server):
     whole = server.ask("/v1/completions", {"prompt": "one", "max_tokens": 24, "seed": 8})[1]["choices"][0]["text"]
     stop = next(text for text in (whole[i : i + 2] for i in range(4, len(whole))) if "\ufffd" not in text)

@@ -102,6 +102,25 @@ def blocks_of(streamed):
     return [block | ({"input": json.loads(block["json"])} if block["json"] else {}) for block in blocks]
 
 
+def test_a_stream_of_responses_has_the_log_probability_of_each_token(server):
+    """Text is held back as long as it may become a mark; the log-probabilities of its tokens come with it."""
+    body = {"input": "2+3?", "max_output_tokens": 40, "seed": 5, "include": ["message.output_text.logprobs"]}
+
+    def scores(entries):
+        return [(entry["token"], round(entry["logprob"], 4)) for entry in entries]
+
+    def of_message(response):
+        (message,) = (item for item in response["output"] if item["type"] == "message")
+        return scores(message["content"][0]["logprobs"])
+
+    wanted = of_message(server.ask("/v1/responses", body)[1])
+    streamed = data_of(events(server, "/v1/responses", body))
+    deltas = [event["logprobs"] for event in streamed if event["type"] == "response.output_text.delta"]
+    (done,) = (event["logprobs"] for event in streamed if event["type"] == "response.output_text.done")
+    assert len(wanted) == 40 and of_message(streamed[-1]["response"]) == scores(done) == wanted
+    assert scores(entry for entries in deltas for entry in entries) == wanted
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_conversation_of_responses_is_one_row(streams):
     """A thought and a call, its output, an answer, a further question by the id of the last answer."""

@@ -95,7 +95,7 @@ REFUSED = {
     "seed": ("x", 1.5),
     "presence_penalty": (3, -3),
     "frequency_penalty": (2.5, "1"),
-    "repetition_penalty": (0, -1),
+    "repetition_penalty": (0, -1, 1e-300, 0.009),
     "logit_bias": ({"x": 1}, {"-1": 1}, {"400": 1}, {"5": 101}, {"5": None}, [5]),
     "min_tokens": (-1, 1.5, 10**30, True),
     "ignore_eos": (1, "yes"),
@@ -215,3 +215,18 @@ def test_a_biased_end_ends_the_turn(server):
     status, answer = server.ask("/v1/chat/completions", CHAT | {"logit_bias": {end: 100}})
     assert status == 200 and answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop_token_ids": [2**31 - 1], "min_tokens": 2},
+        {"temperature": 1e-37, "logit_bias": {"17": 100}},
+        {"temperature": 1.2e-38, "logit_bias": {"17": 100}, "top_p": 0.5},
+        {"repetition_penalty": 0.01, "frequency_penalty": -2},
+        {"repetition_penalty": 100, "logit_bias": {"17": 100}, "frequency_penalty": -2},
+    ],
+)
+def test_values_at_the_bounds_end_no_batch(server, fields):
+    """What a row asks for is applied on the device to all rows of a batch, so an error there fails all requests."""
+    assert all(len(choice["token_ids"]) for choice in drawn(server, prompt=[8, 9, 10], n=2, **fields))

@@ -99,3 +99,6 @@ def test_the_text_of_tokens_is_written_once_and_keeps_spaces(tmp_path):
     with open(tmp_path / "pieces.jsonl", "a") as file:
         file.write('{"3": "half')
     assert index.read_pieces(tmp_path) == {1: " the", 2: " cat"} and index.read_pieces(tmp_path / "no") == {}
+    words.append("▁sat")
+    pieces.add([np.array([3], np.int32)])  # a line that a kill has cut takes none of those after it along
+    assert index.read_pieces(tmp_path) == {1: " the", 2: " cat", 3: " sat"}

@@ -202,8 +202,8 @@ class TinkerEndpoint:
             "user_metadata": field_of(body, "user_metadata", dict, {}) or {},
             "display_name": field_of(body, "display_name", str),
         }
-        self.sessions[name] = about
         self.journal.note(session=name, about=about)
+        self.sessions[name] = about
         return {"session_id": name, "info_message": None, "warning_message": None, "error_message": None}
 
     def session_heartbeat(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -263,7 +263,7 @@ class TinkerEndpoint:
 
     def _new_model(self, body: dict[str, Any]) -> str:
         name = f"{self._session(body)}:train:{whole_number(body, 'model_seq_id')}"
-        if self._replayed is None and name not in self.models:
+        if name not in self.models:
             self._restore(name)
         return name
 
@@ -292,11 +292,23 @@ class TinkerEndpoint:
         return LowRank(rank=rank, alpha=ALPHA, targets=targets), seed
 
     def _new_call(self, key: Any, model_id: str, seq: int, raw: bytes, path: str) -> tuple[Pending, bool]:
-        """(the result of a call, whether it is new); a new one is in the journal."""
+        """(the result of a call, whether it is new); a new one is in the journal.
+
+        Raises:
+            HTTPError: It could not be written there, so it is not accepted; the client may send it again.
+        """
         again = self._replayed
         pending, new = self.futures.make(key, raw, model_id, "" if again is None else again.request_id)
         if new and again is None:
-            self.journal.append(model_id, LoggedCall(path, seq, pending.request_id, raw))
+            try:
+                self.journal.append(model_id, LoggedCall(path, seq, pending.request_id, raw))
+            except OSError as error:
+                self.futures.drop(pending.request_id)
+                log.error(
+                    "call %d of %s is not accepted, since the journal cannot be written: %s", seq, model_id, error
+                )
+                text = f"the journal cannot be written ({error.strerror}), so the call is not accepted; send it again"
+                raise HTTPError(503, text) from error
         return pending, new
 
     def _save_state(self, run: ModelRun, next_seq: int) -> None:
@@ -322,8 +334,8 @@ class TinkerEndpoint:
 
     def _restore(self, name: str) -> ModelRun | None:
         """A model of before the start: its state is read, and its calls since then are queued again. None if the
-        journal has none of that name."""
-        if not NAME.fullmatch(name) or name.partition(":")[0] not in self.sessions:
+        journal has none of that name, if it cannot be made again, or while that is being tried."""
+        if self._replayed is not None or not NAME.fullmatch(name) or name.partition(":")[0] not in self.sessions:
             return None
         calls, state = self.journal.calls(name), self.journal.first_state(name)
         if not calls and state is None:
@@ -375,6 +387,9 @@ class TinkerEndpoint:
             else:
                 getattr(self, call.path)(json.loads(call.body), call.body)
         except RequestRefused as error:
+            if call.request_id not in self.futures:
+                key = (model_id, call.seq) if call.seq else ("create_model", model_id)
+                self.futures.make(key, call.body, model_id, call.request_id)[0].fail(error)
             self.skip(model_id, call.seq, error.message)
         finally:
             self._replayed = None
@@ -494,7 +509,10 @@ class TinkerEndpoint:
             run.state, metrics = run.base.trainer.optimizer_step(run.state, adam)
             run.unsaved += 1
             if run.unsaved >= STATE_STEPS:
-                self._save_state(run, seq + 1)
+                try:
+                    self._save_state(run, seq + 1)
+                except Exception as error:  # the step is done, and the calls since the last state are in the journal
+                    log.error("the state of %s is not saved and tried again after the next step: %s", model_id, error)
             return {"metrics": metrics}
 
         return self._call(model_id, seq, raw, work, "optim_step")
@@ -563,10 +581,15 @@ class TinkerEndpoint:
             model_id, seq = _numbered(body)
 
             def load_and_copy(run: ModelRun) -> dict[str, Any]:
+                before = run.state, run.failed
                 result = load(run)
                 if not again:
                     leaves = {"params": run.state.params, "moments": run.state.moments}
-                    self.store.save(copy, self._about(run, {}), leaves, overwrite=True)
+                    try:
+                        self.store.save(copy, self._about(run, {}), leaves, overwrite=True)
+                    except Exception:
+                        run.state, run.failed = before  # a load that fails changes nothing
+                        raise
                 return result
 
             return self._call(model_id, seq, raw, load_and_copy, "load_weights")
@@ -709,16 +732,16 @@ class TinkerEndpoint:
             path = field_of(body, "model_path", str)
             if path is None:
                 base = self._base(field_of(body, "base_model", str, ""))
-                alone = self._alone.setdefault(base.name, Snapshot(base.trainer.base))
-                self._keep(name, SamplingSession(base, alone))
+                sampler = SamplingSession(base, self._alone.setdefault(base.name, Snapshot(base.trainer.base)))
             else:
-                checkpoint = CheckpointPath.read(path)
-                self._keep(name, self._load_sampler(name, checkpoint))
-                self._saved[name] = checkpoint
+                sampler = self._load_sampler(name, CheckpointPath.read(path))
             if name not in self._noted:
-                self._noted[name] = body
                 written = self._written.get(name)
                 self.journal.note(session=name.partition(":")[0], sampler=name, body=body, written=written)
+                self._noted[name] = body
+            self._keep(name, sampler)
+            if path is not None:
+                self._saved[name] = CheckpointPath.read(path)
         return {"sampling_session_id": name, "type": "create_sampling_session"}
 
     def sampler_info(self, name: str) -> dict[str, Any]:

@@ -71,9 +71,13 @@ class Futures:
         if len(self._by_id) > REMEMBERED:
             old = next((name for name, future in self._by_id.items() if future.done.is_set()), None)
             if old is not None:
-                del self._by_id[old]
-                self._by_key.pop(self._keys.pop(old), None)
+                self.drop(old)
         return pending, True
+
+    def drop(self, request_id: str) -> None:
+        """Forgets a request; the same one is new when it comes again."""
+        del self._by_id[request_id]
+        self._by_key.pop(self._keys.pop(request_id), None)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_roc_jax.serving.tinker.store import About, CheckpointPath, Store, replace_file, sync, write_synced
+from grpo_roc_jax.serving.tinker.store import About, CheckpointPath, Store, append_synced, replace_file, sync
 
 KIND, CALLS, SESSIONS = "journal", "calls", ".sessions.jsonl"
 LOADED = "loaded-"
@@ -75,11 +75,15 @@ class Journal:
         return self.store.root / model / KIND
 
     def append(self, model: str, call: LoggedCall) -> None:
-        """Returns once the call is on disk."""
+        """Returns once the call is on disk.
+
+        Raises:
+            OSError: It is not, for example since the disk is full.
+        """
         folder = self._folder(model)
         new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        write_synced(folder / CALLS, call.packed(), "ab")
+        append_synced(folder / CALLS, call.packed())
         if new:
             for path in (folder, folder.parent, self.store.root):
                 sync(path)
@@ -167,7 +171,7 @@ class Journal:
 
     def note(self, **fields: Any) -> None:
         """Notes a session or a sampler; returns once it is on disk."""
-        write_synced(self.store.root / SESSIONS, json.dumps(fields | {"time": time.time()}).encode() + b"\n", "ab")
+        append_synced(self.store.root / SESSIONS, json.dumps(fields | {"time": time.time()}).encode() + b"\n")
 
     def notes(self) -> list[dict[str, Any]]:
         """The sessions and samplers that were not finished, oldest first; what is too old is removed from disk."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from grpo_roc_jax.engine.steering import DrawSettings, RowSteering
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
+from grpo_roc_jax.serving.sampling_fields import warm_enough
 from grpo_roc_jax.serving.sampling_loop import sampled
 from grpo_roc_jax.serving.server import UNFINISHED
 from grpo_roc_jax.serving.tinker.futures import Pending
@@ -102,7 +103,7 @@ def read_sample_request(
         prompt=prompt,
         count=count,
         max_tokens=max_tokens,
-        temperature=float(temperature),
+        temperature=warm_enough(temperature),
         drawing=drawing,
         seed=field_of(params, "seed", int),
         stop_ids=stop_ids,

@@ -235,12 +235,27 @@ def _named(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def write_synced(path: Path, content: bytes, mode: str = "wb") -> None:
-    """Writes or appends; the content is on disk when this returns."""
-    with open(path, mode) as file:
+def write_synced(path: Path, content: bytes) -> None:
+    """Writes a file; the content is on disk when this returns."""
+    with open(path, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def append_synced(path: Path, content: bytes) -> None:
+    """Appends to a file; the content is on disk when this returns. If that fails, the file stays as it was: a part of
+    a record would hide those after it."""
+    with open(path, "ab", buffering=0) as file:
+        end, left = file.tell(), memoryview(content)
+        try:
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
 
 
 def replace_file(path: Path, content: bytes) -> None:

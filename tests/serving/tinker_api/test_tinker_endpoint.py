@@ -1,16 +1,19 @@
 """The Tinker API by plain HTTP: order, retries, snapshots that do not mix, checkpoints, refusals."""
 
 import os
+import resource
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from grpo_roc_jax.serving.server import ServerLimits
+from grpo_roc_jax.serving.tinker.journal import Journal, LoggedCall
 from grpo_roc_jax.serving.tinker.store import About, CheckpointPath, Store
 from tests.helpers.tinker_server import batch, fill, served
 
@@ -388,6 +391,33 @@ def test_what_was_accepted_survives_a_kill(tmp_path, cut):
         np.testing.assert_array_equal(last, weights)
 
 
+def test_a_call_that_a_full_disk_refused_runs_when_it_is_sent_again(tmp_path):
+    with served(tmp_path) as client:
+        name = client.model(client.session())
+        calls, kept = (tmp_path / name / "journal" / file for file in ("calls", "kept"))
+        calls.rename(kept)
+        calls.symlink_to("/dev/full")
+        status, answer = client.ask("forward_backward", batch(name, 1, [ROW]), kind="application/x-protobuf")
+        assert status == 503 and "No space left" in answer["detail"] and "send it again" in answer["detail"]
+        kept.replace(calls)
+        client.result(client.send(batch(name, 1, [ROW])))
+        assert client.result(client.step(name, 2))["metrics"]["update_skipped:sum"] == 0
+
+
+def test_a_part_of_a_record_does_not_hide_those_after_it(tmp_path):
+    journal, call = Journal(Store(tmp_path)), LoggedCall("optim_step", 1, "id", b"body" * 9)
+    journal.append("model", call)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "model/journal/calls").stat().st_size + 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            journal.append("model", replace(call, seq=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    journal.append("model", replace(call, seq=3))
+    assert [known.seq for known in journal.calls("model")] == [1, 3]
+
+
 def test_a_model_that_was_being_made_and_samplers_are_there_again(tmp_path):
     with served(tmp_path) as client:
         session, lora = client.session(), {"rank": 4, "seed": 1}
@@ -412,6 +442,45 @@ def test_a_model_that_was_being_made_and_samplers_are_there_again(tmp_path):
     with served(tmp_path) as client:
         assert client.ask("session_heartbeat", {"session_id": session})[0] == 410
         assert client.ask("get_info", {"model_id": name})[0] == 404 and not list(tmp_path.glob("*/journal"))
+
+
+def test_a_model_that_cannot_be_made_again_says_why(tmp_path):
+    """It was being loaded from a checkpoint that is gone at the next start."""
+    with served(tmp_path) as client:
+        session = client.session()
+        name = client.model(session)
+        path = client.result(client.post("save_weights", model_id=name, seq_id=1, path="gone"))["path"]
+        made = {"session_id": session, "model_seq_id": 5, "path": path, "optimizer": True}
+        request = client.post("load_weights", **made)
+        new = client.result(request)["model_id"]
+        call = client.step(new, 1)
+        client.result(call)
+    shutil.rmtree(tmp_path / new / "journal" / "1")  # it was accepted, but not made yet
+    shutil.rmtree(tmp_path / name / "weights" / "gone")
+    with served(tmp_path) as client:
+        assert "no checkpoint" in client.result(request)["error"]
+        assert "no model" in client.result(call)["error"]
+        status, answer = client.ask("get_info", {"model_id": new})
+        assert status == 404 and "load the last checkpoint" in answer["detail"]
+        assert client.ask("load_weights", made)[0] == 404
+
+
+def test_a_step_is_done_although_its_state_cannot_be_saved(tmp_path, monkeypatch):
+    renamed = os.rename
+
+    def full(source, target):
+        if Path(target).name == "9":
+            raise OSError("No space left on device")
+        renamed(source, target)
+
+    with served(tmp_path) as client:
+        name = client.model(client.session())
+        monkeypatch.setattr(os, "rename", full)  # the fourth step is call 8, the state after it is that before call 9
+        for step in range(5):
+            client.send(batch(name, 2 * step + 1, [ROW]))
+            assert client.result(client.step(name, 2 * step + 2))["metrics"]["update_skipped:sum"] == 0
+        states = [int(path.name) for path in (tmp_path / name / "journal").iterdir() if path.is_dir()]
+        assert sorted(states) == [1, 11]
 
 
 def test_a_kill_brings_back_no_checkpoint_and_no_other_weights(tmp_path):
