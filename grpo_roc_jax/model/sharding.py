@@ -263,6 +263,12 @@ def place_shapes(shapes: object, shardings: object) -> object:
     return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), shapes, shardings)
 
 
+def device_bytes(tree: Any) -> float:
+    """Bytes of all leaves on one device, from shapes with shardings."""
+    leaves = jax.tree.leaves(tree)
+    return float(sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves))
+
+
 def row_shards(mesh: Mesh) -> int:
     """Number of parts that the rows of a micro-batch are split into; it divides the rows of a micro-batch."""
     return math.prod(mesh.shape[axis] for axis in ROWS)

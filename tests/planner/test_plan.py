@@ -30,7 +30,15 @@ from grpo_roc_jax.model.delta import token_flops
 from grpo_roc_jax.model.published import read_config, same_model
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, process_mesh
 from grpo_roc_jax.planner import plan as planning
-from grpo_roc_jax.planner.estimate import active_parameters, appended_parameters, estimate, update_flops
+from grpo_roc_jax.planner.estimate import (
+    abstract_mesh,
+    active_parameters,
+    append_reads,
+    decode_reads,
+    estimate,
+    products,
+    update_flops,
+)
 from grpo_roc_jax.planner.hlo import arrays, bytes_of, group_size, parse_hlo
 from grpo_roc_jax.planner.hlo_cost import largest_gather, read_cost
 from grpo_roc_jax.planner.hlo_loops import check_loops, hanging, placed
@@ -38,7 +46,7 @@ from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.planner.roofline import Needs, Work, step_times
 from grpo_roc_jax.planner.schedules import APART, SCHEDULES, STEPS
 from grpo_roc_jax.planner.topology import CHIPS, TopologyError, has_compiler, parse_topology, topology_devices
-from grpo_roc_jax.run.policy import cache_bytes, parameter_count
+from grpo_roc_jax.run.policy import cache_bytes, parameter_count, sampled_like
 from grpo_roc_jax.settings.cli import load_config
 from tests.helpers.published_configs import CONFIGS
 
@@ -559,8 +567,11 @@ def test_layers_that_share_keys_have_no_cache():
     table = 262_144 * 35 * 256
     assert active_parameters(model) == parameter_count(model) - table
     one = replace(model, windows=replace(model.windows, shared_layers=0, shared_ff=0))
-    assert appended_parameters(model) < 0.45 * active_parameters(model) and cache_bytes(one, 2)[0] > 2 * 9216
-    assert appended_parameters(one) == active_parameters(one)
+    one_device = abstract_mesh(Config(), parse_topology("h100:1"))
+    sampled, whole = (sampled_like(Config(), shape, one_device)[0] for shape in (model, one))
+    appended = products(append_reads(sampled, model), model)
+    assert appended < 0.45 * products(decode_reads(sampled), model) and cache_bytes(one, 2)[0] > 2 * 9216
+    assert products(append_reads(whole, one), one) == 2 * (active_parameters(one) - one.vocab_size * one.d_model)
 
 
 OTHER_SIZES = [("Qwen/Qwen3-1.7B", 1.72), ("Qwen/Qwen3-8B", 8.19), ("HuggingFaceTB/SmolLM3-3B", 3.075)]
@@ -692,7 +703,8 @@ def test_reference_and_teacher_are_counted():
     assert [new - old for new, old in zip(referred, bare, strict=True)] == [4 * count] * 4
     teacher = "Qwen/Qwen3-0.6B"
     _, distilled = resident(f"--advantage.adjust=[{{kind: teacher, path: {teacher}}}]")
-    size = 2 * parameter_count(KNOWN_SHAPES[teacher])
+    norms = 28 * 2 * (1024 + 128) + 1024  # float32
+    size = 2 * (parameter_count(KNOWN_SHAPES[teacher]) + norms)
     assert [new - old for new, old in zip(distilled, bare, strict=True)] == [size] * 4
 
 
@@ -706,7 +718,7 @@ def test_the_cache_and_the_weights_of_rollouts_that_run_on_are_counted_in_the_up
     more = [new.resident - old.resident for new, old in zip(estimate(stream), estimate(plain), strict=True)]
     assert more == [parts["cache"], 0.0, 0.0, parts["cache"] + parts["sampler"]]
     like = state_like(plain.model, plain.config.optim, plain.mesh)
-    given = (like, like.params, 1e6, 0.0, 1e9)
+    given = (like, like.params, (1e6, 1e6), 0.0, 1e9)
     before, after = (planning.resident_bytes(one.config, *given) for one in (plain, stream))
     assert after["update"] - before["update"] == 1e9 + 1e6 and after["decode"] == before["decode"]
     assert {name: after[name] - before[name] for name in after if name.startswith("weight")} == dict.fromkeys(
