@@ -290,6 +290,18 @@ def _next_logprobs(params: Params, hidden: Array, tokens: Array, config: ModelCo
     return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
 
 
+def check_weights(weights: str, config: ModelConfig) -> None:
+    """Checks that the sampler's weights can have this dtype, see `Published`.
+
+    Raises:
+        ValueError: int8 with experts.
+    """
+    if weights == "int8" and config.experts.count:
+        raise ValueError(
+            "rollout.low_precision.weights = int8 with experts, whose grouped products have no scales; set it to full"
+        )
+
+
 class Publisher:
     """`publish(params, version) -> SamplerParams`, compiled once and called once a step.
 
@@ -306,11 +318,7 @@ class Publisher:
         Raises:
             ValueError: int8 with experts.
         """
-        if weights == "int8" and config.experts.count:
-            raise ValueError(
-                "rollout.low_precision.weights = int8 with experts, whose grouped products have no scales; set it to "
-                "full"
-            )
+        check_weights(weights, config)
         self._config, self._mesh, self._tolerance, self._weights = config, mesh, tolerance, weights
         self._sampled = sampler_config(config, mesh)
         self._form = Published(weights, self._sampled.kv_heads // config.kv_heads)

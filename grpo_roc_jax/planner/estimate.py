@@ -19,6 +19,7 @@ from grpo_roc_jax.model.delta import token_flops
 from grpo_roc_jax.model.low_precision import is_quantized
 from grpo_roc_jax.model.sharding import (
     AXES,
+    check_processes,
     check_slices,
     device_bytes,
     process_count,
@@ -60,10 +61,12 @@ def abstract_mesh(config: Config, topology: Topology) -> AbstractMesh:
     """The trainer's mesh with no devices.
 
     Raises:
-        ValueError: the product of the axes is not the number of chips, or `data` does not divide over the slices.
+        ValueError: the product of the axes is not the number of chips, `data` does not divide over the slices, or the
+            devices of a process form no block.
     """
     shape = config.sharding.shape(topology.chips)
     check_slices(shape[0], topology.slices)
+    check_processes(shape, topology.processes)
     return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

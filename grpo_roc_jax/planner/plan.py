@@ -32,11 +32,10 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, is_here, read_published, resolve_config
 from grpo_roc_jax.model.experts import check_grouped
 from grpo_roc_jax.model.paged import check_paged
-from grpo_roc_jax.model.parallel import FUSED, attention_for, paths
+from grpo_roc_jax.model.parallel import FUSED, paths
 from grpo_roc_jax.model.published import read_config
 from grpo_roc_jax.model.sharding import (
     ShardingConfig,
-    check_divisible,
     device_bytes,
     make_mesh,
     platform_of,
@@ -64,7 +63,7 @@ from grpo_roc_jax.planner.topology import (
     topology_devices,
 )
 from grpo_roc_jax.record.run_dir import versions
-from grpo_roc_jax.run.components import fit_length, resolve_model, resolve_text
+from grpo_roc_jax.run.components import check_layout, fit_length, resolve_model, resolve_text
 from grpo_roc_jax.run.learning import find_teacher
 from grpo_roc_jax.run.policy import frozen_like, parameter_count, policy_like, sampled_like, trained_like
 from grpo_roc_jax.settings.cli import ConfigError
@@ -158,11 +157,9 @@ def deployment_of(config: Config, topology: Topology, shape: str, arithmetic: bo
     """
     model = model_of(config, shape)
     mesh = planned_mesh(config, topology, arithmetic)
-    check_divisible(model, mesh)
+    check_layout(config, model, mesh, "tpu" if topology.chip.tpu else "gpu", processes_of(mesh, topology))
     if config.rollout.attention == "paged":
         check_paged(model, "tpu" if topology.chip.tpu else "gpu", mesh.shape["tensor"])
-    if not arithmetic:
-        attention_for(config.update.attention, model, config.batch.row_length, mesh)
     work = work_of(config, mesh, topology, response)
     return Deployment(config, model, mesh, topology, work, teacher_model(config))
 

@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import fields, replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import jax
@@ -28,7 +29,7 @@ from grpo_roc_jax.model.attention import attend_cudnn
 from grpo_roc_jax.model.config import Mixture, ModelConfig
 from grpo_roc_jax.model.delta import token_flops
 from grpo_roc_jax.model.published import read_config, same_model
-from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, process_mesh
+from grpo_roc_jax.model.sharding import ShardingConfig, check_processes, make_mesh, process_mesh
 from grpo_roc_jax.planner import plan as planning
 from grpo_roc_jax.planner.estimate import (
     abstract_mesh,
@@ -724,6 +725,49 @@ def test_the_cache_and_the_weights_of_rollouts_that_run_on_are_counted_in_the_up
     assert {name: after[name] - before[name] for name in after if name.startswith("weight")} == dict.fromkeys(
         ("weight_sync", "weight_check_trainer", "weight_check_sampler"), 1e9
     )
+
+
+EXPERTS_IN_INT8 = ["--model.experts=mixture", "--model.experts.count=4", "--model.experts.per_token=2"]
+EXPERTS_IN_INT8 += ["--rollout.low_precision.weights=int8"]
+REFUSED = [
+    (["--lora=low_rank", "--sharding.tensor=8", "--model.kv_heads=4"], "h100:8", "with model.kv_heads = 4 and lora"),
+    (["--sharding.fsdp=8", "--rollout.slots=12"], "h100:8", "does not divide over the 8 data shards"),
+    (["--sharding.fsdp=4", "--rollout.kv_tokens=400"], "h100:4", "too few for one row"),
+    (["--sharding.tensor=3"], "h100:24", "does not divide the 8 devices of a process"),
+    (["--sharding.fsdp=12"], "h100:24", "form no block of the mesh 2 x 12 x 1 x 1"),
+    (["--update.attention=splash"], "h100:1", "splash"),
+    (["--update.attention=cudnn", "--model.extras=some", "--model.extras.attention_cap=50.0"], "h100:1", "caps no"),
+    (EXPERTS_IN_INT8, "h100:1", "int8 with experts"),
+]
+
+
+@pytest.mark.parametrize(("words", "topology", "reason"), REFUSED)
+def test_a_plan_by_arithmetic_refuses_what_training_refuses(words, topology, reason):
+    heads = [] if any("kv_heads" in word for word in words) else ["--model.kv_heads=8"]
+    given = ["configs/toy.yaml", "--model.heads=8", "--model.d_model=384", *heads, "--model.vocab_size=3072"]
+    config = load_config(Config, [*given, "--sharding.data=-1", *words], prog="test")
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        planning.deployment_of(config, parse_topology(topology), "", True, 0.0)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 6, 8, 12, 24])
+def test_the_devices_of_a_process_form_a_block_where_a_mesh_is_accepted(processes):
+    """24 devices in all meshes of four axes, compared with blocks that are sought device by device."""
+    total, each = 24, 24 // processes
+    for shape in product(range(1, total + 1), repeat=4):
+        if math.prod(shape) != total or (each % shape[-1] and shape[-1] % each):
+            continue
+        numbers = np.arange(total).reshape(shape) // max(each, shape[-1])
+        blocks = []
+        for number in range(numbers.max() + 1):
+            places = np.argwhere(numbers == number)
+            blocks.append(math.prod(places.max(0) - places.min(0) + 1) == len(places))
+        try:
+            check_processes(shape, processes)
+        except ValueError:
+            assert not all(blocks), shape
+        else:
+            assert all(blocks), shape
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
