@@ -227,9 +227,9 @@ def products(parameters: Any, model: ModelConfig) -> float:
 
 
 def fixed_parts(kind: str, sampler: Params, model: ModelConfig, work: Work) -> dict[str, float]:
-    """The work of a program of sampling that does not depend on the lengths of rows: each decode step and each append
-    reads the matrices of all layers once, and multiplies a token of every slot by them. Experts are left out, since
-    few may be chosen, and the unembedding if it is the embedding, of which a lookup reads little."""
+    """The work of a compiled program of sampling that does not depend on the lengths of rows: each decode step and each
+    append reads the matrices of all layers once, and multiplies a token of every slot by them. Experts are left out,
+    since few may be chosen, and the unembedding if it is the embedding, of which a lookup reads little."""
     if kind == "append":  # no logits
         return {"fixed_traffic": device_bytes(_split_experts(append_reads(sampler, model)["layers"])[0])}
     if kind != "decode":
@@ -265,7 +265,7 @@ def _estimate_sampling(deployment: Deployment, cache: float, sampled: Params, re
             **common,
             flops=(products(appended, model) + recurrent_flops(model, work.prompt) / tensor) * new_tokens,
             traffic=device_bytes(appended),
-            **fixed_parts("append", sampled, model, work),
+            fixed_traffic=device_bytes(appended),
             collectives=_collective("all-reduce", append_sums, tensor, 1.0, "tensor"),
         ),
         Needs(
@@ -274,7 +274,8 @@ def _estimate_sampling(deployment: Deployment, cache: float, sampled: Params, re
             temporaries=3 * 4.0 * rows * model.vocab_size / tensor,
             flops=work.chunk * rows * (products(reads, model) + attention),
             traffic=work.chunk * (device_bytes(reads) + model.key_reads * cache),
-            **fixed_parts("decode", sampled, model, work),
+            fixed_flops=work.chunk * rows * products(reads, model),
+            fixed_traffic=work.chunk * device_bytes(reads),
             collectives=_collective("all-reduce", decode_sums, tensor, work.chunk, "tensor")
             | _collective("all-gather", 4.0 * rows * model.vocab_size, tensor, work.chunk, "tensor"),
         ),
