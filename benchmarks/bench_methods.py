@@ -6,8 +6,8 @@ on 64 devices of 1e15 FLOP/s, with 2 FLOP a parameter for a sampled token and 6 
 peak. Real steps are longer, since decoding reaches less. Nothing here touches a device. `python -m benchmarks.study
 methods` trains the methods on the toy.
 
-    python benchmarks/bench_methods.py --problems 64               # a minute; times grow with --problems
-    python benchmarks/bench_methods.py --problems 512 --repeats 1  # the size of a published run, 8 GB
+    python -m benchmarks.bench_methods --problems 64               # a minute; times grow with --problems
+    python -m benchmarks.bench_methods --problems 512 --repeats 1  # the size of a published run, 8 GB
 
 `--json FILE` adds the summary line to a file; the published ones are under benchmarks/results.
 """
@@ -28,8 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
+from docs.methods_table import load_methods
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.method.catalog import load_methods
 from grpo_roc_jax.method.compose import Scores, initial_state, next_state, resample_group, subset, train_rows
 from grpo_roc_jax.method.planning import Wave, choose_problems, first_wave, gathered, next_wave
 from grpo_roc_jax.settings.cli import load_config

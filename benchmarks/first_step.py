@@ -28,12 +28,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from docs.methods_table import load_methods, method_table, with_table
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.group_learner import GroupLearner
 from grpo_roc_jax.learner.learner import Learner, UpdateBatch
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
-from grpo_roc_jax.method.catalog import load_methods, method_table, with_table
 from grpo_roc_jax.method.compose import Scores, initial_state, resample_group, subset
 from grpo_roc_jax.method.planning import PlanConfig
 from grpo_roc_jax.model.config import ModelConfig

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from grpo_roc_jax.method.catalog import load_methods
+from docs.methods_table import load_methods
 
 Words = tuple[str, ...]
 """A layer of settings: YAML files, then `--section.field=value`."""

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from grpo_roc_jax.settings.progress import narrated, phase, to_stderr
+from grpo_roc_jax.process.progress import narrated, phase, to_stderr
 
 COMMANDS = {
     "new": "write a small project with data, a tool, a reward and a test",
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             status = main(sys.argv[1:])
         finally:
-            from grpo_roc_jax.settings.leaving import bound_exit
+            from grpo_roc_jax.process.leaving import bound_exit
 
             bound_exit(status)
         return status

@@ -31,6 +31,9 @@ from grpo_roc_jax.planner.suggest import device_limit, room_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
 from grpo_roc_jax.pod.processes import ProcessFailed, ProcessLost
 from grpo_roc_jax.pod.program_cache import keep_programs
+from grpo_roc_jax.process.leaving import end_with
+from grpo_roc_jax.process.points import injected, reach, spoiled
+from grpo_roc_jax.process.progress import Phase, phase
 from grpo_roc_jax.record.accuracy import ALL
 from grpo_roc_jax.record.checkpoint import CheckpointFailed
 from grpo_roc_jax.record.loggers import ConsoleWriter
@@ -58,10 +61,7 @@ from grpo_roc_jax.run.summary import one_of, read_summary, summary_lines, write_
 from grpo_roc_jax.run.watch import CONFIG_STATUS, INFRASTRUCTURE_STATUS, GapCheck, Stopped, Watch
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, load_config
-from grpo_roc_jax.settings.leaving import end_with
 from grpo_roc_jax.settings.options import fields_of
-from grpo_roc_jax.settings.points import injected, reach, spoiled
-from grpo_roc_jax.settings.progress import Phase, phase
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.stream.open_groups import SamplerFailed
 from grpo_roc_jax.stream.rollout_stream import RolloutStream

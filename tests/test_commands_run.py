@@ -49,7 +49,7 @@ PLACEHOLDERS = {
 """What a page leaves to its reader -> a value that exists in the folder of the test."""
 ELSEWHERE = re.compile(
     r"rstar2_qwen3_14b.yaml --run_dir|aime|configs/(?:words|world)|environments/|cobalt|ranks|states|"
-    r"replay|learning_rate|COMMAND|\.\.\.|gsm8k_traces|catalog|shows them|address=auto|"
+    r"replay|learning_rate|COMMAND|\.\.\.|gsm8k_traces|shows them|address=auto|"
     r"data/(?:messages|math|gsm8k)|rc_grpo|^grpo-roc (?:check-data|train|view|replay)$"
 )
 """Commands that need what a test has not: models and data of a hub, a pod or Ray cluster, hours, what stands before."""

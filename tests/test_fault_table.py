@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_roc_jax.settings.points import POINTS
+from grpo_roc_jax.process.points import POINTS
 from tests.conftest import HERE, NAMED_TEST, fault_rows
 from tests.helpers.contrib import HAS_CONTRIB
 from tests.helpers.parts import part_of

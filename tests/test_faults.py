@@ -17,12 +17,12 @@ import pytest
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
+from grpo_roc_jax.process.points import InjectedFault, injected, listening, reach, spoiled
 from grpo_roc_jax.record import checkpoint_files
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import locked
 from grpo_roc_jax.run.session import check_alike
 from grpo_roc_jax.settings.cli import ConfigError
-from grpo_roc_jax.settings.points import InjectedFault, injected, listening, reach, spoiled
 from grpo_roc_jax.train import main
 from tests.test_train import TINY, numbers, params_hash
 from tests.test_train import shared_programs as shared_programs  # a fixture

@@ -38,7 +38,7 @@ READ_ALL = """
 import grpo_roc_jax
 from pathlib import Path
 from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS, file_layers, find_config
-from grpo_roc_jax.method.catalog import load_methods
+from docs.methods_table import load_methods
 assert CONFIG_DIR == Path(grpo_roc_jax.__file__).parent / "configs", CONFIG_DIR
 for path in CONFIG_DIR.rglob("*.yaml"):
     assert all(layer.values for layer in file_layers(find_config(str(path.relative_to(CONFIG_DIR)))))

@@ -21,33 +21,34 @@ ROOMS: dict[str, str] = {
     "types": "sandbox",
     "shapes": "",
     "settings": "",
+    "process": "settings",
     "gguf_files": "",
     "text": "types settings gguf_files",
-    "tools": "sandbox types settings",
-    "environments": "sandbox types settings tools",
-    "data": "types settings text tools environments",
+    "tools": "sandbox types settings process",
+    "environments": "sandbox types settings process tools",
+    "data": "types settings process text tools environments",
     "worlds": "sandbox types settings text tools environments data",
-    "reward": "sandbox types settings tools",
-    "model": "shapes settings gguf_files",
+    "reward": "sandbox types settings process tools",
+    "model": "shapes settings process gguf_files",
     "method": "types shapes settings",
-    "engine": "types shapes settings model",
+    "engine": "types shapes settings process model",
     "rollout": "sandbox types settings text tools environments model engine",
-    "learner": "types shapes settings method model",
-    "record": "sandbox types settings learner",
+    "learner": "types shapes settings process method model",
+    "record": "sandbox types settings process learner",
     "view": "sandbox types settings record",
-    "pod": "settings",
-    "serving": "sandbox types shapes settings text tools environments model method engine rollout learner",
+    "pod": "settings process",
+    "serving": "sandbox types shapes settings process text tools environments model method engine rollout learner",
     "config": "settings text data worlds tools environments reward model method engine rollout learner record pod",
-    "run": "sandbox types shapes settings gguf_files text data worlds tools environments reward model method engine "
-    "rollout learner record pod serving config",
-    "stream": "types settings tools reward model method engine rollout pod config run",
-    "planner": "types shapes settings text data tools reward model method engine rollout learner record pod config run "
-    "stream",
-    "contrib": "sandbox types shapes settings text data tools environments reward model method",
-    "train": "types shapes settings text data tools environments reward model method engine rollout learner record pod "
-    "serving config run stream planner",
-    "commands": "sandbox types shapes settings text data worlds tools environments reward model method engine rollout "
-    "learner record pod serving config run stream planner view train",
+    "run": "sandbox types shapes settings process gguf_files text data worlds tools environments reward model method "
+    "engine rollout learner record pod serving config",
+    "stream": "types settings process tools reward model method engine rollout pod config run",
+    "planner": "types shapes settings process text data tools reward model method engine rollout learner record pod "
+    "config run stream",
+    "contrib": "sandbox types shapes settings process text data tools environments reward model method",
+    "train": "types shapes settings process text data tools environments reward model method engine rollout learner "
+    "record pod serving config run stream planner",
+    "commands": "sandbox types shapes settings process text data worlds tools environments reward model method engine "
+    "rollout learner record pod serving config run stream planner view train",
 }
 """Room -> the rooms that it may import. No two rooms import each other: each names only rooms above its own line."""
 
@@ -55,6 +56,7 @@ DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "jaxtyping", "tok
 HOST = (
     "types",
     "settings",
+    "process",
     "gguf_files",
     "view",
     "commands.view",

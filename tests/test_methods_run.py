@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from docs.methods_table import load_methods
 from examples.plugins.consistency import Consistency
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner import learner as learner_module
-from grpo_roc_jax.method.catalog import load_methods
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.settings.cli import CONFIG_DIR, load_config

@@ -10,8 +10,7 @@ from itertools import pairwise
 import pytest
 
 from grpo_roc_jax.engine.records import RolloutLines
-from grpo_roc_jax.run.statistics import why_nothing_kept
-from grpo_roc_jax.settings.progress import (
+from grpo_roc_jax.process.progress import (
     BEGUN_S,
     QUIET_S,
     Narrator,
@@ -20,6 +19,7 @@ from grpo_roc_jax.settings.progress import (
     narrated,
     phase,
 )
+from grpo_roc_jax.run.statistics import why_nothing_kept
 
 
 class Hand:

@@ -148,7 +148,6 @@ PARSERS = {
     "replay": lambda words: g.read_config(*words[1:]),
     "check-reward": by_argparse("check-reward"),
     "data.gsm8k_traces": by_tyro(TracesConfig),
-    "method.catalog": lambda words: None,
 }
 """Command, or module with a command line of its own -> what reads the words after it; raises or exits where they are
 wrong."""

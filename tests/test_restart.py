@@ -19,6 +19,7 @@ from grpo_roc_jax.config import Config, LimitsConfig
 from grpo_roc_jax.engine.publish import NonFiniteWeightsError, Publisher
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes
+from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.checkpoint_files import MANIFEST, newest_whole, read_manifest
 from grpo_roc_jax.record.metrics import read_metrics
@@ -27,7 +28,6 @@ from grpo_roc_jax.reward.score import RewardError
 from grpo_roc_jax.run.session import state_kept, state_leaves
 from grpo_roc_jax.run.watch import Stopped, Watch
 from grpo_roc_jax.settings.cli import ConfigError, load_config
-from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.train import main
 from tests.helpers.rollout_fakes import MODEL, sharp_params
 from tests.test_knob_effects import CASES

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_roc_jax.settings.points import VARIABLE
+from grpo_roc_jax.process.points import VARIABLE
 from tests.helpers.bucket import served
 from tests.test_train import TINY, numbers, params_hash
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.pod.preemption import Preempted
+from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
-from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.train import train
 from tests.test_train import config_in, numbers, params_hash
 from tests.test_train import on_one_device as on_one_device  # a fixture

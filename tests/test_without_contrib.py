@@ -20,7 +20,7 @@ IMPORT_ALL = """
 import importlib, pkgutil, sys
 import grpo_roc_jax
 from grpo_roc_jax.config import read_config
-from grpo_roc_jax.method.catalog import load_methods
+from docs.methods_table import load_methods
 from grpo_roc_jax.settings.cli import ConfigError
 
 for module in pkgutil.walk_packages(grpo_roc_jax.__path__, "grpo_roc_jax."):

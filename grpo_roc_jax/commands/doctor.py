@@ -17,7 +17,7 @@ import jax
 
 import grpo_roc_jax
 from grpo_roc_jax.pod.program_cache import keep_programs
-from grpo_roc_jax.settings.installing import install_command
+from grpo_roc_jax.process.installing import install_command
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.memory_bound import describe_memory, host_bytes
 

@@ -23,6 +23,7 @@ from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.generated import generator_of
 from grpo_roc_jax.data.pipeline import Notes, eval_problems, fitting_problems
 from grpo_roc_jax.engine.records import RunOptions, rollout_display
+from grpo_roc_jax.process.progress import phase
 from grpo_roc_jax.record.accuracy import ALL, Difference, compare, intervals, summarize
 from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.record.run_dir import opened, unused
@@ -33,7 +34,6 @@ from grpo_roc_jax.run.load import is_run, load_policy, settings_for
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml
-from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.types import Metrics, Problem
 
 PROG = "grpo-roc evaluate"

@@ -31,12 +31,12 @@ from grpo_roc_jax.model.lora import LowRank, merge, save_adapter
 from grpo_roc_jax.model.published import infer_family, write_config
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import Params
+from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.run.components import read_text_and_shape
 from grpo_roc_jax.run.load import is_run, load_pairs, settings_for
 from grpo_roc_jax.run.policy import frozen_weights, load_trained, split_checkpoint
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.files import parse_json, read_json_object
-from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig
 from grpo_roc_jax.text.exported import exported_template

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from grpo_roc_jax.data.problems import LoadReport, problems_of
-from grpo_roc_jax.settings.installing import install_command
+from grpo_roc_jax.process.installing import install_command
 from grpo_roc_jax.types import Problem
 
 HUB_PREFIX = "hub:"

@@ -23,7 +23,7 @@ from grpo_roc_jax.model.choose import describe_choice
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import process_mesh
 from grpo_roc_jax.model.transformer import Params
-from grpo_roc_jax.settings.progress import phase
+from grpo_roc_jax.process.progress import phase
 from grpo_roc_jax.types import RolloutRequest, Trajectory
 
 

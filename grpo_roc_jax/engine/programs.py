@@ -62,7 +62,7 @@ from grpo_roc_jax.model.pool import (
 )
 from grpo_roc_jax.model.sharding import SLOTS, place_host, platform_of
 from grpo_roc_jax.model.transformer import Params, compute_dtype, layer_weights
-from grpo_roc_jax.settings.progress import phase
+from grpo_roc_jax.process.progress import phase
 from grpo_roc_jax.shapes import Array
 
 COPIES = 8

@@ -37,7 +37,7 @@ from grpo_roc_jax.model.transformer import (
     take_rows,
     unembed,
 )
-from grpo_roc_jax.settings.progress import phase
+from grpo_roc_jax.process.progress import phase
 from grpo_roc_jax.shapes import Array
 
 PROBE_TOKENS = 32

@@ -2,7 +2,7 @@
 display of its progress.
 
 The display is a bar on terminals; elsewhere, so that log files hold no control codes or partial lines, there are whole
-lines (`settings.progress`).
+lines (`process.progress`).
 """
 
 import time
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from grpo_roc_jax.engine.steering import RowSteering
-from grpo_roc_jax.settings.progress import Phase, phase
+from grpo_roc_jax.process.progress import Phase, phase
 from grpo_roc_jax.types import Metrics, StopReason, Trajectory
 
 REFRESH_S = 0.2

@@ -30,7 +30,7 @@ from grpo_roc_jax.engine.publish import SamplerParams
 from grpo_roc_jax.engine.records import Finish, RolloutStats, RowEnvironment, RunOptions, TurnEnd, TurnReason
 from grpo_roc_jax.engine.steering import RowSteering, steering_arrays
 from grpo_roc_jax.engine.table import FREE, Full, SlotTable, awaits_observation, starting_point
-from grpo_roc_jax.settings.points import reach
+from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
 
 

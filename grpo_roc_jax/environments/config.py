@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from grpo_roc_jax.process.installing import install_command
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.files import parse_yaml
-from grpo_roc_jax.settings.installing import install_command
 from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, Positive, fields_of, kind, settings
 from grpo_roc_jax.types import Problem
 

@@ -40,8 +40,8 @@ from grpo_roc_jax.method.distillation import SelfTeacher
 from grpo_roc_jax.method.edit import with_plain_prompts, with_prompt
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.transformer import Params
+from grpo_roc_jax.process.progress import Phase, phase
 from grpo_roc_jax.settings.callables import resolve
-from grpo_roc_jax.settings.progress import Phase, phase
 from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow, Trajectory, traits_of
 
 

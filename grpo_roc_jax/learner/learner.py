@@ -47,7 +47,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import Lora, attach
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, row_shards, shard_batch
 from grpo_roc_jax.model.transformer import Params
-from grpo_roc_jax.settings.points import reach, spoiled
+from grpo_roc_jax.process.points import reach, spoiled
 from grpo_roc_jax.types import Group, Metrics, TrainRow
 
 T = TypeVar("T")

@@ -43,9 +43,9 @@ from grpo_roc_jax.model.safetensors_io import (
     write_shards,
 )
 from grpo_roc_jax.model.transformer import Params, layers_with, stays_exact, take_layer
+from grpo_roc_jax.process.progress import Phase, phase
 from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.settings.options import as_text
-from grpo_roc_jax.settings.progress import Phase, phase
 from grpo_roc_jax.shapes import Array
 
 AnyTensor = Tensor | TensorSlice | mxfp4.PackedTensor | GgufTensor | Nf4Tensor

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from grpo_roc_jax.settings.installing import install_command
+from grpo_roc_jax.process.installing import install_command
 
 
 @dataclass(frozen=True)

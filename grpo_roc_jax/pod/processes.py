@@ -27,8 +27,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.pod.preemption import SIGNALS, Preempted, Preemption
+from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.settings.options import Axis, Count, Positive, kind, settings
-from grpo_roc_jax.settings.points import reach
 
 T = TypeVar("T")
 

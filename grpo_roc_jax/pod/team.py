@@ -20,7 +20,7 @@ import jax
 
 from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.pod.processes import Processes, ProcessLost
-from grpo_roc_jax.settings.points import reach
+from grpo_roc_jax.process.points import reach
 
 log = logging.getLogger(__name__)
 

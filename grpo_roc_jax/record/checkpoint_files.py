@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.files import read_json, read_json_object
-from grpo_roc_jax.settings.points import reach
 
 T = TypeVar("T")
 

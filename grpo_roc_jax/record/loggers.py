@@ -22,12 +22,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from grpo_roc_jax.process.installing import install_command
+from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.record.live import EVENTS, Board, after, colored, printable, table
 from grpo_roc_jax.record.tables import Rows, tables
 from grpo_roc_jax.record.trace import TraceRecord
-from grpo_roc_jax.settings.installing import install_command
 from grpo_roc_jax.settings.options import as_mapping
-from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.settings.secrets import without_secrets
 
 log = logging.getLogger(__name__)

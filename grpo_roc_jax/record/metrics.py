@@ -19,10 +19,10 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
+from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.record import loggers
 from grpo_roc_jax.record.loggers import MetricsWriter
 from grpo_roc_jax.settings.options import Axis, Count, kind, settings
-from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.types import Metrics
 

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.record.checkpoint_files import MANIFEST, patiently
 from grpo_roc_jax.settings.cli import ConfigError, config_errors
 from grpo_roc_jax.settings.files import read_json_object
-from grpo_roc_jax.settings.points import reach
 
 log = logging.getLogger(__name__)
 

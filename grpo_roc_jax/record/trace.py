@@ -25,8 +25,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.record import codec, index
-from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.types import Condition, Group, Problem, TrainRow, Trajectory, Verdict
 
 log = logging.getLogger(__name__)

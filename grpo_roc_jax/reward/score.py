@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_roc_jax.process.points import reach, spoiled
 from grpo_roc_jax.reward.answer import FoundAnswer, find_answer
 from grpo_roc_jax.reward.config import (
     AnswerReward,
@@ -33,7 +34,6 @@ from grpo_roc_jax.reward.graded import GradedReward
 from grpo_roc_jax.reward.verify import Verifier
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.other_names import close_to
-from grpo_roc_jax.settings.points import reach, spoiled
 from grpo_roc_jax.types import ARRAYS, Group, Problem, Trajectory, Turn, Verdict, VerdictStatus
 
 log = logging.getLogger(__name__)

@@ -40,6 +40,7 @@ from grpo_roc_jax.model.sharding import (
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.pod.program_cache import keep_programs
 from grpo_roc_jax.pod.team import Team
+from grpo_roc_jax.process.installing import install_command
 from grpo_roc_jax.record.run_dir import saved_settings
 from grpo_roc_jax.reward.config import EnvironmentReward
 from grpo_roc_jax.reward.score import RewardError, make_scorer
@@ -49,7 +50,6 @@ from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
-from grpo_roc_jax.settings.installing import install_command
 from grpo_roc_jax.settings.secrets import HIDDEN, hides_something
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig, TokenizerFile

@@ -17,10 +17,10 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.process.progress import Narrator
 from grpo_roc_jax.run.policy import parameter_count
 from grpo_roc_jax.settings.cli import flatten
 from grpo_roc_jax.settings.files import read_json_object
-from grpo_roc_jax.settings.progress import Narrator
 
 SUPERVISED, TRAINING, EVALUATION = "supervised stage", "training", "evaluation"
 """Phases of a run that the plan names."""

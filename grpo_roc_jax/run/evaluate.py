@@ -20,13 +20,13 @@ from grpo_roc_jax.engine.publish import SamplerParams
 from grpo_roc_jax.engine.records import RunOptions
 from grpo_roc_jax.method.planning import PromptEnd
 from grpo_roc_jax.method.shaping import prompt_suffix
+from grpo_roc_jax.process.progress import phase
 from grpo_roc_jax.record.accuracy import eval_metrics, summarize
 from grpo_roc_jax.record.metrics import JsonlWriter, parsed_row
 from grpo_roc_jax.record.trace import TraceWriter, eval_records, read_trace
 from grpo_roc_jax.run.policy import PolicyModel
 from grpo_roc_jax.run.sample import GroupSampler, ScoredRollouts, sample_groups
 from grpo_roc_jax.settings.cli import ConfigError
-from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.types import PLAIN, Group, Metrics, Problem, RolloutRequest, Trajectory, Verdict
 
 

@@ -22,6 +22,7 @@ from grpo_roc_jax.method.switching import Stage, StageProgress
 from grpo_roc_jax.pod.notice import noticed
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes, ProcessFailed, joined
+from grpo_roc_jax.process.progress import Narrator, describe_seconds, narrated, phase
 from grpo_roc_jax.record.checkpoint import Checkpointer, describe_leaves
 from grpo_roc_jax.record.events import Events
 from grpo_roc_jax.record.loggers import ConsoleWriter
@@ -39,7 +40,6 @@ from grpo_roc_jax.run.start import held_out
 from grpo_roc_jax.run.summary import next_lines
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Alarms, Stopped, Watchdog
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
-from grpo_roc_jax.settings.progress import Narrator, describe_seconds, narrated, phase
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools.memory_bound import describe_call
 from grpo_roc_jax.tools.registry import Registry

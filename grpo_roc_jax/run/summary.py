@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import SFT_FILE, recorded, series
@@ -18,7 +19,6 @@ from grpo_roc_jax.record.run_dir import SUMMARY_FILE, environment, write_whole
 from grpo_roc_jax.record.trace import TraceRecord, context_of
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, NO_SIGNAL_STATUS
 from grpo_roc_jax.settings.files import read_json_object
-from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.types import Metrics
 
 log = logging.getLogger(__name__)

@@ -27,13 +27,13 @@ from grpo_roc_jax.learner.update import (
 from grpo_roc_jax.method.planning import Conditioning, PlainPrompts
 from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
+from grpo_roc_jax.process.points import reach
+from grpo_roc_jax.process.progress import Phase, narrated, phase
 from grpo_roc_jax.record.metrics import Writer
 from grpo_roc_jax.reward.answer import find_answer
 from grpo_roc_jax.reward.notation import decide
 from grpo_roc_jax.run.policy import PolicyModel, update_settings
 from grpo_roc_jax.settings.cli import config_errors
-from grpo_roc_jax.settings.points import reach
-from grpo_roc_jax.settings.progress import Phase, narrated, phase
 from grpo_roc_jax.text.chat_format import ChatFormat, Trace
 from grpo_roc_jax.types import TrainRow
 

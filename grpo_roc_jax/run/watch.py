@@ -17,8 +17,8 @@ import numpy as np
 
 from grpo_roc_jax.config import LimitsConfig, WatchConfig
 from grpo_roc_jax.engine.records import FailureCount
+from grpo_roc_jax.process.points import listening
 from grpo_roc_jax.record.events import Events
-from grpo_roc_jax.settings.points import listening
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.types import Metrics
 
@@ -228,7 +228,7 @@ SHOWN = 20
 
 
 class Watchdog:
-    """Watches the points of execution that its creating thread passes (`settings.points`).
+    """Watches the points of execution that its creating thread passes (`process.points`).
 
     The time from one point to the next may be `watch.stall_factor` times the longest such time so far, and at least
     `watch.stall_floor_s`. Time in which the whole process was suspended does not count.

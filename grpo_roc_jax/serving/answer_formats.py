@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from grpo_roc_jax.process.installing import install_command
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
-from grpo_roc_jax.settings.installing import install_command
 from grpo_roc_jax.text.calls import THOUGHTS
 from grpo_roc_jax.text.chat_format import ChatFormat
 from grpo_roc_jax.text.tokenizer import Tokenizer

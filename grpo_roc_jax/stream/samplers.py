@@ -37,13 +37,13 @@ from grpo_roc_jax.engine.table import starting_point
 from grpo_roc_jax.model.sharding import ShardingConfig
 from grpo_roc_jax.model.transformer import Params, compute_dtype
 from grpo_roc_jax.pod.processes import Processes
+from grpo_roc_jax.process.progress import phase
 from grpo_roc_jax.rollout.sampler import render
 from grpo_roc_jax.run.components import describe_device, make_parts
 from grpo_roc_jax.run.policy import PolicyModel, parameter_count
 from grpo_roc_jax.run.sample import GroupSampler, PartialGroup, ScoredRollouts, merge_stats
 from grpo_roc_jax.settings.callables import all_passed, given
 from grpo_roc_jax.settings.cli import ConfigError, config_errors
-from grpo_roc_jax.settings.progress import phase
 from grpo_roc_jax.stream.open_groups import EngineGroups, OpenGroup, SamplerFailed, score_together
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics, RolloutRequest, Trajectory

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.sandbox._messages import ExecutorSettings, ProgramLimits
 from grpo_roc_jax.sandbox.base import ProgramExecutor, cut
 from grpo_roc_jax.sandbox.executor import Executor, Supervision
 from grpo_roc_jax.sandbox.process import ExecutorProcess
 from grpo_roc_jax.sandbox.program import Program
 from grpo_roc_jax.sandbox.result import ToolResult
-from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.tools.config import PoolInCgroup, ToolsConfig, parse_cpus
 from grpo_roc_jax.tools.interface import CodeCall, ToolExecutor
 from grpo_roc_jax.tools.observation import observe

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_roc_jax.commands.difficulty import kept_rows, main
 from grpo_roc_jax.data.problems import load_problems
-from grpo_roc_jax.settings.points import listening
+from grpo_roc_jax.process.points import listening
 from grpo_roc_jax.types import Group, Problem
 from tests.commands.test_evaluate import gold, write_run
 from tests.helpers.samples import make_trajectory, make_verdict

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_roc_jax.__main__ import main
 from grpo_roc_jax.commands import doctor
-from grpo_roc_jax.settings.installing import install_command
+from grpo_roc_jax.process.installing import install_command
 
 ROOT = Path(__file__).resolve().parents[2]
 FINE = {

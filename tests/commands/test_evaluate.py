@@ -14,11 +14,11 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.learner.update import init_train_state
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.process.points import injected, listening
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.trace import read_trace, to_line
 from grpo_roc_jax.run.components import make_parts, resolve_model
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
-from grpo_roc_jax.settings.points import injected, listening
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from tests.helpers.reference import random_params

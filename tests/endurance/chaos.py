@@ -1,7 +1,7 @@
 """Does a run that is killed at any instant continue as if nothing had happened?
 
 A small run whose policy calls the Python tool in nearly every rollout is killed again and again: the trainer at random
-instants, inside chosen phases (through `settings.points`) and while calls are in flight; its executor and workers while
+instants, inside chosen phases (through `process.points`) and while calls are in flight; its executor and workers while
 calls are in flight. It is continued until its end, and then its metrics, trajectories and parameters are compared with
 those of a run that nothing stopped. Modes: `tools`; `environment`, an episode of the user's with that tool; `stream`,
 whose rollouts run on (`lag 0`); `lag`, the same with `lag 1`, where the clock decides which version draws a token, so
@@ -33,11 +33,11 @@ import numpy as np
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.environments.environment import Environment, Observation
 from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.process.points import VARIABLE
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace, trace_files
 from grpo_roc_jax.run.components import resolve_model
-from grpo_roc_jax.settings.points import VARIABLE
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 
 HERE = Path(__file__).resolve()

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from chaos import children
 
 from grpo_roc_jax.config import read_config
+from grpo_roc_jax.process.points import injected, listening
 from grpo_roc_jax.record.metrics import read_metrics, series
-from grpo_roc_jax.settings.points import injected, listening
 from grpo_roc_jax.train import train
 
 FAULTS = (

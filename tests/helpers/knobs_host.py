@@ -33,6 +33,7 @@ from grpo_roc_jax.model.sharding import axes_shardings, make_mesh
 from grpo_roc_jax.model.transformer import param_axes
 from grpo_roc_jax.pod import processes
 from grpo_roc_jax.pod.notice import noticed
+from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.record import loggers
 from grpo_roc_jax.record.checkpoint import Bundle, Checkpointer
 from grpo_roc_jax.record.metrics import make_writer, read_metrics
@@ -42,7 +43,6 @@ from grpo_roc_jax.reward.trial import sample_trajectories
 from grpo_roc_jax.run import session, start, supervised
 from grpo_roc_jax.run.components import make_registry, resolve_text
 from grpo_roc_jax.run.watch import RULES, Alarms, Stopped, Watch, Watchdog
-from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem, Turn

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from benchmarks import first_step
+from docs.methods_table import load_methods, method_table, read_method, table_differences, with_table
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack, worst_case_micro_batches
 from grpo_roc_jax.method.advantage import Advantage, Estimator, GroupRelative, Whiten
-from grpo_roc_jax.method.catalog import load_methods, method_table, read_method, table_differences, with_table
 from grpo_roc_jax.method.compose import (
     Scores,
     initial_state,
@@ -63,7 +63,7 @@ def test_the_document_has_the_generated_rows():
     text = DOCUMENT.read_text(encoding="utf-8")
     measured = table_differences(text)
     assert set(method_table(measured).splitlines()) <= set(text.splitlines()), (
-        f"python -m grpo_roc_jax.method.catalog {DOCUMENT}"
+        f"python docs/methods_table.py {DOCUMENT}"
     )
     assert set(measured) >= set(METHODS) and "?" not in measured.values(), f"python -m benchmarks.first_step {DOCUMENT}"
     with pytest.raises(ValueError, match="lacks the lines"):

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.first_step import groups_of
+from docs.methods_table import load_methods
 from grpo_roc_jax.commands import plan as plan_command
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
@@ -23,7 +24,6 @@ from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.learner.loss import make_remat
 from grpo_roc_jax.learner.pack import pack
 from grpo_roc_jax.learner.update import OptimConfig, state_like
-from grpo_roc_jax.method.catalog import load_methods
 from grpo_roc_jax.method.compose import Scores, initial_state, train_rows
 from grpo_roc_jax.model.attention import attend_cudnn
 from grpo_roc_jax.model.config import Mixture, ModelConfig

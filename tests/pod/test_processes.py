@@ -28,11 +28,11 @@ from grpo_roc_jax.pod.processes import (
     addresses,
     joined,
 )
+from grpo_roc_jax.process.points import VARIABLE
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run.sample import merge_stats
-from grpo_roc_jax.settings.points import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """

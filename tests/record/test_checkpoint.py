@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.record import checkpoint_files as files
 from grpo_roc_jax.record.checkpoint import (
     Bundle,
@@ -27,7 +28,6 @@ from grpo_roc_jax.record.checkpoint import (
     restore_params,
 )
 from grpo_roc_jax.record.codec import groups_from_tree, groups_to_tree
-from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 

@@ -10,12 +10,12 @@ from itertools import count
 import numpy as np
 import pytest
 
+from grpo_roc_jax.process.points import InjectedFault, injected
 from grpo_roc_jax.record import checkpoint_files as files
 from grpo_roc_jax.record import storage
 from grpo_roc_jax.record.metrics import JsonlWriter, read_metrics
 from grpo_roc_jax.record.run_dir import choose_run_dir, locked
 from grpo_roc_jax.settings.cli import ConfigError
-from grpo_roc_jax.settings.points import InjectedFault, injected
 from grpo_roc_jax.train import main
 from tests.helpers.bucket import served
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from docs.methods_table import load_methods
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.advantage import turn_pay
-from grpo_roc_jax.method.catalog import load_methods
 from grpo_roc_jax.method.compose import train_rows
 from grpo_roc_jax.method.features import features
 from grpo_roc_jax.method.shaping import shape_rewards

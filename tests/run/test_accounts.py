@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_roc_jax.engine.records import RolloutStats
+from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.run.buffer import RolloutBuffer
 from grpo_roc_jax.run.sample import AccountsOpen, ScoredRollouts, StepSamples, check_accounts
-from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.train import main
 from tests.helpers.samples import make_group
 from tests.test_train import TINY

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from grpo_roc_jax.config import read_config
+from grpo_roc_jax.process.progress import narrated, phase
 from grpo_roc_jax.record.run_dir import Start
 from grpo_roc_jax.run import durations
 from grpo_roc_jax.run.policy import parameter_count
 from grpo_roc_jax.run.session import plan_line
-from grpo_roc_jax.settings.progress import narrated, phase
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.learner.update import OptimConfig, make_score
 from grpo_roc_jax.method.compose import Scores
 from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.run.learning import takes_turns
-from grpo_roc_jax.settings.points import injected
 from tests.helpers.samples import make_group
 from tests.learner.test_update import MODEL, ONE, UPDATE, batch_on, mesh_of, state_on, step_of
 from tests.learner.test_update import rows as rows  # a fixture

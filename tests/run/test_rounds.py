@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
+from docs.methods_table import load_methods
 from grpo_roc_jax import train
 from grpo_roc_jax.config import Config, ratio_is_one
 from grpo_roc_jax.learner.group_learner import GroupLearner, checked_rows, parts_of, split_rows
 from grpo_roc_jax.learner.learner import Learner, UpdateBatch
 from grpo_roc_jax.learner.pack import unpack
-from grpo_roc_jax.method.catalog import load_methods
 from grpo_roc_jax.method.compose import Scores, train_rows
 from grpo_roc_jax.method.planning import SecondWave
 from grpo_roc_jax.method.state import AlgoState

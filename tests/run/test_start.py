@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.process.points import InjectedFault, injected
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import CompilationCounter, read_metrics
 from grpo_roc_jax.settings.cli import load_config
-from grpo_roc_jax.settings.points import InjectedFault, injected
 from grpo_roc_jax.train import main, train
 from tests.test_train import TINY
 from tests.test_train import shared_programs as shared_programs  # a fixture

@@ -8,9 +8,9 @@ import pytest
 
 from grpo_roc_jax.__main__ import COMMANDS
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.record.trace import TraceRecord
 from grpo_roc_jax.run.summary import next_lines, one_of, summarize_rows, summary_lines, write_summary
-from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 ROWS = [

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from grpo_roc_jax.config import WatchConfig
+from grpo_roc_jax.process.points import injected, reach
 from grpo_roc_jax.run.watch import Watchdog
-from grpo_roc_jax.settings.points import injected, reach
 from grpo_roc_jax.train import main
 from tests.helpers.arena import wait_until
 from tests.test_train import TINY

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.sandbox import Supervision, _meter, _pool, _probing, _session_table, _supervisor
-from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig
 from grpo_roc_jax.tools.executor import BaseExecutor, PythonExecutor, settings_of
 from tests.helpers.arena import descendants, resident_kb, wait_until

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from grpo_roc_jax.process.points import listening
 from grpo_roc_jax.sandbox import Supervision, _wire
 from grpo_roc_jax.sandbox._loop import TOGETHER_S
 from grpo_roc_jax.sandbox._messages import ExecutorStats, SubmitCall, encode
 from grpo_roc_jax.sandbox._supervisor import Supervisor
-from grpo_roc_jax.settings.points import listening
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, default_registry
 from grpo_roc_jax.tools.executor import BaseExecutor, PythonExecutor
 from tests.helpers.arena import wait_until

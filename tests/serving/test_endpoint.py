@@ -16,12 +16,12 @@ import grpo_roc_jax as g
 from grpo_roc_jax.commands.serve import main
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.engine.records import RunOptions, SingleTurn
+from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.run.components import serving_parts
 from grpo_roc_jax.run.load import serving_settings
 from grpo_roc_jax.serving.replies import SampledChoice
 from grpo_roc_jax.serving.server import ServerLimits
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
-from grpo_roc_jax.settings.points import injected
 from grpo_roc_jax.types import Problem, RolloutRequest
 from tests.helpers.serving import ROLLOUT, WEATHER, Served, served, small_policy
 from tests.test_readme import TINY

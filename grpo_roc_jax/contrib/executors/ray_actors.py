@@ -10,12 +10,12 @@ import time
 from collections import deque
 from typing import Any
 
+from grpo_roc_jax.process.installing import install_command
 from grpo_roc_jax.sandbox._messages import Capabilities, ExecutorSettings
 from grpo_roc_jax.sandbox.base import level_number
 from grpo_roc_jax.sandbox.executor import Executor
 from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable, Program, Ticket
 from grpo_roc_jax.sandbox.result import ToolResult
-from grpo_roc_jax.settings.installing import install_command
 from grpo_roc_jax.tools.config import LocalPool, ToolsConfig
 from grpo_roc_jax.tools.executor import BaseExecutor, settings_of
 from grpo_roc_jax.tools.registry import Registry

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from grpo_roc_jax.process.installing import install_command
 from grpo_roc_jax.settings.callables import import_file
-from grpo_roc_jax.settings.installing import install_command
 
 STORE_BYTES = 200 << 20
 """Size of the object store on this machine alone, besides the weights: finished groups pass through it."""

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from docs.methods_table import load_methods, method_table, table_differences, with_table
 from grpo_roc_jax.contrib.methods.tempsamp_r1 import Anchored
 from grpo_roc_jax.method.advantage import GroupRelative
-from grpo_roc_jax.method.catalog import load_methods, method_table, table_differences, with_table
 from grpo_roc_jax.method.compose import initial_state, next_state, resample_group, subset
 from grpo_roc_jax.method.planning import choose_problems
 from grpo_roc_jax.types import Condition, Group
@@ -126,7 +126,7 @@ def test_every_kind_names_its_source(axis, name):
 def test_the_documents_table_is_the_generated_one():
     text = core.DOCUMENT.read_text(encoding="utf-8")
     measured = table_differences(text)
-    assert with_table(text, method_table(measured)) == text, f"python -m grpo_roc_jax.method.catalog {core.DOCUMENT}"
+    assert with_table(text, method_table(measured)) == text, f"python docs/methods_table.py {core.DOCUMENT}"
     assert set(measured) == set(load_methods()), f"python -m benchmarks.first_step {core.DOCUMENT}"
 
 

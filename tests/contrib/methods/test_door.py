@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.methods_table import SKETCH, SKETCH_MARKS, load_methods, read_method, sketch_table, with_table
 from grpo_roc_jax.contrib.methods import hints
-from grpo_roc_jax.method.catalog import SKETCH, SKETCH_MARKS, load_methods, read_method, sketch_table, with_table
 from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS, file_layers, find_config
 from grpo_roc_jax.types import CONDITIONS, Condition, condition_kind, traits_of
 from tests import test_layering as layering
@@ -59,9 +59,7 @@ def test_sketches_are_told_and_counted_apart():
     page = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
     assert f"Of the {len(methods)} recipes, {len(methods) - len(sketches)} " in page
     assert f"The other {len(sketches)} are sketches" in page
-    assert with_table(page, sketch_table(), *SKETCH_MARKS) == page, (
-        "python -m grpo_roc_jax.method.catalog docs/methods.md"
-    )
+    assert with_table(page, sketch_table(), *SKETCH_MARKS) == page, "python docs/methods_table.py docs/methods.md"
 
 
 ADMITS = re.compile(

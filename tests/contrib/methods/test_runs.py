@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from docs.methods_table import load_methods
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.method.catalog import load_methods
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.train import main

@@ -1,8 +1,8 @@
 """The methods by name, as their recipes describe them, and the table of the documentation.
 
 Recipes of the core are in `configs/methods/`, all others beside their method in `contrib/methods/`. A recipe is a
-header of comments (title and source, axes, formula, state), then a few settings over a base recipe. `python -m
-grpo_roc_jax.method.catalog` prints the table. With `docs/methods.md` as its argument it writes the table there and
+header of comments (title and source, axes, formula, state), then a few settings over a base recipe.
+`python docs/methods_table.py` prints the table. With `docs/methods.md` as its argument it writes the table there and
 keeps its last column, which `benchmarks/first_step.py` measures.
 """
 
