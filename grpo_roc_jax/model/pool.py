@@ -17,7 +17,7 @@ blocks of an arena without moving them, and skips arenas that no row uses. A ste
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import flax.struct
@@ -189,6 +189,7 @@ def head_axes(config: ModelConfig, tensor: int) -> dict[str, str]:
     return {axis: "tensor" for axis, count in heads.items() if tensor > 1 and count % tensor == 0}
 
 
+@lru_cache(64)
 def shard_bytes(
     config: ModelConfig, size: PoolSize, dtype: jnp.dtype, tensor: int, stored: jnp.dtype | None = None
 ) -> int:
