@@ -1,5 +1,6 @@
 """Formulas beside programs: what a plan by arithmetic says of an update is held against the compiled program."""
 
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -252,6 +253,32 @@ def test_updates_of_the_families_by_arithmetic_are_those_of_the_programs(family,
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_updates_of_all_recipes_by_arithmetic_are_those_of_the_programs(recipe, trained, axis):
     check(recipe, trained, axis)
+
+
+STORED = [
+    ("rstar2_stage3_v5p_4x4x4", ["hard"], "v5p:4x4x4"),
+    pytest.param("rstar2_stage3_v6e_8x8", ["hard", "--rollout.slots", "16"], "v6e:8x8", marks=pytest.mark.slow),
+    pytest.param("rstar2_stage1_v5p_4x4x4", ["8k"], "v5p:4x4x4", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("stored", "words", "topology"), STORED)
+def test_updates_of_14b_by_arithmetic_are_those_of_the_stored_plans(stored, words, topology):
+    """The all-reduces of the stored plans are sums of outputs over `tensor` of which each device keeps a part."""
+    report = json.loads(Path(f"benchmarks/results/plan_{stored}.json").read_text())
+    program = next(needs for needs in report["programs"] if needs["name"] == "update")
+    stage, *more = words
+    config = load_config(Config, ["configs/rstar2_qwen3_14b.yaml", *more], prog="test")
+    config = planning.chosen_stages(config, stage)[0]
+    deployment = planning.deployment_of(config, parse_topology(topology), "Qwen/Qwen3-14B", True, 0.0)
+    formula, work, model = estimate(deployment)[-1], deployment.work, deployment.model
+    assert work.micro_batches == report["work"]["micro_batches"]
+    sums = work.micro_rows // row_shards(deployment.mesh) * work.row_length * model.d_model * 4
+    sums *= model.layers * work.micro_batches
+    assert program["collectives"]["all-reduce"]["bytes"] / sums == pytest.approx(3.0 + ("v6e" in topology), abs=0.05)
+    moved = sum(entry["moved"] for entry in program["collectives"].values())
+    assert 0.8 < formula.moved / (moved - program["collectives"]["all-reduce"]["moved"] / 2) < 1.25
+    assert formula.flops == pytest.approx(program["flops"], rel=0.01)
 
 
 LATENT = pytest.mark.xfail(
