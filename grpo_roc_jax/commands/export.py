@@ -124,7 +124,8 @@ def export_model(
     published = dict(read_published(source)) if source else write_config(model)
     family = find_family(published) if source else infer_family(model)
     chosen = _choose_dtype(dtype, published)
-    published.pop("dtype", None)
+    for key in ("dtype", "quantization_config"):  # of the files that were read; those written hold plain numbers
+        published.pop(key, None)
     published |= {"torch_dtype": chosen}
     text = text or TextFiles(published_text(source) if source else {})
     _add_special_ids(published, text)

@@ -5,6 +5,7 @@ as messages, `reward_model.ground_truth` or `reward_spec.ground_truth`, `data_so
 `answer`), GSM8K (`question`, `answer` ending in `#### x`), MATH and AIME (`problem`, `answer` or a boxed `solution`).
 """
 
+import datetime
 import hashlib
 import itertools
 import json
@@ -13,13 +14,16 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
+from uuid import UUID
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from grpo_roc_jax.settings.files import DEEPEST, depth_over
+from grpo_roc_jax.settings.files import DEEPEST, depth_over, parse_json, read_text
 from grpo_roc_jax.types import Problem
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "input", "query", "instruction")
@@ -43,6 +47,8 @@ LOOKED_AT = 100
 """Number of first rows from which the columns are detected."""
 MAX_ROW_BYTES = 16 << 20
 """Longer lines are bad rows; they are skipped without being held in memory."""
+MOST_ARRAY_BYTES = 1 << 30
+"""Largest file with one JSON array, which is read at once; a larger one has an object a line."""
 LONG_ANSWER = 200
 """Number of characters above which a marked answer is searched in a reference answer."""
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
@@ -69,7 +75,7 @@ class BadRow:
 
     file: str
     row: int
-    """Line of a JSONL file or row of a Parquet file, from 1."""
+    """Line of a JSONL file, or row of a Parquet file or of a JSON array, from 1."""
     reason: str
 
     def __str__(self) -> str:
@@ -165,7 +171,7 @@ def load_problems(
     Columns without another use are kept in `extra`.
 
     Args:
-        path: A `.jsonl` (or `.json` with one object per line) or `.parquet` file.
+        path: A `.jsonl` file (or `.json`, with one object per line or one array of objects) or a `.parquet` file.
         prompt_column: Overrides detection; dots reach into nested objects.
         answer_column: Overrides detection.
         bad_rows: `drop` counts and names them; `fail` raises at the end of the file with the list.
@@ -244,7 +250,9 @@ def read_rows(path: Path) -> Iterator[Row]:
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    if path.suffix in (".jsonl", ".json"):
+    if path.suffix == ".json" and (rows := _array_rows(path)) is not None:
+        yield from rows
+    elif path.suffix in (".jsonl", ".json"):
         yield from _jsonl_rows(path)
     elif path.suffix == ".parquet":
         yield from _parquet_rows(path)
@@ -268,6 +276,20 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 yield number, _decode_json(line)
 
 
+def _array_rows(path: Path) -> Iterator[Row] | None:
+    """The rows of a file that holds one JSON array; None for any other file, such as one with an object a line.
+
+    Raises:
+        ValueError: It begins as an array and is none, or is too large to be read at once.
+    """
+    with path.open("rb") as file:
+        begin = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not begin.startswith(b"["):
+        return None
+    rows = parse_json(read_text(path, MOST_ARRAY_BYTES).removeprefix("\ufeff"), str(path))
+    return ((number, _row_of(row)) for number, row in enumerate(rows, 1))
+
+
 def _decode_json(line: bytes) -> Any:
     try:
         row = json.loads(line.decode())
@@ -277,6 +299,11 @@ def _decode_json(line: bytes) -> Any:
         return "invalid JSON: nested too deep"
     except ValueError as error:
         return f"invalid JSON: {error}"
+    return _row_of(row)
+
+
+def _row_of(row: Any) -> Any:
+    """A decoded row, or the reason why it is none."""
     if depth_over(row, DEEPEST):
         return "invalid JSON: nested too deep"
     return row if isinstance(row, dict) else f"must be a JSON object, not {type(row).__name__}"
@@ -333,8 +360,22 @@ def _problem(row: Any, prompt_column: str, answer_column: str, stem: str) -> tup
     source = name if isinstance(name, str) and name else stem
     digest = hashlib.blake2b(f"{prompt}\0{answer}".encode(errors="replace"), digest_size=8).hexdigest()
     used = {prompt_column.split(".")[0], answer_column.split(".")[0], SOURCE_COLUMN}
-    extra = {str(key): value for key, value in row.items() if key not in used}
+    extra = {str(key): _storable(value) for key, value in row.items() if key not in used}
     return Problem(uid=f"{stem}:{digest}", prompt=prompt, answer=answer, source=source, extra=extra), has_system
+
+
+def _storable(value: Any) -> Any:
+    """A column in values that a trace and a checkpoint can hold: dates, times, decimals and ids of Parquet files and of
+    the hub as text, any other object as the name of its type."""
+    if isinstance(value, Mapping):
+        return {key: _storable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_storable, value))
+    if value is None or isinstance(value, str | int | float | bytes | np.generic | np.ndarray):
+        return value
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return str(value) if isinstance(value, Decimal | datetime.timedelta | UUID) else f"<{type(value).__name__}>"
 
 
 def refuse_media(row: Mapping[str, Any], *used: str) -> None:
@@ -388,12 +429,12 @@ def answer_text(value: Any, name: str) -> str:
     """The reference answer as text: x for `#### x` and boxed solutions, 1234 for `1,234`, 27 for 27.0."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise UnusableRow(f"column {name!r} is {type(value).__name__}; must be text or a number")
-    if isinstance(value, float):
+    if isinstance(value, float | Decimal):
         if not math.isfinite(value):
             raise UnusableRow(f"column {name!r} is {value}")
-        value = int(value) if value == int(value) else value
+        value = int(value) if value == int(value) else value if isinstance(value, float) else f"{value.normalize():f}"
     text = str(value)
     if "####" in text:
         text = last_boxed(text.rsplit("####", 1)[1])

@@ -120,6 +120,11 @@ def read_published(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is missing, or is no JSON object.
     """
+    return dict(text_part(_raw_config(folder)))
+
+
+def _raw_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a directory as it is, with what belongs to other parts than the text model."""
     file = folder / "config.json"
     if not file.is_file():
         others = ", ".join(str(gguf) for gguf in sorted(folder.glob("*.gguf")))
@@ -127,7 +132,18 @@ def read_published(folder: Path) -> dict[str, Any]:
             f"{folder} holds no config.json; model.path must be the directory of a published model, or a GGUF file"
             + (f", such as {others}" if others else "")
         )
-    return dict(text_part(read_json_object(file)))
+    return read_json_object(file)
+
+
+_TEXT_CLASSES = ("llama4", "qwen3_5", "qwen3_5_moe")
+"""Model types of vision-language directories from which `AutoModelForCausalLM` makes the text model alone."""
+
+
+def is_within_whole(config: ModelConfig) -> bool:
+    """Whether transformers makes a model with more than the text part from the directory at `config.path`, so that the
+    names of its modules contain `language_model`."""
+    published = _raw_config(find_model(config.path)) if config.path else {}
+    return isinstance(published.get("vision_config"), Mapping) and published.get("model_type") not in _TEXT_CLASSES
 
 
 def resolve_config(config: ModelConfig) -> ModelConfig:
@@ -233,7 +249,7 @@ def read_text_tensors(folder: Path) -> dict[str, AnyTensor]:
     names of a text model; a note lists the tensors left out."""
     tensors = gguf_tensors(folder)
     tensors = join_parts(mxfp4.joined(read_directory(folder))) if tensors is None else tensors
-    text_tensors = {_text_name(name): tensor for name, tensor in tensors.items() if not LEFT_OUT.fullmatch(name)}
+    text_tensors = {text_name(name): tensor for name, tensor in tensors.items() if not LEFT_OUT.fullmatch(name)}
     if len(text_tensors) < len(tensors):
         dropped = [name for name in tensors if LEFT_OUT.fullmatch(name)]
         note(f"{folder}: only the text part is used; {len(dropped)} other tensors are left out: {listed(dropped)}")
@@ -285,7 +301,7 @@ def _split_experts(name: str, tensor: AnyTensor) -> Iterator[tuple[str, AnyTenso
             yield f"{prefix}.experts.{expert}.{matrix}.weight", TensorSlice(tensor, expert, rows)
 
 
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
     """ "model.language_model.norm.weight" and "language_model.model.norm.weight" -> "model.norm.weight"."""
     prefix = _TEXT_PREFIX.match(name)
     if not prefix:

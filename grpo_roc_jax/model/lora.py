@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_roc_jax.model.config import FULL, ModelConfig
+from grpo_roc_jax.model.convert import LEFT_OUT, is_within_whole, text_name
 from grpo_roc_jax.model.families import Family, Layout, rules
 from grpo_roc_jax.model.low_precision import plain, plain_layer
 from grpo_roc_jax.model.safetensors_io import CheckpointError, Planned, listed, read_header, write_file
@@ -57,9 +58,21 @@ TARGETS: dict[str, tuple[str, int]] = {
 """Published name -> (leaf, number of its leading dimensions that are inputs)."""
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-UNSUPPORTED = ("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern")
-UNSUPPORTED += ("layers_to_transform", "layer_replication", "trainable_token_indices", "target_parameters")
-"""Options of PEFT that are refused, since they change what an adapter computes or contains."""
+_READ = {"peft_type", "r", "lora_alpha", "target_modules", "bias", "init_lora_weights"}
+_WITHOUT_EFFECT = {"task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "inference_mode"}
+_WITHOUT_EFFECT |= {
+    "lora_dropout",
+    "layers_pattern",
+    "exclude_modules",
+    "eva_config",
+    "velora_config",
+    "runtime_config",
+}
+_WITHOUT_EFFECT |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
+"""Keys of PEFT that never change what a complete adapter computes, or do so only beside another key that is refused."""
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that set the adapter alone. Others, such as `pissa`, `olora` and `loftq`, also change
+the weights below it, and the saved pairs fit only those."""
 
 
 class Lora(Axis, axis="lora"):
@@ -213,6 +226,11 @@ def merge(base: Params, adapter: Params, lora: LowRank) -> Params:
 # ---- PEFT directories ----------------------------------------------------------------------------------------------
 
 
+_PEFT_PREFIX = "base_model.model."
+_TEXT_MODULE, _WITHIN_WHOLE = f"{_PEFT_PREFIX}model.", f"{_PEFT_PREFIX}model.language_model."
+"""How the names of pairs begin for a text model, and for the text part of a vision-language model."""
+
+
 class Pair(NamedTuple):
     """One tensor of an adapter directory."""
 
@@ -251,7 +269,7 @@ def _published_pairs(lora: LowRank, family: Family, model: ModelConfig) -> list[
     for layer in range(model.layers):
         for rule in (rule for rule in targeted if layer in layers_with(rule.leaf, model)):
             layout, position = Layout(rule, model), layers_with(rule.leaf, model).index(layer)
-            name = "base_model.model." + rule.name.format(layer=layer).removesuffix(".weight")
+            name = _PEFT_PREFIX + rule.name.format(layer=layer).removesuffix(".weight")
             (outputs, inputs), rows = layout.published_shape, layout.row_order()
             pair_a, pair_b = f"{rule.leaf}_lora_a", f"{rule.leaf}_lora_b"
             parts.append(Pair(f"{name}.lora_A.weight", pair_a, position, (lora.rank, inputs), slice(None)))
@@ -264,13 +282,15 @@ def save_adapter(
 ) -> list[str]:
     """Writes a PEFT adapter directory into an existing, empty folder; returns the names of its files.
 
-    PEFT holds A as [rank, in] and B as [out, rank]; both are written in float32.
+    PEFT holds A as [rank, in] and B as [out, rank]; both are written in float32. If transformers loads the
+    directory at `model.path` as a vision-language model, the names are those of its modules: of others PEFT loads none.
 
     Raises:
         CheckpointError: a value is not finite; the message names its tensor.
     """
-    parts = _published_pairs(lora, family, model)
-    planned = [Planned(part.name, np.dtype(np.float32), part.shape) for part in parts]
+    parts, whole = _published_pairs(lora, family, model), is_within_whole(model)
+    names = [part.name.replace(_TEXT_MODULE, _WITHIN_WHOLE, 1) if whole else part.name for part in parts]
+    planned = [Planned(name, np.dtype(np.float32), part.shape) for name, part in zip(names, parts, strict=True)]
 
     def values():
         for name, leaf, position, shape, rows in parts:
@@ -294,7 +314,7 @@ def save_adapter(
         "use_rslora": False,
         "use_dora": False,
         "inference_mode": True,
-    }
+    } | ({"exclude_modules": LEFT_OUT.pattern} if whole else {})
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     return [ADAPTER_FILE, ADAPTER_CONFIG]
 
@@ -310,8 +330,14 @@ def read_lora(folder: Path) -> LowRank:
     if published.get("peft_type") != "LORA" or not isinstance(targets, list):
         got = f"peft_type {published.get('peft_type')!r}, target_modules {targets!r}"
         raise CheckpointError(f"{folder}: {got}; must be LORA and a list of names")
-    options = [f"{key} = {published[key]!r}" for key in UNSUPPORTED if published.get(key)]
+    options = [f"{key} = {value!r}" for key, value in published.items() if value and key not in _READ | _WITHOUT_EFFECT]
     options += [f"bias = {published['bias']!r}"] if published.get("bias", "none") != "none" else []
+    start = published.get("init_lora_weights")
+    if (start.lower() if isinstance(start, str) else start) not in _PLAIN_STARTS:
+        options.append(
+            f"init_lora_weights = {start!r}, which changes the weights below the adapter (PEFT converts it on "
+            "saving: path_initial_model_for_weight_conversion)"
+        )
     if refused := [*sorted(set(targets) - set(TARGETS)), *options]:
         raise CheckpointError(f"{folder}: not supported: {', '.join(refused)}")
     try:
@@ -321,12 +347,17 @@ def read_lora(folder: Path) -> LowRank:
 
 
 def load_adapter(folder: Path, lora: LowRank, model: ModelConfig, family: Family) -> Params:
-    """The float32 pairs of a PEFT adapter directory, layers stacked, as host arrays.
+    """The float32 pairs of a PEFT adapter directory, layers stacked, as host arrays; for a vision-language model those
+    of its text part.
 
     Raises:
         CheckpointError: Its tensors do not fit the model.
     """
-    tensors, parts = read_header(folder / ADAPTER_FILE), _published_pairs(lora, family, model)
+    if not (folder / ADAPTER_FILE).is_file():
+        raise CheckpointError(f"{folder} holds no {ADAPTER_FILE}; no other format is read")
+    stored = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in read_header(folder / ADAPTER_FILE).items()}
+    tensors = {f"{_PEFT_PREFIX}{text_name(n)}": tensor for n, tensor in stored.items() if not LEFT_OUT.fullmatch(n)}
+    parts = _published_pairs(lora, family, model)
     wrong = [part.name for part in parts if part.name not in tensors or tensors[part.name].shape != part.shape]
     extra = sorted(set(tensors) - {part.name for part in parts})
     if wrong or extra:

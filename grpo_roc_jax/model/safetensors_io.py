@@ -108,18 +108,17 @@ def _sizes(index: Sequence[slice], shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def read_directory(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint directory by name, from a single file or from the shards of an index; those in uint8
-    too.
+    """Every tensor of a checkpoint directory by name, from a single file or else from the shards of an index; those in
+    uint8 too. An index beside a single file is one of earlier shards, as transformers leaves it and does not read it.
 
     Raises:
         CheckpointError: there are no such files, a shard is missing or damaged, or lacks a tensor of the index.
     """
-    index_file = folder / INDEX_FILE
-    if not index_file.is_file():
-        single = folder / SINGLE_FILE
-        if not single.is_file():
-            raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; no other format is read")
+    index_file, single = folder / INDEX_FILE, folder / SINGLE_FILE
+    if single.is_file():
         return read_header(single, packed=True)
+    if not index_file.is_file():
+        raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; no other format is read")
     try:
         places: Mapping[str, str] = read_json_object(index_file)["weight_map"]
         shards = sorted({str(Path(name)) for name in places.values()})

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from grpo_roc_jax.settings.files import DEEPEST, depth_over
 from grpo_roc_jax.types import ToolCall
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
@@ -150,6 +151,8 @@ def call_of(call: object, raw: str, tools: Tools = ()) -> ToolCall:
         json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
     except (RecursionError, ValueError):
         return malformed(raw, "the call holds an unpaired surrogate or a number that is not finite")
+    if depth_over(arguments, DEEPEST):
+        return malformed(raw, f"the arguments are nested too deep; at most {DEEPEST} levels are read", name)
     return ToolCall(name=name, arguments=arguments, raw=raw)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_roc_jax.text.calls import CallSpan, State, Tools, after_space, begins, call_id, functions_of
@@ -127,40 +127,78 @@ def as_json(call: ToolCall, arguments: str) -> str:
 
 
 def properties_of(name: str, tools: Tools) -> Mapping[str, Any]:
-    """The schemas of the parameters of a tool by its name; empty if it is not known."""
+    """The schemas of the parameters of a tool by its name, with references followed as far as `typed` reads them; empty
+    if the tool is not known."""
     parameters = functions_of(tools).get(name, {}).get("parameters") or {}
     if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties") or {}, Mapping):
         return {}
-    return {key: _resolved(part, parameters) for key, part in (parameters.get("properties") or {}).items()}
+    definitions = parameters.get("$defs") or parameters.get("definitions")
+    definitions = definitions if isinstance(definitions, Mapping) else {}
+    schemas = (parameters.get("properties") or {}).items()
+    return {key: _resolved(part, definitions, iter(range(_MOST_PARTS))) for key, part in schemas}
 
 
-def _resolved(schema: Any, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema with its reference into `$defs` followed; a boolean schema admits everything or nothing."""
-    if not isinstance(schema, Mapping):
+_UNIONS = ("anyOf", "oneOf", "allOf")
+_MOST_PARTS = 200
+"""References and members of unions of one parameter that are followed; a schema may refer to itself."""
+
+
+def _resolved(schema: Any, definitions: Mapping[str, Any], left: Iterator[int]) -> Mapping[str, Any]:
+    """A schema with its references into `$defs` followed, also those of the members of a union; a boolean schema admits
+    everything or nothing. Each part takes one number of `left`; without one nothing is known of it."""
+    if not isinstance(schema, Mapping) or next(left, None) is None:
         return {}
     name = str(schema.get("$ref", "")).rpartition("/")[2]
-    return (parameters.get("$defs") or parameters.get("definitions") or {}).get(name) or schema
+    if name in definitions:
+        return _resolved(definitions[name], definitions, left)
+    unions = {key: schema[key][:_MOST_PARTS] for key in _UNIONS if isinstance(schema.get(key), list)}
+    members = {key: [_resolved(part, definitions, left) for part in union] for key, union in unions.items()}
+    return {**schema, **members}
 
 
-def _types(schema: Any) -> set[str]:
-    """The JSON types that a schema admits; text if it names none."""
-    if not isinstance(schema, Mapping):
-        return {"string"}
-    options = schema.get("anyOf") or schema.get("oneOf")
-    if options:
-        return set().union(*map(_types, options))
-    types = schema.get("type", "string")
-    return {types} if isinstance(types, str) else set(types)
+_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+
+
+def _types(schema: Mapping[str, Any]) -> set[str] | None:
+    """The JSON types that a schema admits; None if it does not say."""
+    types = schema.get("type")
+    if isinstance(types, str):
+        return {types}
+    if isinstance(types, list) and types:
+        return {part for part in types if isinstance(part, str)}
+    if choices := _choices(schema):
+        return {_JSON_TYPES.get(type(choice), "null") for choice in choices}
+    for key in ("anyOf", "oneOf"):
+        if options := schema.get(key):
+            admitted = [_types(option) for option in options] if isinstance(options, list) else [None]
+            return None if None in admitted else set().union(*admitted)
+    parts = schema.get("allOf")
+    known = [types for part in (parts if isinstance(parts, list) else []) if (types := _types(part)) is not None]
+    if known:
+        return set.intersection(*known)
+    return {"object"} if "properties" in schema else {"array"} if "items" in schema else None
+
+
+def _choices(schema: Mapping[str, Any]) -> list[Any]:
+    """The values that a schema lists, if it does."""
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    return choices if isinstance(choices, list) else []
 
 
 def typed(value: str, schema: Mapping[str, Any]) -> Any:
-    """A value from its text. It is read as JSON (or Python's True, False, None) if the schema admits no text."""
-    if "string" in _types(schema):
+    """A value from its text. It is read as JSON (or Python's True, False, None) if the schema admits no text, or if it
+    lists values of which the text is none."""
+    types = _types(schema)
+    listed = _choices(schema)
+    if (types is None or "string" in types) and (not listed or value in listed):
         return value
     try:
-        return json.loads(value)
+        read = json.loads(value)
     except (RecursionError, ValueError):
-        return {"True": True, "False": False, "None": None}.get(value.strip(), value)
+        read = {"True": True, "False": False, "None": None}.get(value.strip(), value)
+    if types is None or "string" in types:  # text and other values are listed
+        return read if any(type(read) is type(choice) and read == choice for choice in listed) else value
+    return read
 
 
 def schema_of(call: ToolCall) -> Tools:

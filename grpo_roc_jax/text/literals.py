@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_roc_jax.text.calls import State, after_space, begins, json_span, malformed
+from grpo_roc_jax.text.calls import State, after_space, begins, call_of, json_span, malformed
 from grpo_roc_jax.types import ToolCall
 
 _QUOTE = re.compile(r'"""|\'\'\'|"|\'')
@@ -127,8 +127,15 @@ def _python(text: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # the policy's strings may have invalid escapes
         value = ast.literal_eval(text)
-    json.dumps(value, ensure_ascii=False, allow_nan=True).encode()
-    return value
+    return _as_json_values(value)
+
+
+def _as_json_values(value: Any) -> Any:
+    """A literal in the types of JSON: a tuple as a list, keys as text. Raises ValueError or TypeError for a set, bytes
+    or an unpaired surrogate; numbers that are not finite stay, and `call_of` refuses them."""
+    text = json.dumps(value, ensure_ascii=False)
+    text.encode()
+    return json.loads(text)
 
 
 def python_call(source: str) -> ToolCall:
@@ -166,11 +173,10 @@ def _call_of_node(call: ast.expr, source: str) -> ToolCall:
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         return malformed(source, "arguments are given by name: tool(argument=value)", call.func.id)
     try:
-        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        json.dumps(arguments, ensure_ascii=False).encode()
+        arguments = _as_json_values({keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords})
     except (ValueError, TypeError, MemoryError, RecursionError):
         return malformed(source, "the values of the arguments are plain ones, written out and not computed")
-    return ToolCall(name=call.func.id, arguments=arguments, raw=source)
+    return call_of({"name": call.func.id, "arguments": arguments}, source)
 
 
 def sorted_keys(values: dict[str, Any]) -> list[tuple[str, Any]]:

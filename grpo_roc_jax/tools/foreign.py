@@ -59,7 +59,7 @@ class ForeignSignature(Signature):
             return f"arguments must be an object, got {json_type(arguments)}"
         try:
             error = best_match(self._validator.iter_errors(dict(arguments)))
-        except Unresolvable as unknown:
+        except (Unresolvable, ArithmeticError, RecursionError) as unknown:  # the policy's numbers may be of any size
             return f"arguments cannot be checked: {unknown}"
         if error is None:
             return ""

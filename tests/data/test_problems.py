@@ -1,6 +1,8 @@
 """Files to problems: common formats, real data sets, and every kind of bad row."""
 
+import datetime
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -9,9 +11,11 @@ import pytest
 
 import grpo_roc_jax.data.problems as problems_module
 from grpo_roc_jax.data.problems import answer_text, drop_long, last_boxed, load_problems
+from grpo_roc_jax.record import codec
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import ByteTokenizer
+from grpo_roc_jax.types import Problem
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -79,6 +83,26 @@ def test_common_formats_load_without_settings(tmp_path, shape, suffix):
 def test_further_columns_are_kept(tmp_path, shape, kept):
     (problem,), _ = load_problems(write(tmp_path / "x.jsonl", [SHAPES[shape][0]]))
     assert set(problem.extra) == kept
+
+
+def test_columns_of_every_type_of_parquet_can_be_recorded(tmp_path):
+    day = datetime.datetime(2024, 1, 2, 3, 4, 5)
+    columns = {
+        "question": ["1+1?"],
+        "answer": pyarrow.array([Decimal("2.50")], pyarrow.decimal128(10, 2)),
+        "created_at": [day],
+        "day": [day.date()],
+        "price": [Decimal("1.10")],
+        "took": [datetime.timedelta(seconds=90)],
+        "nested": [{"at": [day], "raw": b"x"}],
+        "score": [0.5],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
+    (problem,), _ = load_problems(tmp_path / "x.parquet")
+    assert problem.answer == "2.5"
+    texts = {"created_at": "2024-01-02T03:04:05", "day": "2024-01-02", "price": "1.10", "took": "0:01:30"}
+    assert problem.extra == texts | {"nested": {"at": ["2024-01-02T03:04:05"], "raw": b"x"}, "score": 0.5}
+    assert codec.unpack(Problem, json.loads(json.dumps(codec.pack(problem)))) == problem
 
 
 def test_columns_can_be_named(tmp_path):
@@ -157,6 +181,22 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
     assert report.bad == ()
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_file_may_be_one_array(tmp_path, indent):
+    """As many data sets are published; one with an object a line keeps its row numbers."""
+    rows = [{"problem": "1+1?", "answer": 2}, ["no object"], {"problem": "2+2?", "answer": 4}]
+    file = tmp_path / "x.json"
+    file.write_text("\ufeff\n" + json.dumps(rows, indent=indent), encoding="utf-8")
+    problems, report = load_problems(file)
+    assert [(p.prompt, p.answer) for p in problems] == [("1+1?", "2"), ("2+2?", "4")]
+    assert [str(bad) for bad in report.bad] == [f"{file}:2: must be a JSON object, not list"]
+    write(file, [rows[0], rows[2]])
+    assert load_problems(file)[0] == problems
+    file.write_text(json.dumps(rows)[:-1])
+    with pytest.raises(ValueError, match="is not JSON"):
+        load_problems(file)
+
+
 def test_a_last_line_without_its_end_loads(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"question": "q1", "answer": "1"}')
@@ -198,6 +238,8 @@ def test_own_system_texts_are_counted(tmp_path):
         ("12,34", "answer", "12,34"),
         (27.0, "answer", "27"),
         (0.5, "answer", "0.5"),
+        (Decimal("2.00"), "answer", "2"),
+        (Decimal("0.10"), "answer", "0.1"),
         (10**30, "answer", str(10**30)),
         ("025", "answer", "25"),
         ("--5", "answer", "--5"),

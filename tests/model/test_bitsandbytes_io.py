@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.low_precision import NF4_LEVELS, plain_layer
@@ -60,6 +61,20 @@ def make_pair(folder, model=WIDE, *, nested=False):
 
 def resolved(folder):
     return resolve_config(ModelConfig(path=str(folder)))
+
+
+def test_an_export_says_nothing_of_the_format_that_it_was_read_from(tmp_path):
+    """Its matrices are plain numbers; with the old setting, transformers would take them for packed ones."""
+    packed, full = make_pair(tmp_path)
+    config = resolved(packed)
+    export_model(load_params(packed, config), config, tmp_path / "out", dtype="float32")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in written
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        load_params(tmp_path / "out", resolved(tmp_path / "out")),
+        load_params(full, resolved(full)),
+    )
 
 
 @pytest.mark.parametrize("nested", [False, True])

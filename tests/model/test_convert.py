@@ -273,6 +273,17 @@ def test_a_tied_unembedding_in_the_file_must_equal_the_embedding(tmp_path):
         load_params(tmp_path, config)
 
 
+def test_a_single_file_goes_before_the_index_of_earlier_shards(tmp_path):
+    """Saving a model into its folder again, as one file, leaves the index; transformers reads the file."""
+    make_directory(tmp_path, MODELS["qwen3"], max_shard_bytes=6000)
+    for shard in tmp_path.glob("model-*.safetensors"):
+        shard.unlink()
+    values = {"model.norm.weight": np.arange(3, dtype=np.float32)}
+    write_shards(tmp_path, [[Planned("model.norm.weight", np.dtype(np.float32), (3,))]], values.values())
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    np.testing.assert_array_equal(read_all(tmp_path)["model.norm.weight"], values["model.norm.weight"])
+
+
 def test_damaged_files_are_refused_by_name(tmp_path):
     make_directory(tmp_path, MODELS["qwen3"], max_shard_bytes=6000)
     config = resolve_config(ModelConfig(path=str(tmp_path)))

@@ -281,9 +281,67 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
         load_adapter(tmp_path, LORA, taller, family)
     with pytest.raises(CheckpointError, match="missing or of another shape"):
         load_adapter(tmp_path, LowRank(rank=4, alpha=12.0), MODEL, family)
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"holds no adapter_model\.safetensors"):
+        load_adapter(tmp_path, LORA, MODEL, family)
     file = tmp_path / "adapter_config.json"
     published = json.loads(file.read_text())
     for change in ({"use_dora": True}, {"bias": "all"}, {"target_modules": ["lm_head"]}, {"peft_type": "IA3"}):
         file.write_text(json.dumps(published | change))
         with pytest.raises(CheckpointError, match="|".join(map(str, [*change, "lm_head"]))):
             read_lora(tmp_path)
+
+
+CHANGES_THE_RESULT = [
+    {"init_lora_weights": "pissa"},
+    {"init_lora_weights": "pissa_niter_4"},
+    {"init_lora_weights": "olora"},
+    {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}},
+    {"alora_invocation_tokens": [3, 4]},
+    {"lora_bias": True},
+    {"use_rslora": True},
+    {"rank_pattern": {"q_proj": 4}},
+    {"an_option_of_next_year": 1},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES_THE_RESULT, ids=lambda change: next(iter(change.items())))
+def test_options_of_peft_that_change_what_an_adapter_computes_are_refused(tmp_path, change):
+    save_adapter(random_adapter(), LORA, MODEL, find_family({"architectures": ["Qwen3ForCausalLM"]}), tmp_path, "base")
+    file = tmp_path / "adapter_config.json"
+    published = json.loads(file.read_text())
+    harmless = {
+        "init_lora_weights": "gaussian",
+        "exclude_modules": ["lm_head"],
+        "layers_pattern": None,
+        "peft_version": "1",
+    }
+    harmless |= {"corda_config": None, "loftq_config": {}, "revision": "main", "runtime_config": {"offload": False}}
+    file.write_text(json.dumps(published | harmless))
+    assert read_lora(tmp_path).rank == LORA.rank
+    file.write_text(json.dumps(published | harmless | change))
+    with pytest.raises(CheckpointError, match=next(iter(change))):
+        read_lora(tmp_path)
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora", "gaussian"])
+def test_an_adapter_of_peft_computes_the_same_or_is_refused(tmp_path, start):
+    peft = need_reference("peft")
+    model = save_model("qwen3-gqa4", tmp_path / "base")
+    options = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": start}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**options))
+    for name, parameter in adapted.named_parameters():
+        parameter.data += 0.1 * ("lora_" in name)
+    adapted.save_pretrained(tmp_path / "adapter")
+    if start != "gaussian":
+        with pytest.raises(CheckpointError, match=f"init_lora_weights = '{start}'"):
+            read_lora(tmp_path / "adapter")
+        return
+    config = resolve_config(ModelConfig(path=str(tmp_path / "base")))
+    family = find_family(json.loads((tmp_path / "base" / "config.json").read_text()))
+    lora, tokens = read_lora(tmp_path / "adapter"), random_tokens(2, 20)
+    wanted = logits_of(adapted.merge_and_unload(), tokens)
+    params = attach(
+        load_params(tmp_path / "base", config), load_adapter(tmp_path / "adapter", lora, config, family), lora
+    )
+    np.testing.assert_allclose(logits(params, config, tokens), wanted, atol=1e-4)

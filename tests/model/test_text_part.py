@@ -1,21 +1,27 @@
 """The text part of a vision-language directory loads as the family that computes the same."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
-from grpo_roc_jax.commands.export import export_model
+from grpo_roc_jax.commands.export import export_adapter, export_model
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.convert import load_params, resolve_config
-from grpo_roc_jax.model.families import UnsupportedModelError
+from grpo_roc_jax.model.convert import load_params, read_published, resolve_config
+from grpo_roc_jax.model.families import UnsupportedModelError, find_family
+from grpo_roc_jax.model.lora import LowRank, attach, load_adapter, read_lora, save_adapter
 from grpo_roc_jax.model.published import read_config, same_model
+from grpo_roc_jax.model.safetensors_io import read_header
 from grpo_roc_jax.model.transformer import forward, unembed
 from grpo_roc_jax.run.policy import parameter_count
-from tests.helpers.published_models import TEXT, VOCAB, logits_of, need_transformers, random_tokens
+from tests.helpers.published_models import TEXT, VOCAB, logits_of, need_reference, need_transformers, random_tokens
 from tests.model.test_convert import MODELS, make_directory, read_all, rewrite
+from tests.model.test_lora import MODEL, random_adapter
+
+ADAPTED = LowRank(rank=2, alpha=8.0, targets=("q_proj", "v_proj"))
 
 ONE_VISION_LAYER = {"hidden_size": 16, "num_heads": 2, "depth": 1, "intermediate_size": 16, "out_hidden_size": 32}
 SIGLIP = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
@@ -76,6 +82,44 @@ def test_text_alone_gives_the_logits_of_the_whole_model(tmp_path, name, caplog):
         return sorted(value.tobytes() for key, value in values.items() if not any(part in key for part in dropped))
 
     assert contents(read_all(tmp_path / "in")) == contents(read_all(tmp_path / "out"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Gemma3", "Qwen2_5_VL"])
+def test_peft_loads_an_adapter_into_the_whole_model_and_the_reverse(tmp_path, name):
+    transformers, peft = need_transformers(), need_reference("peft")
+    vision, text = WHOLE[name]
+    config = getattr(transformers, f"{name}Config")(text_config=TEXT | text, vision_config=vision)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    ours, tokens = resolve_config(ModelConfig(path=str(tmp_path / "base"))), random_tokens(2, 12)
+    adapter = random_adapter(ADAPTED, ours)
+    export_adapter(adapter, ADAPTED, ours, tmp_path / "adapter")
+    whole = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    assert {name for name, _ in whole.named_parameters() if "lora_" in name and "language_model" not in name} == set()
+    params = attach(load_params(tmp_path / "base", ours), adapter, ADAPTED)
+    positions = np.broadcast_to(np.arange(12), tokens.shape)
+    hidden = jax.jit(partial(forward, config=ours))(params, tokens, positions, np.ones_like(tokens))
+    np.testing.assert_allclose(unembed(params, hidden, ours), logits_of(whole, tokens), atol=1e-4)
+    whole.save_pretrained(tmp_path / "by_peft")
+    family = find_family(read_published(tmp_path / "base"))
+    again = load_adapter(tmp_path / "by_peft", read_lora(tmp_path / "by_peft"), ours, family)
+    jax.tree.map(np.testing.assert_array_equal, again, adapter)
+
+
+@pytest.mark.parametrize(("kind", "within"), [("gemma3", True), ("qwen3_5", False), (None, False)])
+def test_names_of_an_adapter_are_those_of_the_model_that_transformers_loads(tmp_path, kind, within):
+    """From a directory of Qwen3.5 `AutoModelForCausalLM` makes the text model, from one of Gemma 3 the whole one."""
+    whole = {"vision_config": {}, "model_type": kind} if kind else {"model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    model, family = replace(MODEL, path=str(tmp_path)), find_family({"architectures": ["Qwen3ForCausalLM"]})
+    (tmp_path / "adapter").mkdir()
+    adapter = random_adapter(ADAPTED, model)
+    save_adapter(adapter, ADAPTED, model, family, tmp_path / "adapter", "base")
+    names = read_header(tmp_path / "adapter" / "adapter_model.safetensors")
+    start = "base_model.model.model.language_model.layers." if within else "base_model.model.model.layers."
+    assert all(name.startswith(start) for name in names) and len(names) == 8
+    jax.tree.map(np.testing.assert_array_equal, load_adapter(tmp_path / "adapter", ADAPTED, model, family), adapter)
 
 
 def whole_of(folder, model, prefix, *, flat=False):

@@ -1,6 +1,8 @@
 """Forms of tool calls: every call that a form writes reads back equal, whatever its arguments hold, in one piece and
 token by token; one that is cut off is never run; a template's own call chooses the form or refuses the run."""
 
+import copy
+import functools
 import json
 import random
 import time
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from grpo_roc_jax.record import codec
 from grpo_roc_jax.text.calls import THOUGHTS, call_blocks
 from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig
@@ -849,3 +852,33 @@ def test_a_call_right_after_a_thought_is_read(name, closing):
             f"I look it up.{closing}{between}{written}", form, opened=True, strict=True, tools=TOOLS
         ).spans
         assert plain([call for span in spans for call in span.calls]) == [("run", {"note": "x"}, None)]
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_arguments_that_nest_deeper_than_a_record_can_hold_are_malformed(name):
+    """A reward function gets a copy of a call and a trace writes it down, both level by level."""
+    form = CONVENTIONS[name]
+    for levels, faulty in ((50, False), (150, True), (300, True)):
+        value = functools.reduce(lambda inner, _: [inner], range(levels), 1)
+        (call,) = form.find_calls(form.write_calls("", [ToolCall("run", {"parts": value}, "")]), over=True, tools=TOOLS)
+        assert (call.fault == "malformed_call") is faulty
+        assert faulty or call.arguments == {"parts": value}
+        assert codec.pack(copy.deepcopy(call))["raw"] == call.raw
+
+
+IN_PYTHON = {
+    "gemma": "```tool_code\nrun(parts={})\n```",
+    "pythonic": "[run(parts={})]",
+    "olmo": "<function_calls>run(parts={})</function_calls>",
+    "llama3": "<|python_tag|>run.call(parts={})",
+}
+
+
+@pytest.mark.parametrize("name", IN_PYTHON)
+def test_literals_of_python_are_values_of_json(name):
+    for text, value in (("(1, (2,))", [1, [2]]), ("{1: 'a', None: ()}", {"1": "a", "null": []}), ("(1)", 1)):
+        (call,) = CONVENTIONS[name].find_calls(IN_PYTHON[name].format(text), over=True, tools=TOOLS)
+        assert (call.fault, call.arguments) == (None, {"parts": value})
+    for text in ("1e999", "[-1e999]", "{1, 2}", "b'x'", "2j"):
+        (call,) = CONVENTIONS[name].find_calls(IN_PYTHON[name].format(text), over=True, tools=TOOLS)
+        assert call.fault == "malformed_call"

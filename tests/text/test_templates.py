@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import tokenizers
@@ -22,7 +23,7 @@ from grpo_roc_jax.text.templates import (
     make_glue,
 )
 from grpo_roc_jax.text.tokenizer import JsonTokenizer, load_tokenizer
-from grpo_roc_jax.tools.registry import default_registry
+from grpo_roc_jax.tools.registry import Job, Registry, default_registry
 from grpo_roc_jax.types import Problem, ToolCall
 from tests.helpers.published_models import need_reference
 
@@ -504,6 +505,60 @@ TYPED = [
         },
     }
 ]
+
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}}
+NESTED = {"D0": {"anyOf": [{"$ref": "#/$defs/D1"}] * 100}, "D1": {"anyOf": [{"$ref": "#/$defs/D0"}] * 100}}
+
+
+@pytest.mark.parametrize("form", ["xml", "glm"])
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"enum": [1, 2, 3]}, "2", 2),  # a Literal of numbers, as a tool made from a function has it
+        ({"anyOf": [{"enum": [True, False]}, {"type": "null"}]}, "true", True),
+        ({"enum": [1, "all"]}, "1", 1),
+        ({"enum": [1, "all"]}, "all", "all"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, "all"]}, "7", "7"),
+        ({"const": 3}, "3", 3),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, "null", None),
+        ({"allOf": [{"$ref": "#/$defs/Point"}, {"description": "where"}]}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/$defs/Other"}, '{"x": 1}', {"x": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "string"}]}, '{"x": 1}', '{"x": 1}'),
+        ({"properties": {"x": {}}}, '{"x": 1}', {"x": 1}),
+        ({"items": {"type": "integer"}}, "[1]", [1]),
+        ({}, "3", "3"),
+        ({"type": None}, "3", "3"),
+        ({"type": 3}, "3", "3"),
+        ({"type": [["integer"], "integer"]}, "3", 3),
+        ({"anyOf": {"type": "integer"}}, "3", "3"),
+        ({"anyOf": ["integer"]}, "3", "3"),
+        ({"$ref": "#/$defs/D0"}, "3", "3"),
+        ({"$ref": "#/$defs/Itself"}, "3", "3"),
+    ],
+)
+def test_a_value_has_the_type_that_its_schema_admits(form, schema, text, value):
+    definitions = {"Point": POINT, "Other": {"$ref": "#/$defs/Point"}, "Itself": {"$ref": "#/$defs/Itself"}, **NESTED}
+    parameters = {"type": "object", "properties": {"p": schema}, "$defs": definitions}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    glm = f"<tool_call>f\n<arg_key>p</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+    (call,) = CONVENTIONS[form].find_calls(glm if form == "glm" else xml(("p", text)), over=True, tools=tools)
+    assert (call.arguments, call.fault) == ({"p": value}, None)
+    assert type(call.arguments["p"]) is type(value)
+
+
+def test_a_function_with_literals_takes_the_calls_of_every_form():
+    def plot(level: Literal[1, 2], shown: Literal[True, False] | None = None, style: Literal["a", 3] = "a") -> str:
+        """Plots a curve."""
+
+    registry = Registry()
+    registry.add(plot, where="trainer")
+    call = ToolCall("plot", {"level": 2, "shown": True, "style": 3}, "plot(level=2, shown=True, style=3)")
+    for name, form in CONVENTIONS.items():
+        (read,) = form.find_calls(form.write_calls("", [call]), over=True, tools=registry.schemas)
+        assert isinstance(registry.prepare(read.name, read.arguments, None), Job), name
 
 
 def xml(*values, name="f", close="</function>\n</tool_call>"):

@@ -278,6 +278,14 @@ def test_schemas_of_other_origin_are_checked_by_their_own_rules(arguments: objec
     assert tool.schema["function"]["parameters"]["type"] == "object"
 
 
+def test_numbers_of_any_size_are_no_exception() -> None:
+    schema = {"name": "pay", "parameters": {"properties": {"sum": {"type": "number", "multipleOf": 0.01}}}}
+    registry = Registry([foreign_tool(schema, lambda **given: "paid")])
+    assert isinstance(registry.prepare("pay", {"sum": 10.5}, None), Job)
+    found = registry.prepare("pay", {"sum": 10**400}, None)
+    assert found.kind == "bad_arguments" and "cannot be checked" in found.error_message
+
+
 def test_schemas_without_parameters_and_those_that_cannot_be_used() -> None:
     for schema in (
         {"name": "now"},
