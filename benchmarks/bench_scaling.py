@@ -55,7 +55,8 @@ def measure(chips: int, asked: argparse.Namespace) -> list[dict]:
     work = work_of(config, mesh, topology, 0.0)
     state = state_like(model, config.optim, mesh)
     engine = make_engine(model, config.rollout, config.sampling, [0], mesh)
-    resident = resident_bytes(config, state, state.params, device_bytes(engine.published_like(state.params)))
+    sampled = device_bytes(engine.published_like(state.params))
+    resident = resident_bytes(config, state, state.params, (sampled, sampled))
     step = make_update_step(model, config.surrogate, config.optim, config.update, mesh)
     trip_counts = [1.0, attention_trip_count(work)]
 

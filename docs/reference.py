@@ -313,7 +313,7 @@ TRAINED = {
 """What is trained -> settings."""
 DEVICES = ("t4:1", "l4:1", "4090:1", "a100:1", "h100:8", "v5e:1x1", "v5e:2x4/8", "v6e:1x1", "v5p:2x2x1")
 SIZES = ("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B-Instruct", "HuggingFaceTB/SmolLM3-3B", "Qwen/Qwen3-4B")
-SIZES += ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-14B")
+SIZES += ("google/gemma-4-E2B-it", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-14B")
 SMALLEST = "--rollout.max_prompt_tokens 512 --rollout.max_response_tokens 1024 --batch.row_length 1536"
 SMALLEST += " --update.remat full"
 

@@ -21,6 +21,7 @@ MODELS = {
     "qwen2_5_7b_lora_4bit": ("qwen2_5_7b", "chatml_tools"),
     "qwen2_5_0_5b_lora_t4": ("qwen2_5_0_5b", "chatml_tools"),
     "gemma3_1b_gsm8k": ("gemma3_1b", "gemma"),
+    "gemma4_e2b_lora": ("gemma4_e2b", "gemma4"),
     "llama3_2_1b_gsm8k": ("llama3_2_1b", "llama3"),
     "rstar2_qwen3_14b": ("qwen3_14b", "thinking"),
     "qwen3_30b_a3b": ("qwen3_30b_a3b", "thinking"),
@@ -33,6 +34,7 @@ GIGABYTES = {
     "qwen2_5_7b_lora_4bit": 16,
     "qwen2_5_0_5b_lora_t4": 16,
     "gemma3_1b_gsm8k": 24,
+    "gemma4_e2b_lora": 16,
     "llama3_2_1b_gsm8k": 24,
 }
 """Of the one device that the recipe names; a tenth is left for XLA's scratch."""

@@ -277,6 +277,24 @@ class RolloutConfig:
         lengths = self.append_lengths
         return next((length for length in lengths if length >= self.max_prompt_tokens - 1), lengths[-1])
 
+    def check_shards(self, shards: int) -> None:
+        """Checks that slots and cache divide over the data shards of a mesh.
+
+        Raises:
+            ValueError: they do not; the message says what to set.
+        """
+        if self.slots % shards:
+            raise ValueError(
+                f"rollout.slots = {self.slots} does not divide over the {shards} data shards of the mesh; take "
+                f"{-(-self.slots // shards) * shards}"
+            )
+        if self.kv_tokens and self.kv_tokens // shards < self.max_row_tokens:
+            raise ValueError(
+                f"rollout.kv_tokens = {self.kv_tokens} over {shards} data shards leaves {self.kv_tokens // shards} "
+                f"tokens each, too few for one row of {self.max_row_tokens}; raise it to at least "
+                f"{self.max_row_tokens * shards}"
+            )
+
     def first_blocks(self, shards: int) -> int:
         """Blocks of the cache on each of the data shards at first."""
         return -(-(self.kv_start // shards) // self.block) if self.kv_start else self.shard_blocks(shards)

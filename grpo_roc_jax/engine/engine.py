@@ -70,18 +70,7 @@ def make_engine(
     programs = kind(
         model_config, rollout_config, sampling_config, tuple(stop_ids), vocab_size, local, shares_layers, platform
     )
-    if rollout_config.slots % programs.shards:
-        raise ValueError(
-            f"rollout.slots = {rollout_config.slots} does not divide over the {programs.shards} data shards of the "
-            f"mesh; take {-(-rollout_config.slots // programs.shards) * programs.shards}"
-        )
-    shard_tokens = rollout_config.kv_tokens // programs.shards
-    if rollout_config.kv_tokens and shard_tokens < rollout_config.max_row_tokens:
-        raise ValueError(
-            f"rollout.kv_tokens = {rollout_config.kv_tokens} over {programs.shards} data shards leaves "
-            f"{shard_tokens} tokens each, too few for one row of {rollout_config.max_row_tokens}; raise it to at "
-            f"least {rollout_config.max_row_tokens * programs.shards}"
-        )
+    rollout_config.check_shards(programs.shards)
     tolerance, by_layer = rollout_config.weight_check_tolerance, programs.shares_layers
     publisher = Publisher(trained, mesh, tolerance, rollout_config.weight_dtype, by_layer=by_layer)
     return Engine(programs, publisher, seed)

@@ -55,6 +55,7 @@ from grpo_roc_jax.model.pool import (
     cache_orders,
     copy_blocks,
     enlarge,
+    head_axes,
     tile_count,
     tile_width,
     token_places,
@@ -495,11 +496,9 @@ class SamplerPrograms:
         return P(*([None] * axis), self.row_axes or None)
 
     def _each_leaf(self, pool: BlockPool, change: Callable[[Any, P], Any]) -> BlockPool:
-        """The pool with `change(leaf, spec)` applied to every leaf: blocks over the shards, heads over `tensor` if it
-        divides them."""
-        heads = dict.fromkeys("kc", math.gcd(*(kv_heads for kv_heads, _ in self.model.attention_heads)))
-        heads |= {"n": self.model.windows.key_heads} if self.model.delta else {}
-        split = {axis: "tensor" for axis, n in heads.items() if self._tensor > 1 and n % self._tensor == 0}
+        """The pool with `change(leaf, spec)` applied to every leaf: blocks over the shards, heads over `tensor` as
+        `pool.head_axes` says."""
+        split = head_axes(self.model, self._tensor)
 
         def spec(order: str) -> P:
             return P(self.row_axes or None, *(split.get(axis) for axis in order))

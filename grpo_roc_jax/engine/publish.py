@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.engine.by_layer import Leaves, layer_kinds, run_layer, split_ends, start_layers
@@ -64,7 +64,7 @@ class SamplerParams:
     """Largest difference between the probe's log-probabilities of sampler and trainer, in nats."""
 
 
-def sampler_config(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
+def sampler_config(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> ModelConfig:
     """The model as it is sampled from: with repeated heads where `sharding.head_copies` says so, so that the cache is
     split over all devices of a row."""
     copies = head_copies(config, mesh.shape.get("tensor", 1)) if mesh is not None else 1
@@ -128,7 +128,9 @@ def unstack(params: Params, config: ModelConfig, form: Published = PLAIN) -> Par
     return copied(split_ends(params), config) | {"layers": tuple(layers)}
 
 
-def sampler_shardings(config: ModelConfig, mesh: Mesh, params: Params | None = None, weights: str = "full") -> Params:
+def sampler_shardings(
+    config: ModelConfig, mesh: Mesh | AbstractMesh, params: Params | None = None, weights: str = "full"
+) -> Params:
     """Heads, hidden width or experts, and vocabulary are split over `tensor` if it divides them; replicated otherwise.
 
     Args:
@@ -165,6 +167,30 @@ def sampler_shardings(config: ModelConfig, mesh: Mesh, params: Params | None = N
     return ends | {
         "layers": tuple(split_all({name: layer.get(name, everywhere) for name in leaves}, leaves) for leaves in layers)
     }
+
+
+def shares_weights(params: Params, weights: str) -> bool:
+    """Whether the sampler takes these arrays, cast to its dtype: frozen weights with their adapter, whose layers are a
+    tuple (`model.lora.attach`)."""
+    return isinstance(params["layers"], tuple) and weights == "full"
+
+
+def published_like(params: Params, config: ModelConfig, mesh: Mesh | AbstractMesh | None, weights: str) -> Params:
+    """Shapes, dtypes and shardings of what `Publisher.convert` makes of parameters of such shapes.
+
+    Args:
+        params: Shapes of the trainer's parameters.
+        config: The configuration of the model that is trained.
+        mesh: The mesh that is sampled on; None: one device.
+        weights: See `Published`.
+    """
+    sampled = sampler_config(config, mesh)
+    form = Published(weights, sampled.kv_heads // config.kv_heads)
+    change = partial(unstack, config=config, form=form)
+    if shares_weights(params, weights):
+        change = partial(cast_params, dtype=compute_dtype(config))
+    shapes = jax.eval_shape(change, params)
+    return shapes if mesh is None else place_shapes(shapes, sampler_shardings(sampled, mesh, shapes))
 
 
 def localize(leaf: Array, mesh: Mesh) -> Array:
@@ -264,6 +290,18 @@ def _next_logprobs(params: Params, hidden: Array, tokens: Array, config: ModelCo
     return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
 
 
+def check_weights(weights: str, config: ModelConfig) -> None:
+    """Checks that the sampler's weights can have this dtype, see `Published`.
+
+    Raises:
+        ValueError: int8 with experts.
+    """
+    if weights == "int8" and config.experts.count:
+        raise ValueError(
+            "rollout.low_precision.weights = int8 with experts, whose grouped products have no scales; set it to full"
+        )
+
+
 class Publisher:
     """`publish(params, version) -> SamplerParams`, compiled once and called once a step.
 
@@ -280,11 +318,7 @@ class Publisher:
         Raises:
             ValueError: int8 with experts.
         """
-        if weights == "int8" and config.experts.count:
-            raise ValueError(
-                "rollout.low_precision.weights = int8 with experts, whose grouped products have no scales; set it to "
-                "full"
-            )
+        check_weights(weights, config)
         self._config, self._mesh, self._tolerance, self._weights = config, mesh, tolerance, weights
         self._sampled = sampler_config(config, mesh)
         self._form = Published(weights, self._sampled.kv_heads // config.kv_heads)
@@ -340,7 +374,7 @@ class Publisher:
         A tuple of layers is frozen weights with their adapter (`model.lora.attach`). Nothing donates those weights, and
         a copy would take the most memory of all.
         """
-        frozen = self._shares(params)
+        frozen = shares_weights(params, self._weights)
         published = cast_params(params, compute_dtype(self._config)) if frozen else self._move(params)
         if self._mesh is None:
             return jax.device_put(published, jax.devices()[0])
@@ -357,19 +391,9 @@ class Publisher:
         moved = (move(leaves, jax.tree.map(put, at)) for move, (leaves, at) in layers)
         return self._move_ends(split_ends(params)) | {"layers": tuple(moved)}
 
-    def _shares(self, params: Params) -> bool:
-        """Whether the sampler takes these arrays, cast to its dtype."""
-        return isinstance(params["layers"], tuple) and self._weights == "full"
-
     def published_like(self, params: Params) -> Params:
         """Shapes and shardings of the result of `convert`, on the devices of this process."""
-        frozen = self._shares(params)
-        change = partial(cast_params, dtype=compute_dtype(self._config))
-        change = change if frozen else partial(unstack, config=self._config, form=self._form)
-        shapes = jax.eval_shape(change, params)
-        if self._local is None:
-            return shapes
-        return place_shapes(shapes, sampler_shardings(self._sampled, self._local, shapes))
+        return published_like(params, self._config, self._local, self._weights)
 
     def lower(self, params: Params) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """(name, program) of the weight sync and of both sides of the weight check, from shapes. `weight_sync/N` runs N
@@ -379,7 +403,7 @@ class Publisher:
         """
         published = self.published_like(params)
         tokens = probe_tokens(self._config)
-        if not self._shares(params):
+        if not shares_weights(params, self._weights):
             yield "weight_sync/1", self._move_ends.lower(split_ends(params))
             arguments = [*layer_arguments(params["layers"], self._config)]
             for move in dict.fromkeys(self._moves):

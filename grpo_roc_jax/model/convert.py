@@ -42,7 +42,7 @@ from grpo_roc_jax.model.safetensors_io import (
     read_directory,
     write_shards,
 )
-from grpo_roc_jax.model.transformer import Params, layers_with, take_layer
+from grpo_roc_jax.model.transformer import Params, layers_with, stays_exact, take_layer
 from grpo_roc_jax.process.progress import Phase, phase
 from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.settings.options import as_text
@@ -208,7 +208,7 @@ def load_params(
         folder: Holds `config.json` and safetensors files.
         config: From `resolve_config`.
         shardings: In the structure of stacked parameters (`sharding.param_shardings`); None for the first device.
-        dtype: Dtype of the arrays.
+        dtype: Dtype of the arrays, but for those that stay float32 (`transformer.stays_exact`).
         stacked: Stack the layers on a leading axis (training); otherwise they are a tuple of dicts.
         bits: Of the matrices of the layers, if these are not stacked; see `LowRank.base_bits`.
 
@@ -243,11 +243,12 @@ def _load(
     params: Params = {"layers": {}}
     for number, rule in enumerate(table):
         loading.at(number, f"{number} of {len(table)} kinds of tensors")
-        read = partial(_read_leaf, tensors, rule, config, np.dtype(dtype))
+        kept = jnp.dtype(jnp.float32) if stays_exact(rule.leaf) else jnp.dtype(dtype)
+        read = partial(_read_leaf, tensors, rule, config, kept)
         if "{layer}" not in rule.name:
             shape = Layout(rule, config).shape
             params[rule.leaf] = jax.make_array_from_callback(
-                shape, sharding_of(rule.leaf), partial(read, 0), dtype=dtype
+                shape, sharding_of(rule.leaf), partial(read, 0), dtype=kept
             )
         else:
             sharding, shape = sharding_of("layers", rule.leaf), _leaf_shape(rule, config)
@@ -255,9 +256,9 @@ def _load(
             if bits < 16 and rule.leaf in MATRICES:
                 params["layers"][rule.leaf] = _read_quantized(tensors, rule, config, _of_layer(sharding), places, bits)
                 continue
-            layers = _read_layers(read, shape, sharding, places, dtype)
+            layers = _read_layers(read, shape, sharding, places, kept)
             stacked_shape = (len(places), *shape)
-            params["layers"][rule.leaf] = _stack(layers, stacked_shape, dtype, sharding) if stacked else tuple(layers)
+            params["layers"][rule.leaf] = _stack(layers, stacked_shape, kept, sharding) if stacked else tuple(layers)
     if not stacked:
         params["layers"] = tuple(take_layer(params["layers"], i, config) for i in range(config.layers))
     return params

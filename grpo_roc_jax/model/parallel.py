@@ -16,7 +16,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.attention import make_attention, usual_path
@@ -190,8 +190,11 @@ def look_up_wide_on(mesh: Mesh | None, token_axes: tuple[str, ...]) -> Callable[
     return shared
 
 
-def attention_for(name: str, model: ModelConfig, length: int, mesh: Mesh | None) -> Callable[..., Array]:
-    """The attention path `name` for rows of `length` tokens on the mesh; see `attend_on`.
+def attention_for(
+    name: str, model: ModelConfig, length: int, mesh: Mesh | AbstractMesh | None, platform: str = ""
+) -> Callable[..., Array]:
+    """The attention path `name` for rows of `length` tokens on the mesh; see `attend_on`. An abstract mesh needs the
+    name of its platform.
 
     Raises:
         ValueError: See `make_attention`.
@@ -204,7 +207,8 @@ def attention_for(name: str, model: ModelConfig, length: int, mesh: Mesh | None)
             f"update.attention = {name!r} with model.extras.sinks: the kernel has no scores without keys; take auto, "
             "blocked or reference"
         )
-    path = make_attention(name, length, platform_of(mesh), parts=sequence_parts(mesh), windows=windows, cap=cap)
+    platform = platform or platform_of(mesh)
+    path = make_attention(name, length, platform, parts=sequence_parts(mesh), windows=windows, cap=cap)
     return attend_on(path, mesh)
 
 

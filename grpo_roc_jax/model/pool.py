@@ -15,8 +15,9 @@ On a CPU a layer's blocks are in several arenas, each with arrays of its own. At
 blocks of an arena without moving them, and skips arenas that no row uses. A step of few rows gathers their blocks.
 """
 
+import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import flax.struct
@@ -38,7 +39,7 @@ from grpo_roc_jax.model.block_attention import (
     within,
 )
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.low_precision import exact, rounded
+from grpo_roc_jax.model.low_precision import exact, rounded, scaled_orders
 from grpo_roc_jax.model.paged import attend_table
 from grpo_roc_jax.shapes import Array, Float, Int
 
@@ -179,6 +180,28 @@ def allocate(
 
     recurrent = tuple(i for i, attends in enumerate(config.attends) if not attends)
     return BlockPool(tuple(map(layer, range(config.layers))), orders, arenas, size.columns, recurrent)
+
+
+def head_axes(config: ModelConfig, tensor: int) -> dict[str, str]:
+    """Axis letter -> mesh axis, for the axes of the cache that are split over heads: those that `tensor` divides."""
+    heads = dict.fromkeys("kc", math.gcd(*(kv_heads for kv_heads, _ in config.attention_heads)))
+    heads |= {"n": config.windows.key_heads} if config.delta else {}
+    return {axis: "tensor" for axis, count in heads.items() if tensor > 1 and count % tensor == 0}
+
+
+@lru_cache(64)
+def shard_bytes(
+    config: ModelConfig, size: PoolSize, dtype: jnp.dtype, tensor: int, stored: jnp.dtype | None = None
+) -> int:
+    """Bytes of a shard's pool on each of the devices that share its heads. The order of axes does not change them."""
+    orders, split = cache_orders("tpu"), head_axes(config, tensor)
+    orders = orders if stored is None else scaled_orders(orders)
+    pool = jax.eval_shape(partial(allocate, config, size, dtype, orders, 1, stored))
+
+    def held(leaf: jax.ShapeDtypeStruct, order: str) -> int:
+        return math.prod(leaf.shape) * leaf.dtype.itemsize // (tensor if set(order) & set(split) else 1)
+
+    return sum(jax.tree.leaves(pool.map(held).layers))
 
 
 def enlarge(pool: BlockPool, arenas: tuple[Arena, ...]) -> BlockPool:

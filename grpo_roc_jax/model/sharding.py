@@ -97,12 +97,8 @@ def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = Non
     processes = {device.process_index for device in devices}
     if len(processes) == 1:
         return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    check_processes(shape, len(processes))
     each = len(devices) // len(processes)
-    if each % config.tensor and config.tensor % each:
-        raise ValueError(
-            f"sharding.tensor = {config.tensor} does not divide the {each} devices of a process and is not a multiple "
-            f"of them; take a divisor of {each} and raise sharding.fsdp instead"
-        )
     slices: dict[int, list[jax.Device]] = {}
     for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
         slices.setdefault(slice_of(device), []).append(device)
@@ -129,6 +125,30 @@ def check_slices(data: int, slices: int) -> None:
         raise ValueError(
             f"sharding.data = {data} over {slices} slices: must be a multiple of them, since only the sums of "
             "gradients may cross the network between slices; lower sharding.fsdp, sequence or tensor"
+        )
+
+
+def check_processes(shape: Sequence[int], processes: int) -> None:
+    """Checks that the devices of each process, in the order of a mesh of this shape, form a block of it.
+
+    Raises:
+        ValueError: `tensor` takes a part of a process, or they form none.
+    """
+    tensor, each = shape[-1], math.prod(shape) // processes
+    if each % tensor and tensor % each:
+        raise ValueError(
+            f"sharding.tensor = {tensor} does not divide the {each} devices of a process and is not a multiple of "
+            f"them; take a divisor of {each} and raise sharding.fsdp instead"
+        )
+    inner, together = 1, max(each, tensor)
+    for size in reversed(shape):
+        if inner * size >= together:
+            break
+        inner *= size
+    if together % inner or size % (together // inner):
+        raise ValueError(
+            f"the {together} devices of a process form no block of the mesh {' x '.join(map(str, shape))}; choose "
+            "sharding.fsdp x sharding.sequence x sharding.tensor as a multiple or a divisor of the devices of a process"
         )
 
 
@@ -261,6 +281,12 @@ def axes_shardings(axes: Params, mesh: Mesh, unsplit: str = "") -> Params:
 def place_shapes(shapes: object, shardings: object) -> object:
     """Shape, dtype and sharding of every leaf: what a program is compiled for before there are arrays."""
     return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), shapes, shardings)
+
+
+def device_bytes(tree: Any) -> float:
+    """Bytes of all leaves on one device, from shapes with shardings."""
+    leaves = jax.tree.leaves(tree)
+    return float(sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves))
 
 
 def row_shards(mesh: Mesh) -> int:

@@ -619,14 +619,17 @@ def unembed(params: Params, hidden: Float[Array, "*B D"], config: ModelConfig) -
     return soft_cap(logits, config.extras.logit_cap)
 
 
+def stays_exact(name: str) -> bool:
+    """Whether a leaf stays float32 in every compute dtype: the scales of norms, and those in `EXACT`."""
+    return name.endswith("norm") or name in EXACT
+
+
 def cast_params(params: Params, dtype: jnp.dtype) -> Params:
-    """Casts matrices to the compute dtype. Norm scales and the leaves in `EXACT` stay float32; quantized matrices stay
+    """Casts matrices to the compute dtype. Leaves that stay exact (`stays_exact`) and quantized matrices are returned
     as they are."""
 
     def cast(path: tuple[Any, ...], leaf: Array | QuantizedWeight) -> Array | QuantizedWeight:
-        name = path[-1].key
-        unchanged = name.endswith("norm") or name in EXACT or is_quantized(leaf)
-        return leaf if unchanged else leaf.astype(dtype)
+        return leaf if stays_exact(path[-1].key) or is_quantized(leaf) else leaf.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast, params, is_leaf=is_quantized)
 

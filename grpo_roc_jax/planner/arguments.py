@@ -3,60 +3,21 @@ count the same ones.
 """
 
 from collections.abc import Mapping
-from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.learner.learner import full_params
 from grpo_roc_jax.learner.pack import OPTIONAL, TrainBatch, rows_per_micro_batch, worst_case_micro_batches
-from grpo_roc_jax.learner.update import OptimConfig, TrainState, state_like
 from grpo_roc_jax.method.compose import optional_fields
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.lora import Lora
 from grpo_roc_jax.model.low_precision import is_quantized
-from grpo_roc_jax.model.sharding import batch_shardings, place_shapes, row_shards
-from grpo_roc_jax.model.transformer import Params
+from grpo_roc_jax.model.sharding import batch_shardings, device_bytes, place_shapes, row_shards
 from grpo_roc_jax.run.learning import most_rows
-from grpo_roc_jax.run.policy import frozen_like
 from grpo_roc_jax.types import TRAIN_ROW_FIELDS
-
-
-def trained_like(config: Config, model: ModelConfig, mesh: Mesh | AbstractMesh) -> tuple[TrainState, Params | None]:
-    """(training state, weights that its adapter belongs to or None)."""
-    return _trained_like(config.optim, config.lora, model, mesh)
-
-
-@lru_cache(64)
-def _trained_like(
-    optim: OptimConfig, lora: Lora, model: ModelConfig, mesh: Mesh | AbstractMesh
-) -> tuple[TrainState, Params | None]:
-    return state_like(model, optim, mesh, lora), frozen_like(model, mesh, lora.base_bits) if lora.rank else None
-
-
-def policy_like(config: Config, state: TrainState, base: Params | None) -> Params:
-    """The parameters of the policy, see `learner.full_params`; pairs lie as their stacks do."""
-    if base is None:
-        return state.params
-    shapes = jax.eval_shape(partial(full_params, lora=config.lora), base, state.params)
-    pairs = {
-        name: NamedSharding(leaf.sharding.mesh, P(*leaf.sharding.spec[1:]))
-        for name, leaf in state.params["layers"].items()
-    }
-    layers = tuple(
-        {
-            name: pairs[name] if name in pairs else jax.tree.map(lambda leaf: leaf.sharding, leaves[name])
-            for name in layer
-        }
-        for layer, leaves in zip(shapes["layers"], base["layers"], strict=True)
-    )
-    ends = {name: leaf.sharding for name, leaf in base.items() if name != "layers"}
-    return place_shapes(shapes, ends | {"layers": layers})
 
 
 def batch_like(config: Config, mesh: Mesh | AbstractMesh, model: ModelConfig | None = None) -> TrainBatch:
@@ -87,12 +48,6 @@ def batch_of(
     leaves |= {name: jax.ShapeDtypeStruct((*shape, *sizes), dtype) for name, (dtype, sizes) in optional.items()}
     batch = TrainBatch(**leaves, count=jax.ShapeDtypeStruct((), np.int32))
     return place_shapes(batch, batch_shardings(mesh, batch))
-
-
-def device_bytes(tree: Any) -> float:
-    """Bytes of all leaves on one device."""
-    leaves = jax.tree.leaves(tree)
-    return float(sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves))
 
 
 def numbers_held(tree: Any) -> float:

@@ -5,7 +5,9 @@ Arguments are those of the programs, by their shapes. The formulas leave out the
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from grpo_roc_jax.config import Config
@@ -14,14 +16,24 @@ from grpo_roc_jax.learner.loss import head_of
 from grpo_roc_jax.learner.pack import rows_per_micro_batch
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.delta import token_flops
-from grpo_roc_jax.model.sharding import AXES, check_slices, process_count, processes_together, row_shards, slot_shards
-from grpo_roc_jax.model.transformer import layer_shapes, layers_with
-from grpo_roc_jax.planner.arguments import batch_like, device_bytes, trained_like
+from grpo_roc_jax.model.low_precision import is_quantized
+from grpo_roc_jax.model.sharding import (
+    AXES,
+    check_processes,
+    check_slices,
+    device_bytes,
+    process_count,
+    processes_together,
+    row_shards,
+    slot_shards,
+)
+from grpo_roc_jax.model.transformer import Params, layer_shapes, layers_with
+from grpo_roc_jax.planner.arguments import batch_like, numbers_held
 from grpo_roc_jax.planner.hlo_cost import between_slices
 from grpo_roc_jax.planner.links import axis_shares
 from grpo_roc_jax.planner.roofline import Needs, Work
 from grpo_roc_jax.planner.topology import Topology
-from grpo_roc_jax.run.policy import memory_parts, parameter_count
+from grpo_roc_jax.run.policy import frozen_like, memory_parts, parameter_count, sampled_like, trained_like
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +50,7 @@ class Deployment:
 
     def memory_parts(self) -> dict[str, float]:
         parts = memory_parts(self.config, self.model, self.mesh, self.topology.processes)
-        if self.teacher is None:
-            return parts
-        itemsize = itemsize_of(self.teacher)
-        shared = self.mesh.shape["fsdp"] * self.mesh.shape["sequence"] * self.mesh.shape["tensor"]
-        return parts | {"teacher": itemsize * parameter_count(self.teacher) / shared}
+        return parts | ({"teacher": device_bytes(frozen_like(self.teacher, self.mesh))} if self.teacher else {})
 
 
 FILL = 0.9
@@ -53,10 +61,12 @@ def abstract_mesh(config: Config, topology: Topology) -> AbstractMesh:
     """The trainer's mesh with no devices.
 
     Raises:
-        ValueError: the product of the axes is not the number of chips, or `data` does not divide over the slices.
+        ValueError: the product of the axes is not the number of chips, `data` does not divide over the slices, or the
+            devices of a process form no block.
     """
     shape = config.sharding.shape(topology.chips)
     check_slices(shape[0], topology.slices)
+    check_processes(shape, topology.processes)
     return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -112,14 +122,6 @@ def layer_table(model: ModelConfig) -> int:
     return model.vocab_size * model.layers * model.extras.layer_embed
 
 
-def appended_parameters(model: ModelConfig) -> float:
-    """`active_parameters` of an append, which leaves out the layers that share keys."""
-    first = model.layers - model.windows.shared_layers
-    shapes = layer_shapes(model)
-    shared = {name: sum(i >= first for i in layers_with(name, model)) for name in shapes}
-    return active_parameters(model) - sum(count * math.prod(shapes[name][0]) for name, count in shared.items())
-
-
 def update_flops(config: Config, model: ModelConfig, tokens: float, length: float) -> float:
     """FLOPs of forward, backward and recomputation over so many tokens in trajectories of that length.
 
@@ -166,8 +168,8 @@ def estimate(deployment: Deployment) -> list[Needs]:
     moments = 0.0 if config.optim.offload and not runs_on else parts["moments"]
     scoring = parts.get("reference", 0.0) + parts.get("teacher", 0.0)
     base = parts.get("frozen weights", 0.0)
-    copy = parts.get("sampler", 0.0)  # made in each step; none where the sampler reads the weights of the adapter
-    resident = parts["masters"] + moments + scoring + (base if copy else 0.0)
+    sampled, copy = sampled_like(config, deployment.model, mesh)  # the copy is made in each step
+    resident = parts["masters"] + moments + scoring + base - (device_bytes(sampled) - copy)
     sync = Needs(
         "weight_sync",
         arguments=parts["masters"] + base,
@@ -178,7 +180,7 @@ def estimate(deployment: Deployment) -> list[Needs]:
     )
     programs = [
         sync,
-        *_estimate_sampling(deployment, parts["cache"], copy or base, resident, whole=not copy),
+        *_estimate_sampling(deployment, parts["cache"], sampled, resident),
         _estimate_update(deployment, parts),
     ]
     links = axis_shares(mesh, deployment.topology)
@@ -188,13 +190,59 @@ def estimate(deployment: Deployment) -> list[Needs]:
     return programs
 
 
-def _estimate_sampling(
-    deployment: Deployment, cache: float, sampler: float, resident: float, *, whole: bool
-) -> list[Needs]:
-    """An append and a decode chunk, with these bytes of the cache, of the sampler's weights and of what is held;
-    whether the weights are those of the trainer."""
+TABLES = ("embed", "layer_embed", "unembed")
+"""Parameters with a row for each token: of the embeddings rows are looked up, and only decoding makes logits."""
+
+
+def append_reads(sampler: Params, model: ModelConfig) -> Params:
+    """The sampler's parameters that an append reads whole. Layers that share keys write none."""
+    ends = {name: leaf for name, leaf in sampler.items() if name not in TABLES}
+    return ends | {"layers": sampler["layers"][: model.layers - model.windows.shared_layers]}
+
+
+def decode_reads(sampler: Params) -> Params:
+    """The sampler's parameters that a decode step reads whole."""
+    ends = {name: leaf for name, leaf in sampler.items() if name not in TABLES}
+    return ends | {"unembed": sampler.get("unembed", sampler["embed"])}
+
+
+EXPERTS = ("w_gate", "w_up", "w_down")
+"""Leaves of a layer that are stacked over its experts, if it has any."""
+
+
+def _split_experts(parameters: Any) -> tuple[list[Any], list[Any]]:
+    """(leaves that every token is multiplied with, those of experts) of the sampler's parameters."""
+    named = jax.tree_util.tree_flatten_with_path(parameters, is_leaf=is_quantized)[0]
+    chosen = [getattr(path[-1], "key", "") in EXPERTS and leaf.ndim == 3 for path, leaf in named]
+    leaves = [(leaf, expert) for (_, leaf), expert in zip(named, chosen, strict=True)]
+    return [leaf for leaf, expert in leaves if not expert], [leaf for leaf, expert in leaves if expert]
+
+
+def products(parameters: Any, model: ModelConfig) -> float:
+    """FLOPs of a device for the products of one token with the sampler's parameters; of experts with the chosen ones,
+    spread evenly over the devices."""
+    plain, experts = _split_experts(parameters)
+    share = model.experts.per_token / model.experts.count if model.experts.count else 0.0
+    return 2 * (numbers_held(plain) + share * numbers_held(experts))
+
+
+def fixed_parts(kind: str, sampler: Params, model: ModelConfig, work: Work) -> dict[str, float]:
+    """The work of a compiled program of sampling that does not depend on the lengths of rows: each decode step and each
+    append reads the matrices of all layers once, and multiplies a token of every slot by them. Experts are left out,
+    since few may be chosen, and the unembedding if it is the embedding, of which a lookup reads little."""
+    if kind == "append":  # no logits
+        return {"fixed_traffic": device_bytes(_split_experts(append_reads(sampler, model)["layers"])[0])}
+    if kind != "decode":
+        return {}
+    leaves = _split_experts([sampler["layers"], sampler.get("unembed", ())])[0]
+    flops = numbers_held(leaves) * 2 * work.slots / work.shards
+    return {"fixed_traffic": work.chunk * device_bytes(leaves), "fixed_flops": work.chunk * flops}
+
+
+def _estimate_sampling(deployment: Deployment, cache: float, sampled: Params, resident: float) -> list[Needs]:
+    """An append and a decode chunk, with these bytes of the cache and of what is held, and these parameters."""
     model, mesh, work = deployment.model, deployment.mesh, deployment.work
-    tensor, active, itemsize = mesh.shape["tensor"], active_parameters(model), itemsize_of(model)
+    tensor, itemsize = mesh.shape["tensor"], itemsize_of(model)
     layers = model.layers
     rows = max(1, work.slots * work.samplers // slot_shards(mesh))
     attention = 4 * model.attention_width * (work.prompt + work.response) / tensor
@@ -208,26 +256,26 @@ def _estimate_sampling(
     output, embedding = 4.0 * model.d_model, itemsize * model.d_model
     append_sums = new_tokens * ((2 * (own - 1) - sum(layer < own - 1 for layer in dense)) * output + embedding)
     decode_sums = rows * ((2 * layers - len(dense)) * output + embedding)
-    parts = tensor * (mesh.shape["fsdp"] * mesh.shape["sequence"] if whole else 1)
-    read = sampler - itemsize * layer_table(model) / parts
-    common = {"arguments": sampler + cache, "results": cache, "aliased": cache, "resident": resident}
+    reads, appended = decode_reads(sampled), append_reads(sampled, model)
+    arguments = device_bytes(sampled) + cache
+    common = {"arguments": arguments, "results": cache, "aliased": cache, "resident": resident}
     return [
         Needs(
             "append",
             **common,
-            flops=(2 * appended_parameters(model) + recurrent_flops(model, work.prompt)) / tensor * new_tokens,
-            traffic=read,
-            fixed_traffic=read,
+            flops=(products(appended, model) + recurrent_flops(model, work.prompt) / tensor) * new_tokens,
+            traffic=device_bytes(appended),
+            fixed_traffic=device_bytes(appended),
             collectives=_collective("all-reduce", append_sums, tensor, 1.0, "tensor"),
         ),
         Needs(
             "decode",
             **common,
             temporaries=3 * 4.0 * rows * model.vocab_size / tensor,
-            flops=work.chunk * rows * (2 * active / tensor + attention),
-            traffic=work.chunk * (read + model.key_reads * cache),
-            fixed_flops=work.chunk * rows * 2 * active / tensor,
-            fixed_traffic=work.chunk * read,
+            flops=work.chunk * rows * (products(reads, model) + attention),
+            traffic=work.chunk * (device_bytes(reads) + model.key_reads * cache),
+            fixed_flops=work.chunk * rows * products(reads, model),
+            fixed_traffic=work.chunk * device_bytes(reads),
             collectives=_collective("all-reduce", decode_sums, tensor, work.chunk, "tensor")
             | _collective("all-gather", 4.0 * rows * model.vocab_size, tensor, work.chunk, "tensor"),
         ),

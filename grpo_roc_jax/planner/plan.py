@@ -32,11 +32,11 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, is_here, read_published, resolve_config
 from grpo_roc_jax.model.experts import check_grouped
 from grpo_roc_jax.model.paged import check_paged
-from grpo_roc_jax.model.parallel import FUSED, attention_for, paths
+from grpo_roc_jax.model.parallel import FUSED, paths
 from grpo_roc_jax.model.published import read_config
 from grpo_roc_jax.model.sharding import (
     ShardingConfig,
-    check_divisible,
+    device_bytes,
     make_mesh,
     platform_of,
     process_mesh,
@@ -44,8 +44,8 @@ from grpo_roc_jax.model.sharding import (
     slice_of,
 )
 from grpo_roc_jax.model.transformer import Params, layer_shapes, layers_with
-from grpo_roc_jax.planner.arguments import batch_like, device_bytes, numbers_held, policy_like, trained_like
-from grpo_roc_jax.planner.estimate import Deployment, abstract_mesh, estimate, processes_of, work_of
+from grpo_roc_jax.planner.arguments import batch_like
+from grpo_roc_jax.planner.estimate import Deployment, abstract_mesh, estimate, fixed_parts, processes_of, work_of
 from grpo_roc_jax.planner.hlo import parse_hlo
 from grpo_roc_jax.planner.hlo_cost import largest_gather, read_cost
 from grpo_roc_jax.planner.hlo_loops import check_loops
@@ -63,9 +63,9 @@ from grpo_roc_jax.planner.topology import (
     topology_devices,
 )
 from grpo_roc_jax.record.run_dir import versions
-from grpo_roc_jax.run.components import fit_length, resolve_model, resolve_text
+from grpo_roc_jax.run.components import check_layout, fit_length, resolve_model, resolve_text
 from grpo_roc_jax.run.learning import find_teacher
-from grpo_roc_jax.run.policy import frozen_like, parameter_count
+from grpo_roc_jax.run.policy import frozen_like, parameter_count, policy_like, sampled_like, trained_like
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -157,11 +157,9 @@ def deployment_of(config: Config, topology: Topology, shape: str, arithmetic: bo
     """
     model = model_of(config, shape)
     mesh = planned_mesh(config, topology, arithmetic)
-    check_divisible(model, mesh)
+    check_layout(config, model, mesh, "tpu" if topology.chip.tpu else "gpu", processes_of(mesh, topology))
     if config.rollout.attention == "paged":
         check_paged(model, "tpu" if topology.chip.tpu else "gpu", mesh.shape["tensor"])
-    if not arithmetic:
-        attention_for(config.update.attention, model, config.batch.row_length, mesh)
     work = work_of(config, mesh, topology, response)
     return Deployment(config, model, mesh, topology, work, teacher_model(config))
 
@@ -224,7 +222,7 @@ def teacher_model(config: Config) -> ModelConfig | None:
     if part is None or isinstance(part, SelfTeacher):
         return None
     if part.path in KNOWN_SHAPES:
-        return KNOWN_SHAPES[part.path]
+        return replace(KNOWN_SHAPES[part.path], compute_dtype="bfloat16")
     teacher = find_teacher(config, load_tokenizer(resolve_text(config)))
     return teacher and teacher[1]
 
@@ -247,14 +245,14 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
     """The needs of every program of a step, compiled for the mesh; see `Needs.refused` for those that do not fit."""
     config, model, mesh, work = deployment.config, deployment.model, deployment.mesh, deployment.work
     state, base = trained_like(config, model, mesh)
-    policy = policy_like(config, state, base)
+    policy = policy_like(config.lora, state, base)
     engine = make_engine(model, config.rollout, config.sampling, [0], mesh, seed=config.seed)
-    sampled = engine.published_like(policy)
+    sampled, copied = sampled_like(config, model, mesh)
     teacher = device_bytes(frozen_like(deployment.teacher, mesh)) if deployment.teacher else 0.0
     cache = deployment.memory_parts()["cache"]
-    resident = resident_bytes(config, state, policy, device_bytes(sampled), teacher, cache)
+    resident = resident_bytes(config, state, policy, (device_bytes(sampled), copied), teacher, cache)
     alone = one_process(mesh, deployment.topology)
-    local = policy if alone is mesh else policy_like(config, *trained_like(config, model, alone))
+    local = policy if alone is mesh else policy_like(config.lora, *trained_like(config, model, alone))
 
     def needs_by(path: str) -> Iterator[Needs]:
         rollout = replace(config.rollout, attention=path)
@@ -272,7 +270,7 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
             slices = slices_of(mesh) if kind in SHARED else ()
             torus = torus_of(on, deployment.topology)
             needs = read_needs(name, lowered, resident[kind], loops_of(kind, work), say, slices, torus)
-            yield replace(needs, **fixed_parts(kind, sampled, config, model, work))
+            yield replace(needs, **fixed_parts(kind, sampled, model, work))
 
     paths_taken = cache_paths(config, model, alone)
     yield from chosen_path({path: [*needs_by(path)] for path in paths_taken}, deployment.topology.chip)
@@ -338,23 +336,6 @@ def loops_of(kind: str, work: Work) -> list[float]:
     return [windows] if kind == "append" else [float(work.chunk), windows]
 
 
-def fixed_parts(kind: str, sampler: Params, config: Config, model: ModelConfig, work: Work) -> dict[str, float]:
-    """The work of a program of sampling that does not depend on the lengths of rows: each decode step and each append
-    reads the matrices of all layers once, and multiplies a token of every slot by them. Experts are left out, since
-    few may be chosen, and the unembedding if it is the embedding, of which a lookup reads little."""
-    if kind not in ("decode", "append"):
-        return {}
-    experts = ("w_gate", "w_up", "w_down")
-    own = model.layers - (model.windows.shared_layers if kind == "append" else 0)  # the others write no keys
-    layers = sampler["layers"][:own]
-    leaves = [leaf for layer in layers for name, leaf in layer.items() if leaf.ndim < 3 or name not in experts]
-    if kind == "append":  # no logits
-        return {"fixed_traffic": device_bytes(leaves)}
-    read = device_bytes([leaves, sampler.get("unembed", ())])
-    products = numbers_held([leaves, sampler.get("unembed", ())]) * 2 * config.rollout.slots / work.shards
-    return {"fixed_traffic": work.chunk * read, "fixed_flops": work.chunk * products}
-
-
 COMPARED = "not taken: "
 """Prefix of the names of programs that are shown for comparison only."""
 
@@ -389,13 +370,26 @@ def one_process(mesh: Mesh, topology: Topology) -> Mesh:
 
 
 def resident_bytes(
-    config: Config, state: TrainState, policy: Params, sampler: float, teacher: float = 0.0, cache: float = 0.0
+    config: Config,
+    state: TrainState,
+    policy: Params,
+    sampler: tuple[float, float],
+    teacher: float = 0.0,
+    cache: float = 0.0,
 ) -> dict[str, float]:
     """Program -> bytes that the run holds on a device meanwhile but does not pass to the program.
 
     The sampler's weights and the cache exist during rollouts and are freed before the update; reference and teacher
     stay, and so do the frozen weights of an adapter. Where rollouts run on, the cache stays too, and the weights until
     the next ones are made.
+
+    Args:
+        config: Configuration of the run.
+        state: Shapes of the training state.
+        policy: Shapes of the trainer's parameters.
+        sampler: Bytes of the sampler's parameters, and of those among them that are not the trainer's arrays.
+        teacher: Bytes of the other model that scores.
+        cache: Bytes of the cache.
     """
     runs_on = bool(config.rollout.step_limit.lag)
     cache_bytes = cache if runs_on else 0.0
@@ -404,17 +398,16 @@ def resident_bytes(
     state_bytes = (
         device_bytes(state.replace(opt_state=()) if config.optim.offload and not runs_on else state) + reference
     )
-    # The weights of an adapter are the sampler's, unless these were gathered from their parts.
-    shape = jax.tree.leaves(state.params)[0].sharding.mesh.shape
-    shared = bool(config.lora.rank) and shape["fsdp"] * shape["sequence"] == 1
-    gathered, trainer = (0.0, state_bytes) if shared else (sampler, state_bytes + params - trained)
+    sampled, gathered = sampler
+    # The programs of the sampler are given what it shares with the trainer.
+    trainer = state_bytes + (params - trained) - (sampled - gathered)
     return {
         "weight_sync": state_bytes - trained + gathered + cache_bytes,
         "weight_check_trainer": state_bytes - trained + gathered + cache_bytes,
         "weight_check_sampler": trainer + cache_bytes,
         "decode": trainer,
         "append": trainer,
-        "copy": trainer + sampler,
+        "copy": trainer + sampled,
         "update": reference + cache_bytes + (gathered if runs_on else 0.0),
     }
 

@@ -14,11 +14,12 @@ from grpo_roc_jax.learner.pack import rows_per_micro_batch
 from grpo_roc_jax.method.weights import TruncatedImportance
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import LowRank, Target
-from grpo_roc_jax.model.sharding import Mesh, check_divisible, process_count, row_shards, slot_shards
+from grpo_roc_jax.model.sharding import Mesh, process_count, row_shards, slot_shards
 from grpo_roc_jax.model.transformer import compute_dtype
-from grpo_roc_jax.planner.estimate import Deployment, abstract_mesh, estimate, work_of
+from grpo_roc_jax.planner.estimate import Deployment, abstract_mesh, estimate, processes_of, work_of
 from grpo_roc_jax.planner.roofline import GB, Needs, Work, kind_of, step_times
 from grpo_roc_jax.planner.topology import FRACTION, MOST_OF_A_GPU, Chip, Topology
+from grpo_roc_jax.run.components import check_layout
 
 Settings = dict[str, Any]
 """Dotted names of settings -> values."""
@@ -52,11 +53,10 @@ def deploy(deployment: Deployment, settings: Settings) -> Deployment:
     if FRACTION in settings:
         topology = replace(topology, chip=replace(topology.chip, share=settings[FRACTION]))
     mesh = abstract_mesh(config, topology)
-    check_divisible(deployment.model, mesh)
+    platform = "tpu" if topology.chip.tpu else "gpu"
+    check_layout(config, deployment.model, mesh, platform, processes_of(mesh, topology))
     work = work_of(config, mesh, topology, deployment.work.response)
-    if work.slots % work.shards or work.micro_rows % row_shards(mesh):
-        raise ValueError(f"rollout.slots = {work.slots} over {work.shards} shards; must be a multiple of them")
-    return replace(deployment, config=config, mesh=mesh, topology=topology, work=replace(work))
+    return replace(deployment, config=config, mesh=mesh, topology=topology, work=work)
 
 
 def slot_lines(config: Config, work: Work) -> list[str]:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import split_name
 from grpo_roc_jax.engine.engine import Engine, make_engine
+from grpo_roc_jax.engine.publish import check_weights
 from grpo_roc_jax.environments.config import Hosted
 from grpo_roc_jax.environments.environment import Environment, classes_of, environment_tools, merged_tools
 from grpo_roc_jax.environments.episodes import Episodes
@@ -32,7 +33,9 @@ from grpo_roc_jax.model.sharding import (
     head_copies,
     make_mesh,
     platform_of,
+    process_count,
     processes_together,
+    slot_shards,
 )
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.pod.program_cache import keep_programs
@@ -235,24 +238,38 @@ def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, Cha
     text, tokenizer, model = read_text_and_shape(config)
     mesh = make_mesh(config.sharding)
     check_together(config, mesh)
-    check_divisible(model, mesh)
-    if config.lora.rank and head_copies(model, config.sharding.tensor) > 1:
-        raise ValueError(
-            f"sharding.tensor = {config.sharding.tensor} with model.kv_heads = {model.kv_heads} and lora, whose frozen "
-            f"weights are shared with the sampler as they are; lower sharding.tensor to {model.kv_heads}"
-        )
     check_grouped(model, platform_of(mesh), os.environ.get("XLA_FLAGS", ""))
-    trained_shardings(model, mesh, config.lora)
     if config.optim.offload:
         check_host_memory(mesh)
     model = fit_length(model, config.rollout.max_row_tokens)
-    attention_for(config.update.attention, model, config.batch.row_length, mesh)
+    check_layout(config, model, mesh, platform_of(mesh), process_count(mesh))
     chat = make_chat(text, tokenizer, tool_schemas(config, registry))
     stops = sorted(chat.stop_ids)
     engine = make_engine(
         model, config.rollout, config.sampling, stops, mesh, seed=config.seed, vocab_size=tokenizer.vocab_size
     )
     return tokenizer, chat, model, mesh, engine
+
+
+def check_layout(config: Config, model: ModelConfig, mesh: Mesh | AbstractMesh, platform: str, processes: int) -> None:
+    """Checks that a mesh divides the model, the adapter, the rows of the update and the slots of each process. Plans
+    for devices that are elsewhere check the same.
+
+    Raises:
+        ValueError: something is not divisible, or not supported on such a mesh; the message says what to change.
+    """
+    check_divisible(model, mesh)
+    tensor = mesh.shape["tensor"]
+    if config.lora.rank and head_copies(model, tensor) > 1:
+        raise ValueError(
+            f"sharding.tensor = {tensor} with model.kv_heads = {model.kv_heads} and lora, whose frozen weights are "
+            f"shared with the sampler as they are; lower sharding.tensor to {model.kv_heads}"
+        )
+    trained_shardings(model, mesh, config.lora)
+    attention_for(config.update.attention, model, config.batch.row_length, mesh, platform)
+    check_weights(config.rollout.weight_dtype, model)
+    samplers = processes // processes_together(mesh, processes)
+    config.rollout.check_shards(max(1, slot_shards(mesh) // samplers))
 
 
 def read_text_and_shape(config: Config) -> tuple[TextConfig, Tokenizer, ModelConfig]:

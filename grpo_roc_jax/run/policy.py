@@ -9,28 +9,29 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.engine.publish import sampler_config, unstack
+from grpo_roc_jax.engine.publish import published_like, sampler_config, unstack
 from grpo_roc_jax.learner.learner import full_params
 from grpo_roc_jax.learner.loss import USUAL_CHUNK, UpdateConfig
 from grpo_roc_jax.learner.offload import to_host
 from grpo_roc_jax.learner.pack import BatchConfig, rows_per_micro_batch
 from grpo_roc_jax.learner.update import (
     FULL,
+    OptimConfig,
     TrainState,
     init_train_state,
     init_trained,
     start_train_state,
+    state_like,
     trained_shardings,
 )
 from grpo_roc_jax.method.compose import needs_reference
@@ -39,10 +40,12 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params
 from grpo_roc_jax.model.delta import kept_bytes, row_bytes
 from grpo_roc_jax.model.lora import Lora
-from grpo_roc_jax.model.low_precision import MATRICES, quantized_layer, split_all, stored_bytes
+from grpo_roc_jax.model.low_precision import DTYPES, quantized_layer, split_all, stored_bytes
 from grpo_roc_jax.model.parallel import choose_attention, paths
+from grpo_roc_jax.model.pool import PoolSize, shard_bytes
 from grpo_roc_jax.model.sharding import (
     Mesh,
+    device_bytes,
     param_shardings,
     place_host,
     place_shapes,
@@ -56,8 +59,6 @@ from grpo_roc_jax.model.transformer import (
     cast_params,
     compute_dtype,
     init_params,
-    layer_shapes,
-    layers_with,
 )
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.settings.cli import ConfigError, config_errors
@@ -234,7 +235,7 @@ def load_trained(
     return restored
 
 
-def frozen_like(model: ModelConfig, mesh: Mesh, bits: int = 16) -> Params:
+def frozen_like(model: ModelConfig, mesh: Mesh | AbstractMesh, bits: int = 16) -> Params:
     """Shapes and shardings of `frozen_weights`, without loading anything. A published model that keeps its own blocks
     may have other scales."""
     shapes = jax.eval_shape(lambda: unstack(init_params(jax.random.key(0), model), model))
@@ -250,24 +251,89 @@ def frozen_like(model: ModelConfig, mesh: Mesh, bits: int = 16) -> Params:
     return place_shapes(shapes, stacked | {"layers": layers})
 
 
-def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int = 1) -> dict[str, float]:
-    """Largest number of bytes that each part takes on a device, estimated from the settings. A compute dtype `auto`
-    counts as bfloat16, as on accelerators; `memory_lines` uses the compute dtype of this machine instead.
+def trained_like(config: Config, model: ModelConfig, mesh: Mesh | AbstractMesh) -> tuple[TrainState, Params | None]:
+    """Shapes and shardings of (training state, weights that its adapter belongs to or None)."""
+    return _trained_like(config.optim, config.lora, model, mesh)
 
-    Counted are the master parameters, AdamW's moments, the reference policy, gradients, the sampler's weights, the
-    cache at its largest, what the backward pass keeps of each layer, and the logits of one chunk with their gradient.
-    XLA's own scratch memory comes on top. The frozen weights of an adapter stay in every program; the sampler reads the
-    same arrays, unless `fsdp` or `sequence` splits them, which makes it gather a copy.
+
+@lru_cache(64)
+def _trained_like(
+    optim: OptimConfig, lora: Lora, model: ModelConfig, mesh: Mesh | AbstractMesh
+) -> tuple[TrainState, Params | None]:
+    return state_like(model, optim, mesh, lora), frozen_like(model, mesh, lora.base_bits) if lora.rank else None
+
+
+def policy_like(lora: Lora, state: TrainState, base: Params | None) -> Params:
+    """The parameters of the policy, see `learner.full_params`; pairs lie as their stacks do."""
+    if base is None:
+        return state.params
+    shapes = jax.eval_shape(partial(full_params, lora=lora), base, state.params)
+    pairs = {
+        name: NamedSharding(leaf.sharding.mesh, P(*leaf.sharding.spec[1:]))
+        for name, leaf in state.params["layers"].items()
+    }
+    layers = tuple(
+        {
+            name: pairs[name] if name in pairs else jax.tree.map(lambda leaf: leaf.sharding, leaves[name])
+            for name in layer
+        }
+        for layer, leaves in zip(shapes["layers"], base["layers"], strict=True)
+    )
+    ends = {name: leaf.sharding for name, leaf in base.items() if name != "layers"}
+    return place_shapes(shapes, ends | {"layers": layers})
+
+
+def sampled_like(config: Config, model: ModelConfig, mesh: Mesh | AbstractMesh) -> tuple[Params, float]:
+    """(shapes and shardings of the sampler's parameters, bytes of them on a device that it does not share with the
+    trainer). On a mesh of several processes each samples on its own part, where a device holds as much."""
+    return _sampled_like(config.lora, config.rollout.weight_dtype, model, mesh)
+
+
+@lru_cache(64)
+def _sampled_like(lora: Lora, weights: str, model: ModelConfig, mesh: Mesh | AbstractMesh) -> tuple[Params, float]:
+    policy = policy_like(lora, *_trained_like(OptimConfig(), lora, model, mesh))
+    sampled = published_like(policy, model, mesh, weights)
+    return sampled, device_bytes(sampled) - shared_bytes(policy, sampled)
+
+
+def shared_bytes(policy: Params, sampled: Params) -> float:
+    """Bytes on a device of the sampler's parameters that are the trainer's arrays: frozen weights of the same dtype and
+    layout (`publish.Publisher.convert`)."""
+    if not isinstance(policy["layers"], tuple) or jax.tree.structure(policy) != jax.tree.structure(sampled):
+        return 0.0
+
+    def layout(leaf: Any) -> tuple[tuple[str, ...], ...]:
+        shape = leaf.sharding.mesh.shape
+        parts = [(part,) if isinstance(part, str) else part or () for part in leaf.sharding.spec]
+        parts = [tuple(axis for axis in part if shape[axis] > 1) for part in parts]
+        return (*parts, *[()] * (len(leaf.shape) - len(parts)))
+
+    pairs = zip(jax.tree.leaves(policy), jax.tree.leaves(sampled), strict=True)
+    return device_bytes([one for one, other in pairs if one.dtype == other.dtype and layout(one) == layout(other)])
+
+
+def memory_parts(config: Config, model: ModelConfig, mesh: Mesh | AbstractMesh, processes: int = 1) -> dict[str, float]:
+    """Largest number of bytes that each part takes on a device. A compute dtype `auto` counts as bfloat16, as on
+    accelerators; `memory_lines` uses the compute dtype of this machine instead.
+
+    Counted are the master parameters, AdamW's moments, the reference policy, gradients, the sampler's weights and the
+    cache at its largest, all from the shapes and shardings of their arrays; then, estimated from the settings, what the
+    backward pass keeps of each layer, and the logits of one chunk with their gradient. XLA's own scratch memory comes
+    on top. The frozen weights of an adapter stay in every program; of the sampler's weights those are counted that are
+    not the same arrays.
+
+    Raises:
+        ValueError: the mesh does not split the model evenly.
     """
-    compute = 4 if model.compute_dtype == "float32" else 2
-    total = parameter_count(model)
-    trained = parameter_count(model, config.lora)
-    spared = (compute - 1) * matrix_count(model) if config.rollout.weight_dtype == "int8" else 0
+    model = replace(model, compute_dtype="bfloat16") if model.compute_dtype == "auto" else model
+    dtype = compute_dtype(model)
+    compute = dtype.itemsize
+    state, base = trained_like(config, model, mesh)
+    trained, copied = device_bytes(state.params), sampled_like(config, model, mesh)[1]
     sequence, tensor = mesh.shape["sequence"], mesh.shape["tensor"]
-    spread = mesh.shape["fsdp"] * sequence * tensor
-    per_token, per_row = cache_bytes(sampler_config(model, mesh), compute, config.rollout.cache_dtype)
     shards = -(-slot_shards(mesh) // processes)  # of a process
     rollout, slots = config.rollout, -(-config.rollout.slots // shards)
+    pool, stored = PoolSize(rollout.shard_blocks(shards), rollout.block, slots), DTYPES.get(rollout.cache_dtype)
     tokens = (
         rows_per_micro_batch(config.batch, row_shards(mesh)) / row_shards(mesh) * config.batch.row_length / sequence
     )
@@ -277,18 +343,16 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
     elif config.update.remat == "none":
         kept_bytes_per_layer += _activations(config, model, compute)
     columns = min(config.update.vocab_chunk or USUAL_CHUNK, model.vocab_size)
-    copied = not config.lora.rank or spread > tensor
-    base = compute * total - (base_savings(model, config.lora.base_bits, compute) if config.lora.rank else 0)
     return {
-        "masters": 4 * trained / spread,
-        "moments": (8 if config.optim.moment_dtype == "float32" else 6) * trained / spread,
-        **({"reference": 4 * trained / spread} if needs_reference(config) else {}),
-        "gradients": 4 * trained / spread,
-        **({"frozen weights": base / spread} if config.lora.rank else {}),
-        **({"sampler": (base - spared) / tensor} if copied else {}),
-        "cache": (per_token * rollout.shard_blocks(shards) * rollout.block + per_row * slots) / tensor,
+        "masters": trained,
+        "moments": device_bytes(state.opt_state),
+        **({"reference": trained} if needs_reference(config) else {}),
+        "gradients": trained,
+        **({} if base is None else {"frozen weights": device_bytes(base)}),
+        **({"sampler": copied} if copied else {}),
+        "cache": shard_bytes(sampler_config(model, mesh), pool, dtype, tensor, stored),
         "layers kept": tokens * model.layers * kept_bytes_per_layer / tensor,
-        "logits": 3 * 4 * tokens * columns / spread,
+        "logits": 3 * 4 * tokens * columns / (mesh.shape["fsdp"] * sequence * tensor),
     }
 
 
@@ -368,26 +432,6 @@ def process_lines(devices: float, model: ModelConfig, mesh: Mesh) -> list[str]:
     parts = {"devices": device_bytes, "interpreter and libraries": now, "compilation": compiling}
     listed = ", ".join(f"{name} {size / 1e6:.0f}" for name, size in parts.items())
     return [f"memory of this process at most, MB: {listed}; together {sum(parts.values()) / 1e6:.0f}"]
-
-
-def matrix_count(model: ModelConfig) -> int:
-    """Number of matrix elements of the layers that `rollout.low_precision.weights` stores in fewer bits."""
-    sizes = ((name, math.prod(shape)) for name, (shape, _) in layer_shapes(model).items() if name in MATRICES)
-    return sum(size * len(layers_with(name, model)) for name, size in sizes)
-
-
-@cache
-def base_savings(model: ModelConfig, bits: int, compute: int) -> int:
-    """Bytes that `lora.base_bits` saves of frozen weights in a compute dtype of so many bytes."""
-    if bits == 16:
-        return 0
-    shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in layer_shapes(model).items()}
-    stored = jax.eval_shape(partial(quantized_layer, bits=bits), shapes)
-    return sum(
-        len(layers_with(name, model)) * (compute * math.prod(shapes[name].shape) - sum_bytes(leaf))
-        for name, leaf in stored.items()
-        if name in MATRICES
-    )
 
 
 def sum_bytes(tree: Any) -> int:

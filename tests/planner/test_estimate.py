@@ -1,5 +1,6 @@
 """Formulas beside programs: what a plan by arithmetic says of an update is held against the compiled program."""
 
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -9,18 +10,20 @@ import jax
 import pytest
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.learner.update import make_update_step
 from grpo_roc_jax.model.config import FULL, GatedDelta, Mixture, ModelConfig, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.rope_scaling import ProportionalRopeScaling
-from grpo_roc_jax.model.sharding import axes_to_spec, make_mesh, row_shards
+from grpo_roc_jax.model.sharding import axes_to_spec, device_bytes, make_mesh, row_shards
 from grpo_roc_jax.model.transformer import layer_shapes, layers_with
 from grpo_roc_jax.planner import plan as planning
-from grpo_roc_jax.planner.arguments import batch_like, device_bytes, trained_like
+from grpo_roc_jax.planner.arguments import batch_like
 from grpo_roc_jax.planner.estimate import Deployment, estimate, work_of
 from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.planner.roofline import Needs, kind_of
 from grpo_roc_jax.planner.suggest import with_settings
 from grpo_roc_jax.planner.topology import parse_topology
+from grpo_roc_jax.run.policy import policy_like, trained_like
 from grpo_roc_jax.settings.cli import load_config
 
 RECIPES = sorted(path.name for path in Path("configs").glob("*.yaml"))
@@ -41,8 +44,14 @@ def small(model: ModelConfig) -> ModelConfig:
     if isinstance(windows, GatedDelta):
         windows = replace(windows, key_heads=2, value_heads=4, key_dim=16, value_dim=16, every=2)
         sizes["layers"] = 4
+    extras = replace(model.extras, layer_embed=32) if model.extras.layer_embed else model.extras
+    if getattr(windows, "full_head_dim", 0):
+        windows = replace(windows, full_head_dim=64, full_kv_heads=2)
+    if windows.shared_layers:  # a period of each
+        sizes["layers"] *= 2
+        windows = replace(windows, shared_layers=sizes["layers"] // 2, shared_ff=512 if windows.shared_ff else 0)
     sizes |= {"d_ff": 64 if experts.count else 256, "compute_dtype": "float32"}
-    return replace(model, **sizes, windows=windows, experts=experts)
+    return replace(model, **sizes, windows=windows, experts=experts, extras=extras)
 
 
 _TINY = {"d_model": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "d_ff": 256, "vocab_size": 256, "layers": 4}
@@ -127,6 +136,50 @@ def compared(deployment: Deployment) -> tuple[Needs, Needs]:
     return planning.read_needs("update", lowered, 0.0, counts, lambda line: None), estimate(deployment)[-1]
 
 
+SAMPLED_ON = [
+    *product(FAMILIES, TRAINED, ("tensor", "fsdp, tensor")),
+    *product(("Qwen2", "GLM-4.5", "Gemma 4"), TRAINED, ("data", "fsdp", "sequence, tensor")),
+]
+SAMPLED_ON = [
+    pytest.param(*case, marks=[pytest.mark.slow] * (case[1:] != ("full", "tensor") and case[0] != "GLM-4.5"))
+    for case in SAMPLED_ON
+]
+"""Family, what is trained, axes of the mesh."""
+
+
+@pytest.mark.parametrize(("family", "trained", "axis"), SAMPLED_ON)
+def test_weights_and_cache_of_the_sampler_by_arithmetic_are_the_arrays_of_the_engine(family, trained, axis):
+    """Bytes on a device, of parameters that the update lays out, of the sampler's and of the cache; and those of the
+    sampler's parameters that are the arrays of the trainer."""
+    deployment = deployed("qwen3_0_6b_gsm8k.yaml", trained, axis, FAMILIES[family])
+    config, model, mesh, parts = deployment.config, deployment.model, deployment.mesh, deployment.memory_parts()
+    state, base = trained_like(config, model, mesh)
+    policy = policy_like(config.lora, state, base)
+    engine = make_engine(model, config.rollout, config.sampling, [0], mesh)
+    sampled = engine.published_like(policy)
+    shared = [
+        leaf
+        for leaf, other in zip(jax.tree.leaves(policy), jax.tree.leaves(sampled), strict=base is not None)
+        if base is not None and leaf.dtype == other.dtype and leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
+    ]
+    assert parts.get("sampler", 0.0) == device_bytes(sampled) - device_bytes(shared)
+    assert parts["cache"] == device_bytes(engine.programs.pool_like())
+    assert parts["masters"] == device_bytes(state.params) and parts["moments"] == device_bytes(state.opt_state)
+    assert parts.get("frozen weights", 0.0) == device_bytes(base)
+    by_name = {needs.name: needs for needs in estimate(deployment)}
+    for name in ("append", "decode"):
+        assert by_name[name].arguments == device_bytes(sampled) + parts["cache"]
+
+
+def test_experts_of_all_tokens_and_latent_keys_are_whole_on_each_device_of_the_sampler():
+    """GLM-4.5: the dense layer and the shared experts; DeepSeek-V3: the cache."""
+    for family, tensor, held in (("GLM-4.5", 2, "sampler"), ("DeepSeek-V3", 2, "cache")):
+        one, two = (deployed("toy.yaml", "full", axis, FAMILIES[family]) for axis in ("data", "tensor"))
+        before, after = one.memory_parts()[held], two.memory_parts()[held]
+        assert after > 1.1 * before / tensor, family
+    assert before == after / 2, "the slots of both parts of `data`"
+
+
 def sums_apart(model: ModelConfig, config: Config) -> int:
     """Sums over `tensor` of the size of the residual stream that the CPU sends in a micro-batch besides those of the
     inputs and outputs of blocks: of a block's products, of two kinds of experts, and of the even and odd inputs of a
@@ -200,6 +253,32 @@ def test_updates_of_the_families_by_arithmetic_are_those_of_the_programs(family,
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_updates_of_all_recipes_by_arithmetic_are_those_of_the_programs(recipe, trained, axis):
     check(recipe, trained, axis)
+
+
+STORED = [
+    ("rstar2_stage3_v5p_4x4x4", ["hard"], "v5p:4x4x4"),
+    pytest.param("rstar2_stage3_v6e_8x8", ["hard", "--rollout.slots", "16"], "v6e:8x8", marks=pytest.mark.slow),
+    pytest.param("rstar2_stage1_v5p_4x4x4", ["8k"], "v5p:4x4x4", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("stored", "words", "topology"), STORED)
+def test_updates_of_14b_by_arithmetic_are_those_of_the_stored_plans(stored, words, topology):
+    """The all-reduces of the stored plans are sums of outputs over `tensor` of which each device keeps a part."""
+    report = json.loads(Path(f"benchmarks/results/plan_{stored}.json").read_text())
+    program = next(needs for needs in report["programs"] if needs["name"] == "update")
+    stage, *more = words
+    config = load_config(Config, ["configs/rstar2_qwen3_14b.yaml", *more], prog="test")
+    config = planning.chosen_stages(config, stage)[0]
+    deployment = planning.deployment_of(config, parse_topology(topology), "Qwen/Qwen3-14B", True, 0.0)
+    formula, work, model = estimate(deployment)[-1], deployment.work, deployment.model
+    assert work.micro_batches == report["work"]["micro_batches"]
+    sums = work.micro_rows // row_shards(deployment.mesh) * work.row_length * model.d_model * 4
+    sums *= model.layers * work.micro_batches
+    assert program["collectives"]["all-reduce"]["bytes"] / sums == pytest.approx(3.0 + ("v6e" in topology), abs=0.05)
+    moved = sum(entry["moved"] for entry in program["collectives"].values())
+    assert 0.8 < formula.moved / (moved - program["collectives"]["all-reduce"]["moved"] / 2) < 1.25
+    assert formula.flops == pytest.approx(program["flops"], rel=0.01)
 
 
 LATENT = pytest.mark.xfail(

@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import fields, replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import jax
@@ -28,9 +29,17 @@ from grpo_roc_jax.model.attention import attend_cudnn
 from grpo_roc_jax.model.config import Mixture, ModelConfig
 from grpo_roc_jax.model.delta import token_flops
 from grpo_roc_jax.model.published import read_config, same_model
-from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, process_mesh
+from grpo_roc_jax.model.sharding import ShardingConfig, check_processes, make_mesh, process_mesh
 from grpo_roc_jax.planner import plan as planning
-from grpo_roc_jax.planner.estimate import active_parameters, appended_parameters, estimate, update_flops
+from grpo_roc_jax.planner.estimate import (
+    abstract_mesh,
+    active_parameters,
+    append_reads,
+    decode_reads,
+    estimate,
+    products,
+    update_flops,
+)
 from grpo_roc_jax.planner.hlo import arrays, bytes_of, group_size, parse_hlo
 from grpo_roc_jax.planner.hlo_cost import largest_gather, read_cost
 from grpo_roc_jax.planner.hlo_loops import check_loops, hanging, placed
@@ -38,7 +47,7 @@ from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.planner.roofline import Needs, Work, step_times
 from grpo_roc_jax.planner.schedules import APART, SCHEDULES, STEPS
 from grpo_roc_jax.planner.topology import CHIPS, TopologyError, has_compiler, parse_topology, topology_devices
-from grpo_roc_jax.run.policy import cache_bytes, parameter_count
+from grpo_roc_jax.run.policy import cache_bytes, parameter_count, sampled_like
 from grpo_roc_jax.settings.cli import load_config
 from tests.helpers.published_configs import CONFIGS
 
@@ -559,8 +568,11 @@ def test_layers_that_share_keys_have_no_cache():
     table = 262_144 * 35 * 256
     assert active_parameters(model) == parameter_count(model) - table
     one = replace(model, windows=replace(model.windows, shared_layers=0, shared_ff=0))
-    assert appended_parameters(model) < 0.45 * active_parameters(model) and cache_bytes(one, 2)[0] > 2 * 9216
-    assert appended_parameters(one) == active_parameters(one)
+    one_device = abstract_mesh(Config(), parse_topology("h100:1"))
+    sampled, whole = (sampled_like(Config(), shape, one_device)[0] for shape in (model, one))
+    appended = products(append_reads(sampled, model), model)
+    assert appended < 0.45 * products(decode_reads(sampled), model) and cache_bytes(one, 2)[0] > 2 * 9216
+    assert products(append_reads(whole, one), one) == 2 * (active_parameters(one) - one.vocab_size * one.d_model)
 
 
 OTHER_SIZES = [("Qwen/Qwen3-1.7B", 1.72), ("Qwen/Qwen3-8B", 8.19), ("HuggingFaceTB/SmolLM3-3B", 3.075)]
@@ -692,7 +704,8 @@ def test_reference_and_teacher_are_counted():
     assert [new - old for new, old in zip(referred, bare, strict=True)] == [4 * count] * 4
     teacher = "Qwen/Qwen3-0.6B"
     _, distilled = resident(f"--advantage.adjust=[{{kind: teacher, path: {teacher}}}]")
-    size = 2 * parameter_count(KNOWN_SHAPES[teacher])
+    norms = 28 * 2 * (1024 + 128) + 1024  # float32
+    size = 2 * (parameter_count(KNOWN_SHAPES[teacher]) + norms)
     assert [new - old for new, old in zip(distilled, bare, strict=True)] == [size] * 4
 
 
@@ -706,12 +719,55 @@ def test_the_cache_and_the_weights_of_rollouts_that_run_on_are_counted_in_the_up
     more = [new.resident - old.resident for new, old in zip(estimate(stream), estimate(plain), strict=True)]
     assert more == [parts["cache"], 0.0, 0.0, parts["cache"] + parts["sampler"]]
     like = state_like(plain.model, plain.config.optim, plain.mesh)
-    given = (like, like.params, 1e6, 0.0, 1e9)
+    given = (like, like.params, (1e6, 1e6), 0.0, 1e9)
     before, after = (planning.resident_bytes(one.config, *given) for one in (plain, stream))
     assert after["update"] - before["update"] == 1e9 + 1e6 and after["decode"] == before["decode"]
     assert {name: after[name] - before[name] for name in after if name.startswith("weight")} == dict.fromkeys(
         ("weight_sync", "weight_check_trainer", "weight_check_sampler"), 1e9
     )
+
+
+EXPERTS_IN_INT8 = ["--model.experts=mixture", "--model.experts.count=4", "--model.experts.per_token=2"]
+EXPERTS_IN_INT8 += ["--rollout.low_precision.weights=int8"]
+REFUSED = [
+    (["--lora=low_rank", "--sharding.tensor=8", "--model.kv_heads=4"], "h100:8", "with model.kv_heads = 4 and lora"),
+    (["--sharding.fsdp=8", "--rollout.slots=12"], "h100:8", "does not divide over the 8 data shards"),
+    (["--sharding.fsdp=4", "--rollout.kv_tokens=400"], "h100:4", "too few for one row"),
+    (["--sharding.tensor=3"], "h100:24", "does not divide the 8 devices of a process"),
+    (["--sharding.fsdp=12"], "h100:24", "form no block of the mesh 2 x 12 x 1 x 1"),
+    (["--update.attention=splash"], "h100:1", "splash"),
+    (["--update.attention=cudnn", "--model.extras=some", "--model.extras.attention_cap=50.0"], "h100:1", "caps no"),
+    (EXPERTS_IN_INT8, "h100:1", "int8 with experts"),
+]
+
+
+@pytest.mark.parametrize(("words", "topology", "reason"), REFUSED)
+def test_a_plan_by_arithmetic_refuses_what_training_refuses(words, topology, reason):
+    heads = [] if any("kv_heads" in word for word in words) else ["--model.kv_heads=8"]
+    given = ["configs/toy.yaml", "--model.heads=8", "--model.d_model=384", *heads, "--model.vocab_size=3072"]
+    config = load_config(Config, [*given, "--sharding.data=-1", *words], prog="test")
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        planning.deployment_of(config, parse_topology(topology), "", True, 0.0)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 6, 8, 12, 24])
+def test_the_devices_of_a_process_form_a_block_where_a_mesh_is_accepted(processes):
+    """24 devices in all meshes of four axes, compared with blocks that are sought device by device."""
+    total, each = 24, 24 // processes
+    for shape in product(range(1, total + 1), repeat=4):
+        if math.prod(shape) != total or (each % shape[-1] and shape[-1] % each):
+            continue
+        numbers = np.arange(total).reshape(shape) // max(each, shape[-1])
+        blocks = []
+        for number in range(numbers.max() + 1):
+            places = np.argwhere(numbers == number)
+            blocks.append(math.prod(places.max(0) - places.min(0) + 1) == len(places))
+        try:
+            check_processes(shape, processes)
+        except ValueError:
+            assert not all(blocks), shape
+        else:
+            assert all(blocks), shape
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------

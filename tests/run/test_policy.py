@@ -142,6 +142,22 @@ def test_frozen_weights_are_the_same_codes_on_every_mesh(published, bits):
     assert memory_parts(config, model, one)["frozen weights"] == sum_bytes(made[1])
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+def test_frozen_weights_have_the_dtypes_that_a_plan_counts(published, bits):
+    """Also where the norms of a published model are in the compute dtype: they stay float32, as in every program."""
+    config = run_config(
+        Path("unused"), published, f"--lora.base_bits={bits}", "--lora=low_rank", "--model.compute_dtype=bfloat16"
+    )
+    model = resolve_model(resolve_config(config.model), load_tokenizer(config.text))
+    one = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
+    made, like = frozen_weights(config, model, one), frozen_like(model, one, bits)
+    for leaf, shape in zip(jax.tree.leaves(made), jax.tree.leaves(like), strict=True):
+        assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
+    assert made["layers"][0]["attn_norm"].dtype == np.float32
+    assert made["embed"].dtype == jnp.bfloat16
+    assert memory_parts(config, model, one)["frozen weights"] == sum_bytes(made)
+
+
 def test_all_parameters_are_the_trained_ones_without_an_adapter():
     params = random_params(resolve_model(SHAPE, load_tokenizer(TextConfig())))
     assert full_params(None, params, Config().lora) is params

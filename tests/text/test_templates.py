@@ -36,7 +36,10 @@ SPECIALS = {
     "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
     "qwen3_coder": {"bos_token": None, "eos_token": "<|im_end|>"},
 }
+OF_DIALECTS = {"gemma4": {"bos_token": "<bos>", "eos_token": "<eos>"}}
+"""Of templates whose conversations `test_dialects` renders."""
 ADDED = {
+    "gemma4": ["<bos>", "<eos>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", '<|"|>'],
     "chatml_tools": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "thinking": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "llama3": [
@@ -69,7 +72,7 @@ def make_directory(folder: Path, name: str) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(ADDED[name])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {key: value for key, value in SPECIALS[name].items() if value}
+    config = {key: value for key, value in (SPECIALS | OF_DIALECTS)[name].items() if value}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text((FOLDER / f"{name}.jinja").read_text())
     return folder
