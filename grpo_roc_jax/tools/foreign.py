@@ -5,17 +5,23 @@ of which is valid JSON Schema (draft 2020-12). This module normalizes the form a
 policy.
 """
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, best_match
+import pydantic_core
+from jsonschema import Draft202012Validator, FormatChecker
+from jsonschema.exceptions import SchemaError, ValidationError, best_match
+from jsonschema.validators import extend
+from pydantic_core import SchemaValidator, core_schema
 from referencing import Registry as Documents
 from referencing.exceptions import Unresolvable
 
 from grpo_roc_jax.tools.registry import Job, Signature, Tool, json_type, outside_schema, place_of
+
+log = logging.getLogger(__name__)
 
 
 def normalized(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,12 +42,65 @@ def normalized(schema: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"tool {name!r}: its parameters must be the schema of an object, got {str(given)[:200]}")
     parameters = {"type": "object", "properties": {}, **given} | {"type": "object"}
     try:
-        Draft202012Validator.check_schema(parameters)
+        Draft202012Validator.check_schema(parameters, format_checker=FormatChecker(()))  # for patterns see `matcher`
     except SchemaError as error:
         raise ValueError(f"tool {name!r}: its parameters are no valid JSON schema: {error.message}") from error
     return outside_schema(
         {"name": name, "description": str(function.get("description") or ""), "parameters": parameters}
     )
+
+
+# ---- regular expressions: arguments are texts of the policy, and Python's matcher may take years for 30 characters ---
+
+
+@lru_cache(1024)
+def matcher(pattern: str) -> Callable[[str], bool] | None:
+    """Whether a text holds a match of a pattern, in a time that is linear in the text. None for a pattern that has no
+    such matcher (look-around, back-references) or is written in another way than Rust's: it is not checked."""
+    try:
+        return SchemaValidator(core_schema.str_schema(pattern=pattern)).isinstance_python
+    except pydantic_core.SchemaError:
+        log.warning("schemas of tools: the pattern %.200r is not checked, since no linear matcher reads it", pattern)
+        return None
+
+
+def holds(pattern: str, text: str) -> bool:
+    """Whether the text holds a match; true for a pattern that is not checked."""
+    matches = matcher(pattern)
+    return matches is None or matches(text)
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if isinstance(instance, str) and not holds(pattern, instance):
+        yield ValidationError(f"{instance!r:.100} does not match {pattern!r}")
+
+
+def _pattern_properties(validator: Any, patterns: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    for pattern, part in patterns.items() if isinstance(instance, dict) else ():
+        matches = matcher(pattern)
+        for name in filter(matches, instance) if matches else ():
+            yield from validator.descend(instance[name], part, path=name, schema_path=pattern)
+
+
+def _additional_properties(validator: Any, allowed: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    patterns = schema.get("patternProperties", {})
+    if not patterns:
+        yield from Draft202012Validator.VALIDATORS["additionalProperties"](validator, allowed, instance, schema)
+        return
+    for name in instance if isinstance(instance, dict) else ():
+        if name in schema.get("properties", {}) or any(holds(pattern, name) for pattern in patterns):
+            continue
+        if allowed is False:
+            yield ValidationError(f"{name!r:.80} is not known, and no pattern of names admits it")
+        else:
+            yield from validator.descend(instance[name], allowed, path=name)
+
+
+_KEYWORDS = {"pattern": _pattern, "patternProperties": _pattern_properties}
+_KEYWORDS |= {"additionalProperties": _additional_properties}
+LinearValidator = extend(Draft202012Validator, _KEYWORDS)
+_UNCHECKED = extend(LinearValidator, {"unevaluatedProperties": lambda *_: iter(())})
+"""For schemas with `unevaluatedProperties` beside patterns of names, which jsonschema matches by itself."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +110,10 @@ class ForeignSignature(Signature):
     model: None = None
 
     @cached_property
-    def _validator(self) -> Draft202012Validator:
-        return Draft202012Validator(self.parameters, registry=Documents())
+    def _validator(self) -> Any:
+        text = str(self.parameters)
+        kind = _UNCHECKED if "'patternProperties'" in text and "'unevaluatedProperties'" in text else LinearValidator
+        return kind(self.parameters, registry=Documents())
 
     def fault(self, arguments: Any) -> str:
         if not isinstance(arguments, Mapping):
@@ -67,7 +128,7 @@ class ForeignSignature(Signature):
         if error.validator == "required" and not path:
             missing = next(name for name in error.validator_value if name not in arguments)
             return f"argument {missing!r} is missing"
-        if error.validator == "additionalProperties" and not path:
+        if error.validator == "additionalProperties" and not path and "patternProperties" not in self.parameters:
             extra = next(name for name in arguments if name not in known)
             return f"argument {extra!r:.80} is not known; expected: {', '.join(known)}"
         if error.validator == "type":

@@ -286,6 +286,34 @@ def test_numbers_of_any_size_are_no_exception() -> None:
     assert found.kind == "bad_arguments" and "cannot be checked" in found.error_message
 
 
+NESTED = r"^(a+)+$"
+"""Python's matcher takes twice as long with each further character of a text that does not match: 19 s for 24."""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "right"),
+    [
+        ({"properties": {"s": {"type": "string", "pattern": NESTED}}}, {"s": "a" * 5000 + "b"}, False),
+        ({"properties": {"s": {"type": "string", "pattern": NESTED}}}, {"s": "a" * 5000}, True),
+        ({"patternProperties": {NESTED: {}}, "additionalProperties": False}, {"a" * 5000 + "b": 1}, False),
+        ({"patternProperties": {NESTED: {}}, "additionalProperties": {"type": "string"}}, {"a" * 99 + "b": 1}, False),
+        ({"patternProperties": {NESTED: {"type": "string"}}}, {"a" * 5000: 1}, False),
+        ({"patternProperties": {NESTED: {}}, "additionalProperties": False}, {"aa": 1}, True),
+        ({"patternProperties": {NESTED: {}}, "unevaluatedProperties": False}, {"a" * 5000 + "b": 1}, True),
+        ({"properties": {"s": {"propertyNames": {"pattern": NESTED}}}}, {"s": {"a" * 5000 + "b": 1}}, False),
+        ({"properties": {"s": {"pattern": r"^\p{L}+$"}}}, {"s": "Grüße"}, True),  # as JavaScript writes them
+        ({"properties": {"s": {"pattern": r"^\p{L}+$"}}}, {"s": "a1"}, False),
+        ({"properties": {"s": {"pattern": r"^(?<year>\d{4})$"}}}, {"s": "20x6"}, False),
+        ({"properties": {"s": {"pattern": r"^(?=.*\d)(?=.*x)"}}}, {"s": "none of both"}, True),  # is not checked
+        ({"properties": {"s": {"pattern": "("}}}, {"s": "x"}, True),
+    ],
+)
+def test_patterns_of_schemas_take_a_time_that_is_linear_in_the_text(parameters, arguments, right) -> None:
+    registry = Registry([foreign_tool({"name": "find", "parameters": parameters}, lambda **given: "found")])
+    answer = registry.prepare("find", arguments, None)
+    assert isinstance(answer, Job) if right else answer.kind == "bad_arguments"
+
+
 def test_schemas_without_parameters_and_those_that_cannot_be_used() -> None:
     for schema in (
         {"name": "now"},
