@@ -142,7 +142,7 @@ def test_names_of_two_projects_mean_the_same_here():
         ("--foo.bar.lr 1e-6", "did you mean 'optim.lr'?"),
         ("--gpus 4", "did you mean 'sharding.data' (all devices are used)?"),
         ("--kl_beta 0.1", "did you mean 'surrogate.kl.coef' ("),
-        ("--config my.yaml", "files come first: `grpo-roc train FILE.yaml`"),
+        ("--config my.yaml", "files come first: `grpo-roc train CONFIG.yaml`"),
         ("augmentation.down_sampling_config.min_zero_reward_trace_num=2", "did you mean 'resample.min_negative' ("),
         ("augmentation.down_sampling_config.roc_error_ratio=True", "did you mean 'resample.error_penalty' ("),
         ("--surrogate ppo", "did you mean 'clip'?"),

@@ -195,7 +195,8 @@ def test_plans_leave_the_moments_out_of_sampling_and_suggest_it():
     moments = 8 * plain["parameters"] / (mesh["fsdp"] * mesh["tensor"])
     for one, other in zip(plain["programs"], away["programs"], strict=True):
         saved = 0.0 if one["name"] == "update" else moments
-        assert one["total"] - other["total"] == pytest.approx(saved), one["name"]
+        # The scales of norms are whole on each device.
+        assert one["total"] - other["total"] == pytest.approx(saved, rel=2e-4), one["name"]
     # Slots whose cache is too large by less than the moments, and then by more.
     decode = next(needs for needs in plain["programs"] if needs["name"] == "decode")
     slots = load_config(Config, ["rstar2_qwen3_14b"], prog="test").rollout.slots

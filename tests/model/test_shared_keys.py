@@ -29,7 +29,7 @@ from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardin
 from grpo_roc_jax.model.transformer import forward, layer_shapes, layers_with, unembed
 from grpo_roc_jax.planner.hlo import parse_hlo
 from grpo_roc_jax.planner.hlo_cost import largest_gather
-from grpo_roc_jax.run.policy import base_savings, cache_bytes
+from grpo_roc_jax.run.policy import cache_bytes, frozen_like, sum_bytes
 from tests.helpers import reference
 from tests.helpers.rollout_fakes import ROLLOUT, STOPS, FakeTools, make_requests
 from tests.learner import test_update
@@ -219,7 +219,8 @@ def test_adapters_on_frozen_weights_in_few_bits(bits):
     np.testing.assert_allclose(run(merge(plain, adapter, LORA), {}, tokens), wanted, atol=1e-4)
     assert np.abs(wanted - run(plain, {}, tokens)).max() > 1e-2
     sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"])) for params in (plain, stored)]
-    assert sizes[0] - sizes[1] == base_savings(SHORT, bits, 4)
+    mesh = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
+    assert sizes == [sum_bytes(frozen_like(SHORT, mesh, stored)["layers"]) for stored in (16, bits)]
 
 
 # ---- directories ---------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def make_directory(folder: Path, name: str) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(ADDED[name])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {key: value for key, value in (SPECIALS | OF_DIALECTS)[name].items() if value}
+    config = {key: value for key, value in (OF_DIALECTS | SPECIALS)[name].items() if value}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text((FOLDER / f"{name}.jinja").read_text())
     return folder
