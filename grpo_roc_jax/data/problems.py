@@ -343,10 +343,22 @@ def _column(row: Mapping[str, Any], name: str) -> Any:
         return row[name]
     value: Any = row
     for part in name.split("."):
+        value = _written(value, dict)
         if not isinstance(value, Mapping) or part not in value:
             return None
         value = value[part]
     return value
+
+
+def _written(value: Any, kind: type) -> Any:
+    """An object or a list that a column holds as JSON text, as in tables without nesting; any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{" if kind is dict else "["):
+        return value
+    try:
+        read = json.loads(value)
+    except (RecursionError, ValueError):
+        return value
+    return read if isinstance(read, kind) and not depth_over(read, DEEPEST) else value
 
 
 def _problem(row: Any, prompt_column: str, answer_column: str, stem: str) -> tuple[Problem, bool]:
@@ -402,7 +414,9 @@ def _required(row: Mapping[str, Any], name: str) -> Any:
 def _prompt_text(value: Any, name: str) -> tuple[str, bool]:
     """(question, whether there is a system text): from a string, or from the user messages of a conversation without
     an assistant message."""
-    has_system = False
+    has_system, written = False, _written(value, list)
+    if written is not value and written and all(isinstance(part, Mapping) and "role" in part for part in written):
+        value = written  # any other list in brackets is a question
     if isinstance(value, list):
         texts = [message_text(m.get("content")) if isinstance(m, Mapping) else None for m in value]
         if None in texts:

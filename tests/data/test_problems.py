@@ -63,8 +63,12 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_common_formats_load_without_settings(tmp_path, shape, suffix):
+@pytest.mark.parametrize("nested", [True, False], ids=["", "as text"])
+def test_common_formats_load_without_settings(tmp_path, shape, suffix, nested):
+    """Also from tables that hold messages and objects as JSON text."""
     row, prompt_column, answer_column = SHAPES[shape]
+    if not nested:
+        row = {key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in row.items()}
     path = tmp_path / f"train{suffix}"
     if suffix == ".jsonl":
         write(path, [row])
@@ -414,3 +418,9 @@ def test_a_short_solution_as_a_reference_is_named(tmp_path):
         {"question": "c?", "solution": "Tuesday morning"},
     ]
     assert load_problems(write(tmp_path / "a.jsonl", rows))[1].long_answers == (1,)
+
+
+@pytest.mark.parametrize("prompt", ["[1, 2]", '[{"x": 1}]', "[", '[{"role"', "{1, 2} or {3}?", "[[" * 5000])
+def test_a_question_in_brackets_is_no_conversation(tmp_path, prompt):
+    write(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": "2"}])
+    assert load_problems(tmp_path / "a.jsonl")[0][0].prompt == prompt
