@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, BinaryIO, get_args
 
 import numpy as np
 
@@ -124,12 +124,17 @@ def parsed(line: bytes) -> dict[str, Any]:
     return parse_json(line[:end] + b"}" if end > 0 else line, "a line of the trajectory log")
 
 
+def read_tail(file: BinaryIO, length: int) -> tuple[int, bytes]:
+    """(size of a file, its last `length` bytes)."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - length))
+    return size, file.read()
+
+
 def load(log: Path, kind: str, step: int) -> bytes:
     """The index of a log file. It is rebuilt and saved if it is missing or belongs to other content."""
     with open(log, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL))
-        tail = file.read()
+        size, tail = read_tail(file, TAIL)
         with suppress(OSError):
             content = index_file(log).read_bytes()
             stamp = STAMP.match(content)
@@ -145,9 +150,7 @@ def load(log: Path, kind: str, step: int) -> bytes:
 def intact(log: Path) -> bool:
     """Whether a log file is as it was when its index was written; without an index, whether it ends with a line."""
     with open(log, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL))
-        tail = file.read()
+        size, tail = read_tail(file, TAIL)
     stamp = None
     with suppress(OSError), open(index_file(log), "rb") as file:
         stamp = STAMP.match(file.read(200))
@@ -210,9 +213,7 @@ class Pieces:
 def ends_with_line(path: Path) -> bool:
     """Whether a file is empty or its last line is complete; one that a kill or a full disk cut is not."""
     with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return file.read() in (b"", b"\n")
+        return read_tail(file, 1)[1] in (b"", b"\n")
 
 
 def read_pieces(folder: Path) -> dict[int, str]:
