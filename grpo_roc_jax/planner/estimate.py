@@ -16,6 +16,7 @@ from grpo_roc_jax.learner.loss import head_of
 from grpo_roc_jax.learner.pack import rows_per_micro_batch
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.delta import token_flops
+from grpo_roc_jax.model.experts import BY_EXPERT
 from grpo_roc_jax.model.low_precision import is_quantized
 from grpo_roc_jax.model.sharding import (
     AXES,
@@ -206,14 +207,10 @@ def decode_reads(sampler: Params) -> Params:
     return ends | {"unembed": sampler.get("unembed", sampler["embed"])}
 
 
-EXPERTS = ("w_gate", "w_up", "w_down")
-"""Leaves of a layer that are stacked over its experts, if it has any."""
-
-
 def _split_experts(parameters: Any) -> tuple[list[Any], list[Any]]:
     """(leaves that every token is multiplied with, those of experts) of the sampler's parameters."""
     named = jax.tree_util.tree_flatten_with_path(parameters, is_leaf=is_quantized)[0]
-    chosen = [getattr(path[-1], "key", "") in EXPERTS and leaf.ndim == 3 for path, leaf in named]
+    chosen = [getattr(path[-1], "key", "") in BY_EXPERT and leaf.ndim == 3 for path, leaf in named]
     leaves = [(leaf, expert) for (_, leaf), expert in zip(named, chosen, strict=True)]
     return [leaf for leaf, expert in leaves if not expert], [leaf for leaf, expert in leaves if expert]
 
