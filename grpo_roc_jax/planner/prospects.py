@@ -112,8 +112,8 @@ def trains(config: Config) -> bool:
     what it does with them is not tried."""
     if config.plan != PlanConfig():
         return True
-    rows = sample_trajectories(PROBLEM)
-    outcomes = [(rows["wrong answer"], verdict_of(config, 0.0)), (rows["right answer"], verdict_of(config, 1.0))]
+    made = sample_trajectories(PROBLEM)
+    outcomes = [(made["wrong answer"], verdict_of(config, 0.0)), (made["right answer"], verdict_of(config, 1.0))]
     size, rng, kept = config.resample.sampled(config.group.size), np.random.default_rng(0), []
     try:
         for right in range(size + 1):

@@ -730,18 +730,19 @@ class TinkerEndpoint:
             raise RequestRefused(f"{name} samples from something else; count sampling_session_seq_id up for each")
         if name not in self.samplers and name not in self._saved:
             path = field_of(body, "model_path", str)
-            if path is None:
+            checkpoint = None if path is None else CheckpointPath.read(path)
+            if checkpoint is None:
                 base = self._base(field_of(body, "base_model", str, ""))
                 sampler = SamplingSession(base, self._alone.setdefault(base.name, Snapshot(base.trainer.base)))
             else:
-                sampler = self._load_sampler(name, CheckpointPath.read(path))
+                sampler = self._load_sampler(name, checkpoint)
             if name not in self._noted:
                 written = self._written.get(name)
                 self.journal.note(session=name.partition(":")[0], sampler=name, body=body, written=written)
                 self._noted[name] = body
             self._keep(name, sampler)
-            if path is not None:
-                self._saved[name] = CheckpointPath.read(path)
+            if checkpoint is not None:
+                self._saved[name] = checkpoint
         return {"sampling_session_id": name, "type": "create_sampling_session"}
 
     def sampler_info(self, name: str) -> dict[str, Any]:
