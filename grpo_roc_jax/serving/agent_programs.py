@@ -8,6 +8,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,6 +30,7 @@ PRINTED = 1 << 16
 FLOOD_S = 0.01
 """How long a program that fills its pipe waits before it is read again."""
 FORKED = Path(__file__).with_name("_fork_server.py")
+GUARD = Path(__file__).with_name("_program_guard.py")
 START_S = 120.0
 """Seconds for the imports of a fork server."""
 FLAGS = frozenset(["-u", "-B", "-O", "-OO"])
@@ -42,6 +44,7 @@ class ProgramAgent:
         self._choice, self.words = choice, shlex.split(choice.command)
         self._live: dict[str, Any] = {}
         self._forks: ForkServer | None = None
+        self._guard: ProgramGuard | None = None
         self._mutex = threading.Lock()
 
     @property
@@ -77,6 +80,8 @@ class ProgramAgent:
         finally:
             end_group(program)
             self._live.pop(name, None)
+            if self._guard is not None:
+                self._guard.ended(program.pid)
         pay, unread = read_pay(paid.content())
         printed = out.text().strip().rpartition("\n")[2][:MOST_PAY_BYTES]
         return ProgramEnd(status, pay, errors.text(), unread, printed, time.perf_counter() - started)
@@ -107,6 +112,10 @@ class ProgramAgent:
             stderr=subprocess.PIPE,
         )
         assert started.stdout is not None and started.stderr is not None
+        with self._mutex:
+            if self._guard is None:
+                self._guard = ProgramGuard()
+        self._guard.begun(started.pid)
         return started, (started.stdout, started.stderr)
 
     def _forks_of(self, words: Sequence[str]) -> "ForkServer | None":
@@ -129,6 +138,8 @@ class ProgramAgent:
         self.kill()
         if self._forks is not None:
             self._forks.close()
+        if self._guard is not None:
+            self._guard.close()
 
 
 def variables(call: AgentCall) -> dict[str, str]:
@@ -149,6 +160,34 @@ def python_words(words: Sequence[str]) -> int | None:
     rest = words[split:]
     module = len(rest) > 1 and rest[0] == "-m"
     return split if module or (rest and rest[0].endswith(".py") and not rest[0].startswith("-")) else None
+
+
+class ProgramGuard:
+    """A process that outlives this one, if this one is killed, by as long as it takes to kill the programs that were
+    started here; see `_program_guard.py`. Forked programs end with their fork server. Thread-safe."""
+
+    def __init__(self) -> None:
+        words = [sys.executable, "-S", str(GUARD)]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+
+    def begun(self, pid: int) -> None:
+        """A program that leads a process group has been started."""
+        self._tell(f"+{pid}\n")
+
+    def ended(self, pid: int) -> None:
+        """It has ended."""
+        self._tell(f"-{pid}\n")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # the guard was killed; programs run on without it
+            self._process.stdin.write(line.encode())  # so short a line is written whole
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
 class ForkServer:

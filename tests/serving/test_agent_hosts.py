@@ -294,12 +294,41 @@ def test_forked_programs_end_with_the_trainer_also_if_one_ends_at_that_moment(tm
     ours.close()
     os.kill(server.pid, signal.SIGCONT)
     assert server.wait(20) == 0
-    for _ in range(100):
-        if not Path(f"/proc/{pids[1]}").exists() or ") Z " in Path(f"/proc/{pids[1]}/stat").read_text():
-            return
+    assert ends_within(10.0, pids[1]), "a program goes on without its trainer"
+
+
+def ends_within(seconds, pid):
+    """Whether a process of no parent of ours ends; it is killed otherwise."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text():
+            return True
         time.sleep(0.05)
-    os.kill(pids[1], signal.SIGKILL)
-    pytest.fail("a program goes on without its trainer")
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+def test_started_programs_end_with_a_killed_trainer(tmp_path):
+    """The first program has ended before; a child of the second one is in its group."""
+    command = f"""sh -c 'sleep "$1" & echo $! $$ >> {tmp_path}/pids; wait' sh {{prompt}}"""
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text(
+        "from grpo_roc_jax.environments.config import AgentCommand\n"
+        "from grpo_roc_jax.serving.agent_ends import AgentCall\n"
+        "from grpo_roc_jax.serving.agent_programs import ProgramAgent\n"
+        f"agent = ProgramAgent(AgentCommand(command={command!r}))\n"
+        "for seconds in ('0', '60'):\n"
+        "    agent.play(seconds, AgentCall({}, seconds, 'http://127.0.0.1:9/v1', ''))\n"
+    )
+    process = subprocess.Popen([sys.executable, trainer])
+    pids = tmp_path / "pids"
+    for _ in range(600):
+        if pids.exists() and pids.read_text().count("\n") == 2:
+            break
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    assert all(ends_within(10.0, int(pid)) for pid in pids.read_text().split())
 
 
 def test_time_in_which_agents_do_not_ask_is_that_of_the_environment(tmp_path):
