@@ -27,6 +27,7 @@ from grpo_roc_jax.model.parallel import (
     from_zigzag,
     look_up_on,
     look_up_wide_on,
+    output_product_on,
     recur_on,
     sequence_parts,
     to_zigzag,
@@ -406,6 +407,7 @@ def splits_on(mesh: Mesh | None, length: int) -> Splits:
         ffn_hidden=at("sequence", "tensor"),
         # With shared rows XLA would gather tokens and weights for these products and compute them on all devices.
         block_output=at("sequence", None) if sequence_parts(mesh) > 1 else identity,
+        output_product=output_product_on(mesh, token_axes(mesh, length)),
         flat=on_cpu and mesh.shape["sequence"] * mesh.shape["tensor"] == 1,
     )
 

@@ -23,7 +23,7 @@ from grpo_roc_jax.model.attention import make_attention, usual_path
 from grpo_roc_jax.model.choose import fastest
 from grpo_roc_jax.model.config import GatedDelta, ModelConfig
 from grpo_roc_jax.model.delta import Signals, Space, recur_packed
-from grpo_roc_jax.model.sharding import LOGICAL_TO_MESH, ROWS, free_spec, platform_of, shard_map_free
+from grpo_roc_jax.model.sharding import LOGICAL_TO_MESH, ROWS, constrain, free_spec, platform_of, shard_map_free
 from grpo_roc_jax.model.transformer import compute_dtype, take_rows
 from grpo_roc_jax.shapes import Array, Float, Int
 
@@ -137,6 +137,42 @@ def recur_on(mesh: Mesh | None) -> Callable[..., Array]:
         specs = (free_spec(ROWS), heads, weights, weights)
         return shard_map_free(partial(recur_packed, own_heads), mesh, specs, heads)(segment_ids, signals, conv, space)
 
+    return shared
+
+
+def output_product_on(mesh: Mesh | None, token_axes: tuple[str, ...]) -> Callable[[Array, Array, int], Array] | None:
+    """A product [B,T,...] x [...,D] -> [B,T,D] in float32 whose first summed axis is split over `tensor`, and whose
+    tokens are split over `token_axes`; None where `tensor` is not among these.
+
+    Every device sums a part of the axis, and gets the sums over all devices for its tokens. XLA by itself computes the
+    sums of all tokens on every device of a TPU, which sends twice as much, and takes a part of them. It does so for
+    `psum_scatter` along the tokens too, and does not where the parts have an axis of their own (docs/compilers.md).
+    """
+    if mesh is None or mesh.shape["tensor"] == 1 or "tensor" not in token_axes:
+        return None
+    parts = mesh.shape["tensor"]
+
+    def own_tokens(x: Array, matrix: Array, inputs: int) -> Array:
+        y = jnp.tensordot(x, matrix, inputs, preferred_element_type=jnp.float32)
+        y = y.reshape(len(y), parts, -1, y.shape[-1]).swapaxes(0, 1)
+        return jax.lax.psum_scatter(y, "tensor", scatter_dimension=0)
+
+    @partial(jax.custom_vjp, nondiff_argnums=(2,))
+    def shared(x: Array, matrix: Array, inputs: int) -> Array:
+        specs, scattered = (free_spec(ROWS, "sequence", "tensor"), free_spec("tensor")), free_spec(ROWS, token_axes)
+        return shard_map_free(partial(own_tokens, inputs=inputs), mesh, specs, scattered)(x, matrix)
+
+    def forward(x: Array, matrix: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:
+        return shared(x, matrix, inputs), (x, matrix)
+
+    def backward(inputs: int, residuals: tuple[Array, Array], d_y: Array) -> tuple[Array, Array]:
+        x, matrix = residuals
+        d_y = constrain(d_y.astype(x.dtype), mesh, ROWS, "sequence", None)  # gathered once for both products
+        d_x = constrain(jnp.tensordot(d_y, matrix, ((2,), (inputs,))), mesh, ROWS, "sequence", "tensor")
+        d_matrix = jnp.tensordot(x, d_y, ((0, 1), (0, 1)), preferred_element_type=jnp.float32)
+        return d_x, d_matrix.astype(matrix.dtype)
+
+    shared.defvjp(forward, backward)
     return shared
 
 

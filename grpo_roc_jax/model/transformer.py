@@ -57,6 +57,9 @@ class Splits:
     """On the hidden activations of the feed-forward, [B,T,F]."""
     block_output: Callable[[Array], Array] = identity
     """On the output of attention and of the feed-forward, [B,T,D]."""
+    output_product: Callable[[Array, Array, int], Array] | None = None
+    """(x [B,T,...], matrix [...,D], number of axes that are summed over) -> [B,T,D] in float32: how the last product of
+    attention and of the feed-forward is computed, e.g. by `parallel.output_product_on`; None for a plain product."""
     flat: bool = False
     """Whether products take rows and tokens as one axis: in training on a CPU, where no mesh splits them apart.
     Compiled for a TPU it costs memory traffic (Qwen3-0.6B, v5e:2x2: 299.6 instead of 295.0 GB)."""
@@ -346,7 +349,14 @@ def norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], config: ModelConfig
 
 
 def linear(
-    layer: Params, name: str, x: Array, inputs: int = 1, dtype: jnp.dtype | None = None, *, flat: bool = True
+    layer: Params,
+    name: str,
+    x: Array,
+    inputs: int = 1,
+    dtype: jnp.dtype | None = None,
+    *,
+    flat: bool = True,
+    plain: Callable[[Array, Array, int], Array] | None = None,
 ) -> Array:
     """`x` times the matrix of that name, plus (x A) B if the layer has a low-rank pair for it.
 
@@ -357,6 +367,7 @@ def linear(
         inputs: Number of axes that are summed over.
         dtype: Dtype of the result and of its sums; that of `x` by default.
         flat: See `Splits`.
+        plain: Multiplies by a matrix that is not quantized, see `Splits.output_product`; `tensordot` by default.
     """
     rows = x.shape[: x.ndim - inputs]
     if flat:
@@ -374,7 +385,7 @@ def linear(
     if isinstance(matrix, QuantizedWeight):
         y = product(x, matrix, inputs, dtype, flat)
     else:
-        y = times(x, matrix, inputs, dtype)
+        y = plain(x, matrix, inputs) if plain else times(x, matrix, inputs, dtype)
     if f"{name}_lora_a" in layer:
         a, b = (layer[f"{name}_lora_{part}"].astype(x.dtype) for part in "ab")
         low = times(x, a, inputs, None)
@@ -405,7 +416,7 @@ def block(
 
     h = splits.block_input(normed("attn_norm", x).astype(dtype))
     mix = _latent_attention if "kv_up" in layer else _attention if "wq" in layer else _delta_net
-    added = splits.block_output(mix(layer, h, rope, attend, config, splits.flat))
+    added = splits.block_output(mix(layer, h, rope, attend, config, splits))
     x = x + config.extras.residual_factor * normed("attn_post_norm", added)
     h = splits.block_input(normed("mlp_norm", x).astype(dtype))
     if config.experts.own_norms:
@@ -425,14 +436,19 @@ def block(
     return x * _like(jax.lax.stop_gradient(layer["factor"]), x) if "factor" in layer else x
 
 
+def _output(layer: Params, name: str, x: Array, inputs: int, splits: Splits) -> Float[Array, "B T D"]:
+    """The last product of attention or of a feed-forward."""
+    return linear(layer, name, x, inputs, jnp.float32, flat=splits.flat, plain=splits.output_product)
+
+
 def _attention(
-    layer: Params, h: Float[Array, "B T D"], rope: Rope, attend: Attend, config: ModelConfig, flat: bool
+    layer: Params, h: Float[Array, "B T D"], rope: Rope, attend: Attend, config: ModelConfig, splits: Splits
 ) -> Array:
     dtype = h.dtype
-    q, gate = linear(layer, "wq", h, flat=flat), None
+    q, gate = linear(layer, "wq", h, flat=splits.flat), None
     if config.gated_attention:
         q, gate = jnp.split(q, 2, axis=-1)
-    k, v = _keys_and_values(layer, h, rope, config, flat) if "wk" in layer else (None, None)
+    k, v = _keys_and_values(layer, h, rope, config, splits) if "wk" in layer else (None, None)
     if config.qkv_bias:
         q = q + _like(layer["bq"], q)
     if config.qk_norm:
@@ -445,15 +461,15 @@ def _attention(
     context = attend(q, k, v, layer["sinks"]) if "sinks" in layer else attend(q, k, v)
     if gate is not None:
         context = context * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(dtype)
-    out = linear(layer, "wo", context, 2, jnp.float32, flat=flat)
+    out = _output(layer, "wo", context, 2, splits)
     return out + _like(layer["bo"], out) if "bo" in layer else out
 
 
 def _keys_and_values(
-    layer: Params, h: Float[Array, "B T D"], rope: Rope, config: ModelConfig, flat: bool
+    layer: Params, h: Float[Array, "B T D"], rope: Rope, config: ModelConfig, splits: Splits
 ) -> tuple[Array, Array]:
-    k = linear(layer, "wk", h, flat=flat)
-    v = linear(layer, "wv", h, flat=flat) if "wv" in layer else k
+    k = linear(layer, "wk", h, flat=splits.flat)
+    v = linear(layer, "wv", h, flat=splits.flat) if "wv" in layer else k
     if config.qkv_bias:
         k, v = k + _like(layer["bk"], k), v + _like(layer["bv"], v)
     if config.qk_norm:
@@ -481,7 +497,7 @@ LATENT_EPS = 1e-6
 
 
 def _latent_attention(
-    layer: Params, h: Float[Array, "B T D"], rope: Rope, attend: Attend, config: ModelConfig, flat: bool
+    layer: Params, h: Float[Array, "B T D"], rope: Rope, attend: Attend, config: ModelConfig, splits: Splits
 ) -> Array:
     """Multi-head latent attention (arXiv:2405.04434, sec. 2.1) with one key and value for all heads: the latent vector
     c of a token. A head's key is W_k c, and q (W_k c) = (q W_k) c; its context is W_v sum(p c) (the absorbed form)."""
@@ -491,9 +507,9 @@ def _latent_attention(
     def latent_norm(x: Array, name: str) -> Array:
         return norm(x, layer[name], replace(config, norm_eps=LATENT_EPS)).astype(dtype)
 
-    inputs = latent_norm(linear(layer, "q_down", h, flat=flat), "q_latent_norm") if "q_down" in layer else h
-    q, turned = jnp.split(linear(layer, "wq", inputs, flat=flat), [P], axis=-1)
-    c, k = jnp.split(linear(layer, "kv_down", h, flat=flat)[:, :, None], [L], axis=-1)
+    inputs = latent_norm(linear(layer, "q_down", h, flat=splits.flat), "q_latent_norm") if "q_down" in layer else h
+    q, turned = jnp.split(linear(layer, "wq", inputs, flat=splits.flat), [P], axis=-1)
+    c, k = jnp.split(linear(layer, "kv_down", h, flat=splits.flat)[:, :, None], [L], axis=-1)
     c = latent_norm(c, "kv_latent_norm")
     if extras.rotary_pairs:
         turned, k = paired_halves(turned, R), paired_halves(k, R)
@@ -504,7 +520,7 @@ def _latent_attention(
     k = jnp.concatenate([c, apply_rotary(k, *rope[:2])], axis=-1)
     context = attend(q, k, jnp.pad(c, ((0, 0),) * 3 + ((0, R),)))[..., :L]
     context = jnp.einsum("btnl,lno->btno", context, to_value)
-    return linear(layer, "wo", context, 2, jnp.float32, flat=flat)
+    return _output(layer, "wo", context, 2, splits)
 
 
 def _unscaled_norm(x: Float[Array, "*B D"], config: ModelConfig) -> Array:
@@ -518,27 +534,27 @@ def _flat_norm(x: Float[Array, "B T N H"], scale: Float[Array, "N H"], config: M
 
 
 def _delta_net(
-    layer: Params, h: Float[Array, "B T D"], rope: Rope, recur: Attend, config: ModelConfig, flat: bool
+    layer: Params, h: Float[Array, "B T D"], rope: Rope, recur: Attend, config: ModelConfig, splits: Splits
 ) -> Array:
     """A recurrent layer; see `model.delta`. The norm of its context has no offset from 1, and a gate of its own; in
     Mamba 2 the gate comes before the norm, which is one for all value heads of a key head."""
-    decay = linear(layer, "w_decay", h, 1, jnp.float32, flat=flat)
+    decay = linear(layer, "w_decay", h, 1, jnp.float32, flat=splits.flat)
     step = jax.nn.softplus(decay + _like(layer["dt_bias"], decay))
     decay = -_like(jnp.exp(layer["a_log"]), decay) * step
     if config.windows.form == "mamba2":
         space = (layer["conv_bias"], layer["skip"])
-        context = recur(Signals(linear(layer, "w_qkv", h, flat=flat), decay, step), layer["conv"], space)
-        context = context * jax.nn.silu(linear(layer, "w_z", h, flat=flat).astype(jnp.float32))
+        context = recur(Signals(linear(layer, "w_qkv", h, flat=splits.flat), decay, step), layer["conv"], space)
+        context = context * jax.nn.silu(linear(layer, "w_z", h, flat=splits.flat).astype(jnp.float32))
         grouped = context.reshape(*context.shape[:2], config.windows.key_heads, -1)
         context = (grouped * jax.lax.rsqrt(jnp.mean(grouped**2, -1, keepdims=True) + config.norm_eps)).reshape(
             context.shape
         ) * _like(layer["delta_norm"], context)
-        return linear(layer, "w_out", context.astype(h.dtype), 2, jnp.float32, flat=flat)
-    rate = jax.nn.sigmoid(linear(layer, "w_beta", h, 1, jnp.float32, flat=flat))
-    context = recur(Signals(linear(layer, "w_qkv", h, flat=flat), decay, rate), layer["conv"])
-    gate = jax.nn.silu(linear(layer, "w_z", h, flat=flat).astype(jnp.float32))
+        return _output(layer, "w_out", context.astype(h.dtype), 2, splits)
+    rate = jax.nn.sigmoid(linear(layer, "w_beta", h, 1, jnp.float32, flat=splits.flat))
+    context = recur(Signals(linear(layer, "w_qkv", h, flat=splits.flat), decay, rate), layer["conv"])
+    gate = jax.nn.silu(linear(layer, "w_z", h, flat=splits.flat).astype(jnp.float32))
     context = norm(context, layer["delta_norm"], replace(config, norm_offset=False)) * gate
-    return linear(layer, "w_out", context.astype(h.dtype), 2, jnp.float32, flat=flat)
+    return _output(layer, "w_out", context.astype(h.dtype), 2, splits)
 
 
 def _feed_forward(
@@ -546,7 +562,7 @@ def _feed_forward(
 ) -> Float[Array, "B T D"]:
     gate = splits.ffn_hidden(linear(layer, f"{prefix}_gate", h, flat=splits.flat))
     up = splits.ffn_hidden(linear(layer, f"{prefix}_up", h, flat=splits.flat))
-    return linear(layer, f"{prefix}_down", gated(gate, up, config), 1, jnp.float32, flat=splits.flat)
+    return _output(layer, f"{prefix}_down", gated(gate, up, config), 1, splits)
 
 
 def _shared_expert(

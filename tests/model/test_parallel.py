@@ -24,6 +24,7 @@ from grpo_roc_jax.model.parallel import (
     choose_attention,
     columns_of,
     from_zigzag,
+    output_product_on,
     paths,
     recur_on,
     to_zigzag,
@@ -209,6 +210,32 @@ def test_no_matrix_of_the_feed_forward_is_gathered_over_tensor():
 
     step = jax.jit(jax.grad(loss), out_shardings=places).lower(like, ids, ids, ids).compile()
     assert largest_gather(parse_hlo(step.as_text())).bytes < 4 * model.d_model * model.d_ff
+
+
+@pytest.mark.parametrize("inputs", [1, 2])
+@pytest.mark.parametrize(("sequence", "tensor", "fsdp"), [(1, 4, 2), (2, 2, 2), (1, 2, 4)])
+def test_sums_over_tensor_are_scattered(sequence, tensor, fsdp, inputs):
+    """Each device gets the sums of its tokens; numbers and gradients are those of a plain product."""
+    mesh, tokens = mesh_of(sequence=sequence, tensor=tensor, fsdp=fsdp), ("sequence", "tensor")
+    rng, summed, places = np.random.default_rng(4), (8, 6)[:inputs], {"x": (ROWS, "sequence", "tensor")}
+    places |= {"matrix": ("tensor", *[None] * (inputs - 1), ("fsdp", "sequence")), "weights": (ROWS, tokens)}
+    sizes = {"x": (B, T, *summed), "matrix": (*summed, 16), "weights": (B, T, 16)}
+    arrays = {name: rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+    placed = {name: jax.device_put(x, NamedSharding(mesh, P(*places[name]))) for name, x in arrays.items()}
+
+    def outputs(product):
+        def loss(x, matrix, weights):
+            y = product(x, matrix, inputs)
+            return jnp.sum(y * weights), y
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+
+    product = output_product_on(mesh, tokens)
+    assert_close(*(jax.tree.leaves(outputs(f)(*of.values())) for f, of in ((product, placed), (jnp.tensordot, arrays))))
+    program = jax.jit(lambda x, matrix: product(x, matrix, inputs)).lower(placed["x"], placed["matrix"]).compile()
+    kinds = read_cost(parse_hlo(program.as_text())).by_kind()
+    assert kinds["reduce-scatter"]["bytes"] == 4 * B // fsdp * T // sequence * 16 and "all-reduce" not in kinds
+    assert output_product_on(mesh, ("sequence",)) is None is output_product_on(mesh_of(fsdp=2), tokens)
 
 
 @pytest.mark.parametrize(("policy", "passes"), [("attention", 2), ("full", 3)])
