@@ -360,7 +360,8 @@ def test_think_tuning():
         taught = method(plan={"second": {"kind": "feedback", "teacher": "tutor", "share": 0.3}}).plan
         (request,) = next_wave(waved([group], 1, taught), taught)
         assert request.prefix_text == "\nWait: why a?\n"
-    assert next_wave(waved([replace(group, problem=replace(problem, extra={}))], 1, plan), plan) == []
+    for extra in ({}, {"hints": None}):
+        assert next_wave(waved([replace(group, problem=replace(problem, extra=extra))], 1, plan), plan) == []
     made = make_group([1], lengths=[6], condition=["feedback"])
     masked = np.array([0, 0, 0, 0, 0, 0, 1, 1], bool)  # prompt 2, prefix 2, feedback 2, continued 2
     (whole,) = made.trajectories
