@@ -440,7 +440,8 @@ def begin(session: TrainingSession) -> RunState:
     except NonFiniteWeightsError as error:
         raise ConfigError(f"{error}; check the weights at model.path, or lower sft.lr") from error
     if run.step == 0:
-        for line in check_before_training(session.config, session.policy, session.sampling, run.train.params):
+        parts = session.config, session.policy, session.sampling, session.held_out
+        for line in check_before_training(*parts, run.train.params):
             session.writer.say(line)
     return run
 
