@@ -45,7 +45,7 @@ from grpo_roc_jax.record.trace import eval_records, step_records
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import check_components, describe_device, make_registry
-from grpo_roc_jax.run.durations import evaluation_phase
+from grpo_roc_jax.run.durations import TRAINING, evaluation_phase
 from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
@@ -206,8 +206,10 @@ def open_loop(session: TrainingSession, run: RunState) -> Iterator[Loop]:
     if that is not saved yet."""
     config, checkpointer = session.config, session.checkpointer
     policy, sampling, sampler = session.policy, session.sampling, session.sampling.sampler
+    left = max(config.steps - run.step, 0)
+    name = TRAINING if left else "a run without further steps"  # whose seconds are not those of a step
     with (
-        phase("training", steps=config.steps - run.step) as progress,
+        phase(name, steps=left) as progress,
         tracing(session.run_dir) as tracer,
         remote_samplers(config, policy, sampling) as remote,
     ):
@@ -440,7 +442,8 @@ def begin(session: TrainingSession) -> RunState:
     except NonFiniteWeightsError as error:
         raise ConfigError(f"{error}; check the weights at model.path, or lower sft.lr") from error
     if run.step == 0:
-        for line in check_before_training(session.config, session.policy, session.sampling, run.train.params):
+        parts = session.config, session.policy, session.sampling, session.held_out
+        for line in check_before_training(*parts, run.train.params):
             session.writer.say(line)
     return run
 

@@ -39,7 +39,18 @@ class Problem:
     source: str
     """Name of the data set or world; metrics are reported by source."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further columns of the row (hints, solutions, levels), for methods that use them."""
+    """Further columns of the row (hints, solutions, levels), for methods that use them. A row of a table can have null
+    in any of them, which `column` and `listed` read as no value."""
+
+    def column(self, name: str, default: Any = None) -> Any:
+        """The value of a further column; the default if the row has none."""
+        value = self.extra.get(name)
+        return default if value is None else value
+
+    def listed(self, name: str) -> list[Any]:
+        """The values of a further column that holds a list; a single text is a list of one."""
+        value = self.column(name, ())
+        return [value] if isinstance(value, str) else list(value)
 
 
 @dataclass(frozen=True)

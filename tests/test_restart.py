@@ -28,6 +28,7 @@ from grpo_roc_jax.reward.score import RewardError
 from grpo_roc_jax.run.session import state_kept, state_leaves
 from grpo_roc_jax.run.watch import Stopped, Watch
 from grpo_roc_jax.settings.cli import ConfigError, load_config
+from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.train import main
 from tests.helpers.rollout_fakes import MODEL, sharp_params
 from tests.test_knob_effects import CASES
@@ -93,7 +94,8 @@ def test_an_evaluation_that_was_due_is_made_up(whole, copy):
     assert names[0] == names[1]
 
 
-def test_the_closing_evaluation_keeps_the_trajectories_of_the_last_step(whole, copy):
+def test_the_closing_evaluation_keeps_the_trajectories_of_the_last_step(whole, copy, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for rows in (6, 7):  # without its row and with it
         lines = (whole / "metrics.jsonl").read_bytes().splitlines(True)
         (copy / "metrics.jsonl").write_bytes(b"".join(lines[:rows]))
@@ -107,6 +109,8 @@ def test_the_closing_evaluation_keeps_the_trajectories_of_the_last_step(whole, c
         }
         found, expected = (json.loads((run / "summary.json").read_text()) for run in (copy, whole))
         assert found["accuracy_after"] == expected["accuracy_after"]
+    (timings,) = map(read_json_object, tmp_path.rglob("timings/*.json"))
+    assert timings and "training" not in timings  # what such a start takes is not the time of a step
 
 
 def test_the_same_command_after_the_end_changes_no_file(copy, capsys):

@@ -1,5 +1,6 @@
 """RC-GRPO around its training loop: labelled traces, evaluation under a token, the check that the tokens work."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DemonstrationConfig
+from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.method import planning as rc_grpo
 from grpo_roc_jax.method.planning import PlainPrompts, RewardTokens, reward_goal
 from grpo_roc_jax.run import evaluate
@@ -63,6 +65,8 @@ def test_outcomes_without_a_label_come_from_the_answer():
     assert succeeded(answer("\\boxed{42.0}"))
     assert not succeeded(answer("\\boxed{41}"))
     assert not succeeded(answer("42"))
+    row = answer("\\boxed{42}")
+    assert succeeded(replace(row, problem=replace(row.problem, extra={"success": None})))
     unlabelled = Trace(Problem("p", "?", "", "t"), ("x",))
     assert succeeded(unlabelled) is None
     with pytest.raises(ValueError, match=r"'p' has neither an outcome nor a reference answer.*sft.reward_tokens none"):
@@ -83,7 +87,7 @@ def checked(config, sample=None):
     """The lines of the check; the fake sampler pays by condition."""
     policy, engine = SimpleNamespace(full=lambda trained: trained), SimpleNamespace(publish=lambda params, step: None)
     sampling = SimpleNamespace(sampler=SimpleNamespace(engine=engine), sample_requests=sample)
-    return evaluate.check_before_training(config, policy, sampling, {})
+    return evaluate.check_before_training(config, policy, sampling, eval_problems(config.data), {})
 
 
 @pytest.mark.parametrize(("high", "low", "refused"), [(0.9, 0.2, False), (0.52, 0.5, True), (0.2, 0.9, True)])

@@ -146,7 +146,7 @@ def sample_policy(
         sampler = sampling.sampler
         progress = resources.enter_context(rollout_display(config.log.console))
         _, suffix = prompt_end(config, 0)
-        length = prompt_length(config, sampler.chat, suffix)
+        length = prompt_length(config, sampler.chat, [suffix])
         with config_errors():
             chosen = fitting_problems(chosen, length, config.rollout.max_prompt_tokens, config.data, notes)
         if not chosen:

@@ -122,7 +122,7 @@ def make_problem_stream(
         prompt_length: Returns the number of tokens of a problem's prompt. With it, rows of files beyond
             `max_prompt_tokens` are left out and listed in `notes`, or refused (`config.bad_rows`); none is cut.
         max_prompt_tokens: Used with `prompt_length`.
-        left_out: Uids of problems that do not train.
+        left_out: Uids of problems that do not train. A source without any other has no share in the batches.
 
     Raises:
         ValueError: A source cannot be used (see `load_problems`, `check_world`), or holds what is too long.
@@ -131,18 +131,24 @@ def make_problem_stream(
     sources = training_problems(config, seed, notes, prompt_length, max_prompt_tokens)
     datasets = []
     contents = []
-    for source, rows in sources:
+    used = []
+    for index, (source, rows) in enumerate(sources):
         if len(rows) == TRACE_START:
             datasets.append(grain.MapDataset.source(rows))
             contents.append(source)
+            used.append(index)
             continue
         trainable = [problem for problem in rows if problem.uid not in left_out] if left_out else rows
-        if not trainable:
+        if not rows or not (trainable or used or sources[index + 1 :]):
             raise ValueError(f"{source}: no problem is left to train on\n" + "\n".join(notes))
+        if not trainable:
+            continue
         datasets.append(_epochs(trainable, config.shuffle, seed))
         named = isinstance(trainable, _Addressed)
         contents.append(f"{source}:{len(trainable)}" if named else _digest(problem.uid for problem in trainable))
-    return _stream(datasets, contents, config.weights, problems, seed, notes)
+        used.append(index)
+    weights = [config.weights[index] for index in used] if config.weights else ()
+    return _stream(datasets, contents, weights, problems, seed, notes)
 
 
 def training_problems(

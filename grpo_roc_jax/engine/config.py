@@ -186,8 +186,8 @@ class RolloutConfig:
     row wastes half a block on average; small blocks cost more time."""
     admission: Literal["arrival", "longest"] = "arrival"
     """`longest` admits groups by falling expected length, which shortens the tail of a step. A run expects what is left
-    of the budget, so rollouts that go on from a cut (`plan.second` serial, `step_limit` partial) come after new
-    ones."""
+    of the budget, so rollouts that go on from a prefix (`plan.second` serial) come after new ones. Those that a step's
+    deadline cut (`step_limit` partial) come first, so that each of them ends."""
     append_lengths: Annotated[tuple[AtLeast1, ...], Len(1)] = (16, 32, 64, 128)
     """Padded lengths of the programs that write prompts and observations; longer texts take several pieces. Where rows
     are packed these are the tokens of all rows of a call, and 256 is one more of them if that many can be needed."""

@@ -11,7 +11,7 @@ layers only rows of the same round can share a prompt: their memory moves on wit
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -40,15 +40,25 @@ def _tokens(queue: Sequence[Write]) -> int:
 
 @dataclass
 class RowTaker:
-    """Takes writes for a call that holds one piece for each of so many rows."""
+    """Takes writes for a call that holds one piece for each of so many rows, all padded to the length of the longest.
+    Each of them must end within the columns of the table, padding included."""
 
     rows: int
     piece: Callable[[Write], tuple[int, int]]
+    columns: int
+    start: int = 0
+    """Largest first column of the writes that the call has."""
+    length: int = 0
+    """Largest padded length of them."""
 
     def __call__(self, write: Write) -> tuple[int, int] | None:
-        """(tokens of the write that the call takes, padded length); None if it is full."""
-        self.rows -= 1
-        return self.piece(write) if self.rows >= 0 else None
+        """(tokens of the write that the call takes, padded length); None if there is no place for it in the call."""
+        count, padded = self.piece(write)
+        start, length = max(self.start, write.start), max(self.length, padded)
+        if not self.rows or start + length > self.columns:
+            return None
+        self.rows, self.start, self.length = self.rows - 1, start, length
+        return count, padded
 
 
 class PackTaker:
@@ -206,11 +216,14 @@ class DeviceRows:
         queues: list[list[Write]] = [[] for _ in range(self.shards)]
         for write in writes:
             queues[write.slot // self.per_shard].append(write)
+        columns = self._block_table.shape[1] * self.programs.size.columns
         while any(queues):
             pack = self.programs.pack_length(max(map(_tokens, queues))) if self.programs.packs else 0
             pieces = []
+            rows = RowTaker(0, self._piece, columns)
             for shard, queue in enumerate(queues):
-                take = PackTaker(pack) if pack else RowTaker(self.programs.append_rows[-1], self._piece)
+                rows = replace(rows, rows=self.programs.append_rows[-1])  # the call has one length in all shards
+                take = PackTaker(pack) if pack else rows
                 batch, queues[shard] = self.next_pieces(queue, shared, take)
                 queues[shard] += [
                     write._replace(ids=write.ids[count:], start=write.start + count)

@@ -13,6 +13,7 @@ expected of them (`Lengths`). The head of the queue is never skipped, so a long 
 """
 
 import logging
+import math
 import time
 from bisect import bisect_right, insort
 from collections import Counter, deque
@@ -122,8 +123,9 @@ class Admission:
             siblings.setdefault(prompt, deque()).append(ticket)
         order = list(siblings.values())
         if longest_first:
-            # What is left to sample at most: rows that continue a prefix or an earlier step have less to do.
-            left = {ticket: row.budget - row.begun for ticket, row in zip(tickets, rows, strict=True)}
+            # What is left to sample at most: rows that continue a prefix have less to do. Those that a step has cut
+            # come first, so that each of them ends.
+            left = {t: math.inf if r.resume else r.budget - r.begun for t, r in zip(tickets, rows, strict=True)}
             order.sort(key=lambda members: -max(left[ticket] for ticket in members))
         self._unopened.extend(order)
         self._prompt_of |= zip(tickets, prompts, strict=True)

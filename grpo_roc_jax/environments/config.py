@@ -232,9 +232,9 @@ class EnvironmentByRow(OwnEnvironments):
         return {name: made[name] for name in self._names if name in made}
 
     def name_for(self, problem: Problem) -> str:
-        name = problem.extra.get("environment", problem.source)
+        name = problem.column("environment", problem.source)
         if name not in self._names:
-            shown = repr(name) if "environment" in problem.extra else f"missing, and its source is {name!r}"
+            shown = repr(name) if problem.column("environment") is not None else f"missing, and its source is {name!r}"
             known = ", ".join(self._names)
             raise ValueError(f"column environment of problem {problem.uid!r} is {shown}; must be one of {known}")
         return name

@@ -77,5 +77,5 @@ class SelfTeacher(WithReference, Distilled):
             others = [i for i in np.flatnonzero(group.correct) if i != index]
             text = own_text(group, others[0]) if others else ""
         else:
-            text = str(group.problem.extra.get(self.column, "") if self.column else group.problem.answer)
+            text = str(group.problem.column(self.column, "") if self.column else group.problem.answer)
         return f"\n{self.intro}{text}" if text else ""

@@ -89,6 +89,11 @@ class Conditioning(Part, axis="plan.condition"):
     """Whether a success under help leaves open if the problem can be solved without; False if the help belongs to the
     state of the problem."""
 
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Ends of prompts that stay where the prompt gets too long: a problem without room for them does not train."""
+        return ()
+
     def requests(self, index: int, count: int, wave: Wave) -> list[RolloutRequest]:
         """Requests for `count` rollouts of the problem with index `index`."""
         return [RolloutRequest(wave.problems[index], index, count)]
@@ -354,6 +359,10 @@ class RewardTokens(Conditioning):
     conditioning does nothing (arXiv:2602.03025, prop. 4.3), so the run is refused. 0 skips the check."""
 
     warms_up = False  # a policy was fine-tuned on the tokens
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return tuple(reward_goal(condition, self.form) for condition in (HIGH, LOW))
 
     def check(self, config: Any) -> None:
         second, taught, sampled = (

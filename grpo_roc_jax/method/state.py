@@ -114,7 +114,7 @@ def begun(state: AlgoState, problems: Sequence[Problem]) -> AlgoState:
 
 
 def _judged(problem: Problem) -> bool:
-    return {"judged", "success_rate"} <= problem.extra.keys()
+    return problem.column("judged") is not None and problem.column("success_rate") is not None
 
 
 def visited(

@@ -38,11 +38,6 @@ PENDING_ROWS = 10_000
 WARN_EVERY = 20
 """Number of failures of a writer between two warnings."""
 
-SUMMED = frozenset({"rollout/sampled", "rollout/sampled_tokens", "rollout/observation_tokens", "compile/count"})
-SUMMED |= {"rollout/prefilled_tokens", "rollout/compilations", "roc/kept", "roc/dropped", "roc/groups_kept"}
-SUMMED |= {"roc/groups", "roc/all_correct", "roc/all_wrong", "environment/faults", "environment/retries"}
-"""Counts, which add up over the parts of a step. Other metrics are means, or extremes if their name says so."""
-
 
 class Wandb(Axis, axis="log.wandb"):
     """Weights & Biases, or trackio, from a thread of its own; its failures never reach the run. Every `log.samples`
@@ -283,29 +278,6 @@ def series(rows: Sequence[Metrics], name: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values) of the rows that have the metric."""
     pairs = [(row["step"], row[name]) for row in rows if name in row]
     return tuple(np.array(pairs, np.float64).reshape(-1, 2).T)
-
-
-def aggregate(parts: Sequence[Metrics], weights: Sequence[float] | None = None) -> Metrics:
-    """Metrics of the whole from those of its parts (dynamic sampling rounds, hosts, mini-batches of a step).
-
-    Counts in `SUMMED` and `time/...` add up; names that end in `_max` or `_min` take the extreme. Others are means
-    over the parts that have the name, weighted by `weights`; a part of weight 0 does not affect a mean.
-    """
-    weights = [1.0] * len(parts) if weights is None else weights
-    combined: Metrics = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        pairs = [(part[name], weight) for part, weight in zip(parts, weights, strict=True) if name in part]
-        values = [value for value, _ in pairs]
-        if name in SUMMED or name.startswith("time/"):
-            combined[name] = float(sum(values))
-        elif name.endswith("_max"):
-            combined[name] = float(max(values))
-        elif name.endswith("_min"):
-            combined[name] = float(min(values))
-        else:
-            total = sum(weight for _, weight in pairs)
-            combined[name] = sum(v * w for v, w in pairs if w) / total if total else math.nan
-    return combined
 
 
 class CompilationCounter:

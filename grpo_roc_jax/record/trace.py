@@ -94,8 +94,8 @@ def step_records(
         groups: As scored, before selection.
         selections: One per group.
         removed: Trajectories removed from their group before selection.
-        trained: Groups of this step's update. Their trajectories are matched with those of `groups` by value: problem,
-            sample, condition, policy version and tokens.
+        trained: Groups of this step's update. Their trajectories are those of `groups`, or copies, which are matched by
+            value: problem, sample, condition, policy version and tokens.
         rows: Their training rows, one per trajectory, in order. A row may have another prompt than the one that the
             trajectory was sampled under; the response is the same.
         outside: Scored trajectories that belong to no group: replaced ones, drafts, written hints, explanations.
@@ -104,9 +104,12 @@ def step_records(
     if rows and len(rows) != len(members):
         raise ValueError(f"got {len(rows)} rows for {len(members)} trained trajectories; pass one row per trajectory")
     trained_as = {
-        _identity(problem, trajectory): (_aligned(row.advantages, trajectory), _scored(row, trajectory))
-        for (problem, trajectory), row in zip(members, rows, strict=False)
+        trajectory: (_aligned(row.advantages, trajectory), _scored(row, trajectory))
+        for (_, trajectory), row in zip(members, rows, strict=False)
     }
+    here = {trajectory for group in groups for trajectory in group.trajectories}  # trajectories compare by identity
+    # Only copies are matched by value: a step may have equal rollouts of a problem that it has twice.
+    copies = {_identity(problem, t): trained_as.get(t) for problem, t in members if t not in here}
     records, sampled = [], set()
     for group_index, (group, selection) in enumerate(zip(groups, selections, strict=True)):
         kept_indices = set(selection.indices.tolist())
@@ -115,7 +118,7 @@ def step_records(
             penalties = dict(zip(("total", "error", "format"), map(float, parts), strict=True))
             identity = _identity(group.problem, trajectory)
             sampled.add(identity)
-            advantages, scored = trained_as.get(identity, (None, None))
+            advantages, scored = trained_as.get(trajectory) or copies.get(identity) or (None, None)
             outcome = (i in kept_indices, selection.reasons[i], penalties, advantages)
             records.append(TraceRecord(step, group_index, group.problem, trajectory, verdict, *outcome, scored=scored))
     for group in outside:
@@ -123,9 +126,8 @@ def step_records(
             records.append(TraceRecord(step, -1, group.problem, trajectory, verdict, False, "left by a wave"))
     for group in trained:
         for trajectory, verdict in group.pairs:
-            identity = _identity(group.problem, trajectory)
-            if identity not in sampled:
-                advantages, scored = trained_as.get(identity, (None, None))
+            if _identity(group.problem, trajectory) not in sampled:
+                advantages, scored = trained_as.get(trajectory, (None, None))
                 outcome = (True, "buffered", {}, advantages)
                 records.append(TraceRecord(step, -1, group.problem, trajectory, verdict, *outcome, scored=scored))
     return records + removed_records(step, removed)

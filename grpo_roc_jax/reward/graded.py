@@ -77,8 +77,8 @@ class Criteria(GradedReward):
 
     def criteria(self, problem: Problem) -> tuple[list[str], list[float]]:
         """(texts, weights) for a problem."""
-        of_problem = problem.extra.get(self.column, ())
-        items = [item if isinstance(item, Mapping) else {"text": item} for item in (*self.rules, *of_problem)]
+        every = (*self.rules, *problem.listed(self.column))
+        items = [item if isinstance(item, Mapping) else {"text": item} for item in every]
         return [str(item["text"]) for item in items], [float(item.get("weight", 1.0)) for item in items]
 
 

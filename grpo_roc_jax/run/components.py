@@ -4,7 +4,7 @@ each other."""
 import datetime
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.learner.offload import check_host_memory
 from grpo_roc_jax.learner.update import trained_shardings
 from grpo_roc_jax.method.compose import method_parts
+from grpo_roc_jax.method.shaping import prompt_suffix
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, resolve_config
 from grpo_roc_jax.model.experts import check_grouped
@@ -313,13 +314,15 @@ def named_functions(config: Config) -> list[tuple[str, str]]:
     return functions + [("reward.functions", part.path) for part in config.reward.custom]
 
 
-def prompt_length(config: Config, chat: ChatFormat, suffix: str = "") -> Callable[[Problem], int]:
-    """Returns a function that counts the tokens of a problem's prompt. It raises ValueError if no environment fits the
-    problem."""
+def prompt_length(config: Config, chat: ChatFormat, ends: Sequence[str] | None = None) -> Callable[[Problem], int]:
+    """Returns a function that counts the tokens of a problem's prompt, the longest of those with these ends; by default
+    with what a prompt of training must end with. It raises ValueError if no environment fits the problem."""
+    if ends is None:
+        ends = [end + prompt_suffix(config.shaping, 0) for end in config.plan.condition.required] or [""]
 
     def length(problem: Problem) -> int:
         config.environment.name_for(problem)
-        return len(chat.prompt_ids(problem, suffix))
+        return max(len(chat.prompt_ids(problem, end)) for end in ends)
 
     return length
 

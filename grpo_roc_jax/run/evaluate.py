@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.engine.publish import SamplerParams
 from grpo_roc_jax.engine.records import RunOptions
 from grpo_roc_jax.method.planning import PromptEnd
@@ -67,13 +66,16 @@ def prompt_end(config: Config, step: int) -> PromptEnd:
     return condition, text + prompt_suffix(config.shaping, step)
 
 
-def check_before_training(config: Config, policy: PolicyModel, sampling: GroupSampler, trained: Any) -> list[str]:
+def check_before_training(
+    config: Config, policy: PolicyModel, sampling: GroupSampler, problems: Sequence[Problem], trained: Any
+) -> list[str]:
     """Lines on held-out success under the prompts that `plan.condition` compares; none where it compares none.
 
     Args:
         config: Configuration of the run.
         policy: The model on its mesh.
         sampling: Group sampler of the run.
+        problems: The held-out problems of the run, whose prompts have room for these ends.
         trained: Parameters of the training state after the supervised stage.
 
     Raises:
@@ -82,8 +84,7 @@ def check_before_training(config: Config, policy: PolicyModel, sampling: GroupSa
     prompt_ends = config.plan.condition.compared()
     if not prompt_ends or not config.steps:
         return []
-    weights, problems = sampling.sampler.engine.publish(policy.full(trained), 0), eval_problems(config.data)
-    rates = []
+    weights, rates = sampling.sampler.engine.publish(policy.full(trained), 0), []
     for condition, text in prompt_ends:
         extras = {"condition": condition, "suffix": text}
         options = RunOptions(0, "evaluate")

@@ -58,7 +58,9 @@ def keep_batch(run_dir: Path, config: Config, step: int, batches: Sequence[Updat
             if size > KEPT_BYTES:
                 break
             arrays |= {f"{index}/{number}/{name}": value for name, value in row_arrays.items()}
-            scalars.append({name: value for name, value in values.items() if isinstance(value, float)})
+            scalars.append(
+                {name: value for name, value in values.items() if isinstance(value, float) or name == "parts"}
+            )
         about["rows"].append(len(batch.rows))
     about["scalars"] = scalars
     try:
@@ -89,7 +91,8 @@ def read_batch(path: Path) -> tuple[dict[str, Any], list[list[TrainRow]]]:
                 row_arrays.setdefault((int(index), int(number)), {})[field] = archive[name]
     batches = [[] for _ in about["rows"]]
     for scalars, (index, number) in zip(about["scalars"], sorted(row_arrays), strict=True):
-        batches[index].append(TrainRow(**row_arrays[index, number], **scalars))
+        parts = tuple(scalars.pop("parts", ()))
+        batches[index].append(TrainRow(**row_arrays[index, number], **scalars, parts=parts))
     return about, batches
 
 

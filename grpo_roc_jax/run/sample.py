@@ -27,7 +27,6 @@ from grpo_roc_jax.method.shaping import prompt_suffix
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.pod.processes import Processes
-from grpo_roc_jax.record.metrics import aggregate
 from grpo_roc_jax.reward.score import Scorer
 from grpo_roc_jax.rollout.sampler import Sampler, collect_while_free, opening_ids, split
 from grpo_roc_jax.run.demonstrate import with_demonstration
@@ -100,7 +99,8 @@ class GroupSampler:
                 raise
             numbers, sampled = [], ScoredRollouts()  # discarded: the exchange stops all processes at the same point
         parts = processes.gather((numbers, sampled))
-        return sampled if len(parts) == 1 else merge_shares(requests, partial, parts)
+        sampled = sampled if len(parts) == 1 else merge_shares(requests, partial, parts)
+        return replace(sampled, partial=tuple(sorted(sampled.partial, key=lambda group: (group.step, group.place))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +165,7 @@ class ScoredRollouts:
     completed: tuple[Group, ...] = ()
     """Groups of earlier steps that are complete now."""
     partial: tuple[PartialGroup, ...] = ()
-    """Groups to continue in the next step; their entries in `groups` are empty."""
+    """Groups to continue in the next step, oldest first; their entries in `groups` are empty."""
     unscored: dict[str, int] = field(default_factory=dict)
     """Number of trajectories that a reward function left without a score, by name of the function."""
 
@@ -418,8 +418,8 @@ class StepSamples:
     """What was sampled for a training step, or in one of its rounds."""
 
     groups: tuple[Group, ...] = ()
-    """The groups that selection sees: merged, one for each problem, then completed groups of earlier steps, all after
-    the user's edit and with demonstrations."""
+    """The groups that selection sees: merged, one for each problem whose rollouts were not cut, then completed groups
+    of earlier steps, all after the user's edit and with demonstrations."""
     selections: tuple[Selection, ...] = ()
     """One for each group, after selection."""
     waves: tuple[ScoredRollouts, ...] = ()
@@ -461,7 +461,7 @@ class StepSamples:
 
     def metrics(self) -> Metrics:
         """Metrics of sampling, planning and selection."""
-        engine = aggregate([w.stats.metrics() for w in self.waves], [w.stats.rollouts for w in self.waves])
+        engine = functools.reduce(RolloutStats.followed_by, [wave.stats for wave in self.waves], RolloutStats())
         sampled_and_selected = rollout_metrics(self.rolled, self.counts) | selection_metrics(
             self.groups, self.selections
         )
@@ -473,7 +473,7 @@ class StepSamples:
             "time/plan_s": self.plan_s,
             "time/select_s": self.select_s,
         }
-        return engine | sampled_and_selected | plan
+        return engine.metrics() | sampled_and_selected | plan
 
 
 def merge_rounds(rounds: Sequence[StepSamples]) -> StepSamples:
@@ -568,6 +568,8 @@ def run_round(
         planned = next_wave(replace(wave, number=len(waves), groups=groups, notes=notes), config.plan)
         requests = [request for request in planned if fits(config, chat, request)]
         skipped += len(planned) - len(requests)
+    cut = {group.place - first_place for wave in waves for group in wave.partial if group.step == step}
+    groups = [group for index, group in enumerate(groups) if index not in cut]
     groups += [group for wave in waves for group in wave.completed]
     samples = edited(config, sampling, groups, waves)
     return replace(

@@ -349,7 +349,7 @@ def plan_line(
         parts.append(f"supervised stage, {config.sft.steps} steps{about(SUPERVISED, config.sft.steps)}")
     if held_out and fresh:
         parts.append(f"evaluation on {held_out} problems{about(EVALUATION)}")
-    if left := config.steps - start.step:
+    if (left := config.steps - start.step) > 0:
         sampled = config.group.problems * config.resample.sampled(config.group.size)
         parts.append(f"{left} step{'s' * (left > 1)} of {sampled} rollouts{about(TRAINING, left)}")
         if held_out:

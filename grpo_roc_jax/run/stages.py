@@ -135,6 +135,8 @@ def choose_problems(session: TrainingSession, run: RunState, begins: bool) -> No
         begun,
     )
     uids, text = solved_sometimes(counts, choice, claim.stages[claim.stage].name)
+    if gone := [source for source, rows in sources if uids.isdisjoint(problem.uid for problem in rows)]:
+        text += f"; none of {', '.join(gone)}"
     run.stream = problem_stream(config, chat, {problem.uid for problem in problems} - uids)
     if begins:
         known = [uid for uid, (_, judged) in counts.items() if judged]

@@ -15,6 +15,7 @@ from grpo_roc_jax.record.metrics import Writer
 from grpo_roc_jax.reward.score import Scorer
 from grpo_roc_jax.reward.trial import made_up
 from grpo_roc_jax.run.components import prompt_length
+from grpo_roc_jax.run.evaluate import prompt_end
 from grpo_roc_jax.run.policy import PolicyModel, at_rest, initial_state
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler
@@ -44,7 +45,8 @@ def held_out(config: Config, chat: ChatFormat) -> tuple[list[Problem], Notes]:
     """(held-out problems whose prompts fit, notes on reading them)."""
     notes = Notes()
     problems = eval_problems(config.data, notes)
-    length, longest = prompt_length(config, chat), config.rollout.max_prompt_tokens
+    ends = [text for _, text in (prompt_end(config, 0), *config.plan.condition.compared())]
+    length, longest = prompt_length(config, chat, ends), config.rollout.max_prompt_tokens
     fitting = fitting_problems(problems, length, longest, config.data, notes, "held out: ")
     if problems and not fitting:
         raise ValueError("\n".join(["no held-out problem is left", *notes]))

@@ -32,7 +32,7 @@ def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metri
     verdicts = [verdict for _, verdict in pairs]
     correct = [verdict for verdict in verdicts if verdict.status == "correct"]
     rewards = [group.rewards for group in groups if group.size]
-    total = max(sum(counts.values()), 1)
+    total = sum(counts.values())
     metrics = {
         "rollout/reward": _reward([verdict.reward for verdict in verdicts]),
         "rollout/reward_std": _reward([float(r.std()) for r in rewards]),
@@ -51,7 +51,7 @@ def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metri
     }
     for name in sorted({name for trajectory, _ in pairs for name in trajectory.rewards}):
         metrics[f"environment/{name}"] = _mean([t.rewards[name] for t, _ in pairs if name in t.rewards])
-    return metrics | {f"verdict/{status}": count / total for status, count in sorted(counts.items())}
+    return metrics | {f"verdict/{status}": count / max(total, 1) for status, count in sorted(counts.items())}
 
 
 def describe_unscored(counts: Mapping[str, int], unscored: Mapping[str, int], faults: Sequence[str]) -> str:

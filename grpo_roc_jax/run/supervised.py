@@ -60,8 +60,8 @@ def encoded_trace(trace: Trace, chat: ChatFormat, condition: Conditioning) -> tu
 def succeeded(trace: Trace) -> bool | None:
     """Whether a demonstration reaches its goal: as its source says, or else by its final answer. None where neither an
     outcome nor a reference answer is there."""
-    if "success" in trace.problem.extra:
-        return bool(trace.problem.extra["success"])
+    if (outcome := trace.problem.column("success")) is not None:
+        return bool(outcome)
     if not trace.problem.answer:
         return None
     answer = find_answer(trace.turns).answer

@@ -169,6 +169,8 @@ class RolloutStream:
             step = run.step + len(self.open_groups) // self._count
             if step >= config.steps and len(self.open_groups) >= self._count:
                 return
+            # After groups were dropped it may be a step that an earlier round was labeled with.
+            step = max(step, self._label[0])
             index = self._label[1] + 1 if step == self._label[0] else 0
             if not index:
                 self._rng = np.random.default_rng([config.seed, step, 2])

@@ -67,6 +67,8 @@ class Shelf:
 
 
 SOURCE = inspect.getsource(Shelf)
+NAMES = ("put", "take", "move", "look")
+"""Methods of `Shelf` that the policy calls."""
 
 
 # The tools.
@@ -85,7 +87,7 @@ def function_tools() -> list[Tool]:
         made = tool_of_function(getattr(Shelf(), name), "trainer")
         return replace(made, prepare=lambda given, session: Job(program(name, given), session=session))
 
-    return [tool(name) for name in ("put", "take", "move", "look")]
+    return [tool(name) for name in NAMES]
 
 
 # The tasks.
@@ -143,12 +145,12 @@ def state_and_recall(problem: Problem, trajectories: Sequence[Trajectory]) -> li
 
 
 def executed(trajectory: Trajectory) -> list[Call]:
-    """The calls that ran without an error, in order."""
+    """The calls of the functions that ran without an error, in order; the policy may have other tools too."""
     return [
         (call.name, dict(call.arguments))
         for turn in trajectory.turns
         for call, result in zip(turn.calls, turn.results, strict=False)  # the calls of the last turn may not have run
-        if result.ok
+        if result.ok and call.name in NAMES
     ]
 
 

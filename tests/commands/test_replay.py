@@ -1,15 +1,19 @@
 """A batch that was kept is replayed alone: the numbers of the run come out again, and a bad row is named."""
 
 import json
+from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from grpo_roc_jax.commands.replay import main
+from grpo_roc_jax.config import read_config
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.run.replay import KEPT_FILES, keep_batch, read_batch
 from grpo_roc_jax.train import main as train
+from grpo_roc_jax.types import TRAIN_ROW_FIELDS, TrainRow
 from tests.test_train import TINY
 from tests.test_train import shared_programs as shared_programs  # a fixture
 
@@ -51,6 +55,18 @@ def test_the_row_that_is_not_finite_is_named(kept, tmp_path, capsys):
     assert main([str(bad)]) == 0
     said = capsys.readouterr().out
     assert said.count("NOT FINITE") == 1 and "row 1: NOT FINITE: advantages; loss nan" in said
+
+
+def test_rows_are_read_back_as_they_were_kept(tmp_path):
+    """All that the loss reads; a row of several contexts would else be one long context."""
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.integers(0, 2, 6).astype(kind) for name, kind in TRAIN_ROW_FIELDS.items()}
+    more = {"marked": arrays["policy_mask"], "routes": rng.integers(0, 4, (6, 2, 1)).astype(np.int16)}
+    row = TrainRow(**arrays, **more, temperature=0.5, entropy_coefficient=0.25, parts=(4, 2))
+    path = keep_batch(tmp_path, read_config(), 1, [SimpleNamespace(rows=[row], temperature=1.0)], "why")
+    ((found,),) = read_batch(path)[1]
+    for item in fields(TrainRow):
+        np.testing.assert_array_equal(getattr(found, item.name), getattr(row, item.name))
 
 
 def test_a_checkpoint_is_a_number(capsys):

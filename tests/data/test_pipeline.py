@@ -10,6 +10,7 @@ import pytest
 from grpo_roc_jax.data.config import DataConfig, DemonstrationConfig
 from grpo_roc_jax.data.generated import TRACE_START
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream, make_trace_stream
+from grpo_roc_jax.data.problems import load_problems
 from grpo_roc_jax.worlds.worlds import is_held_out
 
 
@@ -124,6 +125,18 @@ def test_over_long_prompts_are_dropped_and_listed(tmp_path):
     assert any("1 over-long prompts dropped, 2 problems left" in note for note in stream.notes)
     with pytest.raises(ValueError, match="no problem is left to train on"):
         make_problem_stream(config, problems=2, seed=0, prompt_length=lambda problem: 9, max_prompt_tokens=6)
+
+
+def test_a_source_whose_problems_all_leave_has_no_share(tmp_path):
+    """A stage may choose none of them; the others keep their shares."""
+    files = [write(tmp_path / f"{name}.jsonl", 4, start) for name, start in (("a", 0), ("b", 4), ("c", 8))]
+    config = DataConfig(sources=files, weights=(1, 5, 3), eval_problems=0)
+    uids = [{problem.uid for problem in load_problems(path)[0]} for path in files]
+    batch = take(make_problem_stream(config, problems=40, seed=0, left_out=uids[1]), 1)[0]
+    assert Counter(problem.uid in uids[0] for problem in batch) == {True: 10, False: 30}
+    assert uids[1].isdisjoint(problem.uid for problem in batch)
+    with pytest.raises(ValueError, match="no problem is left to train on"):
+        make_problem_stream(config, problems=2, seed=0, left_out=set.union(*uids))
 
 
 def test_rows_that_are_held_out_never_train(tmp_path):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from grpo_roc_jax.engine.scheduler import REMEMBERED, Admission, Lengths, expand
+from grpo_roc_jax.engine.table import starting_point
 from tests.helpers.rollout_fakes import one_rollout
 
 
@@ -36,6 +37,17 @@ def test_arrival_and_longest_first_keep_siblings_together():
     groups = [(2, 5, 10), (2, 5, 90), (2, 5, 50)]
     assert drain(make(groups)) == [0, 1, 2, 3, 4, 5]
     assert drain(make(groups, longest_first=True)) == [2, 3, 4, 5, 0, 1]
+
+
+def test_rollouts_that_a_step_cut_are_the_first_ones():
+    """Less is left of them than of new ones, but if they came last, new ones could keep them waiting forever."""
+    requests = [one_rollout(g, np.arange(5), budget) for g, budget in enumerate((90, 10, 50))]
+    cuts = [replace(starting_point(request), stop="cancelled") for request in requests[1:]]
+    requests += [replace(one_rollout(3 + i, np.arange(5), 40), resume=cut) for i, cut in enumerate(cuts)]
+    rows, prompts = expand(requests, 0, 0, 1.0)
+    queue = Admission(1)
+    queue.extend(range(5), rows, prompts, longest_first=True)
+    assert drain(queue) == [3, 4, 0, 2, 1]
 
 
 def test_a_row_that_does_not_fit_is_not_overtaken():

@@ -1,5 +1,6 @@
 """What the engine keeps about a slot while chunks, observations and rows given up overtake each other."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -101,6 +102,29 @@ def test_a_long_write_is_appended_piece_by_piece(device):
     device.append = lambda pieces: calls.extend((w.slot, w.start, taken) for piece in pieces for w, taken, _ in piece)
     DeviceRows.append_all(device, [Write(0, np.arange(3), 4), Write(1, np.arange(2), 7)], shared=False)
     assert sorted(calls) == [(0, 4, 2), (0, 6, 1), (1, 7, 2)]
+
+
+def test_no_row_of_an_append_is_padded_beyond_its_table(device, table):
+    """A row near its end shares a call with rows that take long pieces; the calls have one length in all shards."""
+    programs, config = device.programs, replace(ROLLOUT, block=16, append_lengths=(4, 16, 64))
+    programs.append_rows, programs.shards = (1, 2), 2
+    device = Recording(programs, config, device.sampler, table, RolloutStats())
+    room, rng = config.table_width * 16, np.random.default_rng(0)
+    for _ in range(50):
+        calls, written = [], {}
+        device.append = calls.append
+        starts = rng.integers(0, config.max_row_tokens, 6).tolist()
+        writes = [
+            Write(i, np.arange(rng.integers(1, config.max_row_tokens - at + 1)), at) for i, at in enumerate(starts)
+        ]
+        DeviceRows.append_all(device, writes, shared=False)
+        for pieces in calls:
+            longest = max(padded for batch in pieces for _, _, padded in batch)
+            assert max(map(len, pieces)) <= 2
+            for write, count, _ in (piece for batch in pieces for piece in batch):
+                assert write.start + longest <= room
+                written.setdefault(write.slot, []).extend(range(write.start, write.start + count))
+        assert written == {w.slot: [*range(w.start, w.start + len(w.ids))] for w in writes}
 
 
 def test_a_chunk_in_flight_needs_room_of_its_own(device, table):

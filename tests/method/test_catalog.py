@@ -352,6 +352,7 @@ def test_composition(name, any_order=True):
     assert after.step == 1
     again = AlgoState.from_tree(after.to_tree())
     np.testing.assert_array_equal(again.table.values, after.table.values)
+    assert next_state([], [], config, again).step == 2, "a step may cut all of its groups"
 
 
 def rewarded(some, change):

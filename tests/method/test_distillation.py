@@ -89,10 +89,12 @@ def shown(group, index, **settings):
 def test_what_the_teacher_is_shown():
     group = make_group([0, 1, 1])
     texts = [replace(t, turns=(Turn(2, 5, f"way {t.sample}"),)) for t in group.trajectories]
-    group = replace(group, trajectories=tuple(texts), problem=replace(group.problem, extra={"solution": "think"}))
+    group = replace(
+        group, trajectories=tuple(texts), problem=replace(group.problem, extra={"solution": "think", "null": None})
+    )
     assert shown(group, 0) == "\nSolution: 1"
     assert shown(group, 0, column="solution", intro="See: ") == "\nSee: think"
-    assert shown(group, 0, column="nothing") == ""
+    assert shown(group, 0, column="nothing") == shown(group, 0, column="null") == ""
     assert [shown(group, i, shows="success") for i in range(3)] == [f"\nSolution: way {i}" for i in (1, 2, 1)]
     one = make_group([1, 0, 0])
     assert [bool(shown(one, i, shows="success")) for i in range(3)] == [False, True, True]

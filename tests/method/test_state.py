@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from grpo_roc_jax.method.state import AlgoState, ProblemTable, visited
+from grpo_roc_jax.method.state import AlgoState, ProblemTable, begun, visited
+from grpo_roc_jax.types import Problem
 
 
 def test_table_defaults_and_put():
@@ -35,6 +36,12 @@ def test_tracker_vector():
     table = ProblemTable().put(["a"], {"alpha": np.array([4.0]), "beta": np.array([4.0])})
     rows = visited(AlgoState(table=table), ["a"], np.array([1.0]), np.array([1.0]), 0.875).table.get(["a"])
     assert (float(rows["alpha"][0]), float(rows["beta"][0])) == (4.5, 3.5)
+
+
+def test_a_problem_without_judged_rollouts_begins_as_an_unseen_one():
+    """In a table with rows of several files, columns that a file lacks are null."""
+    rows = ({}, {"judged": None, "success_rate": None}, {"judged": 4})
+    assert not begun(AlgoState(), [Problem("p", "?", "1", "t", extra) for extra in rows]).table.keys.size
 
 
 def test_visited():

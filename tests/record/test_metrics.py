@@ -28,7 +28,6 @@ from grpo_roc_jax.record.metrics import (
     WandbOffline,
     WandbOnline,
     Writer,
-    aggregate,
     make_writer,
     read_metrics,
     series,
@@ -277,20 +276,6 @@ def test_the_live_console_shows_a_bar_that_starts_where_the_run_resumes():
     live.close()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
     assert "4/10" in text and "5/10" in text and "reward 0.500" in text and "tokens 12" in text
-
-
-def test_aggregate_sums_counts_averages_by_weight_and_takes_extremes():
-    parts = [
-        {"rollout/sampled": 8.0, "rollout/reward": 0.25, "loss/gap_max": 1e-6, "time/rollout_s": 2.0, "x/y_min": 3.0},
-        {"rollout/sampled": 24.0, "rollout/reward": 0.75, "loss/gap_max": 3e-6, "time/rollout_s": 1.0, "x/y_min": 1.0},
-        {"only/here": 5.0},
-    ]
-    whole = aggregate(parts, weights=[8, 24, 0])
-    assert whole["rollout/sampled"] == 32 and whole["time/rollout_s"] == 3.0
-    assert whole["rollout/reward"] == (8 * 0.25 + 24 * 0.75) / 32
-    assert whole["loss/gap_max"] == 3e-6 and whole["x/y_min"] == 1.0
-    assert math.isnan(whole["only/here"])
-    assert aggregate(parts)["only/here"] == 5.0 and aggregate([]) == {}
 
 
 def test_compilations_are_counted_and_cached_programs_are_not():

@@ -45,6 +45,8 @@ def run_step(seed: int, sections, groups):
 def test_selection_and_advantages_are_recomputed_from_the_file(tmp_path, positive):
     sections = method(8, resample={"kind": "roc", "positive_select": positive})
     groups = [make_group(seed, 16) for seed in range(5)]
+    again = tuple(map(dataclasses.replace, groups[0].trajectories))  # equal rollouts of a problem that comes twice
+    groups.append(dataclasses.replace(groups[0], trajectories=again, verdicts=groups[0].verdicts[::-1]))
     selections, rows, records = run_step(9, sections, groups)
     assert trace.TraceWriter(tmp_path).write(5, records)
     read = list(trace.read_trace(tmp_path, 5))

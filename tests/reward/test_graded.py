@@ -30,7 +30,8 @@ def test_criteria():
     close(Criteria().function(RewardConfig())(problem, group.trajectories), [0.666667, 0])
     both = Criteria(rules=("one",)).function(RewardConfig())
     close(both(problem, group.trajectories), [5 / 7, 0])
-    assert Criteria().function(RewardConfig())(replace(problem, extra={}), group.trajectories) == [0, 0]
+    for extra, paid in (({}, [0, 0]), ({"rubric": None}, [0, 0]), ({"rubric": "short"}, [1, 0])):
+        assert Criteria().function(RewardConfig())(replace(problem, extra=extra), group.trajectories) == paid
     with given({"long": lambda criterion, problem, reply: float(len(reply) > 3)}):
         assert Criteria(judge="long").function(RewardConfig())(problem, group.trajectories) == [1, 0]
     with pytest.raises(ValueError, match=r"judge = 'nowhere' is not a function"):

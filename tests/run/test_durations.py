@@ -55,6 +55,7 @@ def test_a_run_leaves_its_seconds_for_the_next_one_with_the_same_settings():
         "plan: supervised stage, 400 steps; then evaluation on 12 problems, about 90 s; then 30 steps of 256 "
         "rollouts, about 60 s; then evaluation at the end; written to runs/a"
     )
+    assert "plan: nothing is left" in plan_line(config, Start("resume", config.steps + 2), 12, Path("runs/a"), seconds)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", '{"training": "x", "sampling": -1, "other": true}'])

@@ -10,10 +10,11 @@ import pytest
 from docs.methods_table import load_methods
 from grpo_roc_jax import train
 from grpo_roc_jax.config import Config, ratio_is_one
+from grpo_roc_jax.engine.records import RolloutStats
 from grpo_roc_jax.learner.group_learner import GroupLearner, checked_rows, parts_of, split_rows
 from grpo_roc_jax.learner.learner import Learner, UpdateBatch
 from grpo_roc_jax.learner.pack import unpack
-from grpo_roc_jax.method.compose import Scores, train_rows
+from grpo_roc_jax.method.compose import Scores, resample_group, train_rows
 from grpo_roc_jax.method.planning import SecondWave
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.config import ModelConfig
@@ -31,6 +32,7 @@ from grpo_roc_jax.run.sample import (
     plain_where_too_long,
     thought_length,
 )
+from grpo_roc_jax.run.statistics import why_nothing_kept
 from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
@@ -97,6 +99,22 @@ def test_figures_of_sampling_are_those_before_an_edit():
     for samples in (found, sample.merge_rounds([found, found])):
         metrics = replace(samples, groups=(), waves=()).metrics()
         assert metrics["rollout/tool_error_in_correct"] == 0.5 and metrics["rollout/tool_calls"] == 2
+
+
+def test_figures_of_the_engine_are_those_of_all_rounds():
+    """Counts and seconds add up, rates are over all of them, and of what was in use at a time the most is shown."""
+
+    def sampled(n, seconds):
+        stops = {"answer": n, "length": 1}
+        counts = dict.fromkeys(("rollouts", "sampled_tokens", "evictions", "recomputed_tokens", "cache_tokens"), n)
+        return StepSamples(waves=(ScoredRollouts(stats=RolloutStats(seconds=seconds, stops=stops, **counts)),))
+
+    metrics = sample.merge_rounds([sampled(6, 1.0), sampled(2, 3.0)]).metrics()
+    for name in ("sampled_tokens", "evictions", "recomputed_tokens"):
+        assert metrics[f"rollout/{name}"] == 8
+    assert metrics["rollout/cache_tokens"] == 6 and metrics["time/rollout_s"] == 4
+    assert metrics["rollout/tokens_per_s"] == 2 and metrics["rollout/stop_answer"] == 0.8
+    assert metrics["rollout/sampled"] == 0, "nothing was scored"
 
 
 def test_left_out_is_what_the_groups_do_not_hold():
@@ -373,3 +391,23 @@ def test_a_first_wave_without_requests_continues_the_groups_that_were_begun():
     given = {"step": 1, "partial": [begun]}
     samples = sample.run_round(config, sampling, None, [], AlgoState(), generator, **given)
     assert sent == [([], [begun])] and len(samples.groups) == 1
+
+
+def test_groups_that_a_deadline_cut_are_those_of_the_step_that_completes_them():
+    def sampled(weights, requests, options, partial):
+        cut = [sample.PartialGroup(r.problem, (), options.step, r.place, None) for r in requests[::2]]
+        earlier = sample.PartialGroup(PROBLEM, (), options.step - 1, requests[-1].place, None)
+        groups = [make_group(i, 2) if i % 2 else Group(r.problem, (), ()) for i, r in enumerate(requests)]
+        return ScoredRollouts(tuple(groups), partial=(*cut, earlier))
+
+    config = load_config(Config, ["toy.yaml"], prog="test")
+    sampling = SimpleNamespace(sampler=SimpleNamespace(chat=CHAT), sample_requests=sampled)
+    generator = np.random.default_rng(0)
+    for problems, complete in ((4, 2), (1, 0)):
+        given = {"step": 3, "first_place": 8}
+        samples = sample.run_round(config, sampling, None, [PROBLEM] * problems, AlgoState(), generator, **given)
+        assert [group.size for group in samples.groups] == [2] * complete and len(samples.partial) > complete
+        selections = tuple(resample_group(group, config, generator) for group in samples.groups)
+        metrics = replace(samples, selections=selections).metrics()
+        assert metrics["roc/groups"] == complete
+        assert ("no group was sampled to its end" in why_nothing_kept(metrics)) == (complete == 0)

@@ -132,6 +132,30 @@ def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole():
     assert late.problem is PROBLEMS[0] and late.trajectories == (first[0], rows[3])
 
 
+def test_the_oldest_groups_go_on_first_so_that_every_rollout_ends():
+    """Each step begins two groups of two rollouts, and has the time for two rollouts."""
+    rng = np.random.default_rng(0)
+
+    def collect(requests, options):
+        rows = [make_trajectory(rng, i) for request in requests for i in request.samples]
+        return [replace(row, stop="answer" if i < 2 else "cancelled") for i, row in enumerate(rows)], RolloutStats()
+
+    def score_all(problems, rollouts):
+        pairs = zip(problems, rollouts, strict=True)
+        groups = tuple(Group(p, tuple(r), tuple(make_verdict(rng, t) for t in r)) for p, r in pairs)
+        return SimpleNamespace(groups=groups, counts={}, faults=())
+
+    limits, ended, partial = RolloutConfig(step_limit=PartialRows(9.0)), [], ()
+    sampling = sampling_of(limits, SimpleNamespace(score_all=score_all), collect)
+    for step in range(6):
+        problems = [Problem(f"{step}.{place}", "?", "1", "test") for place in range(2)]
+        requests = [RolloutRequest(problem, place, 2) for place, problem in enumerate(problems)]
+        found = sampling.sample_requests(None, requests, RunOptions(step), partial)
+        ended += [group.problem.uid for group in (*found.groups, *found.completed) if group.size]
+        partial = found.partial
+    assert ended == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"]
+
+
 def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes():
     rng = np.random.default_rng(0)
     rows = [replace(make_trajectory(rng, i), stop="cancelled") for i in range(3)]

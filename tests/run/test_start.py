@@ -59,6 +59,14 @@ FAULTS = {
     "no column": ("--data.sources={files}/odd.jsonl --data.eval_problems=0", "set data.prompt_column"),
     "long prompts": ("--data.sources={files}/long.jsonl --data.eval_problems=0", "no problem is left to train on"),
     "long held-out prompts": ("--data.eval_sources={files}/long.jsonl", "no held-out problem is left"),
+    "prompts without room for a reward token": (
+        f"{OWN} --plan.condition=reward_tokens --plan.condition.separation=0",
+        "no problem is left to train on",
+    ),
+    "held-out prompts without room for one": (
+        "--data.eval_sources={files}/good.jsonl --sft.reward_tokens=token",
+        "no held-out problem is left",
+    ),
     "long demonstrations": (
         "--sft.steps=1 --data.trace_sources={files}/talk.jsonl",
         "batch.row_length = 40: 1 of 1 do not fit",

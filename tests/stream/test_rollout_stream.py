@@ -103,24 +103,37 @@ def test_a_restored_stream_goes_on_with_every_row(stop):
     assert set(keys.values()) == {1}
 
 
+def slow_at_first(engine, problems):
+    """Rows of the first problems end only when they are waited for."""
+
+    def advance(timeout_s=np.inf):
+        quick = [ticket for ticket, (row, _) in engine.rows.items() if int(row.problem.uid[1:]) >= problems]
+        ends = quick or sorted(engine.rows)[: int(timeout_s > 0)]
+        found = engine.ended + [(ticket, engine.trajectory(ticket, "answer")) for ticket in ends]
+        engine.ended, engine.rows = [], {t: row for t, row in engine.rows.items() if t not in ends}
+        return found
+
+    engine.advance = advance
+
+
 def test_no_more_old_groups_are_left_over_than_later_steps_can_take():
     """Four groups end only when they are waited for. Were all of them waited for at last, one step could not take them,
     and the fourth would become too old."""
     stream, run, engine = made(0, *stream_words(2))
-
-    def advance(timeout_s=np.inf):
-        quick = [ticket for ticket, (row, _) in engine.rows.items() if int(row.problem.uid[1:]) > 3]
-        ends = quick or sorted(engine.rows)[: int(timeout_s > 0)]
-        found = [(ticket, engine.trajectory(ticket, "answer")) for ticket in ends]
-        for ticket in ends:
-            del engine.rows[ticket]
-        return found
-
-    engine.advance = advance
+    slow_at_first(engine, 4)
     taken, dropped = play(stream, run, engine, 6, np.random.default_rng(0))
     uids = [[int(group.problem.uid[1:]) for group in samples.groups] for _, samples in taken]
     assert uids[0] == [4, 5, 6] and uids[1] == [0, 7, 8] and not dropped
     assert sorted(chain.from_iterable(uids)) == list(range(6 * PROBLEMS))
+
+
+@pytest.mark.parametrize("lag", [2, 3, 4])
+def test_keys_are_never_used_twice_after_many_groups_were_dropped_at_once(lag):
+    stream, run, engine = made(0, *stream_words(lag, "drop"), "steps=12")
+    slow_at_first(engine, lag * PROBLEMS)
+    _, dropped = play(stream, run, engine, 12, np.random.default_rng(0))
+    keys = Counter((r.step, r.place, r.first_sample) for r in engine.submitted)
+    assert dropped and set(keys.values()) == {1}
 
 
 def test_groups_that_wait_in_the_buffer_are_dropped_when_they_are_too_old():

@@ -76,6 +76,7 @@ def test_state_and_recall():
         "gold": (calls, None),
         "looked first": ([look, *calls], None),
         "there and back": ([*spare, *calls], None),
+        "another tool besides": ([("python", {"code": "1"}), *calls], None),
         "a failed call besides": ([("take", {"box": "a", "n": 99}), *calls], ["exception"] + ["ok"] * len(calls)),
     }
     unpaid = {

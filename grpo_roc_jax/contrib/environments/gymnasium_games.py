@@ -21,7 +21,7 @@ class GymnasiumGame(Environment):
 
     def reset(self, problem: Problem) -> str:
         self._game = gymnasium.make(self.game, **self.options)
-        text, _ = self._game.reset(seed=problem.extra.get("seed", self.seed % (1 << 32)))
+        text, _ = self._game.reset(seed=problem.column("seed", self.seed % (1 << 32)))
         return text
 
     def step(self, turn: Turn) -> Observation:

@@ -45,7 +45,7 @@ class OpenEnvEnvironment(Environment):
     async def reset(self, problem: Problem) -> str:
         self._session = session_of(self.choice)
         self._paid, self._done = 0.0, False
-        seed = problem.extra.get("seed", self.seed % (1 << 31))
+        seed = problem.column("seed", self.seed % (1 << 31))
         return self._text(
             (await self._server_answer(self._session.reset(**{**problem.extra, "seed": seed}))).observation
         )

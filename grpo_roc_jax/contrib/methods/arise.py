@@ -67,6 +67,8 @@ class Skills(Conditioning):
         self, sampled: Sequence[Group], trained: Sequence[Group], method: Any, state: AlgoState
     ) -> Mapping[str, np.ndarray]:
         feature_list = [features(group) for group in sampled]
+        if not feature_list:  # the deadline of the step cut all groups
+            return {}
         rewards, paid = shape_rewards(feature_list, method.shaping, state), self.utilities(state).copy()
         used = np.concatenate([f.levels * (np.array(f.conditions, object) == "skill") for f in feature_list])
         for skill in set(used.tolist()) - {0}:

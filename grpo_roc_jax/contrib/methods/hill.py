@@ -53,7 +53,7 @@ class RivalHints(SecondWave):
         ]
 
     def _writer(self, problem: Problem, index: int, level: int) -> RolloutRequest:
-        solution = problem.extra.get(self.column, problem.answer)
+        solution = problem.column(self.column, problem.answer)
         return RolloutRequest(problem, index, 1, 0, Condition(WRITER, level), f"\n{self.ask}{solution}")
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:

@@ -25,8 +25,7 @@ class DataHints:
 
     def hints(self, problem: Problem) -> list[str]:
         """All hints that the problem offers."""
-        hints = problem.extra.get(self.column, ())
-        return [hints] if isinstance(hints, str) else list(hints)
+        return problem.listed(self.column)
 
     def text(self, problem: Problem, level: int) -> str:
         """The hints 1..level of the problem, joined; empty without any."""

@@ -42,7 +42,7 @@ class Paraphrases(Conditioning):
 
     def wordings(self, problem: Problem) -> list[Problem]:
         """The wordings of a problem, the problem itself first."""
-        texts = problem.extra.get(self.column) or [t.replace("{prompt}", problem.prompt) for t in self.templates]
+        texts = problem.listed(self.column) or [t.replace("{prompt}", problem.prompt) for t in self.templates]
         return [problem, *(replace(problem, prompt=str(text)) for text in texts)]
 
 

@@ -34,7 +34,7 @@ class Refine(SecondWave):
 
     def criteria(self, problem: Problem) -> str:
         """The rubric as lines of text; empty without one."""
-        items = [item["text"] if isinstance(item, dict) else item for item in problem.extra.get(self.column, ())]
+        items = [item["text"] if isinstance(item, dict) else item for item in problem.listed(self.column)]
         return "".join(f"\n- {item}" for item in items)
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:

@@ -62,7 +62,7 @@ class WrittenHints(SecondWave):
         ]
 
     def _writer(self, problem: Problem, index: int, level: int) -> RolloutRequest:
-        solution = problem.extra.get(self.solution_column, problem.answer)
+        solution = problem.column(self.solution_column, problem.answer)
         intro = self.writer_intro.replace("{level}", str(level)).replace("{levels}", str(self.levels))
         return RolloutRequest(problem, index, 1, 0, Condition(WRITER), f"\n{intro}{solution}")
 

@@ -48,7 +48,7 @@ class Feedback(SecondWave):
         """The request that continues one attempt; None without feedback or without a thought."""
         problem, group = wave.problems[problem_index], wave.groups[problem_index]
         attempt, teacher = group.trajectories[index], resolve("plan.second.teacher", self.teacher)
-        hints = problem.extra.get(self.column, ())
+        hints = problem.listed(self.column)
         feedback = teacher(problem, own_text(group, index)) if teacher else next(iter(hints), "")
         ids = attempt.tokens[attempt.turns[0].start : attempt.turns[0].end] if attempt.turns else attempt.tokens[:0]
         thought = tuple(ids[: wave.thought(attempt) if wave.thought else len(ids)].tolist())

@@ -29,6 +29,8 @@ def test_hints_that_the_policy_writes():
     assert asked([writer]) == [(0, 1, "hint_writer")]
     assert "strength 1 of 2" in writer.suffix
     assert writer.suffix.endswith("6 * 7 = 42")
+    (blind,) = later(problems("a", solution=None), groups, 1, plan)
+    assert blind.suffix.endswith(batch[0].answer)
     written = make_group([0], uid="a")
     notes = WrittenHints().notes([writer], [written])
     assert notes == {0: "text"}
@@ -178,6 +180,7 @@ def test_rising_hints(kind):
     weakest = later(batch, groups, 1, plan)
     assert asked(weakest) == [(0, 4, "hint:1")]
     assert weakest[0].suffix == "\nHint: know this"
+    assert later(problems("a", "b", hints=None), groups, 1, plan) == []
     still = plan.second.merge(groups, weakest, [failed(batch[0])])
     second = later(batch, still, 2, plan)
     assert second[0].suffix == "\nHint: know this\nplan that"

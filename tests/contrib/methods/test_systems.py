@@ -299,7 +299,9 @@ def test_ps_grpo():
     ]
     plain = first_wave(Wave([replace(problem, extra={})], 1, AlgoState(), np.random.default_rng(0)), plan)
     assert [r.problem.prompt for r in plain] == ["2*6?"]
-    assert [p.prompt for p in plan.condition.wordings(replace(problem, extra={}))][1:] == ["Q: 2*6?", "2*6? Answer!"]
+    templates = ["Q: 2*6?", "2*6? Answer!"]
+    for extra, others in (({}, templates), ({"paraphrases": None}, templates), ({"paraphrases": "6*2?"}, ["6*2?"])):
+        assert [p.prompt for p in plan.condition.wordings(replace(problem, extra=extra))][1:] == others
     group = make_group([1, 0, 1, 0], condition=["", "", "paraphrase:1", "paraphrase:2"])
     answers = ["12", "so 12", "12", None]
     verdicts = tuple(replace(v, answer=a) for v, a in zip(group.verdicts, answers, strict=True))
@@ -360,7 +362,8 @@ def test_think_tuning():
         taught = method(plan={"second": {"kind": "feedback", "teacher": "tutor", "share": 0.3}}).plan
         (request,) = next_wave(waved([group], 1, taught), taught)
         assert request.prefix_text == "\nWait: why a?\n"
-    assert next_wave(waved([replace(group, problem=replace(problem, extra={}))], 1, plan), plan) == []
+    for extra in ({}, {"hints": None}):
+        assert next_wave(waved([replace(group, problem=replace(problem, extra=extra))], 1, plan), plan) == []
     made = make_group([1], lengths=[6], condition=["feedback"])
     masked = np.array([0, 0, 0, 0, 0, 0, 1, 1], bool)  # prompt 2, prefix 2, feedback 2, continued 2
     (whole,) = made.trajectories
