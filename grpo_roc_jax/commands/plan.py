@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
@@ -12,6 +11,7 @@ from grpo_roc_jax.config import DEFAULT_CONFIG, Config
 from grpo_roc_jax.planner.plan import chosen_stages, plan
 from grpo_roc_jax.planner.topology import TopologyError
 from grpo_roc_jax.settings.cli import ConfigError, load_config
+from grpo_roc_jax.settings.files import output_file
 
 FITS, DOES_NOT_FIT, BAD_CONFIG = 0, 1, 2
 
@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing runs, so leave the devices of this machine free
     jax.config.update("jax_enable_compilation_cache", False)  # programs for other devices cannot be read back
     try:
+        out = output_file("--out", options.out) if options.out else None
         config = load_config(Config, rest, prog="grpo-roc plan", default_file=DEFAULT_CONFIG)
         reports = [plan(stage_report, options) for stage_report in chosen_stages(config, options.stage)]
     except (ConfigError, TopologyError, ValueError) as error:
@@ -41,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "lines": lines,
         }
     text = json.dumps(report)
-    if options.out:
-        Path(options.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if out:
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(text if options.json else "\n".join(report["lines"]))
     return FITS if report["fits"] else DOES_NOT_FIT
 
