@@ -273,7 +273,7 @@ def _extras(published: _Keys, family: Family) -> Extras:
         caps = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
         settings |= {name: float(published.get(key) or 0) for name, key in caps.items()}
     if family.partly_rotary:
-        parameters = published.get("rope_parameters") or {}
+        parameters = published.get("rope_parameters") or published.get("rope_scaling") or {}
         top = published.get("partial_rotary_factor")
         settings = {"rotary_share": float(parameters.get("partial_rotary_factor") or top or 1.0)}
     if family.model_type == "smollm3":
