@@ -62,7 +62,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--stage", default="", help="name of one stage of the run; default: all, one after the other")
     parser.add_argument("--arithmetic", action="store_true", help="by formulas instead of the compiler")
     parser.add_argument("--mean_response", type=float, default=0.0, help="tokens; default: half of the longest")
-    parser.add_argument("--programs", default="", help="kinds to compile, separated by commas; default: all")
+    parser.add_argument("--programs", default="", help="kinds to plan, separated by commas; default: all")
     parser.add_argument("--suggest", action="store_true", help="the fastest mesh, slots, rows and remat that fit")
     parser.add_argument("--simulate", action="store_true", help="steps with rows of unequal length, from these costs")
     parser.add_argument("--traces", default="", help="a run whose rows --simulate takes; default: log-normal lengths")
