@@ -15,6 +15,7 @@ from pathlib import Path
 import tyro
 
 from grpo_roc_jax.record.trace import TraceRecord, read_trace
+from grpo_roc_jax.settings.files import output_file
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{options.run} records no trajectory with two turns; set log.traces, or name another run", file=sys.stderr
         )
         return 2
-    options.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    try:
+        out = output_file("--out", options.out)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(rows)} states in {options.out}")
     return 0

@@ -10,11 +10,11 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import tyro
 
 from grpo_roc_jax.commands.evaluate import EvaluateConfig, folder_of, sample_policy
+from grpo_roc_jax.settings.files import output_file
 from grpo_roc_jax.types import Group
 
 PROG = "grpo-roc difficulty"
@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         options, overrides = tyro.cli(DifficultyConfig, args=argv, prog=PROG, return_unknown_args=True)
+        out = output_file("--out", options.out)
         names = ("policy", "data", "problems", "samples", "temperature", "keep", "resume")
         evaluation = EvaluateConfig(**{name: getattr(options, name) for name in names})
         folder = folder_of(evaluation) if options.keep else None
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(note)
     rows, counts = kept_rows(evaluated.sampled.groups, options.lowest, options.highest)
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
-    Path(options.out).write_text("".join(lines), encoding="utf-8")
+    out.write_text("".join(lines), encoding="utf-8")
     summary = ", ".join(f"{number} {name}" for name, number in counts.items())
     print(
         f"{options.policy}, policy after {evaluated.step} training steps, "

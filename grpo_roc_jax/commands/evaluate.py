@@ -34,6 +34,7 @@ from grpo_roc_jax.run.load import is_run, load_policy, settings_for
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml
+from grpo_roc_jax.settings.files import output_file
 from grpo_roc_jax.types import Metrics, Problem
 
 PROG = "grpo-roc evaluate"
@@ -222,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         options, overrides = tyro.cli(EvaluateConfig, args=argv, prog=PROG, return_unknown_args=True)
-        second = None
+        second, out = None, output_file("--out", options.out) if options.out else None
         with phase("evaluate", routine=True):
             first = sample_policy(options, overrides, prog=PROG, folder=folder_of(options))
             if options.against:
@@ -240,6 +241,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in difference_lines(differences, (first.policy, second.policy)):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         content["differences"] = {name: asdict(gap) for name, gap in differences.items()}
-    if options.out:
-        Path(options.out).write_text(json.dumps(finite(content), indent=1), encoding="utf-8")
+    if out:
+        out.write_text(json.dumps(finite(content), indent=1), encoding="utf-8")
     return 0

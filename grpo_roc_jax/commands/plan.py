@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
@@ -12,6 +11,7 @@ from grpo_roc_jax.config import DEFAULT_CONFIG, Config
 from grpo_roc_jax.planner.plan import chosen_stages, plan
 from grpo_roc_jax.planner.topology import TopologyError
 from grpo_roc_jax.settings.cli import ConfigError, load_config
+from grpo_roc_jax.settings.files import output_file
 
 FITS, DOES_NOT_FIT, BAD_CONFIG = 0, 1, 2
 
@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing runs, so leave the devices of this machine free
     jax.config.update("jax_enable_compilation_cache", False)  # programs for other devices cannot be read back
     try:
+        out = output_file("--out", options.out) if options.out else None
         config = load_config(Config, rest, prog="grpo-roc plan", default_file=DEFAULT_CONFIG)
         reports = [plan(stage_report, options) for stage_report in chosen_stages(config, options.stage)]
     except (ConfigError, TopologyError, ValueError) as error:
@@ -41,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "lines": lines,
         }
     text = json.dumps(report)
-    if options.out:
-        Path(options.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if out:
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(text if options.json else "\n".join(report["lines"]))
     return FITS if report["fits"] else DOES_NOT_FIT
 
@@ -61,7 +62,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--stage", default="", help="name of one stage of the run; default: all, one after the other")
     parser.add_argument("--arithmetic", action="store_true", help="by formulas instead of the compiler")
     parser.add_argument("--mean_response", type=float, default=0.0, help="tokens; default: half of the longest")
-    parser.add_argument("--programs", default="", help="kinds to compile, separated by commas; default: all")
+    parser.add_argument("--programs", default="", help="kinds to plan, separated by commas; default: all")
     parser.add_argument("--suggest", action="store_true", help="the fastest mesh, slots, rows and remat that fit")
     parser.add_argument("--simulate", action="store_true", help="steps with rows of unequal length, from these costs")
     parser.add_argument("--traces", default="", help="a run whose rows --simulate takes; default: log-normal lengths")

@@ -33,7 +33,7 @@ from grpo_roc_jax.record import index
 from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, penalties, segments
 from grpo_roc_jax.record.trace import TraceRecord, TraceWriter, from_json, trace_files
-from grpo_roc_jax.settings.files import parse_json
+from grpo_roc_jax.settings.files import output_file, parse_json
 from grpo_roc_jax.view.answers import Block, Runs, lines
 from grpo_roc_jax.view.atif import read_atif, to_atif
 from grpo_roc_jax.view.page_server import PageServer
@@ -309,6 +309,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (config.html or config.atif or config.text):
             serve(config)
             return 0
+        atif = output_file("--atif", config.atif) if config.atif else None
+        html = output_file("--html", config.html) if config.html else None
         choice = choose(config)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
@@ -316,13 +318,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not choice.matched:
         print(f"no trajectory matches\n{available(config)}")
         return 0
-    if config.atif:
+    if atif:
         text = "".join(json.dumps(to_atif(record)) + "\n" for record in choice.records)
-        Path(config.atif).write_text(text, encoding="utf-8")
+        atif.write_text(text, encoding="utf-8")
         print(f"written: {config.atif} ({len(choice.places)} of {choice.matched} matching trajectories)")
         return 0
-    if config.html:
-        Path(config.html).write_text(page(config, choice), encoding="utf-8")
+    if html:
+        html.write_text(page(config, choice), encoding="utf-8")
         print(f"written: {config.html} ({len(choice.places)} of {choice.matched} matching trajectories)")
         return 0
     console = Console()

@@ -7,8 +7,10 @@ from functools import wraps
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le, Len, MultipleOf
+from pydantic import ValidationError
 
 from grpo_roc_jax.model.rope_scaling import NoRopeScaling, RopeScaling
+from grpo_roc_jax.settings.cli import describe_error
 from grpo_roc_jax.settings.options import Axis, Count, NotNegative, Positive, PositiveShare, kind, settings
 
 Layers = Annotated[int, Ge(1), Le(10_000)]
@@ -597,6 +599,8 @@ def bounded(read: Callable[..., ModelConfig]) -> Callable[..., ModelConfig]:
                     raise ValueError(f"config.json: {key} = {value!r:.80}; must be a whole number from 0 to {limit}")
         try:
             return read(published, *arguments, **named)
+        except ValidationError as error:
+            raise ValueError(f"config.json: {describe_error(error)}") from error
         except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"config.json: a value has another form than it may: {error!r:.200}") from error
 

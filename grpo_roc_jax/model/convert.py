@@ -177,8 +177,7 @@ def resolve_config(config: ModelConfig) -> ModelConfig:
         return config
     given = read_config(read_published(find_model(config.path)), config.ignore_keys)
     own_fields = {"path", "ignore_keys", "compute_dtype"}
-    if config.experts.replay and given.experts.count:
-        given = replace(given, experts=replace(given.experts, replay=True))
+    given = with_replay(given, config)
     for name, default in vars(ModelConfig()).items():
         configured, published = getattr(config, name), getattr(given, name)
         if name not in own_fields and configured not in (default, published):
@@ -188,6 +187,13 @@ def resolve_config(config: ModelConfig) -> ModelConfig:
                 "as the shape of a published model comes from its config.json"
             )
     return ModelConfig(**(vars(given) | {name: getattr(config, name) for name in own_fields}))
+
+
+def with_replay(given: ModelConfig, config: ModelConfig) -> ModelConfig:
+    """A published shape; its experts are replayed if the run's configuration says so."""
+    if not (config.experts.replay and given.experts.count):
+        return given
+    return replace(given, experts=replace(given.experts, replay=True))
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------

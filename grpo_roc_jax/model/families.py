@@ -328,6 +328,11 @@ class Family:
         """Whether windows apply only if the key `use_sliding_window` is set."""
         return self.model_type.startswith(("qwen", "smollm"))
 
+    @property
+    def one_window(self) -> bool:
+        """Whether all layers have the window; transformers reads no `layer_types` and no `max_window_layers` then."""
+        return self.model_type in ("mistral", "ministral3", "phi3", "qwen3_moe")
+
 
 FAMILIES = (
     Family(
@@ -455,7 +460,8 @@ FAMILIES += (
             *_gate_and_up("shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight"),
         ),
         has_windows=False,
-        required={"attention_bias": False, "num_local_experts": 0, "mamba_conv_bias": True, "mamba_proj_bias": False},
+        required={"attention_bias": False, "num_local_experts": 0, "mamba_conv_bias": True, "mamba_proj_bias": False}
+        | {"normalization_function": "rmsnorm"},
         defaults=_GRANITE
         | {"num_local_experts": 8, "shared_intermediate_size": 1024, "mamba_n_heads": 128, "mamba_n_groups": 1}
         | {"mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2},

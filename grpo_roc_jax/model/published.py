@@ -26,6 +26,7 @@ from grpo_roc_jax.model.config import (
 )
 from grpo_roc_jax.model.families import FAMILIES, Family, Json, UnsupportedModelError, find_family, text_part
 from grpo_roc_jax.model.rope_scaling import LongRopeScaling, NoRopeScaling, RopeScaling, YarnRopeScaling
+from grpo_roc_jax.settings.cli import describe_error
 from grpo_roc_jax.settings.options import fields_of
 
 log = logging.getLogger(__name__)
@@ -161,7 +162,7 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
     try:
         config = ModelConfig(**fields | _stated(published, family))
     except ValueError as error:
-        raise UnsupportedModelError(f"config.json of a {family.architecture}: {error}") from error
+        raise UnsupportedModelError(f"config.json of a {family.architecture}: {describe_error(error)}") from error
     for key in family.unused:
         published.get(key)
     stored = published.peek("quantization_config")
@@ -272,7 +273,7 @@ def _extras(published: _Keys, family: Family) -> Extras:
         caps = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
         settings |= {name: float(published.get(key) or 0) for name, key in caps.items()}
     if family.partly_rotary:
-        parameters = published.get("rope_parameters") or {}
+        parameters = published.get("rope_parameters") or published.get("rope_scaling") or {}
         top = published.get("partial_rotary_factor")
         settings = {"rotary_share": float(parameters.get("partial_rotary_factor") or top or 1.0)}
     if family.model_type == "smollm3":
@@ -427,6 +428,11 @@ def _windows(published: _Keys, family: Family) -> tuple[int, ...]:
         window = 0
     if family.model_type == "phi3" and window >= (published.get("max_position_embeddings") or window + 1):
         window = 0  # Phi-4-mini has windows that are longer than its rows
+    if family.one_window and window and set(types or ()) - {"sliding_attention"}:
+        raise UnsupportedModelError(
+            f"config.json of a {family.architecture}: layer_types = {types!r} with sliding_window = {window}: in "
+            "transformers all layers of this family have the window; remove layer_types, or set sliding_window to null"
+        )
     if types is None:
         types = _layer_types(published, family, layers)
     if family.model_type == "gemma4_text" and types:
@@ -469,7 +475,7 @@ def _layer_types(published: _Keys, family: Family, layers: int) -> list[str]:
         return [sliding if (i + 1) % every[family.model_type] else full for i in range(layers)]
     if family.model_type == "smollm3":
         return [full if rotated else sliding for rotated in _rotary_layers(published)]
-    if family.model_type.startswith("qwen"):
+    if family.model_type.startswith("qwen") and not family.one_window:
         first = published.get("max_window_layers")
         return [sliding if first is not None and i >= first else full for i in range(layers)]
     return [sliding] * layers
@@ -538,6 +544,15 @@ def _rope(published: _Keys, family: Family) -> tuple[float, float, RopeScaling]:
         if parameters["sliding_attention"].get("rope_type", "default") != "default":
             raise UnsupportedModelError("config.json: rescaled rotary embeddings in sliding layers are not supported")
         parameters = parameters["full_attention"]
+    if parameters and scaling and _kind_and_numbers(parameters) != _kind_and_numbers(scaling):
+        raise UnsupportedModelError(
+            "config.json has rope_parameters and rope_scaling, and they differ; remove the one that is not meant"
+        )
+    if not (parameters or scaling) and family.model_type in ("gpt_oss", "ministral3"):
+        raise UnsupportedModelError(
+            f"config.json of a {family.architecture} has no rope_parameters, for which transformers takes YaRN; state "
+            "them, as in {'rope_type': 'default', 'rope_theta': 10000.0}"
+        )
     # The sections of a vision-language model differ in the positions of images only.
     scaling = {key: value for key, value in (parameters or scaling).items() if not key.startswith("mrope_")}
     theta = scaling.pop("rope_theta", theta)
@@ -557,7 +572,12 @@ def _rope(published: _Keys, family: Family) -> tuple[float, float, RopeScaling]:
         scaling = {"partial_rotary_factor": 1.0, "factor": 1.0} | scaling
     if family.model_type == "phi3":
         kind = "longrope" if kind in ("su", "yarn") else kind  # names in older files
-        _complete_longrope(published, kind, scaling)
+        scaling.pop("original_max_position_embeddings", None)
+        published.get("original_max_position_embeddings")  # of no effect without a rescaling
+    if kind in ("llama3", "yarn", "longrope") and (first := published.get("original_max_position_embeddings")):
+        scaling["original_max_position_embeddings"] = first  # also where the rescaling states another one
+    if kind == "longrope":
+        _complete_longrope(published, scaling)
     if kind not in _ROPE_SCALINGS or set(scaling) - set(_ROPE_SCALINGS[kind]):
         raise UnsupportedModelError(
             f"config.json: the rotary rescaling {kind!r} with {sorted(scaling)} is not supported; known are "
@@ -576,6 +596,15 @@ def _rope(published: _Keys, family: Family) -> tuple[float, float, RopeScaling]:
     return float(theta), float(local or 0), RopeScaling.kinds[kind](**parameters_read)
 
 
+def _kind_and_numbers(parameters: Json) -> tuple[str, dict[str, Any]]:
+    """The kind of a rotary rescaling and its numbers, without theta, the sections of images, and what says nothing."""
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    left_out = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+    numbers = {k: v for k, v in parameters.items() if k not in left_out and not k.startswith("mrope_")}
+    numbers = {k: v for k, v in numbers.items() if v is not None and (k, v) != ("factor", 1)}
+    return "default" if kind == "mrope" else kind, numbers
+
+
 def _complete_yarn(scaling: dict[str, Any]) -> None:
     """The factor of queries and keys from two others, as transformers computes it."""
     above, below = scaling.pop("mscale", None), scaling.pop("mscale_all_dim", None)
@@ -584,14 +613,10 @@ def _complete_yarn(scaling: dict[str, Any]) -> None:
         scaling["attention_factor"] = grown[0] / grown[1]
 
 
-def _complete_longrope(published: _Keys, kind: str, scaling: dict[str, Any]) -> None:
-    """Adds what a Phi-3 states outside of the rescaling: the first length, and by it the factor of queries and keys."""
-    first = published.get("original_max_position_embeddings")
-    factor = scaling.pop("factor", None) if kind == "longrope" else None
-    scaling.pop("original_max_position_embeddings", None)
-    if kind != "longrope":
-        return
-    scaling["original_max_position_embeddings"] = first
+def _complete_longrope(published: _Keys, scaling: dict[str, Any]) -> None:
+    """Adds the factor of queries and keys, which follows from how much longer texts may get."""
+    first = scaling.setdefault("original_max_position_embeddings", published["max_position_embeddings"])
+    factor = scaling.pop("factor", None)
     if scaling.get("attention_factor") is None:
         factor = factor or published["max_position_embeddings"] / first
         scaling["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(first)) if factor > 1 else 1.0
@@ -619,7 +644,7 @@ def _experts(published: _Keys, family: Family) -> Mixture:
         per_token = "top_k_experts" if family.model_type == "gemma4_text" else "num_experts_per_tok"
         return Mixture(count, published[per_token], **more)
     except ValueError as error:
-        raise UnsupportedModelError(f"config.json: {error}") from error
+        raise UnsupportedModelError(f"config.json: {describe_error(error)}") from error
 
 
 def _sparse_layers(published: _Keys) -> dict[str, int]:
@@ -672,9 +697,7 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
         "sliding_window": window or None,
         "max_position_embeddings": config.max_positions or 32_768,
     }
-    if family.model_type not in ("mistral", "ministral3", "phi3", "llama4_text") and (
-        window or family.gemma or family.model_type == "olmo3"
-    ):
+    if not family.one_window and (window or family.gemma or family.model_type == "olmo3"):
         published["layer_types"] = sliding
     if family.optional_windows:
         published["use_sliding_window"] = bool(window)
@@ -736,6 +759,8 @@ def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
         published |= {"logits_scaling": extras.logit_divisor}
     if name == "granitemoehybrid":
         published |= _granite_hybrid_keys(config)
+    if name == "gpt_oss" and config.rope_scaling.kind == "none":
+        published["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if name == "ministral3":
         scaling = _rope_scaling(config) or {"rope_type": "default"}
         growth = {"llama_4_scaling_beta": extras.query_growth}

@@ -29,7 +29,7 @@ from grpo_roc_jax.method.compose import needs_reference, teacher_of
 from grpo_roc_jax.method.distillation import SelfTeacher
 from grpo_roc_jax.model.block_attention import WINDOW_COLUMNS
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.convert import find_model, is_here, read_published, resolve_config
+from grpo_roc_jax.model.convert import find_model, is_here, read_published, resolve_config, with_replay
 from grpo_roc_jax.model.experts import check_grouped
 from grpo_roc_jax.model.paged import check_paged
 from grpo_roc_jax.model.parallel import FUSED, paths
@@ -78,6 +78,8 @@ def chosen_stages(config: Config, name: str) -> list[Config]:
         ConfigError: There is no such stage.
     """
     if not config.stages:
+        if name:
+            raise ConfigError(f"--stage {name}: {config.name} has no stages; leave the option out")
         return [config]
     pairs = zip(config.stages, config.staged(), strict=True)
     stages = [
@@ -91,11 +93,16 @@ def chosen_stages(config: Config, name: str) -> list[Config]:
 def plan(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     """The report on one configuration."""
     topology = parse_topology(options.topology)
-    if options.suggest:  # whatever the mesh of the recipe: any pod has this one
-        config = replace(config, sharding=ShardingConfig())
+    if options.suggest:  # whatever the mesh of the recipe: any pod has this one; `sequence` is not searched
+        config = replace(config, sharding=ShardingConfig(sequence=config.sharding.sequence))
     arithmetic = options.arithmetic or not has_compiler(topology)
+    only, longest = chosen_programs(options.programs, arithmetic), config.rollout.max_response_tokens
+    if not 0 <= options.mean_response <= longest:
+        raise ConfigError(
+            f"--mean_response {options.mean_response:g}; must be at most rollout.max_response_tokens = {longest}, or 0 "
+            "for half of that"
+        )
     deployment = deployment_of(config, topology, options.model_shape, arithmetic, options.mean_response)
-    only = tuple(options.programs.split(",")) if options.programs else ()
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -108,6 +115,25 @@ def plan(config: Config, options: argparse.Namespace) -> dict[str, Any]:
         simulated = simulate_schedules(config, deployment.work, programs, topology.chip, options.traces)
         report |= {"simulated": simulated, "lines": report["lines"] + schedule_lines(simulated)}
     return report
+
+
+ESTIMATED = ("weight_sync", "append", "decode", "update")
+"""Kinds of programs that formulas know."""
+COMPILED = (*ESTIMATED, "weight_check_trainer", "weight_check_sampler", "copy")
+"""Kinds of programs that are compiled."""
+
+
+def chosen_programs(names: str, arithmetic: bool) -> tuple[str, ...]:
+    """The kinds of programs that `--programs` names; none: all.
+
+    Raises:
+        ConfigError: There are no such programs.
+    """
+    known, chosen = ESTIMATED if arithmetic else COMPILED, tuple(names.split(",")) if names else ()
+    if unknown := [name for name in chosen if name not in known]:
+        how = "by arithmetic they are" if arithmetic else "must be of"
+        raise ConfigError(f"--programs {names}: there is no {unknown[0]!r}; {how} {', '.join(known)}")
+    return chosen
 
 
 def describe_suggestions(deployment: Deployment, say: Callable[[str], Any]) -> dict[str, Any]:
@@ -179,7 +205,7 @@ def needs_of(deployment: Deployment, only: tuple[str, ...], say: Callable[[str],
         say: Called with progress.
     """
     if by_arithmetic(deployment):
-        return estimate(deployment)
+        return [needs for needs in estimate(deployment) if not only or needs.name in only]
     return list(compile_programs(deployment, only, say))
 
 
@@ -191,11 +217,10 @@ def model_of(config: Config, shape: str) -> ModelConfig:
     """
     name = shape or config.model.path
     if name in KNOWN_SHAPES:
-        model = KNOWN_SHAPES[name]
-    elif shape and is_here(shape):
-        model = read_config(read_published(find_model(shape)))
-    elif shape and Path(shape).is_file():
-        model = read_config(read_json_object(Path(shape)))
+        model = with_replay(KNOWN_SHAPES[name], config.model)
+    elif shape and (is_here(shape) or Path(shape).is_file()):
+        published = read_published(find_model(shape)) if is_here(shape) else read_json_object(Path(shape))
+        model = with_replay(read_config(published, config.model.ignore_keys), config.model)
     elif shape:
         raise ValueError(f"--model_shape {shape!r} is no file; known are {', '.join(KNOWN_SHAPES)}")
     elif config.model.path and not is_here(config.model.path):

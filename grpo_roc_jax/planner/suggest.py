@@ -226,7 +226,10 @@ def _remedies(deployment: Deployment) -> Iterator[Remedy]:
     if not config.optim.offload:
         yield Remedy({"optim.offload": True}, "moments in host memory while sampling")
     width = max(1, slot_shards(mesh) // max(1, deployment.work.samplers))
-    slots = config.rollout.slots
+    slots, row, tokens = config.rollout.slots, config.rollout.max_row_tokens, config.rollout.kv_tokens
+    while tokens > width * row:
+        tokens = max(width * row, min(slots * row, tokens * 3 // 4))
+        yield Remedy({"rollout.kv_tokens": tokens}, "a cache of fewer tokens, for fewer rows at a time")
     while slots > width:
         slots = max(width, math.floor(slots * 0.75 / width) * width)
         yield Remedy({"rollout.slots": slots}, "fewer rows at a time")

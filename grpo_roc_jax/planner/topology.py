@@ -234,7 +234,7 @@ def parse_topology(name: str, environ: Mapping[str, str] = os.environ) -> Topolo
         )
     chip = CHIPS[match[1]]
     if not chip.tpu:
-        chip = replace(chip, share=float(environ.get(FRACTION) or environ.get(OLD_FRACTION) or USUAL_FRACTION))
+        chip = replace(chip, share=_share_of_gpu(environ))
     grid = tuple(int(side) for side in match[2].split("x"))
     if chip.tpu and max(grid, default=0) > 1:
         chip = replace(chip, link_rate=chip.link_rate * links_there(chip, grid))
@@ -249,6 +249,19 @@ def parse_topology(name: str, environ: Mapping[str, str] = os.environ) -> Topolo
             "machine"
         )
     return topology
+
+
+def _share_of_gpu(environ: Mapping[str, str]) -> float:
+    """The part of a GPU's memory that JAX takes in this environment."""
+    name = FRACTION if environ.get(FRACTION) else OLD_FRACTION
+    given = environ.get(name) or str(USUAL_FRACTION)
+    try:
+        share = float(given)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise TopologyError(f"{name}={given}; must be a number above 0 and at most 1, as in {name}={MOST_OF_A_GPU}")
+    return share
 
 
 def has_compiler(topology: Topology) -> bool:

@@ -388,14 +388,15 @@ def fit_length(model: ModelConfig, tokens: int) -> ModelConfig:
         ValueError: The model was made for shorter rows, or chooses keys in rows of this length; the message names both
             lengths.
     """
+    name = model.path or "the model"
     if model.max_positions and tokens > model.max_positions:
         raise ValueError(
-            f"rollout.max_prompt_tokens + max_response_tokens = {tokens}, but {model.path} was made for texts of "
+            f"rollout.max_prompt_tokens + max_response_tokens = {tokens}, but {name} was made for texts of "
             f"{model.max_positions} tokens (max_position_embeddings); lower the two"
         )
     if model.extras.indexed_keys and tokens > model.extras.indexed_keys:
         raise ValueError(
-            f"rollout.max_prompt_tokens + max_response_tokens = {tokens}, but in {model.path} an indexer chooses "
+            f"rollout.max_prompt_tokens + max_response_tokens = {tokens}, but in {name} an indexer chooses "
             f"{model.extras.indexed_keys} keys (index_topk) of longer texts, which is not supported; lower the two"
         )
     scaling = model.rope_scaling

@@ -50,6 +50,7 @@ from grpo_roc_jax.model.sharding import (
     place_host,
     place_shapes,
     platform_of,
+    process_count,
     replicate_key,
     row_shards,
     slot_shards,
@@ -312,7 +313,7 @@ def shared_bytes(policy: Params, sampled: Params) -> float:
     return device_bytes([one for one, other in pairs if one.dtype == other.dtype and layout(one) == layout(other)])
 
 
-def memory_parts(config: Config, model: ModelConfig, mesh: Mesh | AbstractMesh, processes: int = 1) -> dict[str, float]:
+def memory_parts(config: Config, model: ModelConfig, mesh: Mesh | AbstractMesh, processes: int = 0) -> dict[str, float]:
     """Largest number of bytes that each part takes on a device. A compute dtype `auto` counts as bfloat16, as on
     accelerators; `memory_lines` uses the compute dtype of this machine instead.
 
@@ -321,6 +322,12 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh | AbstractMesh, 
     backward pass keeps of each layer, and the logits of one chunk with their gradient. XLA's own scratch memory comes
     on top. The frozen weights of an adapter stay in every program; of the sampler's weights those are counted that are
     not the same arrays.
+
+    Args:
+        config: Configuration of the run.
+        model: Model configuration.
+        mesh: Mesh of the trainer, which may span several processes.
+        processes: Their number, since each has a cache of `rollout.slots`; 0 counts them by the devices.
 
     Raises:
         ValueError: the mesh does not split the model evenly.
@@ -331,7 +338,7 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh | AbstractMesh, 
     state, base = trained_like(config, model, mesh)
     trained, copied = device_bytes(state.params), sampled_like(config, model, mesh)[1]
     sequence, tensor = mesh.shape["sequence"], mesh.shape["tensor"]
-    shards = -(-slot_shards(mesh) // processes)  # of a process
+    shards = -(-slot_shards(mesh) // (processes or process_count(mesh)))  # of a process
     rollout, slots = config.rollout, -(-config.rollout.slots // shards)
     pool, stored = PoolSize(rollout.shard_blocks(shards), rollout.block, slots), DTYPES.get(rollout.cache_dtype)
     tokens = (

@@ -218,6 +218,13 @@ PLAIN = {
 """What a type is called in messages, by the first part of pydantic's error type."""
 
 
+def describe_error(error: ValueError) -> str:
+    """A refusal as text; of values of a section, the setting, what was given, and the constraint of each."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    return "; ".join(_message(problem, {}, ()) for problem in error.errors())
+
+
 def _message(problem: dict[str, Any], places: dict[KeyPath, str], known: Collection[str]) -> str:
     """The message for one refused value: the setting, what was given, where it was written, the constraint."""
     reason, context, got = problem["type"], problem.get("ctx", {}), problem["input"]

@@ -1,4 +1,5 @@
-"""Reads files from other sources completely, within limits, and with one form of message for all errors.
+"""Reads files from other sources completely, within limits, and with one form of message for all errors; and checks a
+file for results before the work begins.
 
 JSON and YAML can take all memory, time or stack: aliases that double at each line, lists nested a thousand times,
 numbers with a million digits, a file without an end. No useful file needs these.
@@ -23,6 +24,28 @@ DEEPEST = 100
 """Most levels of nested lists and mappings."""
 LONGEST_NUMBER = 100
 """Most characters of a number in YAML, which may be written in any base, also by parts of 60 (`1:30:00`)."""
+
+
+def output_file(option: str, name: str | Path) -> Path:
+    """The file that an option names for results, checked before the work whose results they are. What it holds stays;
+    its folder is created.
+
+    Raises:
+        ValueError: It cannot be written; the message names the option.
+    """
+    path = Path(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        exists = path.exists()
+        path.open("ab").close()
+        if not exists:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path}: {error.strerror or error}; must be a file that can be written, in a folder that exists "
+            "or can be created"
+        ) from error
+    return path
 
 
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")

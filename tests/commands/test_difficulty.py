@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from grpo_roc_jax.commands import evaluate
 from grpo_roc_jax.commands.difficulty import kept_rows, main
 from grpo_roc_jax.data.problems import load_problems
 from grpo_roc_jax.process.points import listening
@@ -45,6 +46,9 @@ def test_what_cannot_be_filtered_is_a_message_and_a_status(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(tmp_path), *words, "--lowest", "0.9", "--highest", "0.1"])
     assert "rising" in capsys.readouterr().err
+    for command in (main, evaluate.main):  # before anything is rolled out
+        assert command([str(tmp_path), *words[:2], "--out", f"{__file__}/kept"]) == 2
+        assert f"--out {__file__}/kept: " in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -128,7 +128,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "moe-odd": (
         "Qwen3Moe",
-        _heads(3, 3, head_dim=8, hidden_size=24, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=8),
+        _heads(3, 3, head_dim=8, hidden_size=24, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=8)
+        | {"use_sliding_window": True, "sliding_window": 7},
     ),
     "moe-normed": (
         "Qwen3Moe",
@@ -180,7 +181,7 @@ CASES |= {
 _GRANITE = {"embedding_multiplier": 3.5, "logits_scaling": 1.25, "residual_multiplier": 0.7}
 _GRANITE |= {"attention_multiplier": 0.21}
 _HYBRID = {"num_local_experts": 0, "shared_intermediate_size": 44, "mamba_n_heads": 8, "mamba_d_state": 8}
-_HYBRID |= {"layer_types": ["attention"] * 3}
+_HYBRID |= {"layer_types": ["attention"] * 3, "normalization_function": "rmsnorm"}
 _MAMBA = {
     "mamba_n_heads": 8,
     "mamba_n_groups": 1,

@@ -24,6 +24,7 @@ from grpo_roc_jax.model.published import infer_family, read_config, same_model, 
 from grpo_roc_jax.model.rope_scaling import (
     Llama3RopeScaling,
     LongRopeScaling,
+    NoRopeScaling,
     ProportionalRopeScaling,
     YarnRopeScaling,
 )
@@ -383,6 +384,8 @@ QWEN3 = write_config(MODELS["qwen3"])
         ({"partial_rotary_factor": 0.5}, r"not supported: partial_rotary_factor = 0\.5"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'llama3' lacks high_freq_factor"),
         ({"rope_theta": None}, "has no rope_theta"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "they differ"),
+        ({"head_dim": 7}, "head_dim = 7: must be a multiple of 2"),
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layer_types = .*chunked"),
         ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
     ],
@@ -402,6 +405,16 @@ def test_other_families_refuse_their_own_options():
     llama = write_config(MODELS["llama"])
     with pytest.raises(UnsupportedModelError, match="sliding_window = 8"):
         read_config(llama | {"sliding_window": 8})
+    for name in ("mistral", "qwen3_moe"):
+        whole = write_config(MODELS[name]) | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}
+        assert read_config(whole).layer_windows == (8,) * 3
+        with pytest.raises(UnsupportedModelError, match="all layers of this family have the window"):
+            read_config(whole | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]})
+    plain = replace(MODELS["gpt_oss"], rope_scaling=NoRopeScaling())
+    oss = write_config(plain)
+    assert same_model(read_config(oss), plain)
+    with pytest.raises(UnsupportedModelError, match="no rope_parameters, for which transformers takes YaRN"):
+        read_config(oss | {"rope_parameters": None})
 
 
 def test_every_fourth_layer_of_smollm3_has_no_rotary_positions_unless_the_file_says_more():

@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from grpo_roc_jax.model.families import UnsupportedModelError
 from grpo_roc_jax.model.published import infer_family, note, read_config, same_model, without_effect, write_config
+from grpo_roc_jax.model.rotary import rotary_frequencies
 from grpo_roc_jax.run.components import fit_length
 from tests.helpers.published_models import ONE_PER_FAMILY, make_config, need_transformers
 
@@ -35,6 +37,32 @@ def test_a_missing_key_means_what_it_means_to_transformers_or_is_refused(tmp_pat
             read += 1
             assert same_model(got, wanted), key
     assert read > 8 and refused >= 3
+
+
+FIRST = {"original_max_position_embeddings": 64}
+RESCALINGS = {"linear": {"factor": 4.0}, "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
+RESCALINGS |= {"yarn": {"factor": 8.0}, "longrope": {}}
+
+
+@pytest.mark.parametrize("kind", RESCALINGS)
+@pytest.mark.parametrize("name", ["llama", "qwen3-tied", "mistral", "gemma2", "smollm3", "granite", "glm4", "gpt-oss"])
+def test_every_rescaling_is_that_of_transformers(tmp_path, name, kind):
+    """Frequencies and the factor of queries and keys, also where a file states the first length apart."""
+    transformers = need_transformers()
+    whole = saved(make_config(name), tmp_path) | {"rope_parameters": {"rope_theta": 5e4}}
+    factors = read_config(whole).rotary_dim // 2
+    lists = {f"{part}_factor": [n + i / 8 for i in range(factors)] for n, part in ((1, "short"), (2, "long"))}
+    scaling = {"type": kind} | RESCALINGS[kind] | (lists if kind == "longrope" else {})
+    older = whole | {"rope_parameters": None, "rope_theta": 5e4}
+    for more in ({"rope_scaling": scaling | (FIRST if kind != "linear" else {})}, FIRST | {"rope_scaling": scaling}):
+        if kind == "linear" and "original_max_position_embeddings" in more:
+            continue
+        (tmp_path / "config.json").write_text(json.dumps(older | more))
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        wanted = getattr(transformers, config.architectures[0])(config).model.rotary_emb
+        model = read_config(older | more)
+        np.testing.assert_allclose(rotary_frequencies(model, "plain"), wanted.inv_freq, rtol=1e-5)
+        assert model.rope_scaling.magnitude == pytest.approx(wanted.attention_scaling)
 
 
 OTHERS = {

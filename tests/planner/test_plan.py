@@ -28,7 +28,7 @@ from grpo_roc_jax.method.compose import Scores, initial_state, train_rows
 from grpo_roc_jax.model.attention import attend_cudnn
 from grpo_roc_jax.model.config import Mixture, ModelConfig
 from grpo_roc_jax.model.delta import token_flops
-from grpo_roc_jax.model.published import read_config, same_model
+from grpo_roc_jax.model.published import read_config, same_model, write_config
 from grpo_roc_jax.model.sharding import ShardingConfig, check_processes, make_mesh, process_mesh
 from grpo_roc_jax.planner import plan as planning
 from grpo_roc_jax.planner.estimate import (
@@ -775,6 +775,9 @@ def test_the_devices_of_a_process_form_a_block_where_a_mesh_is_accepted(processe
 TINY = ["configs/toy.yaml", "--model.layers", "1", "--model.vocab_size", "1024", "--rollout.slots", "8"]
 
 
+LONG_ROWS = ["qwen3_0_6b_gsm8k", "--rollout.max_response_tokens", "50000", "--batch.row_length", "65536"]
+
+
 @pytest.fixture
 def platform_kept():
     names = ("jax_platforms", "jax_enable_compilation_cache")
@@ -858,11 +861,41 @@ def test_single_cards_are_known(capsys, card, memory_gb):
         (["toy.yaml", "--topology", "h200:8", "--rollout.attention", "paged"], "on gpu: the kernel is for TPUs"),
         (["toy.yaml", "--topology", "v5e:8", "--arithmetic", "--rollout.attention", "paged"], "a multiple of 128"),
         (["toy.yaml", "--topology", "h200:8", "--model.path", "no/model"], "--model_shape"),
+        (["toy.yaml", "--topology", "h200:8", "--stage", "hard"], "toy has no stages"),
+        (["toy.yaml", "--topology", "v5e:2x2", "--programs", "update,decod"], "there is no 'decod'; must be of weight"),
+        (["toy.yaml", "--topology", "v5e:2x2", "--arithmetic", "--programs", "copy"], "no 'copy'; by arithmetic they"),
+        (["toy.yaml", "--topology", "h200:8", "--mean_response", "121"], "rollout.max_response_tokens = 120"),
+        (["toy.yaml", "--topology", "h200:8", "--mean_response", "-1"], "--mean_response -1; must be"),
+        (["toy.yaml", "--topology", "h200:8", "--out", f"{__file__}/plan.json"], "must be a file that can be written"),
+        ([*LONG_ROWS, "--topology", "h200:8"], "but the model was made for texts of 40960 tokens"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_status_2(capsys, words, said):
     assert plan_command.main(words) == plan_command.BAD_CONFIG
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("platform_kept")
+def test_only_the_named_programs_are_judged(capsys):
+    words = [*TINY, "--topology", "v5e:1x1", "--arithmetic", "--rollout.slots", str(1 << 22)]
+    assert plan_command.main(words) == plan_command.DOES_NOT_FIT
+    assert plan_command.main([*words, "--programs", "update"]) == plan_command.FITS
+    assert "fits (update alone)" in capsys.readouterr().out
+
+
+def test_a_named_shape_keeps_what_the_run_chooses(tmp_path):
+    """Experts that are replayed, and keys that are known to change nothing."""
+    shape = tmp_path / "config.json"
+    shape.write_text(json.dumps(write_config(KNOWN_SHAPES["Qwen/Qwen3-30B-A3B"]) | {"a_new_key": 1}))
+    words = ["qwen3_30b_a3b", "--model.ignore_keys=[a_new_key]", "--model.experts=mixture", "--model.experts.count=128"]
+    config = load_config(Config, [*words, "--model.experts.per_token=8", "--model.experts.replay=true"], prog="test")
+    assert all(planning.model_of(config, name).experts.replay for name in ("", str(shape)))
+
+
+def test_a_share_of_a_gpu_is_a_number_up_to_one():
+    for given in ("90", "90%", "0"):
+        with pytest.raises(TopologyError, match=rf"XLA_CLIENT_MEM_FRACTION={given}; must be a number above 0"):
+            parse_topology("h100:8", {"XLA_CLIENT_MEM_FRACTION": given})
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from grpo_roc_jax.planner.roofline import Needs, step_times
 from grpo_roc_jax.planner.suggest import advice, deploy, room_lines, slot_lines, suggest
 from grpo_roc_jax.planner.topology import CHIPS, SPARE, TopologyError, parse_topology
 from grpo_roc_jax.run.components import check_components, make_registry
+from grpo_roc_jax.run.policy import memory_parts
 from grpo_roc_jax.settings.cli import load_config
 
 
@@ -109,13 +110,15 @@ def test_decoding_takes_as_many_steps_as_the_longest_response():
         (["configs/qwen3_0_6b_gsm8k.yaml", "--rollout.slots", "4096"], "v5e:1x1"),
         (["configs/qwen3_0_6b_gsm8k.yaml", "--batch.rows", "256"], "v5e:2x2"),
         (["configs/qwen3_0_6b_gsm8k.yaml"], "t4:1"),
+        (["configs/qwen3_0_6b_gsm8k.yaml", "--rollout.kv_tokens", "200000"], "v5e:1x1"),
     ],
 )
 def test_what_is_advised_fits(words, topology):
-    """The last line is a command line: with these words the plan fits."""
+    """The last line is a command line: with these words the plan fits. None of these needs another policy."""
     run = deployment(*words, topology=topology)
     lines = advice(run, estimate(run))
     *before, last = lines
+    assert not {"--lora.kind", "--rollout.low_precision.cache"} & set(last.split())
     assert before and last.startswith("together, by arithmetic, it fits: ")
     advised = last.removeprefix("together, by arithmetic, it fits: ").split()
     environ = dict(word.split("=") for word in advised if word.startswith("XLA"))
@@ -168,6 +171,7 @@ def test_suggestions_are_yaml_over_the_recipe(tmp_path, capsys):
     before = {name: getattr(jax.config, name) for name in names}
     try:
         words = ["configs/rstar2_qwen3_14b.yaml", "--stage", "8k", "--topology", "h200:8", "--arithmetic", "--suggest"]
+        words += ["--sharding.sequence", "2"]
         assert plan_command.main(words) == plan_command.FITS  # whatever the mesh of the recipe
     finally:
         for name, value in before.items():
@@ -177,7 +181,8 @@ def test_suggestions_are_yaml_over_the_recipe(tmp_path, capsys):
     yaml = [line[2:] for line in rest[: next(i for i, line in enumerate(rest) if line.startswith("2."))]]
     path = tmp_path / "over.yaml"
     path.write_text("\n".join(yaml) + "\n")
-    config = load_config(Config, ["configs/qwen3_0_6b_gsm8k.yaml", str(path)], prog="test")
+    recipe = ["configs/qwen3_0_6b_gsm8k.yaml", str(path), "--sharding.sequence", "2"]
+    config = load_config(Config, recipe, prog="test")
     assert config.sharding.shape(8) and config.rollout.slots
 
 
@@ -240,13 +245,23 @@ def test_only_sums_of_gradients_cross_the_network_between_slices():
         deployment("configs/qwen3_0_6b_gsm8k.yaml", "--sharding.fsdp", "8", topology="v5e:2x2:2")
 
 
-def test_slices_are_blocks_along_data():
-    class Device:
-        def __init__(self, index, slice_index):
-            self.id, self.process_index, self.slice_index = index, index // 4, slice_index
-            self.platform, self.coords = "tpu", (index % 2, index // 2 % 2, 0)
+class ChipElsewhere:
+    """A chip of two slices with one process each."""
 
-    devices = [Device(i, i // 4) for i in range(8)]
+    def __init__(self, index):
+        self.id, self.process_index, self.slice_index = index, index // 4, index // 4
+        self.platform, self.device_kind, self.coords = "tpu", "elsewhere", (index % 2, index // 2 % 2, 0)
+
+
+def test_each_process_has_a_cache_of_its_own():
+    """A run on several machines counts the memory of a device as its plan does."""
+    run = deployment("toy.yaml", topology="v5e:2x2:2")
+    mesh = make_mesh(run.config.sharding, [ChipElsewhere(i) for i in range(8)])
+    assert memory_parts(run.config, run.model, mesh) == run.memory_parts()
+
+
+def test_slices_are_blocks_along_data():
+    devices = [ChipElsewhere(i) for i in range(8)]
     config = load_config(Config, ["toy.yaml", "--sharding.fsdp", "4"], prog="test")
     ordered = make_mesh(config.sharding, devices).devices
     assert [{d.slice_index for d in block.flat} for block in ordered] == [{0}, {1}]
