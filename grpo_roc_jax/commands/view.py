@@ -29,6 +29,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from grpo_roc_jax.process.progress import phase
 from grpo_roc_jax.record import index
 from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, penalties, segments
@@ -309,7 +310,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (config.html or config.atif or config.text):
             serve(config)
             return 0
-        choice = choose(config)
+        with phase("reading the trajectories", routine=True):
+            choice = choose(config)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

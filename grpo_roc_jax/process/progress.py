@@ -10,6 +10,7 @@ A phase may begin anywhere in the library, in any thread. Without a listener it 
 narrator writes lines while a phase is busy; only the innermost phase, which began last, has lines.
 """
 
+import logging
 import sys
 import threading
 import time
@@ -255,6 +256,20 @@ def to_stderr(line: str) -> None:
     """Writes a line of a command whose output other programs may read."""
     with suppress(OSError, ValueError):  # nobody reads the output any more
         print(line, file=sys.stderr, flush=True)
+
+
+class AboveDisplays(logging.StreamHandler):
+    """Writes warnings to standard error. In a terminal it follows `sys.stderr`, which a display that is being redrawn
+    replaces: a line written past the display would be overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._terminal = self.stream.isatty()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._terminal and self.stream is not sys.stderr:
+            self.setStream(sys.stderr)
+        super().emit(record)
 
 
 def describe_seconds(seconds: float) -> str:

@@ -18,6 +18,7 @@ from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import ADAPTER_CONFIG, LowRank, load_adapter, read_lora
 from grpo_roc_jax.model.sharding import Mesh, ShardingConfig, param_shardings
 from grpo_roc_jax.model.transformer import Params, compute_dtype
+from grpo_roc_jax.process.progress import phase
 from grpo_roc_jax.record.checkpoint_files import newest_whole, saved_stage
 from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.run.policy import PolicyModel, load_trained, split_checkpoint
@@ -49,8 +50,9 @@ def load_policy(policy: PolicyModel, source: str) -> tuple[int, Params]:
     model, mesh, lora = policy.model, policy.mesh, policy.lora
     if is_run(source):
         run, step = split_checkpoint(source)
-        restored_step, trained = load_trained(run / "checkpoints", model, mesh, lora, step)
-        return restored_step, policy.full(trained)
+        with phase(f"loading {source}", routine=True):
+            restored_step, trained = load_trained(run / "checkpoints", model, mesh, lora, step)
+            return restored_step, policy.full(trained)
     if lora.rank:
         return 0, policy.full(load_pairs(source, lora, model, mesh))
     folder, shardings = find_model(model.path), param_shardings(model, mesh)
