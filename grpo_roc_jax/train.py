@@ -26,7 +26,7 @@ from grpo_roc_jax.method.compose import next_state, resample_group, subset
 from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.planner.measured import Rates, device_rates, measured_lines
 from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
-from grpo_roc_jax.planner.prospects import hindrances, left_out
+from grpo_roc_jax.planner.prospects import hindrances, left_out, unequal_references
 from grpo_roc_jax.planner.suggest import device_limit, room_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
 from grpo_roc_jax.pod.processes import ProcessFailed, ProcessLost
@@ -643,7 +643,8 @@ def dry(config: Config, full: bool = False) -> None:
         with config_errors(RewardError, ModuleNotFoundError), closing(make_scorer(staged.reward)) as scorer:
             check_extras(staged.log)
             lines_on_data = data_lines(staged, chat, scorer)
-            against = [*left_out(lines_on_data), *hindrances(staged, chat, scorer)]
+            of_data = [*left_out(lines_on_data), *unequal_references(staged, lines_on_data)]
+            against = [*of_data, *hindrances(staged, chat, scorer)]
         stage = [f"stage {config.stages[index].name}:"] if config.stages else []
         read += [*stage, *lines_on_data]
         chosen = with_update(staged, model, mesh)
