@@ -49,13 +49,22 @@ def test_custom(mine, capsys):
         ("mine:lenghts", "mine has no 'lenghts'; did you mean 'lengths'? it has lengths, partial, short"),
         ("mine:zebra", "mine has no 'zebra'; it has lengths, partial, short"),
         ("anwser", "did you mean 'answer'? the built-in ones are answer, "),
-        ("mine:trl_style", "completions, prompts is the signature of another project: see docs/coming_from.md"),
+        ("mine:trl_columns", "completions, prompts is the signature of another project: see docs/coming_from.md"),
+        ("mine:trl_two", "(problem, trajectories); completions, prompts is the signature of another project"),
+        ("mine:trl_answer", "(problem, trajectories); completions, ground_truth is the signature of another project"),
+        ("mine:verl", "data_source, ground_truth, solution_str is the signature of another project"),
         ("", "FUNCTION is empty; write file.py:function"),
     ],
 )
 def test_a_wrong_name_answers_with_those_that_exist(name, said, mine, capsys):
-    if name == "mine:trl_style":
-        sys.modules["mine"].trl_style = lambda prompts, completions, solution: 0
+    there = {
+        "trl_columns": lambda prompts, completions, solution: 0,
+        "trl_two": lambda prompts, completions, **kwargs: [1.0 for _ in completions],  # would score trajectories
+        "trl_answer": lambda completions, ground_truth, **kwargs: [1.0 for _ in completions],
+        "verl": lambda data_source, solution_str, ground_truth, extra_info=None: 1.0,
+    }
+    if name.removeprefix("mine:") in there:
+        vars(sys.modules["mine"]).update(there)
     assert main([name]) == 2
     assert said in capsys.readouterr().out
 
