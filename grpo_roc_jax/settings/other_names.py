@@ -68,8 +68,8 @@ def _read(file: Path) -> tuple[OtherName, ...]:
 
 
 OTHER_NAMES = _read(Path(__file__).with_suffix(".csv"))
-"""The rows of `other_names.csv`: from TRL 1.16 (`GRPOConfig`), verl 0.9, google-tunix 0.1.7, prime-rl, OpenRLHF and
-SkyRL in November 2026; last, names that are common in scripts of transformers, vLLM and others."""
+"""The rows of `other_names.csv`: from TRL 1.16 (`GRPOConfig`), verl 0.9, google-tunix 0.1.7, prime-rl, OpenRLHF, SkyRL,
+NeMo-RL and Unsloth in November 2026; last, names that are common in scripts of transformers, vLLM and others."""
 OTHER_KINDS = {
     "low_var_kl": ("k3",),
     "kl": ("k3",),
