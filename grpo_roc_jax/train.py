@@ -33,7 +33,7 @@ from grpo_roc_jax.pod.processes import ProcessFailed, ProcessLost
 from grpo_roc_jax.pod.program_cache import keep_programs
 from grpo_roc_jax.process.leaving import end_with
 from grpo_roc_jax.process.points import injected, reach, spoiled
-from grpo_roc_jax.process.progress import AboveDisplays, Phase, narrated, phase, to_stderr
+from grpo_roc_jax.process.progress import Phase, narrated, phase, show_log, to_stderr
 from grpo_roc_jax.record.accuracy import ALL
 from grpo_roc_jax.record.checkpoint import CheckpointFailed
 from grpo_roc_jax.record.loggers import ConsoleWriter
@@ -574,7 +574,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dry_run, ahead, force = (flag in words for flag in FLAGS)
     words = [word for word in words if word not in FLAGS]
     traced, words = split_option(words, PROFILE)
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", handlers=[AboveDisplays()])
+    show_log()
     try:
         with narrated(to_stderr), phase("train", routine=True):  # `python -m grpo_roc_jax.train` has no other narrator
             config = load_config(Config, words, prog="python -m grpo_roc_jax.train", default_file=DEFAULT_CONFIG)

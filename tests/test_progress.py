@@ -23,6 +23,7 @@ from grpo_roc_jax.process.progress import (
     describe_seconds,
     narrated,
     phase,
+    show_log,
 )
 from grpo_roc_jax.run.statistics import why_nothing_kept
 
@@ -185,8 +186,17 @@ def test_a_warning_comes_above_a_display_in_a_terminal_and_into_a_file_elsewhere
     monkeypatch.setattr(sys, "stderr", before)
     handler = AboveDisplays()
     monkeypatch.setattr(sys, "stderr", replaced)
-    handler.emit(logging.makeLogRecord({"msg": "not scored"}))
+    handler.emit(logging.makeLogRecord({"name": "x", "msg": "not scored"}))
     assert (before.getvalue(), replaced.getvalue()) == (("", "not scored\n") if terminal else ("not scored\n", ""))
+
+
+def test_warnings_have_one_form_although_a_library_has_set_up_another(monkeypatch, capsys):
+    """absl calls `basicConfig` when it is imported, after which a call with a format changes nothing."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logging.basicConfig()
+    show_log()
+    logging.getLogger("grpo_roc_jax.reward").warning("not scored")
+    assert capsys.readouterr().err == "grpo_roc_jax.reward: not scored\n"
 
 
 @pytest.mark.parametrize("name", ["export", "replay", "difficulty", "plan", *commands.WAITING])

@@ -6,7 +6,6 @@ executor and verifier of training, and kept if its success rate lies between two
 """
 
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 import tyro
 
 from grpo_roc_jax.commands.evaluate import EvaluateConfig, folder_of, sample_policy
-from grpo_roc_jax.process.progress import AboveDisplays
+from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.types import Group
 
 PROG = "grpo-roc difficulty"
@@ -79,7 +78,7 @@ def kept_rows(groups: Sequence[Group], lowest: float, highest: float) -> tuple[l
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", handlers=[AboveDisplays()])
+    show_log()
     try:
         options, overrides = tyro.cli(DifficultyConfig, args=argv, prog=PROG, return_unknown_args=True)
         names = ("policy", "data", "problems", "samples", "temperature", "keep", "resume")

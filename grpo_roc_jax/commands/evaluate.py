@@ -6,7 +6,6 @@ trajectories are saved, scores have 95% intervals, and two policies are compared
 """
 
 import json
-import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.generated import generator_of
 from grpo_roc_jax.data.pipeline import Notes, eval_problems, fitting_problems
 from grpo_roc_jax.engine.records import RunOptions, rollout_display
-from grpo_roc_jax.process.progress import AboveDisplays, phase
+from grpo_roc_jax.process.progress import phase, show_log
 from grpo_roc_jax.record.accuracy import ALL, Difference, compare, intervals, summarize
 from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.record.run_dir import opened, unused
@@ -219,7 +218,7 @@ def difference_lines(differences: Mapping[str, Difference], names: tuple[str, st
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", handlers=[AboveDisplays()])
+    show_log()
     try:
         options, overrides = tyro.cli(EvaluateConfig, args=argv, prog=PROG, return_unknown_args=True)
         second = None

@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -270,6 +270,24 @@ class AboveDisplays(logging.StreamHandler):
         if self._terminal and self.stream is not sys.stderr:
             self.setStream(sys.stderr)
         super().emit(record)
+
+
+def show_log(form: str = "%(name)s: %(message)s", *, info: Sequence[str] = ()) -> None:
+    """Writes warnings to standard error, see `AboveDisplays`. It replaces the handler that absl sets up there when a
+    library is imported; if there are other handlers, they are left as they are.
+
+    Args:
+        form: Format of a line.
+        info: Loggers whose notes are written too.
+    """
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if type(handler) is logging.StreamHandler and handler.stream is sys.stderr:
+            root.removeHandler(handler)
+    if not root.handlers:
+        logging.basicConfig(level=logging.WARNING, format=form, handlers=[AboveDisplays()])
+    for name in info:
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def describe_seconds(seconds: float) -> str:
