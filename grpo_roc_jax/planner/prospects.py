@@ -57,7 +57,7 @@ def hindrances(config: Config, chat: ChatFormat, scorer: Scorer | None = None) -
     if config.sft.steps:
         lines += too_long_demonstrations(config, chat)
         lines += useless_demonstrations(config, chat)
-    elif config.text.tokenizer.kind in ("model", "file") and not config.environment.agents:
+    elif config.text.tokenizer.kind in ("model", "file") and config.environment.kind == "tools":
         lines += unasked(config, chat)
     return lines + (equal_rewards(config, chat, scorer) if scorer is not None else [])
 
@@ -146,25 +146,19 @@ def verdict_of(config: Config, reward: float) -> Verdict:
 
 
 def unasked(config: Config, chat: ChatFormat) -> list[str]:
-    """What nothing asks of a published model, which sees no demonstrations here: the form in which an answer is read,
-    and the use of its tools."""
-    around, tag, lines = chat.glue.prompt_open + chat.instruction + chat.glue.prompt_close, config.reward.answer_tag, []
-    texts = [around, *first_prompts(config)]
-    strict = config.reward.extraction == "strict" and config.environment.kind == "tools"
-    only_answers = all(part.kind in ("answer", "format") for part in paid_functions(config))
-    if strict and only_answers and not all(any(mark in text for text in texts) for mark in (f"<{tag}>", "\\boxed")):
-        ask = "set text.instruction default" if tag == "answer" else "ask for it in text.instruction"
-        lines.append(
-            f"neither text.system nor text.instruction asks for <{tag}>\\boxed{{...}}</{tag}>, the form that "
-            "reward.extraction = strict reads: a model that was not trained to write it earns nothing; "
-            f"{ask}, or set reward.extraction lenient"
-        )
-    if chat.tool_names and not any(name in text for name in chat.tool_names for text in texts):
-        lines.append(
-            f"no prompt names a tool ({', '.join(sorted(chat.tool_names))}): a model that was not trained with them "
-            "does not call them; set text.tools_section true"
-        )
-    return lines
+    """Reports if nothing asks a published model, which sees no demonstrations here, for the form in which an answer is
+    read."""
+    tag, paid = config.reward.answer_tag, paid_functions(config)
+    lenient = config.reward.extraction == "lenient" or not all(part.kind in ("answer", "format") for part in paid)
+    texts = [chat.glue.prompt_open + chat.instruction, *first_prompts(config)]
+    if lenient or all(any(mark in text for text in texts) for mark in (f"<{tag}>", "\\boxed")):
+        return []
+    ask = "set text.instruction default" if tag == "answer" else "ask for it in text.instruction"
+    return [
+        f"neither text.system nor text.instruction asks for <{tag}>\\boxed{{...}}</{tag}>, the form that "
+        "reward.extraction = strict reads: a model that was not trained to write it earns nothing; "
+        f"{ask}, or set reward.extraction lenient"
+    ]
 
 
 def first_prompts(config: Config) -> list[str]:

@@ -202,7 +202,7 @@ def test_conversations_of_a_file_with_tools_of_their_own_are_no_fault(tmp_path, 
         (
             "",
             "6 * 7?",
-            ["neither text.system nor text.instruction asks for <answer>", "no prompt names a tool (jupyter_code, "],
+            ["neither text.system nor text.instruction asks for <answer>"],
         ),
         ("--reward.extraction lenient --tools.enabled=[]", "6 * 7?", []),
         ("--text.instruction default --text.tools_section true", "6 * 7?", []),
