@@ -108,10 +108,28 @@ METHOD_NAMES = {
     "gspo_token": "gspo",
     "roc": "grpo_roc",
     "grporoc": "grpo_roc",
+    "rstar2": "grpo_roc",
+    "rstar2_agent": "grpo_roc",
+    "dr.grpo": "dr_grpo",
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
+    "geo_mean": "gmpo",
+    "on_policy_distillation": "opd",
+    "gkd": "opd",
 }
 """Name of a method in another project -> its recipe."""
 COMMAND_NAMES = {"rl": "train", "grpo": "train", "run": "train", "inference": "serve", "vllm_serve": "serve"}
 COMMAND_NAMES |= {"eval": "evaluate", "generate": "chat", "init": "new", "env": "doctor", "convert": "export"}
+COMMAND_NAMES |= {"fit": "train", "resume": "train", "main_ppo": "train", "vf_eval": "evaluate", "vf_tui": "view"}
+COMMAND_NAMES |= {
+    "play": "chat",
+    "ask": "chat",
+    "tensorboard": "view",
+    "logs": "view",
+    "dashboard": "view",
+    "ui": "view",
+}
+COMMAND_NAMES |= {"merge": "export", "model_merger": "export", "curves": "plot", "score": "check-reward"}
 """Command of another project -> the one here."""
 
 
