@@ -29,6 +29,7 @@ from grpo_roc_jax.run.components import prompt_length
 from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.settings.options import as_mapping, as_text
 from grpo_roc_jax.text.chat_format import ChatFormat, Trace
+from grpo_roc_jax.text.exported import exported_template
 from grpo_roc_jax.types import Group, Problem, Verdict
 
 LOOKED_AT = 32
@@ -147,8 +148,11 @@ def verdict_of(config: Config, reward: float) -> Verdict:
 
 def unasked(config: Config, chat: ChatFormat) -> list[str]:
     """Reports if nothing asks a published model, which sees no demonstrations here, for the form in which an answer is
-    read."""
+    read. A model that was exported from a run with these prompts has learned it."""
     tag, paid = config.reward.answer_tag, paid_functions(config)
+    template = Path(chat.config.tokenizer.path) / "chat_template.jinja"
+    if template.is_file() and template.read_text(encoding="utf-8") == exported_template(chat):
+        return []
     lenient = config.reward.extraction == "lenient" or not all(part.kind in ("answer", "format") for part in paid)
     texts = [chat.glue.prompt_open + chat.instruction, *first_prompts(config)]
     if lenient or all(any(mark in text for text in texts) for mark in (f"<{tag}>", "\\boxed")):

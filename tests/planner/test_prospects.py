@@ -9,6 +9,7 @@ from grpo_roc_jax.config import read_config
 from grpo_roc_jax.planner.prospects import hindrances, settings_against_learning
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS
+from grpo_roc_jax.text.exported import exported_template
 from grpo_roc_jax.train import main
 
 TOY = CONFIG_DIR.parent / "grpo_roc_jax" / "text" / "toy.model"
@@ -230,6 +231,15 @@ def test_what_nothing_asks_of_a_published_model(words, prompt, said, tmp_path, p
     found = hindrances(config, parts_of_a_run(config)[0])
     found = [line for line in found if not line.startswith("model.path is empty")]
     assert len(found) == len(said) and all(text in line for text, line in zip(said, found, strict=True)), found
+
+
+def test_a_model_exported_from_a_run_with_these_prompts_needs_no_request(tmp_path, parts_of_a_run):
+    (tmp_path / "tokenizer.model").write_bytes(TOY.read_bytes())
+    config = read_config("toy.yaml", "--sft.steps=0", f"--text.tokenizer={tmp_path}", "--data.sources=world:gcd:1")
+    chat = parts_of_a_run(config)[0]
+    for template, against in (("{{ messages }}", True), (exported_template(chat), False)):
+        (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+        assert any("neither text.system" in line for line in hindrances(config, chat)) == against
 
 
 def test_references_that_no_answer_equals_are_a_problem_where_answers_alone_are_paid(tmp_path, capsys):
