@@ -54,6 +54,8 @@ def test_custom(mine, capsys):
         ("mine:trl_answer", "(problem, trajectories); completions, ground_truth is the signature of another project"),
         ("mine:verl", "data_source, ground_truth, solution_str is the signature of another project"),
         ("", "FUNCTION is empty; write file.py:function"),
+        ("function", "FUNCTION is only the kind of functions of your own; write file.py:function"),
+        ("environment", "these rewards are those of an environment, which these trajectories had none of"),
     ],
 )
 def test_a_wrong_name_answers_with_those_that_exist(name, said, mine, capsys):
@@ -190,3 +192,17 @@ def test_recorded_trajectories_are_scored_again(tmp_path, capsys):
     assert main(["answer", "--trajectories", str(run), "--step", "9"]) == 2
     assert "no trajectories of step 9; it has steps 1 to 2" in capsys.readouterr().out
     assert main(["answer", "--trajectories", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(("pay", "fault"), [("float('nan')", True), ("None", False)])
+def test_recorded_trajectories_that_a_function_does_not_score_are_counted(pay, fault, tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=1, groups=3, size=4)
+    (tmp_path / "own.py").write_text(f"def pay(problem, ts):\n    return [{pay} for t in ts]\n")
+    assert main([f"{tmp_path}/own.py:pay", "--trajectories", str(run)]) == 2
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == [
+        "0 of 12 recorded trajectories of 3 problems are scored",
+        "12 are not scored and leave their groups",
+    ]
+    assert any(line.startswith("groups whose rewards differ: ") and line.endswith(" 0 now, of 3") for line in said)
+    assert any(line.startswith("fault: ") for line in said) == fault
