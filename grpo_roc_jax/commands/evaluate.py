@@ -29,7 +29,7 @@ from grpo_roc_jax.record.run_dir import opened, unused
 from grpo_roc_jax.record.trace import TraceWriter, eval_records
 from grpo_roc_jax.run.components import make_parts, prompt_length
 from grpo_roc_jax.run.evaluate import Parts, prompt_end, sample_parts
-from grpo_roc_jax.run.load import is_run, load_policy, settings_for
+from grpo_roc_jax.run.load import is_run, load_policy, settings_for, warn_of_tools
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml
@@ -143,6 +143,7 @@ def sample_policy(
             resources.enter_context(opened(folder, config))
         policy, sampling = resources.enter_context(make_parts(config))
         sampler = sampling.sampler
+        warn_of_tools(options.policy, sampler.chat)
         progress = resources.enter_context(rollout_display(config.log.console))
         _, suffix = prompt_end(config, 0)
         length = prompt_length(config, sampler.chat, suffix)

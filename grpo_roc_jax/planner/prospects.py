@@ -58,7 +58,7 @@ def hindrances(config: Config, chat: ChatFormat, scorer: Scorer | None = None) -
     if config.sft.steps:
         lines += too_long_demonstrations(config, chat)
         lines += useless_demonstrations(config, chat)
-    elif config.text.tokenizer.kind in ("model", "file") and config.environment.kind == "tools":
+    elif config.text.tokenizer.kind in ("model", "file") and not config.environment.agents:
         lines += unasked(config, chat)
     return lines + (equal_rewards(config, chat, scorer) if scorer is not None else [])
 
@@ -147,21 +147,25 @@ def verdict_of(config: Config, reward: float) -> Verdict:
 
 
 def unasked(config: Config, chat: ChatFormat) -> list[str]:
-    """Reports if nothing asks a published model, which sees no demonstrations here, for the form in which an answer is
-    read. A model that was exported from a run with these prompts has learned it."""
-    tag, paid = config.reward.answer_tag, paid_functions(config)
+    """What nothing asks of a published model, which sees no demonstrations here: the use of its tools, and the form in
+    which an answer is read. A model that was exported from a run with these prompts has learned both."""
     template = Path(chat.config.tokenizer.path) / "chat_template.jinja"
     if template.is_file() and template.read_text(encoding="utf-8") == exported_template(chat):
         return []
-    lenient = config.reward.extraction == "lenient" or not all(part.kind in ("answer", "format") for part in paid)
-    texts = [chat.glue.prompt_open + chat.instruction, *first_prompts(config)]
-    if lenient or all(any(mark in text for text in texts) for mark in (f"<{tag}>", "\\boxed")):
-        return []
+    tag, paid, problems = config.reward.answer_tag, paid_functions(config), first_prompts(config)
+    lines = [unnamed] if (unnamed := chat.unnamed_tools(problems)) else []
+    strict = config.reward.extraction == "strict" and config.environment.kind == "tools"
+    if not strict or not all(part.kind in ("answer", "format") for part in paid):
+        return lines
+    texts = [chat.glue.prompt_open + chat.instruction, *problems]
+    if all(any(mark in text for text in texts) for mark in (f"<{tag}>", "\\boxed")):
+        return lines
     ask = "set text.instruction default" if tag == "answer" else "ask for it in text.instruction"
     return [
+        *lines,
         f"neither text.system nor text.instruction asks for <{tag}>\\boxed{{...}}</{tag}>, the form that "
         "reward.extraction = strict reads: a model that was not trained to write it earns nothing; "
-        f"{ask}, or set reward.extraction lenient"
+        f"{ask}, or set reward.extraction lenient",
     ]
 
 
