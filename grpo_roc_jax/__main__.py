@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from grpo_roc_jax.process.progress import narrated, phase, to_stderr
 
@@ -35,6 +36,8 @@ COMMANDS = {
 """Command -> one line of help."""
 
 UNKNOWN_COMMAND = 2
+WAITING = ("chat", "serve", "serve-tools", "view")
+"""Commands that wait for questions or requests. Any other that is silent for long is busy, and says so."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,9 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UNKNOWN_COMMAND
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, so that `mine:reward` is found in the working directory
-    with narrated(to_stderr):
+    with narrated(to_stderr), ExitStack() as busy:
         with phase("importing JAX and the library", routine=True):
             module = importlib.import_module(f"grpo_roc_jax.{module_of(name)}")
+        if name not in WAITING:
+            busy.enter_context(phase(name, routine=True))
         return module.main(arguments)
 
 

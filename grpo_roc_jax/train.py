@@ -26,14 +26,14 @@ from grpo_roc_jax.method.compose import next_state, resample_group, subset
 from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.planner.measured import Rates, device_rates, measured_lines
 from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
-from grpo_roc_jax.planner.prospects import hindrances, left_out
+from grpo_roc_jax.planner.prospects import hindrances, left_out, unequal_references
 from grpo_roc_jax.planner.suggest import device_limit, room_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
 from grpo_roc_jax.pod.processes import ProcessFailed, ProcessLost
 from grpo_roc_jax.pod.program_cache import keep_programs
 from grpo_roc_jax.process.leaving import end_with
 from grpo_roc_jax.process.points import injected, reach, spoiled
-from grpo_roc_jax.process.progress import Phase, phase
+from grpo_roc_jax.process.progress import Phase, narrated, phase, show_log, to_stderr
 from grpo_roc_jax.record.accuracy import ALL
 from grpo_roc_jax.record.checkpoint import CheckpointFailed
 from grpo_roc_jax.record.loggers import ConsoleWriter
@@ -577,17 +577,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     dry_run, ahead, force = (flag in words for flag in FLAGS)
     words = [word for word in words if word not in FLAGS]
     traced, words = split_option(words, PROFILE)
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    show_log()
     try:
-        config = load_config(Config, words, prog="python -m grpo_roc_jax.train", default_file=DEFAULT_CONFIG)
-        if dry_run:
-            dry(config, full)
-        elif ahead:
-            for stage in config.staged():
-                print("\n".join([*preflight_lines(preflight(stage)), *host_lines(stage)]))
-        else:
-            with profiled(Profile.parse(traced) if traced is not None else Profile()):
-                train(config, force=force)
+        with narrated(to_stderr), phase("train", routine=True):  # `python -m grpo_roc_jax.train` has no other narrator
+            config = load_config(Config, words, prog="python -m grpo_roc_jax.train", default_file=DEFAULT_CONFIG)
+            if dry_run:
+                dry(config, full)
+            elif ahead:
+                for stage in config.staged():
+                    print("\n".join([*preflight_lines(preflight(stage)), *host_lines(stage)]))
+            else:
+                with profiled(Profile.parse(traced) if traced is not None else Profile()):
+                    train(config, force=force)
     except ConfigError as error:
         return ended(CONFIG_STATUS, f"configuration: {error}")
     except RewardError as error:
@@ -645,7 +646,8 @@ def dry(config: Config, full: bool = False) -> None:
         with config_errors(RewardError, ModuleNotFoundError), closing(make_scorer(staged.reward)) as scorer:
             check_extras(staged.log)
             lines_on_data = data_lines(staged, chat, scorer)
-            against = [*left_out(lines_on_data), *hindrances(staged, chat, scorer)]
+            of_data = [*left_out(lines_on_data), *unequal_references(staged, lines_on_data)]
+            against = [*of_data, *hindrances(staged, chat, scorer)]
         stage = [f"stage {config.stages[index].name}:"] if config.stages else []
         read += [*stage, *lines_on_data]
         chosen = with_update(staged, model, mesh)

@@ -272,7 +272,9 @@ def test_help_about_what_is_not_there_lists_what_is(asked, said, capsys):
 def test_commands_of_other_projects(capsys):
     assert set(COMMAND_NAMES.values()) <= commands.COMMANDS.keys()
     assert not COMMAND_NAMES.keys() & commands.COMMANDS.keys()
-    for typed, meant in (("vllm-serve", "did you mean 'serve'?"), ("grpo", "did you mean 'train'?"), ("zebra", "")):
+    meanings = {"vllm-serve": "serve", "grpo": "train", "fit": "train", "play": "chat", "vf-tui": "view", "zebra": ""}
+    for typed, command in meanings.items():
+        meant = command and f"did you mean {command!r}?"
         assert commands.main([typed]) == commands.UNKNOWN_COMMAND
         said = capsys.readouterr().err
         assert meant in said and (meant or "did you mean" not in said)

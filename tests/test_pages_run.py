@@ -98,6 +98,15 @@ def test_what_a_page_shows_was_printed_and_names_no_machine(entry):
     assert not re.search(r"/work\b|/tmp\b|/root\b|/home\b|site-packages", "\n".join(entry.shown))
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_prose_repeats_the_bound_of_the_plan_above_it(path):
+    """`docs/record.py` renews the plan of a page, not the sentence about it."""
+    text = path.read_text(encoding="utf-8")
+    bounds = {str(int(float(number))) for number in re.findall(r"^step of at least ([\d.]+) s", text, re.MULTILINE)}
+    said = re.findall(r"at least (\d+) s\b", record.BLOCK.sub("", text)) if "plan above" in text.lower() else []
+    assert set(said) <= bounds and bool(said) == bool(bounds)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", part_of(PAGES), ids=lambda path: path.stem)
 def test_a_page_runs_as_it_stands(path, tmp_path):

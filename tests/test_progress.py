@@ -1,23 +1,29 @@
 """No phase is silent: lines on steps, lines of the narrator where a phase is busy, and real runs read with a clock."""
 
+import io
+import logging
 import os
 import re
 import subprocess
 import sys
 import time
+import types
 from itertools import pairwise
 
 import pytest
 
+from grpo_roc_jax import __main__ as commands
 from grpo_roc_jax.engine.records import RolloutLines
 from grpo_roc_jax.process.progress import (
     BEGUN_S,
     QUIET_S,
+    AboveDisplays,
     Narrator,
     Phase,
     describe_seconds,
     narrated,
     phase,
+    show_log,
 )
 from grpo_roc_jax.run.statistics import why_nothing_kept
 
@@ -170,6 +176,43 @@ def test_where_a_display_is_drawn_a_phase_that_goes_on_has_no_further_lines():
             clock.now += 1.0
             narrator.look()
     assert told == ["compiling ...", "compiling: 100.0 s"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_warning_comes_above_a_display_in_a_terminal_and_into_a_file_elsewhere(terminal, monkeypatch):
+    """A display that is redrawn replaces `sys.stderr`; what is written past it is overwritten."""
+    before, replaced = io.StringIO(), io.StringIO()
+    before.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", before)
+    handler = AboveDisplays()
+    monkeypatch.setattr(sys, "stderr", replaced)
+    handler.emit(logging.makeLogRecord({"name": "x", "msg": "not scored"}))
+    assert (before.getvalue(), replaced.getvalue()) == (("", "not scored\n") if terminal else ("not scored\n", ""))
+
+
+def test_warnings_have_one_form_although_a_library_has_set_up_another(monkeypatch, capsys):
+    """absl calls `basicConfig` when it is imported, after which a call with a format changes nothing."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logging.basicConfig()
+    show_log()
+    logging.getLogger("grpo_roc_jax.reward").warning("not scored")
+    assert capsys.readouterr().err == "grpo_roc_jax.reward: not scored\n"
+
+
+@pytest.mark.parametrize("name", ["export", "replay", "difficulty", "plan", *commands.WAITING])
+def test_a_command_that_is_busy_says_so_and_one_that_waits_does_not(name, monkeypatch, capsys):
+    def main(arguments):
+        with narrated(print) as narrator:
+            now = narrator.clock()
+            narrator.clock = lambda: now + 60.0
+            narrator.look()
+        return 0
+
+    module = f"grpo_roc_jax.{commands.module_of(name)}"
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(main=main))
+    assert commands.main([name]) == 0
+    said = capsys.readouterr().err
+    assert said == "" if name in commands.WAITING else said.startswith(f"{name}: ")
 
 
 def test_a_phase_that_fails_does_not_say_that_it_is_done():

@@ -6,7 +6,6 @@ the engine, the executor and the chat format of training, so they behave as they
 """
 
 import json
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import tyro
 from rich.console import Console
 
 from grpo_roc_jax.engine.records import Finish, RolloutLines, RunOptions, TurnEnd, Wait
+from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.reward.answer import find_answer
 from grpo_roc_jax.rollout.sampler import Sampler, ToolEnvironment
@@ -182,7 +182,7 @@ def converse(dialogue: Dialogue, console: Console, ask: Callable[[], str]) -> No
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    show_log()
     try:
         options, overrides = tyro.cli(ChatConfig, args=argv, prog=PROG, return_unknown_args=True)
         with open_policy(options.model, overrides, prog=PROG) as (_, sampling):

@@ -16,8 +16,9 @@ from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.generated import generator_of
 from grpo_roc_jax.data.pipeline import first_problems
 from grpo_roc_jax.data.problems import load_problems
+from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.record.trace import groups_of, read_trace, trace_files
-from grpo_roc_jax.reward.config import Reward
+from grpo_roc_jax.reward.config import FunctionReward, Reward
 from grpo_roc_jax.reward.score import RewardError
 from grpo_roc_jax.reward.trial import check_reward, score_again
 from grpo_roc_jax.types import Problem
@@ -29,6 +30,7 @@ SHOWN = 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 if every trajectory was scored; 2 if the function failed or left trajectories unscored."""
     arguments = parser().parse_args(argv)
+    show_log()
     try:
         lines = list(tried(arguments))
     except (RewardError, ValueError, OSError) as error:
@@ -58,6 +60,8 @@ def tried(arguments: argparse.Namespace) -> list[str]:
     """
     if not arguments.function.strip():
         raise ValueError("FUNCTION is empty; write file.py:function, or a built-in name such as answer")
+    if arguments.function.strip() == FunctionReward.kind:
+        raise ValueError("FUNCTION is only the kind of functions of your own; write file.py:function")
     if arguments.step is not None and not arguments.trajectories:
         raise ValueError("--step is a step of a run; name the run with --trajectories RUN")
     lines = []

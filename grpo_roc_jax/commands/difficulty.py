@@ -6,7 +6,6 @@ executor and verifier of training, and kept if its success rate lies between two
 """
 
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import tyro
 
 from grpo_roc_jax.commands.evaluate import EvaluateConfig, folder_of, sample_policy
+from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.settings.files import output_file
 from grpo_roc_jax.types import Group
 
@@ -78,7 +78,7 @@ def kept_rows(groups: Sequence[Group], lowest: float, highest: float) -> tuple[l
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    show_log()
     try:
         options, overrides = tyro.cli(DifficultyConfig, args=argv, prog=PROG, return_unknown_args=True)
         out = output_file("--out", options.out)

@@ -6,7 +6,6 @@ trajectories are saved, scores have 95% intervals, and two policies are compared
 """
 
 import json
-import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,14 +22,14 @@ from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.generated import generator_of
 from grpo_roc_jax.data.pipeline import Notes, eval_problems, fitting_problems
 from grpo_roc_jax.engine.records import RunOptions, rollout_display
-from grpo_roc_jax.process.progress import phase
+from grpo_roc_jax.process.progress import phase, show_log
 from grpo_roc_jax.record.accuracy import ALL, Difference, compare, intervals, summarize
 from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.record.run_dir import opened, unused
 from grpo_roc_jax.record.trace import TraceWriter, eval_records
 from grpo_roc_jax.run.components import make_parts, prompt_length
 from grpo_roc_jax.run.evaluate import Parts, prompt_end, sample_parts
-from grpo_roc_jax.run.load import is_run, load_policy, settings_for
+from grpo_roc_jax.run.load import is_run, load_policy, settings_for, warn_of_tools
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml
@@ -145,6 +144,7 @@ def sample_policy(
             resources.enter_context(opened(folder, config))
         policy, sampling = resources.enter_context(make_parts(config))
         sampler = sampling.sampler
+        warn_of_tools(options.policy, sampler.chat)
         progress = resources.enter_context(rollout_display(config.log.console))
         _, suffix = prompt_end(config, 0)
         length = prompt_length(config, sampler.chat, [suffix])
@@ -220,7 +220,7 @@ def difference_lines(differences: Mapping[str, Difference], names: tuple[str, st
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    show_log()
     try:
         options, overrides = tyro.cli(EvaluateConfig, args=argv, prog=PROG, return_unknown_args=True)
         second, out = None, output_file("--out", options.out) if options.out else None

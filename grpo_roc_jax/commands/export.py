@@ -7,7 +7,6 @@ it is complete. Values that are not finite are an error.
 """
 
 import json
-import logging
 import os
 import shutil
 import sys
@@ -32,6 +31,7 @@ from grpo_roc_jax.model.published import infer_family, write_config
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.process.points import reach
+from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.run.components import read_text_and_shape
 from grpo_roc_jax.run.load import is_run, load_pairs, settings_for
 from grpo_roc_jax.run.policy import frozen_weights, load_trained, split_checkpoint
@@ -309,7 +309,7 @@ def with_added_files(files: Mapping[str, bytes], texts: Sequence[str], tokenizer
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    show_log()
     try:
         options = tyro.cli(ExportConfig, args=argv, prog="grpo-roc export")
         names = export_run(options)

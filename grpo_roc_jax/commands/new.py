@@ -1,6 +1,7 @@
 """`grpo-roc new DIR`: a small project (configuration, data, tool, reward, test) that trains at once."""
 
 import argparse
+import shlex
 import shutil
 import subprocess
 import sys
@@ -38,5 +39,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"new: {error}", file=sys.stderr)
         return 2
-    print(f"{target}: {', '.join(names)}\nnext: cd {target} && grpo-roc train config.yaml")
+    print(f"{target}: {', '.join(names)}\nnext: cd {shlex.quote(str(target))} && grpo-roc train config.yaml")
     return 0

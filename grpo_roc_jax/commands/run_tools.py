@@ -7,12 +7,12 @@ end, with the `id` of their line. A line that is not such an object gives a `mal
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
+from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.tools.config import LEVELS, ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     preload = ",".join(ToolsConfig.preload)
     parser.add_argument("--preload", default=preload, help="modules to import once, comma-separated")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    show_log("%(message)s", info=("grpo_roc_jax",))
     try:
         cpu_s = options.wall_s if options.cpu_s is None else options.cpu_s
         config = config_of(options, cpu_s=cpu_s, preload=tuple(name for name in options.preload.split(",") if name))

@@ -21,6 +21,7 @@ import tyro
 
 from grpo_roc_jax.commands import serve_tinker
 from grpo_roc_jax.engine.publish import SamplerParams
+from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.record.checkpoint_files import newest_whole
 from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run.components import serving_parts
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--tinker" in words:
         words.remove("--tinker")
         return serve_tinker.main(words)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    show_log("%(message)s", info=("grpo_roc_jax", PROG))
     try:
         options, overrides = tyro.cli(ServeConfig, args=argv, prog=PROG, return_unknown_args=True)
         token = os.environ.get(TOKEN_VARIABLE, "")

@@ -25,6 +25,7 @@ from grpo_roc_jax.engine.config import SamplingConfig
 from grpo_roc_jax.engine.engine import Engine, make_engine
 from grpo_roc_jax.model.convert import find_model, read_published
 from grpo_roc_jax.model.families import find_family
+from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import serving_parts
 from grpo_roc_jax.run.load import serving_settings
@@ -127,7 +128,7 @@ def serve(options: ServeTinkerConfig, overrides: Sequence[str], token: str) -> N
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line without `--tinker`; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    show_log("%(message)s", info=("grpo_roc_jax", PROG))
     try:
         options, overrides = tyro.cli(ServeTinkerConfig, args=argv, prog=PROG, return_unknown_args=True)
         token = os.environ.get(TOKEN_VARIABLE, "")

@@ -7,12 +7,12 @@ one. Connections are not encrypted.
 
 import argparse
 import contextlib
-import logging
 import os
 import sys
 from collections.abc import Sequence
 
 from grpo_roc_jax.commands.run_tools import add_limits, config_of
+from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.sandbox.server import TOKEN_VARIABLE, make_server
 from grpo_roc_jax.tools.executor import settings_of
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8080, help="port; 0 takes a free one")
     add_limits(parser)
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    show_log("%(message)s", info=("grpo_roc_jax",))
     try:
         settings, token = settings_of(config_of(options)), os.environ.get(TOKEN_VARIABLE, "")
         server, _ = make_server(settings, options.host, options.port, token)

@@ -29,6 +29,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from grpo_roc_jax.process.progress import phase
 from grpo_roc_jax.record import index
 from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, penalties, segments
@@ -311,7 +312,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         atif = output_file("--atif", config.atif) if config.atif else None
         html = output_file("--html", config.html) if config.html else None
-        choice = choose(config)
+        with phase("reading the trajectories", routine=True):
+            choice = choose(config)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

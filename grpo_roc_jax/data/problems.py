@@ -49,6 +49,8 @@ MAX_ROW_BYTES = 16 << 20
 """Longer lines are bad rows; they are skipped without being held in memory."""
 MOST_ARRAY_BYTES = 1 << 30
 """Largest file with one JSON array, which is read at once; a larger one has an object a line."""
+NO_EQUAL = "which no answer will equal"
+"""In the note on references that are texts."""
 LONG_ANSWER = 200
 """Number of characters above which a marked answer is searched in a reference answer."""
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
@@ -128,7 +130,7 @@ class LoadReport:
         if self.long_answers:
             lines.append(
                 f"  {len(self.long_answers)} rows have a reference of more than {LONG_ANSWER} characters, or a text, "
-                f"without \\boxed{{}} or #### ({_listed(self.long_answers)}), which no answer will equal; for a reward "
+                f"without \\boxed{{}} or #### ({_listed(self.long_answers)}), {NO_EQUAL}; for a reward "
                 "function or a judge of your own, or name another column in data.answer_column"
             )
         lines += [f"  {bad}" for bad in self.bad[:SHOWN]]

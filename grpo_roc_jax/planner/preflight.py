@@ -19,6 +19,7 @@ from grpo_roc_jax.method.compose import method_parts, needs_reference, needs_sco
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import Mesh, row_shards
+from grpo_roc_jax.process.progress import phase
 from grpo_roc_jax.run.choices import with_update
 from grpo_roc_jax.run.components import check_components, make_parts, make_registry
 from grpo_roc_jax.run.learning import make_learner, most_rows
@@ -40,7 +41,8 @@ def preflight(config: Config) -> list[ProgramCost]:
         learner = make_learner(config, policy, sampler.chat)
         for name, lowered in _training_programs(config, learner, state):
             start = time.perf_counter()
-            costs.append(program_cost(name, start, lowered.compile()))
+            with phase(f"compiling {name}", once=True):
+                costs.append(program_cost(name, start, lowered.compile()))
         return costs
 
 

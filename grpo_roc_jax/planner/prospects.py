@@ -4,14 +4,19 @@ Contradictions are refused when the configuration is read. This module reports c
 rewards that cannot differ, groups that are always dropped, demonstrations longer than a rollout may be.
 """
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.generated import generator_of
 from grpo_roc_jax.data.pipeline import first_demonstrations, first_problems
-from grpo_roc_jax.data.problems import describe_lengths
+from grpo_roc_jax.data.problems import NO_EQUAL, describe_lengths, problems_of, read_rows
 from grpo_roc_jax.method.advantage import Scale
 from grpo_roc_jax.method.compose import initial_state, resample_group, subset, train_rows
 from grpo_roc_jax.method.distillation import NoAdvantage
@@ -24,6 +29,7 @@ from grpo_roc_jax.run.components import prompt_length
 from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.settings.options import as_mapping, as_text
 from grpo_roc_jax.text.chat_format import ChatFormat, Trace
+from grpo_roc_jax.text.exported import exported_template
 from grpo_roc_jax.types import Group, Problem, Verdict
 
 LOOKED_AT = 32
@@ -52,6 +58,8 @@ def hindrances(config: Config, chat: ChatFormat, scorer: Scorer | None = None) -
     if config.sft.steps:
         lines += too_long_demonstrations(config, chat)
         lines += useless_demonstrations(config, chat)
+    elif config.text.tokenizer.kind in ("model", "file") and not config.environment.agents:
+        lines += unasked(config, chat)
     return lines + (equal_rewards(config, chat, scorer) if scorer is not None else [])
 
 
@@ -92,6 +100,11 @@ def settings_against_learning(config: Config) -> list[str]:
             lines.append(
                 f"{setting}: all rollouts of a problem are the same, or nearly, so their rewards cannot differ; {other}"
             )
+    if config.rollout.max_turns == 1 and config.text.tools_section and config.environment.kind == "tools":
+        lines.append(
+            "rollout.max_turns = 1 with text.tools_section: the prompts offer tools, but the calls of the last turn are"
+            " not run, so none is; raise the former, or set the latter to false"
+        )
     if not lines and not trains(config):
         lines.append(
             f"group.size = {config.group.size} with resample {config.resample.kind} and advantage "
@@ -133,6 +146,50 @@ def verdict_of(config: Config, reward: float) -> Verdict:
     return Verdict(reward, status, "1", 0, 0, answers=1, well_formed=True, turns=1, channels=channels)
 
 
+def unasked(config: Config, chat: ChatFormat) -> list[str]:
+    """What nothing asks of a published model, which sees no demonstrations here: the use of its tools, and the form in
+    which an answer is read. A model that was exported from a run with these prompts has learned both."""
+    template = Path(chat.config.tokenizer.path) / "chat_template.jinja"
+    if template.is_file() and template.read_text(encoding="utf-8") == exported_template(chat):
+        return []
+    tag, paid, problems = config.reward.answer_tag, paid_functions(config), first_prompts(config)
+    lines = [unnamed] if (unnamed := chat.unnamed_tools(problems)) else []
+    strict = config.reward.extraction == "strict" and config.environment.kind == "tools"
+    if not strict or not all(part.kind in ("answer", "format") for part in paid):
+        return lines
+    texts = [chat.glue.prompt_open + chat.instruction, *problems]
+    if all(any(mark in text for text in texts) for mark in (f"<{tag}>", "\\boxed")):
+        return lines
+    ask = "set text.instruction default" if tag == "answer" else "ask for it in text.instruction"
+    return [
+        *lines,
+        f"neither text.system nor text.instruction asks for <{tag}>\\boxed{{...}}</{tag}>, the form that "
+        "reward.extraction = strict reads: a model that was not trained to write it earns nothing; "
+        f"{ask}, or set reward.extraction lenient",
+    ]
+
+
+def first_prompts(config: Config) -> list[str]:
+    """The first prompts of the generated sources and of the files in `data.sources`."""
+    data = config.data
+    found = [problem for _, problems in first_problems(data, config.seed, 1) for problem in problems]
+    for source in data.sources:
+        path = Path(source).expanduser()
+        if generator_of(source) is None and path.is_file():
+            columns = {"prompt_column": data.prompt_column, "answer_column": data.answer_column}
+            with suppress(ValueError):  # none of these rows can be used
+                found += problems_of(islice(read_rows(path), LOOKED_AT), source, path.stem, **columns)[0]
+    return [problem.prompt for problem in found]
+
+
+def unequal_references(config: Config, notes: Iterable[str]) -> list[str]:
+    """The notes on references that no answer equals, if answers alone are paid."""
+    if not all(isinstance(part, AnswerReward) for part in paid_functions(config)):
+        return []
+    lines = [(note.partition(": ")[0], line.strip()) for note in notes for line in note.splitlines()]
+    return [f"{source}: {line}" for source, line in lines if NO_EQUAL in line]
+
+
 def left_out(notes: Iterable[str]) -> list[str]:
     """The notes on files of which rows are left out because of their length, and on reward functions that failed."""
     return [note for note in notes if LEFT_OUT.search(note)]
@@ -167,10 +224,14 @@ def too_long_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
         _, mask = chat.trace_row(trace)
         return len(mask) - int(mask.argmax())
 
+    def longest_turn(trace: Trace) -> int:
+        return max(len(chat.turn_ids(turn)) for turn in trace.turns)
+
     sources = first_demonstrations(config.data, config.seed, LOOKED_AT)
     for what, setting, most, measure in (
         ("tokens", "rollout.max_response_tokens", rollout.max_response_tokens, response),
         ("turns", "rollout.max_turns", rollout.max_turns, lambda trace: len(trace.turns)),
+        ("tokens in a turn", "rollout.max_turn_tokens", rollout.max_turn_tokens or math.inf, longest_turn),
     ):
         measured = {source: [measure(trace) for trace in traces] for source, traces in sources if traces}
         beyond = {source: numbers for source, numbers in measured.items() if max(numbers) > most}

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.pod.preemption import SIGNALS, Preempted, Preemption
 from grpo_roc_jax.process.points import reach
+from grpo_roc_jax.process.progress import phase
 from grpo_roc_jax.settings.options import Axis, Count, Positive, kind, settings
 
 T = TypeVar("T")
@@ -400,13 +401,14 @@ def joined(config: Distributed, environ: Mapping[str, str] = os.environ) -> Iter
         return
     settings = addresses(config, environ)
     try:
-        jax.distributed.initialize(
-            **settings,
-            initialization_timeout=math.ceil(config.join_timeout_s),
-            heartbeat_timeout_seconds=math.ceil(config.heartbeat_s),
-            # A process that stops because another died must not wait for it.
-            shutdown_timeout_seconds=math.ceil(min(config.heartbeat_s, SHUTDOWN_S)),
-        )
+        with phase("waiting for the other processes", routine=True):
+            jax.distributed.initialize(
+                **settings,
+                initialization_timeout=math.ceil(config.join_timeout_s),
+                heartbeat_timeout_seconds=math.ceil(config.heartbeat_s),
+                # A process that stops because another died must not wait for it.
+                shutdown_timeout_seconds=math.ceil(min(config.heartbeat_s, SHUTDOWN_S)),
+            )
     except jax.errors.JaxRuntimeError as error:
         raise ProcessLost(
             f"the processes did not all meet within {config.join_timeout_s:.0f} s ({_brief(error)}); start each with "

@@ -10,10 +10,11 @@ A phase may begin anywhere in the library, in any thread. Without a listener it 
 narrator writes lines while a phase is busy; only the innermost phase, which began last, has lines.
 """
 
+import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -255,6 +256,38 @@ def to_stderr(line: str) -> None:
     """Writes a line of a command whose output other programs may read."""
     with suppress(OSError, ValueError):  # nobody reads the output any more
         print(line, file=sys.stderr, flush=True)
+
+
+class AboveDisplays(logging.StreamHandler):
+    """Writes warnings to standard error. In a terminal it follows `sys.stderr`, which a display that is being redrawn
+    replaces: a line written past the display would be overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._terminal = self.stream.isatty()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._terminal and self.stream is not sys.stderr:
+            self.setStream(sys.stderr)
+        super().emit(record)
+
+
+def show_log(form: str = "%(name)s: %(message)s", *, info: Sequence[str] = ()) -> None:
+    """Writes warnings to standard error, see `AboveDisplays`. It replaces the handler that absl sets up there when a
+    library is imported; if there are other handlers, they are left as they are.
+
+    Args:
+        form: Format of a line.
+        info: Loggers whose notes are written too.
+    """
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if type(handler) is logging.StreamHandler and handler.stream is sys.stderr:
+            root.removeHandler(handler)
+    if not root.handlers:
+        logging.basicConfig(level=logging.WARNING, format=form, handlers=[AboveDisplays()])
+    for name in info:
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def describe_seconds(seconds: float) -> str:

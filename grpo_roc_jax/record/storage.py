@@ -20,9 +20,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from grpo_roc_jax.process.points import reach
+from grpo_roc_jax.process.progress import phase
 from grpo_roc_jax.record.checkpoint_files import MANIFEST, patiently
 from grpo_roc_jax.settings.cli import ConfigError, config_errors
 from grpo_roc_jax.settings.files import read_json_object
+from grpo_roc_jax.settings.secrets import hidden
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,8 @@ def copied(address: str, folder: Path, resume: bool) -> Iterator[None]:
         return
     try:
         copy = Copy(address, folder)
-        copy.begin(resume)
+        with phase(f"reading {hidden(address)}"):
+            copy.begin(resume)
     except ConfigError:
         raise
     except FAILURES as error:
@@ -96,7 +99,8 @@ def copied(address: str, folder: Path, resume: bool) -> Iterator[None]:
         copy.ended.set()
         thread.join()
         if complete:
-            copy.finish()
+            with phase(f"copying the run to {hidden(address)}"):
+                copy.finish()
 
 
 class Copy:

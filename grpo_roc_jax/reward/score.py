@@ -347,12 +347,15 @@ def load_function(path: str) -> RewardFunction:
         raise RewardError(
             f"reward {path} is a class; must be a function (problem, trajectories), or an instance with __call__"
         )
+    parameters = inspect.signature(function).parameters
+    theirs = sorted(OTHER_SIGNATURES & parameters.keys())
+    other = f"; {', '.join(theirs)} is the signature of another project: see docs/coming_from.md" if theirs else ""
     try:
         inspect.signature(function).bind(None, ())
     except TypeError as error:
-        theirs = sorted(OTHER_SIGNATURES & inspect.signature(function).parameters.keys())
-        other = f"; {', '.join(theirs)} is the signature of another project: see docs/coming_from.md" if theirs else ""
         raise RewardError(f"reward {path} must accept (problem, trajectories): {error}{other}") from error
+    if next(iter(parameters), "") in theirs:  # two arguments and **kwargs, which mean something else there
+        raise RewardError(f"reward {path} must accept (problem, trajectories){other}")
     return function
 
 

@@ -7,10 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_roc_jax.reward.config import FunctionReward, Reward, RewardConfig
+from grpo_roc_jax.reward.config import EnvironmentReward, FunctionReward, Reward, RewardConfig
 from grpo_roc_jax.reward.score import Scorer, make_scorer
 from grpo_roc_jax.types import Group, Problem, StopReason, ToolCall, ToolResult, Trajectory, Turn
 
+FROM_ENVIRONMENT = (
+    "these rewards are those of an environment, which these trajectories had none of; --trajectories RUN reads "
+    "recorded ones"
+)
 PROBLEM = Problem("check", "What is 6 * 7?", "42", "check")
 
 
@@ -92,7 +96,8 @@ def check_reward(path: str, problem: Problem = PROBLEM) -> list[str]:
     if len(verdicts) == len(rows) and len(finished) == 1:
         lines.append("all that were not cut get the same reward: a group of such rollouts teaches nothing")
     if not verdicts and not scored.faults:
-        lines.append("every value is None: such a problem is left out of training")
+        none = "every value is None: such a problem is left out of training"
+        lines.append(FROM_ENVIRONMENT if path == EnvironmentReward.kind else none)
     return lines + [f"fault: {fault}" for fault in scored.faults]
 
 
@@ -112,12 +117,14 @@ def score_again(path: str, groups: Sequence[Group]) -> list[str]:
     before = {(g, t.sample): v for g, group in enumerate(groups) for t, v in group.pairs}
     after = {(g, t.sample): v for g, group in enumerate(scored.groups) for t, v in group.pairs}
     lines = [f"{len(after)} of {len(before)} recorded trajectories of {len(groups)} problems are scored"]
+    if len(after) < len(before):
+        lines.append(f"{len(before) - len(after)} are not scored and leave their groups")
     for status in dict.fromkeys(v.status for v in before.values()):
         both = [(before[key].reward, after[key].reward) for key in after if before[key].status == status]
         if both:
             mean = np.mean(both, axis=0)
             lines.append(f"{status:18} {len(both):5}  recorded {mean[0]:.3f}  now {mean[1]:.3f}")
-    spread = [sum(np.ptp(group.rewards) > 0 for group in some) for some in (groups, scored.groups)]
+    spread = [sum(len(set(group.rewards.tolist())) > 1 for group in some) for some in (groups, scored.groups)]
     lines.append(f"groups whose rewards differ: {spread[0]} recorded, {spread[1]} now, of {len(groups)}")
     if len(groups) and not spread[1]:
         lines.append("no group has rewards that differ, so nothing would be learned from this step")

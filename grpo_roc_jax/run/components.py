@@ -42,6 +42,7 @@ from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.pod.program_cache import keep_programs
 from grpo_roc_jax.pod.team import Team
 from grpo_roc_jax.process.installing import install_command
+from grpo_roc_jax.process.progress import phase
 from grpo_roc_jax.record.run_dir import saved_settings
 from grpo_roc_jax.reward.config import EnvironmentReward
 from grpo_roc_jax.reward.score import RewardError, make_scorer
@@ -112,7 +113,7 @@ def make_parts(
     episodes = make_episodes(config, registry)
     agents = make_agents(config, chat, engine)
     try:
-        with config_errors(ExecutorFailed, IsolationUnavailable):
+        with config_errors(ExecutorFailed, IsolationUnavailable), phase("starting the tools", routine=True):
             executor.start()
         processes.team = Team(processes) if processes.together > 1 else None
         sampler = Sampler.of(engine, chat, executor, episodes, agents)

@@ -1,5 +1,6 @@
 """Opens a policy that was trained here or published: settings that fit it, its weights, its tools."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field, replace
@@ -18,6 +19,7 @@ from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import ADAPTER_CONFIG, LowRank, load_adapter, read_lora
 from grpo_roc_jax.model.sharding import Mesh, ShardingConfig, param_shardings
 from grpo_roc_jax.model.transformer import Params, compute_dtype
+from grpo_roc_jax.process.progress import phase
 from grpo_roc_jax.record.checkpoint_files import newest_whole, saved_stage
 from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.run.policy import PolicyModel, load_trained, split_checkpoint
@@ -26,7 +28,10 @@ from grpo_roc_jax.settings.cli import ConfigError, build, config_errors, file_la
 from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.settings.layers import Layer, read_words
 from grpo_roc_jax.settings.options import fields_of, settings
+from grpo_roc_jax.text.chat_format import ChatFormat
 from grpo_roc_jax.text.templates import TemplateError, load_template
+
+log = logging.getLogger(__name__)
 
 PUBLISHED = """
 --text.tokenizer=model --text.tools_section=True --text.observation_tokens=512 --rollout.max_turns=10
@@ -49,12 +54,19 @@ def load_policy(policy: PolicyModel, source: str) -> tuple[int, Params]:
     model, mesh, lora = policy.model, policy.mesh, policy.lora
     if is_run(source):
         run, step = split_checkpoint(source)
-        restored_step, trained = load_trained(run / "checkpoints", model, mesh, lora, step)
-        return restored_step, policy.full(trained)
+        with phase(f"loading {source}", routine=True):
+            restored_step, trained = load_trained(run / "checkpoints", model, mesh, lora, step)
+            return restored_step, policy.full(trained)
     if lora.rank:
         return 0, policy.full(load_pairs(source, lora, model, mesh))
     folder, shardings = find_model(model.path), param_shardings(model, mesh)
     return 0, load_params(folder, model, shardings, dtype=compute_dtype(model), stacked=False)
+
+
+def warn_of_tools(source: str, chat: ChatFormat) -> None:
+    """Warns if a published model has tools that no prompt names."""
+    if not is_run(source) and (unnamed := chat.unnamed_tools()):
+        log.warning("%s", unnamed)
 
 
 def load_pairs(source: str, lora: LowRank, model: ModelConfig, mesh: Mesh) -> Params:
@@ -249,5 +261,6 @@ def open_policy(
     """
     config = settings_for(source, overrides, prog)
     with make_parts(config) as (policy, sampling):
+        warn_of_tools(source, sampling.sampler.chat)
         sampling.sampler.publish(load_policy(policy, source)[1], 0)
         yield config, sampling

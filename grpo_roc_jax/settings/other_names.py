@@ -68,8 +68,8 @@ def _read(file: Path) -> tuple[OtherName, ...]:
 
 
 OTHER_NAMES = _read(Path(__file__).with_suffix(".csv"))
-"""The rows of `other_names.csv`: from TRL 1.16 (`GRPOConfig`), verl 0.9, google-tunix 0.1.7, prime-rl, OpenRLHF and
-SkyRL in November 2026; last, names that are common in scripts of transformers, vLLM and others."""
+"""The rows of `other_names.csv`: from TRL 1.16 (`GRPOConfig`), verl 0.9, google-tunix 0.1.7, prime-rl, OpenRLHF, SkyRL,
+NeMo-RL and Unsloth in November 2026; last, names that are common in scripts of transformers, vLLM and others."""
 OTHER_KINDS = {
     "low_var_kl": ("k3",),
     "kl": ("k3",),
@@ -108,10 +108,28 @@ METHOD_NAMES = {
     "gspo_token": "gspo",
     "roc": "grpo_roc",
     "grporoc": "grpo_roc",
+    "rstar2": "grpo_roc",
+    "rstar2_agent": "grpo_roc",
+    "dr.grpo": "dr_grpo",
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
+    "geo_mean": "gmpo",
+    "on_policy_distillation": "opd",
+    "gkd": "opd",
 }
 """Name of a method in another project -> its recipe."""
 COMMAND_NAMES = {"rl": "train", "grpo": "train", "run": "train", "inference": "serve", "vllm_serve": "serve"}
 COMMAND_NAMES |= {"eval": "evaluate", "generate": "chat", "init": "new", "env": "doctor", "convert": "export"}
+COMMAND_NAMES |= {"fit": "train", "resume": "train", "main_ppo": "train", "vf_eval": "evaluate", "vf_tui": "view"}
+COMMAND_NAMES |= {
+    "play": "chat",
+    "ask": "chat",
+    "tensorboard": "view",
+    "logs": "view",
+    "dashboard": "view",
+    "ui": "view",
+}
+COMMAND_NAMES |= {"merge": "export", "model_merger": "export", "curves": "plot", "score": "check-reward"}
 """Command of another project -> the one here."""
 
 

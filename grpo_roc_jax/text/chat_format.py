@@ -9,7 +9,6 @@ Text from outside (problems, observations) is encoded as plain text. Observation
 
 import itertools
 import json
-import logging
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +28,6 @@ from grpo_roc_jax.text.tokenizer import Tokenizer, published_ends
 from grpo_roc_jax.text.turns import StopTest, TurnParts, read_turn
 from grpo_roc_jax.types import Problem, ToolCall
 
-log = logging.getLogger(__name__)
 ANSWER_CLOSE = "</answer>"
 STOP_REACH = 32
 """Most ids that a stop text can span; no stop text has more bytes."""
@@ -211,6 +209,20 @@ class ChatFormat:
     def split(self, text: str) -> tuple[str, str] | None:
         """(thought, text after it) of a turn, if the template writes these as separate messages; else None."""
         return self.convention.split(text)
+
+    def unnamed_tools(self, problems: Iterable[str] = ()) -> str:
+        """What to set if neither the text around a problem nor one of `problems` names a tool; empty if there is none,
+        or one is named. It matters for a model that no demonstrations have taught to call."""
+        texts = [self.glue.prompt_open + self.instruction + self.glue.prompt_close, *problems]
+        if not self.tool_names or any(name in text for name in self.tool_names for text in texts):
+            return ""
+        fix = "set text.tools_section, or describe"
+        if self.config.tools_section:
+            fix = "the chat template ignores tools: describe"
+        return (
+            f"no prompt names a tool ({', '.join(sorted(self.tool_names))}), so a model that was not trained with them "
+            f"cannot know of them; {fix} them in text.system"
+        )
 
     @property
     def opens_thought(self) -> bool:
@@ -450,18 +462,4 @@ def make_chat(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[
     if config.tools_section and not tools:
         raise ValueError("text.tools_section is on but no tool was given; turn it off or register a tool")
     glue, convention = choose_glue(config, tokenizer, tools)
-    chat = ChatFormat(config, tokenizer, glue, convention, tools)
-    names = [tool["function"]["name"] for tool in tools]
-    prompt = glue.prompt_open + chat.instruction + glue.prompt_close
-    if names and config.tokenizer.path and not any(name in prompt for name in names):
-        fix = (
-            "the chat template ignores tools: describe"
-            if config.tools_section
-            else "set text.tools_section, or describe"
-        )
-        log.warning(
-            "the prompt names no tool (%s), so the model cannot know of it; %s them in text.system",
-            ", ".join(names),
-            fix,
-        )
-    return chat
+    return ChatFormat(config, tokenizer, glue, convention, tools)

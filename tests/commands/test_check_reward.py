@@ -49,13 +49,24 @@ def test_custom(mine, capsys):
         ("mine:lenghts", "mine has no 'lenghts'; did you mean 'lengths'? it has lengths, partial, short"),
         ("mine:zebra", "mine has no 'zebra'; it has lengths, partial, short"),
         ("anwser", "did you mean 'answer'? the built-in ones are answer, "),
-        ("mine:trl_style", "completions, prompts is the signature of another project: see docs/coming_from.md"),
+        ("mine:trl_columns", "completions, prompts is the signature of another project: see docs/coming_from.md"),
+        ("mine:trl_two", "(problem, trajectories); completions, prompts is the signature of another project"),
+        ("mine:trl_answer", "(problem, trajectories); completions, ground_truth is the signature of another project"),
+        ("mine:verl", "data_source, ground_truth, solution_str is the signature of another project"),
         ("", "FUNCTION is empty; write file.py:function"),
+        ("function", "FUNCTION is only the kind of functions of your own; write file.py:function"),
+        ("environment", "these rewards are those of an environment, which these trajectories had none of"),
     ],
 )
 def test_a_wrong_name_answers_with_those_that_exist(name, said, mine, capsys):
-    if name == "mine:trl_style":
-        sys.modules["mine"].trl_style = lambda prompts, completions, solution: 0
+    there = {
+        "trl_columns": lambda prompts, completions, solution: 0,
+        "trl_two": lambda prompts, completions, **kwargs: [1.0 for _ in completions],  # would score trajectories
+        "trl_answer": lambda completions, ground_truth, **kwargs: [1.0 for _ in completions],
+        "verl": lambda data_source, solution_str, ground_truth, extra_info=None: 1.0,
+    }
+    if name.removeprefix("mine:") in there:
+        vars(sys.modules["mine"]).update(there)
     assert main([name]) == 2
     assert said in capsys.readouterr().out
 
@@ -181,3 +192,17 @@ def test_recorded_trajectories_are_scored_again(tmp_path, capsys):
     assert main(["answer", "--trajectories", str(run), "--step", "9"]) == 2
     assert "no trajectories of step 9; it has steps 1 to 2" in capsys.readouterr().out
     assert main(["answer", "--trajectories", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(("pay", "fault"), [("float('nan')", True), ("None", False)])
+def test_recorded_trajectories_that_a_function_does_not_score_are_counted(pay, fault, tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=1, groups=3, size=4)
+    (tmp_path / "own.py").write_text(f"def pay(problem, ts):\n    return [{pay} for t in ts]\n")
+    assert main([f"{tmp_path}/own.py:pay", "--trajectories", str(run)]) == 2
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == [
+        "0 of 12 recorded trajectories of 3 problems are scored",
+        "12 are not scored and leave their groups",
+    ]
+    assert any(line.startswith("groups whose rewards differ: ") and line.endswith(" 0 now, of 3") for line in said)
+    assert any(line.startswith("fault: ") for line in said) == fault

@@ -1,6 +1,7 @@
 """`grpo-roc new`: the project that it writes passes its own tests and trains."""
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -55,3 +56,22 @@ def test_a_directory_that_holds_something_is_left_alone(tmp_path, capsys):
     assert main(["new", str(tmp_path)]) == 2
     assert "is not an empty directory" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_the_next_command_can_be_pasted(tmp_path, capsys):
+    assert main(["new", str(tmp_path / "my first")]) == 0
+    assert f"next: cd '{tmp_path}/my first' && grpo-roc train config.yaml" in capsys.readouterr().out
+
+
+def test_a_published_model_is_trained_as_the_project_says(project):
+    """With a recipe for it as the base, without the settings of the small policy."""
+    said = (project / "README.md").read_text(encoding="utf-8")
+    (base,) = re.findall(r"`base: (\S+)`", said)
+    (out,) = re.findall(r"without the\s+lines ((?:`\w+`(?:, | and )?)+)", said)
+    kept = [line for line in (project / "config.yaml").read_text().splitlines() if line.partition(":")[0] not in out]
+    lines = [f"base: {base}" if line.startswith("base:") else line for line in kept]
+    Path("published.yaml").write_text("\n".join(lines), encoding="utf-8")
+    config = g.read_config("published.yaml")
+    assert config.model.path and config.text.tools_section and config.text.instruction == "default"
+    assert config.optim.lr < 1e-4 and not config.sft.steps and config.rollout.max_prompt_tokens > 256
+    assert config.environment.kind != "tools" and len(config.reward.functions) == 2

@@ -9,7 +9,10 @@ from grpo_roc_jax.config import read_config
 from grpo_roc_jax.planner.prospects import hindrances, settings_against_learning
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS
+from grpo_roc_jax.text.exported import exported_template
 from grpo_roc_jax.train import main
+
+TOY = CONFIG_DIR.parent / "grpo_roc_jax" / "text" / "toy.model"
 
 RECIPES = [
     path.relative_to(CONFIG_DIR).as_posix()
@@ -60,6 +63,11 @@ def test_nothing_speaks_against_a_recipe(name):
         ("--rollout.max_prompt_tokens 15", "of which 32 of 32 exceed rollout.max_prompt_tokens = 15; raise it to"),
         ("--rollout.max_response_tokens 60", "exceed rollout.max_response_tokens = 60"),
         ("--rollout.max_turns 2", "turns after the prompt, of which"),
+        ("--rollout.max_turn_tokens 8", "exceed rollout.max_turn_tokens = 8"),
+        (
+            "--rollout.max_turns 1 --text.tools_section true",
+            "rollout.max_turns = 1 with text.tools_section: the prompts",
+        ),
     ],
 )
 def test_a_dry_run_ends_with_what_cannot_work(words, said, capsys):
@@ -187,6 +195,63 @@ def test_conversations_of_a_file_with_tools_of_their_own_are_no_fault(tmp_path, 
         config = read_config("toy.yaml", f"--data.trace_sources={file}")
         found = hindrances(config, parts_of_a_run(config)[0])
         assert any("demonstrations call weather, but the run has" in line for line in found) == against, found
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt", "said"),
+    [
+        (
+            "",
+            "6 * 7?",
+            ["no prompt names a tool (jupyter_code, ", "neither text.system nor text.instruction asks for "],
+        ),
+        ("--text.instruction default", "Call jupyter_code: 6 * 7?", []),
+        ("--reward.extraction lenient --tools.enabled=[]", "6 * 7?", []),
+        ("--text.instruction default --text.tools_section true", "6 * 7?", []),
+        ("--tools.enabled=[]", r"6 * 7? Write <answer>\boxed{n}</answer>.", []),
+        (
+            "--tools.enabled=[]",
+            r"6 * 7? End with \boxed{n}.",
+            ["neither text.system nor text.instruction asks for <answer>"],
+        ),
+        (
+            "--tools.enabled=[] --text.instruction default --reward.answer_tag result",
+            "6 * 7?",
+            [r"asks for <result>\boxed{...}</result>"],
+        ),
+        ("--sft.steps 4 --data.trace_sources world:gcd:1", "6 * 7?", []),
+    ],
+)
+def test_what_nothing_asks_of_a_published_model(words, prompt, said, tmp_path, parts_of_a_run):
+    """The toy's tokenizer by its path, as a published one is given."""
+    file = tmp_path / "own.jsonl"
+    file.write_text(json.dumps({"prompt": prompt, "answer": "42"}) + "\n", encoding="utf-8")
+    sizes = "--rollout.max_prompt_tokens 900 --rollout.max_response_tokens 200 --batch.row_length 1100"
+    given = f"--sft.steps 0 --text.tokenizer {TOY} --data.sources {file} {sizes} {words}"
+    config = read_config("toy.yaml", *given.split())
+    found = hindrances(config, parts_of_a_run(config)[0])
+    found = [line for line in found if not line.startswith("model.path is empty")]
+    assert len(found) == len(said) and all(text in line for text, line in zip(said, found, strict=True)), found
+
+
+def test_a_model_exported_from_a_run_with_these_prompts_needs_no_request(tmp_path, parts_of_a_run):
+    (tmp_path / "tokenizer.model").write_bytes(TOY.read_bytes())
+    config = read_config("toy.yaml", "--sft.steps=0", f"--text.tokenizer={tmp_path}", "--data.sources=world:gcd:1")
+    chat = parts_of_a_run(config)[0]
+    for template, against in (("{{ messages }}", True), (exported_template(chat), False)):
+        (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+        assert any("neither text.system" in line for line in hindrances(config, chat)) == against
+
+
+def test_references_that_no_answer_equals_are_a_problem_where_answers_alone_are_paid(tmp_path, capsys):
+    file = tmp_path / "proofs.jsonl"
+    rows = [{"prompt": f"{i} + 1", "answer": "It follows from the lemma that this holds. " * 6} for i in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    words = ["toy.yaml", "--dry-run", f"--data.sources={file}", "--data.trace_sources=world:gcd:1"]
+    for functions, against in (("answer", True), ("format", False)):
+        assert main([*words, "--data.eval_problems=0", "--reward.functions", functions]) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert (f"problem: {file}: 3 rows have a reference" in last) == against, last
 
 
 @pytest.fixture

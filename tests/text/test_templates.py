@@ -344,23 +344,20 @@ def test_all_published_end_tokens_stop_a_turn(tmp_path):
     assert (parsed.text, parsed.ended_by, parsed.closed) == ("so", "eos", False)
 
 
-def test_a_prompt_that_names_no_tool_is_warned_of(tmp_path, caplog):
+def test_a_prompt_that_names_no_tool_is_said_with_what_to_set(tmp_path):
     make_directory(tmp_path, "thinking")
     name = TOOLS[0]["function"]["name"]
 
-    def warnings(**settings):
-        caplog.clear()
+    def unnamed(**settings):
         config = TextConfig(tokenizer=str(tmp_path), **settings)
-        make_chat(config, load_tokenizer(config), TOOLS)
-        return [record.message for record in caplog.records]
+        return make_chat(config, load_tokenizer(config), TOOLS).unnamed_tools([f"{i} + 1" for i in range(3)])
 
-    (ignored,) = warnings(template=PublishedTemplate(), tools_section=True)
-    assert ignored.startswith(f"the prompt names no tool ({name})") and "the chat template ignores tools" in ignored
+    ignored = unnamed(template=PublishedTemplate(), tools_section=True)
+    assert ignored.startswith(f"no prompt names a tool ({name})") and "the chat template ignores tools" in ignored
     for template in (PublishedTemplate(), "auto"):
-        (unset,) = warnings(template=template)
-        assert "set text.tools_section" in unset
-        assert warnings(template=template, system=f"Call {name}.", tools_section=template != "auto") == []
-    assert warnings(template="auto", tools_section=True) == []
+        assert "set text.tools_section" in unnamed(template=template)
+        assert not unnamed(template=template, system=f"Call {name}.", tools_section=template != "auto")
+    assert not unnamed(template="auto", tools_section=True)
 
 
 # ---- calls ---------------------------------------------------------------------------------------------------------
