@@ -140,22 +140,29 @@ def recur_on(mesh: Mesh | None) -> Callable[..., Array]:
     return shared
 
 
+def scattered_over_tensor(y: Array, parts: int) -> Array:
+    """[B,T,D] on each of the devices of `tensor` -> sums [B,T/parts,D] of a device's own tokens, inside `shard_map`.
+
+    XLA for TPUs makes of `psum_scatter` along the tokens a sum of all tokens on every device, which sends twice as
+    much, and takes a part of it. It scatters where the parts have an axis of their own (docs/compilers.md).
+    """
+    y = y.reshape(len(y), parts, -1, y.shape[-1]).swapaxes(0, 1)
+    return jax.lax.psum_scatter(y, "tensor", scatter_dimension=0)
+
+
 def output_product_on(mesh: Mesh | None, token_axes: tuple[str, ...]) -> Callable[[Array, Array, int], Array] | None:
     """A product [B,T,...] x [...,D] -> [B,T,D] in float32 whose first summed axis is split over `tensor`, and whose
     tokens are split over `token_axes`; None where `tensor` is not among these.
 
     Every device sums a part of the axis, and gets the sums over all devices for its tokens. XLA by itself computes the
-    sums of all tokens on every device of a TPU, which sends twice as much, and takes a part of them. It does so for
-    `psum_scatter` along the tokens too, and does not where the parts have an axis of their own (docs/compilers.md).
+    sums of all tokens on every device, and takes a part of them.
     """
     if mesh is None or mesh.shape["tensor"] == 1 or "tensor" not in token_axes:
         return None
     parts = mesh.shape["tensor"]
 
     def own_tokens(x: Array, matrix: Array, inputs: int) -> Array:
-        y = jnp.tensordot(x, matrix, inputs, preferred_element_type=jnp.float32)
-        y = y.reshape(len(y), parts, -1, y.shape[-1]).swapaxes(0, 1)
-        return jax.lax.psum_scatter(y, "tensor", scatter_dimension=0)
+        return scattered_over_tensor(jnp.tensordot(x, matrix, inputs, preferred_element_type=jnp.float32), parts)
 
     @partial(jax.custom_vjp, nondiff_argnums=(2,))
     def shared(x: Array, matrix: Array, inputs: int) -> Array:
@@ -191,7 +198,7 @@ def look_up_on(mesh: Mesh | None, token_axes: tuple[str, ...]) -> Callable[[Arra
         here = (local_ids >= 0) & (local_ids < table.shape[0])
         rows = jnp.where(here[..., None], jnp.take(table, local_ids, axis=0, mode="clip"), 0)
         if "tensor" in token_axes:
-            return jax.lax.psum_scatter(rows, "tensor", scatter_dimension=1, tiled=True)
+            return scattered_over_tensor(rows, mesh.shape["tensor"])
         return jax.lax.psum(rows, "tensor")
 
     def shared(table: Array, ids: Array) -> Array:
@@ -216,7 +223,7 @@ def look_up_wide_on(mesh: Mesh | None, token_axes: tuple[str, ...]) -> Callable[
         rows = jnp.where(here[..., None], jnp.take(table, local_ids, axis=0, mode="clip"), 0)
         rows = jax.lax.psum_scatter(rows, shared_axes, scatter_dimension=0)
         if "tensor" in token_axes:
-            return jax.lax.psum_scatter(rows, "tensor", scatter_dimension=1, tiled=True)
+            return scattered_over_tensor(rows, mesh.shape["tensor"])
         return jax.lax.psum(rows, "tensor")
 
     def shared(table: Array, ids: Array) -> Array:
