@@ -171,6 +171,8 @@ class GroupLearner:
             scored_rows = zip(rows, scores.logprobs, scores.entropies, strict=True)
             rows = [replace(row, scored=(logprobs, entropies)) for row, logprobs, entropies in scored_rows]
         measured = {"time/rows_s": time.perf_counter() - begun}
+        if scores.logprobs is not None and config.surrogate.scored_ratio and not before:
+            measured |= sampler_gap(rows, groups, scores.logprobs)
         for name in ("reference", "teacher"):
             if (other := getattr(scores, name)) is not None:
                 measured[f"update/kl_{name}"] = mean_gap(rows, other)
@@ -234,7 +236,7 @@ class GroupLearner:
             if batch.groups:  # its rows depend on the optimizer steps before it
                 rows, measured = self.rows(batch.groups, replace(run, train=train), batch.rows)
                 rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
-                batch = replace(self.on_mesh(rows, batch.temperature), measured=measured)
+                batch = replace(self.on_mesh(rows, batch.temperature), measured={**batch.measured, **measured})
             train, metrics = self.learner.optimizer_step(train, batch.packed)
             numbers = {name: float(value) for name, value in self.learner.fetched(metrics).items()}
             collected.append(numbers | {"update/fill": batch.placement.fill, "update/signal": batch.signal})
@@ -353,6 +355,17 @@ def mean_gap(rows: Sequence[TrainRow], other: Sequence[np.ndarray | None]) -> fl
     pairs = [(row, now) for row, now in zip(rows, other, strict=True) if now is not None]
     gaps = [np.sum(row.logprobs_old - now, where=row.policy_mask, dtype=np.float64) for row, now in pairs]
     return float(sum(gaps) / max(sum(np.count_nonzero(row.policy_mask) for row, _ in pairs), 1))
+
+
+def sampler_gap(rows: Sequence[TrainRow], groups: Sequence[Group], scored: Sequence[np.ndarray]) -> Metrics:
+    """The gap of the log-probabilities that the sampler recorded to those of a scoring pass, over the trained tokens.
+    The loss measures it to the log-probabilities that ratios are taken against, which may be those of the pass."""
+    recorded = [trajectory.logprobs for group in groups for trajectory in group.trajectories]
+    gaps = [np.abs(now - then)[row.policy_mask] for row, now, then in zip(rows, scored, recorded, strict=True)]
+    every = np.concatenate([np.zeros(0, np.float32), *gaps]).astype(np.float64)
+    if not len(every):
+        return {}
+    return {"loss/logprob_gap_mean": float(every.mean()), "loss/logprob_gap_max": float(every.max())}
 
 
 def split_rows(rows: Sequence[TrainRow], groups: Sequence[Group], parts: int) -> list[list[TrainRow]]:

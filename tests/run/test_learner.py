@@ -112,8 +112,12 @@ def test_rows_carry_the_scores_of_a_pass_that_the_method_takes(words, scored):
             return Scores(found, [-2 * values for values in found])
 
     run = SimpleNamespace(train=SimpleNamespace(params=None), method=AlgoState(), step=0)
-    made, _ = Scored(config, Learner(MODEL), None).rows([group], run)
+    made, measured = Scored(config, Learner(MODEL), None).rows([group], run)
     for row, values in zip(made, found, strict=True):
         assert (row.scored is not None) is scored
         if scored:
             assert row.scored[0] is values and (row.scored[1] == 1.0).all()
+    gaps = [np.abs(t.logprobs + 0.5)[t.policy_mask] for t in group.trajectories]  # the loss compares with the pass
+    mean, largest = np.concatenate(gaps).mean(), max(map(np.max, gaps))
+    expected = {"loss/logprob_gap_mean": mean, "loss/logprob_gap_max": largest} if scored else {}
+    assert {k: v for k, v in measured.items() if "gap" in k} == pytest.approx(expected, rel=1e-5)
