@@ -1,6 +1,6 @@
 """GRPO-CARE's consistency bonus: successes whose answer also follows for a slow copy of the policy earn more
-(arXiv:2506.16141). `--method.edit_rows bonus` with `train(config, functions={"bonus": Consistency()})`. A resumed run
-starts its copy from the restored policy.
+(arXiv:2506.16141). `--method.edit_rows bonus` with `train_policy(config, functions={"bonus": Consistency()})`. A
+resumed run starts its copy from the restored policy.
 """
 
 import dataclasses
