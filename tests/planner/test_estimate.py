@@ -264,7 +264,8 @@ STORED = [
 
 @pytest.mark.parametrize(("stored", "words", "topology"), STORED)
 def test_updates_of_14b_by_arithmetic_are_those_of_the_stored_plans(stored, words, topology):
-    """The all-reduces of the stored plans are sums of outputs over `tensor` of which each device keeps a part."""
+    """The all-reduces of the stored plans are sums over `tensor` of which each device keeps a part: gradients of the
+    inputs of attention and feed-forward, in bfloat16."""
     report = json.loads(Path(f"benchmarks/results/plan_{stored}.json").read_text())
     program = next(needs for needs in report["programs"] if needs["name"] == "update")
     stage, *more = words
@@ -275,7 +276,7 @@ def test_updates_of_14b_by_arithmetic_are_those_of_the_stored_plans(stored, word
     assert work.micro_batches == report["work"]["micro_batches"]
     sums = work.micro_rows // row_shards(deployment.mesh) * work.row_length * model.d_model * 4
     sums *= model.layers * work.micro_batches
-    assert program["collectives"]["all-reduce"]["bytes"] / sums == pytest.approx(3.0 + ("v6e" in topology), abs=0.05)
+    assert program["collectives"]["all-reduce"]["bytes"] / sums == pytest.approx(1.0, abs=0.05)
     moved = sum(entry["moved"] for entry in program["collectives"].values())
     assert 0.8 < formula.moved / (moved - program["collectives"]["all-reduce"]["moved"] / 2) < 1.25
     assert formula.flops == pytest.approx(program["flops"], rel=0.01)
