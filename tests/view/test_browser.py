@@ -163,7 +163,9 @@ def keep(page, folder, name):
 
     folder = Path(os.environ.get("GRPO_ROC_SCREENSHOTS", folder))
     folder.mkdir(parents=True, exist_ok=True)
-    Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(128).save(folder / f"{name}.png", optimize=True)
+    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    rare_colors_too = Image.Quantize.MAXCOVERAGE  # by default a rare color becomes a frequent one that is near
+    picture.quantize(256, rare_colors_too).save(folder / f"{name}.png", optimize=True)
 
 
 EVIL = (
