@@ -299,3 +299,8 @@ def test_messages_hide_them():
         g.read_config("toy.yaml", f"--steps=http://u:{SECRET}@h", "--seed=x")
     assert SECRET not in str(caught.value) and HIDDEN in str(caught.value)
     assert Path(__file__).name
+
+
+def test_records_that_a_handler_reads_are_made():
+    """As handlers of queues and sockets make them; the factory of records belongs to the whole process."""
+    assert logging.makeLogRecord({"name": "other", "msg": "%d rows", "args": (3,)}).getMessage() == "3 rows"

@@ -163,7 +163,8 @@ _make_record = logging.getLogRecordFactory()
 def _record(*arguments: Any, **more: Any) -> logging.LogRecord:
     """Makes a log record. Records of this package hide secrets in their message and in the text of their exception."""
     record = _make_record(*arguments, **more)
-    if record.name.partition(".")[0] == __package__.partition(".")[0]:
+    # `logging.makeLogRecord`, by which handlers of queues and sockets read records, first makes one without a name.
+    if str(record.name).partition(".")[0] == __package__.partition(".")[0]:
         try:
             record.msg, record.args = hidden(record.getMessage()), None
         except Exception:  # a message that does not fit its arguments is reported where it is shown

@@ -169,6 +169,8 @@ def test_a_service_that_hangs_blocks_neither_rows_nor_the_end(caplog):
         def write(self, step, metrics):
             time.sleep(60)
 
+        def close(self): ...
+
     background = loggers.Background(Hanging, "slow", capacity=10, close_s=0.2)
     begun = time.monotonic()
     for step in range(100):
