@@ -180,7 +180,7 @@ class ProgramGuard:
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError):  # the guard was killed; programs run on without it
+        with suppress(OSError, ValueError):  # the guard was killed, or closed while programs end that it knows
             self._process.stdin.write(line.encode())  # so short a line is written whole
 
     def close(self) -> None:

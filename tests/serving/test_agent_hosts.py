@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -329,6 +330,17 @@ def test_started_programs_end_with_a_killed_trainer(tmp_path):
     process.kill()
     process.wait()
     assert all(ends_within(10.0, int(pid)) for pid in pids.read_text().split())
+
+
+def test_a_started_program_that_a_close_ends_has_an_end():
+    agent, ends = ProgramAgent(AgentCommand(command="sleep 60")), []
+    thread = threading.Thread(target=lambda: ends.append(agent.play("a", call())))
+    thread.start()
+    while not agent.live:
+        time.sleep(0.01)
+    agent.close()
+    thread.join()
+    assert [end.status for end in ends] == [-signal.SIGKILL]
 
 
 def test_time_in_which_agents_do_not_ask_is_that_of_the_environment(tmp_path):
