@@ -84,9 +84,9 @@ class Watched(SamplerPool):
             self.events.append((time.perf_counter(), "returned", member.name))
         return changed
 
-    def first(self, event: str, name: str) -> float:
-        """When a sampler did so first."""
-        return next(at for at, what, who in self.events if (what, who) == (event, name))
+    def seconds_until(self, event: str, name: str, since: float) -> float | None:
+        """From then until the sampler did so first; None where the run ended before."""
+        return next((at - since for at, what, who in self.events if (what, who) == (event, name)), None)
 
 
 def apart(config: Config, parts: tuple, learner, pool: Watched, kill_at: int) -> dict:
@@ -113,7 +113,7 @@ def apart(config: Config, parts: tuple, learner, pool: Watched, kill_at: int) ->
         begun.append(time.perf_counter())
         if step == kill_at:
             victim = max((m for m in pool.members if m.ready), key=lambda m: m.rows)
-            os.kill(int(re.search(r"process (\d+)", victim.place)[1]), signal.SIGKILL)
+            os.kill(int(re.search(r"process (\d+)", victim.host)[1]), signal.SIGKILL)
             killed, killed_at = f"sampler {pool._started + 1}", time.perf_counter()
         samples = sample_step(config, policy, sampling, run, stream)
         groups = run.buffer.take(config.group.problems)
@@ -137,8 +137,8 @@ def apart(config: Config, parts: tuple, learner, pool: Watched, kill_at: int) ->
         "lag_max": max(row["rollout/lag_max"] for row in metrics),
         "killed": total
         | {
-            "seconds_to_join": pool.first("joined", killed) - killed_at,
-            "seconds_to_first_group": pool.first("returned", killed) - killed_at,
+            "seconds_to_join": pool.seconds_until("joined", killed, killed_at),
+            "seconds_to_first_group": pool.seconds_until("returned", killed, killed_at),
         },
         "accounts": {
             "groups_begun": stream._begun,

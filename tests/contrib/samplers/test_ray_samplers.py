@@ -1,8 +1,11 @@
 """Samplers in real Ray actors on this machine: the tokens of one process, though one of them is killed on the way."""
 
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -125,3 +128,14 @@ def test_an_address_without_a_cluster_is_refused(tmp_path):
     config = config_in(tmp_path, *REMOTE, "--rollout.samplers.address=127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"address = 127\.0\.0\.1:1: no Ray cluster answers there"), stream_of(config):
         pass
+
+
+def test_the_benchmark_kills_a_sampler_and_accounts_for_every_group():
+    words = ["--steps=3", "--kill=2", "--alone=1"]
+    done = subprocess.run([sys.executable, "-m", "benchmarks.bench_samplers", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    summary = json.loads(done.stdout.splitlines()[-1])
+    accounts = summary["accounts"]
+    assert summary["killed"]["lost"] == 1
+    assert accounts["groups_trained"] + accounts["groups_open"] == accounts["groups_begun"]
+    assert not accounts["lost"] and not accounts["groups_twice"] and not accounts["keys_twice"]
