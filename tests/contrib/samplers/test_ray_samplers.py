@@ -131,11 +131,11 @@ def test_an_address_without_a_cluster_is_refused(tmp_path):
 
 
 def test_the_benchmark_kills_a_sampler_and_accounts_for_every_group():
-    words = ["--steps=3", "--kill=2", "--alone=1"]
+    words = ["--steps=7", "--kill=2", "--alone=1"]
     done = subprocess.run([sys.executable, "-m", "benchmarks.bench_samplers", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads(done.stdout.splitlines()[-1])
     accounts = summary["accounts"]
-    assert summary["killed"]["lost"] == 1
+    assert summary["killed"]["lost"] == 1 and summary["killed"]["seconds_to_join"] > 0
     assert accounts["groups_trained"] + accounts["groups_open"] == accounts["groups_begun"]
     assert not accounts["lost"] and not accounts["groups_twice"] and not accounts["keys_twice"]
