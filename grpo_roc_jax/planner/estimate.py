@@ -316,7 +316,8 @@ def _weights_sent(deployment: Deployment, tokens: float, micro: float) -> dict[s
     Weights are gathered before each use (forward, backward) in the compute dtype, and gradients of what is trained are
     scattered; the lookup gathers the masters of the embedding and scatters their gradient. Frozen layers are no loop.
     On a TPU they are gathered in both passes too. Other compilers gather them once for all micro-batches, and again in
-    each where the backward pass recomputes layers. Matrices in few bits are dequantized and gathered in each pass.
+    each where the backward pass recomputes layers. Matrices in few bits are dequantized and gathered in each pass,
+    but those of experts are gathered as they are stored.
     """
     config, model, mesh = deployment.config, deployment.model, deployment.mesh
     shared, tensor, itemsize = mesh.shape["fsdp"] * mesh.shape["sequence"], mesh.shape["tensor"], itemsize_of(model)
@@ -332,8 +333,12 @@ def _weights_sent(deployment: Deployment, tokens: float, micro: float) -> dict[s
         if deployment.topology.chip.tpu:
             gathers = micro * ((2 + (few_bits and recomputes)) * layers + ends + 2 * pairs)
         else:
+            stored = 0.0
+            if few_bits and model.experts.count:
+                experts = _split_experts(trained_like(config, model, mesh)[1])[1]
+                stored, layers = device_bytes(experts) * shared, layers - itemsize * numbers_held(experts) * shared
             again = (2 + recomputes if few_bits else recomputes) * layers + recomputes * pairs
-            gathers = micro * again + (not few_bits) * layers + ends + pairs
+            gathers = micro * again + (not few_bits) * layers + ends + pairs + stored
         scatters = pairs
     rows, gradients = _layer_rows(deployment, tokens)
     return _collective("all-gather", gathers + micro * shared * gradients, shared, 1.0) | _collective(

@@ -188,7 +188,8 @@ def sums_apart(model: ModelConfig, config: Config) -> int:
     readers = [name for name, (_, axes) in shapes.items() if axes[0] == "embed" and "tensor" in axes_to_spec(axes)]
     readers += ["router"] * ("router" in shapes)  # the experts of a device read their input together
     outputs = [name for name in shapes if name.removeprefix(FULL) in ("wo", "w_out", "w_down", "s_down", "d_down")]
-    halves = (2 + (config.update.remat != "none")) * model.layers if config.lora.base_bits == 4 else 0
+    in_halves = 2 - bool(model.experts.count)  # attention's and, where it is not of experts, the feed-forward's
+    halves = (in_halves + (config.update.remat != "none")) * model.layers if config.lora.base_bits == 4 else 0
     return sum(len(layers_with(name, model)) for name in readers + outputs) - 4 * model.layers + halves
 
 
