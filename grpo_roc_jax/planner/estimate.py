@@ -316,8 +316,8 @@ def _weights_sent(deployment: Deployment, tokens: float, micro: float) -> dict[s
     Weights are gathered before each use (forward, backward) in the compute dtype, and gradients of what is trained are
     scattered; the lookup gathers the masters of the embedding and scatters their gradient. Frozen layers are no loop.
     On a TPU they are gathered in both passes too. Other compilers gather them once for all micro-batches, and again in
-    each where the backward pass recomputes layers. Matrices in few bits are dequantized and gathered in each pass,
-    but those of experts are gathered as they are stored.
+    each where the backward pass recomputes layers. Matrices in few bits are dequantized and gathered in each pass;
+    those of experts, but on a TPU, are gathered once, as they are stored.
     """
     config, model, mesh = deployment.config, deployment.model, deployment.mesh
     shared, tensor, itemsize = mesh.shape["fsdp"] * mesh.shape["sequence"], mesh.shape["tensor"], itemsize_of(model)
