@@ -133,6 +133,16 @@ WEIGHTS = ("router", "b_router", "router_scale", "expert_scale", "e_norm", *BY_E
 """Leaves that a mixture reads."""
 
 
+def save_all_but_weights(function: Callable) -> Callable:
+    """A function whose backward pass keeps every intermediate but slices, and inputs that were only marked as varying
+    over devices: those of weights would be a copy of all layers, whole on each device where they were gathered."""
+
+    def kept(primitive: Any, *_: Any, **__: Any) -> bool:
+        return primitive.name not in ("slice", "dynamic_slice", "squeeze", "pvary", "pcast")
+
+    return jax.checkpoint(function, policy=kept, prevent_cse=False)
+
+
 def mix_experts(
     layer: dict[str, Any],
     h: Float[Array, "B T D"],
@@ -171,14 +181,15 @@ def mix_experts(
         first = jax.lax.axis_index("tensor") * weights["w_up"].shape[0]
         return jax.lax.psum(_mix(weights, h, config, first, routes), "tensor")
 
-    return jax.shard_map(
+    mix = jax.shard_map(
         own_share,
         mesh=mesh if around.empty else None,
         in_specs=(specs, by_row, by_row),
         out_specs=by_row,
         axis_names={*split, "tensor"},
         check_vma=bool(rows),
-    )(weights, h, routes)
+    )
+    return save_all_but_weights(mix)(weights, h, routes)
 
 
 def recorded(experts: Callable[..., Array], chosen: list[Array]) -> Callable[..., Array]:

@@ -18,7 +18,7 @@ from grpo_roc_jax.model.attention import attend_reference
 from grpo_roc_jax.model.attention_mask import soft_cap
 from grpo_roc_jax.model.config import FULL, ModelConfig
 from grpo_roc_jax.model.delta import Signals, delta_shapes, init_decay, recur_packed
-from grpo_roc_jax.model.experts import WEIGHTS, gated, mix_experts
+from grpo_roc_jax.model.experts import WEIGHTS, gated, mix_experts, save_all_but_weights
 from grpo_roc_jax.model.low_precision import QuantizedWeight, is_quantized, product
 from grpo_roc_jax.model.rotary import Rope, apply_rotary, paired_halves, rope_names, rotary_tables
 from grpo_roc_jax.shapes import Array, Float, Int, Key, checked
@@ -688,7 +688,7 @@ def forward(
         x = block(layer, x, _choose_rope([*tables.values()], rope), mix, config, execution.experts, splits)
         return splits.residual(x), kept[0] if kept else None
 
-    body = execution.remat(body) if execution.remat else body
+    plain, body = body, execution.remat(body) if execution.remat else body
     windows = jnp.asarray(config.layer_windows, jnp.int32) if config.layer_windows else None
     names = [[*tables].index(name) for name in rope_names(config)]
     ropes = jnp.asarray(names, jnp.int32) if len(tables) > 1 else None
@@ -700,7 +700,8 @@ def forward(
             x, new = body(x, (layer, window, tables[name], replayed, given), keys.get(sources[i]))
             keys |= {i: new} if i in sources[config.layers - config.windows.shared_layers :] else {}
     elif config.period > 1 or config.windows.shared_layers:
-        x = _scan_periods(body, splits.residual(x), params["layers"], by_layer, [*tables.values()], config)
+        remat = execution.remat or save_all_but_weights
+        x = _scan_periods(plain, remat, splits.residual(x), params["layers"], by_layer, [*tables.values()], config)
     else:
         x, layers, by_layer = _first_layers(body, splits.residual(x), params["layers"], by_layer, config)
         unroll = config.layers if execution.unroll else 1
@@ -729,6 +730,10 @@ LayerInputs = tuple[Params, Array | None, Array | Rope | None, Array | None, Arr
 replay, and its part of `layer_inputs`."""
 
 
+PeriodInputs = tuple[Params, tuple[Array | None, ...]]
+"""The same of the layers of a period: stacked leaves, and windows, experts to replay and parts of `layer_inputs`."""
+
+
 def _attend_shared(
     attend: Callable, shared: Keys | None, kept: list[Keys], q: Array, k: Array | None, v: Array | None, *sinks: Array
 ) -> Array:
@@ -742,6 +747,7 @@ def _attend_shared(
 
 def _scan_periods(
     body: Callable,
+    remat: Callable[[Callable], Callable],
     x: Array,
     layers: Params,
     by_layer: tuple[Array | None, ...],
@@ -749,15 +755,20 @@ def _scan_periods(
     config: ModelConfig,
 ) -> Array:
     """A scan over the periods of layers of different kinds; the layers of a period are unrolled. Layers that share keys
-    have a scan of their own, which reads the keys that the last layers of the first scan return."""
+    have a scan of their own, which reads the keys that the last layers of the first scan return.
+
+    `remat` wraps each layer, and the slices of its leaves too: otherwise the backward pass would keep a copy of all
+    weights, gathered where experts are.
+    """
     own = config.layers - config.windows.shared_layers
-    scan = partial(_scan_part, body, layers=layers, by_layer=by_layer, tables=tables, config=config)
+    scan = partial(_scan_part, body, remat, layers=layers, by_layer=by_layer, tables=tables, config=config)
     x, keys = scan(x, first=0, last=own, keys={})
     return scan(x, first=own, last=config.layers, keys=keys)[0] if own < config.layers else x
 
 
 def _scan_part(
     body: Callable,
+    remat: Callable[[Callable], Callable],
     x: Array,
     *,
     layers: Params,
@@ -786,13 +797,16 @@ def _scan_part(
             places[name] = [i - first for i in here if i < first + period]
     windows, _, routes, given = (None if of is None else of[first:last] for of in by_layer)
 
-    def visit(x: Array, inputs: tuple[Params, tuple[Array | None, ...]]) -> tuple[Array, dict[bool, Keys]]:
+    def layer_of(i: int, x: Array, inputs: PeriodInputs, rope: Rope, keys: Keys | None) -> tuple[Array, Keys | None]:
         stacked, of_layers = inputs
+        window, replayed, part = jax.tree.map(lambda of: of[i], of_layers)
+        layer = {name: leaf[places[name].index(i)] for name, leaf in stacked.items() if i in places[name]}
+        return body(x, (layer, window, rope, replayed, part), keys)
+
+    def visit(x: Array, inputs: PeriodInputs) -> tuple[Array, dict[bool, Keys]]:
         kept = {}
         for i, rope in enumerate(ropes):
-            window, replayed, part = jax.tree.map(lambda of, i=i: of[i], of_layers)
-            layer = {name: leaf[places[name].index(i)] for name, leaf in stacked.items() if i in places[name]}
-            x, new = body(x, (layer, window, rope, replayed, part), keys.get(windowed[first + i]))
+            x, new = remat(partial(layer_of, i))(x, inputs, rope, keys.get(windowed[first + i]))
             kept |= {windowed[first + i]: new} if new is not None else {}
         return x, kept
 

@@ -316,7 +316,8 @@ def _weights_sent(deployment: Deployment, tokens: float, micro: float) -> dict[s
     Weights are gathered before each use (forward, backward) in the compute dtype, and gradients of what is trained are
     scattered; the lookup gathers the masters of the embedding and scatters their gradient. Frozen layers are no loop.
     On a TPU they are gathered in both passes too. Other compilers gather them once for all micro-batches, and again in
-    each where the backward pass recomputes layers. Matrices in few bits are dequantized and gathered in each pass;
+    each where the backward pass recomputes layers; so they gather dense layers before those with experts, which are no
+    loop either. Matrices in few bits are dequantized and gathered in each pass;
     those of experts, but on a TPU, are gathered once, as they are stored.
     """
     config, model, mesh = deployment.config, deployment.model, deployment.mesh
@@ -325,6 +326,8 @@ def _weights_sent(deployment: Deployment, tokens: float, micro: float) -> dict[s
     weights *= itemsize / tensor
     looked_up = 0.0 if model.tie_embeddings else itemsize * table
     gathers, scatters = micro * (2 * (weights - looked_up) + 4 * table), weights - looked_up + 4 * table
+    if not deployment.topology.chip.tpu:
+        gathers -= 2 * (micro - 1) * itemsize * _before_experts(model) / tensor
     if config.lora.rank:
         recomputes, few_bits = config.update.remat != "none", config.lora.base_bits < 16
         pairs = itemsize * parameter_count(model, config.lora) / tensor
@@ -344,6 +347,13 @@ def _weights_sent(deployment: Deployment, tokens: float, micro: float) -> dict[s
     return _collective("all-gather", gathers + micro * shared * gradients, shared, 1.0) | _collective(
         "reduce-scatter", scatters + shared * rows, shared, micro
     )
+
+
+def _before_experts(model: ModelConfig) -> float:
+    """Parameters of the dense layers before those with experts."""
+    shapes = layer_shapes(model).items()
+    dense = range(model.experts.dense_layers)
+    return sum(math.prod(shape) * sum(i in dense for i in layers_with(name, model)) for name, (shape, _) in shapes)
 
 
 def _layer_rows(deployment: Deployment, tokens: float) -> tuple[float, float]:

@@ -143,6 +143,26 @@ def test_gradients_are_the_same_on_every_mesh(axes, routes):
     assert f"f32[{copies}," not in program and f"s32[{copies}]" not in program
 
 
+def test_the_backward_pass_gathers_experts_again_instead_of_keeping_them():
+    mesh = make_mesh(ShardingConfig(1, 2, 1, 2), jax.devices()[:4])
+    shardings = param_shardings(MODEL, mesh)["layers"]
+    layer = {
+        name: jax.device_put(
+            leaf, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*shardings[name].spec[1:]))
+        )
+        for name, leaf in one_layer(MODEL).items()
+    }
+    h = jax.device_put(hidden(4, 6, 16), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(ROWS)))
+    _, pull = jax.vjp(lambda layer, h: mix_experts(layer, h, MODEL, mesh), layer, h)
+    weights = [layer[name] for name in ("w_gate", "w_up", "w_down")]
+    kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.shape[1:] in {weight.shape[1:] for weight in weights}]
+    assert len(kept) == len(weights)
+    for leaf in kept:
+        assert leaf.nbytes == MODEL.experts.count * leaf[0].nbytes and leaf.sharding.shard_shape(leaf.shape) in {
+            weight.sharding.shard_shape(weight.shape) for weight in weights
+        }
+
+
 @pytest.mark.slow
 def test_the_engine_samples_the_same_where_devices_share_the_experts():
     model = replace(MODEL, layers=1, experts=Mixture(4, 2, replay=True))

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_roc_jax.learner.loss import make_remat
 from grpo_roc_jax.model import transformer
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig
 from grpo_roc_jax.model.transformer import param_axes, unembed
 from tests.helpers import reference
 
@@ -69,3 +70,25 @@ def test_bfloat16_gradient_of_a_frequent_token_adds_up_in_float32():
     spread = np.tile(params["embed"][:1], (600, 1))
     apart = np.asarray(slope(spread, positions, *rest), np.float64).sum(0)
     np.testing.assert_allclose(grad[0], apart, rtol=1e-4, atol=1e-4 * np.abs(apart).max())
+
+
+PERIODIC = {
+    "recurrent layers": {"windows": GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=10, every=2)},
+    "experts in every second layer": {"experts": Mixture(5, 2, every=2, dense_ff=44)},
+}
+
+
+@pytest.mark.parametrize("remat", [None, make_remat("attention")], ids=["none", "attention"])
+@pytest.mark.parametrize("kind", PERIODIC)
+def test_the_backward_pass_keeps_no_copy_of_the_weights_of_periods(kind, remat):
+    config = ModelConfig(**BASE | {"layers": 4} | PERIODIC[kind])
+    params, tokens = reference.random_params(config), jnp.ones((3, 7), jnp.int32)
+    run = partial(transformer.forward, config=config, execution=transformer.Execution(remat=remat))
+
+    def kept(params):
+        return jax.tree.leaves(jax.vjp(lambda params: run(params, tokens, tokens, tokens), params)[1])
+
+    for name, leaf in params["layers"].items():
+        if leaf.ndim > 2:
+            same = [other for other in jax.eval_shape(kept, params) if other.shape[1 - leaf.ndim :] == leaf.shape[1:]]
+            assert all(other.size == leaf.size for other in same), name

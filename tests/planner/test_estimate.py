@@ -241,7 +241,7 @@ def test_updates_on_meshes_of_several_axes_by_arithmetic_are_those_of_the_progra
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("remat", ["full", "none"])
-@pytest.mark.parametrize("trained", ["full", "adapter"])
+@pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.slow
 def test_updates_of_the_families_by_arithmetic_are_those_of_the_programs(family, trained, remat, axis):
