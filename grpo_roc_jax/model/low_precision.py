@@ -26,8 +26,9 @@ from grpo_roc_jax.shapes import Array
 DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "w_qkv", "w_z", "w_out")
 MATRICES += ("g_wq", "g_wk", "g_wv", "g_wo", "d_gate", "d_up", "d_down")
-"""Leaves of a layer that are stored in fewer bits. `router`, the small matrices of recurrent layers and everything
-outside of the layers are not."""
+MATRICES += ("s_gate", "s_up", "s_down", "q_down", "kv_down")
+"""Leaves of a layer that are stored in fewer bits. `router`, `kv_up` of latent attention, the small matrices of
+recurrent layers and everything outside of the layers are not."""
 
 
 def rounded(x: Array, axes: int | tuple[int, ...], dtype: jnp.dtype) -> tuple[Array, Array]:

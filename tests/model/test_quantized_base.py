@@ -11,7 +11,7 @@ import pytest
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.update import OptimConfig, bind_base, init_train_state, make_update_step, state_like
 from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
-from grpo_roc_jax.model.config import Mixture
+from grpo_roc_jax.model.config import Mixture, SomeExtras
 from grpo_roc_jax.model.lora import attach, merge
 from grpo_roc_jax.model.low_precision import (
     BLOCK,
@@ -31,7 +31,10 @@ from tests.helpers.published_models import random_tokens
 from tests.helpers.reference import random_params
 from tests.model.test_lora import HYBRID, LORA, MODEL, SLOW, computed, layers_apart, random_adapter, supervised_batch
 
-EXPERTS = replace(MODEL, experts=Mixture(4, 2))
+EXPERTS = replace(MODEL, experts=Mixture(4, 2, shared=24))
+LATENT = replace(
+    MODEL, kv_heads=1, head_dim=12, extras=SomeExtras(latent=8, latent_query=10, latent_key=6, latent_value=6)
+)
 OF_ATTENTION = replace(LORA, targets=("q_proj", "o_proj"))
 
 
@@ -112,14 +115,15 @@ def test_a_product_and_its_gradient_are_those_of_the_plain_matrix(kind, flat, in
         (MODEL, 8),
         pytest.param(HYBRID, 4, marks=SLOW),
         pytest.param(EXPERTS, 4, marks=SLOW),
+        pytest.param(LATENT, 4, marks=SLOW),
         pytest.param(MODEL, 4, marks=SLOW),
         pytest.param(HYBRID, 8, marks=SLOW),
         pytest.param(EXPERTS, 8, marks=SLOW),
     ],
-    ids=["dense-8", "recurrent-4", "experts-4", "dense-4", "recurrent-8", "experts-8"],
+    ids=["dense-8", "recurrent-4", "experts-4", "latent-4", "dense-4", "recurrent-8", "experts-8"],
 )
 def test_logits_gradients_and_merged_weights_are_those_of_the_dequantized_base(model, bits):
-    lora = OF_ATTENTION if model.experts.count else LORA
+    lora = OF_ATTENTION if model.experts.count or model.extras.latent else LORA
     base = in_bits(layers_apart(random_params(model), model), bits)
     adapter, tokens = random_adapter(lora, model), random_tokens(2, 12) % model.vocab_size
     weight = np.random.default_rng(5).normal(size=(2, 12, model.vocab_size)).astype(np.float32)

@@ -261,6 +261,7 @@ STORED = [
     ("rstar2_stage2_v5p_4x4x4", ["12k"], "v5p:4x4x4"),
     ("rstar2_stage3_v5p_4x4x4", ["hard"], "v5p:4x4x4"),
     pytest.param("rstar2_stage1_v6e_8x8", ["8k", "--rollout.slots", "24"], "v6e:8x8", marks=pytest.mark.slow),
+    pytest.param("rstar2_stage2_v6e_8x8", ["12k", "--rollout.slots", "16"], "v6e:8x8", marks=pytest.mark.slow),
     pytest.param("rstar2_stage3_v6e_8x8", ["hard", "--rollout.slots", "16"], "v6e:8x8", marks=pytest.mark.slow),
 ]
 
