@@ -677,7 +677,7 @@ def forward(
     splits = execution.splits
     attend_all = execution.attend or partial(attend_reference, cap=config.extras.attention_cap)
 
-    def body(x: Array, inputs: LayerInputs, keys: Keys | None = None) -> tuple[Array, Keys | None]:
+    def run_layer(x: Array, inputs: LayerInputs, keys: Keys | None = None) -> tuple[Array, Keys | None]:
         layer, window, rope, replayed, given = inputs
         layer = layer if replayed is None else layer | {"routes": replayed}
         layer = layer if given is None else layer | {"input": given}
@@ -688,7 +688,7 @@ def forward(
         x = block(layer, x, _choose_rope([*tables.values()], rope), mix, config, execution.experts, splits)
         return splits.residual(x), kept[0] if kept else None
 
-    plain, body = body, execution.remat(body) if execution.remat else body
+    body = execution.remat(run_layer) if execution.remat else run_layer
     windows = jnp.asarray(config.layer_windows, jnp.int32) if config.layer_windows else None
     names = [[*tables].index(name) for name in rope_names(config)]
     ropes = jnp.asarray(names, jnp.int32) if len(tables) > 1 else None
@@ -701,7 +701,7 @@ def forward(
             keys |= {i: new} if i in sources[config.layers - config.windows.shared_layers :] else {}
     elif config.period > 1 or config.windows.shared_layers:
         remat = execution.remat or save_all_but_weights
-        x = _scan_periods(plain, remat, splits.residual(x), params["layers"], by_layer, [*tables.values()], config)
+        x = _scan_periods(run_layer, remat, splits.residual(x), params["layers"], by_layer, [*tables.values()], config)
     else:
         x, layers, by_layer = _first_layers(body, splits.residual(x), params["layers"], by_layer, config)
         unroll = config.layers if execution.unroll else 1

@@ -317,17 +317,17 @@ def _weights_sent(deployment: Deployment, tokens: float, micro: float) -> dict[s
     scattered; the lookup gathers the masters of the embedding and scatters their gradient. Frozen layers are no loop.
     On a TPU they are gathered in both passes too. Other compilers gather them once for all micro-batches, and again in
     each where the backward pass recomputes layers; so they gather dense layers before those with experts, which are no
-    loop either. Matrices in few bits are dequantized and gathered in each pass;
-    those of experts, but on a TPU, are gathered once, as they are stored.
+    loop either. Matrices in few bits are dequantized and gathered in each pass; those of experts, but on a TPU, are
+    gathered once, as they are stored.
     """
     config, model, mesh = deployment.config, deployment.model, deployment.mesh
     shared, tensor, itemsize = mesh.shape["fsdp"] * mesh.shape["sequence"], mesh.shape["tensor"], itemsize_of(model)
     weights, table = parameter_count(model) - layer_table(model), model.vocab_size * model.d_model / tensor
     weights *= itemsize / tensor
     looked_up = 0.0 if model.tie_embeddings else itemsize * table
-    gathers, scatters = micro * (2 * (weights - looked_up) + 4 * table), weights - looked_up + 4 * table
-    if not deployment.topology.chip.tpu:
-        gathers -= 2 * (micro - 1) * itemsize * _before_experts(model) / tensor
+    once = 0.0 if deployment.topology.chip.tpu else itemsize * _before_experts(model) / tensor
+    gathers = 2 * once + micro * (2 * (weights - looked_up - once) + 4 * table)
+    scatters = weights - looked_up + 4 * table
     if config.lora.rank:
         recomputes, few_bits = config.update.remat != "none", config.lora.base_bits < 16
         pairs = itemsize * parameter_count(model, config.lora) / tensor
