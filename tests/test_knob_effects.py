@@ -1,5 +1,8 @@
 """No setting without effect: each is changed, in a context where it should matter, and something must come out
-differently from the code of its stage. `knobs.py` says what a case is; the other `knobs_*.py` hold the cases."""
+differently from the code of its stage. The table of all cases is made from the types of settings and from `SEEN` in
+`knobs_*.py`, which says what sees them."""
+
+from collections import Counter
 
 import pytest
 
@@ -8,12 +11,10 @@ from grpo_roc_jax.reward.config import Reward
 from grpo_roc_jax.settings.cli import flatten
 from grpo_roc_jax.settings.layers import known_keys
 from tests.helpers import knobs_device, knobs_host, knobs_step, knobs_tools
-from tests.helpers.knobs import Case, made, observation
+from tests.helpers.knobs import Case, made, observation, related, table
 
-PARTS = (knobs_step.CASES, knobs_host.CASES, knobs_device.CASES, knobs_tools.CASES)
-CASES: dict[str, Case] = {key: case for part in PARTS for key, case in part.items()}
-TOGETHER = [key for key, case in CASES.items() if dict(case.along).keys() > {key}]
-"""Settings of the executor that are changed all at once, so that few processes have to start."""
+KEYS = [key for key in known_keys(Config) if not key.endswith(".kind")]
+SEEN = (*knobs_step.SEEN, *knobs_host.SEEN, *knobs_device.SEEN, *knobs_tools.SEEN)
 METHOD = ("plan.", "plan", "resample", "shaping", "advantage", "weights", "surrogate")
 """Settings of the kinds of a method: `tests/method/test_kind_settings.py` changes each. Files of the user's are in
 `tests/method/test_plugins.py`."""
@@ -35,18 +36,22 @@ def contrib_rewards() -> set[str]:
     return {key for key in known_keys(Config) if key.startswith(tuple(kinds)) and not key.endswith(".kind")}
 
 
+def left_out(key: str) -> bool:
+    """Whether other tests show a setting."""
+    return key.startswith(METHOD) or key == "method.files" or key in BY_CONTRIB or key in contrib_rewards()
+
+
+CASES: dict[str, Case] = table(SEEN, (key for key in KEYS if not left_out(key))) | knobs_tools.EXECUTOR
+TOGETHER = [key for key, case in CASES.items() if case.along.keys() > {key}]
+"""Settings of the executor that are changed all at once, so that few processes have to start."""
+
+
 def changes_something(key: str, case: Case, *, alone: bool = False) -> bool:
     if reason := case.unless():
         pytest.skip(reason)
-    without, changed = case.configs(key, alone=alone)
-    before = observation(case.observe, without)
-    assert observation(case.observe, without, 1) == before, "the observer is not deterministic"
-    return observation(case.observe, changed) != before
-
-
-def related(name: str, key: str) -> bool:
-    """Whether a setting is another one, a choice of kind that it belongs to, or the list that holds it."""
-    return f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
+    before = observation(case.observe, case.without())
+    assert observation(case.observe, case.without(), 1) == before, "the observer is not deterministic"
+    return any(observation(case.observe, changed) != before for changed in case.changed(key, alone=alone))
 
 
 @pytest.mark.parametrize("key", CASES)
@@ -61,20 +66,19 @@ def test_setting_changes_something_by_itself(key):
 
 
 def test_every_setting_has_a_case():
-    seen_elsewhere = {key for key in known_keys(Config) if key.startswith(METHOD)} | {"method.files"}
-    seen_elsewhere |= BY_CONTRIB | contrib_rewards()
-    known = {key for key in known_keys(Config) if not key.endswith(".kind")}
-    assert set(CASES) - seen_elsewhere == known - seen_elsewhere
-    assert sum(map(len, PARTS)) == len(CASES), "two cases for one setting"
+    assert set(CASES) == {key for key in KEYS if not left_out(key)}
+    assert max(Counter(key for line in SEEN for key in line.values).values()) == 1, "two values for one setting"
+    assert max(Counter(name for line in SEEN for name in line.names).values()) == 1, "two contexts for one name"
 
 
 def test_a_case_changes_its_setting_and_no_other():
     for key, case in CASES.items():
-        without, changed = (dict(flatten(config)) for config in case.configs(key))
-        named = (key, *dict(case.along))
-        differs = {name for name in without | changed if without.get(name) != changed.get(name)}
-        assert all(any(related(name, own) for own in named) for name in differs)
-        assert all(any(related(name, own) for name in differs) for own in named)
+        without = dict(flatten(case.without()))
+        for config in case.changed(key):
+            changed, named = dict(flatten(config)), (key, *case.along)
+            differs = {name for name in without | changed if without.get(name) != changed.get(name)}
+            assert all(any(related(name, own) for own in named) for name in differs), key
+            assert all(any(related(name, own) for name in differs) for own in named), key
 
 
 @pytest.mark.parametrize(
@@ -92,7 +96,4 @@ def test_what_would_not_be_read_is_refused(settings, said):
 
 
 def test_an_observer_that_sees_nothing_would_be_found():
-    blind = Case(lambda config: config.data.eval_seed * 0, 1)
-    without, changed = blind.configs("seed")
-    assert observation(blind.observe, without) == observation(blind.observe, changed)
-    assert made({}) == without
+    assert not changes_something("seed", Case(lambda config: config.data.eval_seed * 0))

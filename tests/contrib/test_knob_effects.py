@@ -23,7 +23,7 @@ from grpo_roc_jax.stream.samplers import SamplerPool, own_config
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall
 from grpo_roc_jax.types import Problem, ToolResult, Turn
-from tests.helpers.knobs import Case, cases, made
+from tests.helpers.knobs import made, only, seen, table
 from tests.helpers.knobs_host import judged
 from tests.helpers.knobs_step import step
 from tests.helpers.knobs_tools import program
@@ -213,71 +213,39 @@ def harbor_of(config: Config) -> Any:
 
 
 TASKS = str(Path(__file__).parents[2] / "examples" / "environments" / "harbor")
-RANKING = {"weight": 2.0, "top": 1, "judge": f"{__name__}:labels"}
-SCREENING = {"weight": 2.0, "column": "months", "judge": f"{__name__}:halfway"}
 STREAM = {"rollout.step_limit": {"kind": "stream"}}
-FUSION = {"tools.executor": "sandbox_fusion"}
-CASES = (
-    cases(made_by, FUSION)
-    | cases(
-        asked,
-        {
-            "tools.executor.url": "http://127.0.0.2:81/x",
-            "tools.executor.retries": 1,
-            "tools.executor.timeout_s": 20.0,
-            "tools.executor.concurrency": 1,
-        },
-        FUSION | {"tools.executor.concurrency": 4, "tools.executor.retries": 2},
-    )
-    | cases(asked, {"tools.executor.batch": 1}, {"tools.executor": "code_judge", "tools.executor.batch": 4})
-    | cases(actors, {"tools.executor.actors": 1, "tools.executor.cpus": 2.0}, {"tools.executor": "ray"})
-    | cases(sampler_actors, {"rollout.samplers": "ray"}, STREAM)
-    | cases(
-        sampler_actors,
-        {
-            "rollout.samplers.count": 1,
-            "rollout.samplers.address": "auto",
-            "rollout.samplers.cpus": 2.0,
-            "rollout.samplers.gpus": 1,
-            "rollout.samplers.tpus": 4,
-            "rollout.samplers.tensor": 2,
-            "rollout.samplers.timeout_s": 50.0,
-        },
-        STREAM | {"rollout.samplers": "ray"},
-    )
-    | cases(step, {"plan.warmup_steps": 1}, {"plan.second": "draft"})
-    | cases(
-        judged,
-        {f"reward.functions.ranking.{name}": value for name, value in RANKING.items()},
-        {"reward.functions": ("ranking",)},
-    )
-    | cases(
-        judged,
-        {f"reward.functions.screening.{name}": value for name, value in SCREENING.items()},
-        {"reward.functions": ("screening",)},
-    )
-    | {
-        f"environment.{name}": Case(asked_of_package, value, (("environment", rest),))
-        for name, value, rest in (
-            ("url", "http://b", {"kind": "openenv", "url": "http://a"}),
-            ("action", "c", {"kind": "openenv", "url": "http://a", "observation": "a"}),
-            ("taskset", "b", {"kind": "verifiers", "taskset": "a"}),
-            ("harness", "b", {"kind": "verifiers", "taskset": "a"}),
-            ("runtime", "docker", {"kind": "verifiers", "taskset": "a"}),
-            ("settings", ("agent.max_turns=3",), {"kind": "verifiers", "taskset": "a"}),
-            ("observation", "b", {"kind": "openenv", "url": "http://a", "action": "c"}),
-        )
-    }
-    | {
-        f"environment.{name}": Case(harbor_of, value, (("environment", {"kind": "harbor", "tasks": TASKS}),))
-        for name, value in (
-            ("tasks", f"{TASKS}/total"),
-            ("container", "docker"),
-            ("command_s", 99.0),
-            ("processes", 8),
-        )
-    }
+FUSION = {"tools.executor": "sandbox_fusion", "tools.executor.concurrency": 4, "tools.executor.retries": 2}
+JUDGE = {"tools.executor": "code_judge", "tools.executor.batch": 4}
+RANKING, SCREENING = {"reward.functions": ("ranking",)}, {"reward.functions": ("screening",)}
+
+
+def environment(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"environment": {"kind": kind, **fields}}
+
+
+OPENENV = environment("openenv", url="http://a")
+ACTED = environment("openenv", url="http://a", action="c")
+OBSERVED = environment("openenv", url="http://a", observation="a")
+TASKSET = environment("verifiers", taskset="a")
+SEEN = (
+    only(made_by, "tools", executor="sandbox_fusion"),
+    seen(asked, "tools.executor", FUSION, url="http://127.0.0.2:81/x", concurrency=1),
+    only(asked, "tools.executor", JUDGE, batch=1),
+    seen(actors, "tools.executor.actors tools.executor.cpus", {"tools.executor": "ray"}),
+    only(sampler_actors, "rollout", STREAM, samplers="ray"),
+    seen(sampler_actors, "rollout.samplers", STREAM | {"rollout.samplers": "ray"}, address="auto", tensor=2, tpus=4),
+    only(step, "plan", {"plan.second": "draft"}, warmup_steps=1),
+    seen(judged, "reward.functions.ranking", RANKING, top=1, judge=f"{__name__}:labels"),
+    seen(judged, "reward.functions.screening", SCREENING, column="months", judge=f"{__name__}:halfway"),
+    only(asked_of_package, "environment", OPENENV, url="http://b"),
+    only(asked_of_package, "environment", OBSERVED, action="c"),
+    only(asked_of_package, "environment", ACTED, observation="b"),
+    only(asked_of_package, "environment", TASKSET, taskset="b", harness="b", runtime="docker"),
+    only(asked_of_package, "environment", TASKSET, settings=("agent.max_turns=3",)),
+    seen(harbor_of, "environment.command_s environment.processes", environment("harbor", tasks=TASKS)),
+    only(harbor_of, "environment", environment("harbor", tasks=TASKS), tasks=f"{TASKS}/total", container="docker"),
 )
+CASES = table(SEEN, BY_CONTRIB | contrib_rewards())
 
 
 @pytest.mark.parametrize("key", CASES)

@@ -13,15 +13,17 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.settings.cli import build
+from grpo_roc_jax.settings.cli import ConfigError, build
 from grpo_roc_jax.settings.layers import Layer, put
+from grpo_roc_jax.settings.options import Axis, type_of
 
 Observer = Callable[[Config], Any]
 """Configuration -> what the stage made of it, comparable by ==."""
@@ -59,23 +61,91 @@ class Case:
     """One setting and how to see it."""
 
     observe: Observer
-    value: Any
-    context: tuple[tuple[str, Any], ...] = ()
-    along: tuple[tuple[str, Any], ...] = ()
+    value: Any = None
+    """Another value; None for those of `other_values`, of which one must be seen."""
+    context: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    along: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Changed with it: what the value does not go without, or what the observer does not see."""
     unless: Callable[[], str] = lambda: ""
     """Why this host cannot show it; empty where it can."""
 
-    def configs(self, key: str, *, alone: bool = False) -> tuple[Config, Config]:
-        """(without, with) the changed value, in the case's context."""
-        context = dict(self.context)
-        along = {} if alone else dict(self.along)
-        return made(context), made(context | along | {key: self.value})
+    def without(self) -> Config:
+        return made(self.context)
+
+    def changed(self, key: str, *, alone: bool = False) -> Iterator[Config]:
+        """The configurations with another value that are not refused."""
+        values = other_values(self.without(), key) if self.value is None else [self.value]
+        for value in values:
+            try:
+                yield made({**self.context, **({} if alone else self.along), key: value})
+            except ConfigError:
+                if len(values) == 1:
+                    raise
 
 
-def cases(observe: Observer, values: Mapping[str, Any], context: Mapping[str, Any] | None = None) -> dict[str, Case]:
-    """A case for each setting and its other value, all seen by one observer in one context."""
-    return {key: Case(observe, value, tuple((context or {}).items())) for key, value in values.items()}
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """Settings that one observer sees in one context: those that are named, and all below a name."""
+
+    observe: Observer
+    names: tuple[str, ...]
+    context: Mapping[str, Any]
+    values: Mapping[str, Any]
+
+
+def seen(observe: Observer, names: str, context: Mapping[str, Any] | None = None, **values: Any) -> Seen:
+    """Args:
+    names: Settings and sections, separated by spaces.
+    values: Other values that the type of a setting does not tell, such as paths, by what follows the first name.
+    """
+    section, *_ = found = names.split()
+    return Seen(observe, tuple(found), context or {}, {f"{section}.{name}": value for name, value in values.items()})
+
+
+def only(observe: Observer, section: str, context: Mapping[str, Any] | None = None, **values: Any) -> Seen:
+    """Of a section the settings that have a value here."""
+    return dataclasses.replace(seen(observe, section, context, **values), names=())
+
+
+def related(name: str, key: str) -> bool:
+    """Whether a setting is another one, a choice of kind that it belongs to, or the list that holds it."""
+    return f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
+
+
+def table(lines: Sequence[Seen], keys: Iterable[str]) -> dict[str, Case]:
+    """The case of each setting, by the line with its value, else by the one with the longest beginning of its name."""
+    by_value = {key: line for line in lines for key in line.values}
+    by_name = {name: line for line in lines for name in line.names}
+    found = {}
+    for key in keys:
+        parts = key.split(".")
+        beginnings = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        line = by_value.get(key) or next(filter(None, map(by_name.get, beginnings)), None)
+        if line is not None:
+            found[key] = Case(line.observe, line.values.get(key), line.context)
+    return found
+
+
+def other_values(config: Config, key: str) -> list[Any]:
+    """Other values of a setting by its type: twice and half a number, nothing, the other choices and kinds."""
+    owner: Any = config
+    *parts, name = key.split(".")
+    for part in parts:
+        items = isinstance(owner, tuple)
+        owner = next(item for item in owner if item.kind == part) if items else getattr(owner, part)
+    value, kind = getattr(owner, name), type_of(type(owner), name)
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        half = value // 2 if kind is int else value / 2
+        return [other for other in dict.fromkeys((2 * value, half, 1, 0)) if other != value]
+    if typing.get_origin(kind) is typing.Literal:
+        return [choice for choice in typing.get_args(kind) if choice != value]
+    if isinstance(kind, type) and issubclass(kind, Axis):
+        return [choice for choice in kind.choices() if choice != value.kind]
+    if value is None and kind in (int, float):
+        return [2, 0.5]
+    raise TypeError(f"{key} = {value!r} needs a value in the table")
 
 
 def made(overrides: Mapping[str, Any]) -> Config:

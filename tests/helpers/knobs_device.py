@@ -1,6 +1,7 @@
 """Effects of settings on the device side: programs as jaxprs, gradients and optimizer steps on tiny arrays, and the
 engine with scripted programs instead of a model."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -18,7 +19,7 @@ from grpo_roc_jax.engine.decode import PATCH_FIELDS, ChunkReport, sample
 from grpo_roc_jax.engine.engine import Engine
 from grpo_roc_jax.engine.programs import SamplerPrograms
 from grpo_roc_jax.engine.publish import Published, Publisher, StaleWeightsError, unstack
-from grpo_roc_jax.learner.loss import batch_loss, policy_logprobs
+from grpo_roc_jax.learner.loss import policy_logprobs
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.learner.update import TrainState, make_optimizer, make_schedule
 from grpo_roc_jax.model.config import ModelConfig
@@ -29,7 +30,7 @@ from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.run.components import fit_length, resolve_model
 from grpo_roc_jax.run.policy import at_rest, frozen_weights
-from tests.helpers.knobs import cases, digest, files
+from tests.helpers.knobs import digest, files, only, seen
 from tests.helpers.rollout_fakes import FakeTools, one_rollout
 
 ROWS, TOKENS, VOCABULARY = 2, 12, 48
@@ -84,112 +85,8 @@ def traced(config: Config) -> Any:
     return str(params), program(run, params, ids, ids, ids)
 
 
-def published_shape(**fields: Any) -> dict[str, Any]:
+def shape(**fields: Any) -> dict[str, Any]:
     return {f"model.{name}": value for name, value in fields.items()}
-
-
-PLAIN_SHAPE = published_shape(d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=192)
-"""The defaults, so that no field contradicts a published model."""
-WINDOWS = {"model.windows": {"kind": "sliding", "sizes": (4, 0)}}
-DELTA = {"kind": "gated_delta", "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8, "every": 2}
-LAYERS = {"model.layers": 4, "model.windows": DELTA}
-DELTA_SETTINGS = {"key_heads": 1, "value_heads": 2, "key_dim": 4, "value_dim": 4, "every": 4, "conv": 3}
-DELTA_SETTINGS |= {"form": "mamba2", "attention": (0,)}
-LLAMA = published_shape(rope_scaling={"kind": "llama3", "factor": 8.0, "original_length": 64})
-MIXED = published_shape(experts={"kind": "mixture", "count": 3, "per_token": 2})
-SOME = {"model.extras": {"kind": "some"}}
-ALL_EXTRAS = {"scale_embed": True, "query_scale": 5.0, "attention_cap": 2.0, "logit_cap": 3.0, "rotary_share": 0.5}
-ALL_EXTRAS |= {"rotary_layers": (False,), "rotary_pairs": True, "embed_factor": 3.0, "residual_factor": 0.5}
-ALL_EXTRAS |= {"logit_divisor": 2.0, "sinks": True, "output_bias": True}
-ALL_EXTRAS |= {"rotated_norm": True, "value_norm": True, "layer_factors": True, "layer_embed": 6, "indexed_keys": 8}
-FULL = {"kind": "sliding", "sizes": (4, 0), "local_theta": 50.0, "full_head_dim": 8, "full_kv_heads": 2}
-SHARED = published_shape(layers=4, windows=FULL | {"shared_layers": 2})
-FULL_SETTINGS = {"full_head_dim": 12, "full_kv_heads": 1, "full_keys_as_values": True}
-EVERY = {"kind": "mixture", "count": 3, "per_token": 2, "every": 2, "dense_ff": 16}
-UNROTATED = {"kind": "some", "query_growth": 0.1, "query_length": 4, "rotary_layers": (True, False)}
-GROWTH = published_shape(extras={"kind": "some", "query_growth": 0.1, "query_length": 64})
-LATENT = {"kind": "some", "latent": 16, "latent_key": 8, "latent_value": 8}
-LATENT = published_shape(kv_heads=1, head_dim=24, extras=LATENT)
-CHOSEN = {"kind": "mixture", "count": 8, "per_token": 2, "scores": "sigmoid", "groups": 4, "top_groups": 2}
-CHOSEN = published_shape(layers=4, experts=CHOSEN | {"shared": 8, "dense_layers": 1, "dense_ff": 16})
-CHOSEN_SETTINGS = {"shared": 16, "shared_gate": True, "scores": "softmax", "groups": 2, "top_groups": 1, "scale": 2.0}
-CHOSEN_SETTINGS |= {"dense_layers": 2, "dense_ff": 24, "biases": True}
-YARN = {"kind": "yarn", "factor": 8.0, "original_length": 64}
-YARN_SETTINGS = {"beta_fast": 0.5, "beta_slow": 4.0, "truncate": False, "attention_factor": 2.0}
-LONG = {"kind": "longrope", "short": (1.5,) * 4, "long": (3.0,) * 4, "original_length": 1024}
-MODEL = (
-    cases(
-        traced,
-        published_shape(
-            d_model=32,
-            layers=3,
-            heads=4,
-            kv_heads=2,
-            head_dim=4,
-            d_ff=24,
-            vocab_size=64,
-            rope_theta=5e3,
-            norm_eps=1e-3,
-            qkv_bias=True,
-            qk_norm=True,
-            activation="gelu_tanh",
-            norm_offset=True,
-            post_norms=True,
-            tie_embeddings=False,
-            compute_dtype="bfloat16",
-            max_positions=100,
-        ),
-    )
-    | cases(traced, {"model.path": "{files}/model_plain"}, PLAIN_SHAPE)
-    | cases(traced, {"model.ignore_keys": ("odd_key",)}, PLAIN_SHAPE | {"model.path": "{files}/model_odd"})
-    | cases(traced, {"model.windows": {"kind": "sliding", "sizes": (4,)}})
-    | cases(traced, {"model.windows.sizes": (4,), "model.windows.local_theta": 50.0}, WINDOWS)
-    | cases(traced, {"model.windows.chunked": True}, WINDOWS)
-    | cases(traced, {f"model.windows.{name}": value for name, value in FULL_SETTINGS.items()}, {"model.windows": FULL})
-    | cases(traced, {"model.windows.shared_layers": 1, "model.windows.shared_ff": 16}, SHARED)
-    | cases(traced, {f"model.windows.{name}": value for name, value in DELTA_SETTINGS.items()}, LAYERS)
-    | cases(
-        traced,
-        {"model.rope_scaling.share": 0.25},
-        published_shape(rope_scaling={"kind": "proportional", "share": 0.5}),
-    )
-    | cases(traced, {"model.experts.every": 4}, published_shape(layers=4, experts=EVERY))
-    | cases(
-        traced,
-        {"model.experts.own_norms": True},
-        published_shape(experts={"kind": "mixture", "count": 3, "per_token": 2, "shared": 8}),
-    )
-    | cases(traced, {"model.extras.query_unrotated": True}, published_shape(extras=UNROTATED))
-    | cases(traced, {"model.rope_scaling": {"kind": "linear", "factor": 2.0}})
-    | cases(traced, {"model.rope_scaling.factor": 4.0}, LLAMA)
-    | cases(traced, {"model.rope_scaling.low_freq": 3.0, "model.rope_scaling.high_freq": 9.0}, LLAMA)
-    | cases(traced, {"model.rope_scaling.original_length": 32}, LLAMA)
-    | cases(traced, {"model.extras": {"kind": "some", "logit_cap": 3.0}})
-    | cases(traced, published_shape(**{f"extras.{name}": value for name, value in ALL_EXTRAS.items()}), SOME)
-    | cases(
-        traced,
-        published_shape(**{f"rope_scaling.{name}": value for name, value in YARN_SETTINGS.items()}),
-        published_shape(rope_scaling=YARN),
-    )
-    | cases(
-        traced,
-        {"model.rope_scaling.short": (2.0,) * 4, "model.rope_scaling.extended": True},
-        published_shape(rope_scaling=LONG),
-    )
-    | cases(traced, {"model.rope_scaling.long": (2.0,) * 4}, published_shape(rope_scaling=LONG | {"extended": True}))
-    | cases(traced, {"model.experts": {"kind": "mixture", "count": 4, "per_token": 1}})
-    | cases(
-        traced, {"model.experts.count": 4, "model.experts.per_token": 1, "model.experts.norm_weights": False}, MIXED
-    )
-    | cases(traced, published_shape(**{f"experts.{name}": value for name, value in CHOSEN_SETTINGS.items()}), CHOSEN)
-    | cases(traced, {"model.extras.query_growth": 0.2, "model.extras.query_length": 32}, GROWTH)
-    | cases(
-        traced,
-        published_shape(**{f"extras.latent{name}": size for name, size in (("", 20), ("_query", 8), ("_key", 4))}),
-        LATENT,
-    )
-    | cases(traced, {"model.extras.latent_value": 4}, LATENT)
-)
 
 
 def adapted(config: Config) -> Any:
@@ -213,73 +110,24 @@ def frozen(config: Config) -> str:
     return str(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), base))
 
 
-LORA = cases(adapted, {"lora": "low_rank"}) | cases(
-    adapted, {"lora.rank": 2, "lora.alpha": 8.0, "lora.targets": ("q_proj",)}, {"lora": "low_rank"}
-)
-LORA |= cases(frozen, {"lora.base_bits": 4}, {"lora": "low_rank"})
-
 # ---- the update ----------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def small_batch() -> tuple[Any, ...]:
-    """(log-probabilities, batch): ratios on both sides of every clip, two segments a row."""
-    rng = np.random.default_rng(0)
-
-    def draw(scale):
-        return jnp.asarray(rng.normal(size=(ROWS, TOKENS)) * scale, jnp.float32)
-
-    now = -jnp.abs(draw(1.0)) - 0.5
-    ids = jnp.zeros((ROWS, TOKENS), jnp.int32)
-    segments = jnp.asarray(np.arange(TOKENS)[None] // 6 * 6 + np.zeros((ROWS, 1), int), jnp.int32)
-    batch = TrainBatch(
-        tokens=ids,
-        segment_ids=segments + 1,
-        positions=ids,
-        policy_mask=jnp.asarray(rng.random((ROWS, TOKENS)) < 0.9),
-        logprobs_old=now + draw(1.0),
-        advantages=draw(1.0),
-        weights=jnp.abs(draw(1.0)),
-        ratio_segments=segments,
-        logprobs_ref=now + draw(0.5),
-        count=jnp.ones((), jnp.int32),
-    )
-    return now, batch
-
-
-def gradient(config: Config) -> Any:
-    """The gradient of the loss with respect to the log-probabilities of tokens."""
-    now, batch = small_batch()
-
-    def value(logprobs):
-        return batch_loss(logprobs, -now, batch, config.surrogate)[0]
-
-    return digest(np.asarray(jax.jit(jax.grad(value))(now)))
-
-
-LOSS = (
-    cases(gradient, {"surrogate": "cispo", "surrogate.clip_low": 0.5, "surrogate.clip_high": 0.6})
-    | cases(gradient, {"surrogate.dual": 1.5, "surrogate.delta": 1.5}, {"surrogate": "capped_clip"})
-    | cases(gradient, {"surrogate.low": 0.8, "surrogate.high": 1.2}, {"surrogate": "cispo"})
-    | cases(gradient, {"surrogate.positive": 2.0, "surrogate.negative": 2.0}, {"surrogate": "sapo"})
-    | cases(gradient, {"surrogate.kl": "k2"}, {"surrogate.kl": "k3"})
-    | cases(gradient, {"surrogate.kl.coef": 0.3}, {"surrogate.kl": "k3"})
-)
 
 
 def update_program(config: Config) -> Any:
     """The program of the training forward with its gradient."""
     model = shape_of(config)
     params = jax.eval_shape(partial(init_params, config=model), jax.random.key(0))
-    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), small_batch()[1])
+    like = partial(jax.ShapeDtypeStruct, (ROWS, TOKENS))
+    required = [field.name for field in dataclasses.fields(TrainBatch) if field.default is dataclasses.MISSING]
+    fields = dict.fromkeys(required, like(jnp.float32))
+    fields |= dict.fromkeys(("tokens", "segment_ids", "positions", "ratio_segments"), like(jnp.int32))
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    batch = TrainBatch(**fields | {"policy_mask": like(jnp.bool), "count": count})
 
     def value(p, b):
         return policy_logprobs(p, b, model, config.update)[0].sum()
 
     return program(jax.grad(value), params, batch)
-
-
-UPDATE = cases(update_program, {"update.attention": "blocked", "update.remat": "none", "update.vocab_chunk": 16})
 
 
 def optimized(config: Config) -> Any:
@@ -297,20 +145,6 @@ def resting(config: Config) -> list[str]:
     state = TrainState(jnp.int32(0), params, make_optimizer(config.optim).init(params))
     return sorted({leaf.sharding.memory_kind for leaf in jax.tree.leaves(at_rest(config, state).opt_state)})
 
-
-FAST = {"optim.lr": 0.01, "optim.warmup_steps": 2}
-OPTIM = (
-    cases(optimized, {"optim.lr": 0.02, "optim.warmup_steps": 3, "optim.beta1": 0.5, "optim.beta2": 0.9}, FAST)
-    | cases(optimized, {"optim.eps": 0.1, "optim.weight_decay": 0.5, "optim.max_grad_norm": 0.0}, FAST)
-    | cases(optimized, {"optim.moment_dtype": "bfloat16"}, FAST)
-    | cases(resting, {"optim.offload": True})
-    | cases(optimized, {"optim.schedule": {"kind": "linear", "total_steps": 20}}, FAST)
-    | cases(
-        optimized,
-        {"optim.schedule.total_steps": 25, "optim.schedule.final_ratio": 0.5},
-        FAST | {"optim.schedule": {"kind": "cosine", "total_steps": 20}},
-    )
-)
 
 # ---- sampling and the engine ---------------------------------------------------------------------------------------
 
@@ -426,48 +260,6 @@ def stored(config: Config) -> str:
     return str((made.pool_like(), published))
 
 
-ENGINE = {
-    "rollout.slots": 6,
-    "rollout.chunk": 4,
-    "rollout.max_prompt_tokens": 40,
-    "rollout.max_response_tokens": 90,
-    "rollout.max_turn_tokens": 15,
-    "rollout.append_lengths": (16,),
-    "rollout.pipeline": "off",
-}
-DROPPED = {"rollout.step_limit": {"kind": "drop", "seconds": 1e-9}}
-ROLLOUT = (
-    cases(drawing, {"sampling.top_k": 2, "sampling.top_p": 0.5, "sampling.min_p": 0.3})
-    | cases(rolled, {"sampling.temperature": 0.7}, ENGINE)
-    | cases(
-        rolled,
-        {
-            "rollout.slots": 4,
-            "rollout.chunk": 8,
-            "rollout.max_prompt_tokens": 20,
-            "rollout.max_response_tokens": 60,
-            "rollout.max_turn_tokens": 5,
-            "rollout.kv_tokens": 200,
-            "rollout.kv_start": 64,
-            "rollout.block": 16,
-            "rollout.append_lengths": (8, 32),
-            "rollout.append_rows": 4,
-            "rollout.pipeline": "on",
-            "rollout.turn_timeout_s": 1e-3,
-            "rollout.trajectory_timeout_s": 1e-9,
-        },
-        ENGINE,
-    )
-    | cases(rolled, {"rollout.narrow": ()}, ENGINE | {"rollout.slots": 16})
-    | cases(laid_out, {"rollout.attention": "paged"})
-    | cases(stored, {"rollout.low_precision.cache": "int8"}, {"rollout.low_precision.weights": "int8"})
-    | cases(stored, {"rollout.low_precision.weights": "int8"}, {"rollout.low_precision.cache": "int8"})
-    | cases(reported, {"model.experts.replay": True}, MIXED)
-    | cases(rolled, {"rollout.step_limit": {"kind": "partial", "seconds": 1e-9}}, ENGINE | DROPPED)
-    | cases(rolled, {"rollout.step_limit.seconds": 9.0}, ENGINE | DROPPED)
-)
-
-
 def published_weights(config: Config) -> Any:
     """Whether the weight check accepts weights that were altered by parts of them from 0 to 0.1."""
     shape = {"d_model": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "d_ff": 16}
@@ -485,6 +277,98 @@ def published_weights(config: Config) -> Any:
     return verdicts
 
 
-WEIGHT_CHECK = cases(published_weights, {"rollout.weight_check_tolerance": 1e-5})
+# ---- cases ---------------------------------------------------------------------------------------------------------
 
-CASES = MODEL | LORA | LOSS | UPDATE | OPTIM | ROLLOUT | WEIGHT_CHECK
+PLAIN = shape(d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=192)
+"""The defaults, so that no field contradicts a published model."""
+SLIDING = {"kind": "sliding", "sizes": (4, 0)}
+FULL = SLIDING | {"local_theta": 50.0, "full_head_dim": 8, "full_kv_heads": 2}
+DELTA = {"kind": "gated_delta", "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8, "every": 2}
+MIXTURE = {"kind": "mixture", "count": 4, "per_token": 2}
+CHOSEN = MIXTURE | {"count": 8, "scores": "sigmoid", "groups": 4, "top_groups": 2, "shared": 8}
+SCALED = {"factor": 8.0, "original_length": 64}
+LONG = shape(rope_scaling={"kind": "longrope", "short": (1.5,) * 4, "long": (3.0,) * 4, "original_length": 1024})
+LONG_ROWS = LONG | {"model.rope_scaling.extended": True}
+GROWTH = {"kind": "some", "query_growth": 0.1, "query_length": 4, "rotary_layers": (True, False)}
+LATENT = {"kind": "some", "latent": 16, "latent_key": 8, "latent_value": 8}
+LATENT = shape(kv_heads=1, head_dim=24, extras=LATENT)
+MODEL = (
+    seen(
+        traced,
+        "model",
+        windows=SLIDING,
+        rope_scaling={"kind": "linear", "factor": 2.0},
+        extras={"kind": "some", "logit_cap": 3.0},
+        experts=MIXTURE,
+    ),
+    only(traced, "model", PLAIN, path="{files}/model_plain"),
+    only(traced, "model", PLAIN | {"model.path": "{files}/model_odd"}, ignore_keys=("odd_key",)),
+    seen(traced, "model.windows", shape(layers=4, windows=DELTA), form="mamba2", attention=(0,)),
+    only(traced, "model.windows", shape(windows=SLIDING), sizes=(4,), local_theta=50.0, chunked=True),
+    only(traced, "model.windows", shape(windows=FULL), full_head_dim=12, full_kv_heads=1, full_keys_as_values=True),
+    only(traced, "model.windows", shape(layers=4, windows=FULL | {"shared_layers": 2}), shared_layers=1, shared_ff=16),
+    seen(traced, "model.rope_scaling", shape(rope_scaling={"kind": "llama3", **SCALED})),
+    seen(traced, "model.rope_scaling.share", shape(rope_scaling={"kind": "proportional", "share": 0.5})),
+    seen(
+        traced,
+        " ".join(f"model.rope_scaling.{name}" for name in ("beta_fast", "beta_slow", "truncate", "attention_factor")),
+        shape(rope_scaling={"kind": "yarn", **SCALED}),
+    ),
+    only(traced, "model.rope_scaling", LONG, short=(2.0,) * 4, extended=True),
+    only(traced, "model.rope_scaling", LONG_ROWS, long=(2.0,) * 4),
+    seen(traced, "model.experts", shape(layers=4, experts=CHOSEN | {"dense_layers": 1, "dense_ff": 16})),
+    seen(traced, "model.experts.count model.experts.per_token model.experts.norm_weights", shape(experts=MIXTURE)),
+    seen(traced, "model.experts.own_norms", shape(experts=MIXTURE | {"shared": 8})),
+    seen(traced, "model.experts.every", shape(layers=4, experts=MIXTURE | {"every": 2, "dense_ff": 16})),
+    seen(reported, "model.experts.replay", shape(experts=MIXTURE)),
+    seen(traced, "model.extras", shape(extras="some"), rotary_layers=(False,)),
+    seen(
+        traced,
+        "model.extras.query_growth model.extras.query_length model.extras.query_unrotated",
+        shape(extras=GROWTH),
+    ),
+    only(traced, "model.extras", LATENT, latent=20, latent_query=8, latent_key=4, latent_value=4),
+)
+ENGINE = {
+    "rollout.slots": 6,
+    "rollout.chunk": 4,
+    "rollout.max_prompt_tokens": 40,
+    "rollout.max_response_tokens": 90,
+    "rollout.max_turn_tokens": 15,
+    "rollout.append_lengths": (16,),
+    "rollout.pipeline": "off",
+}
+DROPPED = ENGINE | {"rollout.step_limit": {"kind": "drop", "seconds": 1e-9}}
+ROLLOUT = (
+    seen(drawing, "sampling"),
+    seen(rolled, "sampling.temperature", ENGINE),
+    seen(
+        rolled,
+        "rollout",
+        ENGINE,
+        kv_tokens=200,
+        append_lengths=(8, 32),
+        turn_timeout_s=1e-3,
+        trajectory_timeout_s=1e-9,
+    ),
+    only(rolled, "rollout", ENGINE | {"rollout.slots": 16}, narrow=()),
+    seen(laid_out, "rollout.attention"),
+    seen(stored, "rollout.low_precision", {"rollout.low_precision.weights": "int8"}),
+    seen(stored, "rollout.low_precision.weights", {"rollout.low_precision.cache": "int8"}),
+    only(rolled, "rollout", DROPPED, step_limit={"kind": "partial", "seconds": 1e-9}),
+    only(rolled, "rollout.step_limit", DROPPED, seconds=9.0),
+    only(published_weights, "rollout", weight_check_tolerance=1e-5),
+)
+FAST = {"optim.lr": 0.01, "optim.warmup_steps": 2}
+COSINE = {"optim.schedule": {"kind": "cosine", "total_steps": 20}}
+UPDATE = (
+    seen(adapted, "lora"),
+    only(adapted, "lora", {"lora": "low_rank"}, targets=("q_proj",)),
+    seen(adapted, "lora.rank lora.alpha", {"lora": "low_rank"}),
+    seen(frozen, "lora.base_bits", {"lora": "low_rank"}),
+    seen(update_program, "update"),
+    seen(optimized, "optim", FAST, schedule={"kind": "linear", "total_steps": 20}),
+    seen(optimized, "optim.schedule", FAST | COSINE),
+    seen(resting, "optim.offload"),
+)
+SEEN = (*MODEL, *ROLLOUT, *UPDATE)

@@ -46,7 +46,7 @@ from grpo_roc_jax.run.watch import RULES, Alarms, Stopped, Watch, Watchdog
 from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem, Turn
-from tests.helpers.knobs import cases, digest, files, write_lines
+from tests.helpers.knobs import Seen, digest, files, only, seen, write_lines
 from tests.helpers.knobs_step import scripted_parts, scripted_programs
 
 TEMPLATES = Path(__file__).parent.parent / "text" / "templates"
@@ -107,26 +107,7 @@ def dialogue(config: Config) -> Any:
 
 JSON = {"text.tokenizer": {"kind": "file", "path": "{files}/tokenizer_chatml_tools"}}
 THINKING = {"text.tokenizer": "{files}/tokenizer_thinking", "text.template": "model"}
-FORGETTING = THINKING | {"text.template.file": "{files}/forgets.jinja", "text.calls": "hermes"}
 QWEN = THINKING | {"text.template.file": str(TEMPLATES / "qwen3_5.jinja")}
-TEXT = (
-    cases(dialogue, {"text.tokenizer": "bytes", "text.system": "default", "text.tools_section": True})
-    | cases(dialogue, {"text.instruction": "default", "text.observation_tokens": 32, "text.max_calls_per_turn": 2})
-    | cases(dialogue, {"text.calls": "gemma"})
-    | cases(dialogue, {"text.tokenizer.eos_token": "<|endoftext|>", "text.tokenizer.pad_token": "<|im_start|>"}, JSON)
-    | cases(dialogue, {"text.template": "llama3"}, JSON)
-    | cases(dialogue, {"text.tokenizer.added_tokens": ("<|high_reward|>", "<|low_reward|>")}, JSON)
-    | cases(dialogue, {"text.template.file": str(TEMPLATES / "chatml_tools.jinja")}, THINKING)
-    | cases(dialogue, {"text.template.history": "refuse"}, FORGETTING)
-    | cases(dialogue, {"text.template.variables": ("enable_thinking=false",)}, QWEN)
-    | cases(
-        dialogue,
-        {"text.template.date": "2024-02-29"},
-        THINKING | {"text.template.file": str(TEMPLATES / "llama3.jinja")},
-    )
-    | cases(dialogue, {"text.tokenizer.path": str(Path(train.__file__).parent / "text" / "toy.model")}, JSON)
-)
-
 # ---- data ----------------------------------------------------------------------------------------------------------
 
 
@@ -150,22 +131,6 @@ def data(config: Config) -> Any:
     held_out = [(p.uid, p.prompt) for p in eval_problems(config.data)]
     return digest(seen, stream.notes, held_out, demonstrated)
 
-
-WORLDS = {"data.sources": ("world:products:1", "world:gcd:1"), "data.eval_sources": ()}
-DATA = (
-    cases(data, {"data.sources": ("{files}/more.jsonl",), "data.shuffle": True})
-    | cases(data, {"data.eval_problems": 4, "data.eval_seed": 5, "data.eval_sources": ("{files}/more.jsonl",)})
-    | cases(data, {"data.prompt_column": "solution", "data.answer_column": "explained"})
-    | cases(data, {"data.bad_rows": "fail"}, {"data.sources": ("{files}/bad.jsonl",)})
-    | cases(data, {"data.weights": (1.0, 3.0), "data.world_problems": 3}, WORLDS)
-    | cases(data, {"data.trace_sources": ("{files}/traces.jsonl",)}, WORLDS)
-    | cases(
-        data,
-        {"data.trace_weights": (1.0, 9.0)},
-        WORLDS | {"data.trace_sources": ("world:gcd:1", "{files}/traces.jsonl")},
-    )
-    | cases(data, {f"data.demonstrations.{kind}": 5.0 for kind in ("guess", "repair", "clean", "wrong")}, WORLDS)
-)
 
 # ---- reward --------------------------------------------------------------------------------------------------------
 
@@ -248,36 +213,6 @@ def judged(config: Config) -> Any:
     return [group.verdicts for group in scored.groups], scored.faults, limits, threads
 
 
-ANSWER = {"weight": 2.0, "workers": 1, "timeout_s": 2.0, "memory_mb": 512, "strict": True}
-CALLED = {"weight": 2.0, "path": "tests.helpers.knobs_host:fast", "timeout_s": 0.001}
-OWN = {"reward.functions": ("tests.helpers.knobs_host:slow",)}
-SEVERAL = {"weight": 2.0, "separator": ", 42"}
-CRITERIA = {"weight": 2.0, "rules": ("x",), "column": "points", "judge": "tests.helpers.knobs_host:lenient"}
-PICKY = {"reward.functions": ({"kind": "criteria", "rules": ("answer",)},)}
-LATE = {"reward.functions": ({"kind": "criteria", "rules": ("a",), "judge": "tests.helpers.knobs_host:lenient"},)}
-REWARD = (
-    cases(judged, {"reward.functions": ("answer", {"kind": "format", "weight": 0.5}, "tests.helpers.knobs_host:slow")})
-    | cases(judged, {"reward.extraction": "lenient", "reward.answer_tag": "result"})
-    | cases(judged, {"reward.truncated": "score"})
-    | cases(judged, {"reward.truncated.reward": 0.2}, {"reward.truncated": {"kind": "fixed", "reward": 0.1}})
-    | cases(judged, {f"reward.functions.answer.{name}": value for name, value in ANSWER.items()})
-    | cases(judged, {"reward.functions.format.weight": 2.0, "reward.functions.clean_tools.weight": 2.0})
-    | cases(judged, {f"reward.functions.function.{name}": value for name, value in CALLED.items()}, OWN)
-    | cases(
-        judged,
-        {f"reward.functions.several_answers.{name}": value for name, value in SEVERAL.items()},
-        {"reward.functions": ("several_answers",)},
-    )
-    | cases(judged, {f"reward.functions.criteria.{name}": value for name, value in CRITERIA.items()}, PICKY)
-    | cases(judged, {"reward.functions.criteria.timeout_s": 0.001}, LATE)
-    | cases(
-        judged,
-        {"reward.functions.environment.weight": 2.0, "reward.functions.environment.success": 0.5}
-        | {"reward.functions.environment.part": "speed"},
-        {"reward.functions": ("environment",), "environment": "tests.helpers.knobs_tools:Trial"},
-    )
-)
-
 # ---- the supervised stage ------------------------------------------------------------------------------------------
 
 
@@ -303,18 +238,6 @@ def taught(config: Config) -> Any:
         supervised.supervise(config, policy, sampling.sampler.chat, None, writer)
     return batches, rates, written
 
-
-SFT = cases(
-    taught,
-    {
-        "sft.steps": 6,
-        "sft.traces": 5,
-        "sft.lr": 1e-3,
-        "sft.warmup_steps": 1,
-        "sft.reward_tokens": "token",
-    },
-    WORLDS | {"sft.steps": 4, "sft.traces": 4},
-)
 
 # ---- the run -------------------------------------------------------------------------------------------------------
 
@@ -358,6 +281,10 @@ def run(config: Config) -> Any:
 
 def rerun(config: Config) -> Any:
     return run_of(config, 2)
+
+
+def has_stage(config: Config) -> bool:
+    return config.stage_after(None, 0) < len(config.stages or ())
 
 
 def watched(config: Config) -> Any:
@@ -459,51 +386,6 @@ def reported(config: Config) -> Any:
     return service.received
 
 
-SHORT = {"steps": 2, "log.console": "off", "data.eval_problems": 0, "data.eval_sources": ()}
-RUN = (
-    cases(run, {"name": "other", "run_dir": "here", "steps": 1, "log.console": "plain", "log.traces": 0}, SHORT)
-    | cases(run, {"checkpoint.every": 1}, SHORT)
-    | cases(
-        lambda config: config.stage_after(None, 0) < len(config.stages or ()), {"stages": ({"name": "a", "steps": 2},)}
-    )
-    | cases(run, {"checkpoint.keep": 1}, SHORT | {"checkpoint.every": 1})
-    | cases(run, {"log.samples": 1}, SHORT | {"log.console": "plain"})
-    | cases(run, {"log.tensorboard": True, "eval.every": 1}, {"steps": 2, "log.console": "off"})
-    | cases(rerun, {"resume": "auto"}, SHORT | {"steps": 1})
-    | cases(
-        watched,
-        {
-            "limits.empty_steps": 3,
-            "limits.skipped_updates": 2,
-            "limits.infrastructure_share": 0.5,
-            "limits.infrastructure_steps": 2,
-        },
-    )
-    | cases(
-        alarmed,
-        {
-            "watch.stop": ("truncated",),
-            "watch.steps": 2,
-            "watch.history": 2,
-            "watch.reward_spread": 0.1,
-            "watch.tool_calls": 1.5,
-            "watch.entropy_low": 1.2,
-            "watch.entropy_high": 3.0,
-            "watch.truncated": 0.3,
-            "watch.grad_norm": 1.8,
-            "watch.logprob_gap": 0.005,
-            "watch.sample_size": 0.9,
-            "watch.answers": 3.0,
-        },
-        {"watch.grad_norm": 2.0},
-    )
-    | cases(limited, {"watch.stall_factor": 3.0, "watch.stall_floor_s": 60.0}, {"watch.steps": 3})
-    | cases(asked, {"watch.notice_url": "http://127.0.0.1:9/preempted"}, {"watch.steps": 3})
-    | cases(blocked, {"checkpoint.fail_on_error": True})
-    | cases(reported, {"log.wandb": "offline"})
-    | cases(reported, {"log.wandb.project": "other"}, {"log.wandb": "offline"})
-)
-
 # ---- devices -------------------------------------------------------------------------------------------------------
 
 
@@ -516,9 +398,6 @@ def spread(config: Config) -> Any:
     model = ModelConfig(vocab_size=64)
     places = jax.tree.map(lambda place: str(place.spec), axes_shardings(param_axes(model), mesh))
     return dict(mesh.shape), mesh.devices.shape, places
-
-
-SHARDING = cases(spread, {"sharding.data": 2, "sharding.fsdp": 2, "sharding.sequence": 2, "sharding.tensor": 2})
 
 
 def met(config: Config) -> Any:
@@ -536,16 +415,82 @@ def met(config: Config) -> Any:
         return f"refused: {error}"
 
 
-FOUR = {
-    "distributed": "address",
-    "distributed.coordinator": "here:99",
-    "distributed.processes": 4,
-    "distributed.process": 1,
-}
-DISTRIBUTED = (
-    cases(met, {"distributed": "cluster"})
-    | cases(met, {"distributed.coordinator": "there:99", "distributed.processes": 5, "distributed.process": 2}, FOUR)
-    | cases(met, {"distributed.join_timeout_s": 7.0, "distributed.heartbeat_s": 8.0}, FOUR)
+# ---- cases ---------------------------------------------------------------------------------------------------------
+
+OWN_TEMPLATE = THINKING | {"text.template.file": "{files}/forgets.jinja", "text.calls": "hermes"}
+DATED = THINKING | {"text.template.file": str(TEMPLATES / "llama3.jinja")}
+TEXT = (
+    seen(dialogue, "text", system="default", instruction="default", observation_tokens=32, max_calls_per_turn=2),
+    only(dialogue, "text", tokenizer="bytes"),
+    only(dialogue, "text", JSON, template="llama3"),
+    only(dialogue, "text.tokenizer", JSON, eos_token="<|endoftext|>", pad_token="<|im_start|>"),
+    only(dialogue, "text.tokenizer", JSON, path=str(Path(train.__file__).parent / "text" / "toy.model")),
+    only(dialogue, "text.tokenizer", JSON, added_tokens=("<|high_reward|>", "<|low_reward|>")),
+    only(dialogue, "text.template", THINKING, file=str(TEMPLATES / "chatml_tools.jinja")),
+    only(dialogue, "text.template", OWN_TEMPLATE, history="refuse"),
+    only(dialogue, "text.template", QWEN, variables=("enable_thinking=false",)),
+    only(dialogue, "text.template", DATED, date="2024-02-29"),
+)
+WORLDS = {"data.sources": ("world:products:1", "world:gcd:1"), "data.eval_sources": ()}
+TRACES = WORLDS | {"data.trace_sources": ("world:gcd:1", "{files}/traces.jsonl")}
+DATA = (
+    seen(data, "data", sources=("{files}/more.jsonl",), eval_sources=("{files}/more.jsonl",)),
+    only(data, "data", prompt_column="solution", answer_column="explained"),
+    only(data, "data", {"data.sources": ("{files}/bad.jsonl",)}, bad_rows="fail"),
+    only(data, "data", WORLDS, weights=(1.0, 3.0), world_problems=3, trace_sources=("{files}/traces.jsonl",)),
+    only(data, "data", TRACES, trace_weights=(1.0, 9.0)),
+    only(data, "data.demonstrations", WORLDS, guess=5.0, repair=5.0, clean=5.0, wrong=5.0),
+    seen(taught, "sft", WORLDS | {"sft.steps": 4, "sft.traces": 4}, warmup_steps=1, reward_tokens="token"),
 )
 
-CASES = TEXT | DATA | REWARD | SFT | RUN | SHARDING | DISTRIBUTED
+
+def judging(*functions: Any) -> dict[str, Any]:
+    return {"reward.functions": functions}
+
+
+HERE = "tests.helpers.knobs_host:"
+CRITERIA = judging({"kind": "criteria", "rules": ("answer",)})
+LATE = judging({"kind": "criteria", "rules": ("a",), "judge": f"{HERE}lenient"})
+TRIAL = judging("environment") | {"environment": "tests.helpers.knobs_tools:Trial"}
+REWARD = (
+    seen(judged, "reward", functions=("answer", {"kind": "format", "weight": 0.5}, f"{HERE}slow"), answer_tag="result"),
+    only(judged, "reward.functions.answer", timeout_s=2.0),
+    seen(judged, "reward.truncated.reward", {"reward.truncated": {"kind": "fixed", "reward": 0.1}}),
+    seen(judged, "reward.functions.function", judging(f"{HERE}slow"), path=f"{HERE}fast", timeout_s=0.001),
+    seen(judged, "reward.functions.several_answers", judging("several_answers"), separator=", 42"),
+    seen(judged, "reward.functions.criteria", CRITERIA, rules=("x",), column="points", judge=f"{HERE}lenient"),
+    only(judged, "reward.functions.criteria", LATE, timeout_s=0.001),
+    seen(judged, "reward.functions.environment", TRIAL, part="speed", success=0.5),
+)
+QUIET = {"log.console": "off", "data.eval_problems": 0, "data.eval_sources": ()}
+RUN = (
+    seen(run, "steps log.console log.traces", QUIET),
+    only(run, "checkpoint", QUIET, every=1),
+    only(run, "checkpoint", QUIET | {"checkpoint.every": 1}, keep=1),
+    only(run, "log", QUIET | {"log.console": "plain"}, samples=1),
+    only(run, "eval", {"log.console": "off"}, every=1),
+    seen(run, "log.tensorboard", QUIET),
+    seen(rerun, "resume", QUIET | {"steps": 1}),
+    seen(blocked, "checkpoint.fail_on_error"),
+    seen(reported, "log.wandb"),
+    only(reported, "log.wandb", {"log.wandb": "offline"}, project="other"),
+    seen(watched, "limits"),
+    seen(alarmed, "watch", {"watch.grad_norm": 2.0}, stop=("truncated",), reward_spread=0.1, entropy_low=1.2),
+    only(alarmed, "watch", {"watch.grad_norm": 2.0}, grad_norm=1.8),
+    seen(limited, "watch.stall_factor watch.stall_floor_s", {"watch.steps": 3}),
+    only(asked, "watch", {"watch.steps": 3}, notice_url="http://127.0.0.1:9/preempted"),
+    Seen(run, ("name", "run_dir"), QUIET, {"name": "other", "run_dir": "here"}),
+    Seen(
+        lambda config: config.stage_after(None, 0) < len(config.stages or ()),
+        (),
+        {},
+        {"stages": ({"name": "a", "steps": 2},)},
+    ),
+)
+FOUR = {"distributed": {"kind": "address", "coordinator": "here:99", "processes": 4, "process": 1}}
+SEEN = (
+    *(*TEXT, *DATA, *REWARD, *RUN),
+    only(spread, "sharding", data=2, fsdp=2, sequence=2, tensor=2),
+    seen(met, "distributed", FOUR, coordinator="there:99"),
+    Seen(met, (), {}, {"distributed": "cluster"}),
+)

@@ -35,7 +35,7 @@ from grpo_roc_jax.stream.rollout_stream import ESS
 from grpo_roc_jax.train import sample_step
 from grpo_roc_jax.types import Group, RolloutRequest, ToolResult, Trajectory
 from tests.helpers.fake_executor import FakeExecutor
-from tests.helpers.knobs import cases, digest
+from tests.helpers.knobs import digest, only, seen
 from tests.helpers.stream_fakes import opened, play
 
 SOLVED = (0.0, 0.4, 0.7, 1.0)
@@ -264,21 +264,15 @@ def streamed(config: Config) -> Any:
     return len(engine.submitted), dropped, order, stream.after_update(run, [], {ESS: 0.4})[1]
 
 
-CASES = (
-    cases(step, {"group.problems": 3, "group.size": 2, "group.dynamic_sampling_rounds": 1, "seed": 1})
-    | cases(step, {"batch.row_length": 700, "batch.rows": 2, "batch.updates": 2})
-    | cases(
-        step, {"batch.updates.parts": 4, "batch.updates.epochs": 2}, {"batch.updates": {"kind": "several", "parts": 2}}
-    )
-    | cases(step, {"method.edit_groups": f"{PART}shortened", "method.edit_rows": f"{PART}doubled"})
-    | cases(step, {"method.tracker_decay": 0.5})
-    | cases(admitted, {"rollout.admission": "longest"})
-    | cases(step, {"rollout.max_turns": 2, "rollout.early_exit": True})
-    | cases(step, {"tools.enabled": ("jupyter_code",), "tools.observation": "rstar2", "tools.hide_addresses": False})
-    | cases(
-        streamed,
-        {"rollout.step_limit.lag": 2, "rollout.step_limit.late": "drop", "rollout.step_limit.min_effective": 0.3},
-        {"rollout.step_limit": {"kind": "stream"}, "steps": 9},
-    )
-    | cases(evaluated, {"eval.samples": 2, "eval.temperature": 0.5})
+SEEN = (
+    seen(step, "group seed"),
+    seen(step, "batch", updates=2),
+    seen(step, "batch.updates", {"batch.updates": {"kind": "several", "parts": 2}}, parts=4),
+    seen(step, "method", edit_groups=f"{PART}shortened", edit_rows=f"{PART}doubled"),
+    seen(admitted, "rollout.admission"),
+    seen(step, "rollout.max_turns rollout.early_exit"),
+    seen(step, "tools.observation tools.hide_addresses"),
+    only(step, "tools", enabled=("jupyter_code",)),
+    seen(streamed, "rollout.step_limit", {"rollout.step_limit": {"kind": "stream"}, "steps": 9}, lag=2),
+    seen(evaluated, "eval.samples eval.temperature"),
 )

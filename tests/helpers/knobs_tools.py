@@ -25,7 +25,7 @@ from grpo_roc_jax.tools.executor import make_executor, settings_of
 from grpo_roc_jax.tools.interface import CodeCall
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Turn
-from tests.helpers.knobs import Case, cases, files, made
+from tests.helpers.knobs import Case, Seen, files, made, only, seen
 
 TOOL, CELL = "python_code_with_standard_io", "jupyter_code"
 
@@ -109,10 +109,9 @@ class Probe:
 
 def alone(values: dict[str, Any]) -> dict[str, Case]:
     """One case per setting. By default all settings are changed together, since each program reaches one limit only."""
-    together = tuple((f"tools.{name}", value) for name, value in values.items())
+    together = {f"tools.{name}": value for name, value in values.items()}
     return {
-        f"tools.{name}": Case(Probe(name), value, tuple(ONE.items()), together, partial(unfit, name))
-        for name, value in values.items()
+        f"tools.{name}": Case(Probe(name), value, ONE, together, partial(unfit, name)) for name, value in values.items()
     }
 
 
@@ -145,7 +144,7 @@ TINY = {
     "workers": 2,
     "sessions": 1,
 }
-RUN = alone(TINY) | alone({"wall_s": 0.25, "cpu_s": 0.02})
+EXECUTOR = alone(TINY) | alone({"wall_s": 0.25, "cpu_s": 0.02})
 
 
 def started(config: Config) -> str:
@@ -159,8 +158,6 @@ def started(config: Config) -> str:
     finally:
         executor.close()
 
-
-START = cases(started, {"tools.start_timeout_s": 1e-3}, ONE)
 
 # ---- what its processes decide -------------------------------------------------------------------------------------
 
@@ -224,15 +221,6 @@ def copied(config: Config) -> list[str]:
     return made
 
 
-INSIDE = (
-    cases(planned, {"tools.level": "L1"}, {"tools.min_level": "L0"})
-    | cases(planned, {"tools.min_level": "L3"})
-    | cases(shared, {"tools.roots": 3}, {"tools.workers": 4})
-    | cases(housekept, {"tools.queue_timeout_s": 50.0, "tools.session_idle_s": 500.0})
-    | cases(starving, {"tools.cpu_floor_s": 0.01})
-    | cases(copied, {"tools.session_replay_ms": 10.0})
-)
-
 # ---- elsewhere -----------------------------------------------------------------------------------------------------
 
 
@@ -245,16 +233,6 @@ def bounded(config: Config) -> Any:
     directory = cgroup.make_cgroup(config.tools.executor).directory
     return directory.parent.name, {file.name: file.read_text() for file in directory.iterdir()}
 
-
-ELSEWHERE = cases(
-    bounded,
-    {
-        "tools.executor.memory_mb": 99,
-        "tools.executor.processes": 9,
-        "tools.executor.parent": "{files}/parent",
-    },
-    {"tools.executor": {"kind": "cgroup", "parent": "{files}/own"}},
-)
 
 # ---- environments --------------------------------------------------------------------------------------------------
 
@@ -292,12 +270,11 @@ def blamed_of(config: Config) -> Any:
     """Whose fault it is that an environment cannot read what the policy said."""
     episodes = make_episodes(config, Registry())
     episodes.open([("a", Problem("p", "?", "1", "knobs", {"environment": "a"}), 0)])
-    episodes.play("a", Turn(0, 1, "no number"), ())
-    answers = []
-    while not answers:  # it may be there already
-        answers += episodes.poll(60.0)
+    answer = episodes.play("a", Turn(0, 1, "no number"), ())
+    while answer is None:
+        answer = dict(episodes.poll(60.0)).get("a")
     episodes.close()
-    return [answer.failure.by_policy for _, answer in answers]
+    return answer.failure.by_policy
 
 
 def environments_of(config: Config) -> Any:
@@ -358,40 +335,36 @@ def agents_of(config: Config) -> Any:
     return given
 
 
-AGENT = {"environment": {"kind": "agent", "command": "a b"}, "reward.functions": ("environment",)}
-EPISODES = (
-    cases(agents_of, {"environment.command": "c", "environment.timeout_s": 9.0, "environment.at_once": 3}, AGENT)
-    | cases(agents_of, {"environment.trained": ("planner",), "environment.warm": False}, AGENT)
-    | cases(agents_of, {"environment.address": "localhost", "environment.port": 8001}, AGENT)
-    | cases(
-        agents_of,
-        {"environment.function": "tests.serving.agent_functions:quiet"},
-        AGENT | {"environment": {"kind": "agent", "function": "tests.serving.agent_functions:late"}},
-    )
-    | cases(environments_of, {"environment": "tests.helpers.knobs_tools:Trial"})
-    | cases(
-        blamed_of,
-        {"environment.on_failure": "drop"},
-        OWN | {"environment": {"kind": "class", "path": "tests.helpers.knobs_tools:Careless"}},
-    )
-    | cases(environments_of, {"environment.path": "tests.helpers.knobs_tools:Trial2"}, OWN)
-    | cases(environments_of, {"environment.timeout_s": 0.05, "environment.retries": 0}, OWN)
-    | cases(environments_of, {"environment.host": "processes"}, OWN)
-    | cases(environments_of, {"environment.host.workers": 2}, OWN | {"environment.host": "processes"})
-    | cases(environments_of, {"environment.host.cpus": 0.5}, OWN | {"environment.host": "ray"})
-    | cases(
-        environments_of,
-        {"environment.classes": ("a=tests.helpers.knobs_tools:Trial2",)},
-        OWN | {"environment": {"kind": "by_row", "classes": ["a=tests.helpers.knobs_tools:Trial"]}},
-    )
-    | {
-        f"environment.{name}": Case(asked_of_mcp, value, (("environment", rest),))
-        for name, value, rest in (
-            ("command", ("b",), {"kind": "mcp", "command": ("a",)}),
-            ("log", os.devnull, {"kind": "mcp", "command": ("a",)}),
-            ("token_variable", "HOME", {"kind": "mcp", "url": "http://a"}),
-        )
-    }
-)
+# ---- cases ---------------------------------------------------------------------------------------------------------
 
-CASES = RUN | START | INSIDE | ELSEWHERE | EPISODES
+
+def environment(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"environment": {"kind": kind, **fields}}
+
+
+HERE = "tests.helpers.knobs_tools:"
+AGENT = OWN | environment("agent", command="a b")
+FUNCTION = AGENT | environment("agent", function="tests.serving.agent_functions:late")
+BY_ROW = OWN | environment("by_row", classes=[f"a={HERE}Trial"])
+CGROUP = {"tools.executor": {"kind": "cgroup", "parent": "{files}/own"}}
+SEEN = (
+    only(started, "tools", ONE, start_timeout_s=1e-3),
+    seen(planned, "tools.level", {"tools.min_level": "L0"}),
+    seen(planned, "tools.min_level"),
+    only(shared, "tools", {"tools.workers": 4}, roots=3),
+    only(housekept, "tools", queue_timeout_s=50.0, session_idle_s=500.0),
+    only(starving, "tools", cpu_floor_s=0.01),
+    only(copied, "tools", session_replay_ms=10.0),
+    seen(bounded, "tools.executor", CGROUP, parent="{files}/parent"),
+    seen(agents_of, "environment.port environment.warm environment.at_once", AGENT),
+    only(agents_of, "environment", AGENT, trained=("planner",), address="localhost"),
+    only(agents_of, "environment", FUNCTION, function="tests.serving.agent_functions:quiet"),
+    Seen(environments_of, (), {}, {"environment": f"{HERE}Trial"}),
+    only(blamed_of, "environment", OWN | environment("class", path=f"{HERE}Careless"), on_failure="drop"),
+    only(environments_of, "environment", OWN, path=f"{HERE}Trial2", timeout_s=0.05, retries=0, host="processes"),
+    seen(environments_of, "environment.host.workers", OWN | {"environment.host": "processes"}),
+    seen(environments_of, "environment.host.cpus", OWN | {"environment.host": "ray"}),
+    only(environments_of, "environment", BY_ROW, classes=(f"a={HERE}Trial2",)),
+    only(asked_of_mcp, "environment", environment("mcp", command=("a",)), command=("b",), log=os.devnull),
+    only(asked_of_mcp, "environment", environment("mcp", url="http://a"), token_variable="HOME"),
+)
