@@ -289,6 +289,8 @@ class SamplerModel:
     """See `transformer.Execution`."""
     mesh: Mesh | None = None
     """See `PoolWriter`."""
+    outputs_first: bool = False
+    """See `transformer.unembed`."""
 
 
 @dataclass(frozen=True)
@@ -568,7 +570,8 @@ def draw_tokens(
 ) -> tuple[Slots, ChunkReport]:
     """(slots, report) after a step whose layers returned `x`, and chose these experts where they are recorded."""
     config = model.config
-    logits = gathered(unembed(params, final_hidden(params, x, config), config)[:, 0], model.mesh)
+    logits = unembed(params, final_hidden(params, x, config), config, outputs_first=model.outputs_first)
+    logits = gathered(logits[:, 0], model.mesh)
     drawn_at = slots.position + 1
     uniform = uniforms(slots.key, drawn_at)
     draw = sample(logits, uniform, slots.temperature, settings.sampling, settings.vocab_size, steering)

@@ -71,8 +71,14 @@ def make_engine(
         model_config, rollout_config, sampling_config, tuple(stop_ids), vocab_size, local, shares_layers, platform
     )
     rollout_config.check_shards(programs.shards)
-    tolerance, by_layer = rollout_config.weight_check_tolerance, programs.shares_layers
-    publisher = Publisher(trained, mesh, tolerance, rollout_config.weight_dtype, by_layer=by_layer)
+    publisher = Publisher(
+        trained,
+        mesh,
+        rollout_config.weight_check_tolerance,
+        rollout_config.weight_dtype,
+        by_layer=programs.shares_layers,
+        outputs_first=programs.outputs_first,
+    )
     return Engine(programs, publisher, seed)
 
 

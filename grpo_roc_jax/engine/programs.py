@@ -174,8 +174,6 @@ class SamplerPrograms:
         """Whether appends hold the tokens of several rows side by side (`decode.append_packed`)."""
         rows = rollout.append_rows or (1 if on_cpu else 8)
         self.append_rows = tuple(dict.fromkeys((*(n for n in (1, 2, 4, 8) if n < rows), rows)))
-        # `_on_mesh` splits the rows; within a shard the experts are split.
-        self._sampler = SamplerModel(model, partial(mix_experts, mesh=mesh, rows=()), mesh)
         self.settings = ChunkSettings(sampling, rollout.chunk, stop_ids, vocab_size)
         per_shard = rollout.slots // self.shards
         blocks = rollout.shard_blocks(self.shards)
@@ -187,9 +185,14 @@ class SamplerPrograms:
         self._grown = 0
         parts = {-(-per_shard // part) for part in rollout.narrow}
         self.widths = (*sorted(width for width in parts if 4 <= width < per_shard), per_shard)
-        large = on_cpu and (mesh is None or mesh.size == 1) and layer_weights(model) >= LAYER_WEIGHTS
-        self.shares_layers = large if shares_layers is None else shares_layers
+        self.large = on_cpu and (mesh is None or mesh.size == 1) and layer_weights(model) >= LAYER_WEIGHTS
+        """Whether the layers are large and on a CPU, whose calls from the host cost little beside their products."""
+        self.outputs_first = self.large and rollout.weight_dtype == "full"
+        """Whether the weights come as `model.outputs_first` says."""
+        self.shares_layers = self.large if shares_layers is None else shares_layers
         """Whether all layers of a kind share an executable (`engine.by_layer`)."""
+        # `_on_mesh` splits the rows; within a shard the experts are split.
+        self._sampler = SamplerModel(model, partial(mix_experts, mesh=mesh, rows=()), mesh, self.outputs_first)
         self.compiled: dict[tuple, Any] = {}
         """The executables, by the key of their calls and the number of blocks of the pool."""
         self._parts: dict[tuple, LayerProgram] = {}

@@ -21,6 +21,7 @@ from grpo_roc_jax.engine.decode import SamplerModel
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.low_precision import is_quantized, plain_layer, quantized_layer, split_all
+from grpo_roc_jax.model.outputs_first import turned, turned_layer
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, Spans, allocate
 from grpo_roc_jax.model.rotary import Rope, rope_names
 from grpo_roc_jax.model.sharding import head_copies, place_host, place_shapes, process_mesh
@@ -88,6 +89,8 @@ class Published:
     """Dtype of the layers' matrices: the compute dtype, or int8."""
     copies: int = 1
     """How often each key-value head is repeated."""
+    outputs_first: bool = False
+    """Whether matrices in the compute dtype are `model.outputs_first.OutputsFirst`."""
 
 
 PLAIN = Published()
@@ -107,7 +110,15 @@ def sampled_layer(
     layer = leaves if index is None else {name: leaves[name][index[i]] for i, name in enumerate(sorted(leaves))}
     layer = copied(layer, config)
     layer = repeat_heads(layer, config, form.copies) if form.copies > 1 else layer
-    return quantized_layer(layer, 8) if form.weights == "int8" else layer
+    if form.weights == "int8":
+        return quantized_layer(layer, 8)
+    return turned_layer(layer) if form.outputs_first else layer
+
+
+def sampled_ends(ends: Params, config: ModelConfig, form: Published) -> Params:
+    """The parameters outside of the layers as they are sampled from, copied."""
+    ends = copied(ends, config)
+    return ends | {"unembed": turned(ends["unembed"], 1)} if form.outputs_first and "unembed" in ends else ends
 
 
 def layer_arguments(layers: Params, config: ModelConfig) -> Iterator[tuple[dict[str, Array], np.ndarray | None]]:
@@ -125,7 +136,7 @@ def unstack(params: Params, config: ModelConfig, form: Published = PLAIN) -> Par
     """Copies in the sampler's dtypes, with layers as a tuple; slicing stacked weights in every step would copy them
     all."""
     layers = (sampled_layer(*of, config, form) for of in layer_arguments(params["layers"], config))
-    return copied(split_ends(params), config) | {"layers": tuple(layers)}
+    return sampled_ends(split_ends(params), config, form) | {"layers": tuple(layers)}
 
 
 def sampler_shardings(
@@ -164,6 +175,8 @@ def sampler_shardings(
     else:
         layers = params["layers"]
     everywhere = NamedSharding(mesh, P())
+    if params is not None:
+        ends = split_all({name: ends[name] for name in ends if name in params}, split_ends(params))
     return ends | {
         "layers": tuple(split_all({name: layer.get(name, everywhere) for name in leaves}, leaves) for leaves in layers)
     }
@@ -175,7 +188,9 @@ def shares_weights(params: Params, weights: str) -> bool:
     return isinstance(params["layers"], tuple) and weights == "full"
 
 
-def published_like(params: Params, config: ModelConfig, mesh: Mesh | AbstractMesh | None, weights: str) -> Params:
+def published_like(
+    params: Params, config: ModelConfig, mesh: Mesh | AbstractMesh | None, weights: str, *, outputs_first: bool = False
+) -> Params:
     """Shapes, dtypes and shardings of what `Publisher.convert` makes of parameters of such shapes.
 
     Args:
@@ -183,9 +198,10 @@ def published_like(params: Params, config: ModelConfig, mesh: Mesh | AbstractMes
         config: The configuration of the model that is trained.
         mesh: The mesh that is sampled on; None: one device.
         weights: See `Published`.
+        outputs_first: See `Published`.
     """
     sampled = sampler_config(config, mesh)
-    form = Published(weights, sampled.kv_heads // config.kv_heads)
+    form = Published(weights, sampled.kv_heads // config.kv_heads, outputs_first)
     change = partial(unstack, config=config, form=form)
     if shares_weights(params, weights):
         change = partial(cast_params, dtype=compute_dtype(config))
@@ -311,9 +327,16 @@ class Publisher:
     """
 
     def __init__(
-        self, config: ModelConfig, mesh: Mesh | None, tolerance: float, weights: str = "full", *, by_layer: bool = False
+        self,
+        config: ModelConfig,
+        mesh: Mesh | None,
+        tolerance: float,
+        weights: str = "full",
+        *,
+        by_layer: bool = False,
+        outputs_first: bool = False,
     ):
-        """`weights` is the dtype of the layers' matrices, see `Published`; `by_layer`: layers share programs.
+        """`weights` and `outputs_first`: see `Published`; `by_layer`: layers share programs.
 
         Raises:
             ValueError: int8 with experts.
@@ -321,15 +344,16 @@ class Publisher:
         check_weights(weights, config)
         self._config, self._mesh, self._tolerance, self._weights = config, mesh, tolerance, weights
         self._sampled = sampler_config(config, mesh)
-        self._form = Published(weights, self._sampled.kv_heads // config.kv_heads)
+        self._form = Published(weights, self._sampled.kv_heads // config.kv_heads, outputs_first)
         self._local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
         move = partial(sampled_layer, config=config, form=self._form)
+        move_ends = partial(sampled_ends, config=config, form=self._form)
         if mesh is None:
-            self._move_ends = jax.jit(partial(copied, config=config))
+            self._move_ends = jax.jit(move_ends)
             self._moves = [jax.jit(move)] * config.layers
         else:
             places = sampler_shardings(self._sampled, mesh, weights=weights)
-            self._move_ends = jax.jit(partial(copied, config=config), out_shardings=split_ends(places))
+            self._move_ends = jax.jit(move_ends, out_shardings=split_ends(places))
             kinds = {frozenset(layer): layer for layer in places["layers"]}
             moves = {kind: jax.jit(move, out_shardings=shardings) for kind, shardings in kinds.items()}
             self._moves = [moves[frozenset(layer)] for layer in places["layers"]]
@@ -393,7 +417,8 @@ class Publisher:
 
     def published_like(self, params: Params) -> Params:
         """Shapes and shardings of the result of `convert`, on the devices of this process."""
-        return published_like(params, self._config, self._local, self._weights)
+        first = self._form.outputs_first
+        return published_like(params, self._config, self._local, self._weights, outputs_first=first)
 
     def lower(self, params: Params) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """(name, program) of the weight sync and of both sides of the weight check, from shapes. `weight_sync/N` runs N

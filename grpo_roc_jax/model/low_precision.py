@@ -303,12 +303,11 @@ def split_quantized(sharding: NamedSharding, weight: QuantizedWeight) -> Quantiz
 
 def split_all(shardings: Any, like: Any) -> Any:
     """Shardings in the structure of `like`, from those of its matrices as arrays."""
-    return jax.tree.map(
-        lambda leaf, sharding: split_quantized(sharding, leaf) if is_quantized(leaf) else sharding,
-        like,
-        shardings,
-        is_leaf=is_quantized,
-    )
+
+    def split(sharding: Any, leaf: Any) -> Any:
+        return split_quantized(sharding, leaf) if is_quantized(leaf) else jax.tree.map(lambda _: sharding, leaf)
+
+    return jax.tree.map(split, shardings, like)
 
 
 def stored_bytes(dtype: str, width: int, compute: int) -> int:

@@ -20,6 +20,7 @@ from grpo_roc_jax.model.config import FULL, ModelConfig
 from grpo_roc_jax.model.delta import Signals, delta_shapes, init_decay, recur_packed
 from grpo_roc_jax.model.experts import WEIGHTS, gated, mix_experts, save_all_but_weights
 from grpo_roc_jax.model.low_precision import QuantizedWeight, is_quantized, product
+from grpo_roc_jax.model.outputs_first import OutputsFirst, multiply, table_product
 from grpo_roc_jax.model.rotary import Rope, apply_rotary, paired_halves, rope_names, rotary_tables
 from grpo_roc_jax.shapes import Array, Float, Int, Key, checked
 
@@ -382,7 +383,10 @@ def linear(
 
     matrix = layer[name]
     outputs = matrix.shape[inputs:]
-    if isinstance(matrix, QuantizedWeight):
+    if isinstance(matrix, OutputsFirst):
+        y = multiply(x.reshape(*rows, *matrix.shape[:inputs]), matrix, dtype)
+        y = y.reshape(x.shape[0], -1) if flat else y
+    elif isinstance(matrix, QuantizedWeight):
         y = product(x, matrix, inputs, dtype, flat)
     else:
         y = plain(x, matrix, inputs) if plain else times(x, matrix, inputs, dtype)
@@ -626,12 +630,29 @@ def final_hidden(params: Params, x: Float[Array, "B T D"], config: ModelConfig) 
 
 def unembedding(params: Params) -> Float[Array, "V D"]:
     """The unembedding as [V,D], tied or not."""
-    return params["unembed"].T if "unembed" in params else params["embed"]
+    own = params.get("unembed")
+    if isinstance(own, OutputsFirst):
+        return own.values
+    return params["embed"] if own is None else own.T
 
 
-def unembed(params: Params, hidden: Float[Array, "*B D"], config: ModelConfig) -> Float[Array, "*B V"]:
-    """Float32 logits. Training computes log-probabilities in chunks instead (`loss.token_logprobs`)."""
-    logits = jnp.einsum("...d,vd->...v", hidden, unembedding(params), preferred_element_type=jnp.float32)
+def unembed(
+    params: Params, hidden: Float[Array, "*B D"], config: ModelConfig, *, outputs_first: bool = False
+) -> Float[Array, "*B V"]:
+    """Float32 logits. Training computes log-probabilities in chunks instead (`loss.token_logprobs`).
+
+    Args:
+        params: The parameters.
+        hidden: See `final_hidden`.
+        config: The model.
+        outputs_first: Compute the product as `outputs_first.table_product` does, if the unembedding is stored as [V,D].
+    """
+    table, own = unembedding(params), params.get("unembed")
+    if outputs_first and (own is None or isinstance(own, OutputsFirst)):
+        logits = table_product(hidden.reshape(-1, hidden.shape[-1]), table, jnp.float32)
+        logits = logits.reshape(*hidden.shape[:-1], -1)
+    else:
+        logits = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
     return soft_cap(logits, config.extras.logit_cap)
 
 
