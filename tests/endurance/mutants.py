@@ -7,6 +7,7 @@ noticed it; a second call goes on where the first one was stopped.
     python tests/endurance/mutants.py --out benchmarks/results/mutants.jsonl --count 300
     python tests/endurance/mutants.py --out mutants.jsonl --count 20 --from "$(git rev-list --count HEAD)"  # CI
     python tests/endurance/mutants.py --out benchmarks/results/mutants.jsonl --count 0  # the table
+    python tests/endurance/mutants.py --out new.jsonl --again benchmarks/results/mutants.jsonl  # after tests changed
 
 mutmut and cosmic-ray start an interpreter for each mutant. Most of the time of this suite is spent on importing JAX
 and compiling programs. Here a process that has imported JAX forks for each mutant, and programs come from one cache.
@@ -303,6 +304,12 @@ def table(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def outcomes(path: Path) -> dict[str, str]:
+    """Mutant -> outcome in an earlier list."""
+    lines = map(json.loads, path.read_text().splitlines())
+    return {line["mutant"]: line["outcome"] for line in lines if "outcome" in line}
+
+
 def make_copy(folder: Path) -> Path:
     """A copy of the files that git knows, compiled; and JAX imported with the settings of the tests."""
     copy = folder / "tree"
@@ -332,12 +339,19 @@ def main() -> int:
     parser.add_argument("--at_least", type=float, default=0.0, help="share noticed, below which the status is 1")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begins no mutant after this time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--again", type=Path, help="run the mutants of this list that still exist, instead of drawing")
+    parser.add_argument(
+        "--share", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="every N-th from the I-th"
+    )
     asked, begun = parser.parse_args(), time.monotonic()
     lines = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
     done = {line["mutant"] for line in lines}
     mutants = [mutant for mutant in all_mutants(asked.seed) if mutant.area in asked.areas]
+    earlier = outcomes(asked.again) if asked.again else {}
     first = asked.part * asked.count % len(mutants)
-    chosen = [mutant for mutant in (mutants + mutants)[first : first + asked.count] if mutant.name not in done]
+    drawn = (mutants + mutants)[first : first + asked.count]
+    chosen = [mutant for mutant in mutants if mutant.name in earlier] if asked.again else drawn
+    chosen = [mutant for mutant in chosen[asked.share[0] :: asked.share[1]] if mutant.name not in done]
     print(f"{len(mutants)} mutants, {len(chosen)} to run", flush=True)
     if chosen:
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -353,6 +367,9 @@ def main() -> int:
             if by and run_tests(copy, by)["status"]:
                 print("tests that noticed mutants fail without them", flush=True)
                 return 1
+    for line in lines:
+        if line.get("outcome") == "survived" and earlier.get(line["mutant"]) == "noticed":
+            print(f"noticed before, not now: {json.dumps(line)}")
     report = table(lines)
     print(json.dumps(report))
     return int(report["noticed"] < asked.at_least)
