@@ -2,23 +2,27 @@
 
 import http.client
 import json
+import time
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from types import SimpleNamespace
 
 import jax
 import numpy as np
+import pytest
 
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
-from grpo_roc_jax.engine.records import RolloutStats
+from grpo_roc_jax.engine.records import RolloutStats, RunOptions, SingleTurn
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.serving.agent_runs import AgentSession
 from grpo_roc_jax.serving.sampling_loop import SamplingLoop
 from grpo_roc_jax.serving.server import Endpoint, ServerLimits, ServerThread
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.types import Problem, RolloutRequest
 
 ROLLOUT = RolloutConfig(
     slots=8, chunk=4, block=16, max_prompt_tokens=64, max_response_tokens=192, append_lengths=(32,), narrow=()
@@ -76,40 +80,54 @@ class ScriptedLoop:
             self.deliver(job.report, event, 0, value)
 
 
+def exchange(port, method, path, body=None, **headers):
+    """(status, headers, content) of one request; names of headers have `_` for `-`."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, answer.headers, content
+
+
 class Served:
     """A running server."""
 
     def __init__(self, endpoint, port, sockets=()):
         self.endpoint, self.port, self.sockets = endpoint, port, sockets
 
-    def ask(self, path, body=None, *, method="POST", **headers):
+    def ask(self, path, body=None, **headers):
         """(status, answer) of one request; an event stream as a list of its data."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
-        headers = {name.replace("_", "-"): value for name, value in headers.items()}
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request("GET" if body is None and method == "POST" else method, path, data, headers)
-        answer = connection.getresponse()
-        text = answer.read().decode()
-        connection.close()
-        if answer.headers["Content-Type"].startswith("text/event-stream"):
-            return answer.status, [line[6:] for line in text.splitlines() if line]
-        json_like = answer.headers["Content-Type"].startswith("application/json")
-        return answer.status, json.loads(text) if json_like else text
+        status, headers, content = exchange(self.port, "GET" if body is None else "POST", path, body, **headers)
+        text, kind = content.decode(), headers["Content-Type"]
+        if kind.startswith("text/event-stream"):
+            return status, [line[6:] for line in text.splitlines() if line]
+        return status, json.loads(text) if kind.startswith("application/json") else text
 
-    def header(self, name, path, body):
-        """A header of an answer, which must be one; None if it has none."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
-        connection.request("POST", path, json.dumps(body).encode())
-        answer = connection.getresponse()
-        assert answer.status == 200, answer.read()
-        connection.close()
-        return answer.headers[name]
+    def events(self, path, body):
+        """The objects of a stream, in order."""
+        status, lines = self.ask(path, body | {"stream": True})
+        assert status == 200 and (lines[-1] == "[DONE]") == path.endswith("completions"), lines
+        return [json.loads(line.partition("data: ")[2] or line) for line in lines if "{" in line]
+
+    def not_applied(self, path, body, **headers):
+        """The fields that an answer, which must be one, says were not applied; None if it says nothing."""
+        status, found, content = exchange(self.port, "POST", path, body, **headers)
+        assert status == 200, content
+        return found["X-Not-Applied"]
 
     def chat(self, messages, **fields):
         """The answer to messages, which must be one."""
         status, answer = self.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 24} | fields)
         assert status == 200, answer
         return answer
+
+    def session(self, name="one"):
+        """A conversation of an agent, which asks below `/s/NAME`."""
+        session = AgentSession(RolloutRequest(Problem("p", "", "", "t"), 0), 1, 9)
+        self.endpoint.sessions = (self.endpoint.sessions or {}) | {name: session}
+        return session
 
 
 @contextmanager
@@ -141,3 +159,42 @@ def served(*, rollout=ROLLOUT, token="", limits=None, engine=None, **settings):
     finally:
         server.endpoint.loop.close()
         server.close()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served() as running:
+        yield running
+
+
+def direct(prompt, budget, place=0, temperature=None):
+    """What the engine samples when it is called directly."""
+    _, engine, params = small_policy()
+    prompt = np.asarray(prompt, np.int32)
+    request = RolloutRequest(
+        Problem("p", "", "", "t"), place, step=0, temperature=temperature, budget=budget, prompt=prompt
+    )
+    return engine.run(engine.publish(params, 7), [request], SingleTurn(), RunOptions())[0][0]
+
+
+def wait_for(done, seconds=20.0):
+    until = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+NONSENSE = (
+    *(None, True, -1, 0, 1e400, float("nan"), 10**30),
+    *("", "\ud800", "\udc00x\0", "{", [], [[]], [None], {}, {"a": {}}),
+)
+
+
+def spoiled(value, rng):
+    """A copy of a value in which one part is nonsense."""
+    if isinstance(value, dict | list) and value and rng.random() < 0.8:
+        found = dict(value) if isinstance(value, dict) else list(value)
+        key = rng.choice([*found]) if isinstance(value, dict) else rng.randrange(len(found))
+        found[key] = spoiled(found[key], rng)
+        return found
+    return rng.choice(NONSENSE)

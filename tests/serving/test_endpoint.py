@@ -5,8 +5,7 @@ import re
 import socket
 import subprocess
 import sys
-import threading
-import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,38 +14,18 @@ import yaml
 import grpo_roc_jax as g
 from grpo_roc_jax.commands.serve import main
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.engine.records import RunOptions, SingleTurn
 from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.run.components import serving_parts
 from grpo_roc_jax.run.load import serving_settings
 from grpo_roc_jax.serving.replies import SampledChoice
 from grpo_roc_jax.serving.server import ServerLimits
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
-from grpo_roc_jax.types import Problem, RolloutRequest
-from tests.helpers.serving import ROLLOUT, WEATHER, Served, served, small_policy
+from grpo_roc_jax.types import Problem
+from tests.helpers.serving import ROLLOUT, Served, direct, served, small_policy, wait_for
+from tests.helpers.serving import server as server  # a fixture
 from tests.test_readme import TINY
 
 HELLO = [{"role": "user", "content": "What is 2 + 3, and why is it so? Say it in a few words."}]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with served() as found:
-        yield found
-
-
-def direct(prompt, budget, place=0, temperature=None):
-    """What the engine samples when it is called directly."""
-    _, engine, params = small_policy()
-    request = RolloutRequest(
-        Problem("p", "", "", "t"),
-        place,
-        step=0,
-        temperature=temperature,
-        budget=budget,
-        prompt=np.asarray(prompt, np.int32),
-    )
-    return engine.run(engine.publish(params, 7), [request], SingleTurn(), RunOptions())[0][0]
 
 
 def test_a_chat_completion_has_the_ids_and_log_probabilities_of_the_engine(server):
@@ -67,9 +46,7 @@ def test_a_stream_adds_up_to_the_whole_answer(server, path):
     body = {"messages": HELLO} if "chat" in path else {"prompt": "two and three"}
     body |= {"max_tokens": 20, "seed": 3, "logprobs": 1, "return_token_ids": True, "n": 2}
     whole = server.ask(path, body)[1]
-    status, data = server.ask(path, body | {"stream": True, "stream_options": {"include_usage": True}})
-    assert status == 200 and data[-1] == "[DONE]"
-    *pieces, usage = map(json.loads, data[:-1])
+    *pieces, usage = server.events(path, body | {"stream_options": {"include_usage": True}})
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     for wanted in whole["choices"]:
         own = [piece["choices"][0] for piece in pieces if piece["choices"][0]["index"] == wanted["index"]]
@@ -78,17 +55,15 @@ def test_a_stream_adds_up_to_the_whole_answer(server, path):
         assert [i for one in own for i in one.get("token_ids", [])] == wanted["token_ids"]
         assert own[-1]["finish_reason"] == wanted["finish_reason"]
         assert all(one["finish_reason"] is None for one in own[:-1])
+        for name in ("tokens", "text_offset") if "text" in wanted else ():
+            values = [value for one in own if one["logprobs"] for value in one["logprobs"][name]]
+            assert values == wanted["logprobs"][name]
 
 
 def test_token_ids_in_and_out(server):
     prompt = [5, 6, 7, 300, 9]
-    sampling = {
-        "max_tokens": 9,
-        "logprobs": 1,
-        "temperature": 0,
-        "stop_token_ids": [2],
-        "routed_experts_prompt_start": 3,
-    }
+    sampling = {"max_tokens": 9, "logprobs": 1, "temperature": 0, "stop_token_ids": [2]}
+    sampling["routed_experts_prompt_start"] = 3
     answer = server.ask("/inference/v1/generate", {"model": "x", "token_ids": prompt, "sampling_params": sampling})[1]
     (choice,) = answer["choices"]
     wanted = direct(prompt, 9, temperature=0.0).tokens[5:].tolist()
@@ -99,15 +74,6 @@ def test_token_ids_in_and_out(server):
     sampling["stop_token_ids"] = [stop]
     (choice,) = server.ask("/inference/v1/generate", {"token_ids": prompt, "sampling_params": sampling})[1]["choices"]
     assert choice["token_ids"] == wanted[: wanted.index(stop) + 1] and choice["finish_reason"] == "stop"
-
-
-def test_offsets_of_tokens_in_a_stream_are_those_in_the_whole_text(server):
-    body = {"prompt": "one", "max_tokens": 12, "seed": 3, "logprobs": 1}
-    whole = server.ask("/v1/completions", body)[1]["choices"][0]["logprobs"]
-    lines = server.ask("/v1/completions", body | {"stream": True})[1]
-    pieces = [json.loads(line)["choices"][0]["logprobs"] for line in lines if "{" in line]
-    for name in ("tokens", "text_offset"):
-        assert [value for piece in pieces if piece for value in piece[name]] == whole[name]
 
 
 @pytest.mark.parametrize("length", [ROLLOUT.max_prompt_tokens // 2, ROLLOUT.max_prompt_tokens + 36])
@@ -129,8 +95,8 @@ def test_a_stop_text_ends_the_answer_before_it(server):
     body = {"prompt": "one", "max_tokens": 24, "seed": 8, "stop": stop}
     (choice,) = server.ask("/v1/completions", body)[1]["choices"]
     assert choice["text"] == whole.partition(stop)[0] and choice["finish_reason"] == "stop"
-    data = server.ask("/v1/completions", body | {"stream": True})[1]
-    assert "".join(json.loads(one)["choices"][0]["text"] for one in data[:-1]) == choice["text"]
+    pieces = server.events("/v1/completions", body)
+    assert "".join(one["choices"][0]["text"] for one in pieces) == choice["text"]
 
 
 def test_a_second_turn_writes_its_new_tokens_alone_and_samples_the_same(server):
@@ -146,17 +112,14 @@ def test_a_second_turn_writes_its_new_tokens_alone_and_samples_the_same(server):
         (choice,) = answer["choices"]
         ids = answer["prompt_token_ids"] + choice["token_ids"]
         assert counted[turn] + written[turn] == len(answer["prompt_token_ids"]) - 1
-        wanted = (
-            direct(answer["prompt_token_ids"][:64], 30, 40 + turn) if len(answer["prompt_token_ids"]) < 64 else None
-        )
-        assert wanted is None or choice["token_ids"] == wanted.tokens[wanted.prompt_length :].tolist()
-        said = f"\n {choice['message']['content']} "
-        messages += [
-            {"role": "assistant", "content": said},
-            {"role": "user", "content": [{"type": "text", "text": "So?"}]},
-        ]
+        if len(answer["prompt_token_ids"]) < 64:
+            wanted = direct(answer["prompt_token_ids"], 30, 40 + turn)
+            assert choice["token_ids"] == wanted.tokens[wanted.prompt_length :].tolist()
+        messages.append({"role": "assistant", "content": f"\n {choice['message']['content']} "})
+        messages.append({"role": "user", "content": [{"type": "text", "text": "So?"}]})
     assert counted[0] == 0 and counted[1] >= 32 and counted[2] >= counted[1] + 32
-    assert server.ask("/metrics")[1].count("cached_tokens_total") == 1
+    metrics = server.ask("/metrics")[1]
+    assert metrics.count("cached_tokens_total") == 1 and 'waited_seconds{quantile="0.99"}' in metrics
 
 
 def test_new_weights_empty_the_cache_and_an_answer_names_those_that_drew_it():
@@ -179,66 +142,6 @@ def test_new_weights_empty_the_cache_and_an_answer_names_those_that_drew_it():
         assert [one["version"] for one in answer["choices"][0]["weight_versions"]] == [8]
 
 
-BAD = [
-    ({"messages": HELLO, "top_p": 0}, "top_p = 0; must be above 0 and at most 1", "top_p"),
-    ({"messages": HELLO, "temperature": "hot"}, "temperature is str; must be int or float", "temperature"),
-    ({"messages": HELLO, "temperature": -1}, "must be 0 to 100", "temperature"),
-    ({"messages": HELLO, "n": 1000}, "n = 1000; must be 1 to 64", "n"),
-    ({"messages": HELLO, "max_tokens": 0}, "must be at least 1", "max_tokens"),
-    ({"messages": HELLO, "top_logprobs": 5}, "top_logprobs without logprobs", "top_logprobs"),
-    ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "must be 0 to 20", "top_logprobs"),
-    ({"messages": HELLO, "min_tokens": 2, "stop": "a"}, "leave out stop", "min_tokens"),
-    ({"messages": HELLO, "ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos", "ignore_eos"),
-    ({"messages": HELLO, "response_format": {"type": "xml"}}, "must be text, json_object or", "response_format"),
-    ({"messages": HELLO, "tool_choice": "always"}, "must be auto, none or required", "tool_choice"),
-    ({"messages": HELLO, "tools": [{"type": "retrieval"}]}, "must be of type function", "tools"),
-    ({"messages": HELLO, "stop": [""]}, "stop must be up to 16 texts", "stop"),
-    ({"messages": HELLO, "model": 3}, "model is int", "model"),
-    ({"messages": []}, "at least one message", "messages"),
-    ({"messages": ["x"]}, r"messages\[0\] is str", "messages"),
-    ({"messages": [{"role": "judge", "content": "x"}]}, "must be system, user, assistant or tool", "messages"),
-    (
-        {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]},
-        "their results must follow it",
-        "messages",
-    ),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "must follow the call", "messages"),
-    ({"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "a"}]}, "must follow the call", "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images are not supported", None),
-    ({"messages": [{"role": "user", "content": "word " * 400}]}, "leaves no room in a context of 256", None),
-]
-
-
-@pytest.mark.parametrize(("body", "message", "param"), BAD, ids=[f"{i}-{case[2]}" for i, case in enumerate(BAD)])
-def test_a_bad_request_gets_an_error_that_says_what_is_wrong(server, body, message, param):
-    status, answer = server.ask("/v1/chat/completions", body)
-    assert status == 400 and re.search(message, answer["error"]["message"]), answer
-    assert answer["error"]["param"] == param and answer["error"]["type"] == "invalid_request_error"
-
-
-def test_other_refusals(server):
-    for path, body, status in [
-        ("/v1/chat/completions", b"{", 400),
-        ("/v1/chat/completions", b"[1]", 400),
-        ("/v1/completions", {"prompt": ""}, 400),
-        ("/v1/completions", {"prompt": [1, "x"]}, 400),
-        ("/v1/completions", {"prompt": [10**9]}, 400),
-        ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, 400),
-        ("/inference/v1/generate", {"token_ids": [1 << 20], "sampling_params": {}}, 400),
-        ("/v1/responses/resp_1", {"input": "x"}, 404),
-        ("/v1/embeddings", {"input": "x"}, 404),
-    ]:
-        found, answer = server.ask(path, body)
-        assert found == status and answer["error"]["message"], (path, body)
-    assert server.ask("/v1/chat/completions", method="GET")[0] == 405
-    assert server.ask("/v1/models", Host="evil.example")[0] == 403
-    for path in ("/", "/v2/models", "/v1/models/", "/metrics/policy", "/s/one/v1/files", "/v1/chat/completions/x"):
-        assert server.ask(path)[0] == 404, path
-    known = server.ask("/v1/models")[1]["data"][0]
-    assert server.ask("/v1/models/policy")[1] == server.ask("/s/one/v1/models/policy")[1] == known
-    assert server.ask("/v1/models/gpt-5")[1]["error"]["code"] == "model_not_found"
-
-
 def test_a_token_is_needed_and_names_a_session():
     with served(token="a/b", limits=ServerLimits(body_mb=1, per_minute=5)) as server:
         body = {"prompt": "x", "max_tokens": 1}
@@ -249,26 +152,45 @@ def test_a_token_is_needed_and_names_a_session():
             link.sendall(f"{head}Content-Length: {2 << 20}\r\n\r\n".encode())
             assert link.recv(99).startswith(b"HTTP/1.1 413 ")
         assert server.ask("/v1/completions", body, Authorization="Bearer a/b/one")[0] == 200
+        body = {"max_tokens": 1, "messages": HELLO}
+        assert server.ask("/v1/messages", body, X_Api_Key="a/b")[0] == 200, "as the clients of Anthropic send it"
+        status, answer = server.ask("/v1/messages", body, X_Api_Key="wrong")
+        assert status == 401 and answer["error"]["type"] == "authentication_error"
         assert [server.ask("/v1/models", Authorization="Bearer a/b")[0] for _ in range(6)].count(429) >= 1
 
 
-def test_a_client_that_leaves_ends_its_request(server):
-    body = json.dumps({"prompt": "x", "max_tokens": 180, "n": 8, "temperature": 1.0}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    before = server.endpoint.loop.engine.stats.stops["cancelled"]
-    with socket.create_connection(("127.0.0.1", server.port)) as link:
-        link.sendall(head + body)
+def opened(server, fields, buffer=1 << 16):
+    """A connection on which a request was sent."""
+    body, link = json.dumps({"prompt": "x", "max_tokens": 180, **fields}).encode(), socket.socket()
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    link.connect(("127.0.0.1", server.port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    link.sendall(head.encode() + body)
+    return link
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request_alone(server, stream):
+    stops = server.endpoint.loop.engine.stats.stops
+    before = stops["cancelled"]
+    with opened(server, {"n": 8, "temperature": 1.0, "stream": stream}) as link:
         wait_for(lambda: server.endpoint.running)
-    wait_for(lambda: server.endpoint.loop.engine.stats.stops["cancelled"] > before)
-    wait_for(lambda: not server.endpoint.running and not server.endpoint.loop.jobs)
+        while stream and b"data: " not in link.recv(1 << 12):
+            pass
+        other = server.ask("/v1/completions", {"prompt": "y", "max_tokens": 12, "stream": True})
+    wait_for(lambda: stops["cancelled"] > before and not server.endpoint.running and not server.endpoint.loop.jobs)
+    assert other[1][-1] == "[DONE]" and server.chat(HELLO)["choices"]
+
+
+def test_a_client_that_reads_nothing_does_not_keep_its_place(server, monkeypatch):
+    monkeypatch.setattr(server.endpoint, "limits", replace(server.endpoint.limits, stalled_s=0.2))
+    for listening in server.sockets:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+    with opened(server, {"n": 8, "stream": True, "logprobs": 1, "return_token_ids": True}, buffer=1 << 12):
+        wait_for(lambda: server.endpoint.running)
+        wait_for(lambda: not server.endpoint.running)
+        assert server.endpoint.counts.requests[499] >= 1
     assert server.chat(HELLO)["choices"]
-
-
-def wait_for(done, seconds=20.0):
-    until = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < until
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("operation", ["advance", "submit"])  # `submit` allocates the pool
@@ -289,34 +211,10 @@ def test_a_row_that_the_engine_cut_is_no_whole_answer(server):
         assert SampledChoice(0, np.zeros(0), stop=stop).finish_reason == reason
 
 
-def test_many_clients_at_once_and_no_more_than_allowed():
-    """24 requests on 8 slots: all are answered, in the order in which they came; with a limit, the others are told."""
-    with served() as server:
-        found = []
-
-        def ask(i):
-            found.append(server.ask("/v1/completions", {"prompt": f"number {i}", "max_tokens": 8, "seed": i})[0])
-
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(24)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert found == [200] * 24 and 'waited_seconds{quantile="0.99"}' in server.ask("/metrics")[1]
+def test_a_server_with_a_limit_says_that_it_is_busy():
     with served(limits=ServerLimits(waiting=1)) as server:
-        assert (
-            server.ask("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1})[1]["error"]["code"] == "overloaded"
-        )
-
-
-def test_tools_are_offered_and_the_system_text_is_that_of_the_request(server):
-    messages = [{"role": "system", "content": "Be brief."}, *HELLO]
-    chat = small_policy()[0]
-    text = chat.tokenizer.decode(server.chat(messages, return_token_ids=True)["prompt_token_ids"])
-    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is")
-    long = server.ask("/v1/chat/completions", {"messages": messages, "tools": [WEATHER]})[1]
-    assert "leaves no room" in long["error"]["message"]  # the schema alone is longer than the context of the test
-    assert ROLLOUT.max_row_tokens == 256
+        answer = server.ask("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1})[1]
+        assert answer["error"]["code"] == "overloaded"
 
 
 def test_the_command_refuses_what_it_cannot_serve(tmp_path, capsys, monkeypatch):
@@ -338,10 +236,8 @@ def test_serving_reads_only_what_serving_needs(tmp_path, monkeypatch, stage):
     content["batch"]["row_length"] = 100
     if stage:
         rollout = {"max_turns": 3, "step_limit": {"kind": "partial", "seconds": 5.0}}
-        content["stages"] = [
-            {"name": "a", "steps": 1},
-            {"name": "b", "steps": 1, "set": {"rollout": rollout, "optim": {}}},
-        ]
+        second = {"name": "b", "steps": 1, "set": {"rollout": rollout, "optim": {}}}
+        content["stages"] = [{"name": "a", "steps": 1}, second]
         monkeypatch.setattr("grpo_roc_jax.run.load.stage_of", lambda run, step: stage)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     (tmp_path / "checkpoints").mkdir()
@@ -350,10 +246,8 @@ def test_serving_reads_only_what_serving_needs(tmp_path, monkeypatch, stage):
     assert found.rollout.max_prompt_tokens == 2048 and found.batch.row_length >= found.rollout.max_row_tokens
     assert (found.sampling.top_p, found.rollout.slots, found.model) == (0.9, 16, config.model)
     assert found.environment == Config().environment and found.reward == Config().reward
-    assert (found.rollout.max_turns, found.rollout.step_limit.kind) == (
-        3 if stage else config.rollout.max_turns,
-        "none",
-    )
+    turns = 3 if stage else config.rollout.max_turns
+    assert (found.rollout.max_turns, found.rollout.step_limit.kind) == (turns, "none")
     with serving_parts(found) as (_, sampler):
         assert sampler.executor is sampler.agents is sampler.episodes is None
         assert sampler.engine.config.max_prompt_tokens == 2048

@@ -3,21 +3,27 @@
 import http.client
 import json
 import random
+import re
 import time
 
 import pytest
 
-from tests.helpers.serving import WEATHER, served
-from tests.serving.test_endpoint import wait_for
-from tests.serving.test_hostile_clients import spoiled
+from tests.helpers.serving import WEATHER, spoiled, wait_for
+from tests.helpers.serving import server as server  # a fixture
 
-CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 HI = [{"role": "user", "content": "Hi"}]
+WHOLE = {CHAT: {"messages": HI}, MESSAGES: {"messages": HI}, RESPONSES: {"input": "x"}, COUNT: {"messages": HI}}
+"""What requests have of which the tables name the odd part alone."""
 USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
 TOOL = {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}
+FLAT = {"type": "function", **WEATHER["function"]}
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 CALLED = [*HI, {"role": "assistant", "tool_calls": [CALL]}]
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "rain"}
+GIVEN = {"type": "function_call_output", "call_id": "c", "output": "x"}
+DEEP = b"[" * 5000 + b"]" * 5000
 
 
 def deep(levels, leaf=1):
@@ -26,103 +32,133 @@ def deep(levels, leaf=1):
     return leaf
 
 
-ODD = [
-    (CHAT, {"messages": {"role": "user"}}, 400),
-    (CHAT, {"messages": [HI]}, 400),
-    (CHAT, {"messages": [{"role": ["user"], "content": "x"}]}, 400),
-    (CHAT, {"messages": [{"role": "user", "content": {"text": "x"}}]}, 400),
-    (CHAT, {"messages": [{"role": "user", "content": [["x"]]}]}, 400),
-    (CHAT, {"messages": [*HI, {"role": "assistant", "content": None}]}, 200),
-    (CHAT, {"messages": [*HI, {"role": "assistant", "tool_calls": {"id": 1}}]}, 400),
-    (CHAT, {"messages": [*CALLED, RESULT, RESULT]}, 400),
-    (CHAT, {"messages": [*CALLED, RESULT | {"tool_call_id": "c2"}]}, 400),
-    (CHAT, {"messages": [*CALLED, RESULT | {"tool_call_id": 7}]}, 400),
-    (CHAT, {"messages": [RESULT]}, 400),
-    (CHAT, {"messages": HI, "tools": WEATHER}, 400),
-    (CHAT, {"messages": HI, "tools": [WEATHER] * 20}, 400),
-    (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, 400),
-    (CHAT, {"messages": HI, "tools": [WEATHER], "tool_choice": {"function": {"name": ["weather"]}}}, 400),
-    (CHAT, {"messages": HI, "tool_choice": "required"}, 400),
-    (CHAT, {"messages": HI, "response_format": {"type": "json_schema", "json_schema": deep(110)}}, 400),
-    (CHAT, {"messages": HI, "metadata": deep(200)}, 400),
-    (CHAT, {"messages": HI, "metadata": deep(900)}, 400),
-    (CHAT, {"messages": HI, "stop": ["a"] * 17}, 400),
-    (CHAT, {"messages": HI, "stop": {"a": 1}}, 400),
-    (CHAT, {"messages": HI, "n": 10**12}, 400),
-    (CHAT, {"messages": HI, "seed": 10**400}, 200),
-    (CHAT, {"messages": HI, "max_tokens": 10**400}, 200),
-    (CHAT, {"messages": HI, "temperature": 10**400}, 400),
-    (CHAT, {"messages": HI, "stream": "yes"}, 400),
-    (CHAT, {"messages": HI, "stream_options": [True]}, 400),
-    (CHAT, {"messages": HI, "model": "no-such-model"}, 200),
-    (CHAT, {"messages": HI, "logit_bias": {str(i): 1 for i in range(5000)}}, 400),
-    ("/v1/completions", {"prompt": {"a": 1}}, 400),
-    ("/v1/completions", {"prompt": ["x"] * 100}, 400),
-    ("/v1/completions", {"prompt": ["x"] * 100, "stream": True}, 400),
-    ("/v1/completions", {"prompt": [[]]}, 400),
-    ("/v1/completions", {"prompt": [[-1]]}, 400),
-    ("/v1/completions", {"prompt": [5] * 100_000}, 400),
-    ("/inference/v1/generate", {"token_ids": "5"}, 400),
-    ("/inference/v1/generate", {"token_ids": [5], "sampling_params": []}, 400),
-    ("/inference/v1/generate", {"token_ids": [5], "stream": True}, 400),
-    (RESPONSES, {}, 400),
-    (RESPONSES, {"input": []}, 400),
-    (RESPONSES, {"input": [{"type": ["message"]}]}, 400),
-    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, 400),
-    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400),
-    (RESPONSES, {"input": [{"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{"}]}, 400),
-    (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, 400),
-    (RESPONSES, {"input": "x", "previous_response_id": "resp_none"}, 404),
-    (RESPONSES, {"input": "x", "previous_response_id": ["resp_none"]}, 400),
-    (RESPONSES, {"input": "x", "text": {"format": {"type": "json_schema"}}}, 400),
-    (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, 400),
-    (RESPONSES, {"input": "x", "include": "all"}, 400),
-    (RESPONSES, {"input": "x", "max_output_tokens": 0}, 400),
-    (MESSAGES, {"messages": HI}, 200),
-    (MESSAGES, {"messages": HI, "system": [{"type": "image"}]}, 400),
-    (MESSAGES, {"messages": HI, "tools": [{"type": "bash_20250124", "name": "bash"}]}, 400),
-    (MESSAGES, {"messages": HI, "tools": [TOOL], "tool_choice": "auto"}, 400),
-    (MESSAGES, {"messages": HI, "tools": [TOOL | {"input_schema": 5}]}, 400),
-    (MESSAGES, {"messages": HI, "stop_sequences": [1]}, 400),
-    (MESSAGES, {"messages": HI, "max_tokens": "10"}, 400),
-    (MESSAGES, {"messages": [*HI, {"role": "assistant", "content": [USE | {"name": 5}]}]}, 400),
-    (MESSAGES, {"messages": [*HI, {"role": "assistant", "content": [USE]}]}, 400),
-    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]}]}, 400),
-    ("/v1/messages/count_tokens", {"messages": HI, "tools": [TOOL]}, 200),
-    ("/v1/messages/count_tokens", {"messages": 5}, 400),
-]
+def by_user(content):
+    return {"messages": [{"role": "user", "content": content}]}
 
 
-@pytest.fixture(scope="module")
-def server():
-    with served() as found:
-        yield found
-
-
-@pytest.mark.parametrize(("path", "body", "status"), ODD, ids=[f"{i}-{case[0]}" for i, case in enumerate(ODD)])
-def test_an_odd_request_is_answered_by_what_is_wrong(server, path, body, status):
-    body = {"max_tokens": 2, "max_output_tokens": 2} | body if status == 200 else body
-    begun = time.perf_counter()
-    found, answer = server.ask(path, body)
-    assert found == status, answer
-    if status != 200:
-        error = answer["error"]
-        assert len(error["message"]) > 10 and ("param" in error or path.startswith(MESSAGES)), answer
-        assert time.perf_counter() - begun < 5 and not server.endpoint.running
+REFUSED = [
+    (CHAT, b"{", "the body is no JSON", None),
+    (CHAT, b"\xff", "the body is no JSON", None),
+    (CHAT, b"[1]", "the body is list; must be an object", None),
+    (CHAT, DEEP, "", None),
+    (CHAT, b'{"messages": ' + DEEP + b"}", "", None),
+    (CHAT, b'{"seed": ' + b"9" * 5000 + b"}", "", None),
+    (CHAT, {"metadata": deep(200)}, "nested more than 128 times", None),
+    (CHAT, {"messages": {"role": "user"}}, "", "messages"),
+    (CHAT, {"messages": []}, "at least one message", "messages"),
+    (CHAT, {"messages": ["x"]}, r"messages\[0\] is str", "messages"),
+    (CHAT, {"messages": [{"role": ["user"], "content": "x"}]}, "", "messages"),
+    (CHAT, {"messages": [{"role": "judge", "content": "x"}]}, "must be system, user, assistant or tool", "messages"),
+    (CHAT, by_user({"text": "x"}), "", ...),
+    (CHAT, by_user([["x"]]), "", ...),
+    (CHAT, by_user([{"type": "image_url"}]), "images are not supported", None),
+    (CHAT, by_user("word " * 400), "leaves no room in a context of 256", None),
+    (CHAT, {"tools": [WEATHER]}, "leaves no room in a context of 256", None),
+    (CHAT, {"messages": [*HI, {"role": "assistant", "tool_calls": {"id": 1}}]}, "", ...),
+    (CHAT, {"messages": CALLED}, "their results must follow it", "messages"),
+    (CHAT, {"messages": [*CALLED, RESULT | {"tool_call_id": 7}]}, "", ...),
+    (CHAT, {"messages": [*HI, RESULT]}, "must follow the call", "messages"),
+    (CHAT, {"tools": WEATHER}, "", "tools"),
+    (CHAT, {"tools": [{"type": "retrieval"}]}, "must be of type function", "tools"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "", ...),
+    (CHAT, {"tools": [WEATHER], "tool_choice": {"function": {"name": ["weather"]}}}, "", ...),
+    (CHAT, {"tools": [WEATHER], "tool_choice": {"function": {"name": "x"}}}, "the tools are weather", ...),
+    (CHAT, {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "offer those alone", ...),
+    (CHAT, {"tool_choice": "always"}, "must be auto, none or required", "tool_choice"),
+    (CHAT, {"tool_choice": "required"}, "without tools", ...),
+    (CHAT, {"tools": [WEATHER], "tool_choice": "required", "messages": [*HI, {"role": "assistant", "content": "I"}]},
+     "has begun the turn", ...),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": deep(110)}}, "", ...),
+    (CHAT, {"response_format": {"type": "xml"}}, "must be text, json_object or", "response_format"),
+    (CHAT, {"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "ignore_eos"),
+    (CHAT, {"stop": ["a"] * 17}, "stop must be up to 16 texts", "stop"),
+    (CHAT, {"stop": [""]}, "stop must be up to 16 texts", "stop"),
+    (CHAT, {"stop": {"a": 1}}, "", "stop"),
+    (CHAT, {"stop": "a", "min_tokens": 2}, "leave out stop", "min_tokens"),
+    (CHAT, {"n": 65}, "n = 65; must be 1 to 64", "n"),
+    (CHAT, {"max_tokens": 0}, "must be at least 1", "max_tokens"),
+    (CHAT, {"temperature": 10**400}, "", "temperature"),
+    (CHAT, {"top_logprobs": 5}, "top_logprobs without logprobs", "top_logprobs"),
+    (CHAT, {"logit_bias": {str(i): 1 for i in range(5000)}}, "", "logit_bias"),
+    (CHAT, {"stream": "yes"}, "", "stream"),
+    (CHAT, {"stream_options": [True]}, "", "stream_options"),
+    (CHAT, {"model": 3}, "model is int", "model"),
+    (COMPLETIONS, {"prompt": ""}, "", ...),
+    (COMPLETIONS, {"prompt": {"a": 1}}, "", ...),
+    (COMPLETIONS, {"prompt": ["x"] * 100, "stream": True}, "", ...),
+    (COMPLETIONS, {"prompt": [[]]}, "", ...),
+    (COMPLETIONS, {"prompt": [1, "x"]}, "", ...),
+    (COMPLETIONS, {"prompt": [[-1]]}, "", ...),
+    (COMPLETIONS, {"prompt": [10**9]}, "", ...),
+    (COMPLETIONS, {"prompt": [5] * 100_000}, "leaves no room", ...),
+    (GENERATE, {"token_ids": "5"}, "", ...),
+    (GENERATE, {"token_ids": []}, "", ...),
+    (GENERATE, {"token_ids": [1 << 20]}, "outside the vocabulary", ...),
+    (GENERATE, {"token_ids": [5], "sampling_params": []}, "", ...),
+    (GENERATE, {"token_ids": [5], "stream": True}, "", ...),
+    (RESPONSES, b"{}", "at least one item", ...),
+    (RESPONSES, {"input": []}, "at least one item", ...),
+    (RESPONSES, {"input": ["x"]}, r"input\[0\] is str", ...),
+    (RESPONSES, {"input": [{"type": ["message"]}]}, "", ...),
+    (RESPONSES, {"input": [{"type": "computer_call"}]}, "'computer_call'; must be message", ...),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'", ...),
+    (RESPONSES, {"input": [{"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{"}]}, "", ...),
+    (RESPONSES, {"input": [GIVEN]}, "follow", ...),
+    (RESPONSES, {"previous_response_id": ["resp_none"]}, "", ...),
+    (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "holds no schema", ...),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "'web_search'; must be function", ...),
+    (RESPONSES, {"tools": [FLAT], "tool_choice": {"type": "allowed_tools"}}, "offer those alone", ...),
+    (RESPONSES, {"background": True}, "background is not supported", ...),
+    (RESPONSES, {"include": "all"}, "", "include"),
+    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens = 0", "max_output_tokens"),
+    (MESSAGES, b'{"max_tokens": 3}', "at least one message", ...),
+    (MESSAGES, {"messages": ["x"]}, "role is 'str'", ...),
+    (MESSAGES, {"messages": [{"role": "tool", "content": "x"}]}, "must be user or assistant", ...),
+    (MESSAGES, by_user([{"type": "image"}]), "type 'image'", ...),
+    (MESSAGES, by_user([{"type": "tool_result", "tool_use_id": "t1"}]), "", ...),
+    (MESSAGES, {"messages": [*HI, {"role": "assistant", "content": [USE | {"name": 5}]}]}, "", ...),
+    (MESSAGES, {"messages": [*HI, {"role": "assistant", "content": [USE]}]}, "", ...),
+    (MESSAGES, {"system": [{"type": "image"}]}, "", ...),
+    (MESSAGES, {"tools": [{"type": "bash_1", "name": "bash"}]}, "'bash_1'", ...),
+    (MESSAGES, {"tools": [TOOL | {"input_schema": 5}]}, "", ...),
+    (MESSAGES, {"tools": [TOOL], "tool_choice": "auto"}, "", ...),
+    (MESSAGES, {"tool_choice": {"type": "x"}}, "auto, any", ...),
+    (MESSAGES, {"stop_sequences": [1]}, "", ...),
+    (MESSAGES, {"max_tokens": "10"}, "max_tokens is str", ...),
+    (COUNT, {"messages": 5}, "", ...),
+]  # fmt: skip
+"""Path, odd part, what the answer says, and the field that it names (... for any or none)."""
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "message"),
+    ("path", "body", "message", "param"), REFUSED, ids=[f"{i}-{row[0]}" for i, row in enumerate(REFUSED)]
+)
+def test_an_odd_request_is_refused_by_what_is_wrong(server, path, body, message, param):
+    begun = time.perf_counter()
+    status, answer = server.ask(path, body if isinstance(body, bytes) else WHOLE.get(path, {}) | body)
+    error = answer["error"]
+    assert status == 400 and error["type"] == "invalid_request_error", answer
+    assert len(error["message"]) > 10 and re.search(message, error["message"]), answer
+    if path in (MESSAGES, COUNT):
+        assert answer["type"] == "error"
+    else:
+        assert param is ... or error["param"] == param, answer
+    assert time.perf_counter() - begun < 5 and not server.endpoint.running
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
     [
-        (CHAT, {"messages": HI, "tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "offer those alone"),
-        (RESPONSES, {"input": "x", "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "offer those alone"),
-        (RESPONSES, {"input": "x", "max_output_tokens": -1}, "max_output_tokens = -1"),
+        (CHAT, {"messages": [*HI, {"role": "assistant", "content": None}]}),
+        (CHAT, {"seed": 10**400}),
+        (CHAT, {"max_tokens": 10**400}),
+        (CHAT, {"model": "no-such-model"}),
+        (COUNT, {"tools": [TOOL]}),
     ],
 )
-def test_a_refusal_names_what_the_request_says(server, path, body, message):
-    tools = {"tools": [{"type": "function", **WEATHER["function"]}]} if path == RESPONSES else {}
-    status, answer = server.ask(path, tools | body)
-    assert status == 400 and message in answer["error"]["message"]
+def test_an_odd_request_that_has_a_meaning_is_answered(server, path, body):
+    status, answer = server.ask(path, {"max_tokens": 2} | WHOLE[path] | body)
+    assert status == 200, answer
 
 
 def test_a_tool_result_that_is_an_error_says_so_to_the_policy(server):
@@ -136,44 +172,57 @@ def test_a_tool_result_that_is_an_error_says_so_to_the_policy(server):
     assert prompt("Error: gone", is_error=True) == prompt("Error: gone") != prompt("gone", is_error=False)
 
 
-def test_heads_and_other_methods_leave_the_connection_usable(server):
+ABSENT = ("/", "/v2/models", "/v1/models/", "/metrics/policy", "/s/one/v1/files", f"{CHAT}/x")
+
+
+def test_routes_and_methods_leave_the_connection_usable(server):
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     cases = [("HEAD", "/health", 200), ("HEAD", "/v1/models", 200), ("HEAD", "/v1/models/none", 404)]
     cases += [("OPTIONS", CHAT, 405), ("GET", CHAT, 405), ("DELETE", "/v1/models/policy", 405), ("HEAD", CHAT, 405)]
+    cases += [("GET", path, 404) for path in ABSENT]
     for method, path, status in cases:
-        for verb, where, wanted in ((method, path, status), ("GET", "/health", 200)):
+        for verb, where, expected in ((method, path, status), ("GET", "/health", 200)):
             connection.request(verb, where)
             answer = connection.getresponse()
             content = answer.read()
-            assert answer.status == wanted and bool(content) == (verb != "HEAD"), (verb, where)
-            if wanted == 405:
+            assert answer.status == expected and bool(content) == (verb != "HEAD"), (verb, where)
+            if expected == 405:
                 assert answer.headers["Allow"] == ("POST" if where == CHAT else "GET, HEAD")
     connection.close()
+    known = server.ask("/v1/models")[1]["data"][0]
+    assert server.ask("/v1/models/policy")[1] == server.ask("/s/one/v1/models/policy")[1] == known
+    assert server.ask("/v1/models/gpt-5")[1]["error"]["code"] == "model_not_found"
+    for path in (f"{RESPONSES}/resp_1", "/v1/embeddings"):
+        assert server.ask(path, {"input": "x"})[0] == 404
+    status, answer = server.ask(RESPONSES, {"input": "x", "previous_response_id": "resp_none"})
+    assert status == 404 and "no response 'resp_none' is remembered" in answer["error"]["message"]
 
 
 BODIES = [
     (RESPONSES, {"input": "x", "instructions": "y", "text": {"format": {"type": "text"}}, "store": False}),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}], "include": ["a"]}),
-    (RESPONSES, {"input": [*HI, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-                           {"type": "function_call_output", "call_id": "c", "output": "x"}]}),
-    (RESPONSES, {"input": "x", "tools": [{"type": "function", **WEATHER["function"], "strict": True}]}),
+    (RESPONSES, {"input": [*HI, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, GIVEN]}),
+    (RESPONSES, {"input": "x", "tools": [FLAT | {"strict": True}]}),
     (RESPONSES, {"input": "x", "stream": True, "reasoning": {"effort": "low"}, "top_logprobs": 1}),
     (MESSAGES, {"messages": HI, "system": [{"type": "text", "text": "s"}], "stop_sequences": ["a"]}),
     (MESSAGES, {"messages": HI, "tools": [TOOL | {"strict": True}], "tool_choice": {"type": "auto"}}),
     (MESSAGES, {"messages": [*HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [
         {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "x"}]}]}], "stream": True}),
     (MESSAGES, {"messages": HI, "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}),
-    ("/v1/messages/count_tokens", {"messages": HI, "tools": [TOOL]}),
+    (COUNT, {"messages": HI, "tools": [TOOL]}),
     (CHAT, {"messages": HI, "tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
     (CHAT, {"messages": [*CALLED, RESULT], "tools": [WEATHER | {"function": WEATHER["function"] | {"strict": True}}]}),
     (CHAT, {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}}),
     (CHAT, {"messages": HI, "bad_words": ["a"], "min_tokens": 1, "ignore_eos": False, "logprobs": True}),
-    ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"structured_outputs": {"regex": "a+"}}}),
-    ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"logprobs": 2, "bad_words": ["a"]}}),
+    (CHAT, {"messages": HI, "seed": 1, "n": 2, "stop": "a", "model": "m", "temperature": 1.0, "user": "me"}),
+    (COMPLETIONS, {"prompt": "x", "stop": ["a"], "stream_options": {}}),
+    (GENERATE, {"token_ids": [5], "sampling_params": {"structured_outputs": {"regex": "a+"}}}),
+    (GENERATE, {"token_ids": [5], "sampling_params": {"logprobs": 2, "bad_words": ["a"]}}),
+    (GENERATE, {"token_ids": [5, 6], "sampling_params": {"temperature": 1, "stop_token_ids": [3]}}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("times", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [6, pytest.param(60, marks=pytest.mark.slow)])
 def test_bodies_of_every_form_that_are_spoiled_are_refused_and_never_a_fault(server, times):
     """Some part of a good body is replaced by nonsense, often several times."""
     rng, statuses = random.Random(times), set()
