@@ -2,15 +2,10 @@
 
 import asyncio
 import json
-import math
 import os
 import threading
 import time
 import urllib.request
-from fractions import Fraction
-from types import MappingProxyType
-
-import numpy as np
 
 IMPORTED = []
 IMPORTED.append(len(IMPORTED))
@@ -42,15 +37,6 @@ async def two_turns(row, base_url, api_key):
     return {"reward": 1.0 if row["answer"] == "5" else 0.0}
 
 
-async def no_reward(row, base_url, api_key):
-    await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
-
-
-async def fails(row, base_url, api_key):
-    messages = await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
-    return float(f"not a number: {messages[-1]['content']}")
-
-
 async def late(row, base_url, api_key):
     await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
     await asyncio.sleep(1000)
@@ -58,11 +44,6 @@ async def late(row, base_url, api_key):
 
 async def quiet(row, base_url, api_key):
     return 1.0
-
-
-async def huge(row, base_url, api_key):
-    await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
-    return 1e30
 
 
 TOGETHER = threading.Barrier(40)
@@ -73,22 +54,6 @@ async def at_once(row, base_url, api_key):
     messages = await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
     await asyncio.to_thread(TOGETHER.wait, 60)
     return float(len(messages) == 2)
-
-
-def plain(row, base_url, api_key):
-    return 1.0
-
-
-async def yields(row, base_url, api_key):
-    yield 1.0
-
-
-async def short(row, base_url):
-    return 1.0
-
-
-async def by_keyword(*, row, base_url, api_key):
-    return 1.0
 
 
 SYSTEM = {"role": "system", "content": "Plan."}
@@ -104,8 +69,7 @@ async def pays_by_id(row, base_url, api_key):
 
 
 async def pays_in_order(row, base_url, api_key):
-    messages = await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
-    await ask(base_url, api_key, [*messages, {"role": "user", "content": "go on"}])
+    await two_turns(row, base_url, api_key)
     return {"calls": [0.5, None]}
 
 
@@ -113,26 +77,6 @@ async def pays_several_choices(row, base_url, api_key):
     question = [{"role": "user", "content": row["prompt"]}]
     answer = await asyncio.to_thread(request, base_url, api_key, question, n=3)
     return {"reward": 1.0, "calls": {answer["id"]: 0.5}}
-
-
-async def pays_nobody(row, base_url, api_key):
-    await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
-    return {"reward": 1.0, "calls": {"chatcmpl-other": 1.0}}
-
-
-async def pays_too_many(row, base_url, api_key):
-    await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
-    return {"reward": 1.0, "calls": [1.0, 2.0]}
-
-
-async def by_name(row, base_url, api_key):
-    await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
-    return {"reward": 1.0, "speed": 0.5, "done": True, "note": "text"}
-
-
-async def only_names(row, base_url, api_key):
-    await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
-    return {"speed": 0.5, "style": -2}
 
 
 async def team(row, base_url, api_key):
@@ -161,56 +105,3 @@ async def by_answer(row, base_url, api_key):
     if row["how"] == "leave":
         raise SystemExit("enough")
     return 1.0
-
-
-class Odd:
-    """A value of the user's own."""
-
-    def __init__(self, error=None):
-        self.error = error
-
-    def __float__(self):
-        raise self.error or TypeError("no number")
-
-    def __repr__(self):
-        raise RuntimeError("no text")
-
-
-class Stop(BaseException):
-    """An exception that is no `Exception`."""
-
-
-def raises(error):
-    raise error
-
-
-VALUES = {
-    "true": lambda: True,
-    "false by name": lambda: {"reward": False, "speed": True},
-    "numpy": lambda: {"reward": np.float32(0.5), "done": np.bool_(True), "n": np.int64(3), "list": np.ones(2)},
-    "numpy bool": lambda: np.bool_(True),
-    "numpy array": lambda: np.array(0.25),
-    "calls as array": lambda: {"reward": 0, "calls": np.array([0.5])},
-    "mapping": lambda: MappingProxyType({"reward": 2}),
-    "fraction": lambda: Fraction(1, 4),
-    "nan": lambda: math.nan,
-    "numpy nan": lambda: {"reward": np.float64("nan")},
-    "none inside": lambda: {"reward": None, "speed": 1},
-    "text": lambda: "0.5",
-    "list": lambda: [1.0],
-    "array": lambda: np.ones(2),
-    "huge": lambda: Fraction(10**400),
-    "odd": Odd,
-    "odd inside": lambda: {"reward": Odd(ZeroDivisionError("x"))},
-    "keys": lambda: {("a", 1): 1.0},
-    "cancelled": lambda: raises(asyncio.CancelledError("own")),
-    "timeout": lambda: raises(TimeoutError("slow")),
-    "base": lambda: raises(Stop("base")),
-    "group": lambda: raises(BaseExceptionGroup("several", [Stop("one"), ValueError("two")])),
-}
-"""What a function may return or raise."""
-
-
-async def odd(row, base_url, api_key):
-    await ask(base_url, api_key, [{"role": "user", "content": "Hi"}])
-    return VALUES[row["prompt"]]()

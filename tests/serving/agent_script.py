@@ -52,12 +52,12 @@ def too_often(said):
         ask([{"role": "user", "content": "more"}])
 
 
-def quit_with(*written, status=0):
+def quit_with(*written):
     def end(said):
         for text in written:
             write(text)
         print(0.5)
-        sys.exit(status)
+        sys.exit()
 
     return end
 
@@ -73,11 +73,6 @@ ENDS = {
     "unpaid": quit_with(),
     "twice": quit_with("0.5\n", "1.0\n"),
     "flooded": quit_with("1" * 100_000),
-    "nan": quit_with("NaN"),
-    "huge": quit_with("1e9"),
-    "text": quit_with('"1"'),
-    "deep": quit_with("[" * 2000),
-    "negative": quit_with("-2\n"),
     "object": quit_with('{"reward": 0.25, "steps": 3}'),
 }
 """How a program ends once it has an answer."""
@@ -103,13 +98,14 @@ def main(what):
     if what == "leave":
         with opened(messages, max_tokens=60, stream=True) as answer:
             answer.read(1)
-    ask(messages) if what != "endless" else None
+    if what != "endless":
+        ask(messages)
     if what == "branch":
         ask(messages, temperature=0.1)
         ask([{"role": "system", "content": "Check."}, *messages[:1]])
     write(json.dumps({"reward": len(problem["answer"]) / 4}))
     print(messages[1]["content"])
-    print(1.0 if what == "forged" else 99)  # as a policy could have it printed
+    print(99)  # as a policy could have it printed
 
 
 main(sys.argv[1])
