@@ -62,7 +62,7 @@ TOGETHER = (
     # the policy of `helpers/serving.py`, and the trainer of `helpers/tinker_server.py`
     "serving/test_agents serving/test_agent_hosts serving/test_endpoint serving/test_other_forms "
     "serving/test_dialogues serving/test_sampling_fields serving/test_sampling_loop serving/test_odd_requests "
-    "serving/test_answer_formats serving/test_hostile_clients serving/test_clients serving/test_verifiers_clients "
+    "serving/test_answer_formats serving/test_clients serving/test_verifiers_clients "
     "test_servers test_adapter_examples",
     "serving/tinker_api/test_tinker_endpoint serving/tinker_api/test_tinker_odd_requests "
     "serving/tinker_api/test_tinker_losses serving/tinker_api/test_tinker_snapshots "

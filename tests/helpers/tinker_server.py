@@ -1,6 +1,5 @@
 """A small server of the Tinker API on a thread, and plain HTTP requests in the recorded shapes."""
 
-import http.client
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from itertools import pairwise
 
 import jax
 import numpy as np
+import pytest
 
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
@@ -26,6 +26,7 @@ from grpo_roc_jax.serving.tinker.trainer import Trainer
 from grpo_roc_jax.serving.tinker.wire import classes
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
+from tests.helpers.serving import exchange
 
 ROLLOUT = RolloutConfig(
     slots=4, chunk=4, block=16, max_prompt_tokens=64, max_response_tokens=64, append_lengths=(32,), narrow=()
@@ -71,17 +72,9 @@ def served(folder, *, token="", limits=None, **journal):
         base.worker.shutdown()
 
 
-def fill(message, **fields):
-    """The message of a dict of fields, as bytes of arrays come."""
-    made = classes()[message]()
-    for name, value in fields.items():
-        setattr(made, name, value)
-    return made
-
-
 def batch(model_id, seq, data, loss_fn="cross_entropy", forward_only=False, **config):
     """A forward_backward body; each datum is (input ids, arrays by name)."""
-    request = fill("Request", model_id=model_id, seq_id=seq, loss_fn=loss_fn, forward_only=forward_only)
+    request = classes()["Request"](model_id=model_id, seq_id=seq, loss_fn=loss_fn, forward_only=forward_only)
     for ids, inputs in data:
         datum = request.data.add()
         datum.model_input.add().text.tokens = np.asarray(ids, "<i4").tobytes()
@@ -94,6 +87,23 @@ def batch(model_id, seq, data, loss_fn="cross_entropy", forward_only=False, **co
     for name, value in config.items():
         request.loss_fn_config_v2[name].number = value
     return request.SerializeToString()
+
+
+def datum(*ids):
+    """Text of these ids: each is predicted from those before it."""
+    return (ids[:-1], {"target_tokens": np.array(ids[1:]), "weights": np.ones(len(ids) - 1, np.float32)})
+
+
+ROW, OTHER = datum(3, 1, 4, 1, 5, 9, 2, 6), datum(2, 7, 1, 8, 2, 8)
+
+
+def encoded(*ids):
+    """A prompt as `asample` takes it."""
+    return {"chunks": [{"tokens": list(ids), "type": "encoded_text"}]}
+
+
+def tokens_of(response):
+    return [np.frombuffer(one.tokens, "<i4").tolist() for one in response.sequences]
 
 
 def logprobs_of(output):
@@ -113,17 +123,22 @@ class Client:
     def __init__(self, port):
         self.port = port
 
-    def ask(self, path, body=None, *, method="POST", kind="application/json", **headers):
-        """(status, answer): JSON as such, anything else as bytes."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {name.replace("_", "-"): value for name, value in headers.items()} | {"Content-Type": kind}
-        connection.request(method, f"/api/v1/{path}", data, headers)
-        answer = connection.getresponse()
-        content = answer.read()
-        connection.close()
-        is_json = content and "json" in answer.headers["Content-Type"]
-        return answer.status, json.loads(content) if is_json else content
+    def ask(self, path, body=None, *, method="POST", **headers):
+        """(status, answer): JSON as such, anything else as bytes. Bytes are sent as protobuf."""
+        headers["Content_Type"] = "application/x-protobuf" if isinstance(body, bytes) else "application/json"
+        status, found, content = exchange(self.port, method, f"/api/v1/{path}", body, **headers)
+        is_json = content and "json" in found["Content-Type"]
+        return status, json.loads(content) if is_json else content
+
+    def get(self, path, method="GET"):
+        """(status, answer) of a request without a body."""
+        return self.ask(path, method=method)
+
+    def refused(self, status, path, body=None, **request):
+        """What is wrong with a request, which is answered with this status."""
+        found, answer = self.ask(path, body, **request)
+        assert found == status, answer
+        return answer["detail"]
 
     def post(self, path, /, **body):
         status, answer = self.ask(path, body)
@@ -132,7 +147,7 @@ class Client:
 
     def send(self, body):
         """The id of a forward_backward call."""
-        status, answer = self.ask("forward_backward", body, kind="application/x-protobuf")
+        status, answer = self.ask("forward_backward", body)
         assert status == 200, answer
         return answer["request_id"]
 
@@ -156,6 +171,27 @@ class Client:
     def step(self, model_id, seq, **adam):
         return self.post("optim_step", model_id=model_id, seq_id=seq, adam_params={"learning_rate": 0.01} | adam)
 
+    def train(self, model_id, seq, *data, **adam):
+        """The metrics of a step after data, which are the calls of two numbers."""
+        self.send(batch(model_id, seq, data))
+        return self.result(self.step(model_id, seq + 1, **adam))["metrics"]
+
+    def score(self, model_id, seq, *data):
+        """Log-probabilities of each datum, without a gradient."""
+        return self.output(self.send(batch(model_id, seq, data, forward_only=True)))[0]
+
+    def save(self, model_id, seq, path, kind="save_weights", **fields):
+        """The path of a checkpoint."""
+        return self.result(self.post(kind, model_id=model_id, seq_id=seq, path=path, **fields))["path"]
+
+    def sampler(self, model_id, seq, number=0):
+        """A sampling session of the weights as they are."""
+        body = {"model_id": model_id, "seq_id": seq, "sampling_session_seq_id": number}
+        return self.result(self.post("save_weights_for_sampler", **body))["sampling_session_id"]
+
+    def finish(self, session):
+        self.post(f"sessions/{session}/finish", reason={"type": "success"}, detail=None)
+
     def output(self, request):
         """(log-probabilities of each datum, metrics)."""
         answer = self.result(request)
@@ -166,9 +202,15 @@ class Client:
     def sample(self, session, seq, prompt, *, count=2, seed=5, **fields):
         params = {"max_tokens": 6, "seed": seed, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "stop": []}
         body = {"num_samples": count, "sampling_params": params | fields.pop("params", {}), "seq_id": seq}
-        body |= {"prompt": {"chunks": [{"tokens": list(prompt), "type": "encoded_text"}]}, "type": "sample"}
+        body |= {"prompt": encoded(*prompt), "type": "sample"}
         answer = self.post("asample", sampling_session_id=session, **body, **fields)
         assert len(answer["sample_sequence_ids"]) == count
         found = self.result(answer)
         assert isinstance(found, bytes), found
         return classes()["SampleResponse"].FromString(found)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("store")) as found:
+        yield found

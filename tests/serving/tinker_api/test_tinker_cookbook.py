@@ -6,12 +6,10 @@
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 
@@ -69,6 +67,13 @@ class Server:
         self.folder, self.store, self.port = folder, store, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+
     def start(self):
         arguments = ["--tinker", f"{NAME}={self.folder / NAME}", "--port", str(self.port), "--store", str(self.store)]
         with open(self.store.with_suffix(".log"), "a") as log:
@@ -76,30 +81,15 @@ class Server:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert self.process.stdout.readline().startswith("http://")
 
-    def end(self, number=signal.SIGTERM):
-        self.process.send_signal(number)
+    def kill(self):
+        self.process.kill()
         self.process.wait()
-
-
-@contextmanager
-def serving(folder, store):
-    server = Server(folder, store)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.end(signal.SIGKILL)
 
 
 def begin(folder, module, server, log, **settings):
     """The process of a recipe."""
-    offline = {
-        "TINKER_API_KEY": "tml-x",
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    offline |= {"HF_HOME": str(folder / ".hf"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    offline = {"TINKER_API_KEY": "tml-x", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    offline |= {"HF_HOME": str(folder / ".hf"), "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     words = [f"{name}={value}" for name, value in {"base_url": server.url, "log_path": log, **settings}.items()]
     command = [PYTHON, "-m", f"tinker_cookbook.recipes.{module}", *words]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | offline
@@ -131,11 +121,11 @@ def test_supervised_training_goes_on_after_kills_with_equal_numbers(folder, tmp_
     losses = []
     for killed in ((), ("server",), ("server", "client")):
         log = tmp_path / ("_".join(killed) or "plain")
-        with serving(folder, tmp_path / f"store_{log.name}") as server:
+        with Server(folder, tmp_path / f"store_{log.name}") as server:
             client = begin(folder, "sl_loop", server, log, **settings)
             if killed:
                 wait_for(client, log, 15)
-                server.end(signal.SIGKILL)
+                server.kill()
                 if "client" in killed:
                     client.kill()
                     client.wait()
@@ -156,10 +146,10 @@ def test_reinforcement_learning_raises_the_reward_and_outlives_the_server(folder
     settings = {"env": "arithmetic", "model_name": NAME, "renderer_name": "qwen3", "loss_fn": "importance_sampling"}
     settings |= {"group_size": 8, "groups_per_batch": 8, "max_tokens": 16, "max_steps": 30, "eval_every": 0}
     settings |= {"save_every": 0, "learning_rate": 0.01, "lora_rank": 8}
-    with serving(folder, tmp_path / "store") as server:
+    with Server(folder, tmp_path / "store") as server:
         client = begin(folder, "math_rl.train", server, log, **settings)
         wait_for(client, log, 5)
-        server.end(signal.SIGKILL)
+        server.kill()
         server.start()
         rows = [row for row in finish(client, log) if "env/all/reward/total" in row]  # without that of the end
     assert rows[0]["optim/kl_sample_train_v1"] < 1e-4
@@ -174,7 +164,7 @@ def test_the_plain_loop_of_reinforcement_learning_runs(folder, tmp_path):
     log = tmp_path / "log"
     log.mkdir()
     settings = {"model_name": NAME, "batch_size": 4, "group_size": 4, "max_tokens": 16, "max_steps": 3}
-    with serving(folder, tmp_path / "store") as server:
+    with Server(folder, tmp_path / "store") as server:
         for loss in ("importance_sampling", "stable_reinforce"):
             client = begin(folder, "rl_loop", server, log / loss, loss_fn=loss, **settings)
             if loss == "importance_sampling":

@@ -8,71 +8,52 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.helpers.tinker_server import batch, classes, logprobs_of, served
-from tests.serving.tinker_api.test_tinker_endpoint import datum
+from tests.helpers.tinker_server import OTHER, ROW, batch, classes, datum, logprobs_of, served
 
-TEXTS = [datum(3, 1, 4, 1, 5, 9, 2, 6), datum(2, 7, 1, 8, 2, 8), datum(1, 6, 1, 8, 0, 3, 3, 9, 8), datum(5, 5)]
-PROTOBUF = "application/x-protobuf"
+TEXTS = [ROW, OTHER, datum(1, 6, 1, 8, 0, 3, 3, 9, 8), datum(5, 5)]
+KINDS = ["train", "train", "train", "step", "step", "forward", "bad", "bad forward", "save", "load", "sampler"]
 
 
 def history(rng, calls):
-    """What a model is asked, in order: functions of (name of the model, number of the call) to (path, body)."""
+    """What a model is asked, in order: (path, function of the name of the model, which is NAME in paths of checkpoints,
+    and of the number of the call to a body)."""
     made, kept = [], []
 
-    def of(path, /, **body):
-        return lambda name, seq: (
-            path,
-            {"model_id": name, "seq_id": seq} | {k: v(name) if callable(v) else v for k, v in body.items()},
-        )
+    def ask(path, **fields):
+        def body(name, seq):
+            named = {key: value.replace("NAME", name) if key == "path" else value for key, value in fields.items()}
+            return {"model_id": name, "seq_id": seq, **named}
+
+        made.append((path, body))
+
+    def pass_data(data, only):
+        made.append(("forward_backward", lambda name, seq: batch(name, seq, data, forward_only=only)))
 
     for _ in range(calls):
-        what = rng.choice(
-            ["train", "train", "train", "step", "step", "forward", "bad", "bad forward", "save", "load", "sampler"]
-        )
+        what = rng.choice(KINDS)
         if what in ("train", "forward"):
             data = rng.sample(TEXTS, rng.choice([1, 2, 3]))
             weights = [np.array([rng.choice([0, 1, -0.5, 2]) for _ in ids], np.float32) for ids, _ in data]
             data = [(ids, inputs | {"weights": w}) for (ids, inputs), w in zip(data, weights, strict=True)]
-            made.append(
-                lambda name, seq, data=data, only=what == "forward": (
-                    "forward_backward",
-                    batch(name, seq, data, forward_only=only),
-                )
-            )
+            pass_data(data, what == "forward")
         elif what in ("bad", "bad forward"):
-            made.append(
-                lambda name, seq, only=what == "bad forward": (
-                    "forward_backward",
-                    batch(name, seq, [datum(1, 600)], forward_only=only),
-                )
-            )
+            pass_data([datum(1, 600)], what == "bad forward")
         elif what == "step":
-            adam = {
-                "learning_rate": rng.choice([0.01, 0.1]),
-                "weight_decay": rng.choice([0, 0.1]),
-                "grad_clip_norm": rng.choice([0, 1.0]),
-            }
-            made.append(of("optim_step", adam_params=adam))
+            adam = {"learning_rate": rng.choice([0.01, 0.1]), "weight_decay": rng.choice([0, 0.1])}
+            ask("optim_step", adam_params=adam | {"grad_clip_norm": rng.choice([0, 1.0])})
         elif what == "save":
             kept.append(rng.choice("abc"))
-            made.append(of("save_weights", path=kept[-1], overwrite=True))
+            ask("save_weights", path=kept[-1], overwrite=True)
         elif what == "load" and kept:
-            path = rng.choice(kept)
-            made.append(
-                of(
-                    "load_weights",
-                    path=lambda name, path=path: f"tinker://{name}/weights/{path}",
-                    optimizer=rng.random() < 0.5,
-                )
-            )
+            ask("load_weights", path=f"tinker://NAME/weights/{rng.choice(kept)}", optimizer=rng.random() < 0.5)
         else:
-            made.append(of("save_weights_for_sampler", path=rng.choice("xy")))
+            ask("save_weights_for_sampler", path=rng.choice("xy"))
     return made
 
 
-def asked(client, path, body):
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    status, answer = client.ask(path, data, kind=PROTOBUF if isinstance(body, bytes) else "application/json")
+def asked(client, call, name, seq):
+    path, body = call
+    status, answer = client.ask(path, body(name, seq))
     assert status == 200, answer
     return answer["request_id"]
 
@@ -87,7 +68,7 @@ def plain(result, name):
 
 def alone(client, made, rank):
     name = client.model(client.session(), 0, rank)
-    return [plain(client.result(asked(client, *call(name, seq))), name) for seq, call in enumerate(made, 1)]
+    return [plain(client.result(asked(client, call, name, seq)), name) for seq, call in enumerate(made, 1)]
 
 
 @pytest.mark.slow
@@ -111,15 +92,13 @@ def test_random_histories_are_those_of_each_model_alone(tmp_path, seed):
             model = left.pop()
             first, made = cuts[model] + 1, histories[model]
             last = min(len(made), first + rng.choice([0, 1, 3]))
-            calls = [made[seq - 1](names[model], seq) for seq in range(first, last + 1)]
             order = list(range(first, last + 1))
-            if not any(path in ("load_weights", "save_weights") for path, _ in calls):
+            if not any(path in ("load_weights", "save_weights") for path, _ in made[first - 1 : last]):
                 rng.shuffle(order)
             for seq in [*order, *rng.sample(order, 1)] if order else ():
-                path, body = made[seq - 1](names[model], seq)
-                request = asked(client, path, body)
+                request = asked(client, made[seq - 1], names[model], seq)
                 assert ids[model].setdefault(seq, request) == request
-                if path == "save_weights":
+                if made[seq - 1][0] == "save_weights":
                     client.result(request)
             cuts[model] = last
             if copy.exists() or len(left) > 30:
@@ -133,12 +112,8 @@ def test_random_histories_are_those_of_each_model_alone(tmp_path, seed):
     with served(copy) as client:  # what a kill has left
         for found, name, want, made in zip(accepted, names, wanted, histories, strict=True):
             for seq in range(len(found) + 1, len(made) + 1):
-                found[seq] = asked(client, *made[seq - 1](name, seq))
+                found[seq] = asked(client, made[seq - 1], name, seq)
                 client.result(found[seq])
-            known = {
-                seq: one for seq, one in found.items() if client.ask("retrieve_future", {"request_id": one})[0] != 404
-            }
-            assert {seq: plain(client.result(one), name) for seq, one in known.items()} == {
-                seq: want[seq - 1] for seq in known
-            }
+            known = [seq for seq in found if client.ask("retrieve_future", {"request_id": found[seq]})[0] != 404]
             assert len(known) > len(made) // 3
+            assert [plain(client.result(found[seq]), name) for seq in known] == [want[seq - 1] for seq in known]

@@ -127,18 +127,6 @@ def test_a_conversation_finds_its_earlier_turns_and_no_other_adapters():
     run.check("stranger", snapshots[1])
 
 
-def test_stop_ids_and_texts_see_ids_without_the_number_of_the_adapter():
-    run = Run()
-    run.put(adapter(4, 9), 0)
-    run.submit("all", 1)
-    run.finish()
-    drawn = run.check("all", adapter(4, 9))
-    run.submit("stopped", 1, stop_ids=frozenset([drawn[3]]))
-    run.finish()
-    row = run.ended["stopped"]
-    assert row.tokens[sampled(row)].tolist() == drawn[: drawn.index(drawn[3]) + 1]
-
-
 def test_seats_go_to_the_adapter_that_waited_longest():
     a, b, c = (Snapshot({}) for _ in range(3))
     job = SampleJob(PROMPT, 1, lambda *_: None)
