@@ -1,5 +1,5 @@
 """Where agents run: functions in threads, processes and actors; programs that are forked after their imports; agents of
-other machines; agents beside environments in one run."""
+other machines."""
 
 import json
 import os
@@ -19,26 +19,14 @@ import pytest
 import grpo_roc_jax as g
 from grpo_roc_jax.engine.records import RolloutStats, RunOptions
 from grpo_roc_jax.environments.config import AgentCommand, EnvironmentByRow, HostActors, HostProcesses, HostThreads
-from grpo_roc_jax.record.metrics import read_metrics
-from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.serving.agent_ends import AgentCall
 from grpo_roc_jax.serving.agent_programs import FORKED, ProgramAgent, python_words
-from grpo_roc_jax.serving.agent_runs import AgentRuns
 from grpo_roc_jax.types import Problem, RolloutRequest
-from tests.helpers.serving import small_policy
-from tests.serving.test_agents import FUNCTIONS, SCRIPT, collected
-from tests.test_readme import TINY
-from tests.test_train import shared_programs as shared_programs  # a fixture
+from tests.helpers.agents import FUNCTIONS, SCRIPT, collected, runs_of
 
 
-def runs_of(choice):
-    chat, shared, params = small_policy()
-    engine = shared.sibling()
-    return AgentRuns(choice, chat, engine, 999, [""]), engine.publish(params, 9)
-
-
-def requests(*how, prompt="2+3="):
-    return [RolloutRequest(Problem(f"p{i}", prompt, "5", "t", {"how": one}), i) for i, one in enumerate(how)]
+def requests(*how):
+    return [RolloutRequest(Problem(f"p{i}", "2+3=", "5", "t", {"how": one}), i) for i, one in enumerate(how)]
 
 
 @pytest.mark.parametrize("host", [HostThreads(), HostProcesses(workers=2)], ids=["threads", "processes"])
@@ -50,18 +38,17 @@ def test_a_function_is_imported_once_wherever_it_runs(host):
     finally:
         runs.close()
     processes = {one.rewards["process"] for step in steps for one in step}
-    assert len(processes) == (2 if host.kind == "processes" else 1) and (os.getpid() in processes) == (
-        host.kind == "threads"
-    )
+    assert len(processes) == (2 if host.kind == "processes" else 1)
+    assert (os.getpid() in processes) == (host.kind == "threads")
     assert {one.rewards["imports"] for step in steps for one in step} == {1.0}
-    again, _ = collected("", count=6, function=f"{FUNCTIONS}:where", host=HostThreads())
+    again, _ = collected(count=6, function=f"{FUNCTIONS}:where", host=HostThreads())
     assert len({one.tokens.tobytes() for one in again}) == 6
     assert [one.tokens.tolist() for one in steps[0]] == [one.tokens.tolist() for one in steps[1]]
 
 
 def test_clients_that_block_in_threads_do_not_wait_for_each_other():
     """More than there are processors."""
-    found, _ = collected("", count=40, function=f"{FUNCTIONS}:at_once", host=HostThreads())
+    found, _ = collected(count=40, function=f"{FUNCTIONS}:at_once", host=HostThreads())
     assert [one.reward for one in found] == [1.0] * 40
 
 
@@ -179,6 +166,9 @@ def test_a_forked_program_is_what_a_started_one_is(program, warm):
     assert len({json.loads(end.printed)["draw"] for end in ends}) == 4
 
 
+THREAD = "import threading, time, os; threading.Thread(target=lambda: (time.sleep(0.2), os.write(2, b'x'))).start()"
+
+
 @pytest.mark.parametrize("warm", [True, False])
 def test_the_end_of_a_forked_program_is_that_of_a_started_one(tmp_path, program, warm):
     (failed,) = played(f"{sys.executable} {program} fail", warm=warm)
@@ -190,11 +180,7 @@ def test_the_end_of_a_forked_program_is_that_of_a_started_one(tmp_path, program,
         ("import sys; sys.exit(7)", 7, ""),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15, ""),
         ("import atexit, os; atexit.register(lambda: os.write(2, b'late'))", 0, "late"),
-        (
-            "import threading, time, os; threading.Thread(target=lambda: (time.sleep(0.2), os.write(2, b'x'))).start()",
-            0,
-            "x",
-        ),
+        (THREAD, 0, "x"),
         ("raise KeyboardInterrupt", -2, None),
         ("import sys; sys.exit(300)", 44, ""),
         ("import os; os.abort()", -6, ""),
@@ -209,13 +195,20 @@ def test_the_end_of_a_forked_program_is_that_of_a_started_one(tmp_path, program,
     assert late.status is None and late.seconds < 20
 
 
+def on_path(tmp_path, monkeypatch):
+    """A folder of packages that programs find."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")]))
+    return packages
+
+
 def test_packages_over_several_folders_are_there_before_and_files_of_ones_own_are_not(tmp_path, program, monkeypatch):
     """A namespace package has no file of its own; a folder of the user's may be one too."""
-    installed = tmp_path / "site-packages"
+    installed = on_path(tmp_path, monkeypatch)
     for folder, name in ((installed, "spread"), (program.parent, "nearby")):
         (folder / name).mkdir(parents=True)
         (folder / name / "part.py").write_text("import os\nWHERE = os.environ['OPENAI_API_KEY']\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")]))
     program.write_text("import spread.part, nearby.part\nprint(spread.part.WHERE, nearby.part.WHERE)\n")
     ends = played(f"{sys.executable} {program}", 3)
     assert [end.printed.split() for end in ends] == [["key0"], ["key1"], ["key2"]], "imported without a run's key"
@@ -228,34 +221,18 @@ def test_a_module_is_forked_too(program, monkeypatch):
     assert said["argv"] == ["a", "b"] and said["path"] == str(program.parent) and said["name"] == "__main__"
 
 
-@pytest.mark.parametrize(
-    ("words", "split"),
-    [
-        ("python a.py x", 1),
-        ("/usr/bin/python3.12 -u -O a.py", 3),
-        ("python -m mine.agent x", 1),
-        ("python -c 1", None),
-        ("python -m", None),
-        ("python", None),
-        ("python -X dev a.py", None),
-        ("python -I a.py", None),
-        ("bash a.py", None),
-        ("env python a.py", None),
-        ("pythonic a.py", None),
-    ],
-)
-def test_which_programs_are_forked(words, split):
-    assert python_words(words.split()) == split
+def test_which_programs_are_forked():
+    for words, split in (("python a.py x", 1), ("/usr/bin/python3.12 -u -O a.py", 3), ("python -m mine.agent x", 1)):
+        assert python_words(words.split()) == split, words
+    options = ("python", "python -c 1", "python -m", "python -X dev a.py", "python -I a.py")
+    for words in (*options, "bash a.py", "env python a.py", "pythonic a.py"):
+        assert python_words(words.split()) is None, words
 
 
 def test_packages_that_start_threads_are_not_forked(tmp_path, program, caplog, monkeypatch):
     """A thread of the parent does not exist in a fork, and what it holds stays held."""
-    packages = tmp_path / "site-packages"
-    packages.mkdir()
-    (packages / "busy.py").write_text(
-        "import threading, time\nthreading.Thread(target=lambda: time.sleep(99), daemon=True).start()\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")]))
+    thread = "threading.Thread(target=lambda: time.sleep(99), daemon=True).start()"
+    (on_path(tmp_path, monkeypatch) / "busy.py").write_text(f"import threading, time\n{thread}\n")
     program.write_text(f"import busy\n{PROGRAM}")
     ends = played(f"{sys.executable} {program}", 3)
     assert [end.pay.reward for end in ends] == [0.5] * 3
@@ -365,71 +342,18 @@ def test_an_address_beyond_this_machine_needs_a_token(monkeypatch):
         runs_of(replace(choice, address="192.0.2.1"))
 
 
-ELSEWHERE = """
-import json, os, sys, urllib.request
-base_url, key, reward = sys.argv[1:]
-body = json.dumps({"messages": [{"role": "user", "content": "2+3="}], "max_tokens": 6}).encode()
-for token, status in (("wrong", 401), (key, 200)):
-    request = urllib.request.Request(base_url + "/chat/completions", body, {"Authorization": "Bearer " + token})
-    try:
-        got = urllib.request.urlopen(request, timeout=60).status
-    except urllib.error.HTTPError as error:
-        got = error.code
-    assert got == status, (got, status)
-print("asked")
-"""
-
-
-def test_an_agent_of_another_machine_asks_with_the_token(tmp_path, monkeypatch):
+def test_an_agent_of_another_machine_asks_with_the_token(monkeypatch):
     """On all addresses of this machine, by a process that gets nothing but the words of a command."""
     monkeypatch.setenv("GRPO_SERVE_TOKEN", "secret")
     monkeypatch.setattr("socket.gethostname", lambda: "127.0.0.1")  # its own name may not resolve here
-    file = tmp_path / "elsewhere.py"
-    file.write_text(ELSEWHERE)
-    reward = "&& echo 1 > /dev/fd/$GRPO_REWARD_FD"
-    command = f"sh -c 'env -i {sys.executable} {file} {{base_url}} {{api_key}} x {reward}'"
+    given = "OPENAI_BASE_URL={base_url} OPENAI_API_KEY={api_key} GRPO_REWARD_FD=$GRPO_REWARD_FD"
+    command = f"sh -c 'env -i {given} {sys.executable} {SCRIPT} linear'"
     runs, weights = runs_of(AgentCommand(command=command, address="0.0.0.0", timeout_s=120.0))
     ((one,), _) = runs.collect(weights, requests(""), RunOptions())
-    host = runs.url
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(f"{host}/v1/models", timeout=30)
+        urllib.request.urlopen(f"{runs.url}/v1/models", timeout=30)
     runs.close()
-    assert one.reward == 1.0 and len(one.turns) == 1, one.fault
-
-
-class Three(g.Environment):
-    def step(self, turn):
-        return g.Observation(reward=3.0, done=True)
-
-
-@pytest.mark.usefixtures("one_device")
-def test_an_agent_beside_environments_in_one_run(tmp_path):
-    """By a column of the row, drawn by weights: each is played by its own, in the order of the requests."""
-    rows = [{"prompt": f"{i}+1=", "answer": "5"} for i in range(4)]
-    for name in ("three", "asks"):
-        text = "".join(json.dumps(row | {"environment": name}) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text(text)
-    agent = f"{{kind: agent, function: '{FUNCTIONS}:where'}}"
-    classes = json.dumps(["three=tests.serving.test_agent_hosts:Three", f"asks={agent}"])
-    words = [f"--environment={{kind: by_row, classes: {classes}}}", "--reward.functions=environment", "--sft.steps=0"]
-    words += [f"--data.sources={tmp_path}/three.jsonl,{tmp_path}/asks.jsonl", "--data.weights=1,1"]
-    words += ["--data.eval_problems=0", "--eval.every=0", "--group.problems=4", "--reward.truncated=score"]
-    summary = g.train_policy(g.read_config("toy.yaml", *TINY, *words, f"--run_dir={tmp_path}/run", "--log.traces=1"))
-    assert summary["compilations_after_first_step"] == 0
-    seen = set()
-    for step in (1, 2):
-        for record in read_trace(tmp_path / "run", step):
-            name = record.problem.extra["environment"]
-            seen.add(name)
-            one = record.trajectory
-            paid = 1.0 if name == "asks" else 3.0 if one.stop == "answer" else 0.0
-            assert one.reward == paid and set(one.rewards) == ({"process", "imports"} if name == "asks" else set())
-    assert seen == {"three", "asks"}
-    metrics = list(read_metrics(tmp_path / "run"))[-1]
-    assert (
-        metrics["time/environment_s"] > 0
-        and 0.99 < sum(value for name, value in metrics.items() if name.startswith("rollout/stop_")) < 1.01
-    )
+    assert one.reward == 0.25 and len(one.turns) == 2, one.fault
 
 
 def test_agents_of_a_mix_share_an_endpoint():
