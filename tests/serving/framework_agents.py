@@ -1,12 +1,15 @@
 """Agents of frameworks as their own pages write them: a chat, a stream, a tool, two calls at once, an answer of a type.
 
-Each is a class with coroutine functions of (base URL, API key, question); what one lacks, the framework has not. Its
-name in `FRAMEWORKS` is a function for `environment agent` too (`framework_agents.py:langchain`), which asks once and is
-paid for digits. Packages are imported by what uses them, so the file can be imported without any.
+Each is a class, made with the base URL and the API key, with coroutine functions of a question; what one lacks, the
+framework has not. Its name in `FRAMEWORKS` is a function for `environment agent` too (`framework_agents.py:langchain`),
+which asks once and is paid for digits. Packages are imported by what uses them, so the file can be imported without.
 """
 
+import asyncio
 import json
 import os
+
+from tests.helpers.serving import WEATHER
 
 os.environ["CREWAI_DISABLE_TELEMETRY"] = os.environ["CREWAI_TESTING"] = "true"
 os.environ["OTEL_SDK_DISABLED"] = os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "false"
@@ -14,22 +17,7 @@ os.environ["AGNO_TELEMETRY"] = "false"
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch one when it is imported
 CITIES = []
 """Arguments of the calls that were run."""
-TURNS = ['<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>', "It rains in Rome."]
-"""What the policy says: a call, then an answer."""
-SEVERAL = [
-    '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
-    '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>',
-    "Rain in both.",
-]
 TYPED = '{"city": "Rome", "rain": true}'
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Says the weather.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
 
 
 def weather(city: str) -> str:
@@ -40,6 +28,11 @@ def weather(city: str) -> str:
     """
     CITIES.append(city)
     return f"rain in {city}"
+
+
+def asked(question, parts=False):
+    """The messages of a question."""
+    return [{"role": "user", "content": [{"type": "text", "text": question}] if parts else question}]
 
 
 def report_class():
@@ -53,44 +46,49 @@ def report_class():
     return Report
 
 
-class Langchain:
+class Framework:
+    turns = ('<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>', "It rains in Rome.")
+    """What the policy says for `tools`: a call, then an answer."""
+    several = (turns[0] + turns[0].replace("Rome", "Oslo"), "Rain in both.")
+    """The same with two calls in a turn; None where a framework makes one at a time."""
+    rows = 1
+
+    def __init__(self, url, key):
+        self.url, self.key = url, key
+
+
+class Langchain(Framework):
     packages = ("langchain", "langchain_openai")
 
-    @staticmethod
-    def model(url, key):
+    def model(self):
         from langchain_openai import ChatOpenAI
 
-        return ChatOpenAI(model="policy", base_url=url, api_key=key, max_retries=0)
+        return ChatOpenAI(model="policy", base_url=self.url, api_key=self.key, max_retries=0)
 
-    @classmethod
-    async def chat(cls, url, key, question):
-        return (await cls.model(url, key).ainvoke(question)).content
+    async def chat(self, question):
+        return (await self.model().ainvoke(question)).content
 
-    @classmethod
-    async def stream(cls, url, key, question):
-        return "".join([piece.content async for piece in cls.model(url, key).astream(question)])
+    async def stream(self, question):
+        return "".join([piece.content async for piece in self.model().astream(question)])
 
-    @classmethod
-    async def tools(cls, url, key, question):
+    async def tools(self, question):
         from langchain.agents import create_agent
 
-        agent = create_agent(cls.model(url, key), tools=[weather])
+        agent = create_agent(self.model(), tools=[weather])
         return (await agent.ainvoke({"messages": [("user", question)]}))["messages"][-1].content
 
-    @classmethod
-    async def structured(cls, url, key, question):
-        return (await cls.model(url, key).with_structured_output(report_class()).ainvoke(question)).city
+    async def structured(self, question):
+        return (await self.model().with_structured_output(report_class()).ainvoke(question)).city
 
 
 class Langgraph(Langchain):
     packages = ("langgraph", "langchain_openai")
 
-    @classmethod
-    def graph(cls, url, key):
+    def graph(self):
         from langgraph.graph import START, MessagesState, StateGraph
         from langgraph.prebuilt import ToolNode, tools_condition
 
-        model = cls.model(url, key).bind_tools([weather])
+        model = self.model().bind_tools([weather])
 
         async def ask(state):
             return {"messages": [await model.ainvoke(state["messages"])]}
@@ -103,70 +101,61 @@ class Langgraph(Langchain):
         graph.add_edge("tools", "ask")
         return graph.compile()
 
-    @classmethod
-    async def stream(cls, url, key, question):
+    async def stream(self, question):
         asked = {"messages": [("user", question)]}
-        return "".join([m.content async for m, _ in cls.graph(url, key).astream(asked, stream_mode="messages")])
+        return "".join([m.content async for m, _ in self.graph().astream(asked, stream_mode="messages")])
 
-    @classmethod
-    async def tools(cls, url, key, question):
-        return (await cls.graph(url, key).ainvoke({"messages": [("user", question)]}))["messages"][-1].content
+    async def tools(self, question):
+        return (await self.graph().ainvoke({"messages": [("user", question)]}))["messages"][-1].content
 
 
-class PydanticAi:
+class PydanticAi(Framework):
     packages = ("pydantic_ai",)
 
-    @staticmethod
-    def agent(url, key, **fields):
+    def agent(self, **fields):
         from pydantic_ai import Agent
         from pydantic_ai.models.openai import OpenAIChatModel
         from pydantic_ai.providers.openai import OpenAIProvider
 
-        return Agent(OpenAIChatModel("policy", provider=OpenAIProvider(base_url=url, api_key=key)), **fields)
+        return Agent(OpenAIChatModel("policy", provider=OpenAIProvider(base_url=self.url, api_key=self.key)), **fields)
 
-    @classmethod
-    async def chat(cls, url, key, question):
-        return (await cls.agent(url, key).run(question)).output
+    async def chat(self, question):
+        return (await self.agent().run(question)).output
 
-    @classmethod
-    async def stream(cls, url, key, question):
-        async with cls.agent(url, key).run_stream(question) as answer:
+    async def stream(self, question):
+        async with self.agent().run_stream(question) as answer:
             return "".join([piece async for piece in answer.stream_text(delta=True)])
 
-    @classmethod
-    async def tools(cls, url, key, question):
-        return (await cls.agent(url, key, tools=[weather]).run(question)).output
+    async def tools(self, question):
+        return (await self.agent(tools=[weather]).run(question)).output
 
-    @classmethod
-    async def structured(cls, url, key, question):
+    async def structured(self, question):
         from pydantic_ai import NativeOutput
 
-        return (await cls.agent(url, key, output_type=NativeOutput(report_class())).run(question)).output.city
+        return (await self.agent(output_type=NativeOutput(report_class())).run(question)).output.city
 
 
-class Litellm:
+class Litellm(Framework):
     packages = ("litellm",)
 
-    @staticmethod
-    async def ask(url, key, messages, **fields):
+    async def ask(self, messages, **fields):
         import litellm
 
-        return await litellm.acompletion("openai/policy", messages, api_base=url, api_key=key, max_retries=0, **fields)
+        return await litellm.acompletion(
+            "openai/policy", messages, api_base=self.url, api_key=self.key, max_retries=0, **fields
+        )
 
-    @classmethod
-    async def chat(cls, url, key, question):
-        return (await cls.ask(url, key, [{"role": "user", "content": question}])).choices[0].message.content
+    async def chat(self, question):
+        return (await self.ask(asked(question))).choices[0].message.content
 
-    @classmethod
-    async def stream(cls, url, key, question):
-        pieces = await cls.ask(url, key, [{"role": "user", "content": question}], stream=True)
+    async def stream(self, question):
+        pieces = await self.ask(asked(question), stream=True)
         return "".join([piece.choices[0].delta.content or "" async for piece in pieces])
 
-    @classmethod
-    async def tools(cls, url, key, question):
-        messages = [{"role": "user", "content": question}]
+    async def tools(self, question):
+        messages = asked(question)
         while True:
-            said = (await cls.ask(url, key, messages, tools=[WEATHER])).choices[0].message
+            said = (await self.ask(messages, tools=[WEATHER])).choices[0].message
             if not said.tool_calls:
                 return said.content
             messages.append(said)
@@ -174,146 +163,114 @@ class Litellm:
                 result = weather(**json.loads(one.function.arguments))
                 messages.append({"role": "tool", "tool_call_id": one.id, "content": result})
 
-    @classmethod
-    async def structured(cls, url, key, question):
-        asked = [{"role": "user", "content": question}]
-        answer = await cls.ask(url, key, asked, response_format=report_class())
+    async def structured(self, question):
+        answer = await self.ask(asked(question), response_format=report_class())
         return json.loads(answer.choices[0].message.content)["city"]
 
 
-class Instructor:
+class Instructor(Framework):
     packages = ("instructor",)
     several = None  # its parallel tools are types, without results that go back
 
-    @staticmethod
-    def client(url, key, mode="TOOLS"):
+    turns = ('"city": "Rome"}}</tool_call>',)  # a tool must be called: its opening is context
+
+    async def answer(self, question, kind, mode="TOOLS"):
         import instructor
         from openai import AsyncOpenAI
 
-        return instructor.from_openai(
-            AsyncOpenAI(base_url=url, api_key=key, max_retries=0), mode=getattr(instructor.Mode, mode)
-        )
+        client = AsyncOpenAI(base_url=self.url, api_key=self.key, max_retries=0)
+        create = instructor.from_openai(client, mode=getattr(instructor.Mode, mode)).chat.completions.create
+        return await create(model="policy", messages=asked(question), response_model=kind, max_retries=0)
 
-    @classmethod
-    async def chat(cls, url, key, question):
-        asked = [{"role": "user", "content": question}]
-        answer = await cls.client(url, key).chat.completions.create(
-            model="policy", messages=asked, response_model=None, max_retries=0
-        )
-        return answer.choices[0].message.content
+    async def chat(self, question):
+        return (await self.answer(question, None)).choices[0].message.content
 
-    @classmethod
-    async def tools(cls, url, key, question):
-        """A tool that must be called: its opening is context, the policy writes the arguments."""
+    async def tools(self, question):
         from pydantic import BaseModel
 
         class Weather(BaseModel):
             city: str
 
-        asked = [{"role": "user", "content": question}]
-        answer = await cls.client(url, key).chat.completions.create(
-            model="policy", messages=asked, response_model=Weather, max_retries=0
-        )
-        CITIES.append(answer.city)
+        CITIES.append((await self.answer(question, Weather)).city)
         return "It rains in Rome."
 
-    turns = ('"city": "Rome"}}</tool_call>',)
-
-    @classmethod
-    async def structured(cls, url, key, question):
-        asked = [{"role": "user", "content": question}]
-        answer = await cls.client(url, key, "JSON_SCHEMA").chat.completions.create(
-            model="policy", messages=asked, response_model=report_class(), max_retries=0
-        )
-        return answer.city
+    async def structured(self, question):
+        return (await self.answer(question, report_class(), "JSON_SCHEMA")).city
 
 
-class Autogen:
+class Autogen(Framework):
     packages = ("autogen_agentchat", "autogen_ext")
 
-    @staticmethod
-    def agent(url, key, **fields):
+    def agent(self, **fields):
         from autogen_agentchat.agents import AssistantAgent
         from autogen_ext.models.openai import OpenAIChatCompletionClient
 
         can = {"vision": False, "function_calling": True, "json_output": True, "structured_output": True}
         client = OpenAIChatCompletionClient(
-            model="policy", base_url=url, api_key=key, max_retries=0, model_info=can | {"family": "unknown"}
+            model="policy", base_url=self.url, api_key=self.key, max_retries=0, model_info=can | {"family": "unknown"}
         )
         return AssistantAgent("forecaster", client, **fields)
 
-    @classmethod
-    async def chat(cls, url, key, question):
-        return (await cls.agent(url, key).run(task=question)).messages[-1].content
+    async def chat(self, question):
+        return (await self.agent().run(task=question)).messages[-1].content
 
-    @classmethod
-    async def stream(cls, url, key, question):
+    async def stream(self, question):
         from autogen_agentchat.messages import ModelClientStreamingChunkEvent
 
-        events = cls.agent(url, key, model_client_stream=True).run_stream(task=question)
+        events = self.agent(model_client_stream=True).run_stream(task=question)
         return "".join([e.content async for e in events if isinstance(e, ModelClientStreamingChunkEvent)])
 
-    @classmethod
-    async def tools(cls, url, key, question):
-        agent = cls.agent(url, key, tools=[weather], max_tool_iterations=3)
+    async def tools(self, question):
+        agent = self.agent(tools=[weather], max_tool_iterations=3)
         return (await agent.run(task=question)).messages[-1].content
 
-    @classmethod
-    async def structured(cls, url, key, question):
-        agent = cls.agent(url, key, output_content_type=report_class())
+    async def structured(self, question):
+        agent = self.agent(output_content_type=report_class())
         return (await agent.run(task=question)).messages[-1].content.city
 
 
-class Agno:
+class Agno(Framework):
     packages = ("agno",)
 
-    @staticmethod
-    def agent(url, key, **fields):
+    def agent(self, **fields):
         from agno.agent import Agent
         from agno.models.openai.like import OpenAILike
 
-        return Agent(model=OpenAILike(id="policy", base_url=url, api_key=key), telemetry=False, **fields)
+        return Agent(model=OpenAILike(id="policy", base_url=self.url, api_key=self.key), telemetry=False, **fields)
 
-    @classmethod
-    async def chat(cls, url, key, question):
-        return (await cls.agent(url, key).arun(question)).content
+    async def chat(self, question):
+        return (await self.agent().arun(question)).content
 
-    @classmethod
-    async def stream(cls, url, key, question):
-        events = cls.agent(url, key).arun(question, stream=True)
+    async def stream(self, question):
+        events = self.agent().arun(question, stream=True)
         return "".join([event.content async for event in events if event.event == "RunContent"])
 
-    @classmethod
-    async def tools(cls, url, key, question):
-        return (await cls.agent(url, key, tools=[weather]).arun(question)).content
+    async def tools(self, question):
+        return (await self.agent(tools=[weather]).arun(question)).content
 
-    @classmethod
-    async def structured(cls, url, key, question):
-        content = (await cls.agent(url, key, output_schema=report_class()).arun(question)).content
+    async def structured(self, question):
+        content = (await self.agent(output_schema=report_class()).arun(question)).content
         if isinstance(content, str):  # it gives an error as content
             raise ValueError(content)
         return content.city
 
 
-class Dspy:
+class Dspy(Framework):
     packages = ("dspy",)
     several = None  # its agents write calls as text, one at a time
 
-    @staticmethod
-    def model(url, key):
+    def model(self):
         import dspy
 
-        return dspy.LM("openai/policy", api_base=url, api_key=key, cache=False, num_retries=0)
+        return dspy.LM("openai/policy", api_base=self.url, api_key=self.key, cache=False, num_retries=0)
 
-    @classmethod
-    async def chat(cls, url, key, question):
-        return (await cls.model(url, key).acall(question))[0]
+    async def chat(self, question):
+        return (await self.model().acall(question))[0]
 
-    @classmethod
-    async def tools(cls, url, key, question):
+    async def tools(self, question):
         import dspy
 
-        with dspy.context(lm=cls.model(url, key)):
+        with dspy.context(lm=self.model()):
             return (await dspy.ReAct("question -> answer", tools=[weather]).acall(question=question)).answer
 
     turns = (
@@ -326,227 +283,184 @@ class Dspy:
     rows = 3
     """Each step is a prompt of its own."""
 
-    @classmethod
-    async def structured(cls, url, key, question):
+    async def structured(self, question):
         import dspy
 
-        with dspy.context(lm=cls.model(url, key), adapter=dspy.JSONAdapter()):
+        with dspy.context(lm=self.model(), adapter=dspy.JSONAdapter()):
             return (await dspy.Predict("question -> city: str, rain: bool").acall(question=question)).city
 
 
-class LlamaIndex:
+class LlamaIndex(Framework):
     packages = ("llama_index.core", "llama_index.llms.openai_like")
 
-    @staticmethod
-    def model(url, key):
+    def model(self):
         from llama_index.llms.openai_like import OpenAILike
 
-        return OpenAILike(
-            model="policy",
-            api_base=url,
-            api_key=key,
-            is_chat_model=True,
-            is_function_calling_model=True,
-            max_retries=0,
-            should_use_structured_outputs=True,
-        )
+        kind = {"is_chat_model": True, "is_function_calling_model": True, "should_use_structured_outputs": True}
+        return OpenAILike(model="policy", api_base=self.url, api_key=self.key, max_retries=0, **kind)
 
-    @classmethod
-    async def chat(cls, url, key, question):
-        return (await cls.model(url, key).acomplete(question)).text
+    async def chat(self, question):
+        return (await self.model().acomplete(question)).text
 
-    @classmethod
-    async def stream(cls, url, key, question):
-        return "".join([piece.delta async for piece in await cls.model(url, key).astream_complete(question)])
+    async def stream(self, question):
+        return "".join([piece.delta async for piece in await self.model().astream_complete(question)])
 
-    @classmethod
-    async def tools(cls, url, key, question):
+    async def tools(self, question):
         from llama_index.core.agent.workflow import FunctionAgent
 
-        return str(await FunctionAgent(tools=[weather], llm=cls.model(url, key)).run(question))
+        return str(await FunctionAgent(tools=[weather], llm=self.model()).run(question))
 
-    @classmethod
-    async def structured(cls, url, key, question):
-        return (await cls.model(url, key).as_structured_llm(report_class()).acomplete(question)).raw.city
+    async def structured(self, question):
+        return (await self.model().as_structured_llm(report_class()).acomplete(question)).raw.city
 
 
-class Haystack:
+class Haystack(Framework):
     packages = ("haystack",)
 
-    @staticmethod
-    def generator(url, key, **fields):
+    def generator(self, **fields):
         from haystack.components.generators.chat import OpenAIChatGenerator
         from haystack.utils import Secret
 
-        return OpenAIChatGenerator(Secret.from_token(key), model="policy", api_base_url=url, max_retries=0, **fields)
+        return OpenAIChatGenerator(
+            Secret.from_token(self.key), model="policy", api_base_url=self.url, max_retries=0, **fields
+        )
 
-    @staticmethod
-    def said(question):
+    def said(self, question):
         from haystack.dataclasses import ChatMessage
 
         return [ChatMessage.from_user(question)]
 
-    @classmethod
-    async def chat(cls, url, key, question):
-        return (await cls.generator(url, key).run_async(cls.said(question)))["replies"][0].text
+    async def chat(self, question):
+        return (await self.generator().run_async(self.said(question)))["replies"][0].text
 
-    @classmethod
-    async def stream(cls, url, key, question):
+    async def stream(self, question):
         pieces = []
 
         async def take(piece):
             pieces.append(piece.content)
 
-        await cls.generator(url, key, streaming_callback=take).run_async(cls.said(question))
+        await self.generator(streaming_callback=take).run_async(self.said(question))
         return "".join(pieces)
 
-    @classmethod
-    async def tools(cls, url, key, question):
+    async def tools(self, question):
         from haystack.components.agents import Agent
         from haystack.tools import create_tool_from_function
 
-        agent = Agent(chat_generator=cls.generator(url, key), tools=[create_tool_from_function(weather)])
-        return (await agent.run_async(messages=cls.said(question)))["messages"][-1].text
+        agent = Agent(chat_generator=self.generator(), tools=[create_tool_from_function(weather)])
+        return (await agent.run_async(messages=self.said(question)))["messages"][-1].text
 
-    @classmethod
-    async def structured(cls, url, key, question):
-        generator = cls.generator(url, key, generation_kwargs={"response_format": report_class()})
-        return json.loads((await generator.run_async(cls.said(question)))["replies"][0].text)["city"]
+    async def structured(self, question):
+        generator = self.generator(generation_kwargs={"response_format": report_class()})
+        return json.loads((await generator.run_async(self.said(question)))["replies"][0].text)["city"]
 
 
-class Strands:
+class Strands(Framework):
     packages = ("strands",)
 
-    @staticmethod
-    def agent(url, key, **fields):
+    def agent(self, **fields):
         from strands import Agent
         from strands.models.openai import OpenAIModel
 
-        client = {"base_url": url, "api_key": key, "max_retries": 0}
+        client = {"base_url": self.url, "api_key": self.key, "max_retries": 0}
         model = OpenAIModel(client_args=client, model_id="policy")
         return Agent(model=model, callback_handler=None, **fields)
 
-    @classmethod
-    async def chat(cls, url, key, question):
-        return str(await cls.agent(url, key).invoke_async(question)).strip()
+    async def chat(self, question):
+        return str(await self.agent().invoke_async(question)).strip()
 
-    @classmethod
-    async def stream(cls, url, key, question):
-        return "".join([event.get("data", "") async for event in cls.agent(url, key).stream_async(question)])
+    async def stream(self, question):
+        return "".join([event.get("data", "") async for event in self.agent().stream_async(question)])
 
-    @classmethod
-    async def tools(cls, url, key, question):
+    async def tools(self, question):
         from strands import tool
 
-        return str(await cls.agent(url, key, tools=[tool(weather)]).invoke_async(question)).strip()
+        return str(await self.agent(tools=[tool(weather)]).invoke_async(question)).strip()
 
-    @classmethod
-    async def structured(cls, url, key, question):
-        return (await cls.agent(url, key).structured_output_async(report_class(), question)).city
+    async def structured(self, question):
+        return (await self.agent().structured_output_async(report_class(), question)).city
 
 
-class Crewai:
+class Crewai(Framework):
     packages = ("crewai",)
 
-    @staticmethod
-    def model(url, key, **fields):
+    def model(self, **fields):
         from crewai import LLM
 
-        return LLM(model="openai/policy", base_url=url, api_key=key, **fields)
+        return LLM(model="openai/policy", base_url=self.url, api_key=self.key, **fields)
 
-    @classmethod
-    async def chat(cls, url, key, question):
-        return await cls.model(url, key).acall(question)
+    async def chat(self, question):
+        return await self.model().acall(question)
 
-    @classmethod
-    async def stream(cls, url, key, question):
-        return await cls.model(url, key, stream=True).acall(question)
+    async def stream(self, question):
+        return await self.model(stream=True).acall(question)
 
-    @classmethod
-    async def tools(cls, url, key, question):
+    async def tools(self, question):
         from crewai import Agent
         from crewai.tools import tool
 
         about = {"role": "forecaster", "goal": "say the weather", "backstory": "none"}
-        agent = Agent(**about, llm=cls.model(url, key), tools=[tool("weather")(weather)])
+        agent = Agent(**about, llm=self.model(), tools=[tool("weather")(weather)])
         return (await agent.kickoff_async(question)).raw
 
-    @classmethod
-    async def structured(cls, url, key, question):
-        answer = await cls.model(url, key, response_format=report_class()).acall(question)
+    async def structured(self, question):
+        answer = await self.model(response_format=report_class()).acall(question)
         return getattr(answer, "city", None) or json.loads(answer)["city"]
 
 
-class OpenaiAgents:
+class OpenaiAgents(Framework):
     packages = ("agents",)
 
-    @staticmethod
-    def agent(url, key, **fields):
+    def agent(self, **fields):
         import agents
         from openai import AsyncOpenAI
 
         agents.set_tracing_disabled(True)
-        client = AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
+        client = AsyncOpenAI(base_url=self.url, api_key=self.key, max_retries=0)
         return agents.Agent(name="forecaster", model=agents.OpenAIChatCompletionsModel("policy", client), **fields)
 
-    @classmethod
-    async def chat(cls, url, key, question):
+    async def run(self, question, **fields):
         from agents import Runner
 
-        return (await Runner.run(cls.agent(url, key), question)).final_output
+        return (await Runner.run(self.agent(**fields), question)).final_output
 
-    @classmethod
-    async def stream(cls, url, key, question):
+    async def chat(self, question):
+        return await self.run(question)
+
+    async def stream(self, question):
         from agents import Runner
 
-        answer = Runner.run_streamed(cls.agent(url, key), question)
+        answer = Runner.run_streamed(self.agent(), question)
         events = [e.data async for e in answer.stream_events() if e.type == "raw_response_event"]
         return "".join([event.delta for event in events if event.type == "response.output_text.delta"])
 
-    @classmethod
-    async def tools(cls, url, key, question):
-        from agents import Runner, function_tool
+    async def tools(self, question):
+        from agents import function_tool
 
-        return (await Runner.run(cls.agent(url, key, tools=[function_tool(weather)]), question)).final_output
+        return await self.run(question, tools=[function_tool(weather)])
 
-    @classmethod
-    async def structured(cls, url, key, question):
-        from agents import Runner
-
-        return (await Runner.run(cls.agent(url, key, output_type=report_class()), question)).final_output.city
+    async def structured(self, question):
+        return (await self.run(question, output_type=report_class())).city
 
 
-class Smolagents:
+class Smolagents(Framework):
     packages = ("smolagents",)
 
-    @staticmethod
-    def model(url, key):
+    def model(self):
         from smolagents import OpenAIServerModel
 
-        return OpenAIServerModel("policy", url, key, client_kwargs={"max_retries": 0})
+        return OpenAIServerModel("policy", self.url, self.key, client_kwargs={"max_retries": 0})
 
-    @classmethod
-    async def chat(cls, url, key, question):
-        import asyncio
+    async def chat(self, question):
+        return (await asyncio.to_thread(self.model(), asked(question, parts=True))).content
 
-        asked = [{"role": "user", "content": [{"type": "text", "text": question}]}]
-        return (await asyncio.to_thread(cls.model(url, key), asked)).content
-
-    @classmethod
-    async def stream(cls, url, key, question):
-        import asyncio
-
-        asked = [{"role": "user", "content": [{"type": "text", "text": question}]}]
-        pieces = await asyncio.to_thread(lambda: list(cls.model(url, key).generate_stream(asked)))
+    async def stream(self, question):
+        pieces = await asyncio.to_thread(lambda: list(self.model().generate_stream(asked(question, parts=True))))
         return "".join(piece.content or "" for piece in pieces)
 
-    @classmethod
-    async def tools(cls, url, key, question):
-        import asyncio
-
+    async def tools(self, question):
         from smolagents import ToolCallingAgent, tool
 
-        agent = ToolCallingAgent(tools=[tool(weather)], model=cls.model(url, key), max_steps=3, verbosity_level=0)
+        agent = ToolCallingAgent(tools=[tool(weather)], model=self.model(), max_steps=3, verbosity_level=0)
         return await asyncio.to_thread(agent.run, question)
 
     # it forces a call each time, whose opening up to the name is context
@@ -555,8 +469,7 @@ class Smolagents:
         'final_answer", "arguments": {"answer": "It rains in Rome."}}</tool_call>',
     )
     several = (
-        'weather", "arguments": {"city": "Rome"}}</tool_call>'
-        '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>',
+        turns[0] + Framework.turns[0].replace("Rome", "Oslo"),
         'final_answer", "arguments": {"answer": "Rain in both."}}</tool_call>',
     )
 
@@ -581,7 +494,7 @@ FRAMEWORKS = {
 
 def _trained(framework):
     async def rollout(row, base_url, api_key):
-        said = str(await framework.chat(base_url, api_key, row["prompt"]))
+        said = str(await framework(base_url, api_key).chat(row["prompt"]))
         return sum(letter.isdigit() for letter in said) / (1 + len(said))
 
     return rollout

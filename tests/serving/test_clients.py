@@ -1,15 +1,13 @@
 """The client that most agents use, `openai`, against the server. It is not among the requirements of the tests."""
 
 import asyncio
-import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from grpo_roc_jax.serving.agent_runs import AgentSession
 from grpo_roc_jax.serving.joining import join
 from grpo_roc_jax.text.config import TextConfig
-from grpo_roc_jax.types import Problem, RolloutRequest
 from tests.helpers.serving import ROLLOUT, WEATHER, scripted, served
 
 openai = pytest.importorskip("openai", reason="needs the openai client: pip install openai")
@@ -25,16 +23,13 @@ def client():
 
 
 def test_a_conversation(client):
-    first = client.chat.completions.create(
-        model="policy", messages=ASK, max_tokens=9, logprobs=True, extra_body={"return_token_ids": True}
-    )
+    ask = partial(client.chat.completions.create, model="policy", max_tokens=9, extra_body={"return_token_ids": True})
+    first = ask(messages=ASK, logprobs=True)
     (choice,) = first.choices
     assert choice.finish_reason in ("length", "stop") and len(choice.logprobs.content) == first.usage.completion_tokens
     assert first.usage.prompt_tokens == len(first.prompt_token_ids)
     more = [*ASK, choice.message.model_dump(exclude_none=True), {"role": "user", "content": "Sure?"}]
-    second = client.chat.completions.create(
-        model="policy", messages=more, max_tokens=9, extra_body={"return_token_ids": True}
-    )
+    second = ask(messages=more)
     before = first.prompt_token_ids + choice.token_ids
     assert second.prompt_token_ids[: len(before)] == before
     assert second.usage.prompt_tokens_details.cached_tokens >= len(before) // 16 * 16 - 16
@@ -66,8 +61,7 @@ def test_answers_and_events_have_all_fields_of_the_clients_types(text):
         body = {"input": "x", "model": "policy", "tools": [tool], "top_logprobs": 1, "include": LOGPROBS}
         whole = server.ask("/v1/responses", body)[1]
         Response.model_validate(whole)
-        lines = server.ask("/v1/responses", body | {"stream": True})[1]
-        events = [json.loads(line.partition("data: ")[2] or line) for line in lines if "{" in line]
+        events = server.events("/v1/responses", body)
         for one in events:
             event.validate_python(one)
         items = [one["item"] for one in events if one["type"] == "response.output_item.done"]
@@ -75,9 +69,8 @@ def test_answers_and_events_have_all_fields_of_the_clients_types(text):
         assert [item["type"] for item in items] == [item["type"] for item in whole["output"]]
         body = {"messages": ASK, "model": "policy", "tools": [WEATHER], "logprobs": True}
         ChatCompletion.model_validate(server.ask("/v1/chat/completions", body)[1])
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-        for line in server.ask("/v1/chat/completions", body)[1][:-1]:
-            ChatCompletionChunk.model_validate_json(line)
+        for chunk in server.events("/v1/chat/completions", body | {"stream_options": {"include_usage": True}}):
+            ChatCompletionChunk.model_validate(chunk)
 
 
 def test_errors_are_those_that_the_client_knows(client):
@@ -118,13 +111,11 @@ def test_openai_agents_as_it_is(form):
         more = [*first.to_input_list(), {"role": "user", "content": "Sure?"}]
         return first.final_output, (await answer(agent, more, streams)).final_output
 
-    said = ['<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>', "It rains.", "Yes."]
-    with scripted(*said, *said) as server:
-        sessions = {name: AgentSession(RolloutRequest(Problem("p", "", "", "t"), 0), 1, 9) for name in ("a", "b")}
-        server.endpoint.sessions = sessions
-        for name, session in sessions.items():
-            url = f"http://127.0.0.1:{server.port}/s/{name}/v1"
-            assert asyncio.run(converse(url, streams=name == "b")) == ("It rains.", "Yes.")
+    with scripted(*[CALL, "It rains.", "Yes."] * 2) as server:
+        for streams in (False, True):
+            session = server.session()
+            url = f"http://127.0.0.1:{server.port}/s/one/v1"
+            assert asyncio.run(converse(url, streams)) == ("It rains.", "Yes.")
             (row,) = join(session.calls)
             assert len(session.calls) == 3 and sum(row.mask) == sum(len(call.ids) for call in session.calls)
     assert asked == ["Rome", "Rome"]
@@ -134,13 +125,9 @@ def test_an_agent_framework_is_one_conversation():
     """smolagents as it is: it forces tool calls, sends parts of content, writes its errors as messages of a user."""
     smolagents = pytest.importorskip("smolagents", reason="needs smolagents: pip install 'smolagents[openai]'")
     rollout = replace(ROLLOUT, slots=2, block=64, max_prompt_tokens=8192, max_response_tokens=1024)
-    request = RolloutRequest(Problem("p", "2+3=", "5", "t"), 0, temperature=1.0)
     with served(rollout=rollout) as server:
-        session = AgentSession(request, 1, 9)
-        server.endpoint.sessions = {"one": session}
-        model = smolagents.OpenAIServerModel(
-            "policy", f"http://127.0.0.1:{server.port}/s/one/v1", "none", max_tokens=12, temperature=0.3
-        )
+        session, url = server.session(), f"http://127.0.0.1:{server.port}/s/one/v1"
+        model = smolagents.OpenAIServerModel("policy", url, "none", max_tokens=12, temperature=0.3)
         agent = smolagents.ToolCallingAgent(tools=[], model=model, max_steps=2, verbosity_level=0)
         agent.run("What is 2 + 3?")
     assert len(session.calls) >= 2

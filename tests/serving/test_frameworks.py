@@ -12,12 +12,10 @@ import pytest
 import grpo_roc_jax as g
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
-from grpo_roc_jax.serving.agent_runs import AgentSession
 from grpo_roc_jax.serving.joining import join
 from grpo_roc_jax.text.config import TextConfig
-from grpo_roc_jax.types import Problem, RolloutRequest
 from tests.helpers.serving import scripted
-from tests.serving.framework_agents import CITIES, FRAMEWORKS, SEVERAL, TURNS, TYPED
+from tests.serving.framework_agents import CITIES, FRAMEWORKS, TYPED
 from tests.test_readme import TINY
 
 pytestmark = pytest.mark.slow
@@ -38,14 +36,13 @@ def framework(request):
 def asked(framework, what, turns, rows=1):
     """(what it says, the calls of its session); each call is as sampled, in so many rows."""
     name, found = framework
-    function = getattr(found, what, None)
-    if function is None:
+    if not hasattr(found, what):
         note(name, what, "-")
         pytest.skip(f"{name} has none")
-    session = AgentSession(RolloutRequest(Problem("p", "", "", "t"), 0), 1, 9)
     with scripted(*turns, config=TextConfig(max_calls_per_turn=4), token="key") as server:
-        server.endpoint.sessions = {"one": session}
-        said = asyncio.run(function(f"http://127.0.0.1:{server.port}/s/one/v1", "key", QUESTION))
+        session = server.session()
+        agent = found(f"http://127.0.0.1:{server.port}/s/one/v1", "key")
+        said = asyncio.run(getattr(agent, what)(QUESTION))
         written = [server.endpoint.chat.turn_ids(turn) for turn in turns]
     assert [call.ids.tolist() for call in session.calls] == written[: len(session.calls)]
     found_rows = join(session.calls)
@@ -58,25 +55,20 @@ def note(name, what, seen):
         file.write(json.dumps({"framework": name, "what": what, "seen": seen}) + "\n")
 
 
-def test_a_chat(framework):
-    assert asked(framework, "chat", ["It rains."]) == "It rains."
-    note(framework[0], "chat", "yes")
-
-
-def test_a_stream(framework):
-    assert asked(framework, "stream", ["It rains."]) == "It rains."
-    note(framework[0], "stream", "yes")
+@pytest.mark.parametrize("what", ["chat", "stream"])
+def test_an_answer(framework, what):
+    assert asked(framework, what, ["It rains."]) == "It rains."
+    note(framework[0], what, "yes")
 
 
 def test_a_tool(framework):
     found = framework[1]
-    said = asked(framework, "tools", getattr(found, "turns", TURNS), getattr(found, "rows", 1))
-    assert said == "It rains in Rome." and CITIES == ["Rome"]
+    assert asked(framework, "tools", found.turns, found.rows) == "It rains in Rome." and CITIES == ["Rome"]
     note(framework[0], "tools", "yes")
 
 
 def test_two_calls_in_a_turn(framework):
-    turns = getattr(framework[1], "several", SEVERAL)
+    turns = framework[1].several
     if turns is None:
         note(framework[0], "parallel", "-")
         pytest.skip("it makes one call at a time")
