@@ -413,6 +413,8 @@ class EndpointHandler(RequestHandler):
 
     _stream: Any = None
     """Set by `prepare`, which a request with an unknown method does not reach."""
+    _let_in = False
+    """Whether the request was let in, so that its answer comes after its body was read."""
 
     async def prepare(self) -> None:
         headers, self._stream = self.request.headers, self.request.connection.stream
@@ -424,6 +426,7 @@ class EndpointHandler(RequestHandler):
             head = RequestHead.read(self.request.method, headers.get_list)
             self.key_session = self.endpoint.admit(head, size)
             self.begin()
+            self._let_in = True
         except RequestRefused as error:
             if "Content-Length" not in headers and "Transfer-Encoding" not in headers:
                 raise
@@ -478,8 +481,8 @@ class EndpointHandler(RequestHandler):
             absent = RequestHandler._unimplemented_method
             names = (name for name in self.SUPPORTED_METHODS if getattr(type(self), name.lower()) is not absent)
             self.set_header("Allow", ", ".join(names))
-        if error.status in (401, 403, 413, 415):
-            self.set_header("Connection", "close")
+        if error.status in (401, 403, 413, 415) or not self._let_in:
+            self.set_header("Connection", "close")  # Tornado closes where an answer comes before its request was read
         self.finish(self.describe(error))
 
     def describe(self, error: RequestRefused) -> dict[str, Any]:

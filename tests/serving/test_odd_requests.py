@@ -179,6 +179,7 @@ ABSENT = ("/", "/v2/models", "/v1/models/", "/metrics/policy", "/s/one/v1/files"
 def test_heads_and_other_methods_leave_the_connection_usable(server):
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     cases = [("HEAD", "/health", 200), ("HEAD", "/v1/models", 200), ("HEAD", "/v1/models/none", 404)]
+    cases += [("GET", "/", 404), ("GET", "/v2/models", 404), ("PURGE", "/health", 405)]
     cases += [("OPTIONS", CHAT, 405), ("GET", CHAT, 405), ("DELETE", "/v1/models/policy", 405), ("HEAD", CHAT, 405)]
     for method, path, status in cases:
         for verb, where, expected in ((method, path, status), ("GET", "/health", 200)):
