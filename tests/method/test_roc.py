@@ -10,11 +10,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import resample_group, subset
 from grpo_roc_jax.method.features import features, text_compat
 from grpo_roc_jax.method.roc import (
-    InverseDraw,
     MaxVariance,
     NoSelection,
     ResampleOnCorrect,
@@ -28,7 +26,7 @@ from grpo_roc_jax.method.roc import (
 )
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import Group, Problem, ToolResult, Trajectory, Turn
-from tests.helpers.method_groups import call, make_group, make_verdict, method, result
+from tests.helpers.method_groups import call, close, make_group, make_trajectory, make_verdict, method
 
 
 def rng(seed=0):
@@ -46,16 +44,16 @@ def run(group, keep, **settings):
 # --- quota -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("negatives", "expected"),
-    [
-        *((1, (1, 15)), (2, (2, 14)), (3, (2, 14)), (5, (2, 14)), (6, (3, 13)), (7, (4, 12))),
-        *((15, (8, 8)), (16, (8, 8)), (27, (14, 2)), (29, (14, 2)), (30, (14, 2)), (31, (15, 1))),
-    ],
-)
-def test_quota_of_the_recipe(negatives, expected):
-    """32 sampled, 16 kept (spec of GRPO-RoC, 1.4)."""
-    assert quota(negatives, 32 - negatives, 16) == expected
+RECIPE = {1: 1, 2: 2, 3: 2, 5: 2, 6: 3, 7: 4, 15: 8, 16: 8, 27: 14, 29: 14, 30: 14, 31: 15}
+"""Failures of 32 rollouts -> failures of the 16 that are kept (spec of GRPO-RoC, 1.4)."""
+
+
+def test_quota_by_hand():
+    for negatives, kept in RECIPE.items():
+        assert quota(negatives, 32 - negatives, 16) == (kept, 16 - kept)
+    assert quota(1, 31, 16, 0, 0) == (0, 16) and quota(7, 25, 16, 0, 0) == (4, 12), "without minima by the shares"
+    with pytest.raises(ValueError, match="cannot keep 5 of 4 trajectories"):
+        quota(2, 2, 5)
 
 
 @pytest.mark.parametrize(("total", "keep"), [(8, 4), (12, 5), (32, 16)])
@@ -118,34 +116,10 @@ def test_quota_equals_the_released_rule():
 def test_quota_invariants():
     for total in range(1, 20):
         for negatives, keep in itertools.product(range(total + 1), range(1, total + 1)):
-            positives = total - negatives
-            k_neg, k_pos = quota(negatives, positives, keep)
-            assert k_neg + k_pos == keep
-            assert 0 <= k_neg <= negatives
-            assert 0 <= k_pos <= positives
-            if keep >= 4:
-                assert k_neg >= min(2, negatives)
-                assert k_pos >= min(2, positives)
-            elif keep >= 2:
-                assert k_neg >= min(1, negatives)
-                assert k_pos >= min(1, positives)
-
-
-@pytest.mark.parametrize(("negatives", "keep"), [(7, 7), (3, 3), (4, 5)])
-def test_quota_odd_sizes_add_up(negatives, keep):
-    """Sizes at which rounding both counts gives keep + 1 or keep - 1."""
-    k_neg, k_pos = quota(negatives, negatives, keep)
-    assert k_neg + k_pos == keep
-
-
-def test_quota_without_minima_follows_the_shares():
-    assert quota(1, 31, 16, 0, 0) == (0, 16)
-    assert quota(7, 25, 16, 0, 0) == (4, 12)
-
-
-def test_quota_refuses_more_than_there_is():
-    with pytest.raises(ValueError, match="cannot keep 5 of 4 trajectories"):
-        quota(2, 2, 5)
+            available = np.array([negatives, total - negatives])
+            kept = np.array(quota(*available.tolist(), keep))
+            minima = np.minimum(min(2, keep // 2), available)
+            assert kept.sum() == keep and (minima <= kept).all() and (kept <= available).all()
 
 
 # --- penalties -------------------------------------------------------------------------------------------------------
@@ -159,99 +133,40 @@ FIXTURE = {
 }
 
 
-def test_penalties_vector():
+def test_penalties_by_hand():
+    """Each part, and the sum of those that are switched on; parts that are off are still there for the log."""
     found = features(make_group(**FIXTURE))
-    np.testing.assert_allclose(
-        error_penalty(found.tool_calls, found.tool_errors), [0, 0.5, 0.5, 1, 1 / 3, 1, 0.5, 0.2], atol=1e-6
-    )
-    np.testing.assert_allclose(
-        format_penalty(found.answers, found.well_formed, found.turns), [0, 0, 0, 0, 0.5, 1, 0, 0], atol=1e-6
-    )
+    errors, formats = [0, 0.5, 0.5, 1, 1 / 3, 1, 0.5, 0.2], [0, 0, 0, 0, 0.5, 1, 0, 0]
+    close(error_penalty(found.tool_calls, found.tool_errors), errors, 1e-6)
+    close(format_penalty(found.answers, found.well_formed, found.turns), formats, 1e-6)
+    faulty = np.array([1, 1, 1, 9]), np.array([True, False, True, True]), np.array([1, 1, 0, 2])
+    assert format_penalty(*faulty).tolist() == [0, 1, 1, 1]
+    for has_error, has_format in itertools.product((True, False), repeat=2):
+        selection = run(make_group(**FIXTURE), 4, error_penalty=has_error, format_penalty=has_format)
+        close(selection.penalties, has_error * np.array(errors) + has_format * np.array(formats), 1e-6)
+        close(selection.error_penalties, errors, 1e-6)
+        close(selection.format_penalties, formats, 1e-6)
+    assert run(make_group(**FIXTURE), 4, no_tool_penalty=0.0).error_penalties[2] == 0.0
 
 
-def test_format_penalty_faults():
-    ones = np.ones(3, int)
-    assert format_penalty(ones, np.array([True, False, True]), np.array([1, 1, 0])).tolist() == [0, 1, 1]
-    assert format_penalty(np.array([9]), np.array([True]), np.array([2])).tolist() == [1]
-
-
-def test_selection_vector():
+def test_selection_by_hand():
     group = make_group(**FIXTURE)
-    selection = run(group, 4, negative_select="first")
-    assert selection.indices.tolist() == [0, 1, 5, 6]
-    np.testing.assert_allclose(
-        z_score(group.rewards[selection.indices]), [0.866024, 0.866024, -0.866024, -0.866024], atol=1e-5
-    )
+    selection = resample_group(group, method(4, resample={"negative_select": "first"}), rng())
+    kept = subset(group, selection)
+    assert selection.indices.tolist() == [t.sample for t in kept.trajectories] == [0, 1, 5, 6]
+    assert kept.rewards.tolist() == [1, 1, 0, 0]
     assert selection.reasons == ("kept", "kept", "penalty", "penalty", "penalty", "kept", "kept", "quota")
 
 
-def test_one_positive_among_eight():
-    selection = run(make_group([0, 0, 0, 1, 0, 0, 0, 0]), 4)
-    assert 3 in selection.indices
-    assert len(selection.indices) == 4
-
-
-def test_penalty_switches():
-    found = features(make_group(**FIXTURE))
-    full, error, format_, none, free = (
-        selector(**settings).select(found, 4, rng())
-        for settings in (
-            {},
-            {"format_penalty": False},
-            {"error_penalty": False},
-            {"error_penalty": False, "format_penalty": False},
-            {"no_tool_penalty": 0.0},
-        )
-    )
-    np.testing.assert_allclose(full.penalties, full.error_penalties + full.format_penalties)
-    np.testing.assert_allclose(error.penalties, full.error_penalties)
-    np.testing.assert_allclose(format_.penalties, full.format_penalties)
-    assert none.penalties.tolist() == [0] * 8
-    np.testing.assert_allclose(none.error_penalties, full.error_penalties)  # still there for the log
-    assert free.error_penalties[2] == 0.0
-
-
-def compat_case(texts_results, answers=1, stop="answer"):
-    """Penalties of one trajectory under the released scorer: a list of turns, each the observations that follow it."""
-    said = ["t"] * (len(texts_results) - 1) + ["<answer>1</answer>" * answers]
-    turns = tuple(
-        Turn(i, i + 1, said[i], (call(),) * len(obs), tuple(result(kind, text) for kind, text in obs))
-        for i, obs in enumerate(texts_results)
-    )
-    n = len(turns)
-    trajectory = Trajectory(
-        np.zeros(n, np.int32), np.ones(n, bool), np.zeros(n, np.float32), np.zeros(n, np.int32), 0, turns, stop, 0
-    )
-    group = Group(Problem("p", "", "", ""), (trajectory,), (make_verdict(1, answers=answers),))
-    found = text_compat(group, features(group))
-    return (
-        float(error_penalty(found.tool_calls, found.tool_errors)[0]),
-        float(format_penalty(found.answers, found.well_formed, found.turns)[0]),
-    )
-
-
-@pytest.mark.parametrize(
-    ("turns", "extra", "penalties"),
-    [
-        ([[]], {}, (0.5, 1.0)),  # no tool, single turn
-        ([[("ok", "42")], []], {}, (0, 0)),  # clean, two turns
-        ([[("ok", "42")], []], {"answers": 2}, (0, 1)),
-        ([[("ok", "42")], []], {"stop": "length"}, (0, 1)),  # last turn unclosed
-        ([[("timeout", "Suicide from timeout.")], []], {}, (0, 0)),
-        ([[("malformed_call", "Expecting value: line 1 column 1")], []], {}, (0, 0)),
-        ([[("ok", "mean squared error = 0")], []], {}, (1, 0)),
-        ([[("exception", "AssertionError at line 1")], []], {}, (1, 0)),
-    ],
-)
-def test_text_compat_golden_values(turns, extra, penalties):
-    assert compat_case(turns, **extra) == penalties
-
+# --- the released scorer ---------------------------------------------------------------------------------------------
 
 SNIPPETS = (
     *("<answer>", "</answer>", "\\boxed{1}", "an error", "ERROR", "so", "\n", "&lt;answer>", "<answer", "answer>"),
     *("<tool_response>", "</tool_response>", "<|im_end|>", "<|im_start|>assistant", "<|im_start|>user"),
 )
 ENDS = ("answer", "eos", "turns", "length", "unfit", "deadline")
+STATUSES = ("ok", "timeout", "malformed_call", "exception")
+"""Of results; the released scorer reads none of them."""
 
 
 def random_rollout(draw):
@@ -272,7 +187,8 @@ def random_rollout(draw):
             head, tail = sorted(draw.choices(range(len(whole) + 1), k=2))
             cut = whole[:head] + "[... cut ...]" + whole[tail:]
         escaped = cut.replace("<", "&lt;")
-        return ToolResult("ok", observation=whole, shown="" if escaped == whole else escaped), cut
+        status = STATUSES[len(whole) % 4]
+        return ToolResult(status, observation=whole, shown="" if escaped == whole else escaped), cut
 
     end, count = draw.choice(ENDS), draw.randint(1, 4)
     turns, written, at = [], "", 0
@@ -308,23 +224,54 @@ def released_penalties(text):
     )
 
 
+def group_of(trajectories, rewards):
+    return Group(Problem("p", "", "", ""), tuple(trajectories), tuple(map(make_verdict, rewards)))
+
+
 def test_text_compat_equals_the_released_scorer_on_random_groups():
     draw, compat, seen = random.Random(7), selector(penalty_source="text_compat"), set()
     for _ in range(2000):
         rollouts = [random_rollout(draw) for _ in range(3)]
-        group = Group(Problem("p", "", "", ""), tuple(t for t, _ in rollouts), (make_verdict(1),) * 3)
         expected = [released_penalties(text) for _, text in rollouts]
-        _, errors, formats = compat.penalties(compat.seen(group))
+        _, errors, formats = compat.penalties(compat.seen(group_of([t for t, _ in rollouts], [1, 1, 1])))
         assert list(zip(errors.tolist(), formats.tolist(), strict=True)) == expected
         seen.update(expected)
     assert len(seen) > 20, "the groups are too much alike"
 
 
+PORT = {
+    (0, 32, 16): [0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15, 22],
+    (1, 32, 16): [2, 3, 4, 5, 6, 10, 11, 13, 14, 15, 17, 18, 23, 24, 27, 30],
+    (2, 32, 16): [1, 4, 7, 8, 11, 13, 14, 16, 18, 19, 20, 21, 22, 23, 24, 27],
+    (3, 32, 16): [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
+    (4, 32, 16): [0, 2, 4, 5, 6, 7, 8, 9, 10, 13, 17, 19, 21, 22, 26, 27],
+    (5, 32, 16): [0, 1, 2, 3, 4, 5, 6, 8, 12, 13, 14, 16, 17, 18, 19, 21],
+    (6, 16, 8): [1, 2, 4, 5, 7, 8, 9, 10],
+    (7, 16, 8): [0, 1, 2, 3, 6, 7, 9, 12],
+    (8, 16, 8): [0, 1, 2, 3, 5, 8, 11, 15],
+    (9, 8, 4): [0, 1, 2, 3],
+    (10, 8, 4): [0, 1, 2, 4],
+}
+"""(seed of the group, sampled, kept) -> what RLinf's port of rStar2 keeps of these groups (rlinf/utils/down_sampling.py
+of commit a3816b5, with minima of 2)."""
+
+
+@pytest.mark.parametrize(("seed", "total", "keep"), PORT)
+def test_the_trajectories_of_a_port_of_the_released_code_are_kept(seed, total, keep):
+    """The share of successes differs from group to group."""
+    draw = random.Random(seed)
+    trajectories, share = [random_rollout(draw)[0] for _ in range(total)], draw.random()
+    group = group_of(trajectories, [int(draw.random() < share) for _ in range(total)])
+    assert (
+        run(group, keep, penalty_source="text_compat", negative_select="first").indices.tolist()
+        == (PORT[seed, total, keep])
+    )
+
+
 def test_text_compat_takes_linear_time():
     def seconds(chars):
         turns = (Turn(0, 1, "<answer>" * (chars // 8)), Turn(1, 2, "<|im_start|>assistant" * (chars // 21)))
-        group = make_group([1])
-        group = dataclasses.replace(group, trajectories=(dataclasses.replace(group.trajectories[0], turns=turns),))
+        group = group_of([dataclasses.replace(make_trajectory(), turns=turns)], [1])
         found, times = features(group), []
         for _ in range(3):
             started = time.thread_time()
@@ -335,47 +282,39 @@ def test_text_compat_takes_linear_time():
     assert seconds(400_000) < 24 * seconds(50_000) + 0.02
 
 
-def test_structured_penalties_read_the_status():
-    """What the released scorer misses or invents: a time-out counts, the word "error" does not."""
-    group = make_group([1, 1, 0, 0], calls=[1, 1, 1, 1], errors=[1, 0, 0, 0])
-    assert run(group, 2).error_penalties.tolist() == [1, 0, 0, 0]
-
-
-def test_text_compat_setting():
-    group = make_group([1, 1, 0, 0])  # one turn each and no result: the released scorer sees no call and no turn
-    assert run(group, 2, penalty_source="text_compat").penalties.tolist() == [1.5] * 4
-    assert run(group, 2).penalties.tolist() == [0.0] * 4
-
-
 # --- selection -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rewards", [[0] * 8, [1] * 8, [0.5] * 8, [1, 1 + 1e-9, 1, 1]])
-def test_equal_rewards_leave(rewards):
-    selection = run(make_group(rewards), 4)
-    assert not selection.kept
-    assert selection.indices.size == 0
-    assert set(selection.reasons) == {"equal_rewards"}
-
-
-def test_drop_settings():
-    solved, failed = make_group([1] * 4), make_group([0] * 4)
-    assert not run(solved, 2, drop="all_correct").kept
-    assert run(failed, 2, drop="all_correct").kept
-    assert run(solved, 2, drop="none").indices.size == 2
-    assert set(run(solved, 2, drop="all_correct").reasons) == {"all_correct"}
+@pytest.mark.parametrize(
+    ("rewards", "settings", "reason"),
+    [
+        ([0] * 4, {}, "equal_rewards"),
+        ([1] * 4, {}, "equal_rewards"),
+        ([1, 1 + 1e-9, 1, 1], {}, "equal_rewards"),
+        ([1] * 4, {"drop": "all_correct"}, "all_correct"),
+        ([0] * 4, {"drop": "all_correct"}, ""),
+        ([1] * 4, {"drop": "none"}, ""),
+    ],
+)
+def test_equal_rewards_leave(rewards, settings, reason):
+    """All trajectories of the group for this reason, or two of them stay."""
+    selection = run(make_group(rewards), 2, **settings)
+    assert selection.kept == (not reason) and selection.indices.size == (0 if reason else 2)
+    assert not reason or set(selection.reasons) == {reason}
 
 
 @pytest.mark.parametrize("select_mode", ["sort", "inverse", "uniform"])
 @pytest.mark.parametrize("size", [7, 8, 13, 32])
 def test_exact_size_and_minima(select_mode, size):
-    generator = rng(size)
+    """`sort` never drops a cleaner success, and the generator decides every draw."""
+    generator, config = rng(size), selector(positive_select=select_mode)
     for keep in range(2, size + 1, max(1, size // 10)):
         for positives in range(1, size):
             rewards = np.zeros(size)
             rewards[generator.permutation(size)[:positives]] = 1
-            group = make_group(rewards, errors=generator.integers(0, 2, size))
-            selection = select_group(group, keep, selector(positive_select=select_mode), generator)
+            group = make_group(rewards, calls=[4] * size, errors=generator.integers(0, 5, size))
+            selection, again = (select_group(group, keep, config, rng(keep)) for _ in range(2))
+            assert selection.indices.tolist() == again.indices.tolist()
             kept = rewards[selection.indices]
             assert len(selection.indices) == len(set(selection.indices)) == keep
             assert (np.diff(selection.indices) > 0).all()
@@ -383,91 +322,36 @@ def test_exact_size_and_minima(select_mode, size):
                 assert (kept > 0).sum() >= min(2, positives)
                 assert (kept <= 0).sum() >= min(2, size - positives)
             assert 0 < (kept > 0).sum() < keep
+            if select_mode == "sort":
+                clean = selection.penalties[selection.indices[kept > 0]]
+                left = np.setdiff1d(np.flatnonzero(rewards), selection.indices)
+                assert clean.max() <= selection.penalties[left].min(initial=np.inf)
 
 
-def test_sort_never_drops_a_cleaner_success():
-    generator = rng(3)
-    for _ in range(50):
-        errors = generator.integers(0, 5, 16)
-        rewards = generator.integers(0, 2, 16)
-        selection = run(make_group(rewards, calls=[4] * 16, errors=errors), 8)
-        if not selection.kept:
-            continue
-        positive = np.flatnonzero(rewards > 0)
-        kept = np.intersect1d(positive, selection.indices)
-        left = np.setdiff1d(positive, selection.indices)
-        if len(kept) and len(left):
-            assert selection.penalties[kept].max() <= selection.penalties[left].min()
+@pytest.mark.parametrize(("kind", "keep", "sets"), [("roc", 6, 70), ("uniform", 2, 66)])
+def test_every_set_is_as_likely(kind, keep, sets):
+    """`roc` keeps four of eight failures, whatever their calls were, and `uniform` two of twelve trajectories: each set
+    in one group of that many, whatever was drawn before."""
+    found = features(make_group([1] * 4 + [0] * 8, calls=[4] * 12, errors=[0] * 8 + [4] * 4))
+    config, generator, drawn = selector(kind=kind), rng(11), Counter()
+    for _ in range(100 * sets):
+        indices = config.select(found, keep, generator).indices.tolist()
+        drawn[tuple(index for index in indices if index >= 4 or kind == "uniform")] += 1
+    assert len(drawn) == sets
+    assert min(drawn.values()) > 60 and max(drawn.values()) < 145  # 100 +- 10
 
 
-def test_failures_are_never_ranked():
-    """A failure full of errors is as likely to stay as a clean one."""
-    group = make_group([1] * 4 + [0] * 8, calls=[4] * 12, errors=[0] * 8 + [4] * 4)
-    counts = np.zeros(12)
-    generator = rng(1)
-    for _ in range(2000):
-        counts[select_group(group, 6, ResampleOnCorrect(), generator).indices] += 1
-    share = counts[4:] / 2000
-    assert abs(share[:4].mean() - share[4:].mean()) < 0.03
-
-
-def test_every_set_of_failures_is_as_likely():
-    """Four of eight failures are kept: each of the 70 sets in one group of 70, whatever was drawn before."""
-    group, generator = make_group([1] * 4 + [0] * 8), rng(11)
-    sets = Counter()
-    for _ in range(7000):
-        indices = select_group(group, 6, ResampleOnCorrect(), generator).indices
-        sets[tuple(index for index in indices.tolist() if index >= 4)] += 1
-    assert len(sets) == 70
-    assert min(sets.values()) > 60 and max(sets.values()) < 145  # 100 +- 10
-
-
-def selection_pressure(mode, epsilon=0.05):
-    """Mean penalty of the kept successes: 16 to 8, half of them clean, mean penalty 0.30."""
-    generator = rng(7)
-    errors = np.array([0] * 8 + [1, 1, 2, 2, 3, 3, 4, 8])
-    penalties = errors / 5
-    penalties *= 0.3 / penalties.mean()
-    values = []
-    config = ResampleOnCorrect(
-        positive_select={"kind": mode} | ({"epsilon": epsilon} if mode == "inverse" else {}), min_negative=0
-    )
-    correct = np.ones(16, bool)
-    for _ in range(400):
-        values.append(penalties[select_roc(correct, penalties, 8, config, generator)].mean())
-    return np.mean(values)
-
-
-def test_selection_pressure_is_ordered():
-    pressures = [
-        selection_pressure("sort"),
-        selection_pressure("inverse", 1e-6),
-        selection_pressure("inverse", 0.01),
-        selection_pressure("inverse", 0.1),
-        selection_pressure("inverse", 0.5),
-        selection_pressure("uniform"),
-    ]
-    assert pressures == sorted(pressures)
-    assert pressures[0] == 0.0
-    assert abs(pressures[-1] - 0.3) < 0.03
-
-
-def test_inverse_draw_has_the_right_odds():
-    """First place: probability proportional to 1 / (penalty + epsilon)."""
-    config = ResampleOnCorrect(positive_select=InverseDraw(0.5), min_negative=0)
-    penalties, generator = np.array([0.0, 0.5, 1.5]), rng(5)
-    counts = np.zeros(3)
-    for _ in range(20_000):
-        counts[select_roc(np.ones(3, bool), penalties, 1, config, generator)] += 1
-    odds = 1 / (penalties + 0.5)
-    np.testing.assert_allclose(counts / 20_000, odds / odds.sum(), atol=0.015)
-
-
-def test_same_generator_same_choice():
-    group = make_group([1, 0] * 8)
-    for mode in ("sort", "inverse", "uniform"):
-        first, second = (run(group, 8, positive_select=mode).indices for _ in range(2))
-        assert first.tolist() == second.tolist()
+@pytest.mark.parametrize(
+    ("select_mode", "odds"), [({"kind": "inverse", "epsilon": 0.5}, [4, 2, 1]), ("uniform", [1, 1, 1])]
+)
+def test_odds_of_successes(select_mode, odds):
+    """Of the first two places: `inverse` gives each success odds of 1 / (penalty + epsilon), without replacement."""
+    positive_select, generator = selector(positive_select=select_mode).positive_select, rng(5)
+    penalties, share = np.array([0.0, 0.5, 1.5]), np.array(odds) / sum(odds)
+    drawn = Counter(tuple(positive_select.order(penalties, generator)[:2].tolist()) for _ in range(20_000))
+    for first, second in itertools.permutations(range(3), 2):
+        expected = share[first] * share[second] / (1 - share[first])
+        assert drawn[first, second] / 20_000 == pytest.approx(expected, abs=0.015)
 
 
 @pytest.mark.parametrize("kind", ["roc", "uniform", "max_variance"])
@@ -500,43 +384,17 @@ def test_oversampling():
     assert Uniform(oversample=1.0).sampled(5) == 5
 
 
-def test_uniform_control():
-    counts = np.zeros(6)
-    generator = rng(2)
-    group = make_group([1, 0, 1, 0, 0, 0], errors=[1, 0, 0, 0, 1, 0])
-    for _ in range(3000):
-        counts[select_group(group, 3, Uniform(), generator).indices] += 1
-    np.testing.assert_allclose(counts / 3000, 0.5, atol=0.04)
-
-
-def test_resample_group_and_subset():
-    group = make_group(**FIXTURE)
-    selection = resample_group(group, method(4, resample={"negative_select": "first"}), rng())
-    kept = subset(group, selection)
-    assert [t.sample for t in kept.trajectories] == [0, 1, 5, 6]
-    assert kept.rewards.tolist() == [1, 1, 0, 0]
-
-
-# --- PODS, conditions ------------------------------------------------------------------------------------------------
+# --- PODS ------------------------------------------------------------------------------------------------------------
 
 
 def select_max_variance(rewards, keep):
     return MaxVariance().choose(features(make_group(rewards)), None, keep, None)
 
 
-def test_max_variance_vector():
+def test_max_variance_by_hand():
     rewards = np.array([0.1, 0.9, 0.5, 0, 1, 0.4])
-    np.testing.assert_allclose(split_variances(np.sort(rewards), 4), [0.0425, 0.151875, 0.205, 0.155, 0.065], atol=1e-9)
-    kept = select_max_variance(rewards, 4)
-    assert kept.tolist() == [0, 1, 3, 4]
-    np.testing.assert_allclose(z_score(rewards[kept]), [-0.765091, 0.765091, -0.956363, 0.956363], atol=1e-5)
-
-
-def test_max_variance_binary():
-    rewards = np.array([1, 1, 1, 0, 0, 1, 1, 1.0])
-    kept = select_max_variance(rewards, 4)
-    assert {3, 4} <= set(kept.tolist())
-    assert rewards[kept].sum() == 2
+    close(split_variances(np.sort(rewards), 4), [0.0425, 0.151875, 0.205, 0.155, 0.065], 1e-9)
+    assert select_max_variance(rewards, 4).tolist() == [0, 1, 3, 4]
 
 
 def test_max_variance_is_the_best_subset():
@@ -555,10 +413,8 @@ def test_max_variance_is_the_best_subset():
     [
         {"oversample": 0.5},
         {"min_positive": -1},
-        {"min_negative": -1},
         {"positive_select": {"kind": "inverse", "epsilon": 0.0}},
         {"no_tool_penalty": -0.1},
-        {"kind": "uniform", "conditions": "low_last"},
         {"kind": "none", "oversample": 2.0},
     ],
 )
