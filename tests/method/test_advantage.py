@@ -1,10 +1,12 @@
 """Advantage estimators against the vectors of the family's specification, and their compositions."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 
 from grpo_roc_jax.settings.callables import given
-from tests.helpers.method_groups import batch_of, make_group, method
+from tests.helpers.method_groups import batch_of, close, make_group, method
 
 
 def values(rewards, state=None, *, groups=None, rng=None, **settings):
@@ -17,36 +19,40 @@ def one(rewards, **settings):
     return values([rewards], **settings)[0]
 
 
-def close(actual, expected, atol=1e-5):
-    np.testing.assert_allclose(actual, expected, atol=atol)
-
-
-def test_grpo():
-    close(one([1, 0, 0, 0]), [1.499997, -0.499999, -0.499999, -0.499999])
-    close(one([1, 0, 0, 0], scale={"kind": "std", "ddof": 0}), [1.732047, -0.577349, -0.577349, -0.577349])
-    for rewards in ([1, 1, 1], [0, 0], [0.1] * 7, [1]):
-        assert not one(rewards).any()
-
-
 @pytest.mark.parametrize(
-    ("positives", "plus", "minus"),
-    [(1, 3.75, -0.25), (2, 2.562, -0.366), (8, 0.968, -0.968), (14, 0.366, -2.562), (15, 0.25, -3.75)],
+    ("rewards", "settings", "expected"),
+    [
+        ([1, 0, 0, 0], {}, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ([1, 0, 0, 0], {"scale": {"kind": "std", "ddof": 0}}, [1.732047, -0.577349, -0.577349, -0.577349]),
+        ([1, 1, 0, 0], {}, [0.866024, 0.866024, -0.866024, -0.866024]),  # RC-GRPO
+        ([1], {}, [0]),
+        ([1, 0, 0, 0], {"scale": "none"}, [0.75, -0.25, -0.25, -0.25]),  # Dr. GRPO
+        ([1, 0, 0, 0], {"baseline": "leave_one_out", "scale": "none"}, [1, -1 / 3, -1 / 3, -1 / 3]),
+        ([1, 0, 0], {"baseline": "leave_one_out", "scale": "none"}, [1, -0.5, -0.5]),
+        ([1], {"baseline": "leave_one_out", "scale": "none"}, [0]),
+    ],
 )
-def test_roc_golden_advantages(positives, plus, minus):
-    """16 kept (spec of GRPO-RoC, 1.6)."""
-    result = one([1] * positives + [0] * (16 - positives))
-    close(result[0], plus, 5e-4)
-    close(result[-1], minus, 5e-4)
+def test_one_group_by_hand(rewards, settings, expected):
+    close(one(rewards, **settings), expected)
 
 
-def test_dr_grpo():
-    close(one([1, 0, 0, 0], scale="none"), [0.75, -0.25, -0.25, -0.25])
+def test_roc_golden_advantages():
+    """16 kept, with 1 to 15 successes (spec of GRPO-RoC, 1.6)."""
+    golden = {1: (3.75, -0.25), 2: (2.562, -0.366), 8: (0.968, -0.968), 14: (0.366, -2.562), 15: (0.25, -3.75)}
+    for positives, expected in golden.items():
+        close(one([1] * positives + [0] * (16 - positives))[[0, -1]], expected, 5e-4)
 
 
-def test_leave_one_out():
-    close(one([1, 0, 0, 0], baseline="leave_one_out", scale="none"), [1, -1 / 3, -1 / 3, -1 / 3])
-    assert one([1], baseline="leave_one_out", scale="none").tolist() == [0]
-    close(one([1, 0, 0], baseline="leave_one_out", scale="none"), [1, -0.5, -0.5])
+def test_opo():
+    group = make_group([1, 0], lengths=[3, 1])
+    close(values(None, groups=[group], baseline="length_weighted", scale="none")[0], [0.25, -0.75])
+
+
+def test_batch_scale():
+    """Lite-PPO: group mean, deviation of all rewards of the batch."""
+    result = values([[1, 0], [1, 1]], scale="batch_std")
+    close(result[0], np.array([0.5, -0.5]) / np.std([1, 0, 1, 1], ddof=1))
+    assert not result[1].any()
 
 
 def test_reinforce_plus_plus():
@@ -69,16 +75,9 @@ def test_whitening_weights_by_tokens():
 
 
 def test_multi_reward():
-    channels = [[[0, 0], [0, 1]], [[0, 0], [1, 1]], [[1, 0], [0, 1]]]
-    groups = [
-        make_group(
-            [sum(row) for row in group], uid=str(i), channels={"a": [r[0] for r in group], "b": [r[1] for r in group]}
-        )
-        for i, group in enumerate(channels)
-    ]
-    summed = values(None, groups=groups)
-    close(summed[0], [-0.707106, 0.707106])
-    close(summed[1], [-0.707106, 0.707106])
+    channels = [([0, 0], [0, 1]), ([0, 1], [0, 1]), ([1, 0], [0, 1])]
+    groups = [make_group(np.add(a, b), uid=str(i), channels={"a": a, "b": b}) for i, (a, b) in enumerate(channels)]
+    close(values(None, groups=groups)[:2], [[-0.707106, 0.707106]] * 2)
     each = {"kind": "channels", "of": {"scale": {"kind": "std", "eps": 1e-4}}}
     mo = values(None, groups=groups, **each)
     close(np.concatenate(mo), [-0.707007, 0.707007, -1.414014, 1.414014, 0, 0])
@@ -97,40 +96,13 @@ def test_multi_reward_missing_channels():
         one([1, 0], kind="channels")
 
 
-def test_gdpo_with_one_channel_is_grpo_up_to_a_scalar():
-    groups = [make_group(row, uid=str(i), channels={"a": row}) for i, row in enumerate([[1, 0, 0, 1], [0, 1, 1, 0]])]
-    ratio = np.concatenate(values(None, groups=groups, kind="channels", standardize=True)) / np.concatenate(
-        values(None, groups=groups)
-    )
-    close(ratio, ratio[0])
-
-
-def test_opo():
-    group = make_group([1, 0], lengths=[3, 1])
-    close(values(None, groups=[group], baseline="length_weighted", scale="none")[0], [0.25, -0.75])
-
-
-def test_batch_scale():
-    """Lite-PPO: group mean, deviation of all rewards of the batch."""
-    result = values([[1, 0], [1, 1]], scale="batch_std")
-    close(result[0], np.array([0.5, -0.5]) / np.std([1, 0, 1, 1], ddof=1))
-    assert not result[1].any()
-
-
 def test_pass_at_k():
     """Against all k-subsets by hand: a subset is worth its best member, a trajectory the mean over its subsets."""
-    from itertools import combinations
-
     rewards, k = np.array([1.0, 0, 0, 0, 1]), 2
     worth = {s: max(rewards[list(s)]) for s in combinations(range(5), k)}
     mean, spread = np.mean(list(worth.values())), np.std(list(worth.values()))
     expected = [np.mean([(w - mean) / spread for s, w in worth.items() if i in s]) for i in range(5)]
-    close(one([1, 0, 0, 0, 1], kind="pass_at_k", k=2), expected)
-    assert not one([1, 1, 1], kind="pass_at_k").any()
-
-
-def test_rc_grpo_vector():
-    close(one([1, 1, 0, 0]), [0.866024, 0.866024, -0.866024, -0.866024])
+    close(one(rewards, kind="pass_at_k", k=k), expected)
 
 
 def test_custom_function():
