@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from grpo_roc_jax.config import read_config
 from grpo_roc_jax.learner.loss import (
     MAX_LOGRATIO,
     Head,
@@ -31,7 +32,9 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, make_mesh
 from grpo_roc_jax.planner.hlo import parse_hlo
 from grpo_roc_jax.planner.hlo_cost import largest_gather
+from grpo_roc_jax.settings.cli import ConfigError
 from tests.helpers import reference
+from tests.helpers.loss_batch import loss_batch, micro_batches
 
 V, D = 53, 12
 
@@ -71,25 +74,11 @@ def test_chunks_equal_full_logits_forward_and_backward(tied, head):
 
         return jax.tree.leaves(jax.jit(both)(params, hidden))
 
-    got = run(lambda p, h: token_logprobs(p, h, tokens, segment_ids, temperature=temperature, head=head))
-    wanted = run(lambda p, h: full_logprobs(p, h, tokens, segment_ids, temperature, head.cap))
-    for a, b in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * max(float(np.abs(b).max()), 1.0))
-    own = jnp.full(tokens.shape, temperature)
-    got = run(lambda p, h: token_logprobs(p, h, tokens, segment_ids, temperature=own, head=head))
-    for a, b in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * max(float(np.abs(b).max()), 1.0))
-
-
-def test_index_t_speaks_of_token_t_and_first_tokens_get_zero():
-    params, hidden, tokens, segment_ids = head_inputs(tied=True)
-    logprobs, entropy = jax.jit(token_logprobs)(params, hidden, tokens, segment_ids)
-    logprobs, entropy = np.asarray(logprobs), np.asarray(entropy)
-    logits = np.asarray(hidden, np.float64) @ np.asarray(params["embed"], np.float64).T
-    wanted, wanted_entropy = reference.token_logprobs(logits[0, :4], tokens[0, :4], 1.0)
-    np.testing.assert_allclose(logprobs[0, :4], wanted, atol=1e-5)
-    np.testing.assert_allclose(entropy[0, :4], wanted_entropy, atol=1e-5)
-    assert logprobs[0, 0] == logprobs[0, 4] == 0 and not logprobs[0, 7:].any() and not entropy[0, 7:].any()
+    expected = run(lambda p, h: full_logprobs(p, h, tokens, segment_ids, temperature, head.cap))
+    for heat in (temperature, jnp.full(tokens.shape, temperature)):
+        got = run(lambda p, h, t=heat: token_logprobs(p, h, tokens, segment_ids, temperature=t, head=head))
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5 * max(float(np.abs(b).max()), 1.0))
 
 
 def test_extreme_logits_stay_finite():
@@ -152,20 +141,8 @@ ROW_MEAN = np.array([[1 / 6] * 3, [1 / 4] * 3], np.float32)
 
 
 def fixture(weights=TOKEN_MEAN, **changes) -> TrainBatch:
-    ids = np.ones((2, 3), np.int32)
-    fields = {
-        "tokens": ids,
-        "segment_ids": ids,
-        "positions": np.tile(np.arange(3, dtype=np.int32), (2, 1)),
-        "policy_mask": F_MASK,
-        "logprobs_old": F_OLD,
-        "advantages": np.repeat(np.float32([[1], [-1]]), 3, axis=1),
-        "weights": weights,
-        "ratio_segments": np.tile(np.arange(3, dtype=np.int32), (2, 1)),
-        "logprobs_ref": F_REF,
-        "count": np.int32(1),
-    }
-    return jax.tree.map(jnp.asarray, TrainBatch(**fields | changes))
+    fields = {"logprobs_old": F_OLD, "logprobs_ref": F_REF, "advantages": np.repeat(np.float32([[1], [-1]]), 3, axis=1)}
+    return loss_batch(F_MASK, weights=weights, **fields | changes)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -180,32 +157,51 @@ def slope_at(surrogate, batch, logprobs=F_NEW):
 
 
 @pytest.mark.parametrize(
-    ("surrogate", "weights", "wanted"),
+    ("surrogate", "weights", "expected"),
     [
         (Clip(clip_high=0.2), TOKEN_MEAN, -0.127477),
         (Clip(clip_high=0.2), ROW_MEAN, 0.099390),
-        (Clip(clip_high=0.2), np.full((2, 3), 1 / 2, np.float32), -0.318693),
-        (Clip(clip_high=0.2), np.full((2, 3), 1 / 6, np.float32), -0.106231),
         (Clip(clip_high=0.28), TOKEN_MEAN, -0.143477),
-        (Clip(clip_high=0.28), ROW_MEAN, 0.086057),
         (Cispo(), TOKEN_MEAN, 0.407645),
         # The clipped loss plus 0.5 times the k3 divergence, whose token mean is 0.022610.
         (Clip(clip_high=0.2, kl=K3(coef=0.5)), TOKEN_MEAN, -0.127477 + 0.5 * 0.022610),
+        # s = [1.068939, 1.161834]; the first clips at 1.0004.
+        (Clip(level="sequence", clip_low=3e-4, clip_high=4e-4), ROW_MEAN, 0.080717),
     ],
 )
-def test_hand_computed_losses(surrogate, weights, wanted):
-    assert float(loss_at(surrogate, fixture(weights))[0]) == pytest.approx(wanted, abs=2e-6)
+def test_hand_computed_losses(surrogate, weights, expected):
+    segments = np.zeros((2, 3), np.int32)  # of surrogates that share a ratio
+    assert float(loss_at(surrogate, fixture(weights, ratio_segments=segments))[0]) == pytest.approx(expected, abs=2e-6)
 
 
-def test_sequence_ratio_by_hand():
-    """s = [1.068939, 1.161834]; the first clips at 1.0004; with weights 1/(2 n) the loss is 0.080717."""
-    surrogate = Clip(level="sequence", clip_low=3e-4, clip_high=4e-4)
-    batch = fixture(ROW_MEAN, ratio_segments=np.zeros((2, 3), np.int32))
-    assert float(loss_at(surrogate, batch)[0]) == pytest.approx(0.080717, abs=2e-6)
+@pytest.mark.parametrize("shift", [np.float32([[0.5, -0.5, -0.1], [-0.5, 0.5, 0.1]]), np.zeros((2, 3), np.float32)])
+def test_against_the_update_itself_the_ratio_is_one(shift):
+    """Minus weight times advantage, however far the sampler's numbers are off; the gap is still measured."""
+    batch = fixture(logprobs_old=F_NEW + shift)
+    (value, sums), slope = slope_at(Clip(old_logprobs="current"), batch)
+    np.testing.assert_allclose(value, -1 / 5, rtol=1e-6)
+    np.testing.assert_allclose(slope, np.where(F_MASK, -batch.advantages / 5, 0), rtol=1e-6)
+    assert sums["ratio_max"] == 1 and sums["clip_low"] == sums["clip_high"] == 0
+    np.testing.assert_allclose(sums["gap_max"], np.abs(shift).max(), rtol=1e-6)
+    recorded = slope_at(Clip(), batch)
+    pairs = zip(jax.tree.leaves(recorded), jax.tree.leaves(((value, sums), slope)), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs) != shift.any(), "the same only where the sampler agrees"
+
+
+def test_a_ratio_of_one_allows_one_step_on_the_newest_policy():
+    assert read_config("--surrogate.old_logprobs=current").surrogate.own_ratio
+    for words, said in [
+        (["--batch.updates=several", "--batch.updates.epochs=2"], "old_logprobs = current with batch.updates several"),
+        (["--rollout.step_limit=stream"], "recorded with scored"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            read_config("--surrogate.old_logprobs=current", *words)
 
 
 def test_sums_by_hand():
     _, sums = loss_at(CappedClip(clip_high=0.28, dual=1.5), fixture())
+    twice = merge_sums(sums, sums)
+    assert twice["tokens"] == 10 and twice["gap_max"] == sums["gap_max"]
     metrics = {name: float(number) for name, number in loss_metrics(sums).items()}
     ratio = np.exp((F_NEW - F_OLD)[F_MASK].astype(np.float64))
     assert metrics["loss/policy_tokens"] == 5 and metrics["loss/entropy"] == pytest.approx(1.0)
@@ -264,21 +260,19 @@ def test_the_ratio_of_a_collapsed_token_is_clamped_and_counted():
 @pytest.mark.parametrize("gap", [3.0, 30.0, 100.0, -15.0, -100.0])
 def test_a_token_far_from_the_reference_is_clamped_and_counted(gap):
     """verl's bounds: at log p_ref - log p = 3 the k3 estimate would be 16.1; at 100 it would be infinite."""
-    reference = np.where(F_MASK, F_NEW, 0)
-    reference[0, 0] += gap
 
-    (value, sums), slope = slope_at(Clip(kl=K3(coef=1.0)), fixture(logprobs_ref=reference))
+    def apart(surrogate, gap):
+        reference = np.where(F_MASK, F_NEW, 0)
+        reference[0, 0] += gap
+        return slope_at(surrogate, fixture(logprobs_ref=reference))
+
+    (value, sums), slope = apart(Clip(kl=K3(coef=1.0)), gap)
     (near, _), plain = slope_at(Clip(), fixture())
     assert float(value) == pytest.approx(float(near) + 10 * TOKEN_MEAN[0, 0], rel=1e-5)
     np.testing.assert_allclose(slope, plain, atol=1e-6)
     assert loss_metrics(sums)["loss/kl_clamped_fraction"] == pytest.approx(1 / 5)
-
-
-@pytest.mark.parametrize("kl", [K1(coef=1.0), K2(coef=1.0), K3(coef=1.0)])
-def test_a_token_near_the_reference_is_not_clamped(kl):
-    reference = np.where(F_MASK, F_NEW, 0)
-    reference[0, 0] += 2.6
-    assert loss_at(Clip(kl=kl), fixture(logprobs_ref=reference))[1]["kl_clamped"] == 0
+    for kl in (K1(coef=1.0), K2(coef=1.0), K3(coef=1.0)):
+        assert apart(Clip(kl=kl), 2.6)[0][1]["kl_clamped"] == 0
 
 
 def test_a_ratio_at_the_dual_bound_does_not_count_as_clipped():
@@ -304,12 +298,6 @@ def test_tokens_are_split_over_tensor_where_they_divide():
     assert token_axes(None, 12) == ("sequence",)
 
 
-def test_sums_merge():
-    _, sums = loss_at(Clip(), fixture())
-    twice = merge_sums(sums, sums)
-    assert twice["tokens"] == 10 and twice["gap_max"] == sums["gap_max"]
-
-
 # ---- the whole forward ---------------------------------------------------------------------------------------------
 
 MODEL = ModelConfig(d_model=24, layers=2, heads=4, kv_heads=2, head_dim=6, d_ff=40, vocab_size=V)
@@ -323,8 +311,8 @@ def run(params, batch, update):
 def scored(rows, config, update=UpdateConfig()):  # noqa: B008
     params = reference.random_params(MODEL)
     batch, placement = pack(rows, config, 20)
-    micro = [jax.tree.map(lambda leaf: leaf[m] if leaf.ndim else leaf, batch) for m in range(20)]  # noqa: B023
-    return params, [unpack(np.stack(x), placement) for x in zip(*(run(params, m, update) for m in micro), strict=True)]
+    found = zip(*(run(params, part, update) for part in micro_batches(batch)), strict=True)
+    return params, [unpack(np.stack(x), placement) for x in found]
 
 
 LENGTHS = [5, 11, 2, 16, 9, 1, 13]
@@ -345,7 +333,7 @@ def test_packed_equals_one_row_each_equals_loops():
 def test_the_temperature_is_one_unless_given():
     model = dataclasses.replace(MODEL, layers=1)
     (row,), params = reference.random_rows([4], V), reference.random_params(model)
-    batch = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, pack([row], BatchConfig(4, 1), 1)[0])
+    (batch,) = micro_batches(pack([row], BatchConfig(4, 1), 1)[0])
     found = jax.jit(lambda params, batch: policy_logprobs(params, batch, model, UpdateConfig())[0])(params, batch)
     expected, _ = reference.token_logprobs(reference.logits(params, row.tokens, model), row.tokens, 1.0)
     np.testing.assert_allclose(found[0], expected, atol=1e-5)
@@ -367,8 +355,7 @@ def test_padding_tokens_do_not_matter():
     """Every log-probability is bit-equal for any id in the padding, the end-of-text id included."""
     rows = reference.random_rows(LENGTHS, V)
     params = reference.random_params(MODEL)
-    batch, _ = pack(rows, BatchConfig(row_length=32, rows=2), 5)
-    micro = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
+    micro = micro_batches(pack(rows, BatchConfig(row_length=32, rows=2), 5)[0])[0]
     other = dataclasses.replace(micro, tokens=np.where(micro.segment_ids > 0, micro.tokens, V - 1))
     for a, b in zip(run(params, micro, UpdateConfig()), run(params, other, UpdateConfig()), strict=True):
         np.testing.assert_array_equal(a, b)

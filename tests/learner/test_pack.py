@@ -55,6 +55,7 @@ def test_every_trajectory_comes_back_and_the_bound_holds(lengths, rows_per_batch
     padding = batch.segment_ids == 0
     assert not batch.policy_mask[padding].any() and not batch.weights[padding].any()
     assert not (batch.segment_ids[int(batch.count) :] > 0).any()
+    assert placement.fill == sum(lengths) / (16 * max(placement.rows_used, 1)), "0 without trajectories"
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,22 +68,14 @@ def test_same_rows_as_the_textbook(lengths):
         assert [i for i in np.argsort(offset) if row[i] == number] == members
 
 
-def test_tight_worst_case():
-    """Items just over half a row fit one to a row: the bound is attained, so it cannot be lowered."""
-    _, batch, placement = pack_lengths([9] * 7)
-    assert placement.rows_used == 7 and batch.tokens.shape[0] == batch.count == 4
-
-
-def test_a_micro_batch_has_4096_tokens_by_default():
-    config = BatchConfig()
-    assert (config.row_length, rows_per_micro_batch(config, 1)) == (512, 8)
-
-
-def test_worst_case_by_hand():
+def test_numbers_of_micro_batches_by_hand():
     """Rows of 16 hold three trajectories of up to 5 tokens; 2 rows make a micro-batch, and there is at least one."""
     assert [worst_case_micro_batches(n, 5, CONFIG) for n in (0, 1, 6, 7, 13)] == [1, 1, 1, 2, 3]
-    assert worst_case_micro_batches(3, 16, BatchConfig(row_length=16, rows=1)) == 3
-    assert worst_case_micro_batches(3, 16, BatchConfig(row_length=16, rows=1), 2) == 2
+    assert [worst_case_micro_batches(3, 16, BatchConfig(row_length=16, rows=1), shards) for shards in (1, 2)] == [3, 2]
+    _, batch, placement = pack_lengths([9] * 7)  # just over half a row: one each, so the bound is attained
+    assert placement.rows_used == 7 and batch.tokens.shape[0] == batch.count == 4
+    assert rows_per_micro_batch(BatchConfig(rows=5), 4) == 8
+    assert (BatchConfig().row_length, rows_per_micro_batch(BatchConfig(), 1)) == (512, 8), "4096 tokens by default"
 
 
 def test_halved_micro_batches_hold_the_same_rows():
@@ -96,50 +89,27 @@ def test_halved_micro_batches_hold_the_same_rows():
             np.testing.assert_array_equal(leaf.reshape(2, 2, 16), getattr(batch, name))
 
 
-def test_fill_on_lognormal_lengths():
-    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(110), 0.6, 128), 8, 512).astype(int)
-    _, _, used = first_fit_decreasing(lengths, 512)
-    assert lengths.sum() / (used * 512) >= 0.88
-
-
-def test_ratio_segments_stay_apart():
-    """Turn numbers that start at 0 in every trajectory name different segments of a row."""
-    rows = [dataclasses.replace(row, ratio_segments=np.zeros(8, np.int32)) for row in reference.random_rows([8, 8], 50)]
-    batch, _ = pack(rows, CONFIG, 1)
-    np.testing.assert_array_equal(batch.ratio_segments[0, 0], [0] * 8 + [8] * 8)
-
-
 def test_fields_that_only_some_rows_have():
-    """Tokens of other rows and padding keep a value without effect; fields that no row has are absent."""
+    """Tokens of other rows and padding keep a value without effect; fields that no row has are absent. Parts of a row
+    are segments of their own, and equal numbers of ratio segments in two trajectories name different ones."""
     plain, full = reference.random_rows([3, 4], 50)
     routes = np.arange(24).reshape(4, 3, 2)
     full = dataclasses.replace(full, marked=np.ones(4, bool), entropy_coefficient=0.5, routes=routes)
-    batch, _ = pack([plain, full], BatchConfig(row_length=8, rows=1), 1)
-    np.testing.assert_array_equal(batch.marked[0, 0], [True] * 4 + [False] * 4)
-    np.testing.assert_array_equal(batch.entropy_coefficients[0, 0], [0.5] * 4 + [0.0] * 4)
-    np.testing.assert_array_equal(batch.routes[0, 0], [*routes, *np.full((4, 3, 2), -1)])
-    assert batch.marked.dtype == bool and batch.routes.dtype == np.int16 and batch.temperatures is None
-    batch, _ = pack([plain], CONFIG, 1)
-    assert batch.marked is None and batch.entropy_coefficients is None and batch.routes is None
-
-
-def test_temperatures_of_rows():
-    """A row's own temperature, else the one of the run; padding has 1."""
-    plain, cool = reference.random_rows([3, 4], 50)
-    batch, _ = pack([plain, dataclasses.replace(cool, temperature=0.5)], BatchConfig(row_length=8, rows=1), 1, 1, 0.75)
-    np.testing.assert_array_equal(batch.temperatures[0, 0], [0.5] * 4 + [0.75] * 3 + [1.0])
-
-
-def test_parts_of_a_row_are_segments_of_their_own():
-    """Positions restart with each part, and the next trajectory of the row comes after the last part."""
-    whole, parted = reference.random_rows([2, 5], 50)
-    batch, _ = pack([whole, dataclasses.replace(parted, parts=(3, 2))], BatchConfig(row_length=8, rows=1), 1)
-    np.testing.assert_array_equal(batch.segment_ids[0, 0], [1, 1, 1, 2, 2, 3, 3, 0])
-    np.testing.assert_array_equal(batch.positions[0, 0], [0, 1, 2, 0, 1, 0, 1, 0])
-
-
-def test_rows_round_up_to_the_mesh():
-    assert rows_per_micro_batch(BatchConfig(rows=5), 4) == 8
+    full = dataclasses.replace(full, temperature=0.5, parts=(3, 1), ratio_segments=np.zeros(4, np.int32))
+    batch, _ = pack([plain, full], BatchConfig(row_length=8, rows=1), 1, 1, temperature=0.75)
+    for name, expected in {
+        "marked": [True] * 4 + [False] * 4,
+        "entropy_coefficients": [0.5] * 4 + [0.0] * 4,
+        "routes": [*routes, *np.full((4, 3, 2), -1)],
+        "temperatures": [0.5] * 4 + [0.75] * 3 + [1.0],
+        "segment_ids": [1, 1, 1, 2, 3, 3, 3, 0],
+        "positions": [0, 1, 2, 0, 0, 1, 2, 0],
+        "ratio_segments": [0, 0, 0, 0, 4, 5, 6, 0],
+    }.items():
+        np.testing.assert_array_equal(getattr(batch, name)[0, 0], expected, name)
+    assert batch.marked.dtype == bool and batch.routes.dtype == np.int16
+    bare, _ = pack([plain], CONFIG, 1)
+    assert all(leaf is None for leaf in (bare.marked, bare.entropy_coefficients, bare.routes, bare.temperatures))
 
 
 def test_a_plain_number_of_updates_is_that_many_parts():
@@ -150,29 +120,16 @@ def test_a_plain_number_of_updates_is_that_many_parts():
     assert BatchConfig().updates.total == OneUpdate().total == 1
 
 
-def test_no_trajectories_make_an_empty_batch():
-    batch, placement = pack([], CONFIG, 1)
-    assert batch.count == 0 and not batch.weights.any() and unpack(batch.tokens, placement) == []
-    assert placement.fill == 0.0
-
-
-def test_one_token_fills_a_row_of_one():
-    assert pack_lengths([1], BatchConfig(row_length=1, rows=1))[2].fill == 1.0
-
-
 def test_refusals_name_the_numbers():
-    with pytest.raises(ValueError, match=r"17 tokens but batch.row_length = 16"):
-        pack(reference.random_rows([3, 17], 50), CONFIG, 1)
-    with pytest.raises(ValueError, match=r"2 micro-batches of 2, but 1 are allocated"):
-        pack(reference.random_rows([16] * 3, 50), CONFIG, 1)
-    with pytest.raises(ValueError, match=r"may have 20 tokens but batch.row_length = 16"):
-        worst_case_micro_batches(4, 20, CONFIG)
-    with pytest.raises(ValueError, match=r"rows\n.*greater than or equal to 0"):
-        BatchConfig(rows=-1)
     row = reference.random_rows([4], 50)[0]
-    with pytest.raises(ValueError, match="arrays of one length"):
-        dataclasses.replace(row, weights=row.weights[:3])
-    with pytest.raises(ValueError, match=r"span 0\.\.4"):
-        dataclasses.replace(row, ratio_segments=np.array([0, 1, 2, 4], np.int32))
-    with pytest.raises(ValueError, match="no tokens"):
-        TrainRow(*[np.zeros(0)] * 7)
+    for refused, said in [
+        (lambda: pack(reference.random_rows([3, 17], 50), CONFIG, 1), r"17 tokens but batch.row_length = 16"),
+        (lambda: pack(reference.random_rows([16] * 3, 50), CONFIG, 1), r"2 micro-batches of 2, but 1 are allocated"),
+        (lambda: worst_case_micro_batches(4, 20, CONFIG), r"may have 20 tokens but batch.row_length = 16"),
+        (lambda: BatchConfig(rows=-1), r"rows\n.*greater than or equal to 0"),
+        (lambda: dataclasses.replace(row, weights=row.weights[:3]), "arrays of one length"),
+        (lambda: dataclasses.replace(row, ratio_segments=np.array([0, 1, 2, 4], np.int32)), r"span 0\.\.4"),
+        (lambda: TrainRow(*[np.zeros(0)] * 7), "no tokens"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            refused()

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.learner.loss import batch_loss
-from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
+from grpo_roc_jax.learner.pack import BatchConfig, pack, unpack
 from grpo_roc_jax.method.compose import Scores, method_metrics, next_state, train_rows
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.cli import ConfigError
+from tests.helpers.loss_batch import micro_batches
 from tests.helpers.method_groups import make_group, method
 
 OLD, NOW = np.array([[-0.2, -1.9], [-0.2, -2.5]]), np.array([[-0.1, -2.0], [-0.2, -3.0]])
@@ -39,7 +40,7 @@ def rows_of(config, now=NOW, seed=0):
 def on_device(rows, scores, surrogate, entropy=0.0):
     """(loss, its gradients by the log-probabilities and by the entropies)."""
     batch, placement = pack(rows, BatchConfig(row_length=16, rows=1), 1)
-    part = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0] if np.ndim(leaf) else leaf, batch)
+    (part,) = micro_batches(batch)
     moved = [replace(row, logprobs_old=score) for row, score in zip(rows, scores, strict=True)]
     now = jnp.asarray(pack(moved, BatchConfig(row_length=16, rows=1), 1)[0].logprobs_old[0])
 
@@ -158,14 +159,3 @@ def test_the_loss_rewards_entropy():
         assert without - with_bonus == pytest.approx(0.01 * 2.0, abs=1e-6)
         np.testing.assert_array_equal(np.concatenate(slopes), np.concatenate(same))
         assert not np.concatenate(nothing).any()
-
-
-def test_rows_without_a_bonus_pack_beside_those_with_one():
-    """Supervised rows have none; a batch without any has no leaf, and neither has one without marks."""
-    rows, _ = rows_of(bonus(start=0.5, most=0.5, step=0.0, target=9.0))
-    packed, placement = pack([rows[0], replace(rows[1], entropy_coefficient=None)], BatchConfig(row_length=16), 1)
-    first, second = unpack(packed.entropy_coefficients, placement)
-    assert set(first) == {0.5} and set(second) == {0.0}
-    plain = pack([replace(row, entropy_coefficient=None) for row in rows], BatchConfig(row_length=16), 1)[0]
-    assert plain.entropy_coefficients is None and plain.marked is None
-    assert isinstance(packed, TrainBatch)

@@ -10,12 +10,12 @@ import pytest
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.learner.group_learner import GroupLearner, mixture
 from grpo_roc_jax.learner.loss import batch_loss
-from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.method.advantage import later_sums
 from grpo_roc_jax.method.compose import Scores, needs_reference, reference_sync, train_rows
 from grpo_roc_jax.method.divergence import kl_estimate
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.cli import ConfigError
+from tests.helpers.loss_batch import loss_batch
 from tests.helpers.method_groups import make_group, method
 
 GAPS = [[0.5, -1.0], [0.2, 0.0, 0.4]]
@@ -53,6 +53,8 @@ def test_estimates_of_a_token():
         far = np.array([-30.0, -2.0, 0.3, 30.0], np.float32)
         np.testing.assert_allclose(kl_estimate(kind, far), kl_estimate(kind, jnp.asarray(far), xp=jnp), rtol=1e-6)
     assert kl_estimate("k3", np.array([-3.0]))[0] == 10.0  # 16.085537 unclamped
+    with pytest.raises(ValueError, match="k4"):
+        kl_estimate("k4", u)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +113,14 @@ def test_a_divergence_that_costs_nothing_changes_nothing():
     assert not needs_reference(method(advantage={"adjust": [{"kind": "kl", "coef": 0.0}]}))
 
 
-def test_a_step_of_trajectories_cannot_follow_one_of_tokens():
-    check_order("kl")
-    assert method(advantage={"adjust": ["sign_weights", "kl"]}).advantage.adjust
-
-
 def check_order(first):
     with pytest.raises(ConfigError, match=rf"sign_weights acts on whole .* but {first} before it"):
         method(advantage={"adjust": [first, "sign_weights"]})
+
+
+def test_a_step_of_trajectories_cannot_follow_one_of_tokens():
+    check_order("kl")
+    assert method(advantage={"adjust": ["sign_weights", "kl"]}).advantage.adjust
 
 
 def test_the_divergence_is_that_of_the_policy_in_the_ratio():
@@ -131,51 +133,19 @@ def test_the_divergence_is_that_of_the_policy_in_the_ratio():
     np.testing.assert_allclose(rows[0].advantages[rows[0].policy_mask], [1 + 2.5, 1 + 2.0], atol=1e-5)
 
 
-def test_the_reward_is_not_paid_twice():
-    """KL in the reward alone leaves the loss without a term, so importance weights stay with the token weights."""
-    some = group()
-    sections = {"surrogate": {"old_logprobs": "scored"}, "weights": {"factors": ["truncated_is"]}}
-    scores = Scores([t.logprobs - np.float32(0.5) for t in some.trajectories], reference=passes(some).reference)
-    rows = train_rows([some], method(2, shaping=["kl"], **sections), AlgoState(), scores=scores)
-    np.testing.assert_allclose(rows[0].weights.max(), np.exp(-0.5) / 5, rtol=1e-5)
-
-
-def test_corrected_estimate():
-    """l = -1, l_old = -1.2, l_ref = -1.5: r k3 = 0.130117 and its gradient r (l - l_ref) = 0.610701."""
-
-    def term(now):
-        return kl_estimate("corrected", now + 1.5, now - jnp.float32(-1.2), xp=jnp).sum()
-
-    value, slope = jax.jit(jax.value_and_grad(term))(jnp.array([-1.0]))
-    assert float(value) == pytest.approx(0.130117, abs=1e-5)
-    assert float(slope[0]) == pytest.approx(0.610701, abs=1e-5)
-
-
-def small(surrogate, now):
-    """Loss of one row of three tokens, two of them the policy's."""
-    fields = {
-        "tokens": np.zeros((1, 3), np.int32),
-        "segment_ids": np.ones((1, 3), np.int32),
-        "positions": np.arange(3, dtype=np.int32)[None],
-        "policy_mask": np.array([[False, True, True]]),
-        "logprobs_old": np.array([[np.nan, -1.2, -1.0]], np.float32),
-        "advantages": np.zeros((1, 3), np.float32),
-        "weights": np.ones((1, 3), np.float32),
-        "ratio_segments": np.zeros((1, 3), np.int32),
-        "logprobs_ref": np.array([[np.nan, -1.5, -1.0]], np.float32),
-    }
-    return batch_loss(
-        now,
-        jnp.zeros((1, 3)),
-        TrainBatch(**{n: jnp.asarray(a) for n, a in fields.items()}, count=jnp.int32(1)),
-        surrogate,
-    )
+def corrected_loss(now):
+    """Of two tokens, with `now` as the log-probabilities under the policy; the first token of the row is masked out."""
+    surrogate = method(surrogate={"level": "sequence", "kl": {"kind": "corrected", "coef": 2.0}}).surrogate
+    old, ref = np.float32([[np.nan, -1.2, -1.0]]), np.float32([[np.nan, -1.5, -1.0]])
+    whole = np.zeros((1, 3), np.int32)
+    batch = loss_batch(np.array([[False, True, True]]), logprobs_old=old, logprobs_ref=ref, ratio_segments=whole)
+    return batch_loss(now, jnp.zeros((1, 3)), batch, surrogate)
 
 
 def test_corrected_term_of_the_loss():
-    """The token's own ratio also where the surrogate shares one; clamped terms have no gradient and are counted."""
-    surrogate = method(surrogate={"level": "sequence", "kl": {"kind": "corrected", "coef": 2.0}}).surrogate
-    grad = jax.jit(jax.value_and_grad(lambda now: small(surrogate, now), has_aux=True))
+    """r k3 = 0.130117 with gradient r (l - l_ref) = 0.610701, by the token's own ratio also where the surrogate shares
+    one; clamped terms have no gradient and are counted."""
+    grad = jax.jit(jax.value_and_grad(corrected_loss, has_aux=True))
     (value, sums), slope = grad(jnp.array([[np.nan, -1.0, -1.0]], jnp.float32))
     assert float(value) == pytest.approx(2 * 0.130117, abs=1e-5)
     np.testing.assert_allclose(slope, [[0, 2 * 0.610701, 0]], atol=1e-5)
@@ -203,20 +173,16 @@ def test_corrected_gradient_is_that_of_the_divergence():
     np.testing.assert_allclose(slope, exact_slope, atol=1e-6)
 
 
-def test_reference_moves_toward_the_policy():
-    """Sync 1 toward 2 with alpha 0.6 gives 1.6 (TRL); alpha 1 copies the policy to the bit, 0 leaves the reference."""
-    tree = {"w": np.float32([2.0, -0.3])}, {"w": np.float32([1.0, 0.1])}
-    np.testing.assert_allclose(mixture(*tree, np.float32(0.6))["w"], [1.6, -0.14], rtol=1e-6)
-    np.testing.assert_array_equal(mixture(*tree, np.float32(1.0))["w"], tree[0]["w"])
-    np.testing.assert_array_equal(mixture(*tree, np.float32(0.0))["w"], tree[1]["w"])
-
-
-def test_the_learner_moves_it_every_so_many_steps():
+def test_reference_moves_toward_the_policy_every_so_many_steps():
+    """From 1 toward 2 with alpha 0.6 gives 1.6 (TRL); alpha 1 copies the policy to the bit, 0 leaves the reference."""
+    trees = {"w": np.float32([2.0, -0.3])}, {"w": np.float32([1.0, 0.1])}
+    for alpha, tree in ((1.0, trees[0]), (0.0, trees[1])):
+        np.testing.assert_array_equal(mixture(*trees, np.float32(alpha))["w"], tree["w"])
     config = read_config("--surrogate.kl={kind: k3, sync_every: 5, sync_mix: 0.6}")
     learner = GroupLearner(config, None, None)
-    for step, expected in [(1, 1.0), (4, 1.0), (5, 1.6), (10, 1.6)]:
-        run = SimpleNamespace(train=SimpleNamespace(params=np.float32([2])), reference=np.float32([1]), step=step)
-        np.testing.assert_allclose(learner.next_reference(run), [expected])
+    for step, expected in [(1, trees[1]["w"]), (4, trees[1]["w"]), (5, [1.6, -0.14]), (10, [1.6, -0.14])]:
+        run = SimpleNamespace(train=SimpleNamespace(params=trees[0]), reference=trees[1], step=step)
+        np.testing.assert_allclose(learner.next_reference(run)["w"], expected, rtol=1e-6)
 
 
 def test_one_reference_for_all_parts():

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from grpo_roc_jax.learner.pack import BatchConfig, pack
 from grpo_roc_jax.method.compose import resample_group, subset, train_rows
 from grpo_roc_jax.method.reference import grpo_roc_loss
 from grpo_roc_jax.method.state import AlgoState
+from tests.helpers.loss_batch import micro_batches
 from tests.helpers.method_groups import make_group, method
 
 KEEP, SAMPLED = 4, 8
@@ -45,15 +45,8 @@ def composed(groups, now, rng):
     # Packing carries the policy's log-probabilities to their places in the field of the reference, which is unused.
     rows = [dataclasses.replace(row, logprobs_ref=values) for row, values in zip(rows, chosen, strict=True)]
     packed, _ = pack(rows, BatchConfig(row_length=16, rows=2), len(rows))
-    parts = [jax.tree.map(lambda leaf, m=m: leaf[m] if np.ndim(leaf) else leaf, packed) for m in range(packed.count)]
-    zeros = jnp.zeros(packed.tokens.shape[1:])
+    zeros, parts = jnp.zeros(packed.tokens.shape[1:]), micro_batches(packed)[: packed.count]
     return sum(batch_loss(jnp.asarray(part.logprobs_ref), zeros, part, config.surrogate)[0] for part in parts)
-
-
-def padded(arrays):
-    """[N,T] from arrays of their own lengths."""
-    width = max(map(len, arrays))
-    return np.stack([np.pad(array, (0, width - len(array))) for array in arrays])
 
 
 def on_one_page(groups, now, rng):
@@ -63,10 +56,13 @@ def on_one_page(groups, now, rng):
         | {"rewards": group.rewards, "correct": group.correct}
         for group in groups
     ]
-    fields = ([now[p] for p in range(len(groups))],)
-    fields += tuple([[getattr(t, n) for t in g.trajectories] for g in groups] for n in ("logprobs", "policy_mask"))
-    flat = [padded([array for group in field for array in group]) for field in fields]
-    logprobs, old, mask = (array.reshape(len(groups), SAMPLED, -1) for array in flat)
+    old, mask = ([[getattr(t, name) for t in g.trajectories] for g in groups] for name in ("logprobs", "policy_mask"))
+    width = max(len(array) for group in mask for array in group)
+
+    def padded(field):
+        return np.stack([[np.pad(array, (0, width - len(array))) for array in group] for group in field])
+
+    logprobs, old, mask = map(padded, (now, old, mask))
     return grpo_roc_loss(jnp.asarray(logprobs), jnp.asarray(old), mask, rollouts, rng, keep=KEEP)
 
 
