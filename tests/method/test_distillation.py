@@ -27,8 +27,7 @@ from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import OWN_SPECIALS, ByteTokenizer, load_tokenizer
 from grpo_roc_jax.train import main
-from grpo_roc_jax.types import Turn
-from tests.helpers.method_groups import make_group, method
+from tests.helpers.method_groups import make_group, method, saying, trajectories
 
 OLD, NOW = np.float32([-1, -0.5, -2]), np.float32([-0.8, -1.5, -2])
 PATH = {"kind": "teacher", "path": "x"}
@@ -87,11 +86,8 @@ def shown(group, index, **settings):
 
 
 def test_what_the_teacher_is_shown():
-    group = make_group([0, 1, 1])
-    texts = [replace(t, turns=(Turn(2, 5, f"way {t.sample}"),)) for t in group.trajectories]
-    group = replace(
-        group, trajectories=tuple(texts), problem=replace(group.problem, extra={"solution": "think", "null": None})
-    )
+    group = saying(make_group([0, 1, 1]), "way 0", "way 1", "way 2")
+    group = replace(group, problem=replace(group.problem, extra={"solution": "think", "null": None}))
     assert shown(group, 0) == "\nSolution: 1"
     assert shown(group, 0, column="solution", intro="See: ") == "\nSee: think"
     assert shown(group, 0, column="nothing") == shown(group, 0, column="null") == ""
@@ -106,7 +102,7 @@ class Reading(GroupLearner):
     seen = ()
 
     def score(self, params, groups, temperature):
-        rows = [t for g in groups for t in g.trajectories]
+        rows = trajectories(groups)
         object.__setattr__(self, "seen", [t.tokens.tolist() for t in rows])
         return Scores([params * t.tokens.astype(np.float32) for t in rows])
 
@@ -123,7 +119,7 @@ def test_the_response_is_scored_after_the_teachers_prompt():
     run = SimpleNamespace(train=SimpleNamespace(params=2.0), reference=3.0, method=AlgoState())
     learner = reading("{kind: self_teacher, intro: ab}")
     found = learner.with_teacher(Scores(), groups, run).teacher
-    rows = [t for g in groups for t in g.trajectories]
+    rows = trajectories(groups)
     assert learner.seen == [[99, 10, *b"ab1", *t.tokens[t.prompt_length :]] for t in rows]
     for t, values in zip(rows, found, strict=True):
         np.testing.assert_array_equal(values, np.where(np.arange(t.length) < t.prompt_length, 0, 2 * t.tokens))

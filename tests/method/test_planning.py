@@ -7,7 +7,7 @@ import numpy as np
 from grpo_roc_jax.method.planning import Wave, best_text, first_wave, gathered, next_wave, with_suffix
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.types import Condition, Problem, RolloutRequest
-from tests.helpers.method_groups import make_group, method
+from tests.helpers.method_groups import make_group, method, saying
 
 
 def problems(*uids, **extra):
@@ -49,21 +49,12 @@ def test_plain_first_wave():
 
 
 def test_reward_tokens():
-    plan = planned(condition={"kind": "reward_tokens", "draw": "fixed", "high_share": 0.25})
+    """From the first step, warm-up or not: the policy was fine-tuned on them."""
+    plan = planned(condition={"kind": "reward_tokens", "draw": "fixed", "high_share": 0.25}, warmup_steps=2)
     requests = first(problems("a", "b"), 8, plan)
-    assert asked(requests) == [
-        (0, 2, "high_reward"),
-        (0, 6, "low_reward"),
-        (1, 2, "high_reward"),
-        (1, 6, "low_reward"),
-    ]
+    each = [(2, "high_reward"), (6, "low_reward")]
+    assert asked(requests) == [(place, *part) for place in (0, 1) for part in each]
     assert requests[0].suffix == "\n[Reward Goal: <|high_reward|>]"
-
-
-def test_reward_tokens_need_no_warm_up():
-    """The policy was fine-tuned on them."""
-    plan = planned(condition={"kind": "reward_tokens", "draw": "fixed"}, warmup_steps=2)
-    assert [str(r.condition) for r in first(problems("a"), 8, plan)] == ["high_reward", "low_reward"]
 
 
 def test_a_suffix_for_all_prompts():
@@ -89,6 +80,4 @@ def test_gathered():
 
 
 def test_the_best_text_is_the_first_of_the_best():
-    group = make_group([0, 1, 1, 0])
-    named = [replace(t, turns=(replace(t.turns[0], text=str(i)),)) for i, t in enumerate(group.trajectories)]
-    assert best_text(replace(group, trajectories=tuple(named))) == "1"
+    assert best_text(saying(make_group([0, 1, 1, 0]), "0", "1", "2", "3")) == "1"

@@ -1,4 +1,4 @@
-"""The example plug-ins: vectors of the family's specification, and their size."""
+"""The example plug-ins: vectors of the family's specification."""
 
 import dataclasses
 import importlib.util
@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import train_rows
@@ -23,11 +22,6 @@ def load(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.stem)
-def test_under_sixty_lines(path):
-    assert len(path.read_text().splitlines()) < 60
 
 
 def test_consistency():
@@ -47,18 +41,20 @@ def test_consistency():
     np.testing.assert_allclose(slow["w"], 0.995)
 
 
+CLEAN = load("clean_calls")
+
+
 def attempts(*kinds):
     """A trajectory of 20 prompt tokens and one turn a kind (thought, tag, call; then 4 observed), then an answer."""
-    m = load("clean_calls")
     tokens, mask, turns = list(range(20)), [False] * 20, []
     for index, kind in enumerate((*kinds, None)):
         start = len(tokens)
         call = ToolCall("python", {}, f"print({index})")
-        tokens += [100 + index, m.CALL_ID, 200 + index]
+        tokens += [100 + index, CLEAN.CALL_ID, 200 + index]
         mask += [True] * 3
         own = () if kind is None else (call,)
         results = () if kind is None else (ToolResult(kind),)
-        turns.append(Turn(start, start + 3, f"t{index}{m.CALL}c{index}", own, results))
+        turns.append(Turn(start, start + 3, f"t{index}{CLEAN.CALL}c{index}", own, results))
         if kind is not None:
             tokens += [300 + index] * 4
             mask += [False] * 4
@@ -67,36 +63,28 @@ def attempts(*kinds):
     versions = np.where(mask, 0, -1).astype(np.int32)
     trajectory = Trajectory(np.array(tokens, np.int32), mask, values, versions, 20, tuple(turns), "answer", 0)
     errors = sum(kind != "ok" for kind in kinds)
-    verdict = Verdict(1.0, "correct", "1", len(kinds), errors, 1, True, len(turns))
     assert n == 20 + 7 * len(kinds) + 3
-    return m, trajectory, verdict
+    return trajectory, Verdict(1.0, "correct", "1", len(kinds), errors, 1, True, len(turns))
 
 
-def test_clean_calls_keeps_the_thought_between_calls_alike():
-    m, trajectory, verdict = attempts("exception", "ok")
-    clean, after = m.repaired(trajectory, verdict)
-    tag = m.CALL_ID
-    assert clean.tokens[20:].tolist() == [100, tag, 201, *[301] * 4, 102, tag, 202]
-    assert clean.policy_mask[20:].tolist() == [True] * 3 + [False] * 4 + [True] * 3
-    assert [(t.start, t.end, t.text) for t in clean.turns] == [(20, 23, f"t0{m.CALL}c1"), (27, 30, f"t2{m.CALL}c2")]
-    assert (after.tool_calls, after.tool_errors, after.turns) == (1, 0, 2)
-
-
-def test_clean_calls_replaces_the_turn_between_calls_unlike():
-    m, trajectory, verdict = attempts("exception", "ok")
-    clean, _ = m.repaired(trajectory, verdict, alike=1.1)
-    assert clean.tokens[20:].tolist() == [101, m.CALL_ID, 201, *[301] * 4, 102, m.CALL_ID, 202]
-    assert clean.turns[0].text == f"t1{m.CALL}c1"
+def test_clean_calls_keeps_the_thought_between_calls_alike_or_replaces_the_turn():
+    for settings, thought in [({}, 0), ({"alike": 1.1}, 1)]:
+        clean, after = CLEAN.repaired(*attempts("exception", "ok"), **settings)
+        tag, call = CLEAN.CALL_ID, CLEAN.CALL
+        assert clean.tokens[20:].tolist() == [100 + thought, tag, 201, *[301] * 4, 102, tag, 202]
+        assert clean.policy_mask[20:].tolist() == [True] * 3 + [False] * 4 + [True] * 3
+        turns = [(t.start, t.end, t.text) for t in clean.turns]
+        assert turns == [(20, 23, f"t{thought}{call}c1"), (27, 30, f"t2{call}c2")]
+        assert (after.tool_calls, after.tool_errors, after.turns) == (1, 0, 2)
 
 
 def test_clean_calls_mends_several_tries_and_nothing_else():
-    m, trajectory, verdict = attempts("exception", "timeout", "ok")
-    clean, after = m.repaired(trajectory, verdict)
+    clean, after = CLEAN.repaired(*attempts("exception", "timeout", "ok"))
     assert len(clean.turns) == 2
-    assert clean.tokens[20:23].tolist() == [100, m.CALL_ID, 202]
+    assert clean.tokens[20:23].tolist() == [100, CLEAN.CALL_ID, 202]
     assert (after.tool_calls, after.tool_errors) == (1, 0)
-    m, trajectory, verdict = attempts("ok", "exception")
-    assert m.repaired(trajectory, verdict) == (trajectory, verdict), "a failure without a retry stays"
-    m, trajectory, verdict = attempts("exception", "ok")
+    trajectory, verdict = attempts("ok", "exception")
+    assert CLEAN.repaired(trajectory, verdict) == (trajectory, verdict), "a failure without a retry stays"
+    trajectory, verdict = attempts("exception", "ok")
     lost = Group(Problem("p", "?", "1", "t"), (trajectory,), (dataclasses.replace(verdict, status="wrong"),))
-    assert m.purify(lost).trajectories[0] is trajectory, "failures train as they were"
+    assert CLEAN.purify(lost).trajectories[0] is trajectory, "failures train as they were"

@@ -55,28 +55,28 @@ def paper_group(**more):
 
 
 def test_the_specifications_vector():
-    """G = [.9025, .95, 1] and [0, 0]."""
-    found = credit(paper_group())
-    np.testing.assert_allclose(found[0], [0.95125, 0.975, 0.5], atol=1e-6)
-    np.testing.assert_allclose(found[1], [-0.95125, -0.975], atol=1e-6)
-
-
-def test_settings_of_the_formula():
-    np.testing.assert_allclose(credit(paper_group(), omega=2.0)[0], [1.4025, 1.45, 0.5], atol=1e-6)
-    np.testing.assert_allclose(credit(paper_group(), gamma=1.0)[0], [1.0, 1.0, 0.5], atol=1e-6)
+    """G = [.9025, .95, 1] and [0, 0]; a turn whose state is unique has the advantage of its trajectory."""
+    for settings, expected in [
+        ({}, [0.95125, 0.975, 0.5]),
+        ({"omega": 2.0}, [1.4025, 1.45, 0.5]),
+        ({"omega": 0.0}, [0.5, 0.5, 0.5]),
+        ({"gamma": 1.0}, [1.0, 1.0, 0.5]),
+    ]:
+        first, second = credit(paper_group(), **settings)
+        np.testing.assert_allclose(first, expected, atol=1e-6)
+        np.testing.assert_allclose(second, [-value for value in expected[:2]], atol=1e-6)
     standardized = 0.5 + 1 / np.sqrt(2)  # of two different values, whatever they are
     np.testing.assert_allclose(credit(paper_group(), standardize=True)[0], [standardized] * 2 + [0.5], atol=1e-5)
-    assert credit(paper_group(), omega=0.0) == [[0.5] * 3, [-0.5] * 2]
 
 
 def test_rewards_of_turns():
     """r = [.2, 0, 1 - .2] and [0, .5 - .5]: what no turn was paid for itself is the last one's."""
     group = paper_group(pay=[[0.2, 0.0, 0.0], [0.0, 0.0]])
     assert [turn_pay(t, v, 1.0).tolist() for t, v in group.pairs] == [[0.2, 0.0, 0.8], [0.0, 1.0]]
-    returns = [[0.2 + 0.95**2 * 0.8, 0.95 * 0.8], [0.0, 0.0]]
+    shared = [0.5 + (0.2 + 0.95**2 * 0.8) / 2, 0.5 + 0.95 * 0.8 / 2]
     found = credit(group)
-    np.testing.assert_allclose(found[0], [0.5 + returns[0][0] / 2, 0.5 + returns[0][1] / 2, 0.5], atol=1e-6)
-    np.testing.assert_allclose(found[1], [-0.5 - returns[0][0] / 2, -0.5 - returns[0][1] / 2], atol=1e-6)
+    np.testing.assert_allclose(found[0], [*shared, 0.5], atol=1e-6)
+    np.testing.assert_allclose(found[1], [-value for value in shared], atol=1e-6)
 
 
 def sizes(state, *talks, **change):
@@ -131,13 +131,13 @@ def test_problems_do_not_share_states():
         assert step.metrics(batch) == {"method/turns_per_state": found}
 
 
-def paid(function, *talks, weight=1.0, more=()):
-    """The group of trajectories with these talks under a function of rewards."""
+def paid(function, *talks, weight=1.0, more=(), **change):
+    """The group of trajectories with these talks, and with the change, under a function of rewards."""
     group = acted(*talks, rewards=[0] * len(talks))
     functions = (FunctionReward(path="mine:pay", weight=weight), *more)
     with given({"mine:pay": function}):
         scorer = make_scorer(RewardConfig(functions=functions))
-    return scorer(group.problem, group.trajectories)
+    return scorer(group.problem, tuple(replace(trajectory, **change) for trajectory in group.trajectories))
 
 
 def test_a_reward_function_may_pay_by_turn():
@@ -163,9 +163,5 @@ def test_turns_that_are_not_scored_take_their_trajectory_out():
 
 
 def test_a_truncated_trajectory_gets_the_reward_of_truncation():
-    group = acted([ok("1", "1")], rewards=[0])
-    group = replace(group, trajectories=(replace(group.trajectories[0], stop="length"),))
-    with given({"mine:pay": lambda p, ts: [[1.0, 1.0]]}):
-        scorer = make_scorer(RewardConfig(functions=(FunctionReward(path="mine:pay"),)))
-    verdict = scorer(group.problem, group.trajectories).verdicts[0]
+    (verdict,) = paid(lambda p, ts: [[1.0, 1.0]], [ok("1", "1")], stop="length").verdicts
     assert (verdict.reward, verdict.turn_rewards) == (0.0, ())

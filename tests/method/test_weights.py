@@ -1,18 +1,16 @@
 """Token weights: normalizers, masks, length preference, sampler mismatch."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from grpo_roc_jax.method.weights import ratio_segments
-from grpo_roc_jax.types import Trajectory, Turn
-from tests.helpers.method_groups import method
+from grpo_roc_jax.types import Turn
+from tests.helpers.method_groups import make_trajectory, method
 
 
 def close(actual, expected, atol=1e-6):
     np.testing.assert_allclose(actual, expected, atol=atol)
-
-
-RECORDED = np.array([0.0, -1.0, -1.0, -1.0])
-MASK = np.array([False, True, True, True])
 
 
 def test_bounds_belong_to_what_is_kept():
@@ -21,11 +19,7 @@ def test_bounds_belong_to_what_is_kept():
 
 
 def test_ratio_segments():
-    turns = (Turn(2, 4, "a"), Turn(6, 9, "b"))
-    trajectory = Trajectory(
-        np.zeros(9, np.int32), np.ones(9, bool), np.zeros(9, np.float32), np.zeros(9, np.int32), 2, turns, "eos", 0
-    )
-    assert ratio_segments(trajectory, "token").tolist() == list(range(9))
-    assert ratio_segments(trajectory, "sequence").tolist() == [0] * 9
-    assert ratio_segments(trajectory, "turn")[2:4].tolist() == [0, 0]
-    assert ratio_segments(trajectory, "turn")[6:].tolist() == [1, 1, 1]
+    trajectory = replace(make_trajectory(7, prompt=2), turns=(Turn(2, 4, "a"), Turn(6, 9, "b")))
+    segments = {level: ratio_segments(trajectory, level).tolist() for level in ("token", "sequence", "turn")}
+    assert segments["token"] == list(range(9)) and segments["sequence"] == [0] * 9
+    assert segments["turn"][2:4] == [0, 0] and segments["turn"][6:] == [1, 1, 1]
