@@ -28,7 +28,7 @@ from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointe
 from grpo_roc_jax.record.metrics import CompilationCounter
 from grpo_roc_jax.run.policy import at_rest, memory_lines
 from grpo_roc_jax.settings.cli import load_config
-from grpo_roc_jax.types import TrainRow
+from tests.helpers import reference
 
 MODEL = ModelConfig(d_model=8, layers=1, heads=2, kv_heads=2, head_dim=4, d_ff=8, vocab_size=16)
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=0)
@@ -104,15 +104,7 @@ def real_step(mesh):
 
 
 def batch_on(mesh, seed):
-    rng = np.random.default_rng(seed)
-    rows = []
-    for length in (5, 9, 7):
-        mask = np.arange(length) > 1
-        noise = rng.normal(size=length).astype(np.float32)
-        zeros = np.zeros(length, np.float32)
-        tokens = rng.integers(0, 16, length).astype(np.int32)
-        weights = (mask / 12).astype(np.float32)
-        rows.append(TrainRow(tokens, mask, zeros - 2.5, noise * mask, weights, np.zeros(length, np.int32), zeros))
+    rows = reference.random_rows([5, 9, 7], 16, seed)
     packed, placement = pack(rows, BatchConfig(row_length=16, rows=2), 2, row_shards(mesh))
     return UpdateBatch(rows, shard_batch(packed, mesh), placement, 1.0)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ from grpo_roc_jax.model.sharding import (
 )
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.planner.hlo import arrays, device_groups, parse_hlo
+from grpo_roc_jax.record.metrics import CompilationCounter
 from tests.helpers import reference
 
 MODEL = ModelConfig(d_model=16, layers=2, heads=8, kv_heads=8, head_dim=4, d_ff=24, vocab_size=40)
@@ -135,18 +137,6 @@ def test_gradients_do_not_depend_on_packing_or_micro_batches(rows, wanted, confi
     assert_close(gradients(rows, config=config), wanted)
 
 
-def test_one_trajectory_at_a_time_equals_packed(rows, wanted):
-    """No row is shared: the padded layout."""
-    parts = [gradients([row], config=BatchConfig(16, 1)) for row in rows]
-    grads = jax.tree.map(lambda *leaves: sum(leaves), *(grads for _, grads in parts))
-    assert_close((sum(value for value, _ in parts), grads), wanted)
-
-
-@pytest.mark.parametrize("axes", [pytest.param((2, 2, 2), marks=pytest.mark.slow), (1, 2, 2, 2)], ids=str)
-def test_gradients_equal_on_some_meshes(rows, wanted, axes):
-    assert_close(gradients(rows, axes), wanted)
-
-
 @pytest.mark.parametrize("axes", [pytest.param((4, 1, 1), marks=pytest.mark.slow), (2, 2, 2)], ids=str)
 def test_gradients_are_added_over_data_once_a_step_in_float32(rows, axes):
     """Left to XLA, every micro-batch adds them, in the compute dtype."""
@@ -168,6 +158,8 @@ def test_gradients_are_added_over_data_once_a_step_in_float32(rows, axes):
 
 
 def test_nan_under_the_mask_reaches_no_device_of_a_row(rows, wanted):
+    """On a mesh of all axes."""
+
     def poison(row, name):
         return np.where(row.policy_mask, getattr(row, name), np.nan).astype(np.float32)
 
@@ -197,11 +189,11 @@ def test_gradients_equal_for_other_models(rows, options, axes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["cispo", "sapo", "ratio", "logp", "geometric"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [*itertools.product(["cispo", "sapo", "ratio", "logp"], ["token", "sequence"]), ("geometric", "sequence")],
+)
 def test_gradients_equal_for_other_losses(rows, kind, level):
-    if (kind, level) == ("geometric", "token"):
-        pytest.skip("geometric needs a shared ratio")
     if level == "sequence":
         rows = [dataclasses.replace(row, ratio_segments=np.zeros(row.length, np.int32)) for row in rows]
     loss = Surrogate.read({"kind": kind} | ({} if kind == "logp" else {"level": level}))
@@ -246,17 +238,6 @@ def test_observations_and_prompts_receive_no_gradient(rows):
 # ---- the step ------------------------------------------------------------------------------------------------------
 
 
-class Compilations:
-    """Counts compilations from construction on; JAX has no way to remove a listener."""
-
-    def __init__(self):
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def _listen(self, event, duration, **_):
-        self.count += event.endswith("backend_compile_duration")
-
-
 @functools.cache
 def step_of(axes=ONE, loss=LOSS, optim=OPTIM):
     return make_update_step(MODEL, loss, optim, UPDATE, mesh_of(axes), temperature=HEAT)
@@ -268,28 +249,20 @@ def copy(tree):
 
 @pytest.mark.parametrize("axes", [pytest.param(ONE, marks=pytest.mark.slow), (2, 2, 2)], ids=str)
 def test_second_step_compiles_and_transfers_nothing(rows, axes):
-    """Also with another number of micro-batches in use, and under the guard from the first call."""
+    """Also with another number of micro-batches in use, and under the guard from the first call. The state is donated
+    and stays in place."""
     state, step = state_on(axes), step_of(axes)
     batches = [batch_on(axes, rows[:n]) for n in (13, 1)]
     assert batches[0][1].count > batches[1][1].count or axes != ONE
-    on_mesh = [batch for batch, _ in batches]
+    on_mesh, donated = [batch for batch, _ in batches], state.params
     with jax.transfer_guard("disallow"):
         state, first = step(state, on_mesh[0])
-        compilations = Compilations()
-        state, second = step(state, on_mesh[1])
-    assert compilations.count == 0
+        with CompilationCounter() as compilations:
+            state, second = step(state, on_mesh[1])
+    assert compilations.count == 0 and all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
     assert float(first["update/skipped"]) == float(second["update/skipped"]) == 0 and int(state.step) == 2
-
-
-def test_the_state_is_donated_and_stays_in_place(rows):
-    axes = (2, 2, 2)
-    state, step, batch = state_on(axes), step_of(axes), batch_on(axes, rows)[0]
-    old_params = state.params
-    new, _ = step(state, batch)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old_params))
-    again, _ = step(new, batch)
-    wanted = jax.tree.leaves(param_shardings(MODEL, mesh_of(axes)))
-    for leaf, sharding in zip(jax.tree.leaves(again.params), wanted, strict=True):
+    shardings = param_shardings(MODEL, mesh_of(axes))
+    for leaf, sharding in zip(*map(jax.tree.leaves, (state.params, shardings)), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
@@ -308,9 +281,9 @@ def test_other_programs_run_between_the_micro_batches_of_an_update_in_parts(rows
     logged = dataclasses.replace(parts, add=add)
     with jax.transfer_guard("disallow"):
         again, skipped = logged(again, empty, between=lambda: None)
-        compilations = Compilations()
         trace.clear()
-        again, found = logged(again, batch, between=lambda: trace.append("chunk"))
+        with CompilationCounter() as compilations:
+            again, found = logged(again, batch, between=lambda: trace.append("chunk"))
     assert compilations.count == 0 and float(skipped["update/skipped"]) == 1
     assert int(batch.count) > 1 and trace == ["micro-batch", "chunk"] * int(batch.count)
     state, wanted = step(state, batch)
@@ -321,50 +294,39 @@ def test_other_programs_run_between_the_micro_batches_of_an_update_in_parts(rows
     assert int(again.step) == int(state.step) == 1
 
 
-def test_moments_lie_like_their_parameters():
-    state = state_on((1, 4, 2))
+def test_initial_state_is_equal_on_every_mesh():
+    """Also to the parameters drawn without a mesh. Moments lie like their parameters."""
+    state = init_train_state(jax.random.key(3), MODEL, OPTIM, mesh_of((2, 2, 2)))
+    drawn = jax.jit(functools.partial(init_params, config=MODEL))(jax.random.key(3))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), copy(state.params), copy(drawn))
     adam = optax.tree.get_all_with_path(state.opt_state, "mu") + optax.tree.get_all_with_path(state.opt_state, "nu")
     assert len(adam) == 2
     for _, moments in adam:
         jax.tree.map(lambda p, m: np.testing.assert_equal(m.sharding, p.sharding), state.params, moments)
     wq = adam[0][1]["layers"]["wq"]
-    assert wq.addressable_shards[0].data.size == wq.size // 8
+    assert wq.addressable_shards[0].data.size == wq.size // 4
 
 
-def test_initial_state_is_equal_on_every_mesh():
-    """Also to the parameters drawn without a mesh."""
-    state = init_train_state(jax.random.key(3), MODEL, OPTIM, mesh_of((2, 2, 2)))
-    drawn = jax.jit(functools.partial(init_params, config=MODEL))(jax.random.key(3))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), copy(state.params), copy(drawn))
-
-
-@pytest.mark.parametrize("field", ["logprobs_old", "advantages", "weights"])
+@pytest.mark.parametrize("field", ["logprobs_old", "advantages", "weights", ""])
 def test_a_nan_leaves_the_state_bit_identical_and_the_run_goes_on(rows, field):
+    """So does a batch without trajectories: with a zero gradient AdamW would still apply moments and decay."""
     state, step = state_on(), step_of()
     state, _ = step(state, batch_on(ONE, rows)[0])
-    before = copy(state)
-    poison = np.where(np.arange(16) == np.flatnonzero(rows[3].policy_mask)[0], np.nan, getattr(rows[3], field))
-    poisoned = [*rows[:3], dataclasses.replace(rows[3], **{field: poison.astype(np.float32)}), *rows[4:]]
+    before, poisoned = copy(state), []
+    if field:
+        poison = np.where(np.arange(16) == np.flatnonzero(rows[3].policy_mask)[0], np.nan, getattr(rows[3], field))
+        poisoned = [*rows[:3], dataclasses.replace(rows[3], **{field: poison.astype(np.float32)}), *rows[4:]]
     state, metrics = step(state, batch_on(ONE, poisoned)[0])
-    assert float(metrics["update/skipped"]) == 1 and not np.isfinite(metrics["loss/value"])
+    assert float(metrics["update/skipped"]) == 1
+    assert np.isfinite(metrics["loss/value"]) == np.isfinite([*metrics.values()]).all() == (not field)
     jax.tree.map(np.testing.assert_array_equal, before, copy(state))
     state, metrics = step(state, batch_on(ONE, rows)[0])
     assert float(metrics["update/skipped"]) == 0 and int(state.step) == 2
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(copy(state.params)))
 
 
-def test_no_trajectories_skip_the_update(rows):
-    """Without micro-batches the step is skipped: with a zero gradient AdamW would still apply moments and decay."""
-    state, step = state_on(), step_of()
-    state, _ = step(state, batch_on(ONE, rows)[0])
-    before = copy(state)
-    state, metrics = step(state, batch_on(ONE, [])[0])
-    assert float(metrics["update/skipped"]) == 1 and all(np.isfinite(float(value)) for value in metrics.values())
-    jax.tree.map(np.testing.assert_array_equal, before, copy(state))
-
-
 def test_step_equals_optax_by_hand(rows):
-    """One step of clipping and AdamW on gradients taken outside the step."""
+    """One step of clipping and AdamW on gradients taken outside the step, from a copy of the given parameters."""
     state, step = state_on(), step_of()
     optimizer = make_optimizer(OPTIM)
     params = copy(state.params)
@@ -378,6 +340,7 @@ def test_step_equals_optax_by_hand(rows):
     updates, _ = jax.jit(optimizer.update)(grads, opt_state, params)
     expected = optax.apply_updates(params, updates)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), copy(state.params), expected)
+    jax.tree.map(np.testing.assert_array_equal, params, copy(params_of()))
     # The first AdamW step moves every entry by lr against the sign of its gradient, plus the decay of matrices.
     w, g = params["layers"]["wq"], grads["layers"]["wq"] * 0.01 / norm
     by_hand = w - 0.005 * (g / (np.abs(g) + 1e-8) + 0.1 * w)
@@ -446,12 +409,6 @@ def test_defaults_are_those_of_adamw_in_pytorch():
     assert (config.beta1, config.beta2, config.eps, config.weight_decay) == (0.9, 0.999, 1e-8, 0.01)
 
 
-def test_moment_dtype():
-    state = make_optimizer(OptimConfig(moment_dtype="bfloat16")).init({"w": jnp.zeros(3)})
-    assert optax.tree.get(state, "mu")["w"].dtype == jnp.bfloat16
-    assert optax.tree.get(state, "nu")["w"].dtype == jnp.float32
-
-
 # ---- the same entry point for other uses ---------------------------------------------------------------------------
 
 
@@ -466,54 +423,41 @@ def test_supervised_training_learns_its_rows(rows):
     for _ in range(60):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss/nll"]))
-    scores = (
-        reference.token_logprobs(reference.logits(params_of(), row.tokens, MODEL), row.tokens, HEAT) for row in rows
-    )
-    assert losses[0] == pytest.approx(
-        -sum(logprobs[row.policy_mask].sum() for (logprobs, _), row in zip(scores, rows, strict=True)) / total, rel=1e-4
-    )
-    assert losses[-1] < 0.2
+    assert losses[0] > 2 and losses[-1] < 0.2
 
 
 @pytest.mark.parametrize(
-    "axes", [*(pytest.param(a, marks=pytest.mark.slow) for a in (ONE, (1, 1, 2, 4))), (2, 2, 2)], ids=str
+    ("axes", "own"),
+    [
+        ((2, 2, 2), False),
+        ((1, 2, 2, 2), True),
+        *(pytest.param(axes, False, marks=pytest.mark.slow) for axes in (ONE, (1, 1, 2, 4))),
+        *(pytest.param(axes, True, marks=pytest.mark.slow) for axes in (ONE, (2, 2, 2), (1, 1, 1, 4))),
+    ],
+    ids=str,
 )
-def test_scores_equal_loops_and_put_the_ratio_at_one(rows, axes):
-    params = params_of()
-    batch, placement = batch_on(axes, rows)
+def test_scores_equal_loops_and_put_the_ratio_at_one(rows, axes, own):
+    """At the temperature of the program, or of each row where rows have their own and the first that of the run."""
+    params, given, heat = params_of(), {}, HEAT
+    if own:
+        given, heat, each = {"temperature": HEAT}, 9.0, [None, *[1.0, 1.3, HEAT] * 4]
+        rows = [dataclasses.replace(row, temperature=value) for row, value in zip(rows, each, strict=True)]
+    batch, placement = batch_on(axes, rows, **given)
     placed = jax.device_put(params, param_shardings(MODEL, mesh_of(axes)))
-    score = make_score(MODEL, UPDATE, mesh_of(axes), temperature=HEAT)
+    score = make_score(MODEL, UPDATE, mesh_of(axes), temperature=heat)
     with jax.transfer_guard("disallow"):
         scores = score(placed, batch)
     logprobs, entropy = (unpack(x, placement) for x in jax.device_get(scores))
     for row, got, got_entropy in zip(rows, logprobs, entropy, strict=True):
-        wanted, wanted_entropy = reference.token_logprobs(reference.logits(params, row.tokens, MODEL), row.tokens, HEAT)
-        np.testing.assert_allclose(got, wanted, atol=1e-5)
-        np.testing.assert_allclose(got_entropy, wanted_entropy, atol=1e-5)
-    rescored = [dataclasses.replace(row, logprobs_old=old) for row, old in zip(rows, logprobs, strict=True)]
-    _, metrics = step_of(axes)(state_on(axes), batch_on(axes, rescored)[0])
-    assert float(metrics["loss/logprob_gap_max"]) < 1e-6
-    assert float(metrics["loss/effective_sample_size"]) == pytest.approx(1.0, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    "axes",
-    [*(pytest.param(a, marks=pytest.mark.slow) for a in (ONE, (2, 2, 2), (1, 1, 1, 4))), (1, 2, 2, 2)],
-    ids=str,
-)
-def test_rows_of_several_temperatures_share_a_batch(rows, axes):
-    """Each row has the log-probabilities and the gradient that a program of its own temperature gives."""
-    heats = [0.7, 1.0, 1.3]
-    rows = [dataclasses.replace(row, temperature=heats[i % 3] if i else None) for i, row in enumerate(rows)]
-    mesh, bound = mesh_of(axes), worst_case_micro_batches(len(LENGTHS), 16, BATCH, row_shards(mesh_of(axes)))
-    batch, placement = pack(rows, BATCH, bound, row_shards(mesh), temperature=0.7)
-    placed = jax.device_put(params_of(), param_shardings(MODEL, mesh))
-    logprobs, _ = make_score(MODEL, UPDATE, mesh, temperature=9.0)(placed, shard_batch(batch, mesh))
-    for row, got in zip(rows, unpack(jax.device_get(logprobs), placement), strict=True):
-        wanted, _ = reference.token_logprobs(
-            reference.logits(params_of(), row.tokens, MODEL), row.tokens, row.temperature or 0.7
-        )
-        np.testing.assert_allclose(got, wanted, atol=1e-5)
+        logits = reference.logits(params, row.tokens, MODEL)
+        expected, expected_entropy = reference.token_logprobs(logits, row.tokens, row.temperature or HEAT)
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+        np.testing.assert_allclose(got_entropy, expected_entropy, atol=1e-5)
+    if not own:
+        rescored = [dataclasses.replace(row, logprobs_old=old) for row, old in zip(rows, logprobs, strict=True)]
+        _, metrics = step_of(axes)(state_on(axes), batch_on(axes, rescored)[0])
+        assert float(metrics["loss/logprob_gap_max"]) < 1e-6
+        assert float(metrics["loss/effective_sample_size"]) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_gradients_of_several_temperatures_add_up(rows):
@@ -525,10 +469,3 @@ def test_gradients_of_several_temperatures_add_up(rows):
     part["final_norm"] = part["final_norm"] * ratio
     for whole, *two in zip(*map(jax.tree.leaves, (together, gradients(rows[::2])[1], part)), strict=True):
         np.testing.assert_allclose(whole, sum(two), atol=1e-5 * float(np.abs(whole).max()))
-
-
-def test_starting_from_parameters_copies_them(rows):
-    before = copy(params_of())
-    state, _ = step_of()(state_on(), batch_on(ONE, rows)[0])
-    jax.tree.map(np.testing.assert_array_equal, before, copy(params_of()))
-    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (before, copy(state.params))), strict=True))
