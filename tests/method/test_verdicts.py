@@ -1,14 +1,10 @@
 """Success is what the verdict says: every kind of a method gets wrong rollouts that were paid and right ones that were
 not, and must treat them by their verdicts. `tests/contrib/methods` does the same for the kinds of further methods."""
 
-import numpy as np
 import pytest
 
-from grpo_roc_jax.method.compose import train_rows
-from grpo_roc_jax.method.state import AlgoState
 from tests.helpers.kind_cases import CONTEXT, KindCases, kinds_of
-from tests.helpers.method_groups import method
-from tests.helpers.verdict_groups import changes_with_the_sign, knows_success, wrongly_paid
+from tests.helpers.verdict_groups import changes_with_the_sign, knows_success
 
 CASES = KindCases(context=CONTEXT | {("advantage.adjust", "self_teacher"): {"shows": "success"}})
 BY_VERDICT = {
@@ -33,10 +29,3 @@ def test_no_kind_goes_by_the_sign_of_a_reward(axis, kind):
 
 def test_what_is_listed_exists():
     assert set(kinds_of("method")) >= BY_VERDICT
-
-
-def test_pass_at_k_counts_verdicts():
-    found = train_rows([wrongly_paid()], method(advantage={"kind": "pass_at_k", "k": 2}), AlgoState())
-    # n = 4, c = 2: mean 1 - 1/6; a success gets (1/6) / s, a failure (1/6 - 1/3) / s with s = sqrt(5/36).
-    expected = np.array([1, -1, 1, -1]) / 5**0.5
-    np.testing.assert_allclose([row.advantages[-1] for row in found], expected, atol=1e-5)
