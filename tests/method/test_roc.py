@@ -114,12 +114,14 @@ def test_quota_equals_the_released_rule():
 
 
 def test_quota_invariants():
+    """The share of the failures, rounded, wherever there are enough of both kinds."""
     for total in range(1, 20):
         for negatives, keep in itertools.product(range(total + 1), range(1, total + 1)):
-            available = np.array([negatives, total - negatives])
-            kept = np.array(quota(*available.tolist(), keep))
-            minima = np.minimum(min(2, keep // 2), available)
-            assert kept.sum() == keep and (minima <= kept).all() and (kept <= available).all()
+            failures, successes = quota(negatives, total - negatives, keep)
+            minima = [min(2, keep // 2, available) for available in (negatives, total - negatives)]
+            share = np.clip(negatives * keep / total, minima[0], keep - minima[1])
+            assert failures + successes == keep and abs(failures - share) <= 0.5
+            assert 0 <= failures <= negatives and 0 <= successes <= total - negatives
 
 
 # --- penalties -------------------------------------------------------------------------------------------------------
