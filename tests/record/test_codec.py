@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.record.codec import finite, from_json, to_json
+from tests.helpers.same import assert_same
 
 VALUES = {
     "plain": [1, 2.5, "a", True, None, {"b": [1, {"c": "d"}]}],
@@ -21,25 +22,9 @@ VALUES = {
 }
 
 
-def same(one, other):
-    """Equality of values, types and shapes, all the way down."""
-    if isinstance(one, dict):
-        return type(other) is dict and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, np.ndarray | np.generic):
-        return (
-            type(one) is type(other)
-            and one.shape == other.shape
-            and one.dtype == other.dtype
-            and bool((one == other).all())
-        )
-    return type(one) is type(other) and one == other
-
-
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
 def test_values_return_as_they_were(value):
-    assert same(from_json(json.loads(json.dumps(to_json(value)))), value)
+    assert_same(from_json(json.loads(json.dumps(to_json(value)))), value)
 
 
 @pytest.mark.parametrize(

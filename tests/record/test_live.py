@@ -139,14 +139,17 @@ def test_no_text_of_a_run_acts_in_a_terminal():
     ],
 )
 def test_a_terminal_gets_what_it_can_show(environ, moves, colors):
+    """Its bar starts where the run resumes."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, _environ=environ)
-    writer = ConsoleWriter(5, console=console)
-    writer.sample(1, evil_record(), [])
-    writer.write(1, STEP)
+    writer = ConsoleWriter(10, console=console)
+    writer.cut(4)
+    writer.sample(5, evil_record(), [])
+    writer.write(5, STEP)
     writer.close()
     assert ("\x1b[2K" in out.getvalue()) is moves and ("\x1b[36m" in out.getvalue()) is colors
-    assert "step    1  reward 0.500" in CODES.sub("", out.getvalue())
+    text = CODES.sub("", out.getvalue())
+    assert "step    5  reward 0.500" in text and ("4/10" in text and "5/10" in text) is moves
 
 
 PROGRAM = """
@@ -180,36 +183,26 @@ def test_a_real_terminal_may_shrink_or_close_while_a_run_goes_on(tmp_path, close
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "end")]
     process = subprocess.Popen(command, stdout=follower, stderr=subprocess.DEVNULL, env=environ, start_new_session=True)
     os.close(follower)
+    guard = threading.Timer(60, process.kill)
+    guard.start()
     seen = bytearray()
 
-    def read():
-        while b"step   60" not in seen:
+    def read(until):
+        while until not in seen:
             try:
                 seen.extend(os.read(leader, 65536))
-            except OSError:
+            except OSError:  # the program has ended
                 return
-            if closed and b"step   10" in seen:
-                return
-            if b"step   20" in seen:
-                size(6, 25)
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    reader.join(60)
-    if closed:
-        os.close(leader)
-        assert process.wait(60) == 0
-    else:
-        while process.poll() is None:
-            try:
-                os.read(leader, 65536)
-            except OSError:
-                break
-        assert process.wait(60) == 0
-        os.close(leader)
+    read(b"step   20")
+    if not closed:
+        size(6, 25)
+        read(b"more than it writes")
         text = CODES.sub("", seen.decode(errors="replace"))
-        assert re.search(r"\d/60", text) and "failing calls" in text and "reward 0.500" in text
-    assert (tmp_path / "end").read_text() == "reached"
+        assert "step   60" in text and re.search(r"\d/60", text) and "failing calls" in text
+    os.close(leader)
+    assert process.wait(60) == 0 and (tmp_path / "end").read_text() == "reached"
+    guard.cancel()
 
 
 def test_a_notebook_and_a_file_get_plain_lines(monkeypatch, capsys):

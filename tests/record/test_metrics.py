@@ -4,9 +4,6 @@ import importlib.util
 import io
 import json
 import math
-import os
-import re
-import subprocess
 import sys
 import time
 import types
@@ -32,6 +29,7 @@ from grpo_roc_jax.record.metrics import (
     read_metrics,
     series,
 )
+from tests.helpers.disks import filled, small_disk
 
 
 @dataclass(frozen=True)
@@ -62,18 +60,23 @@ def test_rows_are_restored_with_non_finite_as_nan(tmp_path):
 
 @pytest.mark.parametrize("tail", [b"", b'{"step": 4, "a', b'{"step": 4}\n{"st'])
 def test_resuming_cuts_later_and_torn_rows(tmp_path, tail):
+    """The first row of a process discards its step and later ones, unless they were cut before."""
     path = tmp_path / "metrics.jsonl"
-    writer = JsonlWriter(path)
     for step in (1, 2, 3):
-        writer.write(step, {"a": step})
-    writer.write(2, {})  # as a second process might leave it: the order of rows counts, not their steps
-    path.write_bytes(path.read_bytes() + tail)
+        JsonlWriter(path).write(step, {"a": step})
+    rows = path.read_bytes() + b'{"step": 2}\n'  # as a second process might leave it: the order counts, not the steps
+    for cut in (True, False):
+        path.write_bytes(rows + tail)
+        resumed = JsonlWriter(path)
+        if cut:
+            resumed.cut(2)
+            assert steps_in(path) == [1, 2]
+        resumed.write(3, {"a": 30})
+        assert steps_in(path) == [1, 2, 3] and read_metrics(path)[-1]["a"] == 30
     resumed = JsonlWriter(path)
     resumed.cut(2)
-    assert steps_in(path) == [1, 2]
-    resumed.write(3, {"a": 30})
-    assert steps_in(path) == [1, 2, 3]
-    assert read_metrics(path)[-1]["a"] == 30
+    resumed.write(2, {"eval/a": 1.0})
+    assert steps_in(path) == [1, 2, 2] and read_metrics(path)[1] == {"step": 2, "a": 2, "eval/a": 1.0}
 
 
 def test_a_damaged_row_costs_no_other_row(tmp_path):
@@ -84,26 +87,6 @@ def test_a_damaged_row_costs_no_other_row(tmp_path):
         writer.cut(4)
         writer.write(5, {"a": 5.0})
     assert [row["step"] for row in read_metrics(path)] == [1, 4, 5]
-
-
-def test_a_torn_last_row_is_cut_even_without_resume(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 2, "a": 0.3')
-    JsonlWriter(path).write(3, {})
-    assert steps_in(path) == [1, 3]
-
-
-def test_the_first_row_of_a_process_discards_its_step_and_later_ones_unless_cut(tmp_path):
-    path = tmp_path / "m.jsonl"
-    for step in (1, 2, 3):
-        JsonlWriter(path).write(step, {"a": step})
-    assert steps_in(path) == [1, 2, 3]
-    cut = JsonlWriter(path)
-    cut.cut(2)
-    cut.write(2, {"eval/a": 1.0})
-    assert steps_in(path) == [1, 2, 2] and read_metrics(path)[1] == {"step": 2, "a": 2, "eval/a": 1.0}
-    JsonlWriter(path).write(1, {})
-    assert steps_in(path) == [1]
 
 
 def test_the_supervised_stage_has_a_file_of_its_own(tmp_path, capsys):
@@ -118,16 +101,10 @@ def test_the_supervised_stage_has_a_file_of_its_own(tmp_path, capsys):
 
 
 def test_a_full_disk_delays_rows_and_loses_none(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("no permission to mount a small file system")
-    try:
-        filler = disk / "filler"
+    with small_disk(tmp_path / "disk", "64k") as disk:
         writer = Writer([JsonlWriter(disk / "metrics.jsonl")])
         writer.write(0, {"a": 0.0})
-        stats = os.statvfs(disk)
-        filler.write_bytes(b"0" * (stats.f_bavail * stats.f_frsize))
+        filler = filled(disk)
         for step in range(1, 200):
             writer.write(step, {f"long/name_{i}": step for i in range(10)})
         assert writer.failures[0] > 0
@@ -135,8 +112,6 @@ def test_a_full_disk_delays_rows_and_loses_none(tmp_path):
         writer.write(200, {})
         assert steps_in(disk / "metrics.jsonl") == list(range(201))
         assert read_metrics(disk)[150]["long/name_9"] == 150
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 def test_a_vanished_directory_does_not_end_the_run(tmp_path, caplog):
@@ -180,41 +155,46 @@ def test_a_service_that_hangs_blocks_neither_rows_nor_the_end(caplog):
     assert background.dropped >= 89 and "too slow" in caplog.text
 
 
-def fake_wandb(log_calls, fail_on=(), fail_init=False):
+def fake_service(calls, fail_on=(), fail_init=False):
+    """A module like wandb's or trackio's, which notes the calls that it gets."""
+
     class Run:
         def define_metric(self, *args, **kwargs):
-            log_calls.append(("define", args, kwargs))
+            pass
 
-        def log(self, row):
-            if row["step"] in fail_on:
+        def log(self, row, step=None):
+            if row.get("step", step) in fail_on:
                 raise ConnectionError("step refused")
-            log_calls.append(("log", row))
+            calls.append(("log", {"step": step} | row))
 
         def finish(self):
-            log_calls.append(("finish",))
+            calls.append(("finish", None))
 
     def init(**kwargs):
-        log_calls.append(("init", kwargs))
+        calls.append(("init", kwargs))
         if fail_init:
             raise ConnectionError("no network")
         return Run()
 
-    return types.SimpleNamespace(init=init, __spec__=True)
+    def table(columns, data):
+        return "table", columns, data
+
+    return types.SimpleNamespace(init=init, Table=table, __spec__=True)
 
 
 @pytest.mark.parametrize("fail_init", [False, True])
 def test_wandb_gets_rows_from_its_thread_and_its_failures_stay_there(tmp_path, monkeypatch, caplog, fail_init):
     calls = []
-    monkeypatch.setitem(sys.modules, "wandb", fake_wandb(calls, fail_on=(2,), fail_init=fail_init))
+    monkeypatch.setitem(sys.modules, "wandb", fake_service(calls, fail_on=(2,), fail_init=fail_init))
     config = RunLike(log=LogConfig(console="off", wandb=WandbOffline(project="p")))
     for _ in range(2):  # the second is the resumed run
         with make_writer(tmp_path, config) as writer:
             for step in (1, 2, 3):
                 writer.write(step, {"loss/a": step})
-    inits = [call[1] for call in calls if call[0] == "init"]
+    inits = [given for name, given in calls if name == "init"]
     assert inits[0]["id"] == inits[1]["id"] and inits[0]["resume"] == "allow" and inits[0]["mode"] == "offline"
     assert inits[0]["config"]["log"]["wandb"]["project"] == "p"
-    rows = [call[1] for call in calls if call[0] == "log"]
+    rows = [given for name, given in calls if name == "log"]
     assert rows == ([] if fail_init else [{"step": 1, "loss/a": 1.0}, {"step": 3, "loss/a": 3.0}] * 2)
     assert ("no network" if fail_init else "step refused") in caplog.text
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3]
@@ -231,7 +211,6 @@ def test_a_missing_extra_is_named_at_the_start(tmp_path, monkeypatch):
 def test_tensorboard_files_hold_the_scalars_and_resume_purges(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto import event_pb2
-    from tensorboardX.record_writer import RecordWriter  # noqa: F401  (the format below is its inverse)
 
     config = RunLike(log=LogConfig(console="off", tensorboard=True))
     with make_writer(tmp_path, config) as writer:
@@ -268,16 +247,6 @@ def test_console_lines_carry_the_key_numbers():
     plain.say("[not markup] " + "x" * 60)
     plain.close()
     assert out.getvalue().splitlines() == [loggers.format_row(1, row), "[not markup] " + "x" * 60]
-
-
-def test_the_live_console_shows_a_bar_that_starts_where_the_run_resumes():
-    out = io.StringIO()
-    live = loggers.ConsoleWriter(10, "live", Console(file=out, width=100, force_terminal=True))
-    live.cut(4)
-    live.write(5, {"rollout/reward": 0.5, "rollout/length": 12.0})
-    live.close()
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
-    assert "4/10" in text and "5/10" in text and "reward 0.500" in text and "tokens 12" in text
 
 
 def test_compilations_are_counted_and_cached_programs_are_not():

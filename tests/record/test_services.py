@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import types
 
 import pytest
 
@@ -11,7 +10,7 @@ from grpo_roc_jax.record.metrics import LogConfig, Trackio, WandbOffline, make_w
 from grpo_roc_jax.record.tables import COLUMNS, tables
 from tests.helpers.method_groups import method
 from tests.helpers.samples import make_group
-from tests.record.test_metrics import RunLike
+from tests.record.test_metrics import RunLike, fake_service
 from tests.record.test_trace import run_step
 
 
@@ -35,23 +34,6 @@ def test_the_tables_hold_every_rollout_and_the_text_of_kept_and_dropped_ones():
     assert tables([]) == {"rollouts": (COLUMNS, []), "trajectories": ((*COLUMNS[:12], "text"), [])}
 
 
-def fake_service(calls):
-    class Run:
-        def define_metric(self, *_, **__):
-            pass
-
-        def log(self, row, step=None):
-            calls.append((row.get("step", step), row))
-
-        def finish(self):
-            calls.append("finish")
-
-    def table(columns, data):
-        return "table", columns, data
-
-    return types.SimpleNamespace(init=lambda **options: Run(), Table=table, __spec__=True)
-
-
 @pytest.mark.parametrize("kind", [WandbOffline, Trackio])
 def test_services_get_rows_and_tables(tmp_path, monkeypatch, kind):
     calls, made = [], records()
@@ -59,11 +41,8 @@ def test_services_get_rows_and_tables(tmp_path, monkeypatch, kind):
     with make_writer(tmp_path, RunLike(log=LogConfig(console="off", wandb=kind(project="p")))) as writer:
         writer.sample(5, made[0], made)
         writer.write(5, {"rollout/reward": 0.5})
-    (step, found), (row_step, row), end = calls
-    assert (step, row_step, end) == (5, 5, "finish") and row["rollout/reward"] == 0.5
-    expected = tables(made)
-    for name in ("rollouts", "trajectories"):
-        assert found[name] == ("table", list(expected[name].columns), expected[name].rows)
+    shown = {name: ("table", list(rows.columns), rows.rows) for name, rows in tables(made).items()}
+    assert calls[1:] == [("log", {"step": 5} | shown), ("log", {"step": 5, "rollout/reward": 0.5}), ("finish", None)]
 
 
 class Unread(list):
