@@ -26,9 +26,7 @@ def run(tmp_path):
     for step in (1, 2):
         records = trace.eval_records(step, [make_group(10 * step + i, 8) for i in range(2)])
         records = [
-            dataclasses.replace(
-                record, kept=i % 2 == 0, why="kept" if i % 2 == 0 else "quota", penalties={"total": 0.25}
-            )
+            dataclasses.replace(record, kept=not i % 2, why=("kept", "quota")[i % 2], penalties={"total": 0.25})
             for i, record in enumerate(records)
         ]
         writer.write(step, records)
@@ -128,21 +126,19 @@ def test_contradictions_are_named():
 
 
 def test_the_terminal_shows_text_calls_verdict_and_reason(run):
-    out = io.StringIO()
     record = next(r for r in shown(run).records if r.verdict.tool_errors)
-    record = dataclasses.replace(record, verdict=dataclasses.replace(record.verdict, status="correct"))
-    view.show([record], Console(file=out, width=140))
-    text = out.getvalue()
-    wrong = io.StringIO()
-    record = dataclasses.replace(record, verdict=dataclasses.replace(record.verdict, status="wrong"))
-    view.show([record], Console(file=wrong, width=140))
-    assert "penalties" not in wrong.getvalue()  # failures are not ranked
-    unread = io.StringIO()
-    record = dataclasses.replace(record, verdict=dataclasses.replace(record.verdict, answer=None))
-    view.show([record], Console(file=unread, width=140))
-    assert "no answer that can be read, reference '7': wrong" in unread.getvalue()
+
+    def printed(**verdict):
+        out = io.StringIO()
+        changed = dataclasses.replace(record, verdict=dataclasses.replace(record.verdict, **verdict))
+        view.show([changed], Console(file=out, width=140))
+        return out.getvalue()
+
+    text = printed(status="correct")
     assert "observation, 15 tokens" in text and "<answer>" in text and "exception" in text and "ValueError" in text
     assert " · kept" in text and "(kept)" not in text and "penalties: total 0.25" in text and "reference '7'" in text
+    assert "penalties" not in printed(status="wrong")  # failures are not ranked
+    assert "no answer that can be read, reference '7': wrong" in printed(status="wrong", answer=None)
 
 
 def test_markup_and_escapes_in_policy_text_stay_text(run):
