@@ -6,16 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_roc_jax.config import Config
 from grpo_roc_jax.engine.config import PartialRows, RolloutConfig
 from grpo_roc_jax.engine.records import RolloutStats, RunOptions
 from grpo_roc_jax.method.roc import Selector
 from grpo_roc_jax.pod.processes import Processes
-from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run import sample
 from grpo_roc_jax.run.sample import EarlyExit
-from grpo_roc_jax.types import Group, Problem, RolloutRequest
-from tests.helpers.samples import make_trajectory, make_verdict
+from grpo_roc_jax.types import Problem, RolloutRequest
+from tests.helpers.group_sampling import Scoring, sampling_of
+from tests.helpers.samples import make_trajectory
 
 PROBLEMS = [Problem(f"p{i}", "?", "1", "test") for i in range(3)]
 
@@ -49,13 +48,12 @@ def test_groups_without_a_quota_run_to_their_end(size, resample):
     assert not any(list(exit_(i, bool(i % 2))) for i in range(size))
 
 
-def sampling_of(limits, scorer, run, progress=None):
+def scripted(limits, run, scorer=None, progress=None):
     """A sampler of groups whose engine returns what `run` makes of the requests and options."""
     engine = SimpleNamespace(config=limits, run=lambda weights, *submission: run(*submission))
-    sampler = Sampler.of(engine, None, None)
-    sampler.submission = lambda requests, options: (requests, options)
-    config = Config()
-    return sample.GroupSampler(sampler, scorer, Processes(), config.resample, config.group.size, progress)
+    sampling = sampling_of(engine, scorer, progress=progress)
+    sampling.sampler.submission = lambda requests, options: (requests, options)
+    return sampling
 
 
 @pytest.mark.parametrize(
@@ -68,9 +66,7 @@ def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(ear
         given.append(arguments[-1])
         return [make_trajectory(np.random.default_rng(0), i) for i in range(2)], RolloutStats()
 
-    scored = SimpleNamespace(groups=(Group(PROBLEMS[0], (), ()),), counts={}, faults=())
-    scorer = SimpleNamespace(score_all=lambda *_: scored)
-    sampling = sampling_of(RolloutConfig(early_exit=early), scorer, collect, progress="display")
+    sampling = scripted(RolloutConfig(early_exit=early), collect, progress="display")
     requests = [RolloutRequest(PROBLEMS[0], 0, 2)]
     sampling.sample_requests(None, requests, RunOptions(3, purpose))
     assert given[-1].progress == "display"
@@ -80,51 +76,35 @@ def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(ear
 
 
 def test_every_rollout_of_the_engine_reaches_the_scorer_under_its_problem():
-    rng, judged = np.random.default_rng(0), []
-    counts = (2, 3, 1)
+    rng, scorer, counts = np.random.default_rng(0), Scoring(), (2, 3, 1)
     rows = [make_trajectory(rng, i) for count in counts for i in range(count)]
-
-    def score_all(problems, rollouts):
-        judged.extend(zip(problems, map(list, rollouts), strict=True))
-        pairs = zip(problems, rollouts, strict=True)
-        groups = tuple(Group(p, tuple(r), tuple(make_verdict(rng, t) for t in r)) for p, r in pairs)
-        return SimpleNamespace(groups=groups, counts={}, faults=())
-
-    scorer = SimpleNamespace(score_all=score_all)
-    sampling = sampling_of(RolloutConfig(), scorer, lambda requests, options: (rows, RolloutStats()))
+    sampling = scripted(RolloutConfig(), lambda requests, options: (rows, RolloutStats()), scorer)
     requests = [RolloutRequest(p, i, n) for i, (p, n) in enumerate(zip(PROBLEMS, counts, strict=True))]
     scored = sampling.sample_requests(None, requests, RunOptions(3))
     expected = [(PROBLEMS[0], rows[:2]), (PROBLEMS[1], rows[2:5]), (PROBLEMS[2], rows[5:])]
-    assert judged == expected
+    assert scorer.judged == expected
     assert [(group.problem, list(group.trajectories)) for group in scored.groups] == expected
 
 
 def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole():
-    rng = np.random.default_rng(0)
+    rng, scorer, asked = np.random.default_rng(0), Scoring(), []
     rows = [make_trajectory(rng, i % 2, turns=2) for i in range(4)]
     first = [replace(row, stop=stop) for row, stop in zip(rows, ("answer", "cancelled", "answer", "eos"), strict=True)]
-    asked, judged = [], []
-
-    def score_all(problems, rollouts):
-        judged.append([len(group) for group in rollouts])
-        pairs = zip(problems, rollouts, strict=True)
-        groups = tuple(Group(p, tuple(r), tuple(make_verdict(rng, t) for t in r)) for p, r in pairs)
-        return SimpleNamespace(groups=groups, counts={}, faults=())
 
     def collect(requests, options):
         asked.append(requests)
         return given.pop(0), RolloutStats()
 
-    scorer = SimpleNamespace(score_all=score_all)
-    sampling = sampling_of(RolloutConfig(step_limit=PartialRows(9.0)), scorer, collect)
+    sampling = scripted(RolloutConfig(step_limit=PartialRows(9.0)), collect, scorer)
     requests = [RolloutRequest(p, i, 2, temperature=0.5) for i, p in enumerate(PROBLEMS[:2])]
     given = [first, [rows[3], rows[1], rows[2]]]
     cut = sampling.sample_requests(None, requests, RunOptions(3))
-    assert judged[-1] == [0, 2] and [group.trajectories for group in cut.groups] == [(), tuple(first[2:])]
+    assert [len(some) for _, some in scorer.judged] == [0, 2]
+    assert [group.trajectories for group in cut.groups] == [(), tuple(first[2:])]
     (partial,) = cut.partial
-    assert [(r.place, r.first_sample, r.step, r.temperature, r.resume is first[1]) for r in partial.requests()] == [
-        (0, 1, 3, 0.5, True)
-    ]
+    (request,) = partial.requests()
+    assert (request.place, request.first_sample, request.step, request.temperature) == (0, 1, 3, 0.5)
+    assert request.resume is first[1]
     found = sampling.sample_requests(None, requests[1:], RunOptions(4), cut.partial)
     assert [r.resume is not None for r in asked[-1] for _ in r.samples] == [True, False, False]
     assert found.partial == () and len(found.groups) == 1
@@ -140,13 +120,8 @@ def test_the_oldest_groups_go_on_first_so_that_every_rollout_ends():
         rows = [make_trajectory(rng, i) for request in requests for i in request.samples]
         return [replace(row, stop="answer" if i < 2 else "cancelled") for i, row in enumerate(rows)], RolloutStats()
 
-    def score_all(problems, rollouts):
-        pairs = zip(problems, rollouts, strict=True)
-        groups = tuple(Group(p, tuple(r), tuple(make_verdict(rng, t) for t in r)) for p, r in pairs)
-        return SimpleNamespace(groups=groups, counts={}, faults=())
-
-    limits, ended, partial = RolloutConfig(step_limit=PartialRows(9.0)), [], ()
-    sampling = sampling_of(limits, SimpleNamespace(score_all=score_all), collect)
+    ended, partial = [], ()
+    sampling = scripted(RolloutConfig(step_limit=PartialRows(9.0)), collect)
     for step in range(6):
         problems = [Problem(f"{step}.{place}", "?", "1", "test") for place in range(2)]
         requests = [RolloutRequest(problem, place, 2) for place, problem in enumerate(problems)]
@@ -162,7 +137,6 @@ def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes():
     before = [replace(problem, uid=f"old {problem.uid}") for problem in PROBLEMS]
     old = [sample.PartialGroup(p, (row,), 2, i, None) for i, (p, row) in enumerate(zip(before, rows, strict=True))]
     requests = [RolloutRequest(p, i, 1) for i, p in enumerate(PROBLEMS)]
-    limits = RolloutConfig(step_limit=PartialRows(seconds=1.0))
     asked = []
 
     def collect(submitted, options):
@@ -172,17 +146,13 @@ def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes():
         ended = [replace(row, stop="answer") for row in rows[: len(submitted) - len(resumed)]]
         return [*(replace(r.resume, stop=s) for r, s in zip(resumed, stops, strict=True)), *ended], RolloutStats()
 
-    def score_all(problems, rollouts):
-        groups = tuple(Group(problem, (), ()) for problem in problems)
-        return SimpleNamespace(groups=groups, counts={}, faults=())
-
-    scorer = SimpleNamespace(score_all=score_all)
+    limits, nothing = RolloutConfig(step_limit=PartialRows(seconds=1.0)), Scoring(lambda *_: True)
     parts = []
     for index in (0, 1, 0):  # each process's share, then everything again with both
         processes = Processes()
         processes.index, processes.count = index, 2
         processes.gather = lambda part: parts.append(part) or parts[:2]
-        sampling = replace(sampling_of(limits, scorer, collect), processes=processes)
+        sampling = replace(scripted(limits, collect, nothing), processes=processes)
         found = sampling.sample_requests(None, requests, RunOptions(3), old)
     assert asked[:2] == [["old p0", "old p2"], ["old p1"]]
     assert [group.problem.uid for group in found.completed] == ["old p0", "old p1"]

@@ -8,21 +8,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_roc_jax.config import Config
 from grpo_roc_jax.engine.config import DroppedRows, RolloutConfig
 from grpo_roc_jax.engine.records import RolloutStats, RunOptions
 from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.pod.processes import Processes
-from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run import sample
-from grpo_roc_jax.types import Group, Problem, RolloutRequest
-from tests.helpers.samples import make_trajectory, make_verdict
+from grpo_roc_jax.types import Problem, RolloutRequest
+from tests.helpers.group_sampling import Scoring, sampling_of
+from tests.helpers.samples import make_trajectory
 
 SLOTS = 3
 COUNTS = (2, 2, 2, 2, 0, 3, 1)
 REQUESTS = [RolloutRequest(Problem(f"p{i}", "?", "1", "test"), i, count) for i, count in enumerate(COUNTS)]
-FAILS = 5, 2
-"""Place and sample of a rollout that cannot be scored."""
+FAILS = "p5", 2
+"""Problem and sample of a rollout that cannot be scored."""
 
 
 class Engine:
@@ -54,20 +53,6 @@ class Engine:
         self.rows, self.released = {}, self.released + 1
 
 
-class Scorer:
-    def score_all(self, problems, rollouts):
-        groups = []
-        for problem, some in zip(problems, rollouts, strict=True):
-            kept = [t for t in some if (int(problem.uid[1:]), t.sample) != FAILS]
-            groups.append(Group(problem, tuple(kept), tuple(make_verdict(np.random.default_rng(0), t) for t in kept)))
-        return SimpleNamespace(groups=tuple(groups), counts={"correct": len(groups)}, faults=())
-
-
-def sampling_of(engine, scorer, processes):
-    config = Config()
-    return sample.GroupSampler(Sampler.of(engine, None, None), scorer, processes, config.resample, config.group.size)
-
-
 class OneOfTwo(Processes):
     """A process that shares counters with another one."""
 
@@ -89,7 +74,7 @@ def one_process(index, counters, seed=0, *, stops=False):
     """(taken, sampled) of a process that shares counters with another one, which returns nothing."""
     engine, group = Engine(seed), OneOfTwo(index, counters)
     engine.stops = stops
-    sampling = sampling_of(engine, Scorer(), group)
+    sampling = sampling_of(engine, Scoring(lambda *rollout: rollout == FAILS), group)
     sampling.sampler.submission = lambda some, own: (some, [request.place for request in some], own)
     with contextlib.suppress(KeyError):  # the other process has the rest
         sampling.sample_requests(None, REQUESTS, RunOptions(3))
@@ -124,7 +109,7 @@ def test_a_process_that_stops_drops_what_it_has():
 )
 def test_what_is_divided_before(rollout, count, fixed):
     engine = SimpleNamespace(config=RolloutConfig(**rollout))
-    sampling = sampling_of(engine, None, SimpleNamespace(samplers=count))
+    sampling = sampling_of(engine, processes=SimpleNamespace(samplers=count))
     assert sample.divided_before(sampling, REQUESTS) == fixed
     assert sample.divided_before(sampling, ()) == 0
     sampling.sampler.agents = "some"
