@@ -11,7 +11,6 @@ from rich.console import Console
 
 from grpo_roc_jax.commands import export
 from grpo_roc_jax.commands.chat import ChatConfig, Dialogue, converse, main, to_json
-from grpo_roc_jax.commands.export import export_model, text_files
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.engine.records import Finish, Observe, TurnEnd
@@ -20,14 +19,11 @@ from grpo_roc_jax.model.convert import read_published, resolve_config
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import LowRank, init_adapter, save_adapter
 from grpo_roc_jax.run import components as components_module
-from grpo_roc_jax.run.components import resolve_model
 from grpo_roc_jax.run.load import open_policy
 from grpo_roc_jax.settings.cli import load_config
-from grpo_roc_jax.text.config import TextConfig
-from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import train
 from grpo_roc_jax.types import ToolResult, Trajectory, Turn
-from tests.helpers.reference import random_params
+from tests.helpers.small_model import publish
 from tests.test_train import TINY
 from tests.test_train import shared_programs as shared_programs  # a fixture
 
@@ -38,17 +34,7 @@ CALLING = f"I compute.</reason><tool_call>\n{CALL}\n</tool_call>"
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """A model directory as exported: the toy tokenizer and its chat template beside random weights."""
-    folder = tmp_path_factory.mktemp("chat") / "model"
-    config = TextConfig(instruction="default")
-    tokenizer = load_tokenizer(config)
-    model = resolve_model(
-        ModelConfig(d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16, max_positions=1024), tokenizer
-    )
-    export_model(
-        jax.device_put(random_params(model)), model, folder, dtype="float32", text=text_files(config, tokenizer)
-    )
-    return folder
+    return publish(tmp_path_factory.mktemp("chat") / "model")
 
 
 @pytest.fixture
@@ -107,11 +93,10 @@ def test_calls_and_results_are_shown_as_they_come(published):
 
 
 def test_one_question_to_a_published_model_as_json(published, capsys):
-    assert main([str(published), "--prompt", "What is 2 + 2?", "--json", "--temperature", "0", *SHORT]) == 0
+    assert ChatConfig("model").temperature == 0.0, "answers are greedy"
+    assert main([str(published), "--prompt", "What is 2 + 2?", "--json", *SHORT]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["prompt"] == "What is 2 + 2?" and 0 < shown["tokens"] <= 24
-    assert main([str(published), "--prompt", "What is 2 + 2?", "--json", "--temperature", "0", *SHORT]) == 0
-    assert json.loads(capsys.readouterr().out)["turns"] == shown["turns"]
 
 
 def test_a_dialogue_in_the_terminal(published):
@@ -147,10 +132,6 @@ def test_ten_questions_are_answered_where_the_prompt_has_room_for_three(publishe
         dialogue.sampler.engine.texts.append(answer)
         converse(dialogue, console, lambda: next(lines))
         assert "answered without the 1 oldest questions" in console.export_text()
-
-
-def test_answers_are_greedy_unless_a_temperature_is_given():
-    assert ChatConfig("model").temperature == 0.0
 
 
 @pytest.mark.usefixtures("one_device")

@@ -3,13 +3,13 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from grpo_roc_jax.commands import cut_traces
 from grpo_roc_jax.data.problems import load_problems
 from grpo_roc_jax.record.trace import TraceRecord, TraceWriter
-from grpo_roc_jax.types import Condition, Problem, ToolResult, Trajectory, Turn
+from grpo_roc_jax.types import Condition, Problem, ToolResult, Turn
+from tests.helpers.method_groups import make_trajectory
 
 PROBLEM = Problem("p", "6*7?", "42", "math")
 
@@ -17,9 +17,7 @@ PROBLEM = Problem("p", "6*7?", "42", "math")
 def record(*texts: str, **changes) -> TraceRecord:
     results = (ToolResult("ok", observation="42"),)
     turns = tuple(Turn(0, 1, text, (), results if i + 1 < len(texts) else ()) for i, text in enumerate(texts))
-    ids = np.zeros(1, np.int32)
-    trajectory = replace(Trajectory(ids, ids > 0, ids.astype(np.float32), ids - 1, 1, turns, "answer", 0), **changes)
-    return TraceRecord(1, 0, PROBLEM, trajectory, None, True, "kept")
+    return TraceRecord(1, 0, PROBLEM, replace(make_trajectory(), turns=turns, **changes), None, True, "kept")
 
 
 def test_states():

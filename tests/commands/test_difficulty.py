@@ -1,29 +1,22 @@
 """The difficulty filter: problems by their success rate, written so that training reads them again."""
 
 import json
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from grpo_roc_jax.commands import evaluate
 from grpo_roc_jax.commands.difficulty import kept_rows, main
 from grpo_roc_jax.data.problems import load_problems
 from grpo_roc_jax.process.points import listening
-from grpo_roc_jax.types import Group, Problem
+from grpo_roc_jax.types import Problem
 from tests.commands.test_evaluate import gold, write_run
-from tests.helpers.samples import make_trajectory, make_verdict
+from tests.helpers.method_groups import make_group
 
 
 def group(name, correct):
-    rng = np.random.default_rng(0)
-    trajectories = tuple(make_trajectory(rng, i) for i in range(len(correct)))
-    verdicts = []
-    for trajectory, right in zip(trajectories, correct, strict=True):
-        verdict = make_verdict(rng, trajectory)
-        while (verdict.status == "correct") is not right:
-            verdict = make_verdict(rng, trajectory)
-        verdicts.append(verdict)
-    return Group(Problem(name, f"what is {name}?", name, "test", {"level": 2}), trajectories, tuple(verdicts))
+    problem = Problem(name, f"what is {name}?", name, "test", {"level": 2})
+    return replace(make_group(correct), problem=problem)
 
 
 def test_problems_within_the_bounds_are_kept_with_their_rates_and_can_be_read_again(tmp_path):

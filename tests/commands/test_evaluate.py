@@ -9,19 +9,15 @@ import pytest
 from rich.console import Console
 
 from grpo_roc_jax.commands.evaluate import EvaluateConfig, chosen_problems, main, show_table
-from grpo_roc_jax.commands.export import export_model, text_files
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.learner.update import init_train_state
-from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.process.points import injected, listening
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.trace import read_trace, to_line
-from grpo_roc_jax.run.components import make_parts, resolve_model
+from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
-from grpo_roc_jax.text.config import TextConfig
-from grpo_roc_jax.text.tokenizer import load_tokenizer
-from tests.helpers.reference import random_params
+from tests.helpers.small_model import publish
 from tests.test_train import shared_programs as shared_programs  # a fixture
 
 TINY = (
@@ -76,22 +72,11 @@ def test_what_cannot_be_evaluated_is_a_message_and_a_status(tmp_path, capsys):
     assert "none.jsonl" in capsys.readouterr().err
 
 
-def publish(folder, seed):
-    """A model directory as exported: the toy tokenizer and its chat template beside random weights."""
-    text = TextConfig(instruction="default")
-    tokenizer = load_tokenizer(text)
-    shape = ModelConfig(d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16, max_positions=1024)
-    model = resolve_model(shape, tokenizer)
-    params = jax.device_put(random_params(model, seed))
-    export_model(params, model, folder, dtype="float32", text=text_files(text, tokenizer))
-    return str(folder)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_two_published_models_are_compared_on_the_problems_of_a_file(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    one, two = publish(tmp_path / "one", 0), publish(tmp_path / "two", 1)
+    one, two = (str(publish(tmp_path / name, seed)) for seed, name in enumerate(("one", "two")))
     path = gold(tmp_path)
     odd = [{"question": "no answer"}, {"question": "0 + 0 = ?", "answer": "0"}, {"question": "z " * 900, "answer": "1"}]
     path.write_text(path.read_text() + "".join("\n" + json.dumps(row) for row in odd))
@@ -119,7 +104,7 @@ def test_two_published_models_are_compared_on_the_problems_of_a_file(tmp_path, c
 @pytest.mark.usefixtures("one_device")
 def test_an_evaluation_that_was_stopped_goes_on_with_the_next_part(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = publish(tmp_path / "one", 0)
+    model = str(publish(tmp_path / "one"))
     words = [model, "--data", f"sums={gold(tmp_path, 4)}", "--keep", "kept", "--tools.workers=1", "--samples", "4"]
     words += ["--rollout.max_response_tokens=16", "--rollout.slots=1", "--out"]  # a part for each problem
     assert main([*words, "whole.json"]) == 0  # in `kept`

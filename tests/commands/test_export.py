@@ -96,18 +96,14 @@ def test_a_failed_export_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_overwritten(tmp_path):
+def test_nothing_is_overwritten_and_an_empty_directory_is_filled(tmp_path):
     (tmp_path / "out").mkdir()
+    atomically(tmp_path / "out", lambda folder: [(folder / "a").write_text("b")])
+    assert (tmp_path / "out" / "a").read_text() == "b"
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="exists already; name a new directory"):
         atomically(tmp_path / "out", lambda folder: [])
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
-
-
-def test_an_empty_directory_is_filled(tmp_path):
-    (tmp_path / "out").mkdir()
-    atomically(tmp_path / "out", lambda folder: [(folder / "a").write_text("b")])
-    assert (tmp_path / "out" / "a").read_text() == "b"
 
 
 def test_the_tokenizer_of_the_toy_world_loads_elsewhere(tmp_path):
@@ -115,12 +111,8 @@ def test_the_tokenizer_of_the_toy_world_loads_elsewhere(tmp_path):
     config = TextConfig()
     tokenizer = load_tokenizer(config)
     text = text_files(config, tokenizer)
-    export_model(
-        jax.device_put(random_params(replace(SMALL, vocab_size=400))),
-        replace(SMALL, vocab_size=400),
-        tmp_path / "out",
-        text=text,
-    )
+    model = replace(SMALL, vocab_size=400)
+    export_model(jax.device_put(random_params(model)), model, tmp_path / "out", text=text)
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     for said in ("What is 12 x 34?\nprint(5)", "  two  spaces \n\n", "é ü 語"):
         assert exported(said, add_special_tokens=False).input_ids == tokenizer.encode(said)
