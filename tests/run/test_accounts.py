@@ -29,10 +29,6 @@ def step():
     return StepSamples(groups, selections, (wave,)), buffer.take(1), batches, (4, 4, 0), (5, 5, 0)
 
 
-def test_they_close():
-    check_accounts(*step())
-
-
 def lost_removed(samples, *rest):
     return replace(samples, waves=(replace(samples.waves[0], removed=()),)), *rest
 
@@ -54,6 +50,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("said", LOSSES)
 def test_what_is_lost_is_noticed(said):
+    check_accounts(*step())
     with pytest.raises(AccountsOpen, match=said):
         check_accounts(*LOSSES[said](*step()))
 
