@@ -68,16 +68,13 @@ def stages(tmp_path_factory):
     return file_of(folder, "base: tiny.yaml\n" + STAGES)
 
 
-def test_each_stage_has_its_settings_over_those_of_the_run(stages):
+def test_each_stage_has_its_settings_and_the_command_line_overrides_all(stages, tmp_path):
     config = read_config(stages)
     first, second, third = config.staged()
     assert [one.rollout.max_response_tokens for one in config.staged()] == [12, 16, 14]
     assert (first.optim.lr, second.optim.lr, first.stages, second.steps) == (0.02, 0.01, None, 9)
     assert (third.group.problems, second.group.problems, second.rollout.max_turns) == (2, 3, 2)
     assert "stages" not in dict(flatten(read_config()))
-
-
-def test_the_command_line_overrides_every_stage(stages, tmp_path):
     config = read_config(stages, "--rollout.max_response_tokens=11", "--optim.lr=0.5", "--steps=2")
     assert {one.rollout.max_response_tokens for one in config.staged()} == {11} and config.steps == 2
     assert {one.optim.lr for one in config.staged()} == {0.5}
@@ -92,10 +89,7 @@ def test_without_steps_a_run_has_those_of_its_stages(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            "steps: 1, set: {rollout: {max_turnz: 3}}",
-            r"stage b: unknown key 'rollout.max_turnz' \(stages.*line 4\)",
-        ),
+        ("steps: 1, set: {rollout: {max_turnz: 3}}", r"stage b: unknown key 'rollout.max_turnz' \(stages.*line 4\)"),
         ("steps: 1, set: {optim: {lr: -1}}", r"stage b: optim.lr = -1 \(stages.yaml, line 4\): must be above 0"),
         ("steps: 1, set: {rollout: {max_response_tokens: 999}}", r"stage b: .* raise batch.row_length .*line 4"),
         ("steps: 1, set: {model: {layers: 2}}", r"stage b: model \(stages.yaml, line 4\): must be the same"),
@@ -126,27 +120,27 @@ class FakeRun(RunState):
         return "held"
 
 
+class FakeData:
+    place = 0
+
+    def set_state(self, place):
+        if place == "other":
+            raise ValueError("other data")
+        self.place = place
+
+
 def fakes(stages, stage, progress, *, step=5, carried=None):
     """(session, run) whose policy and data are numbers; the run was restored after `step` steps."""
     whole = read_config(stages)
     claim = at_stage(Claim(whole, Path(), Start("resume", step), None, whole, progress=carried), stage)
-    data = SimpleNamespace(place=0)
-
-    def set_state(place):
-        if place == "other":
-            raise ValueError("other data")
-        data.place = place
-
-    data.set_state = set_state
     train = TrainState(jnp.int32(7), {"norm": jnp.ones(2)}, jnp.zeros(2))
-    run = FakeRun(train, (), data, AlgoState(), step=step, progress=progress, partial=("cut",))
+    run = FakeRun(train, (), FakeData(), AlgoState(), step=step, progress=progress, partial=("cut",))
     run.buffer.add([SimpleNamespace(size=1)])
     noted = []
-    events = SimpleNamespace(note=lambda *event: noted.append(event))
-    policy = SimpleNamespace(model=None, mesh=None)
-    return SimpleNamespace(
-        claim=claim, config=claim.config, policy=policy, events=events, noted=noted, checkpointer=SimpleNamespace()
-    ), run
+    session = SimpleNamespace(claim=claim, config=claim.config, checkpointer=SimpleNamespace(), noted=noted)
+    session.policy = SimpleNamespace(model=None, mesh=None)
+    session.events = SimpleNamespace(note=lambda *event: noted.append(event))
+    return session, run
 
 
 def test_a_stage_begins_without_what_the_one_before_left(stages):
@@ -223,9 +217,8 @@ def test_a_session_is_opened_for_each_stage(stages, tmp_path, monkeypatch):
         yield SimpleNamespace(**parts)
 
     def begin(session):
-        run.progress = StageProgress(
-            session.claim.stage, run.step, ((0.5,), (9.0,)) if session.claim.stage == 1 else ()
-        )
+        stage = session.claim.stage
+        run.progress = StageProgress(stage, run.step, ((0.5,), (9.0,)) if stage == 1 else ())
         return run
 
     @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 import json
 import math
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from grpo_roc_jax.__main__ import COMMANDS
@@ -11,7 +11,8 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.record.trace import TraceRecord
 from grpo_roc_jax.run.summary import next_lines, one_of, summarize_rows, summary_lines, write_summary
-from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
+from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Turn
+from tests.helpers.method_groups import make_trajectory, make_verdict
 
 ROWS = [
     {"step": 0, "eval/accuracy": 0.1},
@@ -22,13 +23,11 @@ ROWS = [
 
 
 def test_means_and_extremes():
+    """A gap that was not finite is not passed over."""
     found = summarize_rows(ROWS)
     assert found["reward_last_10"] == pytest.approx(0.6)
     assert found["tool_error_in_correct"] == pytest.approx(0.1)  # the last third of three steps is one step
     assert found["max_logprob_gap"] == 3e-6
-
-
-def test_a_gap_that_was_not_finite_is_not_passed_over():
     assert summarize_rows([*ROWS, {"step": 4, "loss/logprob_gap_max": None}])["max_logprob_gap"] is None
 
 
@@ -95,20 +94,12 @@ def trace_records():
     call, fine, failed = ToolCall("python", {}, "{}"), ToolResult("ok"), ToolResult("exception")
 
     def record(group, sample, status, results, name):
-        turn = Turn(2, 4, "text", (call,) * len(results), results)
-        rollout = Trajectory(
-            tokens=np.arange(4, dtype=np.int32),
-            policy_mask=np.array([False, False, True, True]),
-            logprobs=np.zeros(4, np.float32),
-            versions=np.array([-1, -1, 0, 0], np.int32),
-            prompt_length=2,
-            turns=(turn,),
-            stop="answer",
-            sample=sample,
-        )
         errors = sum(result.counts_as_error for result in results)
-        verdict = Verdict(float(status == "correct"), status, name, len(results), errors, 1, True, 1)
-        return TraceRecord(1, group, Problem(f"p{group}", "q", "a", "s"), rollout, verdict, True, "kept")
+        turn = Turn(2, 4, "text", (call,) * len(results), results)
+        rollout = replace(make_trajectory(2, sample=sample), turns=(turn,))
+        verdict = make_verdict(status == "correct", calls=len(results), errors=errors)
+        problem = Problem(f"p{group}", "q", "a", "s")
+        return TraceRecord(1, group, problem, rollout, replace(verdict, answer=name), True, "kept")
 
     return [
         record(0, 0, "correct", (fine,), "guessable"),

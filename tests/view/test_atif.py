@@ -10,8 +10,8 @@ from grpo_roc_jax.commands import view
 from grpo_roc_jax.record.trace import TraceRecord, TraceWriter
 from grpo_roc_jax.types import Problem
 from grpo_roc_jax.view.atif import from_atif, read_atif, to_atif
+from tests.helpers.same import assert_same
 from tests.helpers.samples import make_trajectory, make_verdict
-from tests.record.test_trace import assert_same
 
 PROBLEM = Problem("p:1", "37*58=?", "2146", "products", {"level": 1})
 FOREIGN = {
@@ -54,12 +54,6 @@ def records():
     yield TraceRecord(3, 0, PROBLEM, given, None, False, "given")
 
 
-@pytest.mark.parametrize("number", range(6))
-def test_a_trajectory_comes_back_exactly(number):
-    record = list(records())[number]
-    assert_same(from_atif(json.loads(json.dumps(to_atif(record)))), record)
-
-
 def test_steps_say_who_spoke_and_hold_ids_and_logprobs():
     record = list(records())[1]
     steps = to_atif(record)["steps"]
@@ -93,13 +87,12 @@ def test_a_document_of_another_program_is_read_or_refused():
         from_atif({**FOREIGN, "steps": FOREIGN["steps"][:1]})
 
 
-def test_view_writes_a_file_and_shows_one(tmp_path, capsys):
+def test_view_writes_a_file_from_which_trajectories_come_back_and_shows_one(tmp_path, capsys):
     run, file = tmp_path / "run", tmp_path / "out.jsonl"
     kept = list(records())
     TraceWriter(run).write(3, kept)
     assert view.main([str(run), "--atif", str(file)]) == 0 and "6 of 6" in capsys.readouterr().out
-    for record, expected in zip(read_atif(file), kept, strict=True):
-        assert_same(record, expected)
+    assert_same(list(read_atif(file)), kept)
     assert view.main([str(file), "--text", "--limit", "1"]) == 0
     assert "6 of 6" in (out := capsys.readouterr().out) and "p:1" in out
     file.write_text(json.dumps(FOREIGN), encoding="utf-8")

@@ -12,23 +12,19 @@ from tests.helpers.samples import make_group
 
 
 @pytest.fixture
-def run(tmp_path):
-    writer = trace.TraceWriter(tmp_path)
+def log(tmp_path):
+    """The log of a run's only step."""
     records = trace.eval_records(1, [make_group(seed, 6) for seed in (1, 2)])
     records += trace.removed_records(1, [(records[0].problem, records[0].trajectory)])
     records[2] = dataclasses.replace(records[2], penalties={"total": 0.5, "error": 0.25, "format": 0.25}, kept=True)
-    writer.write(1, records)
-    return tmp_path
+    records[3] = dataclasses.replace(records[3], verdict=dataclasses.replace(records[3].verdict, reward=float("nan")))
+    trace.TraceWriter(tmp_path).write(1, records)
+    return trace.trace_files(tmp_path)[0][0]
 
 
-def log_of(run):
-    return trace.trace_files(run)[0][0]
-
-
-def test_a_row_says_what_the_line_holds(run):
-    log = log_of(run)
+def test_a_row_says_what_the_line_holds(tmp_path, log):
     content = index.index_file(log).read_bytes()
-    rows, records = list(index.rows(content)), list(trace.read_trace(run))
+    rows, records = list(index.rows(content)), list(trace.read_trace(tmp_path))
     assert len(rows) == len(records) == 13
     for row, record, line in zip(rows, records, log.read_bytes().splitlines(True), strict=True):
         trajectory, verdict = record.trajectory, record.verdict
@@ -42,17 +38,16 @@ def test_a_row_says_what_the_line_holds(run):
         assert kinds == [result.kind for result in trajectory.results]
     assert [i for i, row in enumerate(rows) if row["kept"]] == [2] and rows[2]["penalties"] == [0.5, 0.25, 0.25]
     assert rows[0]["penalties"] is None and rows[0]["calls"].count(" ") == 1
+    assert b"NaN" not in content and rows[3]["reward"] is None and rows[2]["reward"] is not None
 
 
-def test_the_writer_and_a_reader_make_the_same_index(run):
-    log = log_of(run)
+def test_the_writer_and_a_reader_make_the_same_index(log):
     written = index.index_file(log).read_bytes()
     index.index_file(log).unlink()
     assert index.load(log, "step", 1) == written == index.index_file(log).read_bytes()
 
 
-def test_an_index_of_another_content_is_made_again(run):
-    log = log_of(run)
+def test_an_index_of_another_content_is_made_again(log):
     lines = log.read_bytes().splitlines(True)
     log.write_bytes(b"".join(lines[:4]))
     assert len(list(index.rows(index.load(log, "step", 1)))) == 4
@@ -62,30 +57,21 @@ def test_an_index_of_another_content_is_made_again(run):
     assert json.loads(index.load(log, "step", 1))["count"] == 4
 
 
-def test_a_folder_that_cannot_be_written_is_read(run):
-    log = log_of(run)
+def test_a_folder_that_cannot_be_written_is_read(tmp_path, log):
     expected = index.load(log, "step", 1)
     index.index_file(log).unlink()
     index.folder_of(log).rmdir()
     index.folder_of(log).write_text("in the way")
     assert index.load(log, "step", 1) == expected
-    assert trace.TraceWriter(run).write(2, trace.eval_records(2, [make_group(3, 2)]))
-    assert Runs([str(run)]).trajectory(0, ("step", 2), 1)["sample"] == 1
+    assert trace.TraceWriter(tmp_path).write(2, trace.eval_records(2, [make_group(3, 2)]))
+    assert Runs([str(tmp_path)]).trajectory(0, ("step", 2), 1)["sample"] == 1
 
 
-def test_removed_steps_lose_their_index(run):
+def test_removed_steps_lose_their_index(tmp_path, log):
     records = trace.eval_records(1, [make_group(3, 2)])
-    trace.TraceWriter(run).write(5, records)
-    trace.TraceWriter(run).write(1, records)
-    assert [path.name for path in index.folder_of(log_of(run)).iterdir()] == ["step_00000001.json"]
-
-
-def test_numbers_that_json_lacks_become_null(run):
-    record = next(trace.read_trace(run))
-    odd = dataclasses.replace(record, verdict=dataclasses.replace(record.verdict, reward=float("nan")))
-    trace.TraceWriter(run).write(1, [odd])
-    content = index.load(log_of(run), "step", 1)
-    assert b"NaN" not in content and next(index.rows(content))["reward"] is None
+    trace.TraceWriter(tmp_path).write(5, records)
+    trace.TraceWriter(tmp_path).write(1, records)
+    assert [path.name for path in index.folder_of(log).iterdir()] == ["step_00000001.json"]
 
 
 def test_the_text_of_tokens_is_written_once_and_keeps_spaces(tmp_path):

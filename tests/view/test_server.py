@@ -11,7 +11,7 @@ import pytest
 from grpo_roc_jax.record import index, trace
 from grpo_roc_jax.record.accuracy import bootstrap
 from grpo_roc_jax.record.metrics import read_metrics
-from grpo_roc_jax.view.answers import Runs, block_of, difference
+from grpo_roc_jax.view.answers import Runs, difference
 from grpo_roc_jax.view.page_server import PageServer
 from grpo_roc_jax.view.pages import policy
 from tests.helpers.demo import write_run
@@ -57,25 +57,16 @@ def test_it_listens_on_loopback_with_a_policy_on_every_answer(server):
         _, _, headers = ask(server, path)
         assert headers["Content-Security-Policy"] == policy(served=True)
         assert headers["X-Content-Type-Options"] == "nosniff" and "Access-Control-Allow-Origin" not in headers
-    assert policy(served=True).startswith("default-src 'none'; script-src 'sha256-")
-    assert "unsafe" not in policy(served=True)
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE"])
-def test_other_methods_are_refused(server, method):
-    assert ask(server, "/", method)[0] == 501
-
-
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "localhost:1", "127.0.0.1.evil.example:{port}", ""])
-def test_other_hosts_are_refused(server, host):
-    status, content, _ = ask(server, "/api/state", Host=host.format(port=server.server_port))
-    assert status == 403 and b"demo" not in content
+def test_other_methods_and_other_hosts_are_refused(server):
+    """`tests/test_servers.py` has what pages of other sites send."""
+    for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE"):
+        assert ask(server, "/", method)[0] == 501
+    for host in ("evil.example", "127.0.0.1", "localhost:1", ""):
+        status, content, _ = ask(server, "/api/state", Host=host)
+        assert status == 403 and b"demo" not in content, host
     assert ask(server, "/api/state", Host=f"localhost:{server.server_port}")[0] == 200
-
-
-def test_other_sites_are_refused(server):
-    assert ask(server, "/api/state", Sec_Fetch_Site="cross-site")[0] == 403
-    assert ask(server, "/api/state", Sec_Fetch_Site="same-origin")[0] == 200
 
 
 ESCAPES = [
@@ -90,7 +81,7 @@ ESCAPES = [
     "/api/trajectory?run=2&block=step.1&row=0",
     "/api/trajectory?run=0&block=step.1&row=-1",
     "/api/trajectory?run=0&block=step.1&row=999",
-    "/api/trajectory?run=0&block=step.99999999999999999999&row=0",
+    *(f"/api/trajectory?run=0&block={block}&row=0" for block in ("step", "step.-1", "step.1.2", f"step.{10**20}")),
     "/api/blocks?run=0&blocks=step.1%00.txt",
     "/api/metrics?run=x",
     "/api/metrics",
@@ -99,10 +90,10 @@ ESCAPES = [
 ]
 
 
-@pytest.mark.parametrize("path", ESCAPES)
-def test_no_address_leads_out_of_the_questions(server, path):
-    status, content, _ = ask(server, path)
-    assert status == 404 and b"secret\n" not in content and content != b"secret"
+def test_no_address_leads_out_of_the_questions(server):
+    for path in ESCAPES:
+        status, content, _ = ask(server, path)
+        assert status == 404 and b"secret\n" not in content and content != b"secret", path
 
 
 def test_state_metrics_and_blocks_are_those_of_the_files(server, root):
@@ -187,15 +178,3 @@ def test_a_difference_by_hand():
     assert (found["problems"], found["mean"]) == (3, 0.0) and found["low"] < 0 < found["high"]
     assert [found[name] for name in ("both", "first", "second", "neither")] == [1, 1, 1, 0]
     assert difference((1, 8, {}), (0, 4, {"a": 1.0}))["mean"] is None
-
-
-def test_names_of_blocks():
-    assert block_of("step.12") == ("step", 12)
-    for wrong in ("step", "step.", "step.-1", "other.1", "step.1.2", "step.1/.."):
-        with pytest.raises(ValueError, match="must be like"):
-            block_of(wrong)
-
-
-def test_a_directory_without_a_run_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"neither metrics\.jsonl nor trajectories"):
-        Runs([str(tmp_path)])
