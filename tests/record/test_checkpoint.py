@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import time
 
 import flax.struct
@@ -28,7 +27,12 @@ from grpo_roc_jax.record.checkpoint import (
     restore_params,
 )
 from grpo_roc_jax.record.codec import groups_from_tree, groups_to_tree
-from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
+from grpo_roc_jax.record.metrics import CompilationCounter
+from grpo_roc_jax.types import Group, ToolCall, ToolResult
+from tests.helpers.disks import filled, small_disk
+from tests.helpers.disks import synced as synced  # a fixture
+from tests.helpers.same import assert_same
+from tests.helpers.samples import make_group
 
 
 @flax.struct.dataclass
@@ -64,7 +68,7 @@ def bundle_of(value: float, **options) -> Bundle:
     return Bundle(make_state(value, **options), host, arrays)
 
 
-def assert_same(found: Bundle, expected: Bundle) -> None:
+def assert_same_bundle(found: Bundle, expected: Bundle) -> None:
     def raw(leaf):
         leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         return np.asarray(leaf)
@@ -95,7 +99,7 @@ def test_round_trip_is_bit_exact(tmp_path):
     save_steps(tmp_path, [3, 4])
     found = restore(tmp_path)
     assert found.step == 4 and found.host["step"] == 4
-    assert_same(found, bundle_of(4))
+    assert_same_bundle(found, bundle_of(4))
     rng = np.random.default_rng()
     rng.bit_generator.state = found.host["rng"]
     expected = np.random.default_rng(4)
@@ -111,7 +115,7 @@ def test_the_mesh_may_change_between_saving_and_restoring(tmp_path, before, afte
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
     for asked in (like, abstract):
         found = restore(tmp_path, asked)
-        assert_same(found, bundle_of(1))
+        assert_same_bundle(found, bundle_of(1))
         assert found.train.params["embed"].sharding == like.params["embed"].sharding
         assert len(found.train.params["embed"].sharding.device_set) == after
 
@@ -121,7 +125,7 @@ def test_another_number_of_processes_reads_what_the_first_process_kept(tmp_path)
     entry = files.newest_whole(tmp_path)
     of_two = dataclasses.replace(files.read_manifest(entry), processes=2)
     (entry.path / files.MANIFEST).write_text(json.dumps(of_two.to_json()))
-    assert_same(restore(tmp_path), bundle_of(1))
+    assert_same_bundle(restore(tmp_path), bundle_of(1))
 
 
 def test_checkpoints_are_due_every_so_many_steps():
@@ -146,38 +150,38 @@ def test_buffers_may_be_donated_and_host_arrays_changed_while_saving(tmp_path):
     assert found.arrays["notes"].tolist() == list(range(1000))
 
 
-def corrupt_flip(path):
-    target = max((p for p in (path / "train").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    content = bytearray(target.read_bytes())
-    content[len(content) // 2] ^= 1
-    target.write_bytes(content)
+def change(path, edit):
+    path.write_bytes(edit(path.read_bytes()))
 
 
-def corrupt_truncate(path):
-    target = max((p for p in (path / "train").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    os.truncate(target, target.stat().st_size // 2)
+def largest_shard(path):
+    return max((p for p in (path / "train").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
-def corrupt_host_number(path):
-    text = (path / "host_0.json").read_text()
-    (path / "host_0.json").write_text(text.replace('"next_index": 2', '"next_index": 7'))
+def flip(path):
+    middle = largest_shard(path).stat().st_size // 2
+    change(largest_shard(path), lambda content: content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
 
 
-def corrupt_manifest(path):
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["step"] = 12
-    (path / "manifest.json").write_text(json.dumps(manifest))
+def truncate(path):
+    change(largest_shard(path), lambda content: content[: len(content) // 2])
 
 
 CORRUPTIONS = {
-    "a flipped bit": (corrupt_flip, "does not match its checksum"),
-    "a truncated shard": (corrupt_truncate, "bytes of"),
+    "a flipped bit": (flip, "does not match its checksum"),
+    "a truncated shard": (truncate, "bytes of"),
     "a missing shard": (lambda path: shutil.rmtree(path / "train" / "state"), "is missing"),
     "a missing archive": (lambda path: (path / "arrays_0.npz").unlink(), "arrays_0.npz is missing"),
-    "an altered number": (corrupt_host_number, "host_0.json does not match its checksum"),
+    "an altered number": (
+        lambda path: change(path / "host_0.json", lambda text: text.replace(b'"next_index": 2', b'"next_index": 7')),
+        "host_0.json does not match its checksum",
+    ),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "no manifest"),
     "an empty manifest": (lambda path: (path / "manifest.json").write_text(""), "cannot be read"),
-    "an altered manifest": (corrupt_manifest, "own checksum"),
+    "an altered manifest": (
+        lambda path: change(path / "manifest.json", lambda text: text.replace(b'"step": 2', b'"step": 12')),
+        "own checksum",
+    ),
     "a renamed directory": (lambda path: path.rename(path.with_name("step_00000012")), "belongs to step 2"),
 }
 
@@ -188,7 +192,7 @@ def test_corruption_is_named_and_the_previous_checkpoint_wins(tmp_path, caplog, 
     save_steps(tmp_path, [1, 2])
     corrupt(tmp_path / "step_00000002")
     found = restore(tmp_path)
-    assert_same(found, bundle_of(1))
+    assert_same_bundle(found, bundle_of(1))
     assert message in caplog.text and "skipped" in caplog.text
 
 
@@ -268,7 +272,7 @@ def test_parameters_alone_can_be_read_without_the_optimizer(tmp_path):
     found, params = restore_params(tmp_path, make_state().params, step=1)
     assert found == 1 and np.array_equal(params["embed"], make_state(1).params["embed"])
     assert restore_params(tmp_path, make_state().params, step=7) is None
-    corrupt_flip(tmp_path / "step_00000002")
+    flip(tmp_path / "step_00000002")
     assert restore_params(tmp_path, make_state().params)[0] == 1
     assert restore_params(tmp_path, make_state().params, step=2) is None
 
@@ -298,69 +302,35 @@ def test_only_the_newest_stay_and_none_is_removed_before_its_successor_is_verifi
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
 
 
-def test_saving_a_step_again_replaces_it_and_clears_what_a_kill_left(tmp_path, caplog):
-    save_steps(tmp_path, [1, 2])
-    torn = tmp_path / "staging_step_00000003"
-    torn.mkdir()
-    (torn / "host_0.json").write_text("{")
-    (tmp_path / "trash_step_00000000_0").mkdir()
-    complete = tmp_path / "staging_step_00000002"
-    (tmp_path / "step_00000002").rename(complete)
-    assert restore(tmp_path).step == 2  # complete, although not renamed yet
-    assert "staging_step_00000003 skipped: no manifest" in caplog.text
-    with Checkpointer(tmp_path, CheckpointConfig(keep=5)) as checkpointer:
-        checkpointer.save(2, bundle_of(7))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
-    assert_same(restore(tmp_path), bundle_of(7))
-
-
-def test_torn_checkpoints_are_not_counted_and_complete_ones_are_promoted(tmp_path):
+def test_what_a_kill_left_is_cleared_and_a_step_that_is_saved_again_is_replaced(tmp_path, caplog):
+    """Torn checkpoints are not counted among those that stay, and complete ones get their name."""
     save_steps(tmp_path, [1, 2, 3])
-    corrupt_truncate(tmp_path / "step_00000002")
+    truncate(tmp_path / "step_00000002")
     (tmp_path / "step_00000003").rename(tmp_path / "staging_step_00000003")
+    (tmp_path / "staging_step_00000005").mkdir()
+    (tmp_path / "staging_step_00000005" / "host_0.json").write_text("{")
+    (tmp_path / "trash_step_00000000_0").mkdir()
+    assert restore(tmp_path).step == 3  # complete, although not renamed yet
+    assert "staging_step_00000005 skipped: no manifest" in caplog.text
     with Checkpointer(tmp_path, CheckpointConfig(keep=3)) as checkpointer:
-        checkpointer.save(4, bundle_of(4))
+        for value in (4, 7):
+            checkpointer.save(4, bundle_of(value))
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step_0000000{step}" for step in (1, 3, 4)]
-    assert_same(restore(tmp_path), bundle_of(4))
+    assert_same_bundle(restore(tmp_path), bundle_of(7))
 
 
-def test_everything_is_synced_before_a_checkpoint_gets_its_name(tmp_path, monkeypatch):
-    synced, named, fsync, replace = set(), {}, os.fsync, os.replace
-
-    def noted(descriptor):
-        synced.add(os.path.realpath(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    def renamed(old, new):
-        named[os.path.basename(new)] = (os.path.realpath(old), set(synced))
-        replace(old, new)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(os, "replace", renamed)
+def test_everything_is_synced_before_a_checkpoint_gets_its_name(tmp_path, synced):
     save_steps(tmp_path, [1])
-    staging, before = named["step_00000001"]
-    final = tmp_path / "step_00000001"
-    inside = {
-        os.path.join(staging, path.relative_to(final)) for path in final.rglob("*") if path.name != files.MANIFEST
-    }
-    assert len(inside) > 5 and inside | {staging, f"{staging}/{files.MANIFEST}.part"} <= before
-    assert os.path.realpath(tmp_path) in synced
-
-
-def mounted_tmpfs(path, size):
-    path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)
-    if done.returncode:
-        pytest.skip("no permission to mount a small file system")
+    final, staging = tmp_path / "step_00000001", tmp_path / files.staging_name(1)
+    named = synced.index(final)
+    inside = {staging / path.relative_to(final) for path in final.rglob("*")}
+    inside |= {staging, staging / f"{files.MANIFEST}.part"}
+    assert len(inside) > 7 and inside <= {*synced[:named]} and tmp_path in synced[named:]
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, caplog):
-    disk = tmp_path / "disk"
-    mounted_tmpfs(disk, "1500k")
-    try:
-        weights = [
-            {"w": jnp.asarray(np.random.default_rng(s).normal(size=(512, 512)).astype(np.float32))} for s in (1, 2)
-        ]
+    weights = [{"w": jnp.asarray(np.random.default_rng(s).normal(size=(512, 512)).astype(np.float32))} for s in (1, 2)]
+    with small_disk(tmp_path / "disk", "1500k") as disk:
         with Checkpointer(disk, CheckpointConfig(keep=1)) as checkpointer:
             assert checkpointer.save(1, Bundle(weights[0]))
             checkpointer.save(2, Bundle(weights[1]))
@@ -370,21 +340,13 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, caplog):
             assert [p.name for p in disk.iterdir()] == ["step_00000001"]  # the partial checkpoint was removed
             found = checkpointer.restore_latest(weights[0])
             assert found.step == 1 and np.array_equal(found.train["w"], weights[0]["w"])
-            filler = disk / "filler"
-            filler.write_bytes(b"0" * files_free(disk))  # not even host state fits
+            filled(disk)  # not even host state fits
             assert not checkpointer.save(3, Bundle(weights[0], {}, {"a": np.arange(1 << 16)}))
         with (
             pytest.raises(OSError, match="no checkpoint at step 4"),
             Checkpointer(disk, CheckpointConfig(fail_on_error=True)) as strict,
         ):
             strict.save(4, Bundle(weights[0]))
-    finally:
-        subprocess.run(["umount", disk], check=True)
-
-
-def files_free(path) -> int:
-    stats = os.statvfs(path)
-    return stats.f_bavail * stats.f_frsize
 
 
 def test_values_that_cannot_be_restored_are_refused_before_writing(tmp_path):
@@ -406,90 +368,39 @@ def test_the_first_save_compiles_nothing_when_a_restore_was_tried(tmp_path):
     with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
         state = make_state(1, width=24)
         checkpointer.restore_latest(state)
-        events = []
-
-        def listener(name, seconds, **_):
-            events.append(name)
-
-        jax.monitoring.register_event_duration_secs_listener(listener)
-        try:
+        with CompilationCounter() as counter:
             checkpointer.save(1, Bundle(state))
             checkpointer.wait()
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listener)
-        assert checkpointer.saved == [1]
-        assert not [name for name in events if "backend_compile" in name]
+        assert checkpointer.saved == [1] and not counter.count
 
 
-def sample_group(uid: str, sizes: tuple[int, ...]) -> Group:
-    rng = np.random.default_rng(len(sizes))
-    trajectories, verdicts = [], []
-    for sample, length in enumerate(sizes):
-        mask = rng.random(length) < 0.5
-        call = ToolCall("python", {"code": "print('é\ud800')", "n": (1, 2)}, raw="{...}")
-        results = (
-            ToolResult("exception", stdout="x" * 5, error_line=3, wall_ms=1.25, observation="<o>"),
-            ToolResult("timeout", exit_code=-9, truncated=True),
-        )
-        calls = (call, ToolCall("", {}, "{", "malformed_call", "bad"))
-        turns = (Turn(2, 4, "a", calls, results, reward=-0.5), Turn(5, 6, "b", reply="no"))
-        trajectories.append(
-            Trajectory(
-                tokens=rng.integers(0, 99, length, dtype=np.int32),
-                policy_mask=mask,
-                logprobs=np.where(mask, rng.normal(size=length), 0).astype(np.float32),
-                versions=np.where(mask, 3, -1).astype(np.int32),
-                prompt_length=2,
-                turns=turns[: sample + 1],
-                stop="answer",
-                sample=sample,
-                seconds=0.1 + sample,
-                condition=Condition("hint" if sample % 2 else ""),
-                temperature=0.9 if sample else None,
-            )
-        )
-        verdicts.append(
-            Verdict(0.1 + 0.2, "correct", None if sample else "7", 2, 1, 1, True, 2, {"format": np.float32(0.1)})
-        )
+def odd_group(seed, size):
+    """A group with every field in use, and with values that JSON does not have."""
+    group = make_group(seed, size)
+    odd = {"rows": np.eye(2), "pair": (1, None), "text": "é\ud800"}
+    first = group.trajectories[0]
+    call = ToolCall("", odd, "{", "malformed_call", "bad")
+    turn = dataclasses.replace(first.turns[0], calls=(call,), results=(ToolResult("timeout", exit_code=-9),))
+    first = dataclasses.replace(first, turns=(turn, *first.turns[1:]))
+    verdict = dataclasses.replace(group.verdicts[0], reward=0.1 + 0.2, channels={"format": np.float32(0.1)})
     return Group(
-        Problem(uid, "p", "a", "s", {"level": 3, "rows": np.eye(2), "t": (1, None)}),
-        tuple(trajectories),
-        tuple(verdicts),
+        dataclasses.replace(group.problem, extra=odd), (first, *group.trajectories[1:]), (verdict, *group.verdicts[1:])
     )
 
 
-def assert_same_value(a, b):
-    assert type(a) is type(b)
-    if isinstance(a, np.ndarray | np.generic):
-        assert a.dtype == b.dtype and np.array_equal(a, b)
-    elif dataclasses.is_dataclass(a):
-        for f in dataclasses.fields(a):
-            assert_same_value(getattr(a, f.name), getattr(b, f.name))
-    elif isinstance(a, tuple | list):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same_value(x, y)
-    elif isinstance(a, dict):
-        assert list(a) == list(b)
-        for key in a:
-            assert_same_value(a[key], b[key])
-    else:
-        assert a == b
-
-
-@pytest.mark.parametrize("shapes", [(), ((7, 5, 9),), ((1,), (20, 3))])
-def test_buffered_groups_are_restored_exactly(tmp_path, shapes):
-    groups = tuple(sample_group(f"g{i}", sizes) for i, sizes in enumerate(shapes))
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_buffered_groups_are_restored_exactly(tmp_path, count):
+    groups = tuple(odd_group(seed, 2 + seed) for seed in range(count))
     with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
         checkpointer.save(1, Bundle({"w": jnp.ones(2)}, {}, {"groups": groups_to_tree(groups)}))
         found = checkpointer.restore_latest({"w": jnp.ones(2)})
-    assert_same_value(groups_from_tree(found.arrays["groups"]), groups)
+    assert_same(groups_from_tree(found.arrays["groups"]), groups)
 
 
 def test_a_trajectory_of_the_wrong_dtype_is_refused():
-    group = sample_group("g", (4,))
-    wrong = dataclasses.replace(group.trajectories[0], tokens=np.arange(4))
-    with pytest.raises(ValueError, match=r"trajectory.tokens is int64\[4\]; must be int32\[4\]"):
+    group = make_group(0, 1)
+    wrong = dataclasses.replace(group.trajectories[0], tokens=np.arange(group.trajectories[0].length))
+    with pytest.raises(ValueError, match=r"trajectory.tokens is int64\[\d+\]; must be int32\["):
         groups_to_tree([dataclasses.replace(group, trajectories=(wrong,))])
 
 
