@@ -10,14 +10,13 @@ import pytest
 
 from grpo_roc_jax.commands import plot
 from grpo_roc_jax.view.curves import by_label, curve, last_third, load_runs, running_mean
+from tests.helpers.knobs import write_lines
 
 
 def make_run(root, where, rows, **settings):
     path = root / where
     path.mkdir(parents=True)
-    with open(path / "metrics.jsonl", "w") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
+    write_lines(path / "metrics.jsonl", rows)
     if settings:
         lines = [f"{key}: {json.dumps(value)}" for key, value in settings.items()]
         (path / "config.yaml").write_text("\n".join(lines))

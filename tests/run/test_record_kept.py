@@ -1,19 +1,18 @@
 """What was sampled is what trains, and what was written is on the disk before a checkpoint counts on it."""
 
-import json
 import os
 import pickle
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.compose import scoring_rows
-from grpo_roc_jax.record.checkpoint import CheckpointConfig, Checkpointer
+from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.codec import groups_from_tree, groups_to_tree
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics
@@ -24,6 +23,8 @@ from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.train import evaluate, train
 from grpo_roc_jax.types import ARRAYS, Group
 from tests.helpers.demo import write_run
+from tests.helpers.disks import synced as synced  # a fixture
+from tests.helpers.knobs import write_lines
 from tests.helpers.samples import make_group
 from tests.test_train import TINY
 from tests.test_train import shared_programs as shared_programs  # a fixture
@@ -80,25 +81,6 @@ def test_a_reward_function_that_writes_into_a_trajectory_trains_nothing_else(tmp
 # ---- logs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def synced(monkeypatch):
-    """The files in the order in which they reach the disk; the rename of a checkpoint is among them."""
-    order = []
-    fsync, replace = os.fsync, os.replace
-
-    def sync(descriptor):
-        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
-
-    def rename(source, target):
-        replace(source, target)
-        order.append(Path(target))
-
-    monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(os, "replace", rename)
-    return order
-
-
 @pytest.mark.usefixtures("one_device")
 def test_logs_are_on_the_disk_before_a_checkpoint_is_committed(synced, tmp_path):
     run = tmp_path / "run"
@@ -130,8 +112,6 @@ def test_an_evaluation_keeps_the_rollouts_that_could_not_be_scored(tmp_path):
 
 
 def test_a_log_that_cannot_be_synced_costs_no_checkpoint(monkeypatch, tmp_path):
-    import jax.numpy as jnp
-
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     fsync = os.fsync
 
@@ -142,8 +122,6 @@ def test_a_log_that_cannot_be_synced_costs_no_checkpoint(monkeypatch, tmp_path):
 
     monkeypatch.setattr(os, "fsync", broken)
     with Checkpointer(tmp_path / "checkpoints", CheckpointConfig(), logs=tmp_path) as checkpointer:
-        from grpo_roc_jax.record.checkpoint import Bundle
-
         checkpointer.save(1, Bundle({"x": jnp.ones(2)}))
         checkpointer.wait()
         assert checkpointer.saved == [1]
@@ -187,11 +165,9 @@ def test_whatever_a_power_cut_leaves_of_a_log_is_named(tmp_path):
     """Each log below the checkpoint, cut at lengths from nothing to all but one byte and at the end of a line, and with
     zeros at its end; with the index of its trajectories and without."""
     run = write_run(tmp_path / "run", 0, steps=2, groups=2, size=2)
-    steps = ({"step": step, "rollout/reward": 0.5, "time/step_s": 1.0} for step in (1, 2))
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
-    (run / "sft.jsonl").write_text("".join(json.dumps({"step": step, "sft/loss": 1.0}) + "\n" for step in (1, 2, 5)))
-    events = ({"step": step, "event": "stalled", "text": "stood still"} for step in (1, 1, 2))
-    (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
+    write_lines(run / "metrics.jsonl", [{"step": step, "rollout/reward": 0.5, "time/step_s": 1.0} for step in (1, 2)])
+    write_lines(run / "sft.jsonl", [{"step": step, "sft/loss": 1.0} for step in (1, 2, 5)])
+    write_lines(run / "events.jsonl", [{"step": step, "event": "stalled", "text": "still"} for step in (1, 1, 2)])
     saved = measure_logs(run, 2)
     assert missing_rows(run, 2, 1, 5) == [] == missing_rows(run, 2, 1, 5, saved)
     logs = sorted([*run.glob("*.jsonl"), *(run / "trajectories").glob("*.jsonl")])
@@ -207,12 +183,8 @@ def test_whatever_a_power_cut_leaves_of_a_log_is_named(tmp_path):
                     path.write_bytes(content[:length] + rest)
                     lines = missing_rows(run, 2, 1, 5, saved)
                     where = path.name if path.parent == run else "trajectories/ lacks a part of"
-                    assert [line.startswith(where) for line in lines] == [True], (
-                        path.name,
-                        length,
-                        rest[:1],
-                        lines,
-                    )
+                    damage = (path.name, length, rest[:1], lines)
+                    assert [line.startswith(where) for line in lines] == [True], damage
             path.unlink()
             assert len(missing_rows(run, 2, 1, 5, saved)) == 1, path.name
             path.write_bytes(content)
@@ -223,9 +195,7 @@ def test_whatever_a_power_cut_leaves_of_a_log_is_named(tmp_path):
 def test_trajectories_that_were_never_kept_are_not_missing(tmp_path, was, now):
     """`log.traces` may change when a run resumes; also for a checkpoint that does not say how long the logs were."""
     run = write_run(tmp_path / "run", 0, steps=12, groups=1, size=1)
-    (run / "metrics.jsonl").write_text(
-        "".join(json.dumps({"step": step, "time/step_s": 1.0}) + "\n" for step in range(1, 13))
-    )
+    write_lines(run / "metrics.jsonl", [{"step": step, "time/step_s": 1.0} for step in range(1, 13)])
     files = {step: run / "trajectories" / f"step_{step:08d}.jsonl" for step in range(1, 13)}
     for step, path in files.items():
         if not was or step % was:

@@ -27,9 +27,9 @@ FAILS = "p5", 2
 class Engine:
     """Rows that end one by one, in a random order."""
 
-    def __init__(self, seed):
-        self.rng, self.rows, self.released = np.random.default_rng(seed), {}, 0
-        self.config, self.tickets, self.most = RolloutConfig(slots=SLOTS), itertools.count(), 0
+    def __init__(self, stops):
+        self.rng, self.rows, self.released, self.stops = np.random.default_rng(0), {}, 0, stops
+        self.config, self.tickets = RolloutConfig(slots=SLOTS), itertools.count()
 
     def submit(self, sampler, requests, environment, options):
         assert len(self.rows) < SLOTS, "a slot is free"
@@ -70,10 +70,9 @@ class OneOfTwo(Processes):
         return [value, ([], sample.ScoredRollouts())]
 
 
-def one_process(index, counters, seed=0, *, stops=False):
+def one_process(index, counters, *, stops=False):
     """(taken, sampled) of a process that shares counters with another one, which returns nothing."""
-    engine, group = Engine(seed), OneOfTwo(index, counters)
-    engine.stops = stops
+    engine, group = Engine(stops), OneOfTwo(index, counters)
     sampling = sampling_of(engine, Scoring(lambda *rollout: rollout == FAILS), group)
     sampling.sampler.submission = lambda some, own: (some, [request.place for request in some], own)
     with contextlib.suppress(KeyError):  # the other process has the rest

@@ -52,6 +52,7 @@ def files(tmp_path):
 
 
 OWN = "--data.sources={files}/good.jsonl --data.eval_problems=0"
+REWARD = "--reward.functions tests.run.test_start"
 FAULTS = {
     "own problems, supervised stage": (f"{OWN} --sft.steps=1", "Set sft.steps 0 to train without that stage"),
     "nothing held out": ("--data.sources={files}/good.jsonl", "nothing is held out"),
@@ -71,15 +72,12 @@ FAULTS = {
         "--sft.steps=1 --data.trace_sources={files}/talk.jsonl",
         "batch.row_length = 40: 1 of 1 do not fit",
     ),
-    "reward of one argument": (
-        "--reward.functions tests.run.test_start:one_argument",
-        "must accept (problem, trajectories)",
-    ),
+    "reward of one argument": (f"{REWARD}:one_argument", "must accept (problem, trajectories)"),
     "reward of another length": (
-        "--sft.steps=1 --reward.functions tests.run.test_start:of_another_length",
+        f"{REWARD}:of_another_length --sft.steps=1",
         "of_another_length returned 3 values for 2 trajectories",
     ),
-    "reward of another type": ("--reward.functions tests.run.test_start:of_another_type", "value 0 is 'good' (str)"),
+    "reward of another type": (f"{REWARD}:of_another_type", "value 0 is 'good' (str)"),
     "reward in a broken file": ("--reward.functions {files}/broken.py:reward", "broken.py"),
     "reward in a broken module": ("--reward.functions broken_reward_module:reward", "ZeroDivisionError"),
     "no such teacher": (
@@ -91,6 +89,7 @@ FAULTS = {
     "no place for scratch files": ("--tools.scratch_dir={files}/none", "No such file or directory"),
     "a tokenizer that is cut": ("--text.tokenizer={files}/cut.json", "cut.json is not JSON"),
     "a model that is cut": ("--model.path={files}/cut", "config.json is not JSON"),
+    "no such part of a method": ("--method.edit_groups=nowhere:nothing", "method.edit_groups = 'nowhere:nothing'"),
     "no such tool": ("--tools.enabled calculator", "unknown tools ['calculator']"),
     "no package for the logger": ("--log.tensorboard=True", "pip install 'tensorboard"),
 }
@@ -123,14 +122,6 @@ def test_a_service_that_does_not_answer_is_a_message(files, capsys):
     words += ["--tools.executor", "sandbox_fusion", "--tools.executor.url", "http://127.0.0.1:9"]
     assert "no service answers" in said_by([*words, f"--run_dir={files}/runs/a"], capsys)
     assert not (files / "runs").exists()
-
-
-def test_a_dry_run_reads_the_data(files, capsys):
-    words = [*TINY, f"--data.sources={files}/good.jsonl", "--data.eval_sources=world:gcd:1", "--dry-run"]
-    assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "4 problems of 4 rows; question from 'question', answer from 'answer'" in said
-    assert "good.jsonl: prompts of " in said and "held out: prompts of " in said
 
 
 @pytest.mark.usefixtures("one_device")
@@ -212,32 +203,21 @@ LONG_ONES = {
 def with_long_ones(files) -> list[str]:
     for name, rows in LONG_ONES.items():
         (files / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sources = [
-        f"--data.{key}={files}/{name}.jsonl"
-        for key, name in zip(("sources", "eval_sources", "trace_sources"), LONG_ONES, strict=True)
-    ]
-    return [
-        *TINY,
-        *sources,
-        "--data.eval_problems=2",
-        "--sft.steps=1",
-        "--sft.traces=8",
-        f"--run_dir={files}/run",
-        "--batch.row_length=96",
-        "--batch.rows=2",
-    ]
+    keys = ("sources", "eval_sources", "trace_sources")
+    sources = [f"--data.{key}={files}/{name}.jsonl" for key, name in zip(keys, LONG_ONES, strict=True)]
+    words = "--data.eval_problems=2 --sft.steps=1 --sft.traces=8 --batch.row_length=96 --batch.rows=2"
+    return [*TINY, *sources, *words.split(), f"--run_dir={files}/run"]
 
 
-def test_a_dry_run_names_what_is_left_out(files, capsys):
+def test_a_dry_run_reads_the_data_and_names_what_is_left_out(files, capsys):
     words = [*with_long_ones(files), "--dry-run"]
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "problems.jsonl: problems:" in said and "1 over-long prompts dropped, 4 problems left" in said
+    assert "5 problems of 5 rows; question from 'question', answer from 'answer'" in said
+    assert "problems.jsonl: prompts of " in said and "1 over-long prompts dropped, 4 problems left" in said
     assert "held out: prompts of" in said and "1 over-long prompts dropped, 1 problems left" in said
-    assert (
-        "batch.row_length = 96: 3 of 6 do not fit and are left out, 3 are left" in said
-        and "talks:3: conversation of" in said
-    )
+    assert "batch.row_length = 96: 3 of 6 do not fit and are left out, 3 are left" in said
+    assert "talks:3: conversation of" in said
     message = said_by([*words, "--data.bad_rows=fail"], capsys)
     assert "prompt of" in message and "set data.bad_rows to drop" in message
 

@@ -43,14 +43,11 @@ def test_what_the_policy_caused_ends_no_run_that_has_gone_better():
     resumed = Watch(LimitsConfig())
     resumed.recall([{"rollout/stop_failed": 0.5}])
     resumed.look_at_failures(failures(8, READ, by_policy=True), 8)
-
-
-def test_an_evaluation_before_the_first_step_is_no_rollout_that_has_gone_better():
-    """A run that ended in its first step ends there again when it is resumed with nothing changed."""
-    resumed = Watch(LimitsConfig())
-    resumed.recall([{"step": 0, "eval/all/avg@1": 0.5}, {"step": 1, "rollout/stop_failed": 1.0}])
+    # An evaluation is no such rollout: a run that ended in its first step ends there again if nothing has changed.
+    again = Watch(LimitsConfig())
+    again.recall([{"step": 0, "eval/all/avg@1": 0.5}, {"step": 1, "rollout/stop_failed": 1.0}])
     with pytest.raises(Stopped, match="all 8 rollouts of a step ended alike"):
-        resumed.look_at_failures(failures(8, READ, by_policy=True), 8)
+        again.look_at_failures(failures(8, READ, by_policy=True), 8)
 
 
 def test_the_commonest_failure_is_named_in_the_last_line():
