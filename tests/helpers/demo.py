@@ -150,21 +150,20 @@ def row(rng, step, skill):
     }
 
 
-def write_run(folder, seed=0, *, steps=12, groups=8, size=16, best=0.95, name="demo", settings=None):
+def write_run(folder, seed=0, *, steps=12, groups=8, size=16, resample="roc"):
     """A run with trajectories, evaluations, metrics, an alarm and an event; returns its directory."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     writer = trace.TraceWriter(folder, decode=TOKENIZER.decode)
     rows = []
     for step in range(steps + 1):
-        skill = 0.25 + (best - 0.25) * step / max(1, steps)
+        skill = 0.25 + 0.7 * step / max(1, steps)
         found = {"step": step} if not step else row(rng, step, skill)
         if step % 6 == 0:
             judged = records(rng, step, skill, groups=24, size=2, kind="eval")
             writer.write(step, judged, kind="eval")
             found["eval/all/avg@2"] = float(np.mean([record.verdict.reward for record in judged]))
         if step:
-            resample = (settings or {}).get("resample", "roc")
             sampled = records(rng, step, skill, groups=groups, size=size, resample=resample)
             writer.write(step, sampled)
             found |= measured(sampled)
@@ -173,6 +172,5 @@ def write_run(folder, seed=0, *, steps=12, groups=8, size=16, best=0.95, name="d
     (folder / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in rows))
     event = {"step": min(4, steps), "event": "reward_spread", "text": "below 0.05 for three steps"}
     (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
-    lines = [f"name: {name}", f"seed: {seed}", *(f"{key}: {value}" for key, value in (settings or {}).items())]
-    (folder / "config.yaml").write_text("\n".join(lines) + "\n")
+    (folder / "config.yaml").write_text(f"name: demo\nseed: {seed}\nresample: {resample}\n")
     return folder

@@ -4,7 +4,6 @@ With `GRPO_ROC_RUNS` (a directory of recorded runs) and `GRPO_ROC_SCREENSHOTS=do
 docs; docs/view.md has the commands.
 """
 
-import dataclasses
 import io
 import json
 import os
@@ -12,6 +11,7 @@ import re
 import shutil
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,8 +48,8 @@ def chromium():
 def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     options = {"steps": 12, "groups": 3}
-    runs = [write_run(folder / f"roc-{seed}", seed, settings={"resample": "roc"}, **options) for seed in (0, 1)]
-    runs += [write_run(folder / "grpo-0", 2, settings={"resample": "none"}, **options)]
+    runs = [write_run(folder / f"roc-{seed}", seed, **options) for seed in (0, 1)]
+    runs += [write_run(folder / "grpo-0", 2, resample="none", **options)]
     return [str(run) for run in runs]
 
 
@@ -70,22 +70,22 @@ def serve():
 
 @pytest.fixture
 def tab(chromium, serve):
-    """Opens addresses in one tab, closed before its servers; errors, dialogs, requests to elsewhere fail the test."""
-    context = chromium.new_context(**FORMS["desktop"])
-    page = context.new_page()
-    seen = watch(page)
-    yield lambda address: opened(page, address)
-    context.close()
+    """Opens addresses in one tab of each form, closed before its servers; errors, dialogs and requests to elsewhere
+    fail the test."""
+    pages, seen = {}, []
+
+    def open_in(form, options):
+        page = pages[form] = chromium.new_context(**FORMS[form], **options).new_page()
+        page.on("pageerror", lambda error: seen.append(str(error)))
+        page.on("console", lambda message: seen.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("dialog", lambda dialog: (seen.append("dialog"), dialog.dismiss()))
+        page.on("request", lambda request: seen.append(request.url) if not own(request.url) else None)
+        return page
+
+    yield lambda address, form="desktop", **options: opened(pages.get(form) or open_in(form, options), address)
+    for page in pages.values():
+        page.context.close()
     assert not seen
-
-
-def watch(page):
-    seen = []
-    page.on("pageerror", lambda error: seen.append(str(error)))
-    page.on("console", lambda message: seen.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("dialog", lambda dialog: (seen.append("dialog"), dialog.dismiss()))
-    page.on("request", lambda request: seen.append(request.url) if not own(request.url) else None)
-    return seen
 
 
 def own(url):
@@ -132,7 +132,7 @@ def telling_group(run):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_view_is_drawn_and_fits(chromium, serve, pictured, tmp_path, form):
+def test_every_view_is_drawn_and_fits(tab, serve, pictured, tmp_path, form):
     several, shown = pictured
     base, alone = serve(*several), serve(shown)
     at, group, repaired, clean = telling_group(shown)
@@ -145,17 +145,12 @@ def test_every_view_is_drawn_and_fits(chromium, serve, pictured, tmp_path, form)
         "tokens": f"{alone}#/t?id=0.step.{at}.{repaired}&by=logprob",
         "evaluations": f"{base}#/evals",
     }
-    context = chromium.new_context(**FORMS[form])
-    page = context.new_page()
-    seen = watch(page)
     for name, address in views.items():
-        opened(page, address)
+        page = tab(address, form)
         page.wait_for_timeout(100)
         wide = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
         assert wide[0] <= wide[1], (form, name)
         keep(page, tmp_path, f"view_{name}_{form}")
-    context.close()
-    assert not seen
 
 
 def keep(page, folder, name):
@@ -198,18 +193,16 @@ def evil_run(folder):
         failed = ToolResult("exception", EVIL, EVIL, EVIL, EVIL, EVIL, traceback=EVIL, observation=EVIL, shown=EVIL)
         call = ToolCall(EVIL, {"code": EVIL}, raw="raw", message=EVIL)
         turns = (
-            dataclasses.replace(record.trajectory.turns[0], text=EVIL + "raw" + EVIL, calls=(call,), results=(failed,)),
-            *(dataclasses.replace(turn, text=EVIL, reply=EVIL) for turn in record.trajectory.turns[1:]),
+            replace(record.trajectory.turns[0], text=EVIL + "raw" + EVIL, calls=(call,), results=(failed,)),
+            *(replace(turn, text=EVIL, reply=EVIL) for turn in record.trajectory.turns[1:]),
         )
-        problem = dataclasses.replace(
-            record.problem, uid=EVIL, prompt=EVIL, answer=EVIL, source=EVIL, extra={EVIL: EVIL}
-        )
-        verdict = dataclasses.replace(record.verdict, answer=EVIL, channels={EVIL: 1.0})
-        trajectory = dataclasses.replace(record.trajectory, turns=turns)
-        made.append(dataclasses.replace(record, problem=problem, trajectory=trajectory, verdict=verdict, why=EVIL))
+        problem = replace(record.problem, uid=EVIL, prompt=EVIL, answer=EVIL, source=EVIL, extra={EVIL: EVIL})
+        verdict = replace(record.verdict, answer=EVIL, channels={EVIL: 1.0})
+        trajectory = replace(record.trajectory, turns=turns)
+        made.append(replace(record, problem=problem, trajectory=trajectory, verdict=verdict, why=EVIL))
     writer = trace.TraceWriter(folder, decode=lambda ids: EVIL * len(ids))
     writer.write(2, made)
-    writer.write(2, [dataclasses.replace(record, why="evaluation") for record in made], kind="eval")
+    writer.write(2, [replace(record, why="evaluation") for record in made], kind="eval")
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 2, EVIL: 1.0, "eval/" + EVIL: 1.0, "alarm/" + EVIL: 1.0}) + "\n")
     (folder / "events.jsonl").write_text(json.dumps({"step": 1, "event": EVIL, "text": EVIL}) + "\n")
@@ -217,21 +210,18 @@ def evil_run(folder):
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["served", "file"])
-def test_text_of_a_run_never_acts(chromium, serve, tmp_path, held):
+def test_text_of_a_run_never_acts(tab, serve, tmp_path, held):
     folder = evil_run(tmp_path / "<img src=x onerror=pwned=1>")
     if held:
         assert view.main([str(folder), "--step", "2", "--html", str(tmp_path / "page.html"), "--limit", "0"]) == 0
         base = (tmp_path / "page.html").as_uri()
     else:
         base = serve(folder)
-    context = chromium.new_context(**FORMS["desktop"])
-    page = context.new_page()
-    seen = watch(page)
     pair, where = "a=0.step.2.0&b=0.step.2.1", []
     views = ["curves", "rollouts", "rollouts?view=flat", f"group?g=0.step.2.0&{pair}", f"pair?{pair}", "evals"]
     views += [f"t?id=0.step.2.1&by={by}" for by in ("turns", "mask", "logprob", "advantage", "version")]
     for address in views:
-        opened(page, f"{base}#/{address}")
+        page = tab(f"{base}#/{address}")
         if "onload" in page.inner_text("main") and "U+202E" in page.inner_text("main"):
             where.append(address)
         for summary in page.query_selector_all("details:not([open]) > summary"):
@@ -243,8 +233,6 @@ def test_text_of_a_run_never_acts(chromium, serve, tmp_path, held):
         texts = page.evaluate(TEXTS)
         assert not UNSEEN.search(texts), (address, UNSEEN.findall(texts))
     assert len(where) == 11  # every view showed attacks
-    context.close()
-    assert not seen
 
 
 def test_the_policy_stops_what_would_enter_the_page(chromium, serve, demo):
@@ -306,36 +294,28 @@ def test_bands_are_those_of_the_plots(tab, serve, demo):
     assert len(set(kept)) == len(kept) > 2 and "24" in kept  # a constant has ticks that differ
 
 
-@pytest.mark.parametrize(
-    ("query", "options"),
-    [
-        ("step=3", {"step": 3}),
-        ("status=wrong&kept=no", {"status": "wrong", "kept": "no"}),
-        ("calls=failed&low=1&high=1", {"errors": True, "reward": 1.0}),
-        ("uid=world:gcd&sample=2", {"uid": "world:gcd", "sample": 2}),
-        ("kind=eval&step=6", {"kind": "eval", "step": 6}),
-        ("status=wrong&view=flat", {"status": "wrong"}),
-    ],
-)
-def test_filters_agree_with_the_command(tab, serve, demo, query, options):
-    page = tab(f"{serve(demo[0])}#/rollouts?{query}")
-    expected = view.choose(view.ViewConfig((demo[0],), limit=1, **options)).matched
-    assert page.inner_text(".count").split(" of ")[0] == f"{expected:,}" and expected > 0
+FILTERS = {
+    "step=3": lambda r: r.step == 3,
+    "status=wrong&kept=no": lambda r: r.verdict.status == "wrong" and not r.kept,
+    "status=wrong&view=flat": lambda r: r.verdict.status == "wrong",
+    "calls=failed&low=1&high=1": lambda r: r.verdict.tool_errors and r.verdict.reward == 1.0,
+    "uid=world:gcd&sample=2": lambda r: "world:gcd" in r.problem.uid and r.trajectory.sample == 2,
+    "kind=eval&step=6": lambda r: True,
+    "text=another+name": lambda r: any("another name" in turn.text for turn in r.trajectory.turns),
+    "source=world:divisors&step=2-4": lambda r: r.problem.source == "world:divisors" and 2 <= r.step <= 4,
+    "error=exception": lambda r: any(result.kind == "exception" for result in r.trajectory.results),
+    "stop=length": lambda r: r.trajectory.stop == "length",
+    "why=penalty": lambda r: r.why == "penalty",
+}
 
 
-def test_filters_by_text_source_error_and_step_range(tab, serve, demo):
-    base = serve(demo[0])
-    every = list(trace.read_trace(demo[0]))
-    for query, fits in {
-        "text=another+name": lambda r: any("another name" in turn.text for turn in r.trajectory.turns),
-        "source=world:divisors&step=2-4": lambda r: r.problem.source == "world:divisors" and 2 <= r.step <= 4,
-        "error=exception": lambda r: any(result.kind == "exception" for result in r.trajectory.results),
-        "stop=length": lambda r: r.trajectory.stop == "length",
-        "why=penalty": lambda r: r.why == "penalty",
-    }.items():
+def test_filters_show_what_they_say(tab, serve, demo):
+    base, every = serve(demo[0]), list(trace.read_trace(demo[0]))
+    for query, fits in FILTERS.items():
         page = tab(f"{base}#/rollouts?{query}")
         page.wait_for_selector(".item")
-        assert page.inner_text(".count").split(" of ")[0] == f"{sum(map(fits, every)):,}", query
+        expected = [r for r in (trace.read_trace(demo[0], 6, "eval") if "eval" in query else every) if fits(r)]
+        assert page.inner_text(".count").split(" of ")[0] == f"{len(expected):,}" and expected, query
     page = tab(f"{base}#/rollouts?step=99")
     assert "Steps in the log: 1, 2, 3" in page.inner_text("main") and "correct " in page.inner_text("main")
 
@@ -418,27 +398,21 @@ def test_a_long_list_has_few_elements(tab, serve, demo, tmp_path):
     assert not page.locator("#top nav").is_visible()
 
 
-def test_a_file_works_without_a_server(chromium, demo, tmp_path):
+def test_a_file_works_without_a_server(tab, demo, tmp_path):
     where = tmp_path / "page.html"
     assert view.main([*demo[:2], "--step", "6", "--html", str(where), "--limit", "20"]) == 0
-    context = chromium.new_context(**FORMS["phone"], offline=True)
-    page = context.new_page()
-    seen = watch(page)
-    opened(page, where.as_uri())
+    page = tab(where.as_uri(), "phone", offline=True)
     assert "step=6" in page.url and page.inner_text(".count").startswith("96 of 96")
-    opened(page, f"{where.as_uri()}#/rollouts?text=another+name")
     expected = sum(
         "another name" in t.text for r in list(trace.read_trace(demo[0], 6))[:20] for t in r.trajectory.turns[:2]
     )
-    assert page.inner_text(".count").startswith(f"{expected} of 96")
-    opened(page, f"{where.as_uri()}#/t?id=0.step.6.3")
-    assert page.locator(".turn").count() == len(list(trace.read_trace(demo[0], 6))[3].trajectory.turns)
-    opened(page, f"{where.as_uri()}#/t?id=0.step.6.40")
+    shown = tab(f"{where.as_uri()}#/rollouts?text=another+name", "phone").inner_text(".count")
+    assert shown.startswith(f"{expected} of 96")
+    turns = tab(f"{where.as_uri()}#/t?id=0.step.6.3", "phone").locator(".turn")
+    assert turns.count() == len(list(trace.read_trace(demo[0], 6))[3].trajectory.turns)
+    page = tab(f"{where.as_uri()}#/t?id=0.step.6.40", "phone")
     assert "This file holds 20 rollouts, and not this one" in page.inner_text("main")
-    opened(page, f"{where.as_uri()}#/evals")
-    assert page.locator(".whisker").count() > 0
-    context.close()
-    assert not seen
+    assert tab(f"{where.as_uri()}#/evals", "phone").locator(".whisker").count() > 0
 
 
 def test_an_index_without_pieces_shows_ids(tab, serve, demo, tmp_path):
@@ -510,83 +484,82 @@ def test_a_card_has_its_answer_and_a_penalty_only_where_it_ranks(tab, serve, dem
         assert shown == (verdict.status == "correct" and record.penalties["total"] > 0)
 
 
-def write_kinds(folder, run, kinds):
-    """The trace of a group with the same rollout for each of these kinds of result."""
-    record = next(r for r in trace.read_trace(run, 1) if r.trajectory.results)
-    made = []
-    for sample, kind in enumerate(kinds):
-        turns = [
-            dataclasses.replace(turn, results=tuple(dataclasses.replace(r, kind=kind) for r in turn.results))
-            for turn in record.trajectory.turns
-        ]
-        changed = dataclasses.replace(record.trajectory, turns=tuple(turns), sample=sample)
-        made.append(dataclasses.replace(record, trajectory=changed))
+def write_group(folder, record, trajectories, **changes):
+    """The trace of a group of these trajectories, which are otherwise those of a record."""
+    made = [
+        replace(record, trajectory=replace(trajectory, sample=sample), group=0, **changes)
+        for sample, trajectory in enumerate(trajectories)
+    ]
     trace.TraceWriter(folder, decode=TOKENIZER.decode).write(1, made)
 
 
 def test_kinds_of_failed_calls_look_different(tab, serve, demo, tmp_path):
-    """A program that was wrong, a limit, a call that could not be read: each has its color and shape."""
+    """A program that was wrong, a limit, a call that could not be read: each has its color and shape, the same ones on
+    the card and in the trajectory."""
     kinds = ["ok", "exception", "timeout", "malformed_call", "sandbox_error"]
-    write_kinds(tmp_path / "kinds", demo[0], kinds)
-    page = tab(f"{serve(tmp_path / 'kinds')}#/group?g=0.step.1.0")
-    page.wait_for_selector(".card")
-    looks = [page.locator(".card").nth(i).locator(".call").first for i in range(len(kinds))]
+    record = next(r for r in trace.read_trace(demo[0], 1) if r.trajectory.results)
+    ended = [
+        [replace(turn, results=tuple(replace(r, kind=kind) for r in turn.results)) for turn in record.trajectory.turns]
+        for kind in kinds
+    ]
+    write_group(tmp_path, record, [replace(record.trajectory, turns=tuple(turns)) for turns in ended])
     style = (
         "e => { const s = getComputedStyle(e); "
         "return [s.color, s.borderRadius, s.transform, s.backgroundImage].join(); }"
     )
-    assert len({mark.evaluate(style) for mark in looks}) == len(kinds)
-    assert all(f"call: {kind.replace('_', ' ')}" in page.inner_text("section > .key") for kind in kinds)
-
-
-def test_tokens_of_two_rollouts_begin_where_they_part(tab, serve, demo):
-    one, two = [r.trajectory.tokens for r in trace.read_trace(demo[0], 1)][:2]
-    parts = next(i for i, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1])
-    page = tab(f"{serve(demo[0])}#/pair?a=0.step.1.0&b=0.step.1.1&by=mask")
-    page.wait_for_selector(".fold")
-    assert [fold.inner_text() for fold in page.locator(".fold").all()] == [f"{parts} equal tokens"] * 2
-    first = page.locator(f".trajectory [data-i='{parts}']").first
-    assert first.is_visible() and not page.locator(".trajectory [data-i='0']").first.is_visible()
-    page.locator(".fold").first.click()
-    assert page.locator(".trajectory [data-i='0']").first.is_visible()
-
-
-def test_points_of_sparse_curves_are_marked(tab, serve, demo):
-    page = tab(f"{serve(demo[0])}#/curves")
-    page.wait_for_selector("svg.chart circle")
-    counts = [chart.locator("circle").count() for chart in page.locator("svg.chart").all()]
-    assert counts[:2] == [12, 3], counts
-
-
-def test_calls_of_a_trajectory_have_the_marks_of_its_card(tab, serve, demo, tmp_path):
-    kinds = ["exception", "memory_limit", "bad_arguments"]
-    write_kinds(tmp_path / "kinds", demo[0], kinds)
-    base, looks = serve(tmp_path / "kinds"), []
-    for sample in range(len(kinds)):
+    base, looks = serve(tmp_path), set()
+    for sample, kind in enumerate(kinds):
         page = tab(f"{base}#/group?g=0.step.1.0&a=0.step.1.{sample}")
         page.wait_for_selector(".called")
-        looks.append(page.locator(".called .call").first.get_attribute("class"))
-        assert page.locator(".card").nth(sample).locator(".call").first.get_attribute("class") == looks[-1]
-    assert len(set(looks)) == len(kinds)
+        mark = page.locator(".card").nth(sample).locator(".call").first
+        assert page.locator(".called .call").first.get_attribute("class") == mark.get_attribute("class")
+        assert f"call: {kind.replace('_', ' ')}" in page.inner_text("section > .key")
+        looks.add(mark.evaluate(style))
+    assert len(looks) == len(kinds)
+
+
+def test_equal_tokens_of_two_rollouts_are_folded(tab, serve, demo, tmp_path):
+    """Also where the shorter one has nothing but equal tokens."""
+    one, two = [r.trajectory.tokens for r in trace.read_trace(demo[0], 1)][:2]
+    record = next(r for r in trace.read_trace(demo[0], 1) if len(r.trajectory.turns) > 1)
+    whole = record.trajectory
+    end = whole.turns[0].end
+    first = {name: getattr(whole, name)[:end] for name in ("tokens", "policy_mask", "logprobs", "versions")}
+    short = replace(whole, turns=(replace(whole.turns[0], calls=(), results=()),), **first)
+    write_group(tmp_path, record, [whole, short], advantages=None)
+    part = next(i for i, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1])
+    for run, equal, others in ((tmp_path, end, 1), (demo[0], part, 2)):
+        page = tab(f"{serve(run)}#/pair?a=0.step.1.0&b=0.step.1.1&by=mask")
+        page.wait_for_selector(".fold")
+        assert [fold.inner_text() for fold in page.locator(".fold").all()] == [f"{equal} equal tokens"] * 2
+        beyond = page.locator(f".trajectory [data-i='{equal}']")
+        assert beyond.count() == others and beyond.first.is_visible()
+    begin = page.locator(".trajectory [data-i='0']").first
+    assert not begin.is_visible()
+    page.locator(".fold").first.click()
+    assert begin.is_visible()
+
+
+def test_points_are_marked_where_they_are_few_or_between_gaps(tab, serve, demo, tmp_path):
+    """Thirty evaluations in 300 steps are points; 300 losses are a line."""
+    rows = [{"step": step, "rollout/reward": step / 300} for step in range(1, 301)]
+    for row in rows[::10]:
+        row["eval/all/avg@1"] = row["step"] / 300
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for run, counts in ((demo[0], [12, 3]), (tmp_path, [0, 30])):
+        page = tab(f"{serve(run)}#/curves")
+        page.wait_for_selector("svg.chart circle")
+        assert [chart.locator("circle").count() for chart in page.locator("svg.chart").all()][:2] == counts
 
 
 def test_a_group_of_one_without_calls_of_which_nothing_is_kept(tab, serve, demo, tmp_path):
     """No advantage, no penalty, no call: the page says so and explains no mark that it does not show."""
     record = next(r for r in trace.read_trace(demo[0], 1) if r.verdict.status != "correct")
-    turns = [dataclasses.replace(turn, calls=(), results=()) for turn in record.trajectory.turns]
-    verdict = dataclasses.replace(record.verdict, tool_calls=0, tool_errors=0)
-    alone = dataclasses.replace(
-        record,
-        trajectory=dataclasses.replace(record.trajectory, turns=tuple(turns), sample=0),
-        verdict=verdict,
-        kept=False,
-        why="equal_rewards",
-        advantages=None,
-        penalties={},
-        group=0,
-    )
-    trace.TraceWriter(tmp_path / "one", decode=TOKENIZER.decode).write(1, [alone])
-    base = serve(tmp_path / "one")
+    turns = tuple(replace(turn, calls=(), results=()) for turn in record.trajectory.turns)
+    verdict = replace(record.verdict, tool_calls=0, tool_errors=0)
+    changes = {"kept": False, "why": "equal_rewards", "advantages": None, "penalties": {}}
+    write_group(tmp_path, record, [replace(record.trajectory, turns=turns)], verdict=verdict, **changes)
+    base = serve(tmp_path)
     for sort in ("spread", "failed"):
         page = tab(f"{base}#/rollouts?sort={sort}")
         page.wait_for_selector(".item")
@@ -607,34 +580,3 @@ def test_an_evaluation_has_no_marks_of_training(tab, serve, demo):
     page.wait_for_selector(".card")
     key = page.inner_text("section > .key")
     assert not any(word in key for word in ("penalty", "advantage", "dropped")), key
-
-
-def test_tokens_of_a_rollout_that_another_one_begins_with_are_folded(tab, serve, demo, tmp_path):
-    """The shorter of the two has nothing but equal tokens."""
-    record = next(r for r in trace.read_trace(demo[0], 1) if len(r.trajectory.turns) > 1)
-    whole = record.trajectory
-    end = whole.turns[0].end
-    first = {name: getattr(whole, name)[:end] for name in ("tokens", "policy_mask", "logprobs", "versions")}
-    short = dataclasses.replace(whole, turns=(dataclasses.replace(whole.turns[0], calls=(), results=()),), **first)
-    made = [
-        dataclasses.replace(record, trajectory=dataclasses.replace(t, sample=sample), advantages=None, group=0)
-        for sample, t in enumerate((whole, short))
-    ]
-    trace.TraceWriter(tmp_path / "part", decode=TOKENIZER.decode).write(1, made)
-    page = tab(f"{serve(tmp_path / 'part')}#/pair?a=0.step.1.0&b=0.step.1.1&by=mask")
-    page.wait_for_selector(".fold")
-    assert [fold.inner_text() for fold in page.locator(".fold").all()] == [f"{end} equal tokens"] * 2
-    assert page.locator(f".trajectory [data-i='{end}']").count() == 1
-
-
-def test_points_between_gaps_are_marked_however_many_they_are(tab, serve, tmp_path):
-    """Thirty evaluations in 300 steps are points; 300 losses are a line."""
-    run = tmp_path / "long"
-    run.mkdir()
-    rows = [{"step": step, "rollout/reward": step / 300} for step in range(1, 301)]
-    for row in rows[::10]:
-        row["eval/all/avg@1"] = row["step"] / 300
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    page = tab(f"{serve(run)}#/curves")
-    page.wait_for_selector("svg.chart circle")
-    assert [chart.locator("circle").count() for chart in page.locator("svg.chart").all()] == [0, 30]

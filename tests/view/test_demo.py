@@ -17,7 +17,7 @@ RECORDED = os.environ.get("GRPO_ROC_RUNS", "")
 
 @pytest.mark.parametrize(("resample", "reasons"), [("roc", {"kept", "penalty", "quota"}), ("none", {"kept"})])
 def test_every_record_of_the_tests_obeys_the_selection(tmp_path, resample, reasons):
-    run = write_run(tmp_path / "run", steps=4, groups=6, size=16, settings={"resample": resample})
+    run = write_run(tmp_path / "run", steps=4, groups=6, size=16, resample=resample)
     assert check_selection(run, method(resample, 16)) - {"equal_rewards"} == reasons
 
 
