@@ -7,30 +7,17 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.data.config import DataConfig, DemonstrationConfig
-from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.settings.cli import load_config
-from grpo_roc_jax.text.chat_format import make_chat
-from grpo_roc_jax.text.config import TextConfig
-from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.worlds.chains import FAVORED, FIRST, LAST, NEXT, chain_steps
-from grpo_roc_jax.worlds.demonstrations import demonstrate, run_program
-from grpo_roc_jax.worlds.worlds import HELD_OUT_START, world_problem
+from grpo_roc_jax.worlds.demonstrations import run_program
+from grpo_roc_jax.worlds.worlds import world_problem
+from tests.helpers.demonstrations import answer_of, toy_chat, traces
 
-KINDS = ("guess", "repair", "clean", "wrong")
-ONE_KIND = {kind: DemonstrationConfig(**{k: float(k == kind) for k in KINDS}) for kind in KINDS}
-
-
-def traces(kind, level, count=60):
-    return [demonstrate(world_problem("chain-lucky40", level, 0, i), ONE_KIND[kind], 0) for i in range(count)]
+FAMILY = "chain-lucky40"
 
 
 def results(trace):
     return [observation for observations in trace.observations for observation in observations]
-
-
-def said(trace):
-    return trace.turns[-1].split("\\boxed{")[1].split("}")[0]
 
 
 def test_steps_known_by_hand():
@@ -60,18 +47,19 @@ def test_programs_do_what_they_are_named_for(level):
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_demonstrations_by_kind(level):
-    for trace in traces("clean", level, 20):
-        assert len(results(trace)) == level + 1 and said(trace) == trace.problem.answer == results(trace)[-1]
-    for trace in traces("repair", level, 20):
+    for trace in traces("clean", FAMILY, 20, level):
+        assert len(results(trace)) == level + 1 and answer_of(trace) == trace.problem.answer == results(trace)[-1]
+    for trace in traces("repair", FAMILY, 20, level):
         failed = [text.startswith("[") for text in results(trace)]
         assert len(failed) == level + 2 and sum(failed) == 1 and not failed[-1]
-        assert said(trace) == trace.problem.answer
+        assert answer_of(trace) == trace.problem.answer
         fixes = [turn.startswith("fix it") for turn in trace.turns[1:-1]]
         assert fixes == failed[:-1], "the turn after a failing call says so"
-    for trace in traces("wrong", level, 20):
+    for trace in traces("wrong", FAMILY, 20, level):
         assert not any(text.startswith("[") for text in results(trace)) and len(results(trace)) == level + 1
-    guesses = traces("guess", level)
-    assert {len(results(trace)) for trace in guesses} == {0, 1} and {said(trace) for trace in guesses} == {str(FAVORED)}
+    guesses = traces("guess", FAMILY, 60, level)
+    assert {len(results(trace)) for trace in guesses} == {0, 1}
+    assert {answer_of(trace) for trace in guesses} == {str(FAVORED)}
 
 
 @pytest.mark.parametrize(("family", "share"), [("chain", 1 / 7), ("chain-lucky40", 0.4), ("chain-lucky0", 0.0)])
@@ -81,40 +69,11 @@ def test_a_guess_is_right_as_often_as_the_dial_says(family, share):
     assert abs(answers[str(FAVORED)] / 900 - share) < 4 * np.sqrt(0.25 / 900)
 
 
-def test_addressed_and_split_like_the_other_worlds():
-    assert world_problem("chain-lucky40", 2, 0, 5) == world_problem("chain-lucky40", 2, 0, 5)
-    held = eval_problems(DataConfig(sources=("world:chain-lucky40:2",), eval_problems=40))
-    train = {world_problem("chain-lucky40", 2, 0, i).prompt for i in range(400)}
-    assert not train & {problem.prompt for problem in held}
-    assert held[0].source == "world:chain-lucky40:2" and held[0].uid.endswith(str(HELD_OUT_START))
-
-
-@pytest.mark.parametrize("source", ["world:chain-lucky96:1", "world:chain-luck:1", "world:chains:1"])
-def test_a_dial_that_does_not_exist_is_refused(source):
-    with pytest.raises(ValueError, match="world family"):
-        DataConfig(sources=(source,))
-
-
 def test_the_demonstrations_of_the_recipe_fit_its_limits():
-    config = load_config(Config, ["world_hard.yaml"], prog="test")
-    chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
+    config, chat = load_config(Config, ["world_hard.yaml"], prog="test"), toy_chat()
     for level in (1, 2, 3):
-        for trace in traces("repair", level, 30):
+        for trace in traces("repair", FAMILY, 30, level):
             tokens, prompt = len(chat.trace_row(trace)[0]), len(chat.prompt_ids(trace.problem))
             assert prompt <= config.rollout.max_prompt_tokens
             assert tokens - prompt <= config.rollout.max_response_tokens
             assert len(trace.turns) <= config.rollout.max_turns
-
-
-GOLDEN = [
-    ("chain", 1, 0, "73*66, mod 7?", "2"),
-    ("chain", 3, 7, "95*67, root, squares, mod 7?", "4"),
-    ("chain-lucky30", 2, 1, "sum 42..98, root, mod 7?", "0"),
-    ("chain-lucky70", 2, HELD_OUT_START, "gcd(75,125), reverse, mod 7?", "3"),
-]
-
-
-@pytest.mark.parametrize(("family", "level", "index", "prompt", "answer"), GOLDEN)
-def test_golden_problems(family, level, index, prompt, answer):
-    problem = world_problem(family, level, 0, index)
-    assert (problem.prompt, problem.answer) == (prompt, answer)

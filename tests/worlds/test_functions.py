@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from grpo_roc_jax.data.config import DataConfig, DemonstrationConfig
-from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream, make_trace_stream
+from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.data.pipeline import make_problem_stream, make_trace_stream
 from grpo_roc_jax.text.calls import call_blocks, parse_call
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
@@ -14,10 +14,9 @@ from grpo_roc_jax.tools.interface import CodeCall
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import ToolCall, ToolResult, Trajectory, Turn
 from grpo_roc_jax.worlds import functions as fn
-from grpo_roc_jax.worlds.demonstrations import demonstrate, with_hints
-from grpo_roc_jax.worlds.worlds import HELD_OUT_START, parse_world, world_problem
-
-KINDS = ("clean", "repair", "wrong", "guess")
+from grpo_roc_jax.worlds.demonstrations import with_hints
+from grpo_roc_jax.worlds.worlds import world_problem
+from tests.helpers.demonstrations import KINDS, traces
 
 
 def task(index=0, level=2):
@@ -26,10 +25,6 @@ def task(index=0, level=2):
 
 def gold(problem):
     return [(name, dict(arguments)) for name, arguments in problem.extra["calls"]]
-
-
-def only(kind):
-    return DemonstrationConfig(**{name: float(name == kind) for name in KINDS})
 
 
 def made(calls, kinds=None):
@@ -53,19 +48,6 @@ def test_every_task_can_be_done_and_accepts_its_gold_calls(level):
         assert min(fn.replayed(gold(problem)).values()) >= 0
 
 
-def test_addressed_like_the_other_worlds():
-    assert parse_world("world:functions:3") == ("functions", 3)
-    assert task(5) == task(5)
-    assert task(5).prompt != task(6).prompt
-    held_out = world_problem("functions", 2, 0, HELD_OUT_START)
-    assert held_out.prompt not in {task(i).prompt for i in range(300)}
-    config = DataConfig(sources=("world:functions:1", "world:gcd:1"), eval_problems=4)
-    assert {p.source for p in eval_problems(config)} == set(config.sources)
-    assert len(next(make_problem_stream(config, problems=4, seed=0))) == 4
-    with pytest.raises(ValueError, match="functions"):
-        parse_world("world:function:1")
-
-
 def test_state_and_recall():
     """R = [final state equals] * [every gold call was made]; extra calls and other orders are allowed."""
     problem = task()
@@ -85,10 +67,9 @@ def test_state_and_recall():
         "one failed": (calls, ["ok"] * (len(calls) - 1) + ["timeout"]),
         "once too often": ([*calls, ("put", {"box": "b", "n": 1})], None),
     }
-    for name, (some, kinds) in paid.items():
-        assert fn.state_and_recall(problem, [made(some, kinds)]) == [1.0], name
-    for name, (some, kinds) in unpaid.items():
-        assert fn.state_and_recall(problem, [made(some, kinds)]) == [0.0], name
+    for pay, cases in ((1.0, paid), (0.0, unpaid)):
+        for name, (some, kinds) in cases.items():
+            assert fn.state_and_recall(problem, [made(some, kinds)]) == [pay], name
 
 
 def test_the_same_state_by_other_calls_earns_nothing():
@@ -106,8 +87,7 @@ def test_the_same_state_by_other_calls_earns_nothing():
 @pytest.mark.parametrize("kind", KINDS)
 def test_demonstrations_are_labeled_with_their_outcome(kind):
     lengths = Counter()
-    for index in range(60):
-        trace = demonstrate(task(index), only(kind), 0)
+    for trace in traces(kind, "functions", 60, 2):
         assert trace.problem.extra["success"] == (kind in ("clean", "repair"))
         lengths[len(trace.turns)] += 1
         for turn, (observation,) in zip(trace.turns, trace.observations, strict=False):
@@ -118,18 +98,18 @@ def test_demonstrations_are_labeled_with_their_outcome(kind):
     assert set(lengths) <= {"clean": {4}, "repair": {5}, "wrong": {3, 4}, "guess": {1}}[kind]
 
 
-def test_traces_flow_through_the_stream():
-    config = DataConfig(sources=("world:functions:1",))
-    traces = next(make_trace_stream(config, traces=32, seed=0))
-    assert {trace.problem.extra["success"] for trace in traces} == {True, False}
+def test_problems_and_traces_flow_through_the_streams():
+    config = DataConfig(sources=("world:functions:1", "world:gcd:1"))
+    assert len(next(make_problem_stream(config, problems=4, seed=0))) == 4
+    found = next(make_trace_stream(DataConfig(sources=config.sources[:1]), traces=32, seed=0))
+    assert {trace.problem.extra["success"] for trace in found} == {True, False}
     assert with_hints(task()).extra["hints"][0] == "call the functions"
 
 
 def test_the_sandbox_prints_what_the_demonstrator_shows():
     """Observations of the traces equal the executor's, and its sessions do not share boxes."""
-    traces = [demonstrate(task(index), only("repair"), 0) for index in range(6)]
     with make_executor(ToolsConfig(workers=2, preload=(), min_level="L0"), Registry(fn.function_tools())) as executor:
-        for number, trace in enumerate(traces):
+        for number, trace in enumerate(traces("repair", "functions", 6, 2)):
             for place, (turn, (observation,)) in enumerate(zip(trace.turns, trace.observations, strict=False)):
                 call = parse_call(call_blocks(turn)[0][0])
                 if call.fault is not None:

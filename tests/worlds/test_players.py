@@ -5,12 +5,10 @@ import pytest
 
 from grpo_roc_jax.data.config import DataConfig, DemonstrationConfig
 from grpo_roc_jax.data.pipeline import eval_problems, make_trace_stream
-from grpo_roc_jax.text.chat_format import make_chat
-from grpo_roc_jax.text.config import TextConfig
-from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.worlds.demonstrations import demonstrate, with_hints
 from grpo_roc_jax.worlds.players import PLAYED, demonstrate_played
 from grpo_roc_jax.worlds.worlds import world_problem
+from tests.helpers.demonstrations import toy_chat
 
 
 @pytest.fixture(params=PLAYED)
@@ -32,7 +30,7 @@ def test_a_good_player_wins_and_a_bad_one_often_loses(family):
     assert np.mean([t.problem.extra["success"] for t in played(family, "clean", 20, level=2)]) > 0.9
 
 
-def test_addressed_like_the_other_worlds(family):
+def test_worlds_that_are_played_are_sources_of_data(family):
     source = f"world:{family}:1"
     config = DataConfig(sources=(source,), eval_problems=4)
     assert {p.source for p in eval_problems(config)} == {source}
@@ -40,13 +38,12 @@ def test_addressed_like_the_other_worlds(family):
     assert problem == world_problem(family, 1, 0, 3) != world_problem(family, 1, 0, 4)
     assert with_hints(problem) == problem and problem.extra["family"] == family
     (trace,) = next(make_trace_stream(config, traces=1, seed=0))
-    again = demonstrate(trace.problem, DemonstrationConfig(), 0)
-    assert trace.turns and again.turns
+    assert trace.turns and demonstrate(trace.problem, DemonstrationConfig(), 0).turns
 
 
 def test_a_trace_has_the_ids_of_a_rollout(family):
     """What is between turns is written as the environment's answers are: a user's message, or outputs of tools."""
-    chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
+    chat = toy_chat()
     trace = next(t for t in played(family, "clean") if len(t.turns) > 1)
     tokens, mask = chat.trace_row(trace)
     prompt = chat.prompt_ids(trace.problem)

@@ -5,11 +5,15 @@ import math
 import numpy as np
 import pytest
 
+from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.data.pipeline import eval_problems
+from grpo_roc_jax.worlds.functions import FUNCTIONS
 from grpo_roc_jax.worlds.worlds import (
     FAMILIES,
     HELD_OUT_START,
     JUDGED,
     MAX_LEVEL,
+    QUESTIONS,
     is_held_out,
     parse_world,
     world_problem,
@@ -27,81 +31,47 @@ SLOW_ANSWERS = {
     "primes": lambda a, b: sum(1 for n in range(a, b + 1) if n > 1 and all(n % d for d in range(2, n))),
     "divisors": lambda n: sum({e for d in range(1, n + 1) if n % d == 0 for e in (d, n // d)}),
 }
-KNOWN = {
-    "products": ((37, 58), 2146),
-    "gcd": ((84, 36), 12),
-    "powmod": ((7, 13, 11), 2),
-    "digit_sum": ((2, 15), 26),
-    "count": ((30, 3, 5), 14),
-    "square_sum": ((3, 5), 50),
-    "factorial": ((5, 7), 1),
-    "base": ((1011, 2), 11),
-    "primes": ((10, 30), 6),
-    "divisors": ((12,), 28),
-}
+PINNED = [
+    ("products", 1, 0, "43*7=?", "301"),
+    ("gcd", 1, 0, "gcd(720,432)=?", "144"),
+    ("powmod", 1, 0, "77^27 mod 71=?", "16"),
+    ("digit_sum", 1, 0, "digit sum of 23^10?", "49"),
+    ("count", 1, 0, "how many n from 1 to 497 are divisible by 4 or 8?", "124"),
+    ("square_sum", 1, 0, "sum of n^2 for n=4..11?", "492"),
+    ("factorial", 1, 0, "27! mod 79=?", "28"),
+    ("base", 1, 0, "606 in base 7 is what in base 10?", "300"),
+    ("primes", 1, 0, "how many primes from 31 to 87?", "13"),
+    ("divisors", 1, 0, "sum of the divisors of 614?", "924"),
+    ("chain", 1, 0, "73*66, mod 7?", "2"),
+    ("chain", 3, 7, "95*67, root, squares, mod 7?", "4"),
+    ("chain-lucky30", 2, 1, "sum 42..98, root, mod 7?", "0"),
+    ("chain-lucky70", 2, HELD_OUT_START, "gcd(75,125), reverse, mod 7?", "3"),
+]
 
 
-def test_there_are_at_least_eight_families_and_each_is_checked():
-    assert len(FAMILIES) >= 8
-    assert set(FAMILIES) == set(SLOW_ANSWERS) == set(KNOWN)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_answers_known_by_hand(family):
-    numbers, answer = KNOWN[family]
-    assert FAMILIES[family].solve(*numbers) == answer
+def test_values_are_pinned():
+    """A change of these values would silently change the data of every recipe and of resumed runs."""
+    assert {family for family, *_ in PINNED} >= set(FAMILIES)
+    for family, level, index, prompt, answer in PINNED:
+        problem = world_problem(family, level, 0, index)
+        assert (problem.prompt, problem.answer) == (prompt, answer)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_equal_a_slow_reference(family):
-    for level in (1, 2):
-        for index in range(40 if level == 1 else 8):
+    for level, count in ((1, 40), (2, 8)):
+        for index in range(count):
             problem = world_problem(family, level, 3, index)
             assert int(problem.answer) == SLOW_ANSWERS[family](*problem.extra["numbers"]), problem
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("level", range(1, MAX_LEVEL + 1))
-def test_every_level_is_reached_and_names_all_its_numbers(family, level):
-    for index in (0, 1, HELD_OUT_START):
-        problem = world_problem(family, level, 0, index)
-        assert problem.answer == str(int(problem.answer))
-        assert problem.source == f"world:{family}:{level}"
-        for number in problem.extra["numbers"]:
-            assert str(number) in problem.prompt
-
-
-def test_pure_and_random_access():
-    forward = [world_problem("gcd", 1, 5, i) for i in range(50)]
-    backward = [world_problem("gcd", 1, 5, i) for i in reversed(range(50))]
-    assert forward == backward[::-1]
-    assert len({problem.uid for problem in forward}) == 50
-    assert len({problem.prompt for problem in forward}) > 45
-    assert forward[0].prompt != world_problem("gcd", 1, 6, 0).prompt
-
-
-def test_values_are_pinned():
-    """A change of these values would silently change the data of every recipe and of resumed runs."""
-    pinned = {family: world_problem(family, 1, 0, 0).prompt for family in FAMILIES}
-    assert pinned == PINNED
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_training_and_held_out_share_no_text(family):
-    train = {world_problem(family, 1, seed, i).prompt for seed in (0, 1) for i in range(300)}
-    held_out = {world_problem(family, 1, seed, HELD_OUT_START + i).prompt for seed in (0, 1) for i in range(60)}
-    assert train.isdisjoint(held_out)
-    assert not any(map(is_held_out, train))
-    assert all(map(is_held_out, held_out))
-
-
-def test_the_held_out_share_is_as_stated():
-    share = np.mean([is_held_out(f"{a}*{b}=?") for a in range(10, 100) for b in range(10, 100)])
-    assert abs(share - 1 / 8) < 0.02
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_numbers_grow_with_the_level(family):
+def test_numbers_grow_with_the_level_and_are_all_in_the_question(family):
+    for level in range(1, MAX_LEVEL + 1):
+        for index in (0, 1, HELD_OUT_START):
+            problem = world_problem(family, level, 0, index)
+            assert problem.answer == str(int(problem.answer)) and problem.source == f"world:{family}:{level}"
+            assert all(str(number) in problem.prompt for number in problem.extra["numbers"])
     sizes = [
         np.median([sum(map(math.log, world_problem(family, level, 0, i).extra["numbers"])) for i in range(100)])
         for level in (1, 3, MAX_LEVEL)
@@ -109,23 +79,50 @@ def test_numbers_grow_with_the_level(family):
     assert sizes[0] < sizes[1] < sizes[2]
 
 
-@pytest.mark.parametrize("family", ["products", "gcd", "powmod"])
-def test_numbers_of_the_toy_have_a_fixed_number_of_digits(family):
-    shapes = {tuple(len(str(n)) for n in world_problem(family, 1, 0, i).extra["numbers"]) for i in range(300)}
-    assert len(shapes) == 1
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_results_of_the_first_level_are_short_enough_to_copy(family):
-    """Small policies confuse the last digits of longer results, and rewards do not teach them to copy."""
-    assert max(len(world_problem(family, 1, 0, i).answer) for i in range(300)) <= 4
+def test_the_first_level_suits_small_policies(family):
+    """They confuse the last digits of longer results, and rewards do not teach them to copy; questions of the toy have
+    a fixed number of digits."""
+    problems = [world_problem(family, 1, 0, i) for i in range(300)]
+    assert max(len(problem.answer) for problem in problems) <= 4
+    shapes = {tuple(len(str(n)) for n in problem.extra["numbers"]) for problem in problems}
+    assert len(shapes) == 1 or family not in ("products", "gcd", "powmod")
 
 
-def test_answers_are_spread():
-    """No constant guess is often right."""
-    for family in FAMILIES:
-        answers = [world_problem(family, 1, 0, i).answer for i in range(400)]
-        assert max(map(answers.count, set(answers))) < 0.25 * len(answers), family
+def test_pure_and_random_access():
+    forward = [world_problem("gcd", 1, 5, i) for i in range(50)]
+    assert forward == [world_problem("gcd", 1, 5, i) for i in reversed(range(50))][::-1]
+    assert len({problem.uid for problem in forward}) == 50
+    assert len({problem.prompt for problem in forward}) > 45
+    assert forward[0].prompt != world_problem("gcd", 1, 6, 0).prompt
+
+
+@pytest.mark.parametrize("family", [*QUESTIONS, "chain-lucky40", FUNCTIONS])
+def test_training_and_held_out_share_no_text(family):
+    train = {world_problem(family, 1, seed, i).prompt for seed in (0, 1) for i in range(300)}
+    held_out = {world_problem(family, 1, seed, HELD_OUT_START + i).prompt for seed in (0, 1) for i in range(60)}
+    assert not any(map(is_held_out, train)) and all(map(is_held_out, held_out))
+
+
+def test_the_held_out_share_is_as_stated():
+    share = np.mean([is_held_out(f"{a}*{b}=?") for a in range(10, 100) for b in range(10, 100)])
+    assert abs(share - 1 / 8) < 0.02
+
+
+@pytest.mark.parametrize("family", ["chain-lucky40", FUNCTIONS])
+def test_worlds_of_other_forms_are_sources_of_data(family):
+    problem = world_problem(family, 1, 0, 3)
+    assert problem == world_problem(family, 1, 0, 3) != world_problem(family, 1, 0, 4)
+    held_out = eval_problems(DataConfig(sources=(f"world:{family}:1",), eval_problems=4))
+    assert {one.source for one in held_out} == {f"world:{family}:1"}
+    assert held_out[0].uid.endswith(str(HELD_OUT_START))
+
+
+@pytest.mark.parametrize("family", QUESTIONS)
+def test_no_constant_guess_is_often_right(family):
+    for level in (1, MAX_LEVEL) if family in JUDGED else (1,):
+        answers = [world_problem(family, level, 0, i).answer for i in range(400)]
+        assert max(map(answers.count, set(answers))) < (0.45 if family in JUDGED else 0.25) * len(answers)
 
 
 @pytest.mark.parametrize(
@@ -138,42 +135,27 @@ def test_answers_are_spread():
 )
 def test_judgements_known_by_hand(family, numbers, answer):
     assert JUDGED[family].solve(*numbers) == answer
+    problem = world_problem(family, 1, 0, HELD_OUT_START)
+    assert all(str(n) in problem.prompt for n in problem.extra["numbers"])
+    assert family != "screening" or problem.extra["years"] == problem.extra["numbers"][-1]
 
 
-@pytest.mark.parametrize("family", JUDGED)
-def test_judgements(family):
-    for level in (1, MAX_LEVEL):
-        answers = [world_problem(family, level, 0, i).answer for i in range(200)]
-        assert max(map(answers.count, set(answers))) < 0.45 * len(answers)
-    held_out = world_problem(family, 1, 0, HELD_OUT_START)
-    assert is_held_out(held_out.prompt) and all(str(n) in held_out.prompt for n in held_out.extra["numbers"])
-    assert family != "screening" or held_out.extra["years"] == held_out.extra["numbers"][-1]
-
-
-def test_names_of_sources():
-    assert parse_world("world:gcd:2") == ("gcd", 2)
-    for source, message in [
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
         ("world:gcd", "FAMILY:LEVEL"),
         ("world:gcd:x", "FAMILY:LEVEL"),
-        ("world:cubes:1", "unknown world family 'cubes'; choose from products"),
+        ("world:cubes:1", "unknown world family 'cubes'; choose from products.*functions"),
+        ("world:chain-lucky96:1", "world family"),
+        ("world:chain-luck:1", "world family"),
+        ("world:chains:1", "world family"),
         ("world:gcd:0", "1 to 6"),
         ("world:gcd:7", "1 to 6"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            parse_world(source)
+    ],
+)
+def test_a_source_that_names_no_world_is_refused(source, message):
+    assert parse_world("world:gcd:2") == ("gcd", 2)
+    with pytest.raises(ValueError, match=message):
+        parse_world(source)
     with pytest.raises(ValueError, match="must be at least 0"):
         world_problem("gcd", 1, 0, -1)
-
-
-PINNED = {
-    "products": "43*7=?",
-    "gcd": "gcd(720,432)=?",
-    "powmod": "77^27 mod 71=?",
-    "digit_sum": "digit sum of 23^10?",
-    "count": "how many n from 1 to 497 are divisible by 4 or 8?",
-    "square_sum": "sum of n^2 for n=4..11?",
-    "factorial": "27! mod 79=?",
-    "base": "606 in base 7 is what in base 10?",
-    "primes": "how many primes from 31 to 87?",
-    "divisors": "sum of the divisors of 614?",
-}
