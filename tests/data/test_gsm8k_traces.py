@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.conversations import load_traces
 from grpo_roc_jax.data.gsm8k_traces import agrees, convert, main, to_expression
 from grpo_roc_jax.types import ToolResult
+from tests.helpers.demonstrations import only
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
 
@@ -89,7 +89,7 @@ def write_rows(path: Path, rows=ROWS) -> Path:
     return path
 
 
-def test_problems_become_conversations_and_the_others_are_counted(tmp_path):
+def test_problems_become_conversations_that_load_as_traces_and_the_others_are_counted(tmp_path):
     executor = Arithmetic()
     conversion = convert(write_rows(tmp_path / "rows.jsonl"), executor)
     assert executor.codes == ["print(48/2)", "print(48+24)", "print(1000/3)", "print(2+2)", "print(2/0)"]
@@ -107,6 +107,14 @@ def test_problems_become_conversations_and_the_others_are_counted(tmp_path):
         ("assistant", "<reason>72 in all.\nThe answer is 72.</reason>\n<answer>\\boxed{72}</answer>"),
     ]
     assert convert(tmp_path / "rows.jsonl", executor, limit=1).problems == 1
+    file = tmp_path / "traces.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in conversion.rows))
+    (first, _), report = load_traces(file)
+    assert first.problem.prompt == "Q1?" and not report.bad
+    call = '{"name": "python_code_with_standard_io", "arguments": {"code": "print(48/2)"}}'
+    assert first.turns[0] == f"He sold 48/2 =</reason>\n<tool_call>\n{call}\n</tool_call>"
+    assert first.observations == (("24.0",), ("72",))
+    assert first.turns[-1].endswith("<answer>\\boxed{72}</answer>")
 
 
 @pytest.mark.parametrize(
@@ -121,8 +129,7 @@ def test_traces_of_lower_quality_are_run_too(kind, roles, answer, reward, tmp_pa
             results = [ToolResult("exception", observation="Error") if fail else None for fail in fails]
             return [result or super(Failing, self).run([call])[0] for result, call in zip(results, calls, strict=True)]
 
-    mix = DemonstrationConfig(**{name: float(name == kind) for name in ("guess", "repair", "clean", "wrong")})
-    (row,) = convert(write_rows(tmp_path / "rows.jsonl", ROWS[:1]), Failing(), mix=mix).rows
+    (row,) = convert(write_rows(tmp_path / "rows.jsonl", ROWS[:1]), Failing(), mix=only(kind)).rows
     said = [message["content"] for message in row["messages"]]
     assert "".join(message["role"][0] for message in row["messages"]) == roles
     assert (row["kind"], row["reward"]) == (kind, reward) and row["answer"] in (answer or row["answer"], answer)
@@ -130,20 +137,6 @@ def test_traces_of_lower_quality_are_run_too(kind, roles, answer, reward, tmp_pa
     if kind == "repair":
         place = said.index("Error")
         assert said[place + 1] == "<reason>fix it</reason>" and said[place + 2] in ("24.0", "72")
-
-
-def test_the_rows_load_as_traces(tmp_path):
-    rows = convert(write_rows(tmp_path / "rows.jsonl"), Arithmetic()).rows
-    file = tmp_path / "traces.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    traces, report = load_traces(file)
-    assert (len(traces), len(report.bad)) == (2, 0)
-    first = traces[0]
-    assert first.problem.prompt == "Q1?"
-    call = '{"name": "python_code_with_standard_io", "arguments": {"code": "print(48/2)"}}'
-    assert first.turns[0] == f"He sold 48/2 =</reason>\n<tool_call>\n{call}\n</tool_call>"
-    assert first.observations == (("24.0",), ("72",))
-    assert first.turns[-1].endswith("<answer>\\boxed{72}</answer>")
 
 
 def test_other_files_are_refused(tmp_path):

@@ -44,7 +44,12 @@ def trace_stream(config, seed=0):
 @pytest.mark.parametrize("make", [problem_stream, trace_stream])
 def test_resumed_equals_not_stopped(mixed, make):
     config = DataConfig() if make is trace_stream else mixed
-    whole = take(make(config), 12)
+    stream = make(config)
+    start = stream.get_state()
+    whole = take(stream, 12)
+    assert len(json.dumps(stream.get_state())) < 100
+    stream.set_state(start)
+    assert take(stream, 3) == whole[:3], "going back in the same stream"
     for stop in (0, 1, 5, 11):
         first = make(config)
         head = take(first, stop)
@@ -54,27 +59,9 @@ def test_resumed_equals_not_stopped(mixed, make):
         assert head + take(resumed, 12 - stop) == whole
 
 
-def test_going_back_in_the_same_stream(mixed):
-    stream = problem_stream(mixed)
-    state = stream.get_state()
-    first = take(stream, 3)
-    stream.set_state(state)
-    assert take(stream, 3) == first
-
-
-def test_the_state_is_small(mixed):
-    stream = problem_stream(mixed)
-    take(stream, 50)
-    assert len(json.dumps(stream.get_state())) < 100
-
-
 def test_a_state_of_other_data_is_refused(mixed, tmp_path):
     state = problem_stream(mixed).get_state()
-    for other in (
-        problem_stream(mixed, seed=1),
-        problem_stream(mixed, problems=2),
-        problem_stream(DataConfig()),
-    ):
+    for other in (problem_stream(mixed, seed=1), problem_stream(mixed, problems=2), problem_stream(DataConfig())):
         with pytest.raises(ValueError, match="belongs to other data"):
             other.set_state(state)
     write(tmp_path / "a.jsonl", 11)
@@ -111,20 +98,6 @@ def test_worlds_never_repeat_an_index_and_stages_share_none():
     assert len(uids) == len(problems)
     assert uids.isdisjoint(trace.problem.uid for trace in traces)
     assert all(int(trace.problem.uid.split(":")[-1]) >= TRACE_START for trace in traces)
-
-
-def test_over_long_prompts_are_dropped_and_listed(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"question": "x" * n, "answer": "1"}) + "\n" for n in (5, 50, 6)))
-    config = DataConfig(sources=(str(path),), eval_problems=0)
-    stream = make_problem_stream(
-        config, problems=2, seed=0, prompt_length=lambda problem: len(problem.prompt), max_prompt_tokens=6
-    )
-    assert {len(problem.prompt) for problem in itertools.chain(*take(stream, 4))} == {5, 6}
-    assert any("prompt of 50 tokens, at most 6 fit" in note for note in stream.notes)
-    assert any("1 over-long prompts dropped, 2 problems left" in note for note in stream.notes)
-    with pytest.raises(ValueError, match="no problem is left to train on"):
-        make_problem_stream(config, problems=2, seed=0, prompt_length=lambda problem: 9, max_prompt_tokens=6)
 
 
 def test_a_source_whose_problems_all_leave_has_no_share(tmp_path):
@@ -194,11 +167,9 @@ class TestTraces:
         weighted = dataclasses.replace(config, trace_weights=(1.0, 3.0))
         assert Counter(t.kind for t in itertools.chain(*take(trace_stream(weighted), 10)))["messages"] == 30
 
-    def test_shares_reach_the_stream(self):
+    def test_shares_and_seeds_reach_the_stream(self):
         config = DataConfig(demonstrations=DemonstrationConfig(guess=0, repair=0, clean=1, wrong=0))
         assert {trace.kind for trace in itertools.chain(*take(trace_stream(config), 10))} == {"clean"}
-
-    def test_another_seed_makes_other_mistakes(self):
         assert take(trace_stream(DataConfig(), seed=0), 2) != take(trace_stream(DataConfig(), seed=1), 2)
 
 
@@ -257,16 +228,20 @@ def test_traces_that_do_not_fit_are_left_out_and_counted(tmp_path):
     assert fitting_stream(fails, 1000).left_out == 0
 
 
-def test_problems_that_do_not_fit_stop_the_run_where_that_is_asked(tmp_path):
+def test_over_long_prompts_are_dropped_and_listed_or_stop_the_run_where_that_is_asked(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"question": "x" * n, "answer": "1"}) + "\n" for n in (5, 50, 6)))
     asked = {"problems": 2, "seed": 0, "prompt_length": lambda problem: len(problem.prompt)}
     config = DataConfig(sources=(str(path),), eval_problems=0)
-    assert make_problem_stream(config, **asked, max_prompt_tokens=6).left_out == 1
+    stream = make_problem_stream(config, **asked, max_prompt_tokens=6)
+    assert {len(problem.prompt) for problem in itertools.chain(*take(stream, 4))} == {5, 6} and stream.left_out == 1
+    assert any("prompt of 50 tokens, at most 6 fit" in note for note in stream.notes)
+    assert any("1 over-long prompts dropped, 2 problems left" in note for note in stream.notes)
+    with pytest.raises(ValueError, match="no problem is left to train on"):
+        make_problem_stream(config, **asked, max_prompt_tokens=4)
     fails = dataclasses.replace(config, bad_rows="fail")
-    with pytest.raises(
-        ValueError, match=r"prompt of 50 tokens(.|\n)*raise rollout\.max_prompt_tokens, or set data\.bad"
-    ):
+    said = r"prompt of 50 tokens(.|\n)*raise rollout\.max_prompt_tokens, or set data\.bad"
+    with pytest.raises(ValueError, match=said):
         make_problem_stream(fails, **asked, max_prompt_tokens=6)
     assert make_problem_stream(fails, **asked, max_prompt_tokens=50).left_out == 0
 

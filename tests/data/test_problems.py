@@ -25,40 +25,23 @@ def write(path, rows):
     return path
 
 
+ASKED = [{"role": "user", "content": "1+1?"}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "1+1?"}]}]
+RULE = {"style": "rule", "ground_truth": "2"}
+VERL = {"data_source": "sums", "prompt": ASKED, "ability": "math", "reward_model": RULE, "extra_info": {"index": 7}}
+SKYRL = {"data_source": "sums", "prompt": ASKED, "env_class": "x", "reward_spec": RULE | {"method": "rule"}}
 SHAPES = {
     "TRL": ({"prompt": "1+1?", "solution": "\\boxed{2}"}, "prompt", "solution"),
-    "TRL messages": ({"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}, "prompt", "answer"),
-    "TRL parts": (
-        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "1+1?"}]}], "answer": "2"},
-        "prompt",
-        "answer",
-    ),
-    "verl": (
-        {
-            "data_source": "sums",
-            "prompt": [{"role": "user", "content": "1+1?"}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": "2"},
-            "extra_info": {"index": 7},
-        },
-        "prompt",
-        "reward_model.ground_truth",
-    ),
-    "SkyRL": (
-        {
-            "data_source": "sums",
-            "prompt": [{"role": "user", "content": "1+1?"}],
-            "env_class": "x",
-            "reward_spec": {"method": "rule", "ground_truth": "2"},
-        },
-        "prompt",
-        "reward_spec.ground_truth",
-    ),
+    "TRL messages": ({"prompt": ASKED, "answer": "2"}, "prompt", "answer"),
+    "TRL parts": ({"prompt": PARTS, "answer": "2"}, "prompt", "answer"),
+    "verl": (VERL, "prompt", "reward_model.ground_truth"),
+    "SkyRL": (SKYRL, "prompt", "reward_spec.ground_truth"),
     "verifiers": ({"question": "1+1?", "answer": "2", "info": {}, "task": "t"}, "question", "answer"),
     "GSM8K": ({"question": "1+1?", "answer": "1+1 = <<1+1=2>>2\n#### 2"}, "question", "answer"),
     "MATH": ({"problem": "1+1?", "solution": "It is $\\boxed{2}$.", "level": "1"}, "problem", "solution"),
     "AIME": ({"id": 60, "problem": "1+1?", "answer": 2, "solution": "long", "url": "u"}, "problem", "answer"),
 }
+"""Name -> a row of this shape, and the columns of the question and of the answer."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -81,12 +64,8 @@ def test_common_formats_load_without_settings(tmp_path, shape, suffix, nested):
     assert (report.prompt_column, report.answer_column) == (prompt_column, answer_column)
     assert f"question from {prompt_column!r}, answer from {answer_column!r}" in str(report)
     assert (report.rows, report.problems, report.bad, report.duplicates) == (1, 1, (), 0)
-
-
-@pytest.mark.parametrize(("shape", "kept"), [("verl", {"ability", "extra_info"}), ("AIME", {"id", "solution", "url"})])
-def test_further_columns_are_kept(tmp_path, shape, kept):
-    (problem,), _ = load_problems(write(tmp_path / "x.jsonl", [SHAPES[shape][0]]))
-    assert set(problem.extra) == kept
+    kept = {"verl": {"ability", "extra_info"}, "AIME": {"id", "solution", "url"}}
+    assert set(problem.extra) == kept.get(shape, set(problem.extra))
 
 
 def test_columns_of_every_type_of_parquet_can_be_recorded(tmp_path):
@@ -167,17 +146,13 @@ def test_counts_add_up(tmp_path):
     assert (len(problems), report.duplicates, len(report.bad)) == (40, 2, len(BAD_LINES))
     assert report.rows == report.problems + report.duplicates + len(report.bad)
     assert report.bad[0].row == 45, "blank lines count as lines of the file"
-
-
-def test_many_bad_rows_are_all_counted_and_some_shown(tmp_path):
-    lines = [b'{"question": "q", "answer": "1"}', *[b"{"] * 100]
-    _, report = load_problems(write_lines(tmp_path / "a.jsonl", lines))
-    assert len(report.bad) == 100
-    assert "... and 80 more" in str(report)
+    _, report = load_problems(write_lines(tmp_path / "b.jsonl", [good[0], *[b"{"] * 100]))
+    assert len(report.bad) == 100 and "... and 80 more" in str(report), "all are counted and some shown"
 
 
 def test_byte_order_mark_and_windows_line_ends(tmp_path):
-    rows = b'{"question": "q1", "answer": "1"}\r\n{"question": "q2", "answer": "2"}\r\n'
+    """Also where the last line does not end."""
+    rows = b'{"question": "q1", "answer": "1"}\r\n{"question": "q2", "answer": "2"}'
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + rows)
     problems, report = load_problems(path)
@@ -199,12 +174,6 @@ def test_a_json_file_may_be_one_array(tmp_path, indent):
     file.write_text(json.dumps(rows)[:-1])
     with pytest.raises(ValueError, match="is not JSON"):
         load_problems(file)
-
-
-def test_a_last_line_without_its_end_loads(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"question": "q1", "answer": "1"}')
-    assert len(load_problems(path)[0]) == 1
 
 
 def test_an_endless_line_is_skipped_without_holding_it(tmp_path, monkeypatch):
@@ -271,44 +240,73 @@ def test_a_box_that_cannot_be_read_is_no_reference(text):
         answer_text(text, "solution")
 
 
-def test_many_boxes_take_no_recursion():
-    assert last_boxed("\\boxedminipage " * 50_000 + "\\boxed{3}" * 5_000) == "3"
-
-
-@pytest.mark.parametrize("column", ["images", "image", "videos", "audio"])
-def test_rows_with_other_media_are_bad(tmp_path, column):
+def test_rows_with_other_media_are_bad(tmp_path):
+    media = [{column: ["a.png"]} for column in ("images", "image", "videos", "audio")]
     rows = [
-        {"question": f"q{i}", "answer": "1", column: value} for i, value in enumerate([["a.png"], [], None, "a.png"])
+        {"question": f"q{i}", "answer": "1"} | more for i, more in enumerate([*media, {"images": []}, {"image": None}])
     ]
     problems, report = load_problems(write(tmp_path / "a.jsonl", rows))
-    assert [problem.prompt for problem in problems] == ["q1", "q2"]
-    assert [bad.row for bad in report.bad] == [1, 4] and f"column {column!r} is filled" in report.bad[0].reason
+    assert [problem.prompt for problem in problems] == ["q4", "q5"]
+    for bad, column in zip(report.bad, ("images", "image", "videos", "audio"), strict=True):
+        assert f"column {column!r} is filled" in bad.reason
     (asked,), _ = load_problems(write(tmp_path / "b.jsonl", [{"image": "a cat", "answer": "1"}]), prompt_column="image")
     assert asked.prompt == "a cat"
 
 
+def test_questions_about_a_picture_in_their_text_are_bad(tmp_path):
+    pictures = (
+        "<image> How",
+        "How many in <image_2>?",
+        "<|image_pad|> How",
+        "![](figure.png) How",
+        '<img src="a"> How',
+    )
+    rows = [{"question": text, "answer": "2"} for text in (*pictures, "Is 1 < x > 0 an image of f(x)?")]
+    problems, report = load_problems(write(tmp_path / "a.jsonl", rows))
+    assert len(problems) == 1 and len(report.bad) == len(pictures)
+    assert all("stands for media" in bad.reason for bad in report.bad)
+
+
+FORMS = (
+    'Let\'s think step by step and output the final answer after "####".',  # verl's
+    "Let's think step by step and output the final answer within \\boxed{}.",
+    "Put your final answer within \\boxed{}.",
+    "Return it in <answer> tags.",
+    "write the answer after 'Answer:'.",
+    'End with "The final answer is: ".',
+    "The last line of your response should be of the form Answer: $Answer.",
+)
+"""`text.instruction` would stand beside them."""
+
+
 def test_questions_that_ask_for_a_form_of_their_own_are_named(tmp_path):
-    """verl writes its instruction into the question; `text.instruction` would stand beside it."""
-    verl = '1+1? Let\'s think step by step and output the final answer after "####".'
-    boxed = "1+2? Let's think step by step and output the final answer within \\boxed{}."
-    rows = [{"question": text, "answer": "2"} for text in (verl, boxed, "What does #### mean?", "1+3?")]
+    plain = ("What does #### mean?", "1+3?", "Give the answer: 1+2?")
+    rows = [{"question": f"{i}+1? {text}", "answer": "2"} for i, text in enumerate([*FORMS, *plain])]
     _, report = load_problems(write(tmp_path / "a.jsonl", rows))
-    assert report.own_form == (1, 2)
-    assert "2 rows ask for a form of the answer of their own" in str(report) and "(rows 1, 2)" in str(report)
-    assert "ask for a form" not in str(load_problems(write(tmp_path / "b.jsonl", rows[2:]))[1])
+    assert report.own_form == tuple(range(1, 8))
+    assert "7 rows ask for a form of the answer of their own" in str(report) and "(rows 1, 2, 3" in str(report)
+    assert "ask for a form" not in str(load_problems(write(tmp_path / "b.jsonl", rows[7:]))[1])
 
 
 def test_references_that_no_answer_will_equal_are_named(tmp_path):
-    rows = [{"question": "a?", "solution": "First we see that. " * 30}, {"question": "b?", "solution": "2"}]
+    solutions = (
+        "First we see that. " * 30,
+        "We add one and one and get two.",
+        "2",
+        "\\frac{\\sqrt{3}}{2}",
+        "Tuesday morning",
+    )
+    rows = [{"question": f"{i}?", "solution": text} for i, text in enumerate(solutions)]
     problems, report = load_problems(write(tmp_path / "a.jsonl", rows))
-    assert len(problems) == 2 and report.long_answers == (1,)
-    assert "1 rows have a reference of more than 200 characters" in str(report) and "(row 1)" in str(report)
+    assert len(problems) == 5 and report.long_answers == (1, 2)
+    assert "2 rows have a reference of more than 200 characters" in str(report) and "(rows 1, 2)" in str(report)
 
 
 def test_last_boxed_balances_braces():
     assert last_boxed("\\boxed{1} then \\boxed{\\frac{a}{b}} end") == "\\frac{a}{b}"
     assert last_boxed("\\boxed{1") == "\\boxed{1"
     assert last_boxed("none") == "none"
+    assert last_boxed("\\boxedminipage " * 50_000 + "\\boxed{3}" * 5_000) == "3", "without recursion"
 
 
 @pytest.mark.parametrize(
@@ -320,7 +318,6 @@ def test_last_boxed_balances_braces():
         (lambda d: write_lines(d / "bad.jsonl", [b"{", b"}"]), r"bad.jsonl:1: invalid JSON"),
         (lambda d: write(d / "null.jsonl", [{"question": "q", "answer": None}]), "set data.answer_column"),
         (lambda d: write(d / "blank.jsonl", [{"question": "q", "answer": " "}]), "no row of the file can be used"),
-        (lambda d: write_lines(d / "cut.parquet", [b"PAR1 cut short"]), "not a readable Parquet file"),
     ],
 )
 def test_files_without_problems_are_refused_with_the_reason(tmp_path, make, message):
@@ -366,58 +363,6 @@ def test_real_data_sets_load_in_full_with_integer_answers(name, count):
     assert (report.rows, len(problems), report.bad, report.duplicates) == (count, count, (), 0)
     unparsed = [problem.answer for problem in problems if not problem.answer.removeprefix("-").isdecimal()]
     assert unparsed == [], f"{count - len(unparsed)} of {count} gold answers are integers"
-
-
-def test_reference_answers_of_real_data_can_be_verified():
-    path = SHARED / "gsm8k_train.jsonl"
-    if not path.is_file():
-        pytest.skip(f"{path} is not here")
-    row = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
-    problems, _ = load_problems(path)
-    assert problems[0].answer == row["answer"].rsplit("####", 1)[1].strip() == "72"
-    commas = [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines()]
-    assert sum("," in answer.rsplit("####", 1)[1] for answer in commas) > 50, "the control: golds do have commas"
-
-
-@pytest.mark.parametrize(
-    "question",
-    [
-        "<image> How many?",
-        "How many are in <image_2>?",
-        "<|image_pad|> How many?",
-        "![](figure.png) How many?",
-        '<img src="a"> How many?',
-    ],
-)
-def test_a_question_about_a_picture_in_its_text_is_bad(tmp_path, question):
-    rows = [{"question": question, "answer": "2"}, {"question": "Is 1 < x > 0 an image of f(x)?", "answer": "no"}]
-    problems, report = load_problems(write(tmp_path / "a.jsonl", rows))
-    assert len(problems) == 1 and "stands for media" in report.bad[0].reason
-
-
-@pytest.mark.parametrize(
-    "sentence",
-    [
-        'output the final answer after "####"',
-        "Put your final answer within \\boxed{}.",
-        "Return it in <answer> tags.",
-        "write the answer after 'Answer:'.",
-        'End with "The final answer is: ".',
-        "The last line of your response should be of the form Answer: $Answer.",
-    ],
-)
-def test_a_question_that_asks_for_a_form_is_named(tmp_path, sentence):
-    rows = [{"question": f"1+1? {sentence}", "answer": "2"}, {"question": "Give the answer: 1+2?", "answer": "3"}]
-    assert load_problems(write(tmp_path / "a.jsonl", rows))[1].own_form == (1,)
-
-
-def test_a_short_solution_as_a_reference_is_named(tmp_path):
-    rows = [
-        {"question": "a?", "solution": "We add one and one and get two."},
-        {"question": "b?", "solution": "\\frac{\\sqrt{3}}{2}"},
-        {"question": "c?", "solution": "Tuesday morning"},
-    ]
-    assert load_problems(write(tmp_path / "a.jsonl", rows))[1].long_answers == (1,)
 
 
 @pytest.mark.parametrize("prompt", ["[1, 2]", '[{"x": 1}]', "[", '[{"role"', "{1, 2} or {3}?", "[[" * 5000])
