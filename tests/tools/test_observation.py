@@ -3,9 +3,7 @@
 import importlib
 import pkgutil
 import re
-import time
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 from hypothesis import given
@@ -15,8 +13,14 @@ from grpo_roc_jax import sandbox, tools
 from grpo_roc_jax.tools import ToolsConfig, malformed_result, observe, sanitize
 from grpo_roc_jax.tools.observation import SOURCE_CHARS
 from grpo_roc_jax.types import ToolResult
+from tests.helpers.linear import assert_linear
 
 PLAIN, PEERS = ToolsConfig(), ToolsConfig(observation="rstar2")
+FAILED = ToolResult("exception", error_type="E", error_message="m", error_line=1)
+STDERR = (
+    'Traceback:\n  File "/home/me/venv/lib/python3.11/site-packages/numpy/core.py", line 3, in f\n'
+    "/usr/lib/python3.12/warnings.py:5: UserWarning: x\nno file '/tmp/grpo-tools-ab12_xyz/w3-417-2/a.txt'"
+)
 
 
 @pytest.mark.parametrize(
@@ -44,16 +48,24 @@ PLAIN, PEERS = ToolsConfig(), ToolsConfig(observation="rstar2")
             "",
             "[timeout] stopped after 5 s\n[session] it was rolled back to the state before this cell",
         ),
+        (FAILED, "x" * SOURCE_CHARS, f"[exception] E: m (line 1: {'x' * SOURCE_CHARS})"),
+        (FAILED, "x" * SOURCE_CHARS + "y", f"[exception] E: m (line 1: {'x' * SOURCE_CHARS}...)"),
+        (ToolResult("ok", stdout="<o at 0x7f12ab34cd56> 0x7f12ab34cd56"), "", "<o at 0x0> 0x7f12ab34cd56"),
+        (
+            ToolResult("ok", stderr=STDERR),
+            "",
+            '[stderr]\nTraceback:\n  File "numpy/core.py", line 3, in f\n'
+            "warnings.py:5: UserWarning: x\nno file '/scratch/a.txt'",
+        ),
     ],
 )
 def test_plain_wording(result: ToolResult, code: str, text: str) -> None:
     assert observe(result, code, PLAIN) == text
 
 
-def test_a_source_line_is_cut_where_it_is_longer_than_its_limit() -> None:
-    failed = ToolResult("exception", error_type="E", error_message="m", error_line=1)
-    assert observe(failed, "x" * SOURCE_CHARS, PLAIN) == f"[exception] E: m (line 1: {'x' * SOURCE_CHARS})"
-    assert observe(failed, "x" * SOURCE_CHARS + "y", PLAIN) == f"[exception] E: m (line 1: {'x' * SOURCE_CHARS}...)"
+def test_addresses_may_be_shown() -> None:
+    shown = observe(ToolResult("ok", stdout="<object object at 0x7f12ab34cd56>"), "", ToolsConfig(hide_addresses=False))
+    assert "at 0x7f12ab34cd56" in shown
 
 
 def test_no_timing_enters_the_text() -> None:
@@ -70,23 +82,6 @@ def test_wording_of_the_official_release() -> None:
     )
     late = observe(ToolResult("timeout", limit_hit="wall"), "", PEERS)
     assert late == "Tool call failure\nreason: worker_timeout\nstderr: Suicide from timeout."
-
-
-def test_addresses_are_hidden_only_where_repr_puts_them() -> None:
-    shown = ToolResult("ok", stdout="<object object at 0x7f12ab34cd56> 0x7f12ab34cd56 hex")
-    assert observe(shown, "", PLAIN) == "<object object at 0x0> 0x7f12ab34cd56 hex"
-    assert "at 0x7f12ab34cd56" in observe(shown, "", ToolsConfig(hide_addresses=False))
-
-
-def test_places_on_this_host_are_hidden() -> None:
-    stderr = (
-        'Traceback:\n  File "/home/me/venv/lib/python3.11/site-packages/numpy/core.py", line 3, in f\n'
-        "/usr/lib/python3.12/warnings.py:5: UserWarning: x\nno file '/tmp/grpo-tools-ab12_xyz/w3-417-2/a.txt'"
-    )
-    assert observe(ToolResult("ok", stderr=stderr), "", PLAIN) == (
-        '[stderr]\nTraceback:\n  File "numpy/core.py", line 3, in f\n'
-        "warnings.py:5: UserWarning: x\nno file '/scratch/a.txt'"
-    )
 
 
 @pytest.mark.parametrize(
@@ -122,19 +117,10 @@ def patterns() -> dict[str, re.Pattern]:
     return found
 
 
-def seconds(action: Callable[[], object]) -> float:
-    """CPU time of this thread."""
-    started = time.thread_time()
-    action()
-    return time.thread_time() - started
-
-
-def assert_linear(action: Callable[[str], object]) -> None:
-    """Eight times the text must take about eight times as long; 64 times as long if the time is quadratic."""
+def assert_linear_in_units(action: Callable[[str], object]) -> None:
     for unit in UNITS:
         for lead in ("", "/", "x"):
-            small, large = (partial(action, lead + unit * (chars // len(unit))) for chars in (2_000, 16_000))
-            assert any(seconds(large) < 24 * seconds(small) + 0.02 for _ in range(3)), f"{lead}{unit!r}, repeated"
+            assert_linear(action, unit, 2_000, lead=lead)
 
 
 def test_patterns_take_linear_time() -> None:
@@ -142,14 +128,14 @@ def test_patterns_take_linear_time() -> None:
     assert {"observation.LIBRARY_PATHS", "_calls.INEXACT"} <= set(found)
     for pattern in found.values():
         if isinstance(pattern.pattern, bytes):
-            assert_linear(lambda text, p=pattern: p.findall(text.encode("utf-8", "surrogatepass")))
+            assert_linear_in_units(lambda text, p=pattern: p.findall(text.encode("utf-8", "surrogatepass")))
         else:
-            assert_linear(pattern.findall)
+            assert_linear_in_units(pattern.findall)
 
 
 @pytest.mark.parametrize("config", [PLAIN, PEERS], ids=["plain", "rstar2"])
 def test_observing_takes_linear_time(config: ToolsConfig) -> None:
-    assert_linear(lambda text: observe(ToolResult("exception", stdout=text, error_message=text), text, config))
+    assert_linear_in_units(lambda text: observe(ToolResult("exception", stdout=text, error_message=text), text, config))
 
 
 def test_malformed_call_is_readable_and_counts() -> None:

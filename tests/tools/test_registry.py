@@ -47,9 +47,20 @@ def test_schemas_of_the_built_in_tools_are_these_bytes() -> None:
     )
 
 
+def nested(rows: list[list[int]], names: dict[str, str], limit: int | None = None) -> int:
+    """Counts things."""
+    return len(rows) + len(names)
+
+
 @pytest.mark.parametrize(
     ("tool", "arguments", "message"),
     [
+        (IO, {"code": "x", "input": "y"}, None),
+        (IO, {"code": "x", "input": None}, None),
+        ("jupyter_code", {"code": "x"}, None),
+        ("area", {"width": 2}, None),
+        ("nested", {"rows": [[1]], "names": {"a": "b"}, "limit": None}, None),
+        (IO, "code", "arguments must be an object, got string"),
         (IO, [], "arguments must be an object, got array"),
         (IO, None, "arguments must be an object, got null"),
         (IO, {"stdin": 1}, "argument 'code' is missing"),
@@ -57,18 +68,35 @@ def test_schemas_of_the_built_in_tools_are_these_bytes() -> None:
         (IO, {"code": 1, "stdin": 1}, "argument 'code' must be string, got integer"),
         (IO, {"code": "x", "input": True}, "argument 'input' must be string, got boolean"),
         (IO, {"code": {"a": 1.5}}, "argument 'code' must be string, got object"),
+        (IO, {"code": "x" * (9 << 20)}, "9437184 bytes of text, at most 8388608 are accepted"),
         ("jupyter_code", {"code": None}, "argument 'code' must be string, got null"),
+        ("jupyter_code", {"code": "x", "input": ""}, "argument 'input' is not known; expected: code"),
         ("jupyter_code", {"code": "x", "y" * 100: 1}, "argument '" + "y" * 79 + " is not known; expected: code"),
+        ("area", {"width": True}, "argument 'width' must be number, got boolean"),
+        ("area", {"width": 1.5, "unit": "km"}, "argument 'unit' must be 'cm' or 'm'"),
+        ("nested", {"rows": {}, "names": {}}, "argument 'rows' must be array, got object"),
         ("nested", {"rows": [[1], [2, "x"]], "names": {}}, "argument 'rows' item 1 item 1 must be integer, got string"),
         ("nested", {"rows": [], "names": {"a": 1}}, "argument 'names' entry 'a' must be string, got integer"),
         ("nested", {"rows": [], "names": {}, "limit": "x"}, "argument 'limit' must be integer, got string"),
     ],
 )
-def test_words_for_wrong_arguments_are_these(tool: str, arguments: object, message: str) -> None:
+def test_arguments_are_checked_and_the_words_for_wrong_ones_are_these(tool, arguments, message) -> None:
     """They are part of recorded trajectories."""
     registry = default_registry()
+    registry.add(area)
     registry.add(nested)
-    assert registry.prepare(tool, arguments, None).error_message == f"{tool}: {message}"
+    prepared = registry.prepare(tool, arguments, None)
+    if message is None:
+        assert isinstance(prepared, Job)
+    else:
+        assert prepared.kind == "bad_arguments" and prepared.counts_as_error
+        assert prepared.error_message == f"{tool}: {message}"
+
+
+@pytest.mark.parametrize("name", ["search", ""])
+def test_a_tool_that_does_not_exist_is_an_error_that_names_those_that_do(name: str) -> None:
+    found = default_registry().prepare(name, {"q": "x"}, None)
+    assert found.kind == "unknown_tool" and found.counts_as_error and f"{name!r}; known: {IO}" in found.error_message
 
 
 def test_program_text_that_is_no_unicode_is_left_to_the_interpreter() -> None:
@@ -105,68 +133,7 @@ def test_hints_and_docstrings_of_further_kinds() -> None:
     assert registry.prepare("rate", {"copy": 5, "_x": [None], "anything": {}}, None).arguments["copy"] == 5
 
 
-@pytest.mark.parametrize(
-    ("tool", "arguments", "kind"),
-    [
-        (IO, {"code": "x"}, None),
-        (IO, {"code": "x", "input": "y"}, None),
-        (IO, {"code": "x", "input": None}, None),
-        (IO, {"code": 5}, "bad_arguments"),
-        (IO, {}, "bad_arguments"),
-        (IO, {"code": "x", "stdin": "y"}, "bad_arguments"),
-        (IO, {"code": "x", "input": 3}, "bad_arguments"),
-        (IO, "code", "bad_arguments"),
-        (IO, None, "bad_arguments"),
-        (IO, ["x"], "bad_arguments"),
-        (IO, {"code": "x" * (9 << 20)}, "bad_arguments"),
-        ("jupyter_code", {"code": "x"}, None),
-        ("jupyter_code", {"code": "x", "input": ""}, "bad_arguments"),
-        ("search", {"q": "x"}, "unknown_tool"),
-        ("", {}, "unknown_tool"),
-        ("area", {"width": 2}, None),
-        ("area", {"width": True}, "bad_arguments"),
-        ("area", {"width": 1.5, "unit": "km"}, "bad_arguments"),
-    ],
-)
-def test_arguments_are_checked(tool: str, arguments: object, kind: str | None) -> None:
-    registry = default_registry()
-    registry.add(area)
-    prepared = registry.prepare(tool, arguments, None)
-    if kind is None:
-        assert isinstance(prepared, Job)
-    else:
-        assert isinstance(prepared, ToolResult)
-        assert prepared.kind == kind and prepared.counts_as_error and prepared.error_message
-
-
-def nested(rows: list[list[int]], names: dict[str, str], limit: int | None = None) -> int:
-    """Counts things."""
-    return len(rows) + len(names)
-
-
-def test_nested_types_are_checked() -> None:
-    registry = Registry()
-    registry.add(nested, where="trainer")
-    assert isinstance(registry.prepare("nested", {"rows": [[1]], "names": {"a": "b"}, "limit": None}, None), Job)
-    for wrong in ({"rows": [["x"]], "names": {}}, {"rows": [], "names": {"a": 1}}, {"rows": {}, "names": {}}):
-        assert registry.prepare("nested", wrong, None).kind == "bad_arguments"
-
-
 def test_trusted_functions_give_results_and_never_raise() -> None:
-    registry = Registry()
-    registry.add(area, where="trainer")
-    assert registry.run_trusted(registry.prepare("area", {"width": 2.0, "height": 3.0}, None)).echo == "6.0 cm"
-
-    def broken(x: int) -> int:
-        """Fails."""
-        return x // 0
-
-    registry.add(broken, where="trainer")
-    result = registry.run_trusted(registry.prepare("broken", {"x": 1}, None))
-    assert (result.kind, result.error_type) == ("exception", "ZeroDivisionError")
-
-
-def test_results_of_trusted_functions_of_further_kinds() -> None:
     given = ToolResult("ok", stdout="given", truncated=True)
 
     async def later(x: int) -> int:
@@ -194,12 +161,16 @@ def test_results_of_trusted_functions_of_further_kinds() -> None:
         """Makes the result itself."""
         return given
 
+    def broken(x: int) -> int:
+        """Fails."""
+        return x // 0
+
     def run(function: Callable) -> ToolResult:
         registry = Registry()
         registry.add(function, where="trainer")
         return registry.run_trusted(registry.prepare(function.__name__, {"x": 1}, None), 0.2)
 
-    assert run(later).echo == "2"
+    assert (run(later).echo, run(broken).error_type) == ("2", "ZeroDivisionError")
     assert run(late).kind == "timeout"
     assert (run(own_limit).kind, run(own_limit).error_type) == ("exception", "TimeoutError")
     assert [run(one).infra for one in (away, unreachable)] == [True, True]
@@ -213,30 +184,26 @@ def test_the_time_of_a_late_function_is_its_limit() -> None:
 
 
 def test_functions_that_cannot_be_tools() -> None:
-    registry = Registry()
-    with pytest.raises(ValueError, match="docstring"):
-        registry.add(lambda: None)
-
     def untyped(x):
         """Text."""
-
-    with pytest.raises(ValueError, match="type hint"):
-        registry.add(untyped)
 
     def strange(x: object) -> None:
         """Text."""
 
-    with pytest.raises(ValueError, match="JSON schema"):
-        registry.add(strange)
-
     def dated(x: list[date]) -> None:
         """Text."""
 
-    with pytest.raises(ValueError, match="JSON schema"):
-        registry.add(dated)
+    registry = Registry()
     registry.add(area)
-    with pytest.raises(ValueError, match="registered already"):
-        registry.add(area)
+    for function, message in (
+        (lambda: None, "docstring"),
+        (untyped, "type hint"),
+        (strange, "JSON schema"),
+        (dated, "JSON schema"),
+        (area, "registered already"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            registry.add(function)
     with pytest.raises(ValueError, match="unknown tools"):
         default_registry(("python",))
 

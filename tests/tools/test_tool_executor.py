@@ -63,7 +63,7 @@ def executor() -> Iterator[Watched]:
         yield made
 
 
-def test_fake_executor_holds_and_releases() -> None:
+def test_results_are_polled_when_they_are_there_unless_their_call_was_cancelled() -> None:
     with FakeExecutor(manual=True) as fake:
         for name in ("a", "b", "c"):
             fake.submit(call(name))
@@ -71,18 +71,15 @@ def test_fake_executor_holds_and_releases() -> None:
         fake.release("b")
         assert [name for name, _ in fake.poll()] == ["b"]
         fake.cancel(["a"])
-        fake.release("c")
-        assert [name for name, _ in fake.poll(1.0)] == ["c"]
+        threading.Timer(0.1, fake.release, ("c",)).start()
+        assert [name for name, _ in fake.poll(60.0)] == ["c"], "waits for the first result only"
+        assert fake.poll(0.1) == []
         fake.close_session("t")
         assert (fake.closed_sessions, fake.cancelled) == (["t"], ["a"])
-
-
-def test_poll_waits_for_the_first_result_only() -> None:
-    with FakeExecutor(manual=True) as fake:
+    with FakeExecutor() as fake:
         fake.submit(call("a"))
-        threading.Timer(0.1, fake.release, ("a",)).start()
-        assert [name for name, _ in fake.poll(60.0)] == ["a"]
-        assert fake.poll(0.1) == []
+        fake.cancel(["a"])
+        assert fake.poll() == [], "even if finished"
 
 
 def test_ids_in_flight_are_unique_and_start_comes_first() -> None:
@@ -93,13 +90,6 @@ def test_ids_in_flight_are_unique_and_start_comes_first() -> None:
         fake.submit(call("a"))
         with pytest.raises(ValueError, match="unique"):
             fake.submit(call("a"))
-
-
-def test_a_cancelled_result_is_not_delivered_even_if_finished() -> None:
-    with FakeExecutor() as fake:
-        fake.submit(call("a"))
-        fake.cancel(["a"])
-        assert fake.poll() == []
 
 
 def test_ratio_counts_leave_infra_out() -> None:
@@ -118,15 +108,11 @@ def test_percentile() -> None:
     assert percentile([], 50) == 0.0
 
 
-def test_run_keeps_the_order_of_calls(executor: BaseExecutor) -> None:
-    codes = ["import time; time.sleep(0.3); print('slow')", "print('quick')"]
-    results = executor.run([call(f"o{i}", code) for i, code in enumerate(codes)])
-    assert [result.stdout for result in results] == ["slow\n", "quick\n"]
-
-
-def test_poll_delivers_in_order_of_completion(executor: BaseExecutor) -> None:
-    executor.submit(call("slow", "import time; time.sleep(0.4)"))
-    executor.submit(call("quick", "print(1)"))
+def test_run_keeps_the_order_of_calls_and_poll_that_of_completion(executor: BaseExecutor) -> None:
+    calls = [call("slow", "import time; time.sleep(0.4); print('slow')"), call("quick", "print('quick')")]
+    assert [result.stdout for result in executor.run(calls)] == ["slow\n", "quick\n"]
+    for one in calls:
+        executor.submit(one)
     names: list[str] = []
     while len(names) < 2:
         names += [name for name, _ in executor.poll(2.0)]
@@ -197,22 +183,18 @@ def test_result_fields(executor: BaseExecutor) -> None:
     assert result.observation.endswith("[exception] ZeroDivisionError: division by zero (line 4: 1/0)")
 
 
-def test_policy_denial_is_marked(executor: BaseExecutor) -> None:
-    denied, plain = executor.run([call("d", "import socket\nsocket.socket()"), call("e", "open('none')")])
-    assert denied.kind == "exception" and denied.policy_denied
-    assert plain.kind == "exception" and not plain.policy_denied
-
-
-def test_long_output_keeps_both_ends(executor: BaseExecutor) -> None:
-    result = executor.run([call("l", "print('a' * 200_000 + 'z' * 200_000)")])[0]
-    assert result.kind == "ok" and result.truncated and result.stdout_bytes == 400_001
-    assert result.stdout.startswith("aaa") and result.stdout.endswith("zzz\n") and "bytes omitted" in result.stdout
-
-
-def test_time_out_keeps_the_output_so_far(executor: BaseExecutor) -> None:
-    result = executor.run([call("t", "print('before')\nwhile True: pass")])[0]
-    assert (result.kind, result.limit_hit, result.stdout) == ("timeout", "wall", "before\n")
-    assert result.wall_ms > 900
+def test_results_of_calls_that_are_denied_long_or_late(executor: BaseExecutor) -> None:
+    programs = {
+        "denied": "import socket\nsocket.socket()",
+        "plain": "open('none')",
+        "long": "print('a' * 200_000 + 'z' * 200_000)",
+        "late": "print('before')\nwhile True: pass",
+    }
+    denied, plain, long, late = executor.run([call(name, code) for name, code in programs.items()])
+    assert denied.kind == plain.kind == "exception" and denied.policy_denied and not plain.policy_denied
+    assert long.kind == "ok" and long.truncated and long.stdout_bytes == 400_001
+    assert long.stdout.startswith("aaa") and long.stdout.endswith("zzz\n") and "bytes omitted" in long.stdout
+    assert (late.kind, late.limit_hit, late.stdout) == ("timeout", "wall", "before\n") and late.wall_ms > 900
 
 
 def test_equal_seeds_give_equal_draws(executor: BaseExecutor) -> None:
@@ -243,12 +225,11 @@ def test_own_tools_in_sandbox_and_trainer(executor: BaseExecutor) -> None:
 
 
 def test_long_results_of_trainer_side_tools_are_cut() -> None:
-    registry = default_registry()
-
     def long(count: int) -> str:
         """Returns long text."""
         return "x" * count
 
+    registry = default_registry()
     registry.add(long, where="trainer")
     with FakeExecutor(registry=registry) as fake:
         [result] = fake.run([CodeCall("l", "long", {"count": 10_000_000}, None)])

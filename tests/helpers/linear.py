@@ -1,0 +1,28 @@
+"""Time that grows as the length of a text does, and not as its square."""
+
+import time
+from collections.abc import Callable
+
+
+def cpu_seconds(action: Callable[[], object]) -> float:
+    """Of this thread, so that other work on the machine does not count."""
+    started = time.thread_time()
+    action()
+    return time.thread_time() - started
+
+
+def assert_linear(
+    action: Callable[[str], object], unit: str, characters: int, *, lead: str = "", slack_s: float = 0.02
+) -> None:
+    """Eight times the text must take about eight times as long; 64 times as long if the time is quadratic.
+
+    Args:
+        unit: What the text repeats.
+        characters: Length of the shorter text.
+        lead: What the text begins with.
+        slack_s: For times that are too short to be measured.
+    """
+    small, large = (lead + unit * max(1, size // len(unit)) for size in (characters, 8 * characters))
+    assert any(
+        cpu_seconds(lambda: action(large)) < 24 * cpu_seconds(lambda: action(small)) + slack_s for _ in range(3)
+    ), f"{lead}{unit!r}, repeated"
