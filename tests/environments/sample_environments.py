@@ -111,6 +111,8 @@ class Flaky(Environment):
             raise ValueError("not yet")
         if self.how == "reset":
             raise RuntimeError("no server")
+        if self.how == "reset exhausted":
+            next(iter(()))
         return 7 if self.how == "reset type" else None
 
     def look(self) -> str:
@@ -146,6 +148,8 @@ class Flaky(Environment):
     def get_reward(self):
         if self.how == "reward":
             raise ValueError("lost count")
+        if self.how == "get_reward exhausted":
+            next(iter(()))
         return None if self.how == "no reward" else 1.0
 
     def close(self):
@@ -221,15 +225,6 @@ class Hostile(Environment):
         return None
 
 
-class Doomed:
-    def __init__(self):
-        raise OSError("no display")
-
-
-def make_doomed():
-    return Doomed()
-
-
 class Ledger(Environment):
     """Keeps its state in a database, whose connection belongs to the thread that opened it."""
 
@@ -260,16 +255,6 @@ class Ledger(Environment):
 class Mute(ValueError):
     def __str__(self):
         raise RuntimeError("no words")
-
-
-class ExhaustedReset(Environment):
-    def reset(self, problem):
-        return next(iter(()))
-
-
-class ExhaustedGetReward(Environment):
-    def get_reward(self):
-        return next(iter(()))
 
 
 class Reader(Environment):

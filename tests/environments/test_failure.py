@@ -9,14 +9,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses, HostThreads
-from grpo_roc_jax.environments.episodes import Episodes
+from grpo_roc_jax.environments.config import HostProcesses, HostThreads
 from grpo_roc_jax.environments.failure import failure_of, may_blame_policy
 from grpo_roc_jax.reward.config import EnvironmentReward, FormatReward, RewardConfig, TruncatedScored
 from grpo_roc_jax.reward.score import make_scorer
-from grpo_roc_jax.tools import ToolsConfig, ToolUnavailable
+from grpo_roc_jax.tools import ToolUnavailable
 from grpo_roc_jax.types import Problem
-from tests.environments.test_episodes import FILE, Play
+from tests.environments.test_episodes import FILE, Play, opened
 from tests.helpers.servers import two_call_chat
 
 
@@ -27,13 +26,10 @@ def chat():
 
 def outcome(chat, text, **choice):
     """(stop, trajectory, counts) of a rollout with this turn."""
-    episodes = Episodes(EnvironmentClass(path=f"{FILE}:Reader", retries=0, **choice), ToolsConfig())
-    try:
+    with opened("Reader", retries=0, **choice) as episodes:
         play = Play(chat, episodes)
         stop = play.say(text)
         return stop, play.end(stop if stop in ("failed", "infrastructure") else "eos")[0], episodes.counts
-    finally:
-        episodes.close()
 
 
 @pytest.mark.parametrize(
@@ -84,8 +80,7 @@ def test_a_failed_rollout_scores_0_whatever_it_earned_and_stays_in_its_group(cha
 
 @pytest.mark.parametrize("host", [HostThreads(), HostProcesses(1)], ids=["threads", "processes"])
 def test_the_first_failure_of_each_kind_is_logged_with_its_traceback(chat, caplog, host):
-    episodes = Episodes(EnvironmentClass(path=f"{FILE}:Reader", retries=0, host=host), ToolsConfig())
-    try:
+    with opened("Reader", retries=0, host=host) as episodes:
         with caplog.at_level(logging.WARNING):
             play = Play(chat, episodes, samples=5)
             for row, text in enumerate(["own", "own", "x", "y", "7"]):
@@ -100,8 +95,6 @@ def test_the_first_failure_of_each_kind_is_logged_with_its_traceback(chat, caplo
         assert "it scores 0; later ones" in caplog.records[1].message
         assert ["\n" in one.fault for one in found] == [True, False, True, False, False]
         assert "'y'" in found[3].fault and found[4].fault == ""
-    finally:
-        episodes.close()
 
 
 def raised(function):
@@ -160,15 +153,9 @@ def test_words_of_a_failure_are_bounded_and_on_one_line():
 
 
 @pytest.mark.parametrize("name", ["reset", "get_reward"])
-def test_an_exhausted_iterator_is_no_late_call(name):
+def test_an_exhausted_iterator_is_no_late_call(chat, name):
     """An asyncio future refuses StopIteration, so the call seemed never to end."""
-    episodes = Episodes(
-        EnvironmentClass(path=f"{FILE}:Exhausted{name.title().replace('_', '')}", retries=0, timeout_s=20),
-        ToolsConfig(),
-    )
-    try:
-        play = Play(two_call_chat(), episodes)
+    with opened("Flaky", retries=0, timeout_s=20) as episodes:
+        play = Play(chat, episodes, how=f"{name} exhausted")
         play.say("42")
         assert play.end("eos")[0].fault.startswith(f"{name}: NoItem: StopIteration")
-    finally:
-        episodes.close()

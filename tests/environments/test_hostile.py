@@ -4,12 +4,10 @@ import time
 
 import pytest
 
-from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses, HostThreads
+from grpo_roc_jax.environments.config import HostProcesses, HostThreads
 from grpo_roc_jax.environments.environment import Observation, classes_of
 from grpo_roc_jax.environments.episode import MOST_TEXT, checked_observation
-from grpo_roc_jax.environments.episodes import Episodes
-from grpo_roc_jax.tools import ToolsConfig
-from tests.environments.test_episodes import FILE, LOOK, Play
+from tests.environments.test_episodes import LOOK, Play, opened
 from tests.helpers.servers import two_call_chat
 
 FAULTS = ("exits", "cancels itself", "cannot be sent", "writes to every connection", "forks and dies")
@@ -22,9 +20,8 @@ def host(request):
 
 @pytest.fixture(scope="module")
 def episodes(host):
-    made = Episodes(EnvironmentClass(path=f"{FILE}:Hostile", timeout_s=9.0, host=host), ToolsConfig())
-    yield made
-    made.close()
+    with opened("Hostile", timeout_s=9.0, host=host) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +56,8 @@ def test_a_flood_of_text_is_cut_before_it_is_encoded(chat, episodes):
 
 
 def test_a_function_that_cannot_make_an_environment_is_said_at_the_start():
-    from tests.environments.test_episodes import MADE
+    def doomed():
+        raise OSError("no display")
 
     with pytest.raises(ValueError, match="environment: cannot be made: OSError: no display"):
-        classes_of({"": MADE.make_doomed})
+        classes_of({"": doomed})

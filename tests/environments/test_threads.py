@@ -5,11 +5,9 @@ from queue import SimpleQueue
 
 import pytest
 
-from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses, HostThreads
-from grpo_roc_jax.environments.episodes import Episodes
+from grpo_roc_jax.environments.config import HostProcesses, HostThreads
 from grpo_roc_jax.environments.threads import IdleThreads
-from grpo_roc_jax.tools import ToolsConfig
-from tests.environments.test_episodes import FILE, MADE, Play
+from tests.environments.test_episodes import MADE, Play, opened
 from tests.helpers.servers import two_call_chat
 
 COUNT = '<tool_call>{"name": "count", "arguments": {}}</tool_call>'
@@ -47,8 +45,7 @@ def test_all_functions_of_an_episode_run_on_one_thread(host):
     """A connection of sqlite3 that `reset` opens serves `step`, tools, reward and `close`, beside other episodes."""
     chat = two_call_chat()
     MADE.ATTEMPTS.clear()
-    episodes = Episodes(EnvironmentClass(path=f"{FILE}:Ledger", host=host), ToolsConfig())
-    try:
+    with opened("Ledger", host=host) as episodes:
         play = Play(chat, episodes, samples=4, max_turns=9)
         for turn in range(3):
             for row in range(4):
@@ -57,17 +54,3 @@ def test_all_functions_of_an_episode_run_on_one_thread(host):
         assert [one.reward for one in play.end()] == [106.0] * 4
         assert episodes.counts["faults"] == 0
         assert isinstance(host, HostProcesses) or MADE.ATTEMPTS == ["closed"] * 4
-    finally:
-        episodes.close()
-
-
-def test_a_late_function_costs_its_thread_and_the_environment_is_closed_on_another():
-    chat = two_call_chat()
-    MADE.ATTEMPTS.clear()
-    episodes = Episodes(EnvironmentClass(path=f"{FILE}:Flaky", timeout_s=0.2, retries=0), ToolsConfig())
-    try:
-        play = Play(chat, episodes, how="step hangs")
-        assert play.say("hm") == "infrastructure"
-        assert play.end("infrastructure")[0].fault == "step: took longer than 0.2 s" and "close" in MADE.ATTEMPTS
-    finally:
-        episodes.close()
