@@ -129,21 +129,15 @@ class Flaky(Environment):
         return "a door"
 
     def step(self, turn):
-        if self.how == "step":
-            raise KeyError("bug")
         if self.how == "step hangs":
             time.sleep(60)
-        if self.how == "step type":
-            return {"text": "?"}
-        if self.how == "nan":
-            return Observation(reward=float("nan"))
-        if self.how == "exit":
-            raise SystemExit
         if self.how == "crash":
             os._exit(3)
         if self.how == "block":
             threading.Event().wait()
-        return None
+        if error := {"step": KeyError("bug"), "exit": SystemExit()}.get(self.how):
+            raise error
+        return {"step type": {"text": "?"}, "nan": Observation(reward=float("nan"))}.get(self.how)
 
     def get_reward(self):
         if self.how == "reward":
@@ -266,20 +260,15 @@ class Reader(Environment):
             return self.absent
         if said == "module":
             return os.absent
-        if said == "wrong type":
-            return {}
-        if said == "generator":
-            return (text for text in "ab")
-        if said == "endless":
-            return Observation("more", reward=10**400)
         if said == "exhausted":
             next(iter(()))
-        if said == "mute":
-            raise Mute
-        if said == "offline":
-            raise OSError("no route to host")
-        if said == "unprepared":
-            raise RuntimeError("no session")
+        words = (word for word in "ab")
+        answers = {"wrong type": {}, "generator": words, "endless": Observation("more", reward=10**400)}
+        if said in answers:
+            return answers[said]
+        errors = {"mute": Mute(), "offline": OSError("no route to host"), "unprepared": RuntimeError("no session")}
+        if said in errors:
+            raise errors[said]
         return Observation(f"next {int(said)}", reward=1.0)
 
 

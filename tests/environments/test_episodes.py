@@ -23,15 +23,12 @@ from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools import ToolsConfig
 from grpo_roc_jax.types import RolloutRequest, ToolCall, Trajectory, Turn
+from tests.helpers.servers import call
 from tests.rollout.test_collect import CALL, PROBLEM, Instant, turn
 
 FILE = str(Path(__file__).parent / "sample_environments.py")
 MADE = import_file(FILE)
-ADD, DOUBLE, LIMIT, LOOK, MEET = (
-    f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
-    for name, arguments in (("add", '{"k": 2}'), ("double", "{}"), ("limit", "{}"), ("look", "{}"), ("meet", "{}"))
-)
-
+ADD, LIMIT, LOOK, MEET = call("add", '{"k": 2}'), call("limit"), call("look"), call("meet")
 MALFORMED = "<tool_call>{</tool_call>"
 
 
@@ -168,10 +165,10 @@ def test_the_class_of_trl_works_unchanged(chat, worlds, name):
     }
     play = Play(chat, episodes, extra={"start": 1})
     assert play.requests[0].problem.prompt == "37*58=? Start: 1."
-    said = play.say(ADD + ADD + LIMIT + '<tool_call>{"name": "add", "arguments": {"k": "x"}}</tool_call>')
+    said = play.say(ADD + ADD + LIMIT + call("add", '{"k": "x"}'))
     outputs = [part.split("\n</tool_response>")[0].strip() for part in said.split("<tool_response>")[1:]]
     assert outputs[:3] == ["3", "5", "100"] and "argument 'k' must be integer, got string" in outputs[3]
-    assert "unknown_tool" in play.say('<tool_call>{"name": "_hidden", "arguments": {}}</tool_call>')
+    assert "unknown_tool" in play.say(call("_hidden"))
     assert play.say("done") == "eos"
     (trajectory,) = play.end()
     assert trajectory.reward == 1.0 and not any(t.reward for t in trajectory.turns)
@@ -187,7 +184,7 @@ def test_calls_of_the_executor_and_of_the_environment_share_a_turn_in_order(chat
     play = Play(chat, worlds("Counter"), executor=executor)
     said = play.say(ADD + CALL)
     assert [part.split("\n")[1] for part in said.split("<tool_response>")[1:]] == ["2", "7"]
-    assert [call.tool for call in executor.submitted] == ["python"]
+    assert [one.tool for one in executor.submitted] == ["python"]
     play.end()
     assert not executor.closed, "the row has not ended"
 
@@ -290,15 +287,13 @@ def test_an_end_that_is_never_answered_is_not_waited_for(chat, worlds):
 
 
 def test_tools_of_another_origin_are_called_by_name(chat, worlds):
-    add = '<tool_call>{"name": "add", "arguments": {"name": %s}}</tool_call>'
-    said = Play(chat, worlds("Elsewhere")).say(add % 2 + add % '"x"')
+    said = Play(chat, worlds("Elsewhere")).say(call("add", '{"name": 2}') + call("add", '{"name": "x"}'))
     assert "\nadd {'name': 2}\n" in said and "argument 'name' must be integer or null, got string" in said
 
 
 def test_an_environment_may_answer_calls_itself(chat, worlds):
-    add, known = '<tool_call>{"name": "add", "arguments": {"name": 2}}</tool_call>', MALFORMED
-    play = Play(chat, worlds("Answering"), samples=3)
-    said = play.say(known + add + add)
+    play, add = Play(chat, worlds("Answering"), samples=3), call("add", '{"name": 2}')
+    said = play.say(MALFORMED + add + add)
     assert said.count("\nmine\n") == 2 and said.index("malformed") < said.index("mine")
     assert play.say(f"too few {add}", row=1) == "infrastructure"
     assert play.say(f"wrong type {add}", row=2) == "infrastructure"
@@ -312,7 +307,7 @@ def test_a_tool_without_a_schema_is_refused_at_the_start():
 
 
 def test_processes_are_replaced_when_they_crash_and_others_go_on(chat):
-    with opened("Flaky", host=HostProcesses(2), timeout_s=2.0, retries=1) as episodes:
+    with opened("Flaky", host=HostProcesses(2), timeout_s=20.0, retries=1) as episodes:
         crash = Play(chat, episodes, how="crash")
         fine = Play(chat, episodes, how="fine", place=5)  # in the other process
         assert fine.say(LOOK).count("a door") == 1
