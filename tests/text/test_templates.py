@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -43,12 +44,8 @@ ADDED = {
     "chatml_tools": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "thinking": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "llama3": [
-        "<|begin_of_text|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|python_tag|>",
+        *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
+        *("<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
     ],
     "gemma": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
     "qwen3_coder": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"],
@@ -64,17 +61,22 @@ def load(name: str) -> ChatTemplate:
     return ChatTemplate((FOLDER / f"{name}.jinja").read_text(), specials, name)
 
 
-def make_directory(folder: Path, name: str) -> Path:
-    """A tokenizer of bytes with the family's added tokens, and the template, as a model directory has them."""
+def make_directory(folder: Path, name: str, source: str = "", added: Sequence[str] = ()) -> Path:
+    """A tokenizer of bytes with the family's added tokens, and the template, as a model directory has them.
+
+    Args:
+        source: Of another template than that of the family.
+        added: Other special tokens than those of the family, the end token first.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(ADDED[name])
+    tokenizer.add_special_tokens(list(added or ADDED[name]))
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {key: value for key, value in (OF_DIALECTS | SPECIALS)[name].items() if value}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").write_text((FOLDER / f"{name}.jinja").read_text())
+    named = {"eos_token": added[0]} if added else (OF_DIALECTS | SPECIALS)[name]
+    (folder / "tokenizer_config.json").write_text(json.dumps({key: value for key, value in named.items() if value}))
+    (folder / "chat_template.jinja").write_text(source or (FOLDER / f"{name}.jinja").read_text())
     return folder
 
 
@@ -112,18 +114,15 @@ def test_rendering_equals_that_of_transformers(tmp_path, name, conversation, gen
         chat_template=(FOLDER / f"{name}.jinja").read_text(),
         **SPECIALS[name],
     )
-    messages = CONVERSATIONS[conversation]
+    messages, options = CONVERSATIONS[conversation], {"add_generation_prompt": generation}
+    template = load_template(tmp_path)
     for tools in (None, TOOLS):
-        options = {"tools": tools, "add_generation_prompt": generation}
-
-        def rendered(options=options, tools=tools):
-            return load_template(tmp_path).render(messages, **options | {"tools": tools or ()})
-
         if name == "gemma" and conversation == "tools":
             with pytest.raises(TemplateError, match="roles must alternate"):
-                rendered()
-            continue
-        assert rendered() == tokenizer.apply_chat_template(messages, tokenize=False, **options)
+                template.render(messages, tools=tools or (), **options)
+        else:
+            expected = tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, **options)
+            assert template.render(messages, tools=tools or (), **options) == expected
 
 
 @pytest.mark.parametrize("tools", [(), TOOLS])
@@ -134,34 +133,20 @@ def test_the_grown_dialogue_is_what_the_template_renders(name, system, tools):
     template = load(name)
     convention = CONVENTIONS[template.convention]
     glue = make_glue(template, convention, system=system, tools=tools, ends=ENDS)
-    first, second = "one", "two"
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because"}]
     said = " Because" if name == "mistral" else "Because"
     text = glue.prompt_open + "Why?" + glue.prompt_close + said + glue.end + glue.observation_open
-    shown = json.dumps(first)[1:-1] if glue.json_observations else first
-    text += shown
+    text += "one"
     if name == "gemma":
-        both = f"{first}\n```\n```tool_output\n{second}"
-        messages.append(convention.observation(both))
+        messages.append(convention.observation("one\n```\n```tool_output\ntwo"))
     else:
-        messages += [convention.observation(first) | {"tool_call_id": PROBE_IDS[0]}]
-        messages += [convention.observation(second) | {"tool_call_id": PROBE_IDS[1]}]
-    text += glue.observation_between + second + glue.observation_close.replace(*PROBE_IDS)
+        outputs = zip(("one", "two"), PROBE_IDS, strict=True)
+        messages += [convention.observation(output) | {"tool_call_id": own_id} for output, own_id in outputs]
+    text += glue.observation_between + "two" + glue.observation_close.replace(*PROBE_IDS)
     assert text == template.render(messages, tools=tools, add_generation_prompt=True)
     assert glue.json_observations == (name == "llama3")
     assert check_append_only(template, convention, glue, system=system, tools=tools) == ""
-
-
-def test_the_template_determines_the_convention():
-    assert {name: load(name).convention for name in SPECIALS} == {
-        "chatml_tools": "hermes",
-        "thinking": "hermes",
-        "llama3": "llama3",
-        "gemma": "gemma",
-        "mistral": "mistral",
-        "qwen3_coder": "xml",
-    }
 
 
 REWRITING = """
@@ -186,9 +171,8 @@ ALTERNATING = """
 @pytest.mark.parametrize("drops", [False, True])
 def test_outputs_are_user_messages_of_a_template_without_tools(tmp_path, drops):
     """As in Mistral 7B v0.1 and v0.2, Llama 2, Zephyr: any other role is refused, or leaves no text."""
-    make_directory(tmp_path, "mistral")
     source = ALTERNATING.replace("messages -%}", "messages if m.role != 'tool' -%}") if drops else ALTERNATING
-    (tmp_path / "chat_template.jinja").write_text(source)
+    make_directory(tmp_path, "mistral", source)
     chat = chat_of(tmp_path, PublishedTemplate(history="refuse"), max_calls_per_turn=2)
     text = chat.tokenizer.decode(chat.observation_ids(["1", "2 [/INST]"], closed=True))
     escaped = "2 [\u200b/INST]"
@@ -198,9 +182,7 @@ def test_outputs_are_user_messages_of_a_template_without_tools(tmp_path, drops):
 
 
 def test_a_template_may_end_turns_with_any_published_end_token(tmp_path):
-    make_directory(tmp_path, "thinking")
-    source = (FOLDER / "thinking.jinja").read_text().replace("<|im_end|>", "<|turn|>")
-    (tmp_path / "chat_template.jinja").write_text(source)
+    make_directory(tmp_path, "thinking", (FOLDER / "thinking.jinja").read_text().replace("<|im_end|>", "<|turn|>"))
     spec = json.loads((tmp_path / "tokenizer.json").read_text())
     token = {**spec["added_tokens"][-1], "id": spec["added_tokens"][-1]["id"] + 1, "content": "<|turn|>"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec | {"added_tokens": [*spec["added_tokens"], token]}))
@@ -211,8 +193,7 @@ def test_a_template_may_end_turns_with_any_published_end_token(tmp_path):
 
 
 def test_a_template_that_drops_thinking_is_refused_with_the_difference_or_appended_to(tmp_path, caplog):
-    make_directory(tmp_path, "thinking")
-    (tmp_path / "chat_template.jinja").write_text(REWRITING)
+    make_directory(tmp_path, "thinking", REWRITING)
     said = r"rewrites earlier turns, after tool turn 1: sampled '.*<think>\\nfirst.*, rendered '.*xTURNx1"
     with pytest.raises(TemplateError, match=said):
         chat_of(tmp_path, PublishedTemplate(history="refuse"))
@@ -223,8 +204,7 @@ def test_a_template_that_drops_thinking_is_refused_with_the_difference_or_append
         chat.prompt_ids(PROBLEM) + chat.turn_ids("<think>\nx\n</think>\n\ny") + chat.observation_ids(["3"], closed=True)
     )
     assert "<think>\nx\n</think>\n\ny<|im_end|>\n<|im_start|>tool\n3<|im_end|>" in chat.tokenizer.decode(grown)
-    (tmp_path / "chat_template.jinja").write_text((FOLDER / "thinking.jinja").read_text())
-    chat_of(tmp_path, PublishedTemplate(history="refuse"))
+    chat_of(make_directory(tmp_path, "thinking"), PublishedTemplate(history="refuse"))
 
 
 @pytest.mark.parametrize("name", SPECIALS)
@@ -265,13 +245,12 @@ def test_the_tokens_that_stop_llama(tmp_path):
 
 
 def test_messages_about_unusable_templates(tmp_path):
-    make_directory(tmp_path, "chatml_tools")
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content | upper }}")
-    with pytest.raises(TemplateError, match="must be rendered exactly once and unchanged; got 'XUSERX'"):
-        chat_of(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(TemplateError, match="Expected an expression"):
-        chat_of(tmp_path)
+    for source, message in (
+        ("{{ messages[0].content | upper }}", "must be rendered exactly once and unchanged; got 'XUSERX'"),
+        ("{% if %}", "Expected an expression"),
+    ):
+        with pytest.raises(TemplateError, match=message):
+            chat_of(make_directory(tmp_path, "chatml_tools", source))
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(TemplateError, match=r"has no chat template .*set text\.template to chatml"):
         chat_of(tmp_path)
@@ -305,8 +284,7 @@ def test_the_template_is_found_in_every_usual_file(tmp_path):
 @pytest.mark.parametrize("thinking", [True, False])
 def test_a_template_that_keeps_the_thoughts_of_an_opened_turn_rewrites_nothing(tmp_path, thinking):
     """Qwen3.5 opens the thought itself, or writes an empty one; `refuse` accepts both."""
-    make_directory(tmp_path, "qwen3_coder")
-    (tmp_path / "chat_template.jinja").write_text((FOLDER / "qwen3_5.jinja").read_text())
+    make_directory(tmp_path, "qwen3_coder", (FOLDER / "qwen3_5.jinja").read_text())
     variables = () if thinking else ("enable_thinking=false",)
     chat = chat_of(tmp_path, PublishedTemplate(history="refuse", variables=variables), tools_section=True)
     prompt = chat.tokenizer.decode(chat.prompt_ids(PROBLEM))
@@ -364,28 +342,6 @@ def test_a_prompt_that_names_no_tool_is_said_with_what_to_set(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ('{"name": "f", "parameters": {"a": 1}}', [("f", {"a": 1})]),
-        (' {"type": "function", "name": "f", "arguments": {"a": "x;y"}}', [("f", {"a": "x;y"})]),
-        (
-            'thinking <|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"b": [1]}}',
-            [("f", {}), ("g", {"b": [1]})],
-        ),
-        ("The set {1, 2} has two elements.", []),
-        ('In JSON: {"name": "f"}', []),
-        ("<|python_tag|>print(1)", [None]),
-        ('{"name": "f", "parameters": {"a": 1}', [None]),
-        ('{"name": "f"}', [None]),
-    ],
-)
-def test_llama_calls(text, found):
-    calls = CONVENTIONS["llama3"].find_calls(text, over=True)
-    assert [None if call.fault else (call.name, call.arguments) for call in calls] == found
-    assert CONVENTIONS["llama3"].find_calls(text, over=False) == []
-
-
-@pytest.mark.parametrize(
     ("source", "found"),
     [
         ("f(a=1, b='x')", ("f", {"a": 1, "b": "x"})),
@@ -421,32 +377,17 @@ TRACE = Trace(
     ),
     (("42",),),
 )
+JSON_CODE = '"code": "print(\\"6\\" * 2)\\n"'
 WRITTEN = {
-    "thinking": (
-        f"<think>\nI compute.\n</think>\n\n{CALLED}",
-        "<think>\nSo it is.\n</think>\n\n<answer>\\boxed{42}</answer>",
-    ),
-    "chatml_tools": (
-        f"I compute.\n{CALLED}",
-        "So it is.\n<answer>\\boxed{42}</answer>",
-    ),
-    "llama3": (
-        'I compute.<|python_tag|>{"name": "run", "parameters": {"code": "print(\\"6\\" * 2)\\n"}}',
-        "So it is.\n<answer>\\boxed{42}</answer>",
-    ),
-    "gemma": (
-        "I compute.\n```tool_code\nrun(code='print(\"6\" * 2)\\n')\n```",
-        "So it is.\n<answer>\\boxed{42}</answer>",
-    ),
+    "thinking": f"<think>\nI compute.\n</think>\n\n{CALLED}",
+    "chatml_tools": f"I compute.\n{CALLED}",
+    "llama3": f'I compute.<|python_tag|>{{"name": "run", "parameters": {{{JSON_CODE}}}}}',
+    "gemma": "I compute.\n```tool_code\nrun(code='print(\"6\" * 2)\\n')\n```",
     "qwen3_coder": (
         "I compute.\n<tool_call>\n<function=run>\n<parameter=code>\n"
-        'print("6" * 2)\n\n</parameter>\n</function>\n</tool_call>',
-        "So it is.\n<answer>\\boxed{42}</answer>",
+        'print("6" * 2)\n\n</parameter>\n</function>\n</tool_call>'
     ),
-    "mistral": (
-        'I compute.[TOOL_CALLS] [{"name": "run", "arguments": {"code": "print(\\"6\\" * 2)\\n"}, "id": "000000001"}]',
-        "So it is.\n<answer>\\boxed{42}</answer>",
-    ),
+    "mistral": f'I compute.[TOOL_CALLS] [{{"name": "run", "arguments": {{{JSON_CODE}}}, "id": "000000001"}}]',
 }
 
 
@@ -454,56 +395,36 @@ WRITTEN = {
 def test_demonstrations_are_written_as_the_model_thinks_and_calls(tmp_path, name):
     """The parser of the convention reads the call back."""
     chat = chat_of(make_directory(tmp_path, name))
-    assert tuple(map(chat.written, TRACE.turns)) == WRITTEN[name]
+    answer = "<answer>\\boxed{42}</answer>"
+    thought = "<think>\nSo it is.\n</think>\n\n" if name == "thinking" else "So it is.\n"
+    written = (WRITTEN[name], thought + answer)
+    assert tuple(map(chat.written, TRACE.turns)) == written
     tokens, mask = chat.trace_row(TRACE)
     said = chat.tokenizer.decode(tokens[mask]).replace(chat.glue.end, "")
-    assert said == "".join(WRITTEN[name])
-    (call,) = chat.parse_turn(chat.turn_ids(WRITTEN[name][0])).calls
+    assert said == "".join(written)
+    (call,) = chat.parse_turn(chat.turn_ids(written[0])).calls
     assert (call.name, call.arguments, call.fault) == ("run", {"code": 'print("6" * 2)\n'}, None)
 
 
 def test_a_thought_that_the_template_has_opened_is_not_opened_again(tmp_path):
-    make_directory(tmp_path, "thinking")
-    file = tmp_path / "chat_template.jinja"
-    file.write_text(REWRITING.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"))
-    chat = chat_of(tmp_path)
+    opening = REWRITING.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif")
+    chat = chat_of(make_directory(tmp_path, "thinking", opening))
     assert chat.written("x</reason>y") == "x\n</think>\n\ny"
     assert chat.written("</reason>y") == "\n</think>\n\ny"  # else the answer would stand in the open thought
 
 
-@pytest.mark.parametrize("name", CONVENTIONS)
-def test_written_calls_are_read_back(name):
-    calls = [ToolCall("f", {"a": 1, "b": ["x\n", {"c": None}]}, "f"), ToolCall("g", {}, "g")]
-    given = {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "array"}, {"type": "null"}]}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": given}}}]
-    for said in ("", "thus"):
-        found = CONVENTIONS[name].find_calls(CONVENTIONS[name].write_calls(said, calls), over=True, tools=tools)
-        assert [(call.name, call.arguments) for call in found] == [(call.name, call.arguments) for call in calls]
-
-
-TYPED = [
-    {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "parameters": {
-                "properties": {
-                    "code": {"type": "string"},
-                    "n": {"type": "integer"},
-                    "flag": {"type": "boolean"},
-                    "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
-                    "maybe": {"anyOf": [{"type": "array"}, {"type": "null"}]},
-                    "list": {"type": ["integer", "null"]},
-                    "place": {"$ref": "#/$defs/Place"},
-                    "any": True,
-                },
-                "$defs": {"Place": {"type": "object"}},
-            },
-        },
-    }
-]
-
-
+VALUES = {
+    "code": {"type": "string"},
+    "n": {"type": "integer"},
+    "flag": {"type": "boolean"},
+    "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+    "maybe": {"anyOf": [{"type": "array"}, {"type": "null"}]},
+    "list": {"type": ["integer", "null"]},
+    "place": {"$ref": "#/$defs/Place"},
+    "any": True,
+}
+OBJECT = {"properties": VALUES, "$defs": {"Place": {"type": "object"}}}
+TYPED = [{"type": "function", "function": {"name": "f", "parameters": OBJECT}}]
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}}
 NESTED = {"D0": {"anyOf": [{"$ref": "#/$defs/D1"}] * 100}, "D1": {"anyOf": [{"$ref": "#/$defs/D0"}] * 100}}
 
@@ -595,27 +516,6 @@ def test_xml_calls(text, found):
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("so</think>\n{call}", 1),
-        ("I could write <tool_call> now.</think>\n{call}", 1),
-        ("<think>\nFirst <tool_call>, then more.\n</think>\n{call}", 1),
-        ("<think>{call}</think>\nNo call is needed.", 0),
-        ("{call}\n<think>or <tool_call>?</think>\n{call}", 2),
-        ("<tool_call> is a tag</reason>{call}", 1),
-        ("<think>I call: {call}", 0),
-    ],
-)
-@pytest.mark.parametrize("name", ["hermes", "xml"])
-def test_a_call_inside_a_thought_is_none(tmp_path, name, text, found):
-    chat = chat_of(make_directory(tmp_path, "thinking"), calls=name, max_calls_per_turn=4)
-    call = CONVENTIONS[name].write_calls("", [ToolCall("f", {"a": "x"}, "")]).strip()
-    parsed = chat.parse_turn(chat.turn_ids(text.replace("{call}", call)))
-    assert [(call.name, call.arguments) for call in parsed.calls] == [("f", {"a": "x"})] * found
-    assert parsed.ended_by == ("tool_call" if found else "eos")
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
         ("<|python_tag|>print(1)\nprint(2)\n", ("f", {"code": "print(1)\nprint(2)"})),
         ('<|python_tag|>f.call(n=2, code="x")', ("f", {"n": 2, "code": "x"})),
         ('I look it up.\n\n{"name": "f", "parameters": {"n": 1}}', ("f", {"n": 1})),
@@ -627,14 +527,8 @@ def test_a_call_inside_a_thought_is_none(tmp_path, name, text, found):
 def test_code_and_prose_before_calls_of_llama(text, found):
     calls = CONVENTIONS["llama3"].find_calls(text, over=True, tools=TYPED)
     assert [None if call.fault else (call.name, call.arguments) for call in calls] == ([] if found == () else [found])
-
-
-def test_the_tools_of_a_run_type_the_values_of_its_calls(tmp_path):
-    make_directory(tmp_path, "qwen3_coder")
-    config = TextConfig(tokenizer=str(tmp_path), template=PublishedTemplate())
-    chat = make_chat(config, load_tokenizer(config), TYPED)
-    (call,) = chat.parse_turn(chat.turn_ids(xml(("n", "3")))).calls
-    assert call.arguments == {"n": 3}
+    (code,) = CONVENTIONS["llama3"].find_calls("<|python_tag|>print(1)", over=True)
+    assert code.fault, "no tool takes code"
 
 
 @pytest.mark.parametrize(

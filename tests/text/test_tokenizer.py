@@ -88,21 +88,15 @@ def test_ids_beyond_the_vocabulary_can_be_decoded(tokenizer):
     assert isinstance(tokenizer.decode([tokenizer.vocab_size, tokenizer.vocab_size + 5]), str)
 
 
-def test_bytes_of_a_character_join_across_ids(tokenizer):
-    ids = tokenizer.encode("日")
-    assert tokenizer.decode(ids) == "日"
-    if len(ids) > 1:
-        assert tokenizer.decode(ids[:1]) != "日"
-
-
 @pytest.mark.parametrize("text", ["a é 日本 🙂 x", " lead", "a\n\n  b\t", "<|im_end|> <answer>", "\ufffd", ""])
 def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer, text):
     """Of a part of a character its own bytes, not those of the replacement character."""
     ids = [*tokenizer.encode(text), tokenizer.eos_id]
     parts = [tokenizer.token_bytes(i) for i in ids]
     assert b"".join(parts) == tokenizer.decode(ids).encode()
-    emoji = [tokenizer.token_bytes(i) for i in tokenizer.encode("🙂")]
-    assert b"".join(emoji) == "🙂".encode() and len(emoji) > 1
+    emoji = tokenizer.encode("🙂")
+    assert b"".join(map(tokenizer.token_bytes, emoji)) == "🙂".encode() and len(emoji) > 1
+    assert tokenizer.decode(emoji[:1]) != "🙂"
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
@@ -138,37 +132,29 @@ def test_a_special_that_is_also_an_ordinary_piece_is_broken_up():
 
 def test_whitespace_added_tokens_stay_ordinary():
     spec = qwen_like()
-    spec["added_tokens"].append(
-        {
-            "id": 1 + max(token["id"] for token in spec["added_tokens"]),
-            "content": "    ",
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": False,
-        }
-    )
+    own_id = 1 + max(token["id"] for token in spec["added_tokens"])
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    spec["added_tokens"].append({"id": own_id, "content": "    "} | flags)
     loaded = JsonTokenizer(spec)
     assert loaded.special("    ") is None
-    assert spec["added_tokens"][-1]["id"] in loaded.encode("if x:\n    y")
+    assert own_id in loaded.encode("if x:\n    y")
     assert loaded.decode(loaded.encode("if x:\n    y")) == "if x:\n    y"
 
 
+def from_file(path, **settings):
+    return load_tokenizer(TextConfig(tokenizer=TokenizerFile(path=str(path), **settings)))
+
+
 def test_end_and_padding_of_a_tokenizer_json(tmp_path):
-    spec = qwen_like()
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(qwen_like()))
     found = load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
     assert found.eos_id == found.special("<|im_end|>")
     assert found.pad_id == found.special("<|endoftext|>")
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": {"content": "<|endoftext|>"}, "pad_token": "<|endoftext|>"})
-    )
+    named = {"eos_token": {"content": "<|endoftext|>"}, "pad_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     named = load_tokenizer(TextConfig(tokenizer=str(tmp_path / "tokenizer.json")))
     assert named.eos_id == named.pad_id == named.special("<|endoftext|>")
-    forced = load_tokenizer(
-        TextConfig(tokenizer=TokenizerFile(path=str(tmp_path), eos_token="<|im_end|>", pad_token="<|im_start|>"))
-    )
+    forced = from_file(tmp_path, eos_token="<|im_end|>", pad_token="<|im_start|>")
     assert (forced.eos_id, forced.pad_id) == (forced.special("<|im_end|>"), forced.special("<|im_start|>"))
 
 
@@ -247,10 +233,8 @@ REWARD = ("<|high_reward|>", "<|low_reward|>")
 def test_added_tokens_come_after_a_published_vocabulary(tmp_path):
     spec = qwen_like()
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    plain = load_tokenizer(TextConfig(tokenizer=TokenizerFile(path=str(tmp_path), eos_token=QWEN_SPECIALS[0])))
-    more = load_tokenizer(
-        TextConfig(tokenizer=TokenizerFile(path=str(tmp_path), eos_token=QWEN_SPECIALS[0], added_tokens=REWARD))
-    )
+    plain = from_file(tmp_path, eos_token=QWEN_SPECIALS[0])
+    more = from_file(tmp_path, eos_token=QWEN_SPECIALS[0], added_tokens=REWARD)
     size = plain.vocab_size
     assert [more.special(text) for text in REWARD] == [size, size + 1] and more.vocab_size == size + 2
     assert [plain.special(text) for text in REWARD] == [None, None]
@@ -258,21 +242,16 @@ def test_added_tokens_come_after_a_published_vocabulary(tmp_path):
     assert more.special_ids.isdisjoint(more.encode("a <|high_reward|> in the text"))  # text is not encoded to it
     assert more.encode("as before") == plain.encode("as before")
     # Existing tokens keep their ids, and an ordinary piece becomes special under its own id.
-    same = load_tokenizer(
-        TextConfig(tokenizer=TokenizerFile(path=str(tmp_path), eos_token=QWEN_SPECIALS[0], added_tokens=QWEN_SPECIALS))
-    )
+    same = from_file(tmp_path, eos_token=QWEN_SPECIALS[0], added_tokens=QWEN_SPECIALS)
     assert same.vocab_size == size and same.special(QWEN_SPECIALS[0]) == plain.special(QWEN_SPECIALS[0])
     word = next(text for text in spec["model"]["vocab"] if len(text) > 2 and text.isascii())
-    special = load_tokenizer(
-        TextConfig(tokenizer=TokenizerFile(path=str(tmp_path), eos_token=QWEN_SPECIALS[0], added_tokens=(word,)))
-    )
+    special = from_file(tmp_path, eos_token=QWEN_SPECIALS[0], added_tokens=(word,))
     assert special.special(word) == spec["model"]["vocab"][word] and special.vocab_size == size
 
 
 def test_added_tokens_come_after_a_sentencepiece_folder(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(gemma_like("bpe"))
-    plain = load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
-    more = load_tokenizer(TextConfig(tokenizer=TokenizerFile(path=str(tmp_path), added_tokens=REWARD)))
+    plain, more = from_file(tmp_path), from_file(tmp_path, added_tokens=REWARD)
     size = plain.vocab_size
     assert [more.special(text) for text in REWARD] == [size, size + 1] and more.vocab_size == size + 2
     assert more.decode([size + 1]) == REWARD[1] and more.encode("the turn") == plain.encode("the turn")
@@ -302,9 +281,8 @@ class TestToyModel:
                 piece = self.toy.decode([token])
                 assert len(piece) == 1 or not any(c.isdigit() for c in piece), piece
 
-    @pytest.mark.parametrize("text", [piece for piece in FIXED_PIECES])
-    def test_repeated_text_of_dialogues_is_one_token(self, text):
-        assert len(self.toy.encode(text)) == 1
+    def test_repeated_text_of_dialogues_is_one_token(self):
+        assert [piece for piece in FIXED_PIECES if len(self.toy.encode(piece)) != 1] == []
 
     @pytest.mark.slow
     def test_training_again_gives_the_same_model(self):
@@ -315,6 +293,5 @@ class TestToyModel:
         shipped = resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes()
         again = sentencepiece.SentencePieceProcessor(model_proto=train())
         old = sentencepiece.SentencePieceProcessor(model_proto=shipped)
-        assert [again.id_to_piece(i) for i in range(again.vocab_size())] == [
-            old.id_to_piece(i) for i in range(old.vocab_size())
-        ]
+        pieces = ([model.id_to_piece(i) for i in range(model.vocab_size())] for model in (again, old))
+        assert next(pieces) == next(pieces)
