@@ -57,20 +57,8 @@ def test_find_answer_strict(turns, answer, answers, well_formed):
     assert (found.answer, found.answers, found.well_formed) == (answer, answers, well_formed)
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("<answer>4</answer>", "4"),
-        (r"so \boxed{4}", "4"),
-        (r"\boxed{3} <answer>\boxed{4}</answer>", "4"),
-        ("The answer is 12. Good.", "12"),
-        ("Answer: 3.5\nbye", "3.5"),
-        ("nothing", None),
-    ],
-)
-def test_find_answer_lenient(text, answer):
-    assert find_answer([text], lenient=True).answer == answer
-
-
-def test_other_tag():
+def test_the_last_block_counts_in_lenient_reading_too():
+    """`last_sentences.jsonl` has what else lenient reading takes."""
+    assert find_answer([r"\boxed{3} <answer>\boxed{4}</answer>"], lenient=True).answer == "4"
+    assert find_answer(["<answer>4</answer>"], lenient=True).answer == "4"
     assert find_answer([r"<final>\boxed{1}</final>"], tag="final").answer == "1"

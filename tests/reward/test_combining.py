@@ -212,15 +212,12 @@ def test_a_channel_that_does_not_apply_to_a_failure_stays_away():
     assert [v.channels for v in group.verdicts[3:]] == [{"answer": 0.0, "mine": None}] * 2
 
 
-def test_a_group_of_truncated_rollouts_has_no_signal():
-    (group,) = scored(SETS[2], GROUP[3:], **OWN).groups
-    assert group.rewards.tolist() == [0.0, 0.0]
-
-
 def test_turns_of_a_failure_earn_its_reward():
     (group,) = scored(("by_turn",), GROUP, **OWN).groups
     pays = [turn_pay(t, v, v.reward).sum() for t, v in group.pairs]
     assert pays == [1.0, 1.0, 1.5, 0.0, 0.0]
+    (alone,) = scored(SETS[2], GROUP[3:], **OWN).groups
+    assert alone.rewards.tolist() == [0.0, 0.0], "a group of truncated rollouts has no signal"
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------

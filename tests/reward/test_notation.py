@@ -10,6 +10,7 @@ from grpo_roc_jax.reward.answer import find_answer
 from grpo_roc_jax.reward.notation import decide, for_algebra, normalize, read_number, split_unit
 from grpo_roc_jax.reward.verify import Verifier
 from grpo_roc_jax.reward.words import measure
+from tests.helpers.linear import assert_linear
 
 
 @pytest.mark.parametrize(
@@ -70,14 +71,12 @@ def test_huge_numbers_are_compared_without_expanding_them():
     ("answer", "gold", "agree"),
     [
         ("42", "42.0", True),
-        ("1,234,567", "1234567", True),
         ("1{,}234", "1234", True),
         ("1,2", "12", False),  # a list and not a thousands separator
         ("1,234 567", "1234567", False),  # two signs between the groups
         ("1234,567", "1234567", False),  # a group that is too long
         ("12.5,678", "12.5678", False),
         ("$18$", "18", True),
-        (r"\$18", "18", True),
         ("18.", "18", True),
         ("−3", "-3", True),
         ("3.5", "3", False),
@@ -90,55 +89,37 @@ def test_huge_numbers_are_compared_without_expanding_them():
         (r"x^2 + 1", "1 + x^2", None),
         (r"\left( 1, 2 \right)", "(1,2)", True),
         ("12 apples", "12", True),
-        ("1 1/2", "11/2", False),
         ("1 1/2", r"1\frac{1}{2}", True),
-        ("1e-05", "0.00001", True),
-        ("1.5e3", "1500", True),
-        (r"4.5\times 10^{33}", "4.5e33", True),
         ("e-3", "1e-3", None),
-        (r"\text{Tuesday}", "tuesday", True),
         ("A", "a", None),  # two variables
         (r"\dfrac{x}{2}", r"\tfrac{x}{2}", True),
-        ("x_{1}", "x_1", True),
         ("x_{12}", "x_12", True),
         ("x_1 2", "x_12", None),
         (r"x\leq 3", r"x \le 3", True),
-        ("np.arcsin(10/13)", r"\arcsin(10/13)", True),
         ("math.sqrt(3)/np.pi", r"\sqrt{3}/\pi", True),
         ("np.log(2)", r"\ln(2)", True),
         (r"\mathbf{11}", "11.0", True),
         (r"\text{11}", "1.1", False),
-        ("2 cm", "2 m", True),
-        ("50%", "50", True),
         (r"50\%", "1/2", True),
         ("50%", "5", False),
         ("100 km/h", "100", True),
         (r"\{x | x=1\}", r"\{1\}", True),
         (r"\{x | x=1 \text{ or } x>3\}", r"\{1\}", None),  # not the set of its equations alone
         (r"\{x \mid x=1 \text{ or } x=2\}", r"\{1,2\}", True),
-        ("5=x", "5", True),
-        ("5", "5=x", True),
         ("5=x", "x=5", True),
         (r"\frac12=x", "0.5", True),
         ("5=y", "x=5", False),
         ("5=x", "-5", False),
-        ("2.7 \\approx x", "2.7", True),
-        ("3-2", "1", False),  # a score
         ("3-2", "x=1", False),
         ("100-99", "1", False),
         ("2024-12", "2012", False),  # a month
-        ("2000-1", "1999", True),
-        ("12 - 5", "7", True),
-        ("204_5", "204", False),
-        ("57_{10}", "57", True),
-        ("204", "204_5", True),
         ("5/13/2024", "13 May 2024", True),
         ("5/6/2024", "6 May 2024", False),  # or the 5th of June
-        ("3:45", "15:45", False),
         ("3:45", "3:45 pm", True),
     ],
 )
 def test_decide(answer, gold, agree):
+    """Beside the pairs of the corpora and of docs/rewards.md; None is left to algebra."""
     assert decide(answer, gold) is agree
 
 
@@ -175,13 +156,9 @@ def test_split_unit(text, split):
 @pytest.mark.parametrize(
     ("answer", "gold", "agree"),
     [
-        ("2 cm", "2 m", False),
-        ("2 cm", "2", False),
         ("2 cm", r"2.0\text{ cm}", True),
-        ("50%", "50", False),
         ("50%", "0.5", True),
         ("50%", "50 percent", True),
-        ("90^\\circ", "90", False),
         (r"\pi \text{ cm}", r"\pi \text{ m}", None),  # converted, then compared by algebra
     ],
 )
@@ -216,34 +193,29 @@ NASTY = [
 
 @pytest.mark.parametrize("text", NASTY)
 def test_reading_is_linear(text):
-    """Eight times the text takes eight times the time, not 64 times: no pattern that reads a policy's text backtracks
-    over it."""
+    """No pattern that reads a policy's text backtracks over it."""
 
-    def seconds(count: int) -> float:
-        start = time.process_time()
-        for piece in (text * count, "7" + text * count + "x", "\\boxed{1}" + text * count + "<answer>"):
+    def read(repeated):
+        for piece in (repeated, f"7{repeated}x", rf"\boxed{{1}}{repeated}<answer>"):
             find_answer([piece], lenient=True)
             if decide(piece, "1/3") is None:
                 for_algebra(piece, "1/3", strict=True)
-        return time.process_time() - start
 
-    assert any(seconds(4000) < 24 * seconds(500) + 0.02 for _ in range(3))
+    assert_linear(read, text, 500 * len(text))
 
 
-@pytest.mark.parametrize(
-    "text", [*NASTY, "1,", "(1,", "x=", "x<1 or ", "\\pm ", "[1,", "\\{1,", "a^{", "12 ", "1/2,", "5 km ", "A. "]
-)
+FORMED = ["1,", "(1,", "x=", "x<1 or ", "\\pm ", "[1,", "\\{1,", "a^{", "12 ", "1/2,", "5 km ", "A. "]
+
+
+@pytest.mark.parametrize("text", [*NASTY, *FORMED])
 def test_forms_are_read_in_linear_time(text):
     """The same for answers that are short enough to have a form."""
 
-    def seconds(size: int) -> float:
-        piece = (text * size)[:size]
-        start = time.process_time()
+    def read(repeated):
         for _ in range(3):
-            decide(piece, "\\{1,2\\}"), decide("7", piece)
-        return time.process_time() - start
+            decide(repeated, "\\{1,2\\}"), decide("7", repeated)
 
-    assert any(seconds(2800) < 24 * seconds(350) + 0.05 for _ in range(3))
+    assert_linear(read, text, 350, slack_s=0.05)
 
 
 CONVERTED = [
@@ -270,11 +242,9 @@ CONVERTED = [
     ("$42", "€42", False),
     ("42 dollars", "42 euros", False),
     (r"100^\circ C", r"100^\circ F", False),
-    (r"30^\circ", r"\frac{\pi}{6}", True),
     (r"\frac{\pi}{6}\text{ rad}", r"30^\circ", True),
     (r"30^\circ", r"\frac{\pi}{3}", False),
     (r"2\sqrt{2}\text{ km}", r"2000\sqrt{2}\text{ m}", True),
-    (r"5\text{ ft }6\text{ in}", r"66\text{ in}", True),
     ("5'6''", "5.5 ft", True),
     ("5 ft 14 in", "74 in", False),  # nobody writes so many inches
     (r"2\text{ hours and }30\text{ minutes}", "2h 30m", True),

@@ -16,7 +16,6 @@ from grpo_roc_jax.reward.config import (
     FormatReward,
     FunctionReward,
     RewardConfig,
-    TruncatedGets,
 )
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.settings.callables import given
@@ -95,16 +94,10 @@ def test_tool_output_is_no_answer():
     assert one(texts=("call", "thanks"), results=[printed], stop="eos").reward == 0.0
 
 
-def test_truncated_settings():
-    assert one(RewardConfig(truncated=TruncatedGets(-0.5)), stop="length").reward == -0.5
-    assert one(RewardConfig(truncated="score"), stop="length").reward == 1.0
-
-
 def test_infrastructure_never_counts_against_the_policy():
     results = [ToolResult(kind) for kind in ("ok", "timeout", "malformed_call", "sandbox_error", "queue_timeout")]
     verdict = one(texts=("call", RIGHT), results=results)
     assert (verdict.tool_calls, verdict.tool_errors) == (3, 2)
-    assert verdict.tool_errors / verdict.tool_calls == pytest.approx(2 / 3)
 
 
 def test_infrastructure_leaves_the_group():
@@ -135,17 +128,15 @@ def custom(function, count=3, **settings):
     return scorer.score_all([PROBLEM], [[trajectory("x", stop="eos", sample=i) for i in range(count)]])
 
 
-def test_custom_rewards():
-    scored = custom(lambda problem, trajectories: [float(t.sample) for t in trajectories])
-    assert scored.groups[0].rewards.tolist() == [0.0, 2.0, 4.0]
-    assert [v.status for v in scored.groups[0].verdicts] == ["wrong", "correct", "correct"]
+async def paid_in_an_array(problem, trajectories):
+    return np.arange(len(trajectories), dtype=np.float32)
 
 
-def test_custom_rewards_may_be_awaitable_or_arrays():
-    async def slow(problem, trajectories):
-        return np.ones(len(trajectories), np.float32)
-
-    assert custom(slow).groups[0].rewards.tolist() == [2.0, 2.0, 2.0]
+@pytest.mark.parametrize("function", [lambda problem, ts: [float(t.sample) for t in ts], paid_in_an_array])
+def test_custom_rewards_may_be_awaitable_and_arrays(function):
+    (group,) = custom(function).groups
+    assert group.rewards.tolist() == [0.0, 2.0, 4.0]
+    assert [v.status for v in group.verdicts] == ["wrong", "correct", "correct"]
 
 
 class SaysThree(list):
@@ -192,27 +183,25 @@ def test_unscored_rows_leave_the_group(value):
     assert bool(scored.faults) == (value is not None)
 
 
-def test_exception_and_deadline_leave_the_group_unscored():
-    def broken(problem, trajectories):
-        raise KeyError("oops")
+def broken(problem, trajectories):
+    raise KeyError("answer")
 
-    scored = custom(broken)
-    assert scored.groups[0].size == 0
-    assert scored.counts == {"not_scored": 3}
-    assert "mine:reward raised KeyError" in scored.faults[0]
 
-    scored = custom(lambda problem, trajectories: exit(1))
-    assert scored.counts == {"not_scored": 3} and "SystemExit(1)" in scored.faults[0]
-
-    scored = custom(lambda problem, trajectories: time.sleep(10), timeout_s=0.05)
-    assert scored.counts == {"not_scored": 3}
-    assert "longer than 0.05 s" in scored.faults[0]
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (broken, "mine:reward raised KeyError"),
+        (lambda problem, trajectories: exit(1), "SystemExit(1)"),
+        (lambda problem, trajectories: time.sleep(10), "longer than 0.05 s"),
+    ],
+)
+def test_exception_and_deadline_leave_the_group_unscored(function, said):
+    scored = custom(function, timeout_s=0.05 if "0.05" in said else 5.0)
+    assert scored.groups[0].size == 0 and scored.counts == {"not_scored": 3}
+    assert said in scored.faults[0]
 
 
 def test_the_first_failure_of_a_function_is_shown_at_once(caplog):
-    def broken(problem, trajectories):
-        raise KeyError("answer")
-
     config = RewardConfig(functions=(FunctionReward(path="mine:reward"),))
     with given({"mine:reward": broken}):
         scorer = make_scorer(config)
