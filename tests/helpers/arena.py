@@ -22,12 +22,7 @@ TOOL = "python_code_with_standard_io"
 MARK = "arena-secret-environment"
 WALL_S = 1.5
 GROWTH_KB = 64 << 10
-LEFT_FILES = (
-    "/tmp/grpo-attack-left",
-    "/dev/shm/grpo-attack-left",
-    "/tmp/grpo-attack-mark",
-    "/dev/shm/grpo-attack-mark",
-)
+LEFT_FILES = tuple(f"{folder}/grpo-attack-left" for folder in ("/tmp", "/var/tmp", "/dev/shm"))
 CLEAN = "import os\nprint(sorted(os.listdir('.')), 6 * 7)"
 
 
