@@ -18,35 +18,25 @@ SETTINGS = settings_of(ToolsConfig(cpus="0-1", preload=("numpy",)))
 
 
 @pytest.mark.parametrize(
-    ("message", "kinds", "header"),
+    ("message", "kinds"),
     [
-        (m.CancelCalls(["a"]), m.TO_EXECUTOR, {"op": "CancelCalls", "ids": ["a"]}),
-        (m.CloseSession("s"), m.TO_EXECUTOR, {"op": "CloseSession", "session": "s"}),
-        (m.RequestStats(3), m.TO_EXECUTOR, {"op": "RequestStats", "n": 3}),
-        (m.ExecutorStats(3, {"x": 1.0}), m.TO_TRAINER, {"op": "ExecutorStats", "n": 3, "numbers": {"x": 1.0}}),
-        (
-            m.CallResult("a", 4, {"kind": "ok"}),
-            m.TO_TRAINER,
-            {"op": "CallResult", "id": "a", "out": 4, "fields": {"kind": "ok"}},
-        ),
-        (m.Failed("why"), m.FROM_ROOT, {"op": "Failed", "message": "why"}),
-        (m.RunCode(7, 1), m.TO_WORKER, {"op": "RunCode", "n": 7, "seed": 1}),
-        (m.RunCode(7, 1, cell=True), m.TO_WORKER, {"op": "RunCode", "n": 7, "seed": 1, "cell": True}),
-        (
-            m.RunCode(7, 1, cell=True, exact=True),
-            m.TO_WORKER,
-            {"op": "RunCode", "n": 7, "seed": 1, "cell": True, "exact": True},
-        ),
-        (
-            m.CallDone(7, 9, "wall", "", 100, 1.5, 0.5),
-            m.FROM_WORKER,
-            {"op": "CallDone", "n": 7, "status": 9, "why": "wall", "fault": "", "rss": 100, "wall": 1.5, "cpu": 0.5},
-        ),
+        (m.CancelCalls(["a"]), m.TO_EXECUTOR),
+        (m.CloseSession("s"), m.TO_EXECUTOR),
+        (m.RequestStats(3), m.TO_EXECUTOR),
+        (m.ExecutorStats(3, {"x": 1.0}), m.TO_TRAINER),
+        (m.CallResult("a", 4, {"kind": "ok"}), m.TO_TRAINER),
+        (m.Failed("why"), m.FROM_ROOT),
+        (m.RunCode(7, 1), m.TO_WORKER),
+        (m.RunCode(7, 1, cell=True, exact=True), m.TO_WORKER),
+        (m.CallDone(7, 9, "wall", "", 100, 1.5, 0.5), m.FROM_WORKER),
     ],
 )
-def test_messages_encode_and_decode(message: m.Message, kinds: m.Kinds, header: dict) -> None:
-    assert m.encode(message) == header
-    assert m.decode(dict(header), kinds) == message
+def test_messages_encode_and_decode(message: m.Message, kinds: m.Kinds) -> None:
+    """A header has the values that are not those by default, by their names."""
+    values = {one.name: getattr(message, one.name) for one in fields(message)}
+    given = {one.name: values[one.name] for one in fields(message) if values[one.name] != one.default}
+    assert m.encode(message) == {"op": type(message).__name__} | given
+    assert m.decode(m.encode(message), kinds) == message
 
 
 PLAN = isolation.make_plan(SETTINGS, "L1", [], "/base")

@@ -48,10 +48,62 @@ def notebook(request: pytest.FixtureRequest) -> Iterator[Notebook]:
     made.executor.close()
 
 
-def test_variables_imports_and_functions_are_kept(notebook: Notebook) -> None:
-    notebook.cell("keep", "from __future__ import annotations\nimport math\nx = 3\ndef f(y: Unknown): return x + y")
-    result = notebook.cell("keep", "f(4), math.pi > 3")
-    assert (result.kind, result.echo, result.cell, result.session_id) == ("ok", "(7, True)", 2, "keep")
+CELLS = {  # cell after cell, and what is seen of its result
+    "keep": [
+        ("from __future__ import annotations\nimport math\nx = 3\ndef f(y: Unknown): return x + y", {}),
+        ("f(4), math.pi > 3", {"kind": "ok", "echo": "(7, True)", "cell": 2, "session_id": "keep"}),
+    ],
+    "exit ends the cell only": [
+        ("x = 5\nexit()", {"kind": "ok"}),
+        ("import sys\nsys.exit(2)", {"kind": "exception"}),
+        ("x", {"echo": "5"}),
+    ],
+    "output stays with its cell": [
+        ("import sys, os\nsys.stdout.write('no newline'); os.write(1, b'raw')", {}),
+        ("print('second')", {"stdout": "second\n"}),
+    ],
+    "cheap cells are run again silently and in order": [
+        *((code, {}) for code in ("log = []", "log.append(1); print('loud')", "1/0", "log.append(2)")),
+        ("log.append(3)\nwhile True: pass", {"rolled_back": True, "stdout": ""}),
+        ("log", {"echo": "[1, 2]", "stdout": "", "cell": 5}),
+    ],
+    "expensive cells are not run again": [
+        ("total = sum(range(4_000_000))", {}),
+        ("total += 1", {}),
+        ("import os; os.abort()", {"rolled_back": True}),
+        ("total", {"echo": "7999998000001"}),
+    ],
+    "a first cell that is ended leaves an empty session": [
+        ("x = 1\nwhile True: pass", {"kind": "timeout", "rolled_back": True}),
+        ("x", {"error_type": "NameError"}),
+        ("1 + 1", {"echo": "2"}),
+    ],
+}
+ENDS = {
+    "timeout": "while True: pass",
+    "exception": "import os; os._exit(0)",
+    "crash": "import os; os.abort()",
+    "output_limit": "while True: print('y' * 1_000_000)",
+}
+for kind, end in ENDS.items():
+    ended = (f"x += 1\n{end}", {"kind": kind, "rolled_back": True})
+    CELLS[f"{kind} is rolled back"] = [
+        ("x = 10; y = [1, 2]", {}),
+        ("y.append(3)", {}),
+        ended,
+        ("x, y", {"echo": "(10, [1, 2, 3])"}),
+        ended,
+        ("x", {"echo": "10"}),
+    ]
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_cells_follow_each_other(notebook: Notebook, name: str) -> None:
+    for code, expected in CELLS[name]:
+        result = notebook.cell(name, code)
+        assert {field: getattr(result, field) for field in expected} == expected, result
+        assert not result.rolled_back or "rolled back" in result.observation
+    notebook.executor.close_session(name)
 
 
 def test_errors_keep_the_state_and_name_the_line_of_the_cell(notebook: Notebook) -> None:
@@ -61,33 +113,6 @@ def test_errors_keep_the_state_and_name_the_line_of_the_cell(notebook: Notebook)
     assert 'File "<cell 1>", line 3, in g' in result.traceback
     assert notebook.cell("err", "x").echo == "2"
     assert notebook.cell("err", "x =").kind == "syntax_error"
-
-
-def test_exit_ends_the_cell_only(notebook: Notebook) -> None:
-    assert notebook.cell("exit", "x = 5\nexit()").kind == "ok"
-    assert notebook.cell("exit", "import sys\nsys.exit(2)").kind == "exception"
-    assert notebook.cell("exit", "x").echo == "5"
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "kind"),
-    [
-        ("loop", "x += 1\nwhile True: pass", "timeout"),
-        ("gone", "x += 1\nimport os; os._exit(0)", "exception"),
-        ("crash", "x += 1\nimport os; os.abort()", "crash"),
-        ("flood", "x += 1\nwhile True: print('y' * 1_000_000)", "output_limit"),
-    ],
-)
-def test_a_cell_that_is_ended_is_rolled_back(notebook: Notebook, name: str, code: str, kind: str) -> None:
-    notebook.cell(name, "x = 10; y = [1, 2]")
-    notebook.cell(name, "y.append(3)")
-    result = notebook.cell(name, code)
-    assert (result.kind, result.rolled_back) == (kind, True)
-    assert "rolled back" in result.observation
-    assert notebook.cell(name, "x, y").echo == "(10, [1, 2, 3])"
-    assert notebook.cell(name, code).rolled_back
-    assert notebook.cell(name, "x").echo == "10"
-    notebook.executor.close_session(name)
 
 
 def test_rolling_back_gives_the_very_state_also_of_clock_and_chance(notebook: Notebook) -> None:
@@ -100,47 +125,26 @@ def test_rolling_back_gives_the_very_state_also_of_clock_and_chance(notebook: No
     notebook.executor.close_session("exact")
 
 
-def test_cheap_cells_are_run_again_silently_and_in_order(notebook: Notebook) -> None:
-    for cell in ("log = []", "log.append(1); print('loud')", "1/0", "log.append(2)"):
-        notebook.cell("cheap", cell)
-    result = notebook.cell("cheap", "log.append(3)\nwhile True: pass")
-    assert (result.rolled_back, result.stdout) == (True, "")
-    after = notebook.cell("cheap", "log")
-    assert (after.echo, after.stdout, after.cell) == ("[1, 2]", "", 5)
-    notebook.executor.close_session("cheap")
-
-
-def test_expensive_cells_are_not_run_again(notebook: Notebook) -> None:
-    notebook.cell("dear", "total = sum(range(4_000_000))")
-    notebook.cell("dear", "total += 1")
-    assert notebook.cell("dear", "import os; os.abort()").rolled_back
-    assert notebook.cell("dear", "total").echo == str(sum(range(4_000_000)) + 1)
-    notebook.executor.close_session("dear")
-
-
-def test_first_cell_that_is_ended_leaves_an_empty_session(notebook: Notebook) -> None:
-    result = notebook.cell("first", "x = 1\nwhile True: pass")
-    assert (result.kind, result.rolled_back) == ("timeout", True)
-    assert notebook.cell("first", "x").error_type == "NameError"
-    assert notebook.cell("first", "1 + 1").echo == "2"
-    notebook.executor.close_session("first")
+FORKING = """
+import os, threading, time
+hits = []
+def spin(turns):
+    for _ in range(turns):
+        try:
+            if os.fork() == 0: os._exit(0)
+            hits.append(1)
+        except OSError: pass
+for _ in range(3): threading.Thread(target=spin, args=(10**9,), daemon=True).start()
+spin(50)
+"""
 
 
 def test_programs_cannot_fork_in_a_session(notebook: Notebook) -> None:
+    """Neither a cell nor threads that it leaves, which try while the session is copied."""
     if notebook.executor.capabilities.level == "L0":
         pytest.skip("nothing forbids it at L0")
-    code = "import os\nmade = 0\nfor _ in range(50):\n    try:\n        os.fork(); made += 1\n"
-    code += "    except OSError: pass\nmade"
-    assert notebook.cell("fork", code).echo == "0"
-    background = (
-        "import threading\ndef spin():\n    while True:\n        try:\n            if os.fork() == 0: os._exit(0)\n"
-    )
-    background += "            hits.append(1)\n        except OSError: pass\nhits = []\n"
-    background += "for _ in range(3): threading.Thread(target=spin, daemon=True).start()"
-    notebook.cell("fork", background)
-    for _ in range(4):
-        last = notebook.cell("fork", "len(hits)")
-    assert int(last.echo) == 0
+    notebook.cell("fork", FORKING)
+    assert [notebook.cell("fork", "len(hits)").echo for _ in range(4)] == ["0"] * 4
     notebook.executor.close_session("fork")
 
 
@@ -157,11 +161,6 @@ def test_parallel_cells_of_one_session_run_in_order(notebook: Notebook) -> None:
         for i in range(10)
     ]
     assert notebook.executor.run(calls)[9].echo == str(list(range(10)))
-
-
-def test_output_of_one_cell_does_not_enter_another(notebook: Notebook) -> None:
-    notebook.cell("out", "import sys, os\nsys.stdout.write('no newline'); os.write(1, b'raw')")
-    assert notebook.cell("out", "print('second')").stdout == "second\n"
 
 
 def test_seeds_of_cells(notebook: Notebook) -> None:
@@ -187,15 +186,6 @@ def test_cancelled_cell_is_rolled_back(notebook: Notebook) -> None:
     notebook.executor.cancel(["stop-me"])
     assert notebook.cell("cancel", "x").echo == "1"
     assert notebook.executor.poll() == []
-
-
-def test_threads_left_running_hold_no_core_between_cells(notebook: Notebook) -> None:
-    notebook.cell("spin", "import threading\ncount = 0\ndef spin():\n    global count\n    while True: count += 1")
-    notebook.cell("spin", "threading.Thread(target=spin, daemon=True).start()")
-    assert wait_until(lambda: "T" in states(notebook.executor.pid))
-    assert int(notebook.cell("spin", "count").echo) > 0
-    assert notebook.cell("spin", "threading.active_count()").echo == "2"
-    notebook.executor.close_session("spin")
 
 
 @pytest.mark.parametrize(
@@ -364,15 +354,6 @@ def test_a_session_is_lost_only_when_its_log_is_too_dear_to_run_again() -> None:
 
     assert recoverable(1.5, 0.5) and not recoverable(1.5, 0.75)
     assert recoverable(*[0.0] * _session.LONGEST_LOG) and not recoverable(*[0.0] * (_session.LONGEST_LOG + 1))
-
-
-def states(pid: int) -> set[str]:
-    """Scheduler states of an executor's processes; T is stopped."""
-    found = set()
-    for one in descendants(pid):
-        with contextlib.suppress(OSError):
-            found.add(Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[0])
-    return found
 
 
 FORKS = """
