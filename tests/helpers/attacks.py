@@ -290,7 +290,7 @@ print("parent done")
 attempt(lambda: os.kill(@NEIGHBOUR@, 0))
 attempt(lambda: os.kill(@EXECUTOR@, 0))
 attempt(lambda: os.pidfd_open(@NEIGHBOUR@))
-attempt(lambda: call(129, @NEIGHBOUR@, 0, bytes(128)))  # rt_sigqueueinfo
+attempt(lambda: call(129, @NEIGHBOUR@, 0, struct.pack("3i116x", 0, 0, -1)))  # rt_sigqueueinfo
 r, w = os.pipe()
 for command, value in ((8, @NEIGHBOUR@), (15, struct.pack("ii", 1, @NEIGHBOUR@)), (10, signal.SIGCONT)):
     attempt(lambda: fcntl.fcntl(r, command, value))
@@ -368,16 +368,15 @@ import os
 inherited = [k for k in ("PYTHONPATH", "VIRTUAL_ENV", "LD_PRELOAD") if k in os.environ]
 if inherited or "@MARK@" in str(os.environ): print("REACHED")
 ### file_reads : blocked ; L0 L1
-root = os.open("/", os.O_RDONLY | os.O_DIRECTORY)
 attempt(lambda: open("@SECRET@").read())
-attempt(lambda: os.open("@SECRET@".lstrip("/"), os.O_RDONLY, dir_fd=root))
+attempt(lambda: os.open("@SECRET@".lstrip("/"), os.O_RDONLY, dir_fd=os.open("/", os.O_DIRECTORY)))
 attempt(lambda: open(os.path.join(*[".."] * 12, "@SECRET@".lstrip("/"))).read())
-attempt(lambda: os.symlink("@SECRET@", "link") or open("link").read())
 attempt(lambda: open("/etc/passwd").read())
 attempt(lambda: os.listdir("/root") + os.listdir("/home"))
 attempt(lambda: os.open("/dev/vda", os.O_RDONLY))
 ### file_writes : blocked ; L0
 library = os.path.dirname(os.__file__) + "/grpo_attack_left.py"
+attempt(lambda: os.symlink("@SECRET@", "name") or open("name").read())
 attempt(lambda: os.link("@CANARY@", "link") or open("link", "w").write("owned"))
 attempt(lambda: open("@CANARY@", "w").write("owned"))
 attempt(lambda: open("@CANARY@", "a").write("owned"))
@@ -510,7 +509,7 @@ attempt(lambda: socket.create_server(("127.0.0.1", 0)))
 attempt(lambda: unix().connect("\0@ABSTRACT@"))
 attempt(lambda: unix().connect("@SOCKET@"))
 attempt(lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b"x", "\0@ABSTRACT@-dgram"))
-attempt(lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].connect("\0@ABSTRACT@"))
+attempt(lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].connect("\0@ABSTRACT@-dgram"))
 attempt(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0))
 attempt(lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1))
 attempt(lambda: socket.socket(socket.AF_ALG, socket.SOCK_SEQPACKET))
