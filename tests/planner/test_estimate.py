@@ -25,6 +25,7 @@ from grpo_roc_jax.planner.suggest import with_settings
 from grpo_roc_jax.planner.topology import parse_topology
 from grpo_roc_jax.run.policy import policy_like, trained_like
 from grpo_roc_jax.settings.cli import load_config
+from tests.helpers.planning import deployment
 
 RECIPES = sorted(path.name for path in Path("configs").glob("*.yaml"))
 AXES = ("data", "fsdp", "tensor")
@@ -193,8 +194,28 @@ def sums_apart(model: ModelConfig, config: Config) -> int:
     return sum(len(layers_with(name, model)) for name in readers + outputs) - 4 * model.layers + halves
 
 
-def check(recipe: str, trained: str, axis: str, model: ModelConfig | None = None, remat: str = "full") -> None:
-    deployment = deployed(recipe, trained, axis, model, {"update.remat": remat})
+DEFAULT = {
+    ("full", "fsdp", "full"),
+    ("full", "tensor", "none"),
+    ("adapter", "data", "full"),
+    ("adapter", "fsdp", "none"),
+}
+"""Each axis and each kind of trained parameters, and the memory that programs were wrong in; the rest is slow."""
+SMALL = "qwen3_0_6b_gsm8k.yaml"
+SEVERAL_AXES = ("data, fsdp", "data, tensor", "fsdp, tensor", "data, fsdp, tensor")
+CASES = [
+    *((SMALL, None, *case) for case in product(TRAINED, AXES, REMATS)),
+    *((SMALL, None, *case) for case in product(TRAINED, SEVERAL_AXES, ("full", "none"))),
+    *((SMALL, *case) for case in product(FAMILIES, TRAINED, AXES, ("full", "none"))),
+    *((recipe, None, *case, "full") for recipe in RECIPES for case in product(TRAINED, AXES)),
+]
+CHOSEN = {(SMALL, None, *case) for case in DEFAULT}
+CASES = [pytest.param(*case, marks=[pytest.mark.slow] * (case not in CHOSEN)) for case in dict.fromkeys(CASES)]
+
+
+@pytest.mark.parametrize(("recipe", "family", "trained", "axis", "remat"), CASES)
+def test_an_update_by_arithmetic_is_that_of_the_program(recipe, family, trained, axis, remat):
+    deployment = deployed(recipe, trained, axis, FAMILIES.get(family), {"update.remat": remat})
     program, formula = compared(deployment)
     model, mesh = deployment.model, deployment.mesh
     batch = device_bytes(batch_like(deployment.config, mesh, model))
@@ -214,48 +235,6 @@ def check(recipe: str, trained: str, axis: str, model: ModelConfig | None = None
     assert 0.8 < formula.moved / (program.moved - summed / 2 - apart) < 1.25
 
 
-DEFAULT = {
-    ("full", "fsdp", "full"),
-    ("full", "tensor", "none"),
-    ("adapter", "data", "full"),
-    ("adapter", "fsdp", "none"),
-}
-"""Each axis and each kind of trained parameters, and the memory that programs were wrong in; the rest is slow."""
-CASES = [
-    pytest.param(*case, marks=[pytest.mark.slow] * (case not in DEFAULT)) for case in product(TRAINED, AXES, REMATS)
-]
-
-
-@pytest.mark.parametrize(("trained", "axis", "remat"), CASES)
-def test_an_update_by_arithmetic_is_that_of_the_program(trained, axis, remat):
-    check("qwen3_0_6b_gsm8k.yaml", trained, axis, remat=remat)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", ["data, fsdp", "data, tensor", "fsdp, tensor", "data, fsdp, tensor"])
-@pytest.mark.parametrize("remat", ["full", "none"])
-@pytest.mark.parametrize("trained", TRAINED)
-def test_updates_on_meshes_of_several_axes_by_arithmetic_are_those_of_the_programs(trained, remat, axis):
-    check("qwen3_0_6b_gsm8k.yaml", trained, axis, remat=remat)
-
-
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("remat", ["full", "none"])
-@pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.slow
-def test_updates_of_the_families_by_arithmetic_are_those_of_the_programs(family, trained, remat, axis):
-    check("qwen3_0_6b_gsm8k.yaml", trained, axis, FAMILIES[family], remat)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_updates_of_all_recipes_by_arithmetic_are_those_of_the_programs(recipe, trained, axis):
-    check(recipe, trained, axis)
-
-
 STORED = [
     ("rstar2_stage1_v5p_4x4x4", ["8k"], "v5p:4x4x4"),
     ("rstar2_stage2_v5p_4x4x4", ["12k"], "v5p:4x4x4"),
@@ -273,12 +252,11 @@ def test_updates_of_14b_by_arithmetic_are_those_of_the_stored_plans(stored, word
     report = json.loads(Path(f"benchmarks/results/plan_{stored}.json").read_text())
     program = next(needs for needs in report["programs"] if needs["name"] == "update")
     stage, *more = words
-    config = load_config(Config, ["configs/rstar2_qwen3_14b.yaml", *more], prog="test")
-    config = planning.chosen_stages(config, stage)[0]
-    deployment = planning.deployment_of(config, parse_topology(topology), "Qwen/Qwen3-14B", True, 0.0)
-    formula, work, model = estimate(deployment)[-1], deployment.work, deployment.model
+    given = {"topology": topology, "stage": stage, "shape": "Qwen/Qwen3-14B"}
+    planned = deployment("configs/rstar2_qwen3_14b.yaml", *more, **given)
+    formula, work, model = estimate(planned)[-1], planned.work, planned.model
     assert work.micro_batches == report["work"]["micro_batches"]
-    sums = work.micro_rows // row_shards(deployment.mesh) * work.row_length * model.d_model * 4
+    sums = work.micro_rows // row_shards(planned.mesh) * work.row_length * model.d_model * 4
     sums *= model.layers * work.micro_batches
     assert program["collectives"]["all-reduce"]["bytes"] / sums == pytest.approx(1.0, abs=0.05)
     moved = sum(entry["moved"] for entry in program["collectives"].values())

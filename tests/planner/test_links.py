@@ -9,7 +9,6 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.planner.estimate import abstract_mesh
 from grpo_roc_jax.planner.hlo_cost import Collective, Cost
 from grpo_roc_jax.planner.links import Torus, axis_shares, torus_of
-from grpo_roc_jax.planner.roofline import Needs
 from grpo_roc_jax.planner.topology import CHIPS, GIB, parse_topology
 from grpo_roc_jax.settings.cli import load_config
 
@@ -51,14 +50,6 @@ def test_a_ring_of_scattered_chips_shares_links():
     assert torus.share([0, 1, 2, 3]) == 1.0
     assert torus.share([0, 1]) == pytest.approx(0.5), "one link of two"
     assert torus.share([0, 2]) == pytest.approx(0.5), "each step takes two links of the ring"
-
-
-def test_times_count_the_links_that_are_used():
-    chip = CHIPS["v5p"]
-    entry = {"runs": 1.0, "bytes": 6e9, "moved": 6e9}
-    full = Needs("update", collectives={"all-gather": entry})
-    part = Needs("update", collectives={"all-gather": entry | {"links": 1 / 3}})
-    assert full.times(chip)["links"] == pytest.approx(0.01) and part.times(chip)["links"] == pytest.approx(0.03)
 
 
 def test_collectives_of_a_kind_are_joined_by_their_times():
