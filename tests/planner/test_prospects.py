@@ -7,6 +7,8 @@ import pytest
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.planner.prospects import hindrances, settings_against_learning
+from grpo_roc_jax.reward.score import make_scorer
+from grpo_roc_jax.run.components import check_components, make_registry
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS
 from grpo_roc_jax.text.exported import exported_template
@@ -38,11 +40,11 @@ def test_nothing_speaks_against_a_recipe(name):
         ),
         (
             "--group.size 1 --advantage.baseline none",
-            "group.size = 1 with advantage.scale = std: a group of one has no deviation, so its advantage is divided",
+            "group.size = 1 with advantage.scale = std: a group of one has no",
         ),
         (
             "--advantage pass_at_k --advantage.k 16",
-            "group.size = 16 with resample roc and advantage {kind: pass_at_k, adjust: [], k: 16, ",
+            "group.size = 16 with resample roc and advantage {kind: pass_at_k, ",
         ),
         (
             "--resample max_variance --group.size 1 --advantage.baseline none --advantage.scale none",
@@ -53,10 +55,7 @@ def test_nothing_speaks_against_a_recipe(name):
         ("--sampling.min_p 1", "sampling.min_p = 1: all rollouts of a problem are the same"),
         ("--sampling.temperature 0.001", "sampling.temperature = 0.001: all rollouts of a problem are the same"),
         ("--advantage none", "advantage none without advantage.adjust: every advantage is 0"),
-        (
-            "--tools.enabled jupyter_code",
-            "demonstrations call python_code_with_standard_io, but the run has jupyter_code",
-        ),
+        ("--tools.enabled jupyter_code", "call python_code_with_standard_io, but the run has jupyter_code"),
         ("--tools.enabled=[]", "but the run has no tool: such calls always fail"),
         ("--reward.answer_tag result", "none of 32 demonstrations ends in an answer that can be read with"),
         ("--sft.steps 0", "sft.steps = 0: a policy with random weights"),
@@ -71,10 +70,8 @@ def test_nothing_speaks_against_a_recipe(name):
     ],
 )
 def test_a_dry_run_ends_with_what_cannot_work(words, said, capsys):
-    assert (
-        main(["toy.yaml", "--dry-run", "--data.sources", "world:gcd:1", "--data.eval_problems", "0", *words.split()])
-        == 0
-    )
+    given = ["--data.sources=world:gcd:1", "--data.eval_problems=0", *words.split()]
+    assert main(["toy.yaml", "--dry-run", *given]) == 0
     out = capsys.readouterr().out
     against = [line for line in out.splitlines() if line.startswith("problem: ")]
     assert any(said in line for line in against) and out.splitlines()[-1] in against, out
@@ -84,24 +81,20 @@ def test_a_dry_run_ends_with_what_cannot_work(words, said, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "begins", "ends"),
+    ("word", "begins", "ends"),
     [
-        (["--rollout.max_response_tokens=30"], "demonstrations of 7 to 136 tokens after the prompt", "raise it to 136"),
+        ("--rollout.max_response_tokens=30", "demonstrations of 7 to 136 tokens after the prompt", "raise it to 136"),
         (
-            ["--rollout.max_prompt_tokens=15"],
+            "--rollout.max_prompt_tokens=15",
             "prompts of 17 to 36 ",
             "of 192 exceed rollout.max_prompt_tokens = 15; raise",
         ),
-        (
-            ["--tools.enabled=[]"],
-            "demonstrations call python_code_with_standard_io, but the run has no",
-            "tools.enabled",
-        ),
+        ("--tools.enabled=[]", "demonstrations call python_code_with_standard_io, but the run has no", "tools.enabled"),
     ],
 )
-def test_sources_with_the_same_fault_share_a_line(words, begins, ends, capsys):
+def test_sources_with_the_same_fault_share_a_line(word, begins, ends, capsys):
     """So that the lines that matter stay few, however many sources a run has."""
-    assert main(["world.yaml", "--dry-run", "--data.eval_problems=0", *words]) == 0
+    assert main(["world.yaml", "--dry-run", "--data.eval_problems=0", word]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem: ")]
     assert line.startswith("problem: world:") and f" more: {begins}" in line and ends in line, line
 
@@ -117,13 +110,8 @@ def test_demonstrations_of_a_file_are_counted_exactly(tmp_path, capsys):
     """Lengths are those of the row after its prompt, the turns of others included; one that just fits is none."""
     file = tmp_path / "talks.jsonl"
     file.write_text("".join([*(messages(1, 2, f"q{i}") for i in range(3)), messages(1, 300), messages(1, 1, "z")]))
-    words = [
-        "toy.yaml",
-        "--dry-run",
-        f"--data.trace_sources={file}",
-        "--batch.row_length=2000",
-        "--rollout.max_turns=2",
-    ]
+    words = ["toy.yaml", "--dry-run", f"--data.trace_sources={file}"]
+    words += ["--batch.row_length=2000", "--rollout.max_turns=2"]
     assert main(words) == 0
     said = capsys.readouterr().out
     (line,) = [line for line in said.splitlines() if "demonstrations of" in line]
@@ -209,11 +197,7 @@ def test_conversations_of_a_file_with_tools_of_their_own_are_no_fault(tmp_path, 
         ("--reward.extraction lenient --tools.enabled=[]", "6 * 7?", []),
         ("--text.instruction default --text.tools_section true", "6 * 7?", []),
         ("--tools.enabled=[]", r"6 * 7? Write <answer>\boxed{n}</answer>.", []),
-        (
-            "--tools.enabled=[]",
-            r"6 * 7? End with \boxed{n}.",
-            ["neither text.system nor text.instruction asks for <answer>"],
-        ),
+        ("--tools.enabled=[]", r"6 * 7? End with \boxed{n}.", ["nor text.instruction asks for <answer>"]),
         (
             "--tools.enabled=[] --text.instruction default --reward.answer_tag result",
             "6 * 7?",
@@ -257,9 +241,6 @@ def test_references_that_no_answer_equals_are_a_problem_where_answers_alone_are_
 @pytest.fixture
 def parts_of_a_run():
     """(chat format, scorer) of a configuration."""
-    from grpo_roc_jax.reward.score import make_scorer
-    from grpo_roc_jax.run.components import check_components, make_registry
-
     scorers = []
 
     def make(config):
