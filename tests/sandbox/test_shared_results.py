@@ -84,20 +84,13 @@ def test_the_result_that_was_not_used_for_longest_is_forgotten():
     assert ran == ["x", "y", *others, "y"]
 
 
-def test_it_is_off_by_default():
-    with FakeExecutor(manual=True) as executor:
-        executor.submit(call("a"))
-        executor.submit(call("b"))
-        assert executor.held == ["a", "b"]
-
-
 def test_real_programs_show_the_same_with_it_and_without():
     codes = ["print(3)", "1/0", "print(", "import random\nprint(random.random())"]
     limits = ToolsConfig(workers=4, roots=1, preload=(), min_level="L0")
     found = {}
     for share in (False, True):
         calls = [CodeCall(f"{i}", TOOL, {"code": code}, None, seed=i) for i, code in enumerate(codes * 3)]
-        with make_executor(replace(limits, share_results=share)) as executor:
+        with make_executor(replace(limits, share_results=True) if share else limits) as executor:
             found[share] = [(result.kind, result.observation) for result in executor.run(calls)]
             assert executor.stats().get("tools/shared", 0) == (8 if share else 0)
     deterministic = [i for i in range(12) if i % 4 != 3]
