@@ -16,7 +16,7 @@ import safetensors.numpy
 from grpo_roc_jax.data.conversations import load_traces
 from grpo_roc_jax.data.problems import UnusableRow, answer_text, load_problems
 from grpo_roc_jax.data.problems import last_boxed as boxed_solution
-from grpo_roc_jax.model.safetensors_io import INDEX_FILE, read_directory
+from grpo_roc_jax.model.safetensors_io import INDEX_FILE, CheckpointError, read_directory
 from grpo_roc_jax.record import checkpoint_files as files
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.metrics import read_metrics
@@ -37,20 +37,8 @@ PARTS = [
     *OWN_SPECIALS,
     *("<think>", "</think>", "<reason>", "</answer", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "```tool_code\n"),
     *('{"name": "python", "arguments": {"code": "print(1)"}}', '{"name"', '"arguments": ', "{", "}", "[", "]", '"'),
-    *(
-        "<function=f>",
-        "<parameter=a>",
-        "</parameter>",
-        "</function>",
-        "f(a=1)",
-        "print(",
-        ")",
-        ";",
-        ",",
-        ":",
-        "=",
-        "\\",
-    ),
+    *("<function=f>", "<parameter=a>", "</parameter>", "</function>", "f(a=1)", "print("),
+    *(")", ";", ",", ":", "=", "\\"),
     *("\\boxed{", "\\frac{1}{2}", "\\dfrac", "\\sqrt", "\\text{", "\\pi", "^", "_", "%", "\\%", "$", "degrees", "("),
     *("0", "7", "-", "+", ".", "1e9", "1e999999999", "9" * 50, "1,234", "١٢", "½", "∞", "nan", "####", "x", "answer"),
     *("\x00", "\n", "\r", "\t", " ", "\u2028", "\ufeff", "\ud800", "é", "𝟙", "＜answer＞", "\x1b[31m", "/tmp/a/b.py"),
@@ -260,3 +248,17 @@ def test_damaged_files_are_read_or_refused_by_name(sound, tmp_path, name, count)
             except Exception as error:
                 raise AssertionError(f"{read.__name__} of {broken[:3000]!r}") from error
         path.write_bytes(content)
+
+
+def test_a_parquet_file_with_text_that_is_not_utf8_is_refused_by_name(tmp_path):
+    path = tmp_path / "rows.parquet"
+    column = pyarrow.array([b"1 + \xec?"], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"question": column, "answer": ["7"]}), path)
+    with pytest.raises(ValueError, match=r"rows\.parquet"):
+        load_problems(path)
+
+
+def test_a_shard_whose_name_no_file_can_have_is_missing(tmp_path):
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "[" * 5000}}))
+    with pytest.raises(CheckpointError, match=r"names the shard .*, which is missing"):
+        read_directory(tmp_path)

@@ -51,10 +51,7 @@ def test_micro_batches_that_take_turns_with_decoding_are_programs_of_their_own(t
 @pytest.mark.slow
 @pytest.mark.parametrize("reference", [False, True])
 def test_preflight_names_and_counts_every_program(tmp_path, capsys, reference):
-    config = config_in(
-        tmp_path / "run",
-        *(["--surrogate.kl=k3", "--surrogate.kl.coef=0.01", "--optim.offload=True"] if reference else []),
-    )
+    config = config_in(tmp_path / "run", *(REFERENCE if reference else []))
     (tmp_path / "tiny.yaml").write_text(dump_yaml(config))
     assert train.main([str(tmp_path / "tiny.yaml"), "--preflight"]) == 0
     lines = capsys.readouterr().out.splitlines()

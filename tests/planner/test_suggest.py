@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 from jax.sharding import AbstractMesh
 
@@ -13,21 +12,12 @@ from grpo_roc_jax.planner import plan as planning
 from grpo_roc_jax.planner.estimate import active_parameters, estimate, update_flops
 from grpo_roc_jax.planner.roofline import Needs, step_times
 from grpo_roc_jax.planner.suggest import advice, deploy, room_lines, slot_lines, suggest
-from grpo_roc_jax.planner.topology import CHIPS, SPARE, TopologyError, parse_topology
+from grpo_roc_jax.planner.topology import TopologyError, parse_topology
 from grpo_roc_jax.run.components import check_components, make_registry
 from grpo_roc_jax.run.policy import memory_parts
 from grpo_roc_jax.settings.cli import load_config
-
-
-def deployment(*words: str, topology: str = "v5e:2x2"):
-    config = load_config(Config, [*words], prog="test")
-    config = planning.chosen_stages(config, "")[0]
-    return planning.deployment_of(config, parse_topology(topology, {}), "", True, 0.0)
-
-
-def test_a_tenth_of_the_memory_stays_free():
-    chip = CHIPS["v5e"]
-    assert SPARE == 0.1 and Needs("a", arguments=14.4e9).fits(chip) and not Needs("a", arguments=14.5e9).fits(chip)
+from tests.helpers.planning import deployment
+from tests.helpers.planning import platform_kept as platform_kept  # a fixture
 
 
 @pytest.mark.parametrize(
@@ -49,10 +39,8 @@ def test_the_frozen_weights_of_an_adapter_are_counted_in_the_update(words, topol
 
 
 def test_the_recipe_of_a_7b_adapter_fits_the_card_that_it_names():
-    config = load_config(Config, ["configs/qwen2_5_7b_lora.yaml"], prog="test")
-    card = parse_topology("l4:1", {"XLA_CLIENT_MEM_FRACTION": "0.9"})
-    run = planning.deployment_of(config, card, "", True, 0.0)
-    assert all(needs.fits(card.chip) for needs in estimate(run))
+    run = deployment("configs/qwen2_5_7b_lora.yaml", topology="l4:1", environ={"XLA_CLIENT_MEM_FRACTION": "0.9"})
+    assert all(needs.fits(run.topology.chip) for needs in estimate(run))
 
 
 def test_the_gradients_of_all_weights_are_sent_once():
@@ -123,8 +111,7 @@ def test_what_is_advised_fits(words, topology):
     advised = last.removeprefix("together, by arithmetic, it fits: ").split()
     environ = dict(word.split("=") for word in advised if word.startswith("XLA"))
     advised = [word for word in advised if not word.startswith("XLA")]
-    config = load_config(Config, [*words, *advised], prog="test")
-    again = planning.deployment_of(config, parse_topology(topology, environ), "", True, 0.0)
+    again = deployment(*words, *advised, topology=topology, environ=environ)
     assert all(needs.fits(again.topology.chip) for needs in estimate(again))
 
 
@@ -166,16 +153,11 @@ def test_the_suggested_fit_and_none_of_the_same_mesh_is_faster(capsys):
     assert first.seconds <= plain, "the recipe is one of what was searched"
 
 
+@pytest.mark.usefixtures("platform_kept")
 def test_suggestions_are_yaml_over_the_recipe(tmp_path, capsys):
-    names = ("jax_platforms", "jax_enable_compilation_cache")
-    before = {name: getattr(jax.config, name) for name in names}
-    try:
-        words = ["configs/rstar2_qwen3_14b.yaml", "--stage", "8k", "--topology", "h200:8", "--arithmetic", "--suggest"]
-        words += ["--sharding.sequence", "2"]
-        assert plan_command.main(words) == plan_command.FITS  # whatever the mesh of the recipe
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
+    words = ["configs/rstar2_qwen3_14b.yaml", "--stage", "8k", "--topology", "h200:8", "--arithmetic", "--suggest"]
+    words += ["--sharding.sequence", "2"]
+    assert plan_command.main(words) == plan_command.FITS  # whatever the mesh of the recipe
     _, first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("1. step of at least") and "bound by" in first
     yaml = [line[2:] for line in rest[: next(i for i, line in enumerate(rest) if line.startswith("2."))]]
@@ -210,7 +192,8 @@ def test_a_run_says_what_does_not_fit_the_device():
     ("name", "chips", "processes", "bounds"),
     [
         ("v5e:1x1", 1, 1, (1, 1, 1)),
-        ("v6e:1x1", 1, 1, (1, 1, 1)),
+        ("v5e:2x2", 4, 1, (2, 2, 1)),
+        ("v5p:4x4x4", 64, 16, (2, 2, 1)),
         ("v5e:2x4", 8, 2, (2, 2, 1)),
         ("v5e:2x4/8", 8, 1, (2, 4, 1)),
         ("v5p:4x4x4:2", 128, 32, (2, 2, 1)),
@@ -225,7 +208,9 @@ def test_pods_have_machines_and_slices(name, chips, processes, bounds):
     assert bounds is None or pod.host_bounds() == bounds
 
 
-@pytest.mark.parametrize("name", ["v5e:2x4/3", "v5e:2x4/0", "h200:8:2", "v5e:3x2/4:0"])
+@pytest.mark.parametrize(
+    "name", ["v5e:2x4/3", "v5e:2x4/0", "h200:8:2", "v5e:3x2/4:0", "v5p", "v9:2x2", "v5e:2x", "v5e:0x2", "h200:eight"]
+)
 def test_pods_that_cannot_be_are_refused(name):
     with pytest.raises(TopologyError, match=r"must be|slices are those of TPUs"):
         parse_topology(name)
@@ -269,13 +254,8 @@ def test_slices_are_blocks_along_data():
         make_mesh(load_config(Config, ["toy.yaml", "--sharding.fsdp", "8"], prog="test").sharding, devices)
 
 
+@pytest.mark.usefixtures("platform_kept")
 def test_reports_of_suggestions_are_json(capsys):
-    names = ("jax_platforms", "jax_enable_compilation_cache")
-    before = {name: getattr(jax.config, name) for name in names}
-    try:
-        assert plan_command.main(["toy.yaml", "--topology", "v5e:4", "--arithmetic", "--suggest", "--json"]) == 0
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
+    assert plan_command.main(["toy.yaml", "--topology", "v5e:4", "--arithmetic", "--suggest", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert len(report["suggested"]) >= 1 and report["suggested"][0]["settings"]["sharding.data"]
