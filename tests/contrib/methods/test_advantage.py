@@ -6,13 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_roc_jax.contrib.methods.bnpo import beta_weights
 from grpo_roc_jax.contrib.methods.constraints import Constraints
-from grpo_roc_jax.contrib.methods.microcoder import repeats
 from grpo_roc_jax.contrib.methods.spo import tracked
 from grpo_roc_jax.contrib.methods.tempo import tree_differences
 from grpo_roc_jax.contrib.methods.xrpo import Novelty
-from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import initial_state, next_state
 from grpo_roc_jax.method.state import AlgoState, ProblemTable, begun
 from grpo_roc_jax.settings.cli import ConfigError
@@ -20,54 +17,63 @@ from grpo_roc_jax.types import Problem
 from tests.helpers.method_groups import make_group, method
 from tests.method import test_advantage as core
 from tests.method.test_advantage import close, one, values
+from tests.method.test_equality import test_rounding_gives_no_advantage as rounding_gives_no_advantage
 
-CENTERED = [
-    {"baseline": "median", "scale": "mad"},
-    {"baseline": "median", "scale": "mad_or_std"},
-    {"scale": "beta"},
-    *({"adjust": [step]} for step in ("strata", "focal", "novelty", "rescale_nonzero")),
-]
+VIRTUAL = {"baseline": "virtual_max", "scale": "virtual_std"}
+PIVOTED = {"baseline": "median", "adjust": ["rescale_nonzero"]}
+GRADED = {"rewards": [1, 0, 0.5, 0.2, 0.9]}
+CALLS = {"rewards": [1, 0, 1, 1, 0, 0], "calls": [0, 0, 1, 1, 1, 2]}
+UNLIKELY = {"rewards": [1, 1, 0, 0], "logprobs": [-0.5, -1.5, -1, -1]}
+SHOWN = {"rewards": [0.2, 0.5, 0.4, 1.0], "condition": ["", "", "", "demonstration"]}
+
+
+def adjusted(kind, **settings):
+    return {"adjust": [{"kind": kind, **settings}]}
+
+
+@pytest.mark.parametrize(
+    ("group", "settings", "expected"),
+    [
+        ({"rewards": [0] * 4}, VIRTUAL, [-0.447213] * 4),
+        ({"rewards": [1, 0, 0, 0]}, VIRTUAL, [1.095443, -0.730295, -0.730295, -0.730295]),
+        ({"rewards": [1] * 4}, VIRTUAL, [0] * 4),
+        (GRADED, PIVOTED | {"scale": "mad"}, [1.558603, -1.558603, 0, -0.935162, 1.246883]),
+        (GRADED, PIVOTED | {"scale": "mad_or_std"}, [1.558603, -1.558603, 0, -0.935162, 1.246883]),
+        ({"rewards": [1, 0, 0, 0, 1]}, PIVOTED | {"scale": "mad"}, [2500, 0, 0, 0, 2500]),
+        ({"rewards": [1, 0, 0, 0, 1]}, PIVOTED | {"scale": "mad_or_std"}, [4.564355, 0, 0, 0, 4.564355]),
+        ({"rewards": [1, 0, 0, 0]}, {"scale": "beta"}, [0.75, -0.25, -0.25, -0.25]),
+        ({"rewards": [1, 1, 1, 0]}, adjusted("focal", exponent=2.0), [0.03125, 0.03125, 0.03125, -0.09375]),
+        (CALLS, adjusted("strata"), [0.707106, -0.707106, 0.577349, 0.577349, -1.154699, 0]),
+        (CALLS, adjusted("strata", blend=0.5), [0.809988, -0.809988, 0.745109, 0.745109, -1.033784, -0.456435]),
+        (CALLS, adjusted("strata", cap=1), [0.707106, -0.707106, 0.866024, 0.866024, -0.866024, -0.866024]),
+        (UNLIKELY, adjusted("novelty"), [0.866024, 1.259493, -0.866024, -0.866024]),
+        (UNLIKELY, adjusted("novelty", cap=0.1), [0.866024, 0.952626, -0.866024, -0.866024]),
+        (SHOWN, {"kind": "anchored"}, [-1.091082, 0.872866, 0.218216, 1.047439]),
+        ({"rewards": [1, 0, 0, 0]}, adjusted("sign_weights", negative=2.0), [1.499997] + [-0.999999] * 3),
+    ],
+)
+def test_vectors(group, settings, expected):
+    close(values(None, groups=[make_group(**group)], **settings)[0], expected)
+
+
+def test_a_success_with_a_negative_advantage_keeps_it():
+    """The cap of its bonus is 0 then, not a negative bonus."""
+    group = SimpleNamespace(correct=np.array([True, True]), mean_logprobs=np.array([-1.5, -0.5]))
+    close(Novelty().group(np.array([-0.5, 0.5]), np.ones(2), group), [-0.5, 0.5])
 
 
 def test_bnpo():
+    """Rewards are mapped to the bounds of the distribution, and those that reach outside are refused."""
     rewards = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
-    close(1 / beta_weights(np.array([0.25, 0.5, 0.75])), [1.102658, 1.273240, 1.102658])
     result = values(rewards, scale="beta")
     close([row[0] for row in result], [0.680175, 0.392699, 0.226725])
     close([row[-1] for row in result], [-0.226725, -0.392699, -0.680175])
-    close(values([[1, 0, 0, 0]], scale="beta")[0], [0.75, -0.25, -0.25, -0.25])
-    extreme = values([[1, 1], [0, 0], [1, 0]], scale="beta")
-    assert not extreme[0].any()
-    assert not extreme[1].any()
-    assert np.isfinite(extreme[2]).all()
-
-
-def test_a_tracker_starts_from_the_samples_of_the_data():
-    """S = 4 of 8 gives alpha = beta = 4, for problems that were not seen."""
-    problem = Problem("p0", "?", "1", "t", {"success_rate": 0.5, "judged": 8})
-    state = begun(AlgoState(), [problem, Problem("q", "?", "1", "t")])
-    assert [state.table.get([uid])["alpha"].tolist() for uid in ("p0", "q")] == [[4.0], [0.5]]
-    assert tracked(AlgoState(), [replace(problem, extra={"success_rate": 0.125, "judged": 8})]) == pytest.approx(
-        1.5 / 9
-    )
-    group = replace(make_group([1], uid="p0"), problem=problem)
-    assert values(None, AlgoState(), groups=[group], baseline="tracker", scale="none")[0] == [0.5]
-    config = method(1, advantage={"baseline": {"kind": "tracker", "forget": "constant"}})
-    after = next_state([group], [group], config, AlgoState())
-    rows = after.table.get(["p0"])
-    assert (rows["alpha"].tolist(), rows["beta"].tolist()) == ([4.5], [3.5])
-    assert begun(after, [problem]).table is after.table and not after.memory
-
-
-def test_sharpening():
-    group = make_group([1, 1, 0, 0], logprobs=[-0.5, -1.5, -1, -1])
-    result = values(None, groups=[group], adjust=["novelty"])[0]
-    close(result, [0.866024, 1.259493, -0.866024, -0.866024])
-    capped = values(None, groups=[group], adjust=[{"kind": "novelty", "cap": 0.1}])[0]
-    close(capped[1], 0.866024 * 1.1)
-    # A success whose advantage is negative keeps it: its cap is 0, not a negative bonus.
-    found = SimpleNamespace(correct=np.array([True, True]), mean_logprobs=np.array([-1.5, -0.5]))
-    close(Novelty().group(np.array([-0.5, 0.5]), np.ones(2), found), [-0.5, 0.5])
+    all_right, all_wrong, mixed = values([[1, 1], [0, 0], [1, 0]], scale="beta")
+    assert not all_right.any() and not all_wrong.any() and np.isfinite(mixed).all()
+    wide = [[4 * r - 1 for r in row] for row in rewards]
+    close(values(wide, scale={"kind": "beta", "low": -1.0, "high": 3.0}), result)
+    with pytest.raises(ConfigError, match=r"reach from -1 to 3, .* set advantage\.scale\.low and"):
+        values(wide, scale="beta")
 
 
 def test_constraints():
@@ -75,12 +81,10 @@ def test_constraints():
     state = AlgoState(memory={"constraints": np.array([0.5])})
 
     def run(channel):
-        return values(
-            None, state, groups=[group], adjust=[{"kind": "constraints", "channels": [channel], "targets": [0.95]}]
-        )
+        step = {"kind": "constraints", "channels": [channel], "targets": [0.95]}
+        return values(None, state, groups=[group], adjust=[step])[0]
 
-    (result,) = run("clean")
-    close(result, [1.116023, 0.116025, -0.616024, -0.616024])
+    close(run("clean"), [1.116023, 0.116025, -0.616024, -0.616024])
     with pytest.raises(ValueError, match="'tidy'"):
         run("tidy")
     with pytest.raises(ValueError, match="1 channels but 0 targets"):
@@ -96,21 +100,6 @@ def test_dual_vector(dual, channel, target, expected):
     kept = [make_group([1, 1, 0, 0], channels={"clean": channel})]
     moved = step.next_memory(kept, kept, None, AlgoState(memory={"constraints": np.array([dual])}))
     close(moved["constraints"], [expected], 1e-9)
-
-
-def test_repeats():
-    loop = np.tile(np.arange(4), 100)
-    assert repeats(loop)
-    assert not repeats(np.arange(400))
-    assert not repeats(loop[:100])
-
-
-TREE = [np.array([1, 2]), np.array([1, 3]), np.array([4, 5])]
-
-
-def test_tree():
-    rewards = np.array([1.0, 0, 0])
-    close(tree_differences(rewards, TREE), [[0.166667, 0.5], [0.166667, -0.5], [-0.333333, 0]])
 
 
 def test_tree_against_the_definition():
@@ -137,59 +126,27 @@ def test_tree_passes_over_what_all_share_at_once():
     close([row[8000] for row in differences[:3]], [0, -0.5, 0])
 
 
-def test_bnpo_maps_rewards_to_the_bounds_of_its_distribution():
-    """Rewards that reach outside are refused, and those of other bounds have the weights of the mapped ones."""
-    rewards = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
-    wide = [[4 * r - 1 for r in row] for row in rewards]
-    with pytest.raises(ConfigError, match=r"reach from -1 to 3, .* set advantage\.scale\.low and"):
-        values(wide, scale="beta")
-    found = values(wide, scale={"kind": "beta", "low": -1.0, "high": 3.0})
-    for got, plain in zip(found, values(rewards, scale="beta"), strict=True):
-        close(got, plain)
-    with pytest.raises(ConfigError, match=r"low = 1\.0; must be below"):
-        values(rewards, scale={"kind": "beta", "low": 1.0})
-
-
-def test_ngrpo():
-    settings = {"baseline": "virtual_max", "scale": "virtual_std"}
-    close(one([0, 0, 0, 0], **settings), [-0.447213] * 4)
-    close(one([1, 0, 0, 0], **settings), [1.095443, -0.730295, -0.730295, -0.730295])
-    close(one([1, 1, 1, 1], **settings), [0] * 4)
-
-
-def test_mc_grpo():
-    result = one([1, 0, 0.5, 0.2, 0.9], baseline="median", scale="mad", adjust=["rescale_nonzero"])
-    close(result, [1.558603, -1.558603, 0, -0.935162, 1.246883])
-    binary = [1, 0, 0, 0, 1]
-    close(one(binary, baseline="median", scale="mad", adjust=["rescale_nonzero"]), [2500, 0, 0, 0, 2500])
-    guarded = {"baseline": "median", "scale": "mad_or_std", "adjust": ["rescale_nonzero"]}
-    close(one([1, 0, 0.5, 0.2, 0.9], **guarded), result)
-    close(one(binary, **guarded), np.array([1, 0, 0, 0, 1]) / np.std([1, 0, 0, 0, 1], ddof=1) * 2.5)
-
-
-def test_stratified():
-    calls = [0, 0, 1, 1, 1, 2]
-    group = make_group([1, 0, 1, 1, 0, 0], calls=calls)
-    within = [0.707106, -0.707106, 0.577349, 0.577349, -1.154699, 0]
-    plain = [0.912869, -0.912869, 0.912869, 0.912869, -0.912869, -0.912869]
-
-    def run(**rest):
-        return values(None, groups=[group], adjust=[{"kind": "strata", **rest}])[0]
-
-    close(run(), within)
-    close(run(blend=0.0), plain)
-    close(run(blend=0.5), [0.809988, -0.809988, 0.745109, 0.745109, -1.033784, -0.456435])
-    # With the cap at 1, five calls and one call are one stratum.
-    close(run(cap=1)[2:], z_score(np.array([1.0, 1, 0, 0])))
-
-
 def test_single_stream():
-    table = ProblemTable().put(
-        ["p0", "p1", "p2", "p3"], {"alpha": np.array([5.0, 5, 9, 2]), "beta": np.array([5.0, 5, 1, 8])}
-    )
+    counts = {"alpha": np.array([5.0, 5, 9, 2]), "beta": np.array([5.0, 5, 1, 8])}
+    state = AlgoState(table=ProblemTable().put(["p0", "p1", "p2", "p3"], counts))
     whiten = [{"kind": "whiten", "over": "row"}]
-    result = values([[1], [0], [1], [1]], AlgoState(table=table), baseline="tracker", scale="none", adjust=whiten)
+    result = values([[1], [0], [1], [1]], state, baseline="tracker", scale="none", adjust=whiten)
     close(np.concatenate(result), [0.489332, -1.290057, -0.222424, 1.023149])
+
+
+def test_a_tracker_starts_from_the_samples_of_the_data():
+    """S = 4 of 8 gives alpha = beta = 4, for problems that were not seen."""
+    problem = Problem("p0", "?", "1", "t", {"success_rate": 0.5, "judged": 8})
+    state = begun(AlgoState(), [problem, Problem("q", "?", "1", "t")])
+    assert [state.table.get([uid])["alpha"].tolist() for uid in ("p0", "q")] == [[4.0], [0.5]]
+    rarely = replace(problem, extra={"success_rate": 0.125, "judged": 8})
+    assert tracked(AlgoState(), [rarely]) == pytest.approx(1.5 / 9)
+    group = replace(make_group([1], uid="p0"), problem=problem)
+    config = method(1, advantage={"baseline": {"kind": "tracker", "forget": "constant"}})
+    after = next_state([group], [group], config, AlgoState())
+    rows = after.table.get(["p0"])
+    assert (rows["alpha"].tolist(), rows["beta"].tolist()) == ([4.5], [3.5])
+    assert begun(after, [problem]).table is after.table and not after.memory
 
 
 def test_a_tracker_forgets_as_the_policy_moves():
@@ -208,20 +165,9 @@ def test_a_tracker_forgets_as_the_policy_moves():
         np.testing.assert_array_equal(getattr(then, name), getattr(now, name))
     moved = next_state([first], [first], config, state, {"a": 0.006}).table.get(["a"])
     close(moved["alpha"], 0.933033 * state.table.get(["a"])["alpha"] + 1)
-    again = next_state([make_group([1], uid="b", lengths=[6])], [make_group([1], uid="b", lengths=[6])], config, state)
-    assert tracker.earlier([second], again)[0].trajectories[0].length == 8
-    assert tracker.earlier([first], again)[0].trajectories[0].length == 4
-
-
-def test_focal():
-    close(one([1, 1, 1, 0], adjust=[{"kind": "focal", "exponent": 2.0}]), one([1, 1, 1, 0]) / 16)
-
-
-def test_anchor():
-    group = make_group([0.2, 0.5, 0.4, 1.0], condition=["", "", "", "demonstration"])
-    result = values(None, groups=[group], kind="anchored")[0]
-    close(result, [-1.091082, 0.872866, 0.218216, 1.047439])
-    close(values(None, groups=[group])[0], z_score(np.array([0.2, 0.5, 0.4, 1.0])))
+    longer = [make_group([1], uid="b", lengths=[6])]
+    again = next_state(longer, longer, config, state)
+    assert [tracker.earlier([group], again)[0].trajectories[0].length for group in (first, second)] == [4, 8]
 
 
 def test_truncation_mask():
@@ -230,45 +176,41 @@ def test_truncation_mask():
     drawn = SimpleNamespace(random=lambda n: np.array([0.1, 0.9]))
     kept = values(None, groups=[pair], rng=drawn, baseline="none", scale="none", adjust=["truncation_mask"])[0]
     assert kept.tolist() == [0, 1]
+    always = {"rng": np.random.default_rng(0)} | adjusted("truncation_mask", probability=1.0)
     group = make_group([1, 1, 0], stop=["length", "answer", "length"])
-    generator = np.random.default_rng(0)
-    always = [{"kind": "truncation_mask", "probability": 1.0}]
-    masked = values(None, groups=[group], rng=generator, adjust=always)[0]
-    assert masked[0] == 0
-    assert masked[1] > 0 > masked[2]
+    masked = values(None, groups=[group], **always)[0]
+    assert masked[0] == 0 and masked[1] > 0 > masked[2]
     with pytest.raises(ValueError, match="rng"):
         one([1, 0], adjust=["truncation_mask"])
-    loop = make_group([1, 0], stop=["length"] * 2, lengths=[512, 3], tokens=[np.arange(512) % 4, range(3)])
-    assert values(None, groups=[loop], rng=generator, adjust=always)[0][0] > 0, "a loop keeps its advantage"
+    for length, tokens, loops in (
+        (512, np.arange(512) % 4, True),
+        (512, np.arange(512), False),
+        (100, [1] * 100, False),
+    ):
+        group = make_group([1, 0], stop=["length"] * 2, lengths=[length, 3], tokens=[tokens, range(3)])
+        assert (values(None, groups=[group], **always)[0][0] > 0) == loops, "a loop keeps its advantage"
 
 
-def test_scaffold_vector():
-    """Seven failures and one hinted success in the mixed group (Scaf-GRPO)."""
-    close(one([1] + [0] * 7), [2.474867] + [-0.353552] * 7)
+CENTERED = [
+    *({"kind": "group", "baseline": "median", "scale": scale} for scale in ("mad", "mad_or_std")),
+    *({"kind": "group", "adjust": [step]} for step in ("strata", "novelty", "rescale_nonzero")),
+]
+FOCAL = {"adjust": ["focal"]}
 
 
-def test_pairing_vectors():
-    """An affine map of the rewards cancels under a group z-score; the factor acts after scaling, or without it."""
-    easy, hard = [1] + [-1] * 7, [1] + [-2] * 7
-    close(one(easy), one(hard))
-    close([one(easy)[0], one(easy)[1]], [2.474871, -0.353553], 1e-4)
-    close(one([1] * 7 + [-1])[[0, -1]], [0.353553, -2.474871], 1e-4)
-    close(one(hard, scale="none")[[0, 1]], [2.625, -0.375])
-    close(one(easy, scale="none")[[0, 1]], [1.75, -0.25])
-    close(one(easy, adjust=[{"kind": "sign_weights", "negative": 2.0}])[[0, 1]], [2.474867, -0.707104], 1e-4)
-    close(one([1] + [-1] * 7 + [1] * 7 + [-1])[[0, 1]], [0.968245, -0.968245])
+ROUNDED = [*CENTERED, {"adjust": ["tree"]}, "grao", "anchored", "by_role", "positions"]
 
 
-@pytest.mark.parametrize("settings", CENTERED)
-def test_flat_groups_have_no_advantage(settings):
-    core.test_flat_groups_have_no_advantage(settings)
+@pytest.mark.parametrize("advantage", ROUNDED, ids=str)
+def test_rounding_gives_no_advantage(advantage):
+    rounding_gives_no_advantage(advantage)
 
 
-@pytest.mark.parametrize("settings", [*CENTERED, {"baseline": "virtual_max", "scale": "virtual_std"}])
+@pytest.mark.parametrize("settings", [*CENTERED, FOCAL, {"scale": "beta"}, VIRTUAL], ids=str)
 def test_permutation_and_group_order(settings):
     core.test_permutation_and_group_order(settings)
 
 
-@pytest.mark.parametrize("settings", [s for s in CENTERED if s.get("scale") != "beta"])
+@pytest.mark.parametrize("settings", [*CENTERED, FOCAL], ids=str)
 def test_shift_and_scale_of_rewards(settings):
     core.test_shift_and_scale_of_rewards(settings, settings.get("adjust") in (["focal"], ["novelty"]))

@@ -5,21 +5,20 @@ from tests.helpers.method_groups import make_group
 from tests.method import test_roc as core
 from tests.method.test_roc import run, selector
 
+LOW, HIGH = "low_reward", "high_reward"
+
 
 def test_conditions():
     """Successes under the low reward token: ranked with the others, after them, or with places of their own."""
-    conditions = ["low_reward", "low_reward", "high_reward", "high_reward"] * 2
-    group = make_group([1, 1, 1, 1, 0, 0, 0, 0], errors=[0, 0, 1, 1, 0, 0, 0, 0], condition=conditions)
-
-    def kept(**settings):
-        return set(run(group, 4, **settings).indices.tolist()) & {0, 1, 2, 3}
-
-    assert kept(kind="roc") == {0, 1}
-    assert kept(kind="rc_roc") == {2, 3}
-    assert kept(kind="rc_roc", conditions="stratify") == {0, 2}
+    group = make_group([1] * 4 + [0] * 4, errors=[0, 0, 1, 1, 0, 0, 0, 0], condition=[LOW, LOW, HIGH, HIGH] * 2)
+    for settings, kept in (
+        ({"kind": "roc"}, {0, 1}),
+        ({"kind": "rc_roc"}, {2, 3}),
+        ({"kind": "rc_roc", "conditions": "stratify"}, {0, 2}),
+    ):
+        assert set(run(group, 4, **settings).indices.tolist()) & {0, 1, 2, 3} == kept
     # Two places for five and one: shares of 1.67 and 0.33, and the larger remainder gets the second place.
-    conditions = ["low_reward"] * 5 + ["high_reward"] + ["low_reward"] * 2
-    group = make_group([1, 1, 1, 1, 1, 1, 0, 0], condition=conditions)
+    group = make_group([1] * 6 + [0] * 2, condition=[LOW] * 5 + [HIGH] + [LOW] * 2)
     assert run(group, 4, kind="rc_roc", conditions="stratify").indices.tolist() == [0, 1, 6, 7]
 
 

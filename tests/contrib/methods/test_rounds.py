@@ -3,18 +3,21 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
-from grpo_roc_jax.config import read_config
 from grpo_roc_jax.contrib.methods.microcoder import STAGE
-from grpo_roc_jax.learner.group_learner import temperature_of
+from grpo_roc_jax.learner.group_learner import GroupLearner, temperature_of
+from grpo_roc_jax.learner.pack import BatchConfig, pack
+from grpo_roc_jax.method.compose import Scores, initial_state, next_state
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.run.learning import most_rows
 from grpo_roc_jax.run.sample import draw_problems
-from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import Condition
+from tests.helpers import method_groups
 from tests.helpers.samples import make_group
+from tests.method.test_entropy_control import group
 from tests.planner.test_plan import test_a_planned_batch_has_the_leaves_that_the_method_packs as packs
 from tests.run import test_rounds as core
 from tests.run.test_rounds import a_run, method, placed
@@ -31,40 +34,69 @@ def test_the_update_trains_at_the_temperature_of_the_rollouts():
     assert temperature_of(method("grpo"), run(0)) == 1.0
 
 
+def updated(train, packed):
+    """An update that moves the policy."""
+    return SimpleNamespace(params=train.params + 0.2), {"loss/value": np.float32(0)}
+
+
 def test_the_drift_mask_sees_the_policy_of_each_update():
     """What has drifted leaves in the second update; ratio and advantages stay those of the first."""
-
-    def update(train, packed):
-        return SimpleNamespace(params=train.params + 0.2), {"loss/value": np.float32(0)}
-
     config = method("drift_mask", "--batch.updates=2", "--group.problems=2", "--weights.masks.drift.threshold=0.1")
-    groups = [make_group(seed, 4) for seed in (1, 2)]
-    learner, run = placed(config, update), a_run()
-    given = learner.batches(groups, (), run)
+    learner, run = placed(config, updated), a_run()
+    given = learner.batches([make_group(seed, 4) for seed in (1, 2)], (), run)
     _, taken, _ = learner.update(run, given)
     assert all(row.policy_mask.any() for batch in given for row in batch.rows)
-    later = [(row, before) for row, before in zip(taken[1].rows, given[1].rows, strict=True)]
-    lost = [not row.policy_mask.any() for row, _ in later]
-    assert lost == [bool(before.advantages.max() < 0) for _, before in later] and 0 < sum(lost) < len(lost)
-    for row, before in later:
+    lost = []
+    for row, before in zip(taken[1].rows, given[1].rows, strict=True):
+        lost.append(not row.policy_mask.any())
+        assert lost[-1] == (before.advantages.max() < 0)
         np.testing.assert_array_equal(row.logprobs_old, before.logprobs_old)
         np.testing.assert_array_equal(row.advantages, before.advantages)
+    assert 0 < sum(lost) < len(lost)
 
 
 def test_what_a_method_measures_is_in_the_metrics_of_the_step():
     """With scores 0.1 below the recorded ones: of the first pass, though later updates move the policy."""
-
-    def update(train, packed):
-        return SimpleNamespace(params=train.params + 0.2), {"loss/value": np.float32(0)}
-
     config = method("seq_mask_tis", "--batch.updates=2", "--group.problems=2")
-    learner, run = placed(config, update), replace(a_run(), train=SimpleNamespace(params=0.1))
+    learner, run = placed(config, updated), replace(a_run(), train=SimpleNamespace(params=0.1))
     given = learner.batches([make_group(seed, 4) for seed in (1, 2)], (), run)
     assert not any(row.policy_mask.any() for batch in given for row in batch.rows), "e^-0.1 is below 0.999"
     metrics = learner.update(run, given)[2]
     assert metrics["mismatch/geometric_ratio"] == pytest.approx(np.exp(-0.1), abs=1e-5)
     assert metrics["mismatch/token_kl_k1"] == pytest.approx(0.1, abs=1e-5)
     assert metrics["mismatch/rejection_geometric_ratio_below"] == 1 and metrics["mismatch/veto_vetoed"] == 0
+
+
+class ScoredAsSampled(GroupLearner):
+    def score(self, params, groups, temperature):
+        recorded = [t.logprobs for group in groups for t in group.trajectories]
+        return Scores(recorded, recorded)
+
+
+@pytest.mark.parametrize("words", [(), ("--advantage.adjust=entropy_bonus",), ("--surrogate=kl_cov",)], ids=str)
+def test_explanations_alone_have_the_leaves_of_every_batch(words):
+    """Else a step in which nothing but explanations trains would compile a program of its own (ExPO)."""
+    learner = ScoredAsSampled(method("expo", *words), None, lambda problem: [1, 2])
+    usual, _ = learner.rows([group()], a_run())
+    alone = learner.explanation_rows([method_groups.make_group([1], condition=["explanation"])], a_run())
+    usual_leaves, leaves = (
+        jax.tree.structure(pack(rows, BatchConfig(row_length=16, rows=1), 1)[0]) for rows in (usual, alone)
+    )
+    assert leaves == usual_leaves
+    assert not any(row.entropy_coefficient or np.any(row.marked) for row in alone if row.marked is not None)
+
+
+def test_the_drift_of_a_tracker_is_that_of_its_remembered_samples():
+    """Mean |change| of the log-probabilities of a problem's last sample, under the parameters before the update."""
+    config, ran = method("spo"), []
+    learner, run = placed(config), replace(a_run(), train=SimpleNamespace(params=0.02))
+    learner.learner.score_batch = lambda policy, batch: ran.append(batch)
+    first, other = (method_groups.make_group([1], uid=uid) for uid in "ab")
+    run.method = initial_state(config)
+    assert learner.drift([first], run) == {} and ran == [[]], "compiled in the first step, on nothing"
+    run.method = next_state([first], [first], config, run.method)
+    assert learner.drift([first, other], run) == {"a": pytest.approx(0.02, abs=1e-6)}
+    assert placed(method("grpo")).drift([first], run) == {}
 
 
 def test_problems_are_chosen_among_several_batches():
@@ -96,24 +128,8 @@ def test_a_first_wave_that_does_not_fit_goes_plain(condition):
     core.test_what_does_not_fit_is_left_out_and_a_first_wave_goes_plain(condition)
 
 
-@pytest.mark.parametrize(
-    ("name", "words", "said"),
-    [
-        ("s_grpo", ["--group.size=4"], "set group.size 9"),
-        ("xrpo", ["--plan.budget.pilot=16"], "leaves nothing to allocate"),
-        ("grpo_roc", ["--resample.kind=rc_roc"], "nothing to tell apart"),
-        ("spo", ["--plan.problems.pool=1"], "must be at least 2"),
-        ("microcoder", ["--plan.temperature.temperatures", "1.1", "0.9"], "must rise"),
-    ],
-)
-def test_plans_that_contradict_other_sections_are_refused(name, words, said, capsys):
-    core.test_plans_that_contradict_other_sections_are_refused(name, words, said, capsys)
-
-
 def test_a_budget_of_several_waves_has_no_rows_to_go_on_with(tmp_path):
     refused_with_partial(tmp_path, "--plan.budget=knapsack")
-    with pytest.raises(ConfigError, match="use one of the two"):
-        read_config("--rollout.step_limit=stream", "--plan.budget=knapsack")
 
 
 def test_a_planned_batch_has_the_leaves_that_rows_of_several_temperatures_pack():

@@ -1,103 +1,67 @@
 """Reward maps against the vectors of the family's specification, and the chain of the config."""
 
-import sys
 from dataclasses import replace
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.shaping import check_steps, prompt_suffix
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.settings.cli import ConfigError
+from grpo_roc_jax.settings.callables import given
 from tests.helpers.method_groups import make_group, method
-from tests.method.test_shaping import close, one, shaped
-
-
-def test_dynamic_length():
-    lengths = [100, 200, 300, 400]
-    close(one([1] * 4, "dynamic_length", lengths=lengths), [0.875656, 0.765986, 0.634014, 0.524344])
-    groups = [make_group([1, 0, 0, 0], lengths=lengths), make_group([1, 1, 0, 1], lengths=lengths)]
-    mixed = shaped(groups, {"kind": "dynamic_length", "fraction": 0.5})
-    close(mixed[0], [1, 0, 0, 0])  # the worse-solved group keeps its rewards
-    assert mixed[1][2] == 0
-    assert 1 > mixed[1][0] > mixed[1][1] > mixed[1][3] > 0
-    close(one([1, 0], "dynamic_length", lengths=[5, 9]), [0.7, 0])
-
-
-def test_serial_exits():
-    rewards = one([0, 1, 1, 0, 1], "serial")
-    close(rewards, [0, 1, 0.5, 0, 0.25])
-    close(z_score(rewards), [-0.836658, 1.553793, 0.358568, -0.836658, -0.239045])
-
-
-def test_unlikeliness():
-    rewards = one([1, 1, 1, 0], "unlikeliness", logprobs=[-0.5, -1, -2, -0.3])
-    close(rewards, [0.875, 0.9375, 1, 0])
-    close(z_score(rewards), [0.364512, 0.497062, 0.629612, -1.491186])
-
-
-def test_posterior():
-    channels = {"format": [1, 1, 1], "quality": [0.2, 0.9, 0.9]}
-    close(one([1, 1, 0], "posterior", channels=channels), [2.2, 2.9, 1])
-
-
-def test_quality_blend():
-    outcomes = [1, 1, 0, 1]
-    close(one(outcomes, "quality", channels={"quality": [0.8, 0.4, 0.8, 0]}), [1, 0.85, 0, 0.7])
-    close(one(outcomes, "quality", channels={"quality": [0] * 4}), [0.7, 0.7, 0, 0.7])
-
-
-def test_soft_map():
-    close(one([0, 0.2, 0.5, 0.8, 1], "soft"), [0.086764, 0.321546, 0.596390, 0.8, 0.801823])
-
-
-def test_staged():
-    close(one([1, 0, 1], "staged", errors=[1, 0, 0], answers=[1, 1, 2]), [0, 0.3, 0.1])
-
-
-def test_outcome():
-    close(one([1, 0], "outcome", settings={"negative": 2.0}), [1, -2])
-
+from tests.method.test_shaping import close, shaped
 
 CHANNELS = {"format": [1, 1, 0, 0], "quality": [0.8, 0.4, 0.2, 0.1]}
+FAILING = {"calls": [1, 2, 1, 0], "errors": [0, 1, 1, 0]}
+LENGTHS = {
+    "lengths": [0, 25, 50, 75, 100, 50, 100],
+    "answers": [1] * 5 + [0] * 2,
+    "channels": {"format": [0, 0, 0.5, 0, 0, 0, 0]},
+}
 
 
 @pytest.mark.parametrize(
-    ("step", "settings", "expected"),
+    ("step", "rewards", "group", "expected"),
     [
-        ("overlong", {"limit": 10, "buffer": 10}, [1 - 0.3, 1 - 0.6, 0 - 0.3, 0 - 0.3]),
-        ("tool_errors", {}, [1, 0.75, -0.5, 0]),
-        ("unlikeliness", {}, [0.9375, 1, 0, 0]),
-        ("serial", {}, [1, 0.5, 0, 0]),
-        ("soft", {}, [0.801823, 0.801823, 0.086764, 0.086764]),
-        ("outcome", {"negative": 2.0}, [1, 1, -2, -2]),
-        ("budget", {"start": 3}, [1.0, 0.7, 0.4, 0.4]),
-        ("surrogate", {"length": 6}, [2, 0, 1, 1]),
-        ("posterior", {}, [2.8, 2.4, 0, 0]),
-        ("quality", {}, [1, 0.85, 0, 0]),
-        ("staged", {}, [1.0, 0.0, 0.0, 0.3]),
-        ("win_rate", {}, [1.0, 2 / 3, 0.0, 1 / 3]),
+        ("dynamic_length", [1] * 4, {"lengths": [100, 200, 300, 400]}, [0.875656, 0.765986, 0.634014, 0.524344]),
+        ("dynamic_length", [1, 0], {"lengths": [5, 9]}, [0.7, 0]),
+        ("serial", [0, 1, 1, 0, 1], {}, [0, 1, 0.5, 0, 0.25]),
+        ("unlikeliness", [1, 1, 1, 0], {"logprobs": [-0.5, -1, -2, -0.3]}, [0.875, 0.9375, 1, 0]),
+        ("posterior", [1, 1, 0, 0], {"channels": CHANNELS}, [2.8, 2.4, 0, 0]),
+        ("posterior", [1, 0, 0], {"channels": {"format": [1] * 3, "quality": [0.2, 0.9, 0.9]}}, [2.2, 1, 1]),
+        ("quality", [1, 1, 0, 1], {"channels": {"quality": [0.8, 0.4, 0.8, 0]}}, [1, 0.85, 0, 0.7]),
+        ("quality", [1, 1, 0, 1], {"channels": {"quality": [0] * 4}}, [0.7, 0.7, 0, 0.7]),
+        ("soft", [0, 0.2, 0.5, 0.8, 1], {}, [0.086764, 0.321546, 0.596390, 0.8, 0.801823]),
+        ("staged", [1, 0, 1, 1], {"errors": [1, 0, 0, 0], "answers": [1, 1, 2, 1]}, [0, 0.3, 0.1, 1]),
+        ("tool_errors", [1, 1, 0, 0], FAILING, [1, 0.75, -0.5, 0]),
+        ("win_rate", [1, 1, 0, 0], FAILING, [1.0, 2 / 3, 0.0, 1 / 3]),
+        ({"kind": "outcome", "negative": 2.0}, [1, 0], {}, [1, -2]),
+        ({"kind": "surrogate", "length": 100}, [0] * 7, LENGTHS, [0, 0.75, 1.5, 0.5, -1, 0, -1]),
+        (
+            {"kind": "budget", "start": 200, "weights": [0, 1, 0]},
+            [0] * 6,
+            {"lengths": [0, 100, 200, 300, 400, 500]},
+            [0, 0.5, 1, 0.5, 0, 0],
+        ),
+        (
+            {"kind": "budget", "start": 3},
+            [1, 1, 0, 0],
+            {"lengths": [3, 6, 3, 3], "channels": CHANNELS},
+            [1.0, 0.7, 0.4, 0.4],
+        ),
     ],
 )
-def test_each_step(step, settings, expected):
-    group = make_group(
-        [1, 1, 0, 0],
-        lengths=[3, 6, 3, 3],
-        calls=[1, 2, 1, 0],
-        errors=[0, 1, 1, 0],
-        logprobs=[-0.5, -1, -0.1, -0.2],
-        channels=CHANNELS,
-    )
-    close(shaped([group], {"kind": step, **settings})[0], expected)
+def test_vectors(step, rewards, group, expected):
+    close(shaped([make_group(rewards, **group)], step)[0], expected)
 
 
 def test_dynamic_length_step_spans_the_batch():
-    groups = [make_group([1, 1], uid="a", lengths=[2, 4]), make_group([1, 0], uid="b")]
-    result = shaped(groups, {"kind": "dynamic_length", "fraction": 0.5})
-    assert result[0][0] > result[0][1]
-    close(result[1], [1, 0])
+    """The better-solved half of the groups pays by length, the other keeps its rewards."""
+    lengths = [100, 200, 300, 400]
+    groups = [make_group([1, 0, 0, 0], lengths=lengths), make_group([1, 1, 0, 1], lengths=lengths)]
+    hard, easy = shaped(groups, {"kind": "dynamic_length", "fraction": 0.5})
+    close(hard, [1, 0, 0, 0])
+    assert easy[2] == 0 and 1 > easy[0] > easy[1] > easy[3] > 0
 
 
 def test_steps_run_in_order():
@@ -115,17 +79,15 @@ def test_a_step_that_would_undo_those_before_it_is_refused(kind):
         check_steps(method(shaping=["overlong", kind]).shaping)
 
 
-def test_judge_by_dotted_path(monkeypatch):
+def test_a_judge_of_the_users():
     """Any matrix in which a pair shares one point; Pref-GRPO's own vector through the chain."""
     wins = np.array([[0, 0.5, 1, 1], [0.5, 0, 0.5, 1], [0, 0.5, 0, 0.5], [0, 0, 0.5, 0]])
-    module = ModuleType("my_judges")
-    module.preferred, module.broken = (lambda features: wins), (lambda features: np.ones((4, 4)))
-    monkeypatch.setitem(sys.modules, "my_judges", module)
-    group = make_group([0, 0, 0, 1])
-    preferred = shaped([group], {"kind": "win_rate", "judge": "my_judges:preferred"})
-    close(preferred[0], [0.833333, 0.666667, 0.333333, 0.166667])
-    with pytest.raises(ValueError, match=r"shaping\.judge returned shape \(4, 4\)"):
-        shaped([group], {"kind": "win_rate", "judge": "my_judges:broken"})
+    group, step = make_group([0, 0, 0, 1]), {"kind": "win_rate", "judge": "mine"}
+    with given({"mine": lambda features: wins}):
+        close(shaped([group], step)[0], [0.833333, 0.666667, 0.333333, 0.166667])
+    refused = pytest.raises(ValueError, match=r"shaping\.judge returned shape \(4, 4\)")
+    with given({"mine": lambda features: np.ones((4, 4))}), refused:
+        shaped([group], step)
 
 
 def test_pay_beside_the_answer_makes_nobody_correct():
@@ -142,48 +104,14 @@ def test_missing_channel_is_named():
         shaped([make_group([1, 0])], "quality")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"kind": "overlong", "buffer": 0},
-        {"kind": "overlong", "limit": 4095},
-        {"kind": "dynamic_length", "fraction": 0.0},
-        {"kind": "budget", "decay": 1.5},
-        {"kind": "budget", "every": 0},
-        {"kind": "budget", "start": 0},
-    ],
-)
-def test_impossible_settings(settings):
-    with pytest.raises(ConfigError, match=r"shaping"):
-        method(shaping=[settings])
-
-
-def test_surrogate_length():
-    """Without an answer the length term counts where it is below 0."""
-    lengths, channels = [0, 25, 50, 75, 100, 50, 100], {"format": [0, 0, 0.5, 0, 0, 0, 0]}
-    answers = [1] * 5 + [0] * 2
-    paid = one([0] * 7, "surrogate", settings={"length": 100}, lengths=lengths, channels=channels, answers=answers)
-    close(paid, [0, 0.75, 1.5, 0.5, -1, 0, -1])
-
-
-def test_budget():
+def test_the_budget_falls_with_the_step_and_is_named_in_the_prompt():
+    """Train Long, Think Short: the prompt names the budget that the reward is about to use."""
     step = method(shaping=["budget"]).shaping[0]
     assert [int(step.tokens(s)) for s in (0, 49, 50, 100, 400)] == [256, 256, 217, 184, 69]
-    assert step.tokens(10**6) == 1.0
-    near = {"start": 200, "weights": [0, 1, 0]}
-    close(one([0] * 6, "budget", settings=near, lengths=[0, 100, 200, 300, 400, 500]), [0, 0.5, 1, 0.5, 0, 0])
-
-
-def test_budget_step_reads_the_training_step():
-    group = make_group([1, 0], lengths=[4, 4])
-    budget = {"kind": "budget", "start": 4, "decay": 0.5, "every": 1}
-    early, late = (shaped([group], budget, state=AlgoState(step=step))[0] for step in (0, 1))
-    close(early, [1.0, 0.4])
-    close(late, [0.7, 0.1])
-
-
-def test_the_prompt_names_the_budget():
-    """Train Long, Think Short: the prompt names the budget that the reward is about to use."""
+    assert step.tokens(10**6) == 1.0 and prompt_suffix([step], 0) == ""
     steps = method(shaping=["overlong", {"kind": "budget", "tell": "{budget} tokens"}]).shaping
     assert [prompt_suffix(steps, step) for step in (0, 50)] == ["\n256 tokens", "\n217 tokens"]
-    assert prompt_suffix(method(shaping=["budget"]).shaping, 0) == ""
+    group = make_group([1, 0], lengths=[4, 4])
+    budget = {"kind": "budget", "start": 4, "decay": 0.5, "every": 1}
+    paid = [shaped([group], budget, state=AlgoState(step=step))[0] for step in (0, 1)]
+    close(paid, [[1.0, 0.4], [0.7, 0.1]])

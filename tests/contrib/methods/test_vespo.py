@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_roc_jax.settings.cli import ConfigError
 from tests.method import test_surrogate as core
 from tests.method.test_surrogate import MASK, NOW, OLD, A, made, shared_logratio
 
@@ -44,8 +43,3 @@ def test_vespo_is_reinforce_on_policy_and_bounded_far_from_it():
 )
 def test_what_holds_for_every_surrogate(holds):
     holds("vespo", "sequence")
-
-
-def test_it_has_no_ratio_of_tokens():
-    with pytest.raises(ConfigError, match=r"surrogate"):
-        made("vespo", level="token")
