@@ -13,14 +13,13 @@ import pytest
 from docs.methods_table import load_methods
 from examples.plugins.consistency import Consistency
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.learner import learner as learner_module
 from grpo_roc_jax.record.trace import read_trace
-from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.settings.cli import CONFIG_DIR, load_config
 from grpo_roc_jax.settings.options import as_text
 from grpo_roc_jax.train import main, train
 from tests.helpers.parts import part_of
-from tests.test_train import TINY, numbers, params_hash
+from tests.test_train import TINY, numbers, params_hash, without_evaluation
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
 METHODS = {name: method for name, method in load_methods().items() if method.path.parent == CONFIG_DIR / "methods"}
 
@@ -38,7 +37,7 @@ class Size:
     """Whether the method helps after failing; half of the problems are then beyond the plain prompt."""
     words: tuple[str, ...] = ()
     """Further settings."""
-    conditions: frozenset[str] = frozenset({""})
+    conditions: tuple[str, ...] = ("",)
     """Conditions that the log holds at least; the plain prompt alone by default."""
     trains: bool = True
     """Whether sampled tokens get advantages at this size."""
@@ -48,7 +47,7 @@ SIZES = {
     "pass_at_k": Size(group=6),
     "sdpo": Size(prompt=160),
     "reference_sync": Size(words=("--surrogate.kl.sync_every=2",)),
-    "rc_grpo": Size(words=("--plan.condition.separation=0",), conditions=frozenset({"high_reward", "low_reward"})),
+    "rc_grpo": Size(words=("--plan.condition.separation=0",), conditions=("high_reward", "low_reward")),
     "entropy_target": Size(words=("--advantage.adjust.entropy_bonus.target=9",)),
 }
 """Methods of the core that need more than the least."""
@@ -107,54 +106,6 @@ def test_dry_run(name, capsys, tmp_path, monkeypatch):
     assert f"name: {name}" in capsys.readouterr().out
 
 
-class Unclosed:
-    """An executor that outlives the runs that use it."""
-
-    def __init__(self, executor):
-        self._executor = executor
-
-    def __getattr__(self, name):
-        return getattr(self._executor, name)
-
-    def close(self):
-        pass
-
-
-@pytest.fixture(scope="module")
-def shared_parts():
-    """Parts that hold no state of a run, by what they were made of: programs, engines, the executor."""
-    parts = {}
-    yield parts
-    for executor in parts.pop("executors", {}).values():
-        executor.close()
-
-
-@pytest.fixture
-def shared(monkeypatch, shared_parts):
-    """Runs of this process share compiled programs and tool workers, which take most of a small run's time."""
-
-    def remembered(place, make, key):
-        def made(*given, **named):
-            some = shared_parts.setdefault(place, {})
-            words = repr(key(*given, **named))
-            return some[words] if words in some else some.setdefault(words, make(*given, **named))
-
-        return made
-
-    def everything(*given, **named):
-        return given, named
-
-    def tools_and_names(tools, registry):
-        return tools, registry.names
-
-    for name in ("make_update_step", "make_score"):
-        monkeypatch.setattr(learner_module, name, remembered(name, getattr(learner_module, name), everything))
-    engine = remembered("engines", components_module.make_engine, everything)
-    monkeypatch.setattr(components_module, "make_engine", engine)
-    executor = remembered("executors", components_module.make_executor, tools_and_names)
-    monkeypatch.setattr(components_module, "make_executor", lambda *given: Unclosed(executor(*given)))
-
-
 def cut_after(run_dir: Path, copy: Path, step: int) -> None:
     """A run directory as a stop right after that checkpoint leaves it, with what came later still in the logs."""
     shutil.copytree(run_dir, copy)
@@ -163,13 +114,9 @@ def cut_after(run_dir: Path, copy: Path, step: int) -> None:
             shutil.rmtree(checkpoint)
 
 
-def without_evaluations(rows: list[dict]) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", part_of(list(METHODS)))
-def test_three_steps_and_an_exact_resume(name, tmp_path, shared, monkeypatch):
+def test_three_steps_and_an_exact_resume(name, tmp_path, monkeypatch):
     if name == "opd":  # its teacher: another policy, with twice the layers
         monkeypatch.chdir(tmp_path)
         assert main([*TINY, "--run_dir=runs/toy", "--steps=0", "--seed=5", "--model.layers=2"]) == 0
@@ -188,7 +135,7 @@ def check_three_steps(name, size, tmp_path):
     assert numbers(again) == rows
     assert params_hash(whole) == params_hash(again)
     records = [record for step in (1, 2, 3) for record in read_trace(whole, step)]
-    assert {str(record.trajectory.condition) for record in records} >= size.conditions
+    assert {str(record.trajectory.condition) for record in records} >= set(size.conditions)
     trained = [record for record in records if record.advantages is not None]
     for record in trained:
         assert len(record.advantages) == record.trajectory.length
@@ -197,7 +144,7 @@ def check_three_steps(name, size, tmp_path):
 
 
 @pytest.mark.slow
-def test_in_processes_of_its_own(tmp_path, shared):
+def test_in_processes_of_its_own(tmp_path):
     check_processes("grpo_roc", SIZES.get("grpo_roc", Size()), tmp_path)
 
 
@@ -208,29 +155,16 @@ def check_processes(name, size, tmp_path):
         words = tiny(name, tmp_path / "run", f"--steps={steps}", "--resume=auto", size=size)
         subprocess.run([sys.executable, "-m", "grpo_roc_jax.train", *words], check=True, env=environment, timeout=300)
     assert main(tiny(name, tmp_path / "whole", size=size)) == 0
-    assert without_evaluations(numbers(tmp_path / "run")) == without_evaluations(numbers(tmp_path / "whole"))
+    assert without_evaluation(numbers(tmp_path / "run")) == without_evaluation(numbers(tmp_path / "whole"))
     assert params_hash(tmp_path / "run") == params_hash(tmp_path / "whole")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--method.edit_groups=examples.plugins.clean_calls:purify", "--surrogate.old_logprobs=scored"],
-    ],
-    ids=lambda words: words[0].rpartition(".")[2],
-)
-def test_plug_ins_train(words, tmp_path, shared):
-    roomy = ["--rollout.max_response_tokens=64", "--batch.row_length=136"]
-    assert main(tiny("grpo", tmp_path / "run", *roomy, *words, "--steps=2")) == 0
+def test_plug_ins_train(tmp_path):
+    """One by its path, and one by argument."""
+    words = ["--rollout.max_response_tokens=64", "--batch.row_length=136", "--surrogate.old_logprobs=scored"]
+    words += ["--method.edit_groups=examples.plugins.clean_calls:purify", "--method.edit_rows=consistency"]
+    config = load_config(Config, tiny("grpo", tmp_path / "run", *words, "--steps=2"), prog="test")
+    train(config, functions={"consistency": Consistency(decay=0.5, every=1)})
     rows = numbers(tmp_path / "run")
     assert all(np.isfinite(row["loss/value"]) and row["update/grad_norm"] > 0 for row in rows[1:])
-
-
-@pytest.mark.slow
-def test_a_plug_in_by_argument_trains(tmp_path, shared):
-    config = load_config(
-        Config, tiny("grpo", tmp_path / "run", "--steps=2", "--method.edit_rows=consistency"), prog="test"
-    )
-    train(config, functions={"consistency": Consistency(decay=0.5, every=1)})
-    assert all(row["update/grad_norm"] > 0 for row in numbers(tmp_path / "run")[1:])

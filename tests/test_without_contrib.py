@@ -76,24 +76,12 @@ def test_the_toy_trains(core, tmp_path):
     assert last["step"] == 1 and last["rollout/sampled_tokens"] > 0
 
 
-FAST = [
-    *(
-        f"tests/method/test_{name}.py"
-        for name in ("advantage", "budgets", "equality", "reference", "shaping", "verdicts")
-    ),
-    *(f"tests/test_{name}.py" for name in ("carry_over", "cli", "kinds")),
-]
 ROOMS = sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name[0].isalpha())
 PARTS = [f"tests/{room}" for room in ROOMS if room not in ("contrib", "helpers")]
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("test_*.py"))
 FILES.remove(f"tests/{Path(__file__).name}")  # copies of copies
 PARTS += [" ".join(FILES[i::4]) for i in range(4)]
 """All default tests but these and those of contrib: a room, or a quarter of the files without a room, at a time."""
-
-
-@pytest.mark.slow
-def test_many_tests_of_the_core_pass(core):
-    run_in(core, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", *FAST, timeout=900)
 
 
 @pytest.mark.slow
