@@ -17,6 +17,7 @@ from grpo_roc_jax.contrib.environments.harbor_tasks import (
     task_folders,
 )
 from grpo_roc_jax.environments.config import EnvironmentHarbor
+from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.train import train
 from grpo_roc_jax.types import Turn
@@ -66,7 +67,7 @@ def rollout(environment, commands, folder=None, name=""):
     return asyncio.run(play())
 
 
-SOLVED = {
+WORK = {
     "greeting": (["echo hello > /app/hello.txt"], {"reward": 1.0}),
     "total": (
         [
@@ -75,6 +76,7 @@ SOLVED = {
         ],
         {"reward": 1.0, "sum": 1.0, "count": 1.0},
     ),
+    "total in part": (["echo 42 > /app/sum.txt"], {"reward": 0.5, "sum": 1.0, "count": 0.0}),
     "median": (
         [
             "cat > /app/median.awk <<'END'\n{ v[NR] = $1 }\n"
@@ -82,34 +84,20 @@ SOLVED = {
         ],
         {"reward": 1.0},
     ),
+    "median untouched": ([], {"reward": 0.667}),
+    "greeting untouched": ([], {"reward": 0.0}),
 }
 
 
-@pytest.mark.parametrize("name", SOLVED)
-def test_the_tests_of_a_task_pay(environments, name):
-    commands, wanted = SOLVED[name]
-    assert rollout(environments(), commands, name=name)[1] == wanted
-    unsolved = rollout(environments(), [], name=name)[1]["reward"]
-    assert unsolved == pytest.approx({"median": 2 / 3}.get(name, 0.0), abs=1e-3)
-
-
-def test_part_of_the_work_is_part_of_the_reward(environments):
-    found = rollout(environments(), ["echo 42 > /app/sum.txt"], name="total")[1]
-    assert found == {"reward": 0.5, "sum": 1.0, "count": 0.0}
+@pytest.mark.parametrize("case", WORK)
+def test_the_tests_of_a_task_pay(environments, case):
+    commands, wanted = WORK[case]
+    assert rollout(environments(), commands, name=case.split()[0])[1] == pytest.approx(wanted, abs=1e-3)
 
 
 def test_commands_share_their_files_and_say_how_they_ended(environments):
-    printed, _ = rollout(
-        environments(command_s=1.0),
-        [
-            "cd /tmp; pwd; echo out; echo err >&2; exit 3",
-            "pwd; echo x > note",
-            "cat note",
-            "sleep 30",
-            "seq 100000 | wc",
-        ],
-        name="greeting",
-    )
+    commands = ["cd /tmp; pwd; echo out; echo err >&2; exit 3", "pwd; echo x > note", "cat note", "sleep 30"]
+    printed, _ = rollout(environments(command_s=1.0), [*commands, "seq 100000 | wc"], name="greeting")
     assert printed[0].endswith("out\nerr\n\n[exit status 3]") and printed[1].strip() in ("/app", "/scratch/app")
     assert printed[2] == "x\n" and "[ended after 1 s]" in printed[3] and printed[4].split()[0] == "100000"
 
@@ -119,17 +107,14 @@ def test_a_policy_sees_no_tests_and_plants_no_reward(environments, tmp_path):
     test = "#!/bin/bash\n[ -e /tests/planted ] && exit 1\n[ -e /app/done ] && echo 1 > /logs/verifier/reward.txt\n"
     make_task(tmp_path / "secret", test=test, toml="[verifier]\ntimeout_sec = 9\n")
     environment = environments(tmp_path)
-    printed, found = rollout(
-        environment,
-        [
-            f"ls /tests {tmp_path}",
-            "mkdir -p /tests /logs/verifier; echo 9 > /logs/verifier/reward.txt; echo 1 > /tests/planted",
-            "rm -rf /scratch/logs; ln -s /app /scratch/logs",
-            "(while true; do echo 5 > /logs/verifier/reward.txt; done) &",
-            "cp -r /app /scratch/.git; chmod 000 /app; kill -9 $PPID 2>/dev/null; echo still",
-        ],
-        tmp_path,
-    )
+    attempts = [
+        f"ls /tests {tmp_path}",
+        "mkdir -p /tests /logs/verifier; echo 9 > /logs/verifier/reward.txt; echo 1 > /tests/planted",
+        "rm -rf /scratch/logs; ln -s /app /scratch/logs",
+        "(while true; do echo 5 > /logs/verifier/reward.txt; done) &",
+        "cp -r /app /scratch/.git; chmod 000 /app; kill -9 $PPID 2>/dev/null; echo still",
+    ]
+    printed, found = rollout(environment, attempts, tmp_path)
     assert "test.sh" not in printed[0] and found == {"reward": 0.0}
     assert rollout(environment, ["touch /app/done"], tmp_path)[1] == {"reward": 1.0}
 
@@ -161,72 +146,62 @@ def test_the_time_of_a_task_ends_its_commands(environments, tmp_path):
 
 
 def test_variables_and_files_of_a_task(environments, tmp_path):
-    docker = 'FROM x\nENV ROOM="a b" LEVEL=3\nRUN mkdir -p /app/out /workspace\nWORKDIR /workspace\n'
-    docker += "COPY data/ data\nCOPY a.txt b.txt /app/in/\n"
-    files = {"environment__Dockerfile": docker, "environment__data__deep__x.txt": "x"}
-    files |= {"environment__a.txt": "A", "environment__b.txt": "B"}
+    """Dockerfiles as people write them: variables, defaults of arguments, patterns, quotes, folders below the current
+    one, a mark at the beginning. What the verifier knows, the policy does not."""
+    docker = "\ufeffFROM x\nARG PART=in\nENV ROOT=/app NAME='a b'\nENV PATH=\"$ROOT/bin:${PATH}\" LEVEL=${NONE:-3}\n"
+    docker += "WORKDIR\t$ROOT/work\nRUN mkdir -p deep/er /app/other /workspace\nRUN mkdir out\n"
+    docker += (
+        "COPY a.txt b.* /app/${PART}/\nCOPY --chown=me:me bin/ /app/bin/\nADD data.[jt]s* $ROOT/\nCOPY sub copied\n"
+    )
+    files = {f"environment__{name}": name for name in ("a.txt", "b.txt", "data.json", "sub__task.toml")}
+    files |= {"environment__Dockerfile": docker, "environment__bin__tool": "#!/bin/sh\necho tool $LEVEL $MODE\n"}
     toml = '[verifier]\ntimeout_sec = 9\nenv = { KEY = "k" }\n[environment]\nenv = { MODE = "m" }\nmemory = "1G"\n'
+    toml += '[metadata]\nlevel = 2\ntags = ["x"]\n'
     test = "#!/bin/bash\n[ $KEY$MODE$LEVEL = km3 ] && echo 0.25 > /logs/verifier/reward.txt"
     task = read_task(make_task(tmp_path / "t", toml=toml, test=test, **files))
-    assert (task.workdir, task.memory_mb, task.needs_container) == ("/workspace", 1024, "")
-    printed, found = rollout(
-        environments(tmp_path), ['echo "$ROOM$KEY"; cat data/deep/x.txt; ls -d /app/out; cat /app/in/*.txt'], tmp_path
-    )
-    assert printed == ["a b\nx/app/out\nAB"] and found == {"reward": 0.25}
-
-
-def test_dockerfiles_as_people_write_them(environments, tmp_path):
-    """Variables, defaults of arguments, patterns, quotes, folders below the current one, a mark at the beginning."""
-    docker = "\ufeffFROM x\nARG PART=in\nENV ROOT=/app NAME='a b'\nENV PATH=\"$ROOT/bin:${PATH}\" LEVEL ${NONE:-3}\n"
-    docker += "WORKDIR\t$ROOT/work\nRUN mkdir -p deep/er /app/other\nRUN mkdir out\n"
-    docker += "COPY *.txt /app/${PART}/\nCOPY --chown=me:me bin/ ../app/bin/\nADD data.[jt]s* $ROOT/\n"
-    docker = docker.replace("../app", "/app").replace(" LEVEL ${NONE:-3}", " LEVEL=${NONE:-3}")
-    files = {f"environment__{name}": "x" for name in ("a.txt", "b.txt", "data.json", "sub__task.toml")}
-    files |= {"environment__Dockerfile": docker, "environment__bin__tool": "#!/bin/sh\necho tool $LEVEL\n"}
-    toml = '[verifier]\ntimeout_sec = 9\nenv = {}\n[metadata]\nlevel = 2\ntags = ["x"]\n'
-    make_task(tmp_path / "t", toml=toml, **files)
+    assert (task.workdir, task.memory_mb, task.needs_container) == ("/app/work", 1024, "")
     (tmp_path / "t" / "environment" / "bin" / "tool").chmod(0o755)
     assert task_folders(str(tmp_path)) == [tmp_path / "t"], "a file of its own is no further task"
     (problem,) = harbor_problems(str(tmp_path))
     assert problem.extra["level"] == 2
-    printed, found = rollout(environments(tmp_path), ['pwd -P; tool; echo "$NAME"; ls /app; ls /app/in; ls'], tmp_path)
-    assert printed[0].split("\n")[0].endswith("/app/work") and found == {"reward": 1.0}
-    assert printed[0].split("\n")[1:] == [
-        "tool 3", "a b", "bin", "data.json", "in", "other", "work", "a.txt", "b.txt", "deep", "out", "",
-    ]  # fmt: skip
+    looks = ['pwd -P; tool; echo "$NAME$KEY"; ls /app; ls', "cat copied/*; cat /app/in/*"]
+    (here, *rest), last = (text.split("\n") for text in rollout(environments(tmp_path), looks, tmp_path)[0])
+    assert here.endswith("/app/work") and last == ["sub__task.tomla.txtb.txt"]
+    assert rest == ["tool 3 m", "a b", "bin", "data.json", "in", "other", "work", "copied", "deep", "out", ""]
+    assert rollout(environments(tmp_path), [], tmp_path)[1] == {"reward": 0.25}
 
 
-WRONG = {
-    "no test": (dict(test=""), "no tests/test.sh"),
-    "toml": (dict(toml="[agent\n"), "t: "),
-    "time": (dict(toml="[agent]\ntimeout_sec = -1\n"), "timeout_sec = -1"),
-    "table": (dict(toml="verifier = 3\n"), "must be a table"),
-    "metadata": (dict(toml='metadata = "x"\n'), "must be a table"),
-    "variables": (dict(toml="[environment]\nenv = ['A=1']\n"), "must be a table"),
-    "steps": (dict(toml='[[steps]]\nname = "one"\n'), "several steps, which are not served"),
-    "half a copy": (dict(environment__Dockerfile="FROM x\nCOPY\n"), "'COPY' names no file"),
-    "no target": (dict(environment__Dockerfile="FROM x\nCOPY a.txt\n"), "names no file or no target"),
-    "no match": (dict(environment__Dockerfile="FROM x\nCOPY *.txt .\n"), "does not exist"),
-    "run": (
-        dict(environment__Dockerfile="FROM x\nRUN apt-get install -y git\n"),
-        "needs a container: its Dockerfile has",
-    ),
-    "compose": (dict(**{"environment__docker-compose.yaml": ""}), "services of its own"),
-    "image": (dict(toml='[environment]\ndocker_image = "x"\n'), "names an image"),
-    "outside": (dict(environment__Dockerfile="FROM x\nWORKDIR /srv\n"), "it uses /srv"),
-    "missing": (dict(environment__Dockerfile="FROM x\nCOPY gone.txt .\n"), "does not exist"),
-    "escape": (dict(environment__Dockerfile="FROM x\nCOPY ../../../etc/passwd .\n"), "lies outside"),
-    "late": (dict(toml="[verifier]\ntimeout_sec = 899\n"), "environment.timeout_s = 900 ends it; must be 5 more"),
-}
+def dockerfile(*lines):
+    return {"environment__Dockerfile": "\n".join(("FROM x", *lines, ""))}
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_task_that_cannot_run_is_refused_at_the_start(tmp_path, case):
-    fields, said = WRONG[case]
-    make_task(tmp_path / "t", **fields)
-    if case == "no test":
+WRONG = [
+    ({"toml": "[agent\n"}, "t: "),
+    ({"toml": "[agent]\ntimeout_sec = -1\n"}, "timeout_sec = -1"),
+    ({"toml": "[verifier]\ntimeout_sec = 899\n"}, r"environment\.timeout_s = 900 ends it; must be 5 more"),
+    ({"toml": "verifier = 3\n"}, "must be a table"),
+    ({"toml": 'metadata = "x"\n'}, "must be a table"),
+    ({"toml": "[environment]\nenv = ['A=1']\n"}, "must be a table"),
+    ({"toml": '[[steps]]\nname = "one"\n'}, "several steps, which are not served"),
+    ({"toml": '[environment]\ndocker_image = "x"\n'}, "names an image"),
+    ({"environment__docker-compose.yaml": ""}, "services of its own"),
+    (dockerfile("RUN apt-get install -y git"), "needs a container: its Dockerfile has"),
+    (dockerfile("WORKDIR /srv"), "it uses /srv"),
+    (dockerfile("COPY"), "'COPY' names no file"),
+    (dockerfile("COPY a.txt"), "names no file or no target"),
+    (dockerfile("COPY *.txt ."), "does not exist"),
+    (dockerfile("COPY gone.txt ."), "does not exist"),
+    (dockerfile("COPY ../../../etc/passwd ."), "lies outside"),
+    ({}, r"no tests/test\.sh"),
+]
+
+
+@pytest.mark.parametrize(("files", "said"), WRONG, ids=str)
+def test_a_task_that_cannot_run_is_refused_at_the_start(tmp_path, files, said):
+    make_task(tmp_path / "t", **files)
+    if not files:
         (tmp_path / "t" / "tests" / "test.sh").unlink()
-    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=said):
         harbor_class(EnvironmentHarbor(tasks=str(tmp_path)))
 
 
@@ -322,10 +297,8 @@ def test_three_tasks_train(tmp_path):
     words = [f"--data.sources=harbor:{TASKS}", "--data.eval_problems=0", "--environment.kind=harbor"]
     words += [f"--environment.tasks={TASKS}", "--reward.functions=environment", "--sft.steps=0", "--steps=2"]
     words += [f"--run_dir={tmp_path / 'run'}", "--rollout.max_prompt_tokens=1024", "--batch.row_length=1280"]
-    config = load_config(Config, ["toy.yaml", *TINY, *words, "--reward.truncated=score"], prog="x")
-    train(config)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "rollout/reward" in line]
+    train(load_config(Config, ["toy.yaml", *TINY, *words, "--reward.truncated=score"], prog="x"))
+    steps = [row for row in read_metrics(tmp_path / "run") if "rollout/reward" in row]
     assert len(steps) == 2 and all(step.get("environment/faults", 0) == 0 for step in steps)
     assert any(step.get("environment/sum") == 0 for step in steps)
     assert any(0 < step["rollout/reward"] <= 0.67 for step in steps), "the untouched median passes two of three cases"
