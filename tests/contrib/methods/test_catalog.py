@@ -17,11 +17,6 @@ from tests.method import test_catalog as core
 from tests.method.test_catalog import load, rows_of
 
 FURTHER = sorted(set(load_methods()) - set(core.METHODS))
-NAMED = """
-mo_grpo multi_objective lambda_grpo bnpo ngrpo mc_grpo san spo disco drpo rebel reg_grpo grpo_lambda tempo knapsack
-xrpo scaf_grpo sage guide_grpo igrpo expo unlikeliness posterior_grpo c_grpo soft_reward surrogate_signals train_long
-microcoder pairing constraints s_grpo pref_grpo
-"""
 DRAWN = {"microcoder"}
 """Methods that draw for each trajectory, so that the order of groups matters."""
 ORDERED = {"s_grpo", "mc_grpo", "microcoder"}
@@ -31,10 +26,6 @@ BY_DESIGN = {"ngrpo", "spo", "unlikeliness", "s_grpo"}
 ranks among successes, pay by the order of exits."""
 WITHOUT_PAPER = {"rejection", "veto"}
 """Kinds that several libraries have."""
-
-
-def test_named_methods_are_there():
-    assert set(NAMED.split()) <= set(FURTHER)
 
 
 def worded(group):
@@ -51,40 +42,34 @@ def worded(group):
 core.PREPARED["paraphrases"] = worded
 
 
+INVARIANTS = {
+    core.test_variants_are_words_of_the_command_line: set(),
+    core.test_equal_rewards_have_no_gradient: BY_DESIGN,
+    core.test_the_order_inside_a_group_changes_nothing: ORDERED,
+    core.test_micro_batches_and_packing_change_nothing: set(),
+    core.test_on_policy_every_loss_is_the_policy_gradient: set(),
+}
+"""What holds for every method -> the exceptions."""
+
+
+@pytest.mark.parametrize(
+    ("holds", "name"),
+    [(holds, name) for holds, exceptions in INVARIANTS.items() for name in FURTHER if name not in exceptions],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_invariants(holds, name):
+    holds(name)
+
+
 @pytest.mark.parametrize("name", FURTHER)
 def test_composition(name):
     core.test_composition(name, any_order=name not in DRAWN)
 
 
 @pytest.mark.parametrize("name", FURTHER)
-def test_variants_are_words_of_the_command_line(name):
-    core.test_variants_are_words_of_the_command_line(name)
-
-
-@pytest.mark.parametrize("name", sorted(set(FURTHER) - BY_DESIGN))
-def test_equal_rewards_have_no_gradient(name):
-    core.test_equal_rewards_have_no_gradient(name)
-
-
-@pytest.mark.parametrize("name", sorted(set(FURTHER) - ORDERED))
-def test_the_order_inside_a_group_changes_nothing(name):
-    core.test_the_order_inside_a_group_changes_nothing(name)
-
-
-@pytest.mark.parametrize("name", FURTHER)
 def test_prompts_and_observations_stay_out(name):
     """Ids apart for TEMPO, whose tree they make."""
     core.test_prompts_and_observations_stay_out(name, reads_ids=name == "tempo")
-
-
-@pytest.mark.parametrize("name", FURTHER)
-def test_micro_batches_and_packing_change_nothing(name):
-    core.test_micro_batches_and_packing_change_nothing(name)
-
-
-@pytest.mark.parametrize("name", FURTHER)
-def test_on_policy_every_loss_is_the_policy_gradient(name):
-    core.test_on_policy_every_loss_is_the_policy_gradient(name)
 
 
 def estimator(config):
