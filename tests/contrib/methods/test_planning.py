@@ -176,6 +176,7 @@ def test_draft_wave():
     plan = planned(second="draft", temperature={"kind": "rising", "temperatures": [0.8, 1.2]})
     state = AlgoState(memory={"temperature_stage": np.array([1.0])})
     assert [first(batch, 2, plan, some)[0].temperature for some in (None, state)] == [0.8, 1.2]
+    assert (plan.temperature.all, planned().temperature.all) == ((0.8, 1.2), ())
     (request,) = later(batch, [drafts], 1, plan, state)
     assert (asked([request]), request.temperature) == ([(0, 4, "draft")], 1.2)
     assert request.suffix == "\nAn earlier attempt:\ntext"
