@@ -27,27 +27,25 @@ def test_the_quicker_one_wins_and_both_times_come_back():
     assert 0.001 <= seconds["quick"] < 0.02 <= seconds["slow"]
 
 
-@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, NotImplementedError, ValueError])
-def test_what_does_not_run_loses_unless_nothing_runs(kind):
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room\nand more"),
+        NotImplementedError(),
+        ValueError("no such shape"),
+    ],
+)
+def test_what_does_not_run_loses_unless_nothing_runs(error):
     def refused():
-        raise kind("RESOURCE_EXHAUSTED: no room\nand more")
+        raise error
 
     name, seconds = fastest({"kernel": refused, "reference": lambda: None})
     assert name == "reference"
     assert math.isinf(seconds["kernel"]) and math.isfinite(seconds["reference"])
-    with pytest.raises(kind, match="no room"):
+    with pytest.raises(type(error)) as raised:
         fastest({"kernel": refused})
-
-
-def test_a_refusal_without_words_is_one():
-    def refused():
-        raise NotImplementedError
-
-    assert fastest({"kernel": refused, "reference": lambda: None})[0] == "reference"
-
-
-def test_other_exceptions_are_raised():
-    with pytest.raises(ZeroDivisionError):
+    assert raised.value is error
+    with pytest.raises(ZeroDivisionError):  # no refusal of the device, but a fault of ours
         fastest({"broken": lambda: 1 // 0, "reference": lambda: None})
 
 

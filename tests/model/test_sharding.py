@@ -22,32 +22,35 @@ from tests.helpers.reference import random_params
 MODEL = ModelConfig(d_model=16, heads=4, kv_heads=2, head_dim=4, d_ff=32, vocab_size=24, tie_embeddings=False)
 
 
-def test_mesh_takes_what_is_left_and_is_auto():
-    mesh = make_mesh(ShardingConfig(data=-1, fsdp=2, tensor=2))
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "sequence": 1, "tensor": 2}
+@pytest.mark.parametrize(
+    ("sharding", "shape", "rows", "slots"),
+    [
+        (ShardingConfig(data=-1, fsdp=2, tensor=2), (2, 2, 1, 2), 4, 4),
+        (ShardingConfig(fsdp=2, sequence=2), (2, 2, 2, 1), 4, 8),
+    ],
+)
+def test_a_mesh_takes_what_is_left_and_is_auto(sharding, shape, rows, slots):
+    """Rows go over data and fsdp, slots over sequence too."""
+    mesh = make_mesh(sharding)
+    assert dict(mesh.shape) == dict(zip(("data", "fsdp", "sequence", "tensor"), shape, strict=True))
     assert mesh.axis_types == (AxisType.Auto,) * 4
-    assert set(dict(make_mesh(ShardingConfig(), jax.devices()[:1]).shape).values()) == {1}
+    assert (row_shards(mesh), slot_shards(mesh)) == (rows, slots)
 
 
-def test_rows_go_over_data_and_fsdp_and_slots_over_sequence_too():
-    mesh = make_mesh(ShardingConfig(fsdp=2, sequence=2))
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "sequence": 2, "tensor": 1}
-    assert row_shards(mesh) == 4 and slot_shards(mesh) == 8
-
-
-@pytest.mark.parametrize("axes", [(3, 1, 1), (-1, 3, 1), (4, 4, 1), (-1, 16, 1)])
-def test_impossible_meshes_are_refused_with_numbers(axes):
-    with pytest.raises(ValueError, match=rf"{axes[0]} x {axes[1]} x 1 x {axes[2]} does not make 8 devices"):
-        make_mesh(ShardingConfig(*axes))
-
-
-def test_config_refuses_zero():
-    with pytest.raises(ValueError, match=r"sharding\.data = 0"):
-        ShardingConfig(data=0)
-    with pytest.raises(ValueError, match=r"fsdp\n.*greater than or equal to 1"):
-        ShardingConfig(fsdp=-1)
-    with pytest.raises(ValueError, match=r"sequence\n.*greater than or equal to 1"):
-        ShardingConfig(sequence=0)
+@pytest.mark.parametrize(
+    ("sharding", "message"),
+    [
+        ({"data": 3}, "3 x 1 x 1 x 1 does not make 8 devices"),
+        ({"fsdp": 3}, "-1 x 3 x 1 x 1 does not make 8 devices"),
+        ({"fsdp": 16}, "-1 x 16 x 1 x 1 does not make 8 devices"),
+        ({"data": 0}, r"sharding\.data = 0"),
+        ({"fsdp": -1}, r"fsdp\n.*greater than or equal to 1"),
+        ({"sequence": 0}, r"sequence\n.*greater than or equal to 1"),
+    ],
+)
+def test_impossible_meshes_are_refused_with_numbers(sharding, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(ShardingConfig(**sharding))
 
 
 def test_a_mesh_axis_is_used_once_per_array():
@@ -60,34 +63,26 @@ def test_a_mesh_axis_is_used_once_per_array():
 
 
 @pytest.mark.parametrize(
-    ("axes", "name", "remedy"),
+    ("model", "axes", "message"),
     [
-        ((1, 1, 8), "heads = 4 is not divisible by sharding.tensor = 8", "lower sharding.tensor to 4"),
-        ((1, 1, 1, 8), None, None),
-        ((1, 8, 1), None, None),
+        (MODEL, (1, 1, 8), r"heads = 4 is not divisible by sharding.tensor = 8; lower sharding.tensor to 4"),
+        (
+            ModelConfig(vocab_size=25),
+            (2, 2, 2),
+            r"vocab_size = 25 is not divisible by .* = 4; lower .* to 1 .* padded to 28",
+        ),
     ],
 )
-def test_models_that_do_not_divide_are_refused(axes, name, remedy):
-    mesh = make_mesh(ShardingConfig(*axes))
-    if name is None:
-        param_shardings(MODEL, mesh)
-        return
-    with pytest.raises(ValueError, match=f"{name}; {remedy}"):
-        param_shardings(MODEL, mesh)
+def test_models_that_do_not_divide_are_refused(model, axes, message):
+    with pytest.raises(ValueError, match=message):
+        param_shardings(model, make_mesh(ShardingConfig(*axes)))
 
 
-def test_the_refusal_of_an_odd_vocabulary_names_the_padded_size():
-    mesh = make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
-    with pytest.raises(ValueError, match=r"vocab_size = 25 is not divisible by .* = 4; lower .* to 1 .* padded to 28"):
-        param_shardings(ModelConfig(vocab_size=25), mesh)
-
-
-def test_each_device_holds_its_share():
-    params = random_params(MODEL)
-    for axes in ((2, 2, 2), (2, 1, 2, 2), (2, 2, 1, 2)):
-        placed = jax.device_put(params, param_shardings(MODEL, make_mesh(ShardingConfig(*axes))))
-        for leaf in (placed["embed"], placed["unembed"], placed["layers"]["wq"], placed["layers"]["w_down"]):
-            assert leaf.addressable_shards[0].data.size == leaf.size // 4
+@pytest.mark.parametrize("axes", [(2, 2, 2), (2, 1, 2, 2), (2, 2, 1, 2), (1, 8, 1), (1, 1, 1, 8)], ids=str)
+def test_each_device_holds_its_share(axes):
+    placed = jax.device_put(random_params(MODEL), param_shardings(MODEL, make_mesh(ShardingConfig(*axes))))
+    for leaf in (placed["embed"], placed["unembed"], placed["layers"]["wq"], placed["layers"]["w_down"]):
+        assert leaf.addressable_shards[0].data.size == leaf.size // (8 // axes[0])
 
 
 def test_rows_are_split_and_scalars_are_everywhere():
