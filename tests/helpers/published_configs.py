@@ -4,13 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-_COMMON = {
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "initializer_range": 0.02,
-}
+_COMMON = {"bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16", "use_cache": True}
+_COMMON |= {"initializer_range": 0.02}
 _LLAMA_SCALING = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
 
 
@@ -18,27 +13,19 @@ def _shape(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
     return _COMMON | {"architectures": [architecture], "model_type": model_type} | fields
 
 
-def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-    }
+def _sizes(*sizes: int) -> dict[str, Any]:
+    names = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
+    return dict(zip(names.split(), sizes, strict=True))
 
 
 _QWEN = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1_000_000, "sliding_window": None}
 _QWEN |= {"use_sliding_window": False, "attention_dropout": 0.0}
-_VISION = {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5"}
+_QWEN3 = _QWEN | {"head_dim": 128, "rope_scaling": None, "attention_bias": False, "max_position_embeddings": 40_960}
+_QWEN3_MOE = _QWEN3 | {"tie_word_embeddings": False, "num_experts": 128, "num_experts_per_tok": 8}
+_QWEN3_MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_QWEN3_MOE |= {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 _DELTA = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16}
-_DELTA |= {
-    "linear_value_head_dim": 128,
-    "mamba_ssm_dtype": "float32",
-    "attn_output_gate": True,
-    "attention_bias": False,
-}
+_DELTA |= {"linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "attn_output_gate": True}
 _DELTA |= {"full_attention_interval": 4, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
 _MROPE = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"}
 _MROPE |= {"partial_rotary_factor": 0.25, "rope_theta": 10_000_000}
@@ -47,17 +34,13 @@ _MROPE |= {"partial_rotary_factor": 0.25, "rope_theta": 10_000_000}
 def _qwen35(sizes: dict[str, Any], **text: Any) -> dict[str, Any]:
     """A config.json of vision and language, whose text model is read."""
     kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-    inner = {
-        "model_type": "qwen3_5_text",
-        "head_dim": 256,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "dtype": "bfloat16",
-    }
+    inner = {"model_type": "qwen3_5_text", "head_dim": 256, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+    inner |= {"attention_bias": False, "dtype": "bfloat16"}
     inner |= {"layer_types": kinds * (sizes["num_hidden_layers"] // 4), "max_position_embeddings": 262_144}
     inner |= {"rope_parameters": _MROPE, "eos_token_id": 248_044} | sizes | _DELTA | text
     outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": 248_056}
-    return outer | {"text_config": inner, "vision_config": _VISION}
+    vision = {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5"}
+    return outer | {"text_config": inner, "vision_config": vision}
 
 
 _OSS_SCALING = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
@@ -81,9 +64,8 @@ def _gemma4(hidden: int, inner: int, layers: int, kv_heads: int, shared: int, ev
     text |= {"hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 256, "model_type": "gemma4_text"}
     text |= {"max_position_embeddings": 131_072, "moe_intermediate_size": None, "num_global_key_value_heads": None}
     text |= {"num_kv_shared_layers": shared, "sliding_window": 512, "tie_word_embeddings": True, "top_k_experts": None}
-    text |= {
-        "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}
-    }
+    sliding = {"rope_theta": 1e4, "rope_type": "default"}
+    text |= {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
     text |= {"use_bidirectional_attention": None, "use_double_wide_mlp": kv_heads == 1}
     text |= {"vocab_size_per_layer_input": 262_144, "use_cache": True, "initializer_range": 0.02}
     outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "image_token_id": 258_880}
@@ -93,9 +75,8 @@ def _gemma4(hidden: int, inner: int, layers: int, kv_heads: int, shared: int, ev
 
 CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
     "qwen3_0_6b": (
-        _shape("Qwen3ForCausalLM", "qwen3", **_sizes(1024, 3072, 28, 16, 8, 151_936), **_QWEN)
-        | {"head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 40_960, "rope_scaling": None}
-        | {"attention_bias": False, "max_window_layers": 28},
+        _shape("Qwen3ForCausalLM", "qwen3", **_sizes(1024, 3072, 28, 16, 8, 151_936), **_QWEN3)
+        | {"tie_word_embeddings": True, "max_window_layers": 28},
         0.596,
     ),
     "qwen2_5_7b": (
@@ -109,25 +90,18 @@ CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
         0.494,
     ),
     "qwen3_14b": (
-        _shape("Qwen3ForCausalLM", "qwen3", **_sizes(5120, 17_408, 40, 40, 8, 151_936), **_QWEN)
-        | {"head_dim": 128, "tie_word_embeddings": False, "max_position_embeddings": 32_768, "rope_scaling": None}
-        | {"attention_bias": False, "max_window_layers": 40},
+        _shape("Qwen3ForCausalLM", "qwen3", **_sizes(5120, 17_408, 40, 40, 8, 151_936), **_QWEN3)
+        | {"tie_word_embeddings": False, "max_position_embeddings": 32_768, "max_window_layers": 40},
         14.768,
     ),
     "qwen3_30b_a3b": (
-        _shape("Qwen3MoeForCausalLM", "qwen3_moe", **_sizes(2048, 6144, 48, 32, 4, 151_936), **_QWEN)
-        | {"head_dim": 128, "tie_word_embeddings": False, "max_position_embeddings": 40_960, "rope_scaling": None}
-        | {"attention_bias": False, "max_window_layers": 48, "num_experts": 128, "num_experts_per_tok": 8}
-        | {"moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-        | {"output_router_logits": False, "router_aux_loss_coef": 0.001},
+        _shape("Qwen3MoeForCausalLM", "qwen3_moe", **_sizes(2048, 6144, 48, 32, 4, 151_936), **_QWEN3_MOE)
+        | {"moe_intermediate_size": 768, "max_window_layers": 48},
         30.532,
     ),
     "qwen3_235b_a22b": (
-        _shape("Qwen3MoeForCausalLM", "qwen3_moe", **_sizes(4096, 12_288, 94, 64, 4, 151_936), **_QWEN)
-        | {"head_dim": 128, "tie_word_embeddings": False, "max_position_embeddings": 40_960, "rope_scaling": None}
-        | {"attention_bias": False, "max_window_layers": 94, "num_experts": 128, "num_experts_per_tok": 8}
-        | {"moe_intermediate_size": 1536, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-        | {"output_router_logits": False, "router_aux_loss_coef": 0.001},
+        _shape("Qwen3MoeForCausalLM", "qwen3_moe", **_sizes(4096, 12_288, 94, 64, 4, 151_936), **_QWEN3_MOE)
+        | {"moe_intermediate_size": 1536, "max_window_layers": 94},
         235.094,
     ),
     "qwen3_5_4b": (
@@ -162,13 +136,14 @@ CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
     ),
     "gemma3_1b": (
         _shape("Gemma3ForCausalLM", "gemma3_text", **_sizes(1152, 6912, 26, 4, 1, 262_144))
+        | {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
         | {
-            "head_dim": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": 256,
             "rms_norm_eps": 1e-6,
+            "rope_local_base_freq": 10_000,
+            "rope_theta": 1_000_000,
+            "rope_scaling": None,
+            "sliding_window": 512,
         }
-        | {"rope_local_base_freq": 10_000, "rope_theta": 1_000_000, "rope_scaling": None, "sliding_window": 512}
         | {"sliding_window_pattern": 6, "max_position_embeddings": 32_768, "attn_logit_softcapping": None}
         | {"final_logit_softcapping": None, "cache_implementation": "hybrid", "attention_bias": False},
         1.000,
