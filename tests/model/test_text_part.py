@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import jax
 import numpy as np
@@ -15,9 +14,9 @@ from grpo_roc_jax.model.families import UnsupportedModelError, find_family
 from grpo_roc_jax.model.lora import LowRank, attach, load_adapter, read_lora, save_adapter
 from grpo_roc_jax.model.published import read_config, same_model
 from grpo_roc_jax.model.safetensors_io import read_header
-from grpo_roc_jax.model.transformer import forward, unembed
 from grpo_roc_jax.run.policy import parameter_count
 from tests.helpers.published_models import TEXT, VOCAB, logits_of, need_reference, need_transformers, random_tokens
+from tests.helpers.whole_rows import row_logits
 from tests.model.test_convert import MODELS, make_directory, read_all, rewrite
 from tests.model.test_lora import MODEL, random_adapter
 
@@ -45,11 +44,8 @@ WHOLE = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WHOLE)
-def test_text_alone_gives_the_logits_of_the_whole_model(tmp_path, name, caplog):
-    """With text alone the three rotary sections of the Qwen models see one position, so plain rotation is exact. The
-    export is a directory of the text model alone, bit for bit the same."""
+def save_whole(name, folder):
+    """Saves a vision-language model and returns it; norms and biases are random too."""
     transformers = need_transformers()
     import torch
 
@@ -60,20 +56,25 @@ def test_text_alone_gives_the_logits_of_the_whole_model(tmp_path, name, caplog):
     with torch.no_grad():
         for value in model.parameters():
             value.add_(0.3 * torch.randn_like(value) if value.ndim == 1 else 0.0)
-    model.save_pretrained(tmp_path / "in")
-    tokens = random_tokens(2, 40)
-    wanted = logits_of(model, tokens)
+    model.save_pretrained(folder)
+    return model
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_text_alone_gives_the_logits_of_the_whole_model(tmp_path, name, caplog):
+    """With text alone the three rotary sections of the Qwen models see one position, so plain rotation is exact. The
+    export is a directory of the text model alone, bit for bit the same."""
+    tokens = random_tokens(2, 40)
+    wanted = logits_of(save_whole(name, tmp_path / "in"), tokens)
     ours = resolve_config(ModelConfig(path=str(tmp_path / "in")))
     params = load_params(tmp_path / "in", ours)
     assert any("only the text part is used" in record.message for record in caplog.records)
-    positions = np.broadcast_to(np.arange(40), tokens.shape)
-    hidden = jax.jit(partial(forward, config=ours))(params, tokens, positions, np.ones_like(tokens))
     assert wanted.std() > 0.3
-    np.testing.assert_allclose(unembed(params, hidden, ours), wanted, atol=1e-4)
+    np.testing.assert_allclose(row_logits(params, tokens, ours), wanted, atol=1e-4)
 
     export_model(params, ours, tmp_path / "out")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    again = need_transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert "vision_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     np.testing.assert_allclose(logits_of(again, tokens), wanted, atol=1e-5)
 
@@ -87,20 +88,14 @@ def test_text_alone_gives_the_logits_of_the_whole_model(tmp_path, name, caplog):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Gemma3", "Qwen2_5_VL"])
 def test_peft_loads_an_adapter_into_the_whole_model_and_the_reverse(tmp_path, name):
-    transformers, peft = need_transformers(), need_reference("peft")
-    vision, text = WHOLE[name]
-    config = getattr(transformers, f"{name}Config")(text_config=TEXT | text, vision_config=vision)
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
-    model.save_pretrained(tmp_path / "base")
-    ours, tokens = resolve_config(ModelConfig(path=str(tmp_path / "base"))), random_tokens(2, 12)
+    peft, model, tokens = need_reference("peft"), save_whole(name, tmp_path / "base"), random_tokens(2, 12)
+    ours = resolve_config(ModelConfig(path=str(tmp_path / "base")))
     adapter = random_adapter(ADAPTED, ours)
     export_adapter(adapter, ADAPTED, ours, tmp_path / "adapter")
     whole = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     assert {name for name, _ in whole.named_parameters() if "lora_" in name and "language_model" not in name} == set()
     params = attach(load_params(tmp_path / "base", ours), adapter, ADAPTED)
-    positions = np.broadcast_to(np.arange(12), tokens.shape)
-    hidden = jax.jit(partial(forward, config=ours))(params, tokens, positions, np.ones_like(tokens))
-    np.testing.assert_allclose(unembed(params, hidden, ours), logits_of(whole, tokens), atol=1e-4)
+    np.testing.assert_allclose(row_logits(params, tokens, ours), logits_of(whole, tokens), atol=1e-4)
     whole.save_pretrained(tmp_path / "by_peft")
     family = find_family(read_published(tmp_path / "base"))
     again = load_adapter(tmp_path / "by_peft", read_lora(tmp_path / "by_peft"), ours, family)
@@ -122,44 +117,51 @@ def test_names_of_an_adapter_are_those_of_the_model_that_transformers_loads(tmp_
     jax.tree.map(np.testing.assert_array_equal, load_adapter(tmp_path / "adapter", ADAPTED, model, family), adapter)
 
 
-def whole_of(folder, model, prefix, *, flat=False):
-    """A directory of a text model, rewritten as that of a vision-language model."""
-    text = make_directory(folder, model)
+def whole_of(folder, name, prefix, kind="qwen3_vl"):
+    """A directory of a text model, rewritten as that of a vision-language model; the first ones had no nested part."""
+    text = make_directory(folder, MODELS[name])
 
     def change(values):
         values.clear()
         values.update({prefix(name): value for name, value in text.items()})
-        values["visual.patch_embed.weight"] = np.ones((4, 4), np.float32)
+        for left_out in ("visual.patch_embed.weight", "model.visual.patch_embed.weight", "mtp.fc.weight"):
+            values[left_out] = np.ones((4, 4), np.float32)
 
     rewrite(folder, change)
     config = json.loads((folder / "config.json").read_text())
-    whole = {"architectures": ["QwenVL"], "model_type": "qwen3_vl", "vision_config": {}, "image_token_id": 5}
-    if flat:
+    whole = {"architectures": ["QwenVL"], "model_type": kind, "vision_config": {}, "image_token_id": 5}
+    if kind == "qwen2_5_vl":
         whole |= {key: config[key] for key in config.keys() - {"architectures", "model_type"}}
-        whole |= {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+        whole |= {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
     else:
         config.pop("architectures")
-        whole |= {"text_config": config | {"model_type": "qwen3_vl_text"}, "torch_dtype": "float32"}
+        whole |= {"torch_dtype": "float32", "tie_word_embeddings": config["tie_word_embeddings"]}
+        nested = {"model_type": f"{kind}_text", "mtp_num_hidden_layers": 1, "tie_word_embeddings": False}
+        whole["text_config"] = config | nested
     (folder / "config.json").write_text(json.dumps(whole))
     return text, whole
 
 
 @pytest.mark.parametrize(
-    ("model", "prefix", "flat"),
+    ("name", "prefix", "kind"),
     [
-        ("qwen3", lambda name: name.replace("model.", "model.language_model.", 1), False),
-        ("qwen3", lambda name: f"language_model.{name}", False),
-        ("qwen2", lambda name: name, True),
+        ("qwen3", lambda name: name.replace("model.", "model.language_model.", 1), "qwen3_vl"),
+        ("qwen3", lambda name: f"language_model.{name}", "qwen3_vl"),
+        ("qwen3_5_text", lambda name: name.replace("model.", "model.language_model.", 1), "qwen3_5"),
+        ("qwen2", lambda name: name, "qwen2_5_vl"),
     ],
-    ids=["inside", "around", "flat"],
+    ids=["inside", "around", "tied outside", "flat"],
 )
-def test_names_of_the_text_part_as_the_hub_has_them(tmp_path, model, prefix, flat):
-    text, _ = whole_of(tmp_path / "in", MODELS[model], prefix, flat=flat)
+def test_names_of_the_text_part_as_the_hub_has_them(tmp_path, name, prefix, kind):
+    """Other tensors are left out, and the export is a plain directory of the text model."""
+    text, _ = whole_of(tmp_path / "in", name, prefix, kind)
     config = resolve_config(ModelConfig(path=str(tmp_path / "in")))
-    assert same_model(config, MODELS[model])
+    assert same_model(config, MODELS[name])
     params = load_params(tmp_path / "in", config)
-    names = export_model(params, config, tmp_path / "out", dtype="float32")
-    assert "model.safetensors" in names
+    export_model(params, config, tmp_path / "out", dtype="float32")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not {"text_config", "vision_config", "mtp_num_hidden_layers"} & set(written)
+    assert same_model(read_config(written), MODELS[name])
     after = read_all(tmp_path / "out")
     assert after.keys() == text.keys()
     for name, value in text.items():
@@ -176,7 +178,7 @@ def test_gemma_3_leaves_out_what_transformers_fills_in():
 
 
 def test_an_unknown_text_part_is_refused_by_name(tmp_path):
-    _, whole = whole_of(tmp_path, MODELS["qwen3"], lambda name: f"language_model.{name}")
+    _, whole = whole_of(tmp_path, "qwen3", lambda name: f"language_model.{name}")
     for change, said in (
         ({"text_config": whole["text_config"] | {"model_type": "mamba"}}, "the text part 'mamba' is not supported"),
         ({"quantization_config": {"bits": 4}}, "not supported: quantization_config"),
