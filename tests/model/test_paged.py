@@ -85,21 +85,11 @@ def test_heads_and_rows_over_devices():
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
-def test_heads_in_turn():
-    k, v = np.arange(12).reshape(1, 2, 3, 2), -np.arange(12).reshape(1, 2, 3, 2)
-    both = np.asarray(in_turn(jnp.asarray(k), jnp.asarray(v)))
-    np.testing.assert_array_equal(both[:, :, 0::2], k)
-    np.testing.assert_array_equal(both[:, :, 1::2], v)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"head_dim": 64}, "model.head_dim = 64: must be a multiple of 128"),
-        (
-            {"kv_heads": 3, "heads": 3},
-            r"kv_heads = 3 over 1 devices: must be 1, 2 or 4 a device, or a multiple of 8",
-        ),
+        ({"kv_heads": 3, "heads": 3}, r"kv_heads = 3 over 1 devices: must be 1, 2 or 4 a device, or a multiple of 8"),
         ({"compute_dtype": "float16"}, "in float16: must be bfloat16 or float32"),
     ],
 )

@@ -11,17 +11,14 @@ import pytest
 from grpo_roc_jax.model.config import ModelConfig, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.pool import (
     IN_PLACE,
-    PAGED,
     PoolSize,
     PoolWriter,
     allocate,
     cache_orders,
     copy_blocks,
-    in_turn,
     readers_of,
     token_places,
 )
-from tests.helpers.interpreted import interpreted  # noqa: F401
 
 CONFIG = ModelConfig(d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, vocab_size=11)
 LIMITED = replace(CONFIG, windows=SlidingWindows((5, 0)), extras=SomeExtras(attention_cap=1.5))
@@ -177,25 +174,3 @@ def test_blocks_are_copied_between_arenas(orders):
     expected = k[1].copy()
     expected[[3, 5]] = expected[44]
     np.testing.assert_array_equal(unfilled(copied, 1)[0], expected)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("interpreted")
-def test_the_kernel_reads_scattered_blocks():
-    wide = replace(CONFIG, layers=1, head_dim=128, compute_dtype="float32")
-    size = PoolSize(blocks=12, columns=16, slots=3)
-    rng = np.random.default_rng(2)
-    k, v = rng.normal(size=(2, 12, 16, K, 128)).astype(np.float32)
-    table = jnp.array([[3, 11, 0], [3, 5, 12], [7, 12, 12]], jnp.int32)
-    position, active = jnp.array([40, 20, 3]), jnp.array([True, True, False])
-    new = [rng.normal(size=(3, 1, n, 128)).astype(np.float32) for n in (4, K, K)]
-    found = []
-    for orders, leaves in ((PAGED, (in_turn(k, v),)), (("skh", "skh"), (jnp.asarray(k), jnp.asarray(v)))):
-        pool = allocate(wide, size, jnp.float32, orders).replace(layers=((leaves,),))
-        writer = PoolWriter(pool, wide)
-        places = token_places(pool, position, active, table, ())
-        token = writer.attend_token(0, places)(*map(jnp.asarray, new))
-        span = writer.attend_span(0, table[1:2], jnp.zeros(1, int), jnp.array([21]), jnp.array([1]))
-        found.append((token[:2], span(*(jnp.asarray(part[1:2]) for part in new))))
-    for got, wanted in zip(*found, strict=True):
-        np.testing.assert_allclose(got, wanted, atol=1e-5)
