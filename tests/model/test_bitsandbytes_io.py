@@ -63,33 +63,25 @@ def resolved(folder):
     return resolve_config(ModelConfig(path=str(folder)))
 
 
-def test_an_export_says_nothing_of_the_format_that_it_was_read_from(tmp_path):
-    """Its matrices are plain numbers; with the old setting, transformers would take them for packed ones."""
-    packed, full = make_pair(tmp_path)
-    config = resolved(packed)
-    export_model(load_params(packed, config), config, tmp_path / "out", dtype="float32")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert "quantization_config" not in written
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        load_params(tmp_path / "out", resolved(tmp_path / "out")),
-        load_params(full, resolved(full)),
-    )
+def assert_same(params, others):
+    jax.tree.map(np.testing.assert_array_equal, params, others)
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_frozen_weights_keep_the_codes_and_compute_with_the_numbers(tmp_path, nested):
+    """An export has plain numbers; with the old setting, transformers would take them for packed ones."""
     packed, full = make_pair(tmp_path, nested=nested)
-    config = resolved(packed)
-    expected = load_params(full, resolved(full), stacked=False)
-    jax.tree.map(np.testing.assert_array_equal, load_params(packed, config, stacked=False), expected)
+    config, expected = resolved(packed), load_params(full, resolved(full), stacked=False)
+    assert_same(load_params(packed, config, stacked=False), expected)
+    export_model(load_params(packed, config), config, tmp_path / "out", dtype="float32")
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert_same(load_params(tmp_path / "out", resolved(tmp_path / "out"), stacked=False), expected)
     mesh = make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
     for shardings in (None, param_shardings(config, mesh)):
         base = load_params(packed, config, shardings, stacked=False, bits=4)
         assert {base["layers"][1][name].kind for name in ("wq", "wo", "w_down")} == {"nf4"}
         assert base["layers"][0]["w_up"].scales.dtype == jnp.float32
-        plain = base | {"layers": tuple(plain_layer(layer, jnp.float32) for layer in base["layers"])}
-        jax.tree.map(np.testing.assert_array_equal, plain, expected)
+        assert_same(base | {"layers": tuple(plain_layer(layer, jnp.float32) for layer in base["layers"])}, expected)
 
 
 @pytest.mark.parametrize(
