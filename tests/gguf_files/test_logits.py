@@ -4,17 +4,16 @@ import json
 from dataclasses import replace
 from functools import partial
 
-import jax
 import numpy as np
 import pytest
 
 from grpo_roc_jax.model.config import Mixture, ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params, resolve_config
-from grpo_roc_jax.model.transformer import forward, unembed
 from tests.gguf_files.test_tensors import LAYOUTS
 from tests.helpers.gguf_models import QUANT, package_file, write_gguf
 from tests.helpers.gguf_vocabularies import bpe_of_scores, byte_level
 from tests.helpers.published_models import logits_of, need_transformers
+from tests.helpers.whole_rows import row_logits
 from tests.model.test_convert import MODELS, make_directory
 
 WIDTHS = {"d_model": 64, "d_ff": 96}
@@ -33,17 +32,9 @@ MODEL_CASES = {
 FORMATS = {"llama": QUANT.Q4_1, "gemma3": QUANT.Q8_0, "qwen2": QUANT.F16, "qwen3": QUANT.BF16}
 
 
-@pytest.fixture(autouse=True)
-def folders(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def our_logits(path: str, tokens: np.ndarray) -> np.ndarray:
     config = resolve_config(ModelConfig(path=path))
-    params = load_params(find_model(path), config)
-    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    run = jax.jit(lambda params, *rows: unembed(params, forward(params, *rows, config), config))
-    return np.asarray(run(params, tokens.astype(np.int32), positions, np.ones_like(positions)))
+    return row_logits(load_params(find_model(path), config), tokens, config)
 
 
 @pytest.mark.parametrize("name", MODEL_CASES)

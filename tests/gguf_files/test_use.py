@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -33,15 +34,11 @@ from tests.commands.test_chat import SHORT
 from tests.helpers.gguf_models import package_file, write_gguf
 from tests.helpers.gguf_vocabularies import byte_level
 from tests.helpers.reference import random_params
+from tests.model.test_convert import read_all
 from tests.test_train import TINY
 from tests.test_train import shared_programs as shared_programs  # a fixture
 
 SHAPE = ModelConfig(d_model=32, layers=1, heads=2, kv_heads=1, head_dim=16, d_ff=32, max_positions=1024)
-
-
-@pytest.fixture(autouse=True)
-def folders(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +49,6 @@ def pair(tmp_path_factory):
     model = replace(SHAPE, vocab_size=len(vocabulary.tokens))
     params = jax.device_put(random_params(model))
     export_model(params, model, root / "weights", dtype="float32")
-    from tests.model.test_convert import read_all
-
     config = json.loads((root / "weights" / "config.json").read_text())
     write_gguf(root / "model.gguf", config, read_all(root / "weights"), vocabulary=vocabulary)
     return root / "model.gguf", root / "weights"
@@ -104,13 +99,11 @@ def test_a_file_of_the_hub(pair, tmp_path, monkeypatch):
     """`ORG/NAME/FILE.gguf` is downloaded; a path in a folder that exists is not looked up."""
     asked = []
 
-    class Hub:
-        @staticmethod
-        def hf_hub_download(repository, name):
-            asked.append((repository, name))
-            return str(pair[0])
+    def download(repository, name):
+        asked.append((repository, name))
+        return str(pair[0])
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download))
     assert find_model("some-org/some-model/sub/model.Q4.gguf") == find_model(str(pair[0]))
     assert asked == [("some-org/some-model", "sub/model.Q4.gguf")]
     monkeypatch.chdir(tmp_path)

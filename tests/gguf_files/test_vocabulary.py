@@ -1,7 +1,8 @@
 """Tokenizers of GGUF files: the ids of transformers' reading of the same file, and of the library that trained it."""
 
 import json
-from functools import cache
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import sentencepiece
@@ -13,31 +14,20 @@ from grpo_roc_jax.model.convert import find_model
 from grpo_roc_jax.text.config import TextConfig, TokenizerFile
 from grpo_roc_jax.text.templates import load_template
 from grpo_roc_jax.text.tokenizer import load_tokenizer, published_ends
-from tests.helpers.gguf_models import QUANT, Vocabulary, package_file, write_gguf
-from tests.helpers.gguf_vocabularies import CHAT, bpe_of_scores, byte_level, sentencepiece_model, texts
+from tests.helpers.gguf_models import Vocabulary, package_file, write_gguf
+from tests.helpers.gguf_vocabularies import CHAT, NORMAL, bpe_of_scores, byte_level, sentencepiece_model, texts
 from tests.helpers.published_models import need_transformers
 from tests.model.test_convert import MODELS, make_directory
 
 NAMES = ("gpt-2", "smollm", "qwen2", "llama-bpe", "tekken", "gpt-4o", "qwen35")
 
 
-@pytest.fixture(autouse=True)
-def folders(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@cache
-def tensors_of(name: str, size: int, folder) -> tuple[dict, dict]:
-    from dataclasses import replace
-
-    model = replace(MODELS[name], vocab_size=size)
-    tensors = make_directory(folder, model)
-    return json.loads((folder / "config.json").read_text()), tensors
-
-
 def write(tmp_path, vocabulary: Vocabulary, name: str = "qwen2", **more) -> str:
-    config, tensors = tensors_of(name, len(vocabulary.tokens), tmp_path / "published")
-    write_gguf(tmp_path / "model.gguf", config, tensors, vocabulary=vocabulary, kinds=QUANT.F32, **more)
+    """A file with that vocabulary, and with `more` in it."""
+    tensors = make_directory(tmp_path / "published", replace(MODELS[name], vocab_size=len(vocabulary.tokens)))
+    config = json.loads((tmp_path / "published" / "config.json").read_text())
+    vocabulary = replace(vocabulary, more={**vocabulary.more, **more})
+    write_gguf(tmp_path / "model.gguf", config, tensors, vocabulary=vocabulary)
     return str(tmp_path / "model.gguf")
 
 
@@ -52,18 +42,29 @@ def both(tmp_path, vocabulary: Vocabulary, name: str = "qwen2"):
 def check_ids(ours, theirs, start: str = "") -> None:
     first = len(theirs(start, add_special_tokens=False).input_ids) if start else 0
     for text in texts():
-        wanted = theirs(start + text, add_special_tokens=False).input_ids[first:]
-        assert ours.encode(text) == wanted, text
-        assert (
-            ours.decode(wanted) == theirs.decode(theirs(start + text, add_special_tokens=False).input_ids)[len(start) :]
-        )
+        whole = theirs(start + text, add_special_tokens=False).input_ids
+        assert ours.encode(text) == whole[first:], text
+        assert ours.decode(whole[first:]) == theirs.decode(whole)[len(start) :]
 
 
-@pytest.mark.parametrize("pre", NAMES)
-def test_byte_level_ids_are_those_of_transformers(tmp_path, pre):
-    ours, theirs = both(tmp_path, byte_level(pre))
-    check_ids(ours, theirs)
-    assert (ours.eos_id, ours.pad_id) == (theirs.eos_token_id, theirs.pad_token_id) == (1, 2)
+def gemma() -> Vocabulary:
+    return bpe_of_scores(gemma=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "start", "special"),
+    [
+        *((partial(byte_level, pre), "qwen2", "", {"<|im_end|>": 1, "<|endoftext|>": 2}) for pre in NAMES),
+        (bpe_of_scores, "llama", "<s>", {"<s>": 1}),  # the first token of transformers has a space before it
+        (gemma, "gemma3_text", "", {"<pad>": 0, "<eos>": 1, "<bos>": 2, "\n\n": None}),
+    ],
+    ids=[*NAMES, "scores", "gemma"],
+)
+def test_ids_are_those_of_transformers(tmp_path, make, name, start, special):
+    ours, theirs = both(tmp_path, make(), name)
+    check_ids(ours, theirs, start)
+    assert ours.eos_id == theirs.eos_token_id
+    assert {text: ours.special(text) for text in special} == special
 
 
 def test_every_name_of_a_pre_tokenizer_splits_as_transformers_does():
@@ -73,25 +74,11 @@ def test_every_name_of_a_pre_tokenizer_splits_as_transformers_does():
     assert gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS == PRE_TOKENIZERS
 
 
-def test_ids_of_scored_pieces_are_those_of_transformers_after_the_first_token(tmp_path):
-    ours, theirs = both(tmp_path, bpe_of_scores(), "llama")
-    check_ids(ours, theirs, start="<s>")
-    assert (ours.eos_id, ours.special("<s>")) == (theirs.eos_token_id, theirs.bos_token_id) == (2, 1)
-
-
 def test_ids_of_scored_pieces_are_those_of_sentencepiece(tmp_path):
     model = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
     ours = load_tokenizer(TextConfig(tokenizer=write(tmp_path, bpe_of_scores(), "llama")))
     for text in texts():
         assert ours.encode(text) == model.encode(text), text
-
-
-def test_ids_of_gemma_are_those_of_transformers(tmp_path):
-    ours, theirs = both(tmp_path, bpe_of_scores(gemma=True), "gemma3_text")
-    check_ids(ours, theirs)
-    assert {ours.special(text) for text in ("<pad>", "<eos>", "<bos>")} == {0, 1, 2}
-    assert ours.encode("a\n\nb") == [*ours.encode("a"), 3, *ours.encode("b")]
-    assert ours.special("\n\n") is None
 
 
 def test_the_model_that_is_published_as_a_package():
@@ -118,21 +105,14 @@ def test_plain_text_never_becomes_a_special_token(tmp_path):
         assert token not in ours.encode(f"a{text}b") and ours.decode(ours.encode(f"a{text}b")) == f"a{text}b"
         assert ours.decode([*ours.encode("é"), token, *ours.encode("語 x")]) == f"é{text}語 x"
     assert ours.special_ids == {ours.special(text) for text in added}
-    assert ours.vocab_size == len(vocabulary.tokens)
+    assert ours.vocab_size == len(vocabulary.tokens) and (ours.eos_id, ours.pad_id) == (1, 2)
 
 
 def test_all_ends_of_a_turn_stop_it(tmp_path):
-    more = {"ggml.eot_token_id": 2, "ggml.eom_token_id": 0}
-    vocabulary = byte_level()
-    file = write(tmp_path, Vocabulary(**vars(vocabulary) | {"more": {**vocabulary.more, **more}}))
+    file = write(tmp_path, byte_level(), **{"ggml.eot_token_id": 2, "ggml.eom_token_id": 0})
     assert published_ends(TokenizerFile(path=file)) == {0, 1, 2}
     with pytest.raises(GgufError, match=r"ggml\.bos_token_id = 9999, but there are 706 tokens"):
-        write_and_find(tmp_path, {"ggml.bos_token_id": 9999})
-
-
-def write_and_find(tmp_path, more):
-    vocabulary = byte_level()
-    return find_model(write(tmp_path, Vocabulary(**vars(vocabulary) | {"more": {**vocabulary.more, **more}})))
+        find_model(write(tmp_path, byte_level(), **{"ggml.bos_token_id": 9999}))
 
 
 def test_the_chat_template_has_the_special_tokens_of_the_file(tmp_path):
@@ -143,28 +123,23 @@ def test_the_chat_template_has_the_special_tokens_of_the_file(tmp_path):
 
 
 def test_several_chat_templates_keep_their_names(tmp_path):
-    folder = write_and_find(tmp_path, {"chat_templates": ["tool_use"], "chat_template.tool_use": "T"})
+    more = {"chat_templates": ["tool_use"], "chat_template.tool_use": "T"}
+    folder = find_model(write(tmp_path, byte_level(), **more))
     assert load_template(folder, with_tools=True).render([]) == "T"
     assert load_template(folder).render([]).startswith("<|im_start|>")
 
 
-def test_a_file_without_a_vocabulary_has_no_tokenizer(tmp_path):
-    config, tensors = tensors_of("qwen2", 96, tmp_path / "published")
-    write_gguf(tmp_path / "model.gguf", config, tensors)
+def test_files_without_a_known_vocabulary_have_no_tokenizer(tmp_path):
+    file, tensors = tmp_path / "model.gguf", make_directory(tmp_path / "published", MODELS["qwen2"])
+    write_gguf(file, json.loads((tmp_path / "published" / "config.json").read_text()), tensors)
     with pytest.raises(ValueError, match=r"holds neither tokenizer\.json nor tokenizer\.model"):
-        load_tokenizer(TextConfig(tokenizer=str(tmp_path / "model.gguf")))
-
-
-def test_other_kinds_of_tokenizer_are_refused_by_name(tmp_path):
+        load_tokenizer(TextConfig(tokenizer=str(file)))
     with pytest.raises(GgufError, match=r"the tokenizer 'bert' is not supported; known are gpt2, llama, t5"):
-        find_model(write(tmp_path, Vocabulary("bert", ["a"] * 96, [NORMAL_TYPE] * 96)))
-
-
-NORMAL_TYPE = 1
+        find_model(write(tmp_path, Vocabulary("bert", ["a"] * 96, [NORMAL] * 96)))
 
 
 def test_an_unknown_pre_tokenizer_is_said(tmp_path, caplog):
-    write_and_find(tmp_path, {"ggml.pre": "newest"})
+    find_model(write(tmp_path, byte_level("newest")))
     assert "the pre-tokenizer 'newest' is not known; text is split as GPT-2 does" in caplog.text
 
 

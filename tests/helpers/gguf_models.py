@@ -66,8 +66,7 @@ def write_gguf(
     """
     architecture = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(file, architecture)
-    written = metadata(architecture, config) | dict(more or {})
-    for key, value in written.items():
+    for key, value in (metadata(architecture, config) | dict(more or {})).items():
         add(writer, key, value)
     if vocabulary:
         add_vocabulary(writer, vocabulary)
@@ -136,9 +135,8 @@ def add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
 
 def converted(architecture: str, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Name in the file -> (numbers in the file, what gives them back under their published names)."""
-    names = gguf.get_tensor_name_map(
-        {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[architecture], config["num_hidden_layers"]
-    )
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     found: dict[str, Any] = {}
     experts: dict[str, list[str]] = {}
@@ -165,20 +163,12 @@ def converted(architecture: str, config: Mapping[str, Any], tensors: Mapping[str
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     """Each head's rows 0 1 2 3 as 0 2 1 3: a row of the first half, then one of the second."""
-    halves = np.split(rows, 2 * heads)
-    return np.concatenate(
-        [
-            row
-            for i in range(heads)
-            for pair in zip(*halves[2 * i : 2 * i + 2], strict=True)
-            for row in (pair[0][None], pair[1][None])
-        ]
-    )
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def parted(rows: np.ndarray, heads: int) -> np.ndarray:
     """The inverse of `interleaved`."""
-    return np.concatenate([half for head in np.split(rows, heads) for half in (head[0::2], head[1::2])])
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def quantized(value: np.ndarray, kind: Any) -> tuple[np.ndarray, np.ndarray]:

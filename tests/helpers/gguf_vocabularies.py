@@ -1,6 +1,7 @@
 """Small vocabularies of each kind for GGUF files, trained on the documentation, and texts to encode."""
 
 import io
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,25 +33,9 @@ def corpus() -> str:
 
 def texts() -> list[str]:
     """Prose, code, digits, runs of spaces, other scripts, and random mixtures of all of them."""
-    fixed = [
-        "",
-        " ",
-        "   ",
-        "\n\n",
-        " a",
-        "a ",
-        "  42   7",
-        "12345.678 + 9,999",
-        "x = 3\n    y = 12\n\n\n\tif a:\n\t\treturn 0x1F",
-    ]
-    fixed += [
-        "don't I'll WE'VE you'RE",
-        "日本語 テキスト한국어",
-        "emoji 👩‍👩‍👧 é e\u0301 ñ",
-        "a\u00a0b\u2003c\u200b",
-        "\r\n\r\n x \r",
-        "ß \u0130 ﬁ ½ ²",
-    ]
+    fixed = ["", " ", "   ", "\n\n", " a", "a ", "  42   7", "12345.678 + 9,999", "\r\n\r\n x \r", "ß \u0130 ﬁ ½ ²"]
+    fixed += ["x = 3\n    y = 12\n\n\n\tif a:\n\t\treturn 0x1F", "don't I'll WE'VE you'RE", "日本語 テキスト한국어"]
+    fixed += ["emoji 👩‍👩‍👧 é e\u0301 ñ", "a\u00a0b\u2003c\u200b"]
     rng = np.random.default_rng(0)
     parts = [*" \n\t09abAZ.,'()_é語👍\u0301", "  ", "\n\n", "the ", " 12", "'ll", "def f(x):\n    ", "    "]
     mixed = ["".join(rng.choice(parts, rng.integers(1, 40))) for _ in range(200)]
@@ -67,8 +52,6 @@ def byte_level(
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
     trained.train_from_iterator(corpus().splitlines(keepends=True), trainer)
-    import json
-
     model = json.loads(trained.to_str())["model"]
     pieces = sorted(model["vocab"], key=model["vocab"].get)
     merges = [" ".join(pair) for pair in model["merges"]]
@@ -102,26 +85,20 @@ def sentencepiece_model() -> bytes:
 def bpe_of_scores(gemma: bool = False, **more: Any) -> Vocabulary:
     """The SentencePiece model as llama.cpp stores it; Gemma's has runs of spaces and line breaks as added tokens."""
     model = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
-    tokens = [model.id_to_piece(i) for i in range(model.vocab_size())]
-    scores = [model.get_score(i) for i in range(model.vocab_size())]
+    ids = range(model.vocab_size())
+    tokens, scores = [model.id_to_piece(i) for i in ids], [model.get_score(i) for i in ids]
     types = [
         UNKNOWN if model.is_unknown(i) else CONTROL if model.is_control(i) else BYTE if model.is_byte(i) else NORMAL
-        for i in range(model.vocab_size())
+        for i in ids
     ]
     if gemma:  # added tokens in front, as in Gemma's files, whose scores do not follow the merges
-        head = ["<pad>", "<eos>", "<bos>", "\n\n", "\n\n\n", "  ", "    "]
-        rest = [
-            (token, kind) for token, kind in zip(tokens, types, strict=True) if kind != CONTROL and set(token) != {"▁"}
-        ]
-        pieces = sorted(rest, key=lambda entry: -scores[tokens.index(entry[0])])
-        tokens = [*head, "<unk>", *(token for token, kind in pieces if kind != UNKNOWN), "▁"]
-        types = (
-            [CONTROL] * 3 + [USER_DEFINED] * 4 + [UNKNOWN] + [kind for _, kind in pieces if kind != UNKNOWN] + [NORMAL]
-        )
-        scores = [-1000.0] * len(tokens)
-        ids = {"ggml.bos_token_id": 2, "ggml.eos_token_id": 1, "ggml.unknown_token_id": 7, "ggml.padding_token_id": 0}
-        return Vocabulary(
-            "llama", tokens, types, scores, more=ids | {"ggml.add_bos_token": True, "ggml.add_space_prefix": False}
-        )
-    ids = {"ggml.unknown_token_id": 0, "ggml.bos_token_id": 1, "ggml.eos_token_id": 2}
-    return Vocabulary("llama", tokens, types, scores, more=ids | {"chat_template": CHAT} | more)
+        kinds = dict(zip(tokens, types, strict=True))
+        rest = [token for token in tokens if kinds[token] in (NORMAL, BYTE) and set(token) != {"▁"}]
+        rest.sort(key=lambda token: -scores[tokens.index(token)])
+        head = ["<pad>", "<eos>", "<bos>", "\n\n", "\n\n\n", "  ", "    ", "<unk>"]
+        types = [CONTROL] * 3 + [USER_DEFINED] * 4 + [UNKNOWN] + [kinds[token] for token in rest] + [NORMAL]
+        more = {"ggml.bos_token_id": 2, "ggml.eos_token_id": 1, "ggml.unknown_token_id": 7, "ggml.padding_token_id": 0}
+        more |= {"ggml.add_bos_token": True, "ggml.add_space_prefix": False}
+        return Vocabulary("llama", [*head, *rest, "▁"], types, [-1000.0] * len(types), more=more)
+    more = {"ggml.unknown_token_id": 0, "ggml.bos_token_id": 1, "ggml.eos_token_id": 2, "chat_template": CHAT} | more
+    return Vocabulary("llama", tokens, types, scores, more=more)
