@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.model.families import UnsupportedModelError
-from grpo_roc_jax.model.published import infer_family, note, read_config, same_model, without_effect, write_config
+from grpo_roc_jax.model.published import infer_family, read_config, same_model, without_effect
 from grpo_roc_jax.model.rotary import rotary_frequencies
 from grpo_roc_jax.run.components import fit_length
 from tests.helpers.published_models import ONE_PER_FAMILY, make_config, need_transformers
@@ -71,13 +71,9 @@ OTHERS = {
     bool: lambda value: not value,
     str: lambda value: f"{value}x",
 }
-GENERATION = {
-    "_model_name_or_path": "a model",
-    "_commit_hash": "f00",
-    "use_flash_attention_2": True,
-    "torchscript": True,
-}
-GENERATION |= {"tf_legacy_loss": True, "unsloth_version": "1", "finetuning_task": "a", "is_llama_config": True}
+GENERATION = {"_model_name_or_path": "a model", "_commit_hash": "f00", "use_flash_attention_2": True}
+GENERATION |= {"torchscript": True, "tf_legacy_loss": True, "unsloth_version": "1", "finetuning_task": "a"}
+GENERATION |= {"is_llama_config": True}
 
 
 def changed(value):
@@ -114,18 +110,13 @@ def test_a_key_changes_the_model_or_is_refused_unless_it_can_change_nothing(tmp_
     assert passed > 40
 
 
-TOGETHER = {
-    "_sliding_window_pattern",
-    "max_window_layers",
-    "model_type",
-    "use_sliding_window",
-    "sliding_window_pattern",
-}
-TOGETHER |= {"no_rope_layer_interval", "rope_theta", "partial_rotary_factor", "full_attention_interval"}
-TOGETHER |= {"sliding_window", "intermediate_size", "mamba_chunk_size", "mamba_expand", "num_experts_per_tok"}
-TOGETHER |= {"num_nextn_predict_layers", "num_mtp_layers", "num_key_value_heads", "head_dim", "qk_head_dim"}
-TOGETHER |= {"vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts"}
-TOGETHER |= {"moe_intermediate_size", "intermediate_size_mlp", "interleave_moe_layer_step"}
+TOGETHER = """
+_sliding_window_pattern max_window_layers model_type use_sliding_window sliding_window_pattern no_rope_layer_interval
+rope_theta partial_rotary_factor full_attention_interval sliding_window intermediate_size mamba_chunk_size mamba_expand
+num_experts_per_tok num_nextn_predict_layers num_mtp_layers num_key_value_heads head_dim qk_head_dim
+vocab_size_per_layer_input use_double_wide_mlp num_experts top_k_experts moe_intermediate_size intermediate_size_mlp
+interleave_moe_layer_step
+""".split()  # noqa: SIM905 (shorter than a list)
 """Keys that a more exact one overrides, or that belong to layers which the model has not."""
 
 
@@ -153,22 +144,6 @@ def test_keys_without_effect_change_no_logit_of_transformers(name):
             names.append(key)
     assert len(names) > 10 and "use_cache" in names and "attention_dropout" in names
     assert torch.equal(logits(config), wanted)
-
-
-def test_keys_that_tools_leave_behind_pass_with_a_note(caplog):
-    plain = write_config(read_config(MINIMAL))
-    note.cache_clear()
-    assert same_model(
-        read_config(plain | {"_model_name_or_path": "Smollm2 135M", "temperature": 0.6}), read_config(plain)
-    )
-    assert "ignored, without effect: _model_name_or_path, temperature" in caplog.text
-    for key, value in (("quantization_config", {"bits": 4}), ("pruned_heads", {"0": [1]}), ("_new_scale", 2.0)):
-        with pytest.raises(UnsupportedModelError, match=rf"not supported: {key} = .* list it in model\.ignore_keys"):
-            read_config(plain | {key: value})
-
-
-MINIMAL = {"architectures": ["LlamaForCausalLM"], "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-MINIMAL |= {"intermediate_size": 16, "vocab_size": 32}
 
 
 def test_rows_longer_than_an_indexer_chooses_from_are_refused(tmp_path):
