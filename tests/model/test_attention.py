@@ -10,6 +10,9 @@ import pytest
 from grpo_roc_jax.model import attention
 from grpo_roc_jax.model.attention import AttentionBlocks, make_attention
 from grpo_roc_jax.model.attention_mask import first_key_blocks
+from grpo_roc_jax.model.config import ModelConfig, SlidingWindows
+from grpo_roc_jax.model.rope_scaling import LinearRopeScaling
+from grpo_roc_jax.model.rotary import rotary_frequencies, rotary_tables
 from tests.helpers import reference
 
 attend_reference = jax.jit(attention.attend_reference, static_argnames="cap")
@@ -40,30 +43,38 @@ def test_reference_equals_loops(shape, cap):
         np.testing.assert_allclose(got[b], wanted, atol=1e-5)
 
 
+WINDOWS = range(1, 10)
+"""They end inside a block of 4, at its border and one token after it; up to twice the block."""
+
+
 @pytest.mark.parametrize(
-    "blocks",
-    [AttentionBlocks(5, cap=1.5), AttentionBlocks(16), pytest.param(AttentionBlocks(128), marks=pytest.mark.slow)],
+    ("shape", "blocks", "windows"),
+    [
+        *((shape, blocks, [None]) for shape in SHAPES for blocks in (AttentionBlocks(5, cap=1.5), AttentionBlocks(16))),
+        pytest.param(SHAPES[1], AttentionBlocks(128), [None], marks=pytest.mark.slow),
+        ((1, 20, 2, 2, 4), AttentionBlocks(4), [0, *WINDOWS]),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("shape", SHAPES)
-def test_blocked_equals_reference_forward_and_backward(shape, blocks):
+def test_blocked_equals_reference_forward_and_backward(shape, blocks, windows):
     q, k, v, segment_ids, d_out = inputs(*shape)
     real = (segment_ids > 0)[:, :, None, None]
 
-    def run(attend):
-        def both(*qkv):
-            out, pull = jax.vjp(lambda *qkv: jnp.where(real, attend(*qkv, segment_ids), 0), *qkv)
+    def both(attend):
+        def run(window):
+            out, pull = jax.vjp(lambda *qkv: jnp.where(real, attend(*qkv, segment_ids, window), 0), q, k, v)
             return out, *pull(d_out)
 
-        return jax.device_get(jax.jit(both)(q, k, v))
+        return jax.jit(run)
 
-    capped = partial(attend_reference, cap=blocks.cap)
-    for got, wanted in zip(run(partial(attend_blocked, blocks)), run(capped), strict=True):
-        np.testing.assert_allclose(got, wanted, atol=1e-5 * float(np.abs(wanted).max()))
+    blocked, plain = both(partial(attend_blocked, blocks)), both(partial(attend_reference, cap=blocks.cap))
+    for window in (window if window is None else jnp.int32(window) for window in windows):
+        for got, wanted in zip(blocked(window), plain(window), strict=True):
+            scale = float(np.abs(wanted).max()) if window is None else 1.0  # a window of 1 has no gradient of queries
+            np.testing.assert_allclose(got, wanted, atol=1e-5 * scale, err_msg=f"window {window}")
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_what_cudnn_is_asked_for_is_the_reference(monkeypatch, window):
+def test_what_cudnn_is_asked_for_is_the_reference(monkeypatch):
     """The same call of the public interface, computed by plain XLA: cuDNN itself needs a GPU."""
     asked, plain = [], jax.nn.dot_product_attention
 
@@ -73,13 +84,12 @@ def test_what_cudnn_is_asked_for_is_the_reference(monkeypatch, window):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_device)
     q, k, v, segment_ids = map(jnp.asarray, inputs(2, 33, 4, 2, 8)[:4])
-    window = window and jnp.int32(window)
-    real = segment_ids > 0
-    paths = jax.jit(attention.attend_cudnn), attend_reference
-    got, wanted = (np.asarray(path(q, k, v, segment_ids, window)) for path in paths)
-    real = np.asarray(real)
-    np.testing.assert_allclose(got[real], wanted[real], atol=1e-5)
-    assert asked == [("cudnn", True)], "the half above the diagonal is left out"
+    real = np.asarray(segment_ids) > 0
+    for window in (None, jnp.int32(5)):
+        paths = jax.jit(attention.attend_cudnn), attend_reference
+        got, wanted = (np.asarray(path(q, k, v, segment_ids, window)) for path in paths)
+        np.testing.assert_allclose(got[real], wanted[real], atol=1e-5)
+    assert asked == [("cudnn", True)] * 2, "the half above the diagonal is left out"
 
 
 @pytest.mark.parametrize("attend", [attend_reference, partial(attend_blocked, AttentionBlocks(8))])
@@ -122,19 +132,38 @@ def test_blocked_never_holds_the_score_matrix():
 
 
 def test_first_key_blocks_by_hand():
-    """Blocks of 4: each looks back to the start of its earliest segment in any row; empty rows do not count."""
+    """Blocks of 4: each looks back to the start of its earliest segment in any row, or as far as its window reaches;
+    empty rows do not count."""
     rows = np.array([[1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 4], [1, 1, 1, 1, 2, 0, 0, 0, 0, 0, 0, 0], [0] * 12], np.int32)
     assert first_key_blocks(jnp.asarray(rows), 4).tolist() == [0, 0, 2]
     assert first_key_blocks(jnp.asarray(rows[1:]), 4).tolist() == [0, 1, 2]
+    for window in WINDOWS:
+        expected = [max(0, first - window + 1) // 4 for first in range(0, 20, 4)]
+        assert first_key_blocks(jnp.ones((1, 20), jnp.int32), 4, jnp.int32(window)).tolist() == expected, window
 
 
 def test_paths_by_name():
-    with pytest.raises(ValueError, match=r"'flash'.*auto, blocked, splash, reference, cudnn"):
-        make_attention("flash", 64, "cpu")
-    with pytest.raises(ValueError, match=r"attention_cap = 50.0: the kernel caps no scores; take auto, blocked or ref"):
-        make_attention("cudnn", 64, "gpu", cap=50.0)
+    for name, length, platform, cap, said in (
+        ("flash", 64, "cpu", 0.0, r"'flash'.*auto, blocked, splash, reference, cudnn"),
+        ("cudnn", 64, "gpu", 50.0, r"attention_cap = 50.0: the kernel caps no scores; take auto, blocked or ref"),
+        ("splash", 1024, "cpu", 0.0, "'splash' on cpu"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make_attention(name, length, platform, cap=cap)
+    make_attention("splash", 1024, "tpu")
     q, k, v, segment_ids, _ = inputs(1, 300, 2, 2, 4)
     for name in ("auto", "blocked", "reference"):
         got = jax.jit(make_attention(name, 300, "cpu"))(q, k, v, segment_ids)
         wanted = np.asarray(attend_reference(q, k, v, segment_ids))
         np.testing.assert_allclose(np.asarray(got)[segment_ids > 0], wanted[segment_ids > 0], atol=1e-5)
+
+
+def test_layers_with_a_window_keep_their_frequencies_where_the_others_are_rescaled():
+    windows = SlidingWindows((8, 0), local_theta=100.0)
+    shape = {"d_model": 8, "layers": 2, "heads": 1, "kv_heads": 1, "head_dim": 4, "d_ff": 8, "vocab_size": 8}
+    model = ModelConfig(**shape, rope_theta=10_000.0, windows=windows, rope_scaling=LinearRopeScaling(8.0))
+    np.testing.assert_allclose(rotary_frequencies(model, "local"), [1.0, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(rotary_frequencies(model, "plain"), [1 / 8, 0.01 / 8], rtol=1e-6)
+    tables = rotary_tables(jnp.arange(3), model)
+    np.testing.assert_allclose(tables["local"][1][2], np.sin([2.0, 0.2]), rtol=1e-6)
+    np.testing.assert_allclose(tables["plain"][1][2], np.sin([2 / 8, 0.02 / 8]), rtol=1e-5)

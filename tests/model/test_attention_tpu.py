@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_roc_jax.model.attention import attend_reference, make_attention
+from grpo_roc_jax.model.attention import attend_reference
 from grpo_roc_jax.model.attention_tpu import make_splash
 from grpo_roc_jax.model.parallel import columns_of
 
@@ -32,32 +32,34 @@ def pulled(attend, q, k, v, d_out, segment_ids, window, columns):
     return out, *pull(d_out)
 
 
-def assert_equal_to_reference(attend, window=None, columns=None, cap=0.0):
+@pytest.mark.parametrize(
+    ("made", "given"),
+    [
+        ({"largest": 256, "cap": 1.5}, {"cap": 1.5}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ({"largest": 256}, {}),
+                ({"largest": 128, "windows": (40,)}, {"window": 40}),
+                ({"largest": 128, "windows": (200, 0)}, {"window": 200}),
+                ({"largest": 128, "windows": (200, 0)}, {"window": 0}),
+                ({"parts": 2}, {"device": 0}),
+                ({"parts": 2}, {"device": 1}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_splash_equals_the_reference_forward_and_backward(made, given):
+    """Of all layers, of one with its window, and on the share of a device."""
     q, k, v, d_out, segment_ids = inputs()
-    columns = jnp.arange(T) if columns is None else columns
-    window = None if window is None else jnp.int32(window)
-    given = (q[:, columns], k, v, d_out[:, columns], segment_ids, window, columns)
-    slow = functools.partial(attend_reference, cap=cap)
-    for got, wanted in zip(pulled(attend, *given), pulled(slow, *given), strict=True):
+    columns = columns_of(given["device"], T, 2) if "device" in given else jnp.arange(T)
+    window = jnp.int32(given["window"]) if "window" in given else None
+    rows = (q[:, columns], k, v, d_out[:, columns], segment_ids, window, columns)
+    slow = functools.partial(attend_reference, cap=given.get("cap", 0.0))
+    splash = make_splash(T, "cpu", **made, interpret=True)
+    for got, wanted in zip(pulled(splash, *rows), pulled(slow, *rows), strict=True):
         np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
-
-
-@pytest.mark.parametrize("cap", [pytest.param(0.0, marks=pytest.mark.slow), 1.5])
-def test_splash_equals_the_reference_forward_and_backward(cap):
-    assert_equal_to_reference(make_splash(T, "cpu", largest=256, cap=cap, interpret=True), cap=cap)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("windows", "window"), [((40,), 40), ((200, 0), 200), ((200, 0), 0)])
-def test_splash_takes_the_window_of_the_layer(windows, window):
-    assert_equal_to_reference(make_splash(T, "cpu", windows=windows, largest=128, interpret=True), window)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", [0, 1])
-def test_splash_on_the_share_of_a_device(device):
-    attend = make_splash(T, "cpu", parts=2, interpret=True)
-    assert_equal_to_reference(attend, columns=columns_of(device, T, 2))
 
 
 @pytest.mark.parametrize(
@@ -70,9 +72,3 @@ def test_splash_on_the_share_of_a_device(device):
 def test_rows_that_the_kernels_cannot_take_are_refused(length, parts, message):
     with pytest.raises(ValueError, match=message):
         make_splash(length, "tpu", parts=parts)
-
-
-def test_splash_is_for_tpus():
-    with pytest.raises(ValueError, match="'splash' on cpu"):
-        make_attention("splash", 1024, "cpu")
-    make_attention("splash", 1024, "tpu")
