@@ -1,4 +1,4 @@
-"""Experts: replayed choices, and the same numbers on any mesh; `test_families.py` compares with transformers."""
+"""Experts: grouped products against a loop over tokens, replayed choices, and the same numbers on any mesh."""
 
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,23 @@ MODEL = ModelConfig(
 )
 
 
+def loop(layer, h, config):
+    """One token and one expert at a time, float64."""
+    layer = {name: np.asarray(leaf, np.float64) for name, leaf in layer.items()}
+    out = np.zeros(h.shape)
+    for place in np.ndindex(h.shape[:2]):
+        x = np.asarray(h[place], np.float64)
+        scores = np.exp(x @ layer["router"] - (x @ layer["router"]).max())
+        scores /= scores.sum()
+        chosen = np.argsort(-scores, kind="stable")[: config.experts.per_token]
+        weights = scores[chosen] / (scores[chosen].sum() if config.experts.norm_weights else 1.0)
+        for expert, weight in zip(chosen, weights, strict=True):
+            gate = x @ layer["w_gate"][expert]
+            hidden = gate / (1 + np.exp(-gate)) * (x @ layer["w_up"][expert])
+            out[place] += weight * (hidden @ layer["w_down"][expert])
+    return out
+
+
 def one_layer(config):
     return {name: leaf[0] for name, leaf in random_params(config)["layers"].items()}
 
@@ -34,7 +51,18 @@ def hidden(*shape):
     return jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
 
 
+mix = jax.jit(mix_experts, static_argnums=2)
 routed = jax.jit(route, static_argnums=2)
+
+
+@pytest.mark.parametrize("per_token", [1, 2, 4])
+@pytest.mark.parametrize("normed", [True, False])
+def test_grouped_products_equal_the_loop(per_token, normed):
+    config = ModelConfig(**(vars(MODEL) | {"experts": Mixture(4, per_token, normed)}))
+    layer, h = one_layer(config), hidden(2, 9, 16)
+    wanted = loop(layer, h, config)
+    assert np.abs(wanted).max() > 0.1
+    np.testing.assert_allclose(mix(layer, h, config), wanted, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_gpus_need_a_decision_how_experts_are_multiplied():

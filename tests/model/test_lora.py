@@ -81,6 +81,19 @@ def test_merged_and_unmerged_logits_are_equal(model, targets):
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), merged(apart, adapter), one_by_one)
 
 
+def test_the_addition_is_alpha_over_rank_times_the_product():
+    """One matrix by hand: alpha / rank = 4."""
+    base, adapter = random_params(MODEL), random_adapter()
+    merged = jax.jit(partial(merge, lora=LORA))(base, adapter)["layers"]
+    pair = {name: np.asarray(leaf[1], np.float64) for name, leaf in adapter["layers"].items()}
+    wq = np.asarray(base["layers"]["wq"][1], np.float64)
+    wanted = wq + 4.0 * np.einsum("dr,rnh->dnh", pair["wq_lora_a"], pair["wq_lora_b"])
+    np.testing.assert_allclose(np.asarray(merged["wq"])[1], wanted, atol=1e-6)
+    wo = np.asarray(base["layers"]["wo"][1], np.float64)
+    wanted = wo + 4.0 * np.einsum("nhr,rd->nhd", pair["wo_lora_a"], pair["wo_lora_b"])
+    np.testing.assert_allclose(np.asarray(merged["wo"])[1], wanted, atol=1e-6)
+
+
 def test_the_gradient_is_the_full_one_projected():
     """With dW the gradient of the merged weight: dA = s dW B^T and dB = s A^T dW, s = alpha / rank."""
     base, adapter = random_params(MODEL), random_adapter()

@@ -14,6 +14,17 @@ from grpo_roc_jax.model.published import read_config
 from tests.helpers.published_models import need_reference, need_transformers, save_model
 
 
+def test_a_byte_holds_two_numbers_the_low_half_first():
+    blocks = np.zeros((1, 2, 16), np.uint8)
+    blocks[0, 0, :4] = 0x21, 0x7F, 0x80, 0x6D
+    scales = np.array([[127, 129]], np.uint8)
+    blocks[0, 1, 0] = 0xA3
+    got = unpack(blocks, scales)
+    assert got.shape == (1, 64)
+    assert got[0, :8].tolist() == [0.5, 1.0, -6.0, 6.0, 0.0, 0.0, -3.0, 4.0]
+    assert got[0, 32:34].tolist() == [6.0, -4.0] and not got[0, 34:].any()
+
+
 def test_random_bytes_equal_those_of_transformers():
     need_transformers()
     torch = need_reference("torch")
