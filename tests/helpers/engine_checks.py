@@ -1,0 +1,52 @@
+"""What trajectories of an engine are compared with: the forward pass of training, and other trajectories."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_roc_jax.model.transformer import forward, unembed
+from tests.helpers.rollout_fakes import MODEL
+
+WIDTH = 128
+"""Columns of the rows that the forward pass of training gets."""
+
+
+@partial(jax.jit, static_argnames="model")
+def _reference(params, tokens, temperature, model):
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden = forward(params, tokens, positions, jnp.ones_like(tokens), model)
+    return jax.nn.log_softmax(unembed(params, hidden, model) / temperature, axis=-1)
+
+
+def reference_logprobs(params, tokens, temperature=1.0, model=MODEL):
+    """float32[T,V] by the training forward pass: row t is about the token after t."""
+    padded = np.zeros((1, WIDTH), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(_reference(params, padded, temperature, model))[0, : len(tokens)]
+
+
+def reference_gap(params, trajectories, model=MODEL, temperatures=None):
+    """Largest difference of recorded log-probabilities from those of the training forward pass.
+
+    `temperatures` has one for each trajectory; 1 where it is left out.
+    """
+    largest = 0.0
+    for one, temperature in zip(trajectories, temperatures or [1.0] * len(trajectories), strict=True):
+        table, at = reference_logprobs(params, one.tokens, temperature, model), np.flatnonzero(one.policy_mask)
+        largest = max(largest, np.abs(table[at - 1, one.tokens[at]] - one.logprobs[at]).max(initial=0.0))
+    return largest
+
+
+def assert_same(left, right, atol=None, versions=True):
+    """Tokens to the bit; log-probabilities to rounding, since a matrix kernel may treat its last rows differently.
+
+    `atol` replaces the usual tolerance.
+    """
+    tolerance = {"atol": 5e-6, "rtol": 1e-6} if atol is None else {"atol": atol}  # of -23 a float32 keeps 2e-6
+    for a, b in zip(left, right, strict=True):
+        for name in ("tokens", "policy_mask", "versions") if versions else ("tokens", "policy_mask"):
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, **tolerance)
+        assert (a.stop, a.turns, a.prompt_length) == (b.stop, b.turns, b.prompt_length)
