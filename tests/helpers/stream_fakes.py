@@ -1,22 +1,35 @@
 """A stream of rollouts on an engine that computes nothing: rows end at random, a call draws a token."""
 
+import functools
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 
+from grpo_roc_jax.config import read_config
 from grpo_roc_jax.engine.records import RolloutStats
 from grpo_roc_jax.method.compose import initial_state
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler
-from grpo_roc_jax.stream.rollout_stream import RolloutStream
+from grpo_roc_jax.stream.rollout_stream import RolloutStream, age_metrics
 from grpo_roc_jax.types import Group, Problem, RolloutRequest
 from tests.helpers.samples import make_group, make_trajectory
 
-SAMPLES = 2
+PROBLEMS, SAMPLES = 3, 2
+
+
+@functools.cache
+def known(*words):
+    """A configuration, read once."""
+    return read_config(f"group.problems={PROBLEMS}", *words)
+
+
+def limit(lag, late="wait"):
+    """Words of a configuration."""
+    return f"rollout.step_limit.lag={lag}", f"rollout.step_limit.late={late}"
 
 
 class FakeEngine:
@@ -147,3 +160,29 @@ def play(stream, run, engine, steps, rng, *, again=0.0):
         dropped += stream.after_update(run, taken[-1][1].groups, {})[0]["rollout/dropped_stale"]
         run.step += 1
     return taken, dropped
+
+
+def check_taken(taken, lag, late="wait"):
+    """Steps take so many groups each: none twice, none too old, and whole ones unless late rows are dropped. Returns
+    the numbers of their problems."""
+    for trained, samples in taken:
+        assert len(samples.groups) == PROBLEMS
+        assert age_metrics(samples.groups, trained)["rollout/lag_max"] <= lag
+        for group in samples.groups:
+            assert late == "drop" or sorted(t.sample for t in group.trajectories) == list(range(SAMPLES))
+    numbers = [int(group.problem.uid[1:]) for _, samples in taken for group in samples.groups]
+    assert len(numbers) == len(set(numbers))
+    return numbers
+
+
+def check_keys(engines):
+    """No two rows that any of these engines was given have the same random key. Returns all of their requests."""
+    requests = [request for engine in engines for request in engine.submitted]
+    assert len({(r.step, r.place, r.first_sample) for r in requests}) == len(requests)
+    return requests
+
+
+def rows_of(taken, stream):
+    """(rows of groups that were trained on, rows of groups that are open)."""
+    kept = sum(group.size for _, samples in taken for group in samples.groups)
+    return kept, sum(len(rows) for group in stream.open_groups for rows in group.rows)

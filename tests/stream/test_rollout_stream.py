@@ -1,8 +1,6 @@
 """Rollouts that run on from step to step: groups whole, oldest first, not too old, none lost; lag 0 changes nothing."""
 
-import functools
-from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from types import SimpleNamespace
 from unittest import mock
@@ -21,27 +19,16 @@ from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.settings.cli import ConfigError
-from grpo_roc_jax.stream.rollout_stream import ESS, RolloutStream, age_metrics
+from grpo_roc_jax.stream.rollout_stream import ESS, RolloutStream, age_metrics, late_groups, may_take, oldest_whole
 from grpo_roc_jax.train import sample_step
 from grpo_roc_jax.types import Group, Problem
 from tests.helpers.samples import make_group, make_trajectory
-from tests.helpers.stream_fakes import SAMPLES, opened, play
+from tests.helpers.stream_fakes import PROBLEMS, SAMPLES, check_keys, check_taken, known, limit, opened, play, rows_of
 from tests.test_train import config_in
-
-PROBLEMS = 3
-
-
-@functools.cache
-def known(*words):
-    return read_config(*words)
 
 
 def made(seed, *words):
-    return opened(known("steps=6", f"group.problems={PROBLEMS}", *words), seed)
-
-
-def stream_words(lag, late="wait"):
-    return "rollout.step_limit=stream", f"rollout.step_limit.lag={lag}", f"rollout.step_limit.late={late}"
+    return opened(known("steps=6", "rollout.step_limit=stream", *words), seed)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
@@ -49,58 +36,20 @@ def stream_words(lag, late="wait"):
 def test_groups_are_whole_oldest_first_and_none_too_old(lag, late):
     """Random ends, random rounds: every row that began is taken once or dropped, and keys are never used twice."""
     for seed in range(8):
-        stream, run, engine = made(seed, *stream_words(lag, late), "group.dynamic_sampling_rounds=3")
-        rng = np.random.default_rng(seed)
-        taken, dropped = play(stream, run, engine, 6, rng, again=0.3)
-        places = []
-        for trained, samples in taken:
-            assert len(samples.groups) == PROBLEMS
-            ages = age_metrics(samples.groups, trained)
-            assert ages["rollout/lag_max"] <= lag
-            order = [int(group.problem.uid[1:]) for group in samples.groups]
-            assert order == sorted(order)
-            places += order
-            for group in samples.groups:
-                assert group.size == SAMPLES or late == "drop"
-        kept = sum(group.size for _, samples in taken for group in samples.groups)
-        assert len(places) == len(set(places))
-        waiting = sum(len(rows) for group in stream.open_groups for rows in group.rows)
-        assert len(engine.submitted) == kept + dropped + waiting
-        keys = Counter((r.step, r.place, r.first_sample) for r in engine.submitted)
-        assert set(keys.values()) == {1}
+        stream, run, engine = made(seed, *limit(lag, late), "group.dynamic_sampling_rounds=3")
+        taken, dropped = play(stream, run, engine, 6, np.random.default_rng(seed), again=0.3)
+        numbers = np.reshape(check_taken(taken, lag, late), (-1, PROBLEMS))
+        assert (np.diff(numbers) > 0).all()
+        kept, waiting = rows_of(taken, stream)
+        assert len(check_keys([engine])) == kept + dropped + waiting
         if not lag:
             assert waiting == dropped == 0 and engine.released == len(taken)
 
 
 def test_the_last_steps_begin_nothing_that_no_step_would_take():
-    stream, run, engine = made(0, *stream_words(2))
+    stream, run, engine = made(0, *limit(2))
     play(stream, run, engine, 6, np.random.default_rng(0))
     assert len(engine.submitted) == 6 * PROBLEMS * SAMPLES and engine.released == 1
-
-
-@pytest.mark.parametrize("stop", [1, 3])
-def test_a_restored_stream_goes_on_with_every_row(stop):
-    """Cut rows keep their tokens and versions; the same problems are trained on, and no key is used for another."""
-    stream, run, engine = made(5, *stream_words(2))
-    before, _ = play(stream, run, engine, stop, np.random.default_rng(1))
-    bundle = run.bundle()
-    unfinished = len(engine.rows)
-    other, again, fresh = made(6, *stream_words(2))
-    again.load(replace(bundle, train={"state": "state", "reference": ()}))
-    assert again.step == stop and unfinished
-    fresh.version = again.step
-    after, _ = play(other, again, fresh, 6 - stop, np.random.default_rng(2))
-    resumed = [request for request in fresh.submitted if request.resume is not None]
-    assert len(resumed) == unfinished
-    assert all(request.resume.policy_mask.any() for request in resumed)
-    uids = [int(group.problem.uid[1:]) for _, samples in (*before, *after) for group in samples.groups]
-    assert sorted(uids) == list(range(6 * PROBLEMS))
-    for trained, samples in after:
-        ages = age_metrics(samples.groups, trained)
-        assert ages["rollout/lag_max"] <= 2
-        assert all(group.size == SAMPLES for group in samples.groups)
-    keys = Counter((r.step, r.place, r.first_sample) for r in fresh.submitted)
-    assert set(keys.values()) == {1}
 
 
 def slow_at_first(engine, problems):
@@ -119,7 +68,7 @@ def slow_at_first(engine, problems):
 def test_no_more_old_groups_are_left_over_than_later_steps_can_take():
     """Four groups end only when they are waited for. Were all of them waited for at last, one step could not take them,
     and the fourth would become too old."""
-    stream, run, engine = made(0, *stream_words(2))
+    stream, run, engine = made(0, *limit(2))
     slow_at_first(engine, 4)
     taken, dropped = play(stream, run, engine, 6, np.random.default_rng(0))
     uids = [[int(group.problem.uid[1:]) for group in samples.groups] for _, samples in taken]
@@ -129,15 +78,14 @@ def test_no_more_old_groups_are_left_over_than_later_steps_can_take():
 
 @pytest.mark.parametrize("lag", [2, 3, 4])
 def test_keys_are_never_used_twice_after_many_groups_were_dropped_at_once(lag):
-    stream, run, engine = made(0, *stream_words(lag, "drop"), "steps=12")
+    stream, run, engine = made(0, *limit(lag, "drop"), "steps=12")
     slow_at_first(engine, lag * PROBLEMS)
     _, dropped = play(stream, run, engine, 12, np.random.default_rng(0))
-    keys = Counter((r.step, r.place, r.first_sample) for r in engine.submitted)
-    assert dropped and set(keys.values()) == {1}
+    assert dropped and check_keys([engine])
 
 
 def test_groups_that_wait_in_the_buffer_are_dropped_when_they_are_too_old():
-    stream, run, engine = made(0, *stream_words(1))
+    stream, run, engine = made(0, *limit(1))
     rows = make_group(0, 2, step=3)
     run.step, engine.version = 5, 5
     run.buffer.add([rows, make_group(1, 2, step=4)])
@@ -148,7 +96,7 @@ def test_groups_that_wait_in_the_buffer_are_dropped_when_they_are_too_old():
 
 def test_a_failure_during_an_update_ends_the_step_after_it():
     """The update has donated its state, so that nothing may fail before it is complete."""
-    stream, run, engine = made(0, *stream_words(1))
+    stream, run, engine = made(0, *limit(1))
     stream.next_round(run, 0)
 
     def fail(timeout_s):
@@ -185,7 +133,7 @@ def test_age_metrics_by_hand():
 
 
 def test_a_low_effective_sample_size_is_said_once():
-    stream, run, _ = made(0, *stream_words(1), "rollout.step_limit.min_effective=0.4")
+    stream, run, _ = made(0, *limit(1), "rollout.step_limit.min_effective=0.4")
     said = [stream.after_update(run, [], {ESS: value})[1] for value in (0.9, 0.3, 0.2, 0.5, 0.39)]
     assert [bool(text) for text in said] == [False, True, False, False, True]
     assert "0.30 of the tokens, below rollout.step_limit.min_effective = 0.4" in said[1]
@@ -240,7 +188,7 @@ def plain(tmp_path_factory):
     return config, rolled_out(config, 3)[0]
 
 
-def rows_of(steps):
+def sorted_rows(steps):
     rows = [(group.problem.uid, t, v) for groups in steps for group in groups for t, v in group.pairs]
     return sorted(rows, key=lambda row: (row[0], row[1].sample))
 
@@ -257,7 +205,9 @@ def test_rollouts_of_the_same_weights_are_those_of_plain_steps(plain, lag):
     if not lag:
         order = [[group.problem.uid for group in groups] for groups in found]
         assert order == [[group.problem.uid for group in groups] for groups in wanted]
-    for (uid, one, verdict), (other_uid, other, other_verdict) in zip(rows_of(found), rows_of(wanted), strict=True):
+    for (uid, one, verdict), (other_uid, other, other_verdict) in zip(
+        sorted_rows(found), sorted_rows(wanted), strict=True
+    ):
         assert (uid, one.sample, one.stop, verdict) == (other_uid, other.sample, other.stop, other_verdict)
         np.testing.assert_array_equal(one.tokens, other.tokens)
         same = np.testing.assert_array_equal if not lag else (lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5))
@@ -265,3 +215,42 @@ def test_rollouts_of_the_same_weights_are_those_of_plain_steps(plain, lag):
         if not lag:
             np.testing.assert_array_equal(one.versions, other.versions)
     assert max(age_metrics(groups, step)["rollout/lag_max"] for step, groups in enumerate(found)) == lag
+
+
+# The rule of which groups a step takes, worked out by hand.
+
+
+@dataclass(eq=False)
+class Open:
+    born: int
+    complete: bool = True
+
+
+def groups(*born, running=()):
+    return [Open(age, place not in running) for place, age in enumerate(born)]
+
+
+def test_a_step_needs_as_many_whole_groups_as_it_takes():
+    found = groups(3, 3, 3, running=(0,))
+    assert oldest_whole(found, 2) == found[1:] and may_take(found, 2, 3, 1)
+    assert not may_take(found, 3, 3, 1)
+
+
+def test_a_group_that_would_become_too_old_is_waited_for():
+    found = groups(2, 3, 3, running=(0,))
+    assert late_groups(found, 3, 1) == found[:1] and not may_take(found, 2, 3, 1)
+    assert not late_groups(found, 3, 2) and may_take(found, 2, 3, 2)
+    assert not may_take(found, 2, 3, 1, drops=True), "what is cancelled has not ended yet"
+
+
+def test_no_more_old_groups_are_left_than_the_next_step_takes():
+    """Two a step, lag 2: three of version 1 are due at step 3, and step 2 would leave all of them."""
+    found = groups(1, 1, 1, 2, 2, 2, running=(0, 1, 2))
+    assert not may_take(found, 2, 2, 2) and may_take(found, 2, 2, 2, drops=True)
+    found[0].complete = True
+    assert may_take(found, 2, 2, 2), "it takes one of them, and leaves two"
+
+
+def test_a_step_of_old_groups_alone_goes_on():
+    """As after a resume with fewer groups a step: more are due than can be taken, and waiting would not help."""
+    assert may_take(groups(1, 1, 1, 1, 1, 1, running=(5,)), 2, 2, 2)

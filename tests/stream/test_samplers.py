@@ -1,33 +1,32 @@
 """Samplers in other processes: groups of a lost one begin again; no row is lost or counted twice."""
 
-import functools
-from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from grpo_roc_jax.config import derived, read_config
-from grpo_roc_jax.engine.publish import NonFiniteWeightsError
 from grpo_roc_jax.run import components
 from grpo_roc_jax.run.components import check_together
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.stream.open_groups import SamplerFailed
-from grpo_roc_jax.stream.rollout_stream import RolloutStream, age_metrics
-from grpo_roc_jax.stream.samplers import (
-    FAILED_STARTS,
-    RESENT,
-    FollowedSamplers,
-    HostedGroups,
-    SamplerPool,
-    Weights,
-    digest,
+from grpo_roc_jax.stream.rollout_stream import RolloutStream
+from grpo_roc_jax.stream.samplers import RESENT, FollowedSamplers, HostedGroups, SamplerPool, Weights, digest
+from tests.helpers.local_samplers import LocalTransport, OneNumber
+from tests.helpers.stream_fakes import (
+    PROBLEMS,
+    SAMPLES,
+    FakeEngine,
+    check_taken,
+    fresh_run,
+    known,
+    limit,
+    open_wave,
+    rows_of,
+    sampling_on,
 )
-from tests.helpers.local_samplers import Killed, LocalTransport, OneNumber
-from tests.helpers.stream_fakes import SAMPLES, FakeEngine, fresh_run, open_wave, sampling_on
 
-PROBLEMS, STEPS = 3, 6
+STEPS = 6
 
 
 class VersionedEngine(FakeEngine):
@@ -39,16 +38,15 @@ class VersionedEngine(FakeEngine):
         return version
 
 
-@functools.cache
-def known(*words):
-    return read_config("rollout.samplers=ray", f"steps={STEPS}", f"group.problems={PROBLEMS}", *words)
+def config_of(*words):
+    return known("rollout.samplers=ray", f"steps={STEPS}", *words)
 
 
 class Played:
     """A stream on samplers in this process, and what its steps took; of `processes`, the first has the samplers."""
 
     def __init__(self, seed, *words, count=2, clock=None, processes=None):
-        self.config, self.policy = known(*words), OneNumber()
+        self.config, self.policy = config_of(*words), OneNumber()
         self.engines = []
 
         def make(number):
@@ -67,41 +65,43 @@ class Played:
         self.stream = RolloutStream(self.config, self.sampling, SimpleNamespace(size=8), self.pool, open_wave=open_wave)
         self.taken, self.metrics, self.notes = [], [], []
 
-    def step(self, meanwhile=2):
+    def step(self, meanwhile=2, rounds=1, kills=False):
+        """With `kills` a sampler is lost after each round."""
         self.run.train = SimpleNamespace(params=self.run.step / 2)
         weights = self.stream.publish(self.policy, self.run)
-        samples = self.stream.next_round(self.run, weights)
+        for _ in range(rounds):
+            self.taken.append((self.run.step, self.stream.next_round(self.run, weights)))
+            if kills:
+                self.transport.alive[0].lost = True
         for _ in range(meanwhile):
             if self.stream.meanwhile:
                 self.stream.meanwhile()
-        self.metrics.append(self.stream.after_update(self.run, samples.groups, {})[0])
+        self.metrics.append(self.stream.after_update(self.run, self.taken[-1][1].groups, {})[0])
         self.notes += self.stream.take_notes()
-        self.taken.append((self.run.step, samples))
         self.run.step += 1
-        return samples
-
-    @property
-    def uids(self):
-        return [int(group.problem.uid[1:]) for _, samples in self.taken for group in samples.groups]
 
     def total(self, name):
         return sum(metrics[f"samplers/{name}"] for metrics in self.metrics)
 
 
-def limit(lag, late="wait"):
-    return f"rollout.step_limit.lag={lag}", f"rollout.step_limit.late={late}"
+def check(played, lag, late="wait"):
+    """Every problem is trained once. Where late groups are dropped, others take their place."""
+    numbers = check_taken(played.taken, lag, late)
+    assert len(numbers) == STEPS * PROBLEMS
+    assert set(numbers) == set(range(STEPS * PROBLEMS)) or late == "drop"
 
 
-def check(played, lag, late):
-    """Every problem is trained once, in whole groups, with tokens that are not too old. Where late groups are dropped,
-    others take their place."""
-    assert len(played.uids) == len(set(played.uids)) == STEPS * PROBLEMS
-    assert set(played.uids) == set(range(STEPS * PROBLEMS)) or late == "drop"
-    for trained, samples in played.taken:
-        assert len(samples.groups) == PROBLEMS
-        assert age_metrics(samples.groups, trained)["rollout/lag_max"] <= lag
-        for group in samples.groups:
-            assert sorted(t.sample for t in group.trajectories) == list(range(SAMPLES)) or late == "drop"
+def check_kills(played):
+    """Another sampler takes the place of each that was killed; groups begin again, and no row is lost or counted
+    twice."""
+    samplers, since = played.transport.samplers, played.pool.metrics()  # since the last step
+    kills = sum(sampler.lost for sampler in samplers)
+    assert kills and played.total("lost") + since["samplers/lost"] <= kills
+    assert len(played.transport.alive) == 2 and played.total("joined") >= 2
+    given = [number for sampler in samplers for number in sampler.given]
+    assert len(given) == len(set(given)) + played.total("groups_again") + since["samplers/groups_again"]
+    dropped = sum(metrics["rollout/dropped_stale"] for metrics in played.metrics)
+    assert sum(rows_of(played.taken, played.stream)) + dropped == played.run.stream.drawn * SAMPLES
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
@@ -114,16 +114,7 @@ def test_samplers_that_are_killed_lose_their_rows_and_nothing_else(lag, late):
                 rng.choice(played.transport.alive).lost = True
             played.step(int(rng.integers(4)))
         check(played, lag, late)
-        kills = sum(sampler.lost for sampler in played.transport.samplers)
-        since = played.pool.metrics()  # the last step
-        assert kills and played.total("lost") + since["samplers/lost"] <= kills
-        assert len(played.transport.alive) == 2 and played.total("joined") >= 2
-        given = [number for sampler in played.transport.samplers for number in sampler.given]
-        assert len(given) == len(set(given)) + played.total("groups_again") + since["samplers/groups_again"]
-        kept = sum(group.size for _, samples in played.taken for group in samples.groups)
-        dropped = sum(metrics["rollout/dropped_stale"] for metrics in played.metrics)
-        waiting = sum(len(rows) for group in played.stream.open_groups for rows in group.rows)
-        assert kept + dropped + waiting == played.run.stream.drawn * SAMPLES
+        check_kills(played)
 
 
 def test_work_is_divided_and_goes_on_while_one_sampler_starts():
@@ -147,7 +138,7 @@ def test_a_full_sampler_gets_no_more_and_the_rest_waits():
     assert max(member.rows for member in played.pool.members) <= 4 + SAMPLES
     while played.run.step < STEPS:
         played.step()
-    check(played, 2, "wait")
+    check(played, 2)
 
 
 def test_a_sampler_that_does_not_answer_is_replaced_and_its_late_report_is_not_taken():
@@ -165,7 +156,7 @@ def test_a_sampler_that_does_not_answer_is_replaced_and_its_late_report_is_not_t
     played.transport.wait = later
     for _ in range(STEPS - 1):
         played.step()
-    check(played, 0, "wait")
+    check(played, 0)
     assert silent.stopped and played.total("lost") == 1
     assert any("no answer for 60 s" in note for note in played.notes)
 
@@ -176,7 +167,7 @@ def test_weights_with_another_hash_are_not_used():
     played.transport.samplers[0].garbled = RESENT
     while played.run.step < STEPS:
         played.step()
-    check(played, 0, "wait")
+    check(played, 0)
     assert played.total("weights_refused") == RESENT
     assert all(metrics["samplers/versions_behind"] <= 1 for metrics in played.metrics)
     bad = Played(3, *limit(0))
@@ -197,47 +188,6 @@ def test_a_digest_is_of_names_shapes_types_and_content():
     ]
     assert digest(same) == digest(params) and Weights(1, same, digest(params)).whole
     assert len({digest(params), *map(digest, others)}) == 5
-
-
-def test_a_failure_of_a_sampler_ends_the_run_and_so_do_samplers_that_cannot_start():
-    played = Played(4, *limit(0))
-    result = played.transport.result
-    played.transport.result = lambda call: replace(result(call), failure="Traceback: ValueError: no such tool")
-    with pytest.raises(SamplerFailed, match=r"sampler 1 \(place of 0\): .* no such tool"):
-        played.step()
-    never = Played(4, *limit(0))
-
-    def gone(call):
-        raise Killed("out of memory")
-
-    never.transport.result = gone
-    with pytest.raises(SamplerFailed, match=f"{FAILED_STARTS} samplers in a row .* out of memory"):
-        never.step()
-
-
-def test_weights_that_are_not_finite_are_not_sent():
-    played = Played(5, *limit(0))
-    with pytest.raises(NonFiniteWeightsError):
-        played.pool.publish(played.policy, np.nan, 0)
-    assert not played.transport.puts
-
-
-@pytest.mark.parametrize("lag", [0, 2])
-def test_a_restored_run_begins_unfinished_groups_again(lag):
-    played = Played(6, *limit(lag))
-    for _ in range(2):
-        played.step(meanwhile=1)
-    bundle = played.run.bundle()
-    again = Played(7, *limit(lag))
-    again.run.load(replace(bundle, train={"state": None, "reference": ()}))
-    again.taken = list(played.taken)
-    while again.run.step < STEPS:
-        again.step()
-    check(again, lag, "wait")
-    requests = [r for engine in again.engines for r in engine.submitted if r.resume is not None]
-    assert bool(requests) == bool(lag)
-    keys = Counter((r.step, r.place, r.first_sample) for engine in again.engines for r in engine.submitted)
-    assert set(keys.values()) == {1}
 
 
 def test_a_group_that_begins_again_is_as_young_as_its_weights():
@@ -268,22 +218,19 @@ def test_samplers_need_a_stream():
         read_config("--rollout.samplers=ray", "--rollout.step_limit=none")
 
 
-def test_processes_that_sample_as_one_may_have_samplers_elsewhere(monkeypatch):
+def test_samplers_need_their_package_and_let_processes_sample_as_one(monkeypatch):
+    """Which excludes a stream where the processes sample themselves (`pod/test_teams.py`)."""
     monkeypatch.setattr(components, "processes_together", lambda mesh: 2)
-    monkeypatch.setattr(type(known().rollout.samplers), "package", "grpo_roc_jax")  # one that is there without an extra
-    check_together(known(), SimpleNamespace())
-    with pytest.raises(ValueError, match=r"lets 2 processes sample as one, which excludes rollout\.step_limit stream"):
-        check_together(known("rollout.samplers=none"), SimpleNamespace())
-
-
-def test_samplers_without_their_package_are_refused_at_the_start(monkeypatch):
-    monkeypatch.setattr(type(known().rollout.samplers), "package", "a_package_that_nobody_has")
+    kind = type(config_of().rollout.samplers)
+    monkeypatch.setattr(kind, "package", "grpo_roc_jax")  # one that is there without an extra
+    check_together(config_of(), SimpleNamespace())
+    monkeypatch.setattr(kind, "package", "a_package_that_nobody_has")
     with pytest.raises(ValueError, match=r"samplers ray needs the package: pip install"):
-        check_together(known(), SimpleNamespace())
+        check_together(config_of(), SimpleNamespace())
 
 
 def test_a_dry_run_says_where_rollouts_are_sampled():
-    assert "samplers: 2 ray actors on this machine, 64 rows at a time each" in "\n".join(derived(known()))
-    joined = known("rollout.samplers.address=auto", "rollout.slots=32", "lora=low_rank")
+    assert "samplers: 2 ray actors on this machine, 64 rows at a time each" in "\n".join(derived(config_of()))
+    joined = config_of("rollout.samplers.address=auto", "rollout.slots=32", "lora=low_rank")
     said = next(line for line in derived(joined) if line.startswith("samplers"))
     assert "2 ray actors in the cluster auto, 32 rows" in said and "sends them the adapter" in said

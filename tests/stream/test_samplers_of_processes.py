@@ -1,5 +1,6 @@
 """A trainer of several processes with samplers elsewhere: the first process has them, and all take the same groups."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,8 +15,8 @@ from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.stream.open_groups import SamplerFailed
 from grpo_roc_jax.stream.samplers import FAILED_STARTS, remote_samplers
 from tests.helpers.local_samplers import Killed
-from tests.helpers.stream_fakes import SAMPLES
-from tests.stream.test_samplers import STEPS, Played, check, known, limit
+from tests.helpers.stream_fakes import check_keys, check_taken, limit
+from tests.stream.test_samplers import STEPS, Played, check, check_kills, config_of
 from tests.stream.test_stream_processes import contents, in_threads
 
 
@@ -44,11 +45,7 @@ def test_all_processes_take_the_same_groups_though_samplers_are_killed(lag, late
     for seed, count in ((0, 2), (1, 2), (2, 3)):
         first, *others = in_threads(count, lambda processes, seed=seed: one(processes, seed))
         check(first, lag, late)
-        kills = sum(sampler.lost for sampler in first.transport.samplers)
-        assert kills and len(first.transport.alive) == 2
-        given = [number for sampler in first.transport.samplers for number in sampler.given]
-        since = first.pool.metrics()  # the last step
-        assert len(given) == len(set(given)) + first.total("groups_again") + since["samplers/groups_again"]
+        check_kills(first)
         for other in others:
             assert not other.engines and contents(other.taken) == contents(first.taken)
             assert other.metrics == first.metrics
@@ -56,85 +53,79 @@ def test_all_processes_take_the_same_groups_though_samplers_are_killed(lag, late
             assert [(p.problem.uid, p.step, p.place, p.born) for p in other.run.partial] == [
                 (p.problem.uid, p.step, p.place, p.born) for p in first.run.partial
             ]
-        kept = sum(group.size for _, samples in first.taken for group in samples.groups)
-        dropped = sum(metrics["rollout/dropped_stale"] for metrics in first.metrics)
-        waiting = sum(len(rows) for group in first.stream.open_groups for rows in group.rows)
-        assert kept + dropped + waiting == first.run.stream.drawn * SAMPLES
 
 
 def test_a_second_round_takes_the_same_groups_in_all_processes():
     def one(processes):
         played = Played(9, *limit(1), processes=processes)
         for step in range(STEPS):
-            played.run.train = SimpleNamespace(params=step / 2)
-            played.stream.publish(played.policy, played.run)
-            for _ in range(1 + step % 2):
-                played.taken.append((step, played.stream.next_round(played.run, None)))
-                if processes.first:
-                    played.transport.alive[0].lost = True
-            if played.stream.meanwhile:
-                played.stream.meanwhile()
-            played.stream.after_update(played.run, (), {})
-            played.run.step += 1
+            played.step(meanwhile=1, rounds=1 + step % 2, kills=processes.first)
         return played
 
     first, second = in_threads(2, one)
     assert contents(first.taken) == contents(second.taken)
-    assert len(first.uids) == len(set(first.uids)) and sum(s.lost for s in first.transport.samplers) >= STEPS
+    check_taken(first.taken, 1)
+    assert sum(s.lost for s in first.transport.samplers) >= STEPS
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_checkpoint_of_any_process_goes_on_in_another_number_of_them(count):
+@pytest.mark.parametrize(("lag", "begun", "going"), [(0, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 3)])
+def test_a_checkpoint_of_any_process_goes_on_in_any_number_of_them(lag, begun, going):
+    """Groups that were not complete begin again."""
+
     def begin(processes):
-        played = Played(6, *limit(2), processes=processes)
+        played = Played(6, *limit(lag), processes=processes)
         for step in range(2):
             if step and processes.first:
                 played.transport.alive[0].lost = True
             played.step(meanwhile=1)
         return played, played.run.bundle()
 
-    (_, bundle), (follower, other) = in_threads(2, begin)
-    assert bundle.host == other.host, "a process without samplers knows all rows too"
+    parts = in_threads(begun, begin)
+    follower, bundle = parts[-1]
+    assert bundle.host == parts[0][1].host, "a process without samplers knows all rows too"
 
     def go_on(processes):
-        played = Played(7, *limit(2), processes=processes)
-        played.run.load(replace(other, train={"state": None, "reference": ()}))
+        played = Played(7, *limit(lag), processes=processes)
+        played.run.load(replace(bundle, train={"state": None, "reference": ()}))
         played.taken = list(follower.taken)
         while played.run.step < STEPS:
             played.step()
         return played
 
-    first, *others = in_threads(count, go_on)
-    check(first, 2, "wait")
+    first, *others = in_threads(going, go_on)
+    check(first, lag)
     assert all(contents(each.taken) == contents(first.taken) for each in others)
+    assert any(request.resume is not None for request in check_keys(first.engines)) is bool(lag)
 
 
-def test_a_sampler_that_raises_or_cannot_start_ends_all_processes_with_the_reason():
-    def one(processes, cause):
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("raises", "text"),
+    [
+        (True, r"sampler 1 \(place of 0\): .* no such tool"),
+        (False, f"{FAILED_STARTS} samplers in a row .* out of memory"),
+    ],
+)
+def test_a_sampler_that_raises_or_cannot_start_ends_all_processes_with_the_reason(raises, text, count):
+    def one(processes):
         played = Played(4, *limit(1), processes=processes)
-        played.step()
         if processes.first:
-            result = played.transport.result
-            if cause == "raises":
-                played.transport.result = lambda call: replace(result(call), failure="ValueError: no such tool")
-            else:
-                for sampler in played.transport.alive:
-                    sampler.lost = True
-                make = played.transport.make
+            answer = played.transport.result
 
-                def lost_at_once(number):
-                    played.transport.result = lambda call: (_ for _ in ()).throw(Killed("out of memory"))
-                    return make(number)
+            def result(call):
+                if raises:
+                    return replace(answer(call), failure="Traceback: ValueError: no such tool")
+                raise Killed("out of memory")
 
-                played.transport.make = lost_at_once
-        return outcome(lambda: [played.step(meanwhile=0) for _ in range(3)])
+            played.transport.result = result
+        return outcome(played.step)
 
-    for cause, text in (("raises", "no such tool"), ("lost", f"{FAILED_STARTS} samplers in a row .* out of memory")):
-        first, second = in_threads(2, lambda processes, cause=cause: one(processes, cause))
-        assert isinstance(first.__cause__, SamplerFailed) and str(first) == str(second)
-        for error in (first, second):
-            with pytest.raises(ProcessFailed, match=f"process 0 failed while it sampled: .*{text}"):
-                raise error
+    errors = in_threads(count, one)
+    cause = errors[0].__cause__ if count > 1 else errors[0]
+    assert isinstance(cause, SamplerFailed) and re.search(text, str(cause))
+    for error in errors if count > 1 else ():
+        assert isinstance(error, ProcessFailed)
+        assert f"process 0 failed while it sampled: {cause}" in str(error)
 
 
 def test_a_failure_during_an_update_ends_all_processes():
@@ -151,12 +142,15 @@ def test_a_failure_during_an_update_ends_all_processes():
     assert "process 0 failed while it sampled: Traceback" in str(second) and "1 / 0" in str(second)
 
 
-def test_weights_that_are_not_finite_end_all_processes():
+@pytest.mark.parametrize("count", [1, 2])
+def test_weights_that_are_not_finite_are_not_sent_and_end_all_processes(count):
     def one(processes):
         played = Played(5, *limit(0), processes=processes)
-        return outcome(lambda: played.pool.publish(played.policy, np.nan, 0))
+        error = outcome(lambda: played.pool.publish(played.policy, np.nan, 0))
+        assert not (processes.first and played.transport.puts)
+        return type(error)
 
-    assert [type(error) for error in in_threads(2, one)] == [NonFiniteWeightsError] * 2
+    assert in_threads(count, one) == [NonFiniteWeightsError] * count
 
 
 def test_a_signal_to_a_process_without_samplers_ends_the_step_in_all():
@@ -185,7 +179,7 @@ def test_a_cluster_that_does_not_answer_is_refused_in_all_processes():
         played.policy.model, played.policy.lora = ModelConfig(vocab_size=64), SimpleNamespace(rank=0)
 
         def enter():
-            with remote_samplers(known(), played.policy, played.sampling, {"ray": f"{__name__}:Nowhere"}):
+            with remote_samplers(config_of(), played.policy, played.sampling, {"ray": f"{__name__}:Nowhere"}):
                 raise AssertionError("it has begun")
 
         return outcome(enter)

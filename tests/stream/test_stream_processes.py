@@ -17,10 +17,9 @@ from grpo_roc_jax.engine.config import RolloutConfig, StreamedRows
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.run import sample
-from grpo_roc_jax.stream.rollout_stream import age_metrics
-from tests.helpers.stream_fakes import SAMPLES, opened, play
+from tests.helpers.stream_fakes import PROBLEMS, check_keys, check_taken, known, limit, opened, play
 
-PROBLEMS, STEPS = 3, 5
+STEPS = 5
 
 
 class Hall:
@@ -53,14 +52,15 @@ class Thread(Processes):
         return [*self.hall.texts.values()]
 
 
-@functools.cache
-def known(lag, late):
-    limit = f"rollout.step_limit.lag={lag}", f"rollout.step_limit.late={late}"
-    return read_config(f"steps={STEPS}", f"group.problems={PROBLEMS}", "rollout.step_limit=stream", *limit)
+def opened_in(processes, seed, lag, late="wait"):
+    words = f"steps={STEPS}", "rollout.step_limit=stream", *limit(lag, late)
+    return opened(known(*words), seed + processes.index, processes)
 
 
 def in_threads(count, one):
     """What `one(processes)` returns in each of so many processes."""
+    if count == 1:
+        return [one(Processes())]
     hall = Hall(count)
 
     def alone(process):
@@ -87,7 +87,7 @@ def contents(taken):
 @pytest.mark.parametrize(("lag", "late"), [(0, "wait"), (1, "wait"), (2, "drop")])
 def test_each_row_is_rolled_out_once_and_all_processes_take_the_same_groups(lag, late):
     def one(processes, seed):
-        stream, run, engine = opened(known(lag, late), 10 * seed + processes.index, processes)
+        stream, run, engine = opened_in(processes, 10 * seed, lag, late)
         taken, dropped = play(stream, run, engine, STEPS, np.random.default_rng(seed), again=0.3)
         return taken, dropped, engine, [part.trajectories for part in run.partial]
 
@@ -97,18 +97,10 @@ def test_each_row_is_rolled_out_once_and_all_processes_take_the_same_groups(lag,
         assert all(contents(each[0]) == contents(taken) for each in found)
         assert {each[1] for each in found} == {dropped}
         assert len({len(each[3]) for each in found}) == 1 and all(t.tokens.size for part in left for t in part)
-        keys = Counter((r.step, r.place, r.first_sample) for each in found for r in each[2].submitted)
-        assert set(keys.values()) == {1}
-        for trained, samples in taken:
-            assert age_metrics(samples.groups, trained)["rollout/lag_max"] <= lag
-            assert len(samples.groups) == PROBLEMS
-            assert late == "drop" or all(group.size == SAMPLES for group in samples.groups)
-        waiting = sum(map(len, left))
+        numbers, waiting = check_taken(taken, lag, late), sum(map(len, left))
         kept = sum(group.size for _, samples in taken for group in samples.groups)
-        assert len(keys) == kept + dropped + waiting or late == "drop"
-        if not lag:
-            order = [int(group.problem.uid[1:]) for _, samples in taken for group in samples.groups]
-            assert order == list(range(len(order))) and not waiting
+        assert len(check_keys([each[2] for each in found])) == kept + dropped + waiting or late == "drop"
+        assert lag or (numbers == list(range(len(numbers))) and not waiting)
 
 
 def test_groups_that_become_whole_during_an_update_are_known_to_a_process_without_rows():
@@ -131,32 +123,36 @@ def test_groups_that_become_whole_during_an_update_are_known_to_a_process_withou
     assert in_threads(2, one) == [["p1", "p0"]] * 2
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_checkpoint_goes_on_in_another_number_of_processes(count):
+@pytest.mark.parametrize(("begun", "going", "stop"), [(1, 1, 1), (1, 1, 3), (2, 1, 2), (2, 3, 2)])
+def test_a_checkpoint_goes_on_with_every_row_in_any_number_of_processes(begun, going, stop):
+    """Cut rows keep their tokens and versions; the same problems are trained on, and no key is used for another."""
+
     def begin(processes):
-        stream, run, engine = opened(known(2, "wait"), processes.index, processes)
-        before, _ = play(stream, run, engine, 2, np.random.default_rng(1))
+        stream, run, engine = opened_in(processes, 0, 2)
+        before, _ = play(stream, run, engine, stop, np.random.default_rng(1))
         return before, run.bundle(), len(engine.rows)
 
     def go_on(processes):
-        stream, run, engine = opened(known(2, "wait"), 7 + processes.index, processes)
+        stream, run, engine = opened_in(processes, 7, 2)
         run.load(replace(bundle, train={"state": "state", "reference": ()}))
-        after, _ = play(stream, run, engine, STEPS - 2, np.random.default_rng(2))
-        return after, [request.resume for request in engine.submitted], {p.problem.uid for p in run.partial}
+        after, _ = play(stream, run, engine, STEPS - stop, np.random.default_rng(2))
+        return after, engine, {int(part.problem.uid[1:]) for part in run.partial}
 
-    (before, bundle, first), (_, other, second) = in_threads(2, begin)
-    assert bundle.host == other.host and first + second
-    found = in_threads(count, go_on)
-    assert sum(resume is not None for _, resumed, _ in found for resume in resumed) == first + second
-    uids = [group.problem.uid for _, samples in (*before, *found[0][0]) for group in samples.groups]
-    assert len(uids) == len(set(uids)) == STEPS * PROBLEMS, "each is trained on once"
-    drawn = {f"p{i}" for i in range(1 + max(int(uid[1:]) for uid in uids))}
-    assert drawn - set(uids) <= found[0][2], "what was begun and not trained on is still open"
+    parts = in_threads(begun, begin)
+    before, bundle, _ = parts[0]
+    assert all(each.host == bundle.host for _, each, _ in parts)
+    found = in_threads(going, go_on)
+    resumed = [request.resume for request in check_keys([each[1] for each in found]) if request.resume is not None]
+    assert len(resumed) == sum(rows for *_, rows in parts) > 0 and all(cut.policy_mask.any() for cut in resumed)
+    after, _, still_open = found[0]
+    numbers = check_taken([*before, *after], 2)
+    assert len(numbers) == STEPS * PROBLEMS
+    assert {*range(max(numbers))} - {*numbers} <= still_open, "what was begun and not trained on is still open"
 
 
 def test_a_signal_to_one_process_ends_the_step_in_all():
     def one(processes):
-        stream, run, engine = opened(known(1, "wait"), processes.index, processes)
+        stream, run, engine = opened_in(processes, 0, 1)
         if processes.index:
             processes.preemption.asked = True
         else:
