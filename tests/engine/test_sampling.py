@@ -54,10 +54,9 @@ def kept_by_sorting(p, top_k=0, top_p=1.0, min_p=0.0):
     return {int(i) for i in kept if p[i] >= min_p * p.max()}
 
 
-@pytest.mark.parametrize("temperature", [0.7, *(pytest.param(t, marks=pytest.mark.slow) for t in (1.0, 2.0))])
-def test_frequencies_follow_the_softmax(temperature):
+def test_frequencies_follow_the_softmax():
     logits = np.random.default_rng(0).normal(size=V)
-    n = 40_000
+    n, temperature = 40_000, 0.7
     drawn = many(logits, n, temperature=temperature)
     p = softmax(logits / temperature)
     counts = np.bincount(np.asarray(drawn.token), minlength=V)
@@ -69,18 +68,7 @@ def test_frequencies_follow_the_softmax(temperature):
 
 
 @pytest.mark.parametrize(
-    "cut",
-    [
-        {"top_k": 1},
-        pytest.param({"top_k": 7}, marks=pytest.mark.slow),
-        {"top_p": 0.3},
-        pytest.param({"top_p": 0.9}, marks=pytest.mark.slow),
-        {"min_p": 0.2},
-        pytest.param({"top_k": 20, "top_p": 0.5}, marks=pytest.mark.slow),
-        {"top_k": 50, "top_p": 0.95, "min_p": 0.1},
-        {"top_k": 10_000},
-    ],
-    ids=str,
+    "cut", [{"top_k": 1}, {"top_p": 0.3}, {"min_p": 0.2}, {"top_k": 50, "top_p": 0.95, "min_p": 0.1}, {"top_k": 10_000}]
 )
 def test_cuts_keep_what_sorting_keeps(cut):
     logits = 2 * np.random.default_rng(1).normal(size=V)
@@ -104,13 +92,6 @@ def test_greedy_takes_the_first_of_equals_and_ignores_the_uniforms():
         np.testing.assert_array_equal(drawn.token, [17, 299])
         np.testing.assert_allclose(drawn.logprob, np.log(softmax(logits))[[0, 1], [17, 299]], atol=1e-6)
         np.testing.assert_array_equal(drawn.mass, [1.0, 1.0])
-
-
-def test_greedy_and_sampled_rows_share_a_batch():
-    logits = np.random.default_rng(2).normal(size=(2, V))
-    drawn = draw(logits, np.full((2, 2), 0.99), [0.0, 1.0], top_k=3)
-    assert drawn.token[0] == logits[0].argmax()
-    assert drawn.token[1] == max(np.argsort(-logits[1])[:3])
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.3, 1 - 2**-24])

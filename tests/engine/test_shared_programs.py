@@ -10,6 +10,7 @@ import pytest
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.engine.programs import SamplerPrograms, SharedPrograms
+from grpo_roc_jax.engine.steering import DrawSettings, RowSteering, steering_arrays
 from grpo_roc_jax.learner.update import OptimConfig, state_like
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.planner.hlo import parse_hlo
@@ -33,7 +34,7 @@ def test_the_others_make_the_leaders_calls_on_the_same_devices():
         def run(self, call):
             result = (call.key, *map(values, call.arguments))
             made.setdefault(self, []).append(result)
-            return (result, call.key, "report") if call.key[0] == "decode" else result
+            return (result, call.key, "report") if call.key[0] in ("decode", "steered") else result
 
     class SharedEcho(SharedPrograms, Echo):
         pass
@@ -45,6 +46,8 @@ def test_the_others_make_the_leaders_calls_on_the_same_devices():
         sent.append(pickle.dumps(call))
 
     leader.send = send
+    rows = {2: RowSteering(DrawSettings(top_k=1)), 3: RowSteering(DrawSettings(bias={50: 100.0}, frequency=1.0))}
+    steering = steering_arrays(rows, ROLLOUT.slots, MODEL.vocab_size, SamplingConfig(), 4)
     for _ in range(2):  # the second pool replaces the first
         pool, slots = leader.new_pool(), leader.new_slots()
         for seed in range(2):
@@ -53,8 +56,10 @@ def test_the_others_make_the_leaders_calls_on_the_same_devices():
             pool = leader.append("weights", pool, leader.place(tokens, axes), leader.place(table, axes), where)
             pool = leader.copy(pool, leader.place(pairs[:2], None, axes), pairs[:2])
             pool, slots, _ = leader.decode("weights", pool, slots, leader.place(patch, None, axes), table, 6)
+            pool, slots, _ = leader.decode_steered("weights", pool, slots, patch, table, *steering, width=6)
     follower.repeat("weights", map(pickle.loads, sent))
-    assert made[leader] == made[follower] and len(made[leader]) == 2 * (2 + 2 * 3)
+    np.testing.assert_equal(made[follower], made[leader])
+    assert len(made[leader]) == 2 * (2 + 2 * 4)
 
 
 @pytest.mark.slow
