@@ -11,7 +11,7 @@ import pytest
 from grpo_roc_jax.record import checkpoint_files as files
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
-from tests.pod.test_processes import LIMIT_S, ended, params_of, said, start, whole_text
+from tests.pod.test_processes import LIMIT_S, assert_same_params, ended, said, start, whole_text
 
 STEPS = 6
 DIVIDED = ("--group.problems=4", "--sft.steps=0")
@@ -28,15 +28,14 @@ def stopped(process, others):
     return False
 
 
-def same_trajectories(folder, other, steps, exact):
+def assert_same_trajectories(folder, other, steps, atol):
     for step in range(1, steps + 1):
         pairs = zip(read_trace(folder / "run", step), read_trace(other / "run", step), strict=True)
         for one, two in pairs:
             assert one.trajectory.tokens.tolist() == two.trajectory.tokens.tolist()
             assert (one.kept, one.why, one.verdict.reward) == (two.kept, two.why, two.verdict.reward)
-            np.testing.assert_allclose(one.trajectory.logprobs, two.trajectory.logprobs, atol=0 if exact else 1e-5)
-    for one, two in zip(params_of(folder), params_of(other), strict=True):
-        np.testing.assert_allclose(one, two, atol=0 if exact else 1e-5)
+            np.testing.assert_allclose(one.trajectory.logprobs, two.trajectory.logprobs, atol=atol)
+    assert_same_params(folder, other, atol)
 
 
 @pytest.mark.slow
@@ -67,7 +66,7 @@ def test_one_of_four_is_killed_frozen_or_slow(tmp_path):
     assert ended(start(folder, 4, 1, *words, faults={1: "rollout.chunk=sleep:0.2"})) == [0] * 4, said(folder)
     print(f"slow: {time.monotonic() - begun:.0f} s")
     assert done == sorted(done) and done[-1] >= 1 and "resumed after step" in whole_text(folder)
-    same_trajectories(folder, whole, STEPS, exact=True)
+    assert_same_trajectories(folder, whole, STEPS, 0)
     hosts = [files.read_host(folder / f"run/checkpoints/step_{STEPS:08d}", index) for index in range(4)]
     for host, arrays in hosts[1:]:
         assert host == hosts[0][0], "another number of processes reads the state of the first"
@@ -82,7 +81,7 @@ def test_a_run_goes_on_with_other_processes_and_another_mesh(tmp_path):
     for steps, (count, devices, mesh) in enumerate(parts, 1):
         processes = start(folder, count, devices, f"--steps={steps}", "--resume=auto", *mesh)
         assert ended(processes) == [0] * count, said(folder)
-    same_trajectories(folder, alone, 3, exact=False)
+    assert_same_trajectories(folder, alone, 3, 1e-5)
 
 
 @pytest.mark.slow
