@@ -13,16 +13,11 @@ from grpo_roc_jax.engine.records import SingleTurn
 from grpo_roc_jax.engine.table import BlockLedger, Full
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, allocate, cache_orders, enlarge
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
-from tests.engine.test_engine import assert_same
+from tests.helpers.engine_checks import assert_same
 from tests.helpers.reference import random_params
-from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests, one_rollout, run, sharp_params
+from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests, one_rollout, run
 
 SMALL = replace(ROLLOUT, block=8, kv_start=32)
-
-
-@pytest.fixture(scope="module")
-def params():
-    return sharp_params()
 
 
 def test_sizes_are_those_of_whole_arenas_or_doubled():
@@ -114,8 +109,3 @@ def test_a_dialogue_of_one_row_takes_what_it_needs(params):
         engine.run(sampler, [one_rollout(0, prompt, 20)], SingleTurn())
         sizes.append(engine.programs.size.blocks * settings.block)
     assert sizes == [128, 256, 256]
-
-
-def test_a_start_beyond_the_cache_is_refused():
-    with pytest.raises(ValueError, match=r"rollout.kv_start = 999; must be at most the 720 tokens"):
-        replace(ROLLOUT, kv_start=999)
