@@ -30,16 +30,16 @@ def params():
     return jax.device_put(random_params(MIXED, seed=1))
 
 
-def sampled(params, dtype, **fields):
-    """Multi-turn trajectories of a sampler that computes in `dtype`."""
-    engine = make_engine(replace(MIXED, compute_dtype=dtype), ROLLOUT, SamplingConfig(), STOPS, None, seed=11)
+def sampled(params, dtype="float32", rollout=ROLLOUT, **fields):
+    """(multi-turn trajectories of a sampler that computes in `dtype`, statistics)."""
+    engine = make_engine(replace(MIXED, compute_dtype=dtype), rollout, SamplingConfig(), STOPS, None, seed=11)
     requests = make_requests(**fields)
-    return engine.run(engine.publish(params, 5), requests, FakeTools(requests))[0]
+    return engine.run(engine.publish(params, 5), requests, FakeTools(requests))
 
 
 @pytest.fixture(scope="module")
 def trajectories(params):
-    return sampled(params, "float32", groups=3, siblings=3)
+    return sampled(params, groups=3, siblings=3)[0]
 
 
 @jax.jit
@@ -69,6 +69,16 @@ def test_the_sampler_returns_the_experts_of_the_tokens_that_it_decoded(params, t
         np.testing.assert_array_equal(trajectory.routes[known], own_choices(params, trajectory)[known])
 
 
+@pytest.mark.slow
+def test_rows_that_are_written_again_keep_their_experts(params, trajectories):
+    tight = replace(ROLLOUT, kv_tokens=192, block=16, narrow=())
+    again, stats = sampled(params, rollout=tight, groups=3, siblings=3)
+    assert stats.evictions
+    for one, other in zip(trajectories, again, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.routes, other.routes)
+
+
 def logprobs_of(params, trajectories, *, replay):
     """(log-probabilities by the update's forward in float32, recorded ones, policy mask) of packed rows."""
     rows = []
@@ -84,7 +94,7 @@ def logprobs_of(params, trajectories, *, replay):
 
 @pytest.mark.slow
 def test_replay_narrows_the_gap_between_a_bfloat16_sampler_and_a_float32_trainer(params):
-    found = sampled(params, "bfloat16")
+    found, _ = sampled(params, "bfloat16")
     gaps = {}
     for replay in (False, True):
         ours, recorded_, mask = logprobs_of(params, found, replay=replay)

@@ -153,11 +153,11 @@ def test_a_stop_text_rolls_the_row_back(params, twelve):
     """Two ids, which may be drawn in two chunks; the row continues from their end as if nothing had followed."""
     requests, _ = twelve
     stepwise = engine_for(replace(ROLLOUT, chunk=1), SamplingConfig(), None)
-    exact, stats = stepwise.run(stepwise.publish(params, 5), requests, StopPairs(requests, max_turns=9))
+    exact, stats = stepwise.run(stepwise.publish(params, 5), requests, StopPairs(requests))
     assert stats.dropped_tokens == 0
     results = []
     for pipeline in ("off", "on"):
-        tools = StopPairs(requests, max_turns=9)
+        tools = StopPairs(requests)
         rollouts, stats = configured(params, requests, tools, pipeline=pipeline)()
         assert stats.dropped_tokens >= tools.cut >= 10
         assert stats.sampled_tokens == sum(int(r.policy_mask.sum()) for r in rollouts)

@@ -1,5 +1,7 @@
-"""What the engine keeps about a slot while chunks, observations and rows given up overtake each other."""
+"""What the engine keeps about a slot while chunks, observations and rows given up overtake each other; and how the
+tokens of several rows are packed into appends."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,15 +9,14 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.engine.decode import ChunkReport
-from grpo_roc_jax.engine.device_rows import DeviceRows, Flight, Prompts, Write
+from grpo_roc_jax.engine.device_rows import DeviceRows, Flight, PackTaker, Prompts, Write
+from grpo_roc_jax.engine.programs import CALL_TOKENS, first_calls
 from grpo_roc_jax.engine.records import Finish, RolloutStats
 from grpo_roc_jax.engine.scheduler import Scheduler
 from grpo_roc_jax.engine.table import SlotTable
-from grpo_roc_jax.text.chat_format import make_chat
-from grpo_roc_jax.text.config import TextConfig
-from grpo_roc_jax.text.tokenizer import load_tokenizer
-from tests.helpers.rollout_fakes import ROLLOUT, one_rollout
-from tests.rollout.test_collect import CALL, Instant, environment, turn
+from grpo_roc_jax.model.pool import tile_count
+from tests.helpers.engine_checks import assert_same
+from tests.helpers.rollout_fakes import ROLLOUT, make_requests, one_rollout, run
 
 STOP = 3
 
@@ -90,22 +91,9 @@ def test_what_is_queued_for_a_row_that_is_given_up_is_not_written_for_the_next_o
     assert device.appended == [other, again]
 
 
-def test_a_long_write_is_appended_piece_by_piece(device):
-    calls = []
-
-    def next_pieces(queue, shared, take):
-        first, *others = queue
-        assert len(first.ids), "nothing is left of a write that has been appended whole"
-        return [(first, min(2, len(first.ids)), 0)], others
-
-    device.next_pieces = next_pieces
-    device.append = lambda pieces: calls.extend((w.slot, w.start, taken) for piece in pieces for w, taken, _ in piece)
-    DeviceRows.append_all(device, [Write(0, np.arange(3), 4), Write(1, np.arange(2), 7)], shared=False)
-    assert sorted(calls) == [(0, 4, 2), (0, 6, 1), (1, 7, 2)]
-
-
 def test_no_row_of_an_append_is_padded_beyond_its_table(device, table):
-    """A row near its end shares a call with rows that take long pieces; the calls have one length in all shards."""
+    """A row near its end shares a call with rows that take long pieces; the calls have one length in all shards. Each
+    token is written once, and in the order of its row."""
     programs, config = device.programs, replace(ROLLOUT, block=16, append_lengths=(4, 16, 64))
     programs.append_rows, programs.shards = (1, 2), 2
     device = Recording(programs, config, device.sampler, table, RolloutStats())
@@ -122,7 +110,7 @@ def test_no_row_of_an_append_is_padded_beyond_its_table(device, table):
             longest = max(padded for batch in pieces for _, _, padded in batch)
             assert max(map(len, pieces)) <= 2
             for write, count, _ in (piece for batch in pieces for piece in batch):
-                assert write.start + longest <= room
+                assert count > 0 and write.start + longest <= room
                 written.setdefault(write.slot, []).extend(range(write.start, write.start + count))
         assert written == {w.slot: [*range(w.start, w.start + len(w.ids))] for w in writes}
 
@@ -131,15 +119,6 @@ def test_a_chunk_in_flight_needs_room_of_its_own(device, table):
     assert device.ahead == ROLLOUT.chunk
     device.flight = in_flight(table, (4, 4))
     assert device.ahead == 2 * ROLLOUT.chunk
-
-
-@pytest.mark.parametrize("act", ["roll_back", "park", "free"])
-def test_tokens_in_flight_for_a_row_that_changed_do_not_count(device, table, act):
-    device.flight = in_flight(table, (4, 3))
-    getattr(table, act)(0, *((1,) if act == "roll_back" else ()))
-    table.live[0] = True  # the slot is seated again before the chunk is read
-    _, count, version = device.read()
-    assert (count[:2].tolist(), version, device.stats.dropped_tokens) == ([0, 3], 7, 4)
 
 
 def test_room_is_made_for_a_whole_chunk_and_no_column_after_the_limit(table):
@@ -191,19 +170,6 @@ def test_the_cache_keeps_the_tokens_of_a_row_but_the_pending_one(table, keep, ke
     assert (slot, written, tokens if tokens is None else tokens.tolist()) == (0, 2, kept)
 
 
-def test_experts_are_recorded_at_the_token_that_a_step_read():
-    """A row of three tokens, the last pending: the first step reads it and draws the fourth."""
-    table = SlotTable(2, 8, routes=(1, 2))
-    table.length[:] = (3, 5)
-    tokens = np.array([[7, 0], [8, 0]], np.int32)
-    routes = np.arange(8, dtype=np.int16).reshape(2, 1, 2, 2)
-    count = np.array([2, 0])
-    table.extend(ChunkReport(tokens, tokens * 0.0, tokens[:0], count, np.array([2]), routes), count, 1)
-    assert table.tokens[0, 3:5].tolist() == [7, 8] and table.length.tolist() == [5, 5]
-    assert table.routes[0, 2:4, 0].tolist() == [[0, 2], [4, 6]]
-    assert (table.routes[0, [0, 1, 4, 5]] == -1).all() and (table.routes[1] == -1).all()
-
-
 @pytest.mark.parametrize(("budget", "reason", "stop"), [(4, "length", "length"), (5, "stop", "eos")])
 def test_a_stop_id_exactly_at_the_budget_ends_the_row_by_length(table, budget, reason, stop):
     seen, ended = [], []
@@ -215,17 +181,6 @@ def test_a_stop_id_exactly_at_the_budget_ends_the_row_by_length(table, budget, r
     given = {"rows": rows, "is_stop": np.arange(16) == STOP, "finish": lambda slot, stop: ended.append(stop)}
     Steps(table, clock=lambda: 0.0, **given).end_turns({0: False})
     assert (seen, ended) == ([reason], [stop])
-
-
-def test_every_call_of_a_rollout_has_a_seed_of_its_own():
-    executor = Instant()
-    chat = make_chat(TextConfig(max_calls_per_turn=2), load_tokenizer(TextConfig()))
-    env = environment(chat, executor)
-    for _ in range(2):
-        env.turn_ended(0, turn(chat, CALL + CALL))
-        env.poll(0.0)
-    seeds = [call.seed for call in executor.submitted]
-    assert len(seeds) == 4 == len(set(seeds))
 
 
 def test_a_prompt_that_ends_in_a_block_of_another_row_is_not_kept(table, device):
@@ -243,3 +198,37 @@ def test_a_prompt_that_ends_in_a_block_of_another_row_is_not_kept(table, device)
     device.flush()
     assert prompts.provide(0, 9, tokens[:21], 20, again=False) == 16
     assert [(write.slot, write.start, len(write.ids)) for write in device.queued_prompts] == [(0, 16, 4)]
+
+
+@pytest.mark.parametrize("lengths", [(16, 32, 64, 128, 256), (16, 256), (7,), (1, 200)])
+def test_the_calls_take_least_time_of_all(lengths):
+    """Against all combinations of up to a few calls."""
+    firsts, counts = first_calls(lengths), [1, 6, 16, 17, 40, 63, 88, 100]
+    for tokens in (n for n in counts if n < len(firsts)):
+        left, time = tokens, 0
+        while left > 0:
+            length = firsts[min(left, len(firsts) - 1)]
+            left, time = left - length, time + length + CALL_TOKENS
+        most = -(-tokens // lengths[0]) if len(lengths) == 1 else 5
+        sets = (s for k in range(1, most + 1) for s in itertools.combinations_with_replacement(lengths, k))
+        assert time <= min(sum(s) + CALL_TOKENS * len(s) for s in sets if sum(s) >= tokens), tokens
+
+
+def test_a_pack_is_full_by_tokens_or_by_tiles():
+    N = 128
+    take = PackTaker(N)
+    found = [take(Write(0, np.zeros(n, np.int32), 0)) for n in (100, 20, 20, 5)]
+    assert found == [(100, 100), (20, 20), (8, 8), None]
+    take = PackTaker(N)
+    assert [take(Write(0, np.zeros(1, np.int32), 0)) for _ in range(tile_count(N) + 1)][-2:] == [(1, 1), None]
+
+
+def test_prompts_and_observations_of_several_rows_share_calls(params):
+    """The same trajectories as with one row a call, in fewer calls, and each token is written once."""
+    settings = replace(ROLLOUT, slots=16, append_lengths=(16, 64))
+    requests = make_requests(8, 2)
+    packed, stats, _ = run(params, requests, rollout=settings)
+    alone, before, _ = run(params, requests, rollout=replace(settings, append_rows=1))
+    assert_same(packed, alone)
+    assert stats.prefilled_tokens == before.prefilled_tokens
+    assert stats.appends < 0.6 * before.appends and stats.padded_tokens < before.padded_tokens

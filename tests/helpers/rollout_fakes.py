@@ -76,6 +76,9 @@ class StopPairs(FakeTools):
     cut = 0
     """Tokens that were drawn after such a pair."""
 
+    def __init__(self, requests):
+        super().__init__(requests, max_turns=9)
+
     def find_stop(self, index, new_tokens, before):
         joined = np.concatenate([before[-1:], new_tokens])
         hits = np.flatnonzero((joined[1:] + joined[:-1]) % 5 == 0) + (2 if len(before) == 0 else 1)
