@@ -2,48 +2,36 @@
 change between chunks."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
 from grpo_roc_jax.engine.config import SamplingConfig
+from grpo_roc_jax.engine.publish import NonFiniteWeightsError
 from grpo_roc_jax.engine.records import RunOptions, SingleTurn
-from tests.helpers.rollout_fakes import ROLLOUT, FakeTools, changed, engine_for, make_requests, run, sharp_params
+from grpo_roc_jax.engine.table import from_prompt
+from grpo_roc_jax.model.transformer import init_params
+from tests.helpers.engine_checks import assert_same
+from tests.helpers.rollout_fakes import MODEL, ROLLOUT, FakeTools, changed, engine_for, make_requests, one_rollout
 
 TIGHT = replace(ROLLOUT, block=16, kv_tokens=ROLLOUT.max_row_tokens)
-
-
-@pytest.fixture(scope="module")
-def params():
-    return sharp_params()
-
-
-@pytest.fixture(scope="module")
-def expected(params):
-    requests = make_requests()
-    return requests, run(params, requests)[0]
+same_rows = partial(assert_same, atol=1e-5)
 
 
 def engine_of(**changes):
     return changed(engine_for(TIGHT, SamplingConfig(), None), **changes)
 
 
-def assert_same_tokens(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
-        assert (one.stop, one.turns) == (other.stop, other.turns)
-
-
 @pytest.mark.parametrize(("pipeline", "latency"), [("off", 2), ("on", 6)])
-def test_rows_that_give_up_their_blocks_end_as_if_they_had_not(params, expected, pipeline, latency):
+def test_rows_that_give_up_their_blocks_end_as_if_they_had_not(params, baseline, pipeline, latency):
     """20 rows, 8 blocks: rows are parked while they decode and while they wait, and share prompts."""
-    requests, wanted = expected
+    requests, wanted, *_ = baseline
     engine = engine_of(pipeline=pipeline)
     tools = FakeTools(requests, latency_polls=latency)
     found, stats = engine.run(engine.publish(params, 5), requests, tools)
-    assert_same_tokens(found, wanted)
+    same_rows(found, wanted)
     assert stats.evictions > 3 and stats.recomputed_tokens > 0 and stats.forks > 0
     assert stats.cache_tokens <= 128 and 0.5 < stats.cache_room < 2.0
     sampled = sum(int(one.policy_mask.sum()) for one in found)
@@ -61,8 +49,8 @@ def drain(engine, count):
     return found
 
 
-def test_rows_come_while_others_run_and_leave_as_they_finish(params, expected):
-    requests, wanted = expected
+def test_rows_come_while_others_run_and_leave_as_they_finish(params, baseline):
+    requests, wanted, *_ = baseline
     engine = engine_of()
     sampler = engine.publish(params, 5)
     first, second = requests[:10], requests[10:]
@@ -75,16 +63,16 @@ def test_rows_come_while_others_run_and_leave_as_they_finish(params, expected):
     engine.cancel(next(iter(found)))  # it has ended
     found |= drain(engine, 20 - len(found))
     assert found[19].stop == "cancelled" and found[19].length == len(requests[19].prompt)
-    assert_same_tokens([found[ticket] for ticket in range(19)], wanted[:19])
+    same_rows([found[ticket] for ticket in range(19)], wanted[:19])
     stats = engine.release()
     assert stats.rollouts == 20 and stats.stops["cancelled"] == 1 and engine.release().rollouts == 0
 
 
 @pytest.mark.parametrize("pipeline", ["off", "on"])
-def test_weights_change_between_chunks_and_each_token_has_its_version(params, expected, pipeline):
+def test_weights_change_between_chunks_and_each_token_has_its_version(params, baseline, pipeline):
     """The same weights under a new version change no token, since rows keep what was written. Other weights change
     those drawn with them, and none before."""
-    requests, wanted = expected
+    requests, wanted, *_ = baseline
     for other in (params, jax.tree.map(lambda leaf: leaf * 1.1, params)):
         engine = engine_of(pipeline=pipeline)
         engine.submit(engine.publish(params, 5), requests, FakeTools(requests))
@@ -110,9 +98,9 @@ def test_a_time_limit_returns_without_rows(params):
     assert sorted(drain(engine, 2)) == [0, 1]
 
 
-def test_a_prompt_that_nobody_needs_any_more_gives_way(params, expected):
+def test_a_prompt_that_nobody_needs_any_more_gives_way(params, baseline):
     """One block in all. It is kept for siblings that are then cancelled, and the next row has another prompt."""
-    requests, wanted = expected
+    requests, wanted, *_ = baseline
     engine = changed(engine_for(replace(ROLLOUT, slots=1, block=128), SamplingConfig(), None), early_exit=True)
 
     def cancel_policy(index, trajectory):
@@ -120,5 +108,164 @@ def test_a_prompt_that_nobody_needs_any_more_gives_way(params, expected):
 
     options = RunOptions(cancel_policy=cancel_policy)
     found, stats = engine.run(engine.publish(params, 5), requests, FakeTools(requests), options)
-    assert_same_tokens(found[::5], wanted[::5])
+    same_rows(found[::5], wanted[::5])
     assert stats.stops["cancelled"] == 16 and stats.prompts == 4
+
+
+def test_a_batch_shares_the_pool_of_rollouts_in_flight(params, baseline):
+    """An evaluation between two steps: each gets its own rows, in one cache of 8 blocks."""
+    requests, wanted, *_ = baseline
+    engine = engine_of()
+    sampler = engine.publish(params, 5)
+    first, second = requests[:10], requests[10:]
+    engine.submit(sampler, first, FakeTools(first))
+    found = dict(engine.advance())
+    batch, stats = engine.run(sampler, second, FakeTools(second), RunOptions(2, "evaluate"))
+    assert stats.rollouts == 10 and len(found) < 10
+    found |= drain(engine, 10 - len(found))
+    same_rows([found[ticket] for ticket in range(10)], wanted[:10])
+    same_rows(batch, wanted[10:])  # their requests name the step of their keys
+    counted = engine.take_stats()
+    assert counted.rollouts == 10 and counted.sampled_tokens + stats.sampled_tokens == sum(
+        int(row.policy_mask.sum()) for row in wanted
+    )
+    assert engine.take_stats().sampled_tokens == 0
+
+
+@pytest.mark.parametrize("pipeline", ["off", "on"])
+def test_the_weights_before_are_gone_when_the_next_are_made(params, baseline, pipeline, monkeypatch):
+    requests, *_ = baseline
+    engine = engine_of(pipeline=pipeline)
+    engine.submit(engine.publish(params, 5), requests, FakeTools(requests))
+    engine.advance()
+    publish, held, device = engine.publisher.publish, [], engine.scheduler.device
+
+    def seen(*given):
+        held.append((device.sampler, device.flight))
+        return publish(*given)
+
+    monkeypatch.setattr(engine.publisher, "publish", seen)
+    engine.publish(params, 6)
+    assert held == [(None, None)]
+    assert device.sampler.version == 6
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_weights_that_are_not_published_change_nothing_for_a_caller_that_holds_the_old_ones(params, baseline, held):
+    """A server that follows a run skips a damaged checkpoint. A training run ends."""
+    requests, wanted, *_ = baseline
+    engine = engine_of()
+    sampler = engine.publish(params, 5)
+    engine.submit(sampler, requests, FakeTools(requests))
+    found = dict(engine.advance())
+    if not held:
+        del sampler
+    with pytest.raises(NonFiniteWeightsError):
+        engine.publish(params | {"embed": params["embed"] * np.nan}, 6)
+    if not held:
+        assert engine.scheduler.device.sampler is None
+        return
+    found |= drain(engine, 20 - len(found))
+    same_rows([found[ticket] for ticket in range(20)], wanted)
+
+
+def test_a_cut_row_goes_on_in_another_engine_as_it_would_have_here(params, baseline):
+    requests, wanted, *_ = baseline
+    engine = engine_of()
+    engine.submit(engine.publish(params, 5), requests, FakeTools(requests))
+    found = dict(engine.advance())
+    cuts = {ticket: engine.cut(ticket) for ticket in range(20) if ticket not in found}
+    begun = [cut for cut in cuts.values() if cut.policy_mask.any()]
+    assert begun and len(begun) < len(cuts) and {cut.stop for cut in cuts.values()} == {"cancelled"}
+    started = from_prompt(begun[0])
+    assert started.length == started.prompt_length and not started.turns and not started.policy_mask.any()
+    found |= drain(engine, len(cuts))
+    same_rows([found[ticket] for ticket in range(20)], wanted)  # a cut takes nothing away
+    again = [replace(requests[ticket], resume=cut) for ticket, cut in cuts.items() if not cut.turns]
+    other = changed(engine_for(ROLLOUT, SamplingConfig(), None))
+    rows, _ = other.run(other.publish(params, 7), again, FakeTools(again))
+    same_rows(rows, [wanted[ticket] for ticket, cut in cuts.items() if not cut.turns], versions=False)
+    for row, request in zip(rows, again, strict=True):
+        edge, mask = request.resume.length, row.policy_mask
+        np.testing.assert_array_equal(row.versions[mask], np.where(np.arange(row.length) < edge, 5, 7)[mask])
+
+
+@pytest.mark.parametrize("lengths", [(40, 36, 35), (36, 40, 34), (34, 20, 40)])
+def test_prompts_of_one_round_read_nothing_that_is_not_written(lengths):
+    """Blocks and appends of 16 tokens: the first prompt takes three appends, and the others begin with its second
+    block, which is not written before the second append."""
+    drawn = np.random.default_rng(3).integers(8, 97, size=(4, 40)).astype(np.int32)
+    prompts = [np.concatenate([drawn[0][:32], drawn[i]])[:n] for i, n in enumerate(lengths, 1)]
+    requests = [
+        one_rollout(place, prompt, 12, sample, step=2) for place, prompt in enumerate(prompts) for sample in range(2)
+    ]  # with siblings: a block of a single row is not shared on this backend
+    engine, other = engine_of(kv_tokens=0), engine_of(kv_tokens=0)  # two pools
+    sampler = engine.publish(init_params(jax.random.key(1), MODEL), 5)  # weights that look at all tokens
+    together, stats = engine.run(sampler, requests, FakeTools(requests))
+    alone = [other.run(sampler, [request], FakeTools([request]))[0][0] for request in requests]
+    assert stats.cached_tokens >= 32
+    same_rows(together, alone)
+
+
+class Seats(SingleTurn):
+    """Notes what was found, and what was drawn; ends a turn at any of the ids `stops`."""
+
+    def __init__(self, stops=()):
+        self.cached, self.tokens, self.stops = [], [], stops
+
+    def seated(self, row, cached):
+        self.cached.append(cached)
+
+    def drawn(self, row, tokens, logprobs):
+        assert len(tokens) == len(logprobs)
+        self.tokens += tokens.tolist()
+
+    def find_stop(self, row, new, before):
+        return next((i + 1 for i, token in enumerate(new.tolist()) if token in self.stops), None)
+
+
+def later(row, place, budget=20):
+    """A row whose context is an earlier one."""
+    rest = row.tokens[40:].tolist()
+    return one_rollout(place, row.tokens[:40], len(rest) + budget, prefix=tuple(rest), step=2)
+
+
+def sampled(engine, sampler, request, keep, stops=()):
+    seats = Seats(stops)
+    engine.submit(sampler, [request], seats, RunOptions(purpose="chat", keep_cache=keep))
+    ((_, row),) = engine.advance()
+    assert seats.tokens == row.tokens[row.policy_mask].tolist()
+    return row, seats.cached
+
+
+@pytest.mark.parametrize("pipeline", ["off", "on"])
+@pytest.mark.parametrize("stops", [(), range(60, 90)], ids=["to the end", "cut by a stop"])
+def test_what_a_row_has_written_is_found_and_changes_nothing(params, pipeline, stops):
+    """A prompt that begins with an earlier row is not written again."""
+    engine, fresh = engine_of(pipeline=pipeline), engine_of(pipeline=pipeline)
+    sampler = engine.publish(params, 5)
+    request, rows = make_requests(1, 1, budget=30)[0], []
+    for place in range(3):
+        row, cached = sampled(engine, sampler, request, True, stops)
+        known = len(rows[-1].tokens) - 1 if rows else 0
+        assert cached == [known // 16 * 16]
+        wanted, none = sampled(fresh, sampler, request, False, stops)
+        fresh.release()
+        assert none == [0]
+        np.testing.assert_array_equal(row.tokens, wanted.tokens)
+        np.testing.assert_allclose(row.logprobs, wanted.logprobs, atol=1e-5)
+        rows.append(row)
+        request = later(row, 7 + place)
+    stats = engine.release()
+    assert stats.cached_tokens > 0 and stats.prefilled_tokens < sum(len(row.tokens) for row in rows)
+
+
+def test_without_it_only_prompts_are_found_and_new_weights_find_nothing(params):
+    engine = engine_of()
+    sampler = engine.publish(params, 5)
+    first, _ = sampled(engine, sampler, make_requests(1, 1, budget=30)[0], False)
+    _, cached = sampled(engine, sampler, later(first, 8), False)
+    assert cached == [(first.prompt_length - 1) // 16 * 16]
+    kept, _ = sampled(engine, sampler, later(first, 9), True)
+    _, cached = sampled(engine, engine.publish(params, 6), later(kept, 10, 2), True)
+    assert cached == [0]
