@@ -245,7 +245,7 @@ SEEN = (
     seen(harbor_of, "environment.command_s environment.processes", environment("harbor", tasks=TASKS)),
     only(harbor_of, "environment", environment("harbor", tasks=TASKS), tasks=f"{TASKS}/total", container="docker"),
 )
-CASES = table(SEEN, BY_CONTRIB | contrib_rewards())
+CASES = table(SEEN, sorted(BY_CONTRIB | contrib_rewards()))
 
 
 @pytest.mark.parametrize("key", CASES)
