@@ -121,6 +121,15 @@ def test_a_chunk_in_flight_needs_room_of_its_own(device, table):
     assert device.ahead == 2 * ROLLOUT.chunk
 
 
+@pytest.mark.parametrize("act", ["roll_back", "park", "free"])
+def test_tokens_in_flight_for_a_row_that_changed_do_not_count(device, table, act):
+    device.flight = in_flight(table, (4, 3))
+    getattr(table, act)(0, *((1,) if act == "roll_back" else ()))
+    table.live[0] = True  # the slot is seated again before the chunk is read
+    _, count, version = device.read()
+    assert (count[:2].tolist(), version, device.stats.dropped_tokens) == ([0, 3], 7, 4)
+
+
 def test_room_is_made_for_a_whole_chunk_and_no_column_after_the_limit(table):
     """Five tokens are four columns written and one pending; a chunk of four needs eight, the limit caps it."""
     table.length[:2], table.limit[:2] = (5, 6), (20, 7)
