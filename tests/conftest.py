@@ -68,10 +68,10 @@ TOGETHER = (
     "serving/tinker_api/test_tinker_losses serving/tinker_api/test_tinker_snapshots "
     "serving/tinker_api/test_tinker_client",
     # the programs of one engine
-    "engine/test_engine engine/test_run_options engine/test_stream engine/test_stream_engine engine/test_publish "
-    "engine/test_shared_prefixes engine/test_low_precision rollout/test_collect engine/test_routes "
-    "engine/test_admission engine/test_eviction engine/test_kept_rows engine/test_slots engine/test_steering "
-    "engine/test_packed engine/test_growing engine/test_sampling",
+    "engine/test_engine engine/test_run_options engine/test_stream engine/test_publish "
+    "rollout/test_collect engine/test_routes "
+    "engine/test_admission engine/test_slots engine/test_steering "
+    "engine/test_growing engine/test_sampling",
 )
 """Files that one worker runs, since they share what is dear to set up."""
 GROUPS = {f"tests/{name}.py": names for names in TOGETHER for name in names.split()}
