@@ -19,7 +19,7 @@ def history(rng, calls):
     and of the number of the call to a body)."""
     made, kept = [], []
 
-    def ask(path, **fields):
+    def ask(path, /, **fields):
         def body(name, seq):
             named = {key: value.replace("NAME", name) if key == "path" else value for key, value in fields.items()}
             return {"model_id": name, "seq_id": seq, **named}
