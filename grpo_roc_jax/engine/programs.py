@@ -185,11 +185,10 @@ class SamplerPrograms:
         self._grown = 0
         parts = {-(-per_shard // part) for part in rollout.narrow}
         self.widths = (*sorted(width for width in parts if 4 <= width < per_shard), per_shard)
-        self.large = on_cpu and (mesh is None or mesh.size == 1) and layer_weights(model) >= LAYER_WEIGHTS
-        """Whether the layers are large and on a CPU, whose calls from the host cost little beside their products."""
-        self.outputs_first = self.large and rollout.weight_dtype == "full"
+        large = on_cpu and (mesh is None or mesh.size == 1) and layer_weights(model) >= LAYER_WEIGHTS
+        self.outputs_first = large and rollout.weight_dtype == "full"
         """Whether the weights come as `model.outputs_first` says."""
-        self.shares_layers = self.large if shares_layers is None else shares_layers
+        self.shares_layers = large if shares_layers is None else shares_layers
         """Whether all layers of a kind share an executable (`engine.by_layer`)."""
         # `_on_mesh` splits the rows; within a shard the experts are split.
         self._sampler = SamplerModel(model, partial(mix_experts, mesh=mesh, rows=()), mesh, self.outputs_first)

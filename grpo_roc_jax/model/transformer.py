@@ -20,7 +20,7 @@ from grpo_roc_jax.model.config import FULL, ModelConfig
 from grpo_roc_jax.model.delta import Signals, delta_shapes, init_decay, recur_packed
 from grpo_roc_jax.model.experts import WEIGHTS, gated, mix_experts, save_all_but_weights
 from grpo_roc_jax.model.low_precision import QuantizedWeight, is_quantized, product
-from grpo_roc_jax.model.outputs_first import OutputsFirst, multiply, table_product
+from grpo_roc_jax.model.outputs_first import OutputsFirst, multiply
 from grpo_roc_jax.model.rotary import Rope, apply_rotary, paired_halves, rope_names, rotary_tables
 from grpo_roc_jax.shapes import Array, Float, Int, Key, checked
 
@@ -384,8 +384,7 @@ def linear(
     matrix = layer[name]
     outputs = matrix.shape[inputs:]
     if isinstance(matrix, OutputsFirst):
-        y = multiply(x.reshape(*rows, *matrix.shape[:inputs]), matrix, dtype)
-        y = y.reshape(x.shape[0], -1) if flat else y
+        y = multiply(x, matrix, dtype)  # only the sampler has these, whose products are not flat
     elif isinstance(matrix, QuantizedWeight):
         y = product(x, matrix, inputs, dtype, flat)
     else:
@@ -645,12 +644,11 @@ def unembed(
         params: The parameters.
         hidden: See `final_hidden`.
         config: The model.
-        outputs_first: Compute the product as `outputs_first.table_product` does, if the unembedding is stored as [V,D].
+        outputs_first: Compute the product as `outputs_first.multiply` does, if the unembedding is stored as [V,D].
     """
     table, own = unembedding(params), params.get("unembed")
     if outputs_first and (own is None or isinstance(own, OutputsFirst)):
-        logits = table_product(hidden.reshape(-1, hidden.shape[-1]), table, jnp.float32)
-        logits = logits.reshape(*hidden.shape[:-1], -1)
+        logits = multiply(hidden, OutputsFirst(table, 1), jnp.float32)
     else:
         logits = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
     return soft_cap(logits, config.extras.logit_cap)

@@ -481,7 +481,7 @@ class EndpointHandler(RequestHandler):
             absent = RequestHandler._unimplemented_method
             names = (name for name in self.SUPPORTED_METHODS if getattr(type(self), name.lower()) is not absent)
             self.set_header("Allow", ", ".join(names))
-        if error.status in (401, 403, 413, 415) or not self._let_in:
+        if not self._let_in:
             self.set_header("Connection", "close")  # Tornado closes where an answer comes before its request was read
         self.finish(self.describe(error))
 

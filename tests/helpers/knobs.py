@@ -94,9 +94,13 @@ class Seen:
 
 
 def seen(observe: Observer, names: str, context: Mapping[str, Any] | None = None, **values: Any) -> Seen:
-    """Args:
-    names: Settings and sections, separated by spaces.
-    values: Other values that the type of a setting does not tell, such as paths, by what follows the first name.
+    """Settings that the observer sees.
+
+    Args:
+        observe: The observer.
+        names: Settings and sections, separated by spaces.
+        context: Settings that hold throughout.
+        values: Other values that the type of a setting does not tell, such as paths, by what follows the first name.
     """
     section, *_ = found = names.split()
     return Seen(observe, tuple(found), context or {}, {f"{section}.{name}": value for name, value in values.items()})
