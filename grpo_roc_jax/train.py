@@ -39,6 +39,7 @@ from grpo_roc_jax.record.checkpoint import CheckpointFailed
 from grpo_roc_jax.record.loggers import ConsoleWriter
 from grpo_roc_jax.record.metrics import CompilationCounter, check_extras, recorded
 from grpo_roc_jax.record.missing import missing_rows
+from grpo_roc_jax.record.profiling import Profile, Tracer, profiled, tracing
 from grpo_roc_jax.record.run_dir import describe_run
 from grpo_roc_jax.record.storage import StorageFailed
 from grpo_roc_jax.record.trace import eval_records, step_records
@@ -49,7 +50,6 @@ from grpo_roc_jax.run.durations import TRAINING, evaluation_phase
 from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
-from grpo_roc_jax.run.profiling import Profile, Tracer, profiled, tracing
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler, StepSamples, check_accounts, draw_problems, merge_rounds, run_round

@@ -8,8 +8,8 @@ from grpo_roc_jax import train as training
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.planner.measured import chip_of, measured_lines, rates_of
 from grpo_roc_jax.planner.topology import CHIPS
+from grpo_roc_jax.record.profiling import Profile
 from grpo_roc_jax.run.components import check_components, make_registry
-from grpo_roc_jax.run.profiling import Profile
 from grpo_roc_jax.settings.cli import ConfigError, load_config
 
 WORDS = """
