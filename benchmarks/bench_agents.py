@@ -108,7 +108,7 @@ def main() -> None:
 def step(options: argparse.Namespace) -> None:
     """Whole steps of each variant."""
     from benchmarks.bench_serve import make_policy
-    from grpo_roc_jax.engine.records import RunOptions
+    from grpo_roc_jax.engine.protocol import RunOptions
     from grpo_roc_jax.serving.agent_runs import AgentRuns
 
     chat, engine, params = make_policy(options.rollouts)

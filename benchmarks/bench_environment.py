@@ -20,7 +20,7 @@ import numpy as np
 import grpo_roc_jax as g
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import eval_problems
-from grpo_roc_jax.engine.records import RunOptions
+from grpo_roc_jax.engine.protocol import RunOptions
 from grpo_roc_jax.run.load import open_policy
 from grpo_roc_jax.run.sample import sample_groups
 

@@ -35,7 +35,7 @@ import numpy as np
 
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
-from grpo_roc_jax.engine.records import Finish, Observe, SingleTurn, Wait
+from grpo_roc_jax.engine.protocol import Finish, Observe, SingleTurn, Wait
 from grpo_roc_jax.gguf_files.folder import POINTER
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params

@@ -29,7 +29,7 @@ import numpy as np
 
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import Engine, make_engine
-from grpo_roc_jax.engine.records import RunOptions, SingleTurn
+from grpo_roc_jax.engine.protocol import RunOptions, SingleTurn
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.serving.sampling_loop import SamplingLoop

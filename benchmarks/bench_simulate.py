@@ -28,7 +28,7 @@ from bench_rollout import Script, engine_for, environment, lognormal, one_rollou
 from grpo_roc_jax.engine.config import RolloutConfig
 from grpo_roc_jax.engine.decode import PATCH_FIELDS, empty_patch
 from grpo_roc_jax.engine.programs import COPIES
-from grpo_roc_jax.engine.records import RolloutStats
+from grpo_roc_jax.engine.protocol import RolloutStats
 from grpo_roc_jax.model.pool import tile_count, tile_width
 from grpo_roc_jax.planner.simulate import Costs, DecodeTimes, Machine, RowLife, RowTurn, StepSchedule, simulate
 

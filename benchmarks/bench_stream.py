@@ -43,7 +43,7 @@ import jax
 import numpy as np
 
 from grpo_roc_jax.config import Config, read_config
-from grpo_roc_jax.engine.records import Finish, Observe, RunOptions, Wait
+from grpo_roc_jax.engine.protocol import Finish, Observe, RunOptions, Wait
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.pod.processes import joined
 from grpo_roc_jax.rollout import sampler as sampler_module

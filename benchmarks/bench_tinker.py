@@ -231,7 +231,7 @@ def own(options) -> dict:
     """The loop in one process."""
     import jax
 
-    from grpo_roc_jax.engine.records import RunOptions, SingleTurn
+    from grpo_roc_jax.engine.protocol import RunOptions, SingleTurn
     from grpo_roc_jax.learner.pack import BatchConfig, pack
     from grpo_roc_jax.learner.update import OptimConfig, make_update_step, start_train_state
     from grpo_roc_jax.method.surrogate import Ratio

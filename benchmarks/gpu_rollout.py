@@ -35,8 +35,8 @@ from bench_rollout import Script, against_forward, environment, lognormal, one_r
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.decode import empty_patch
 from grpo_roc_jax.engine.engine import Engine, make_engine
+from grpo_roc_jax.engine.protocol import Finish, Observe, Wait
 from grpo_roc_jax.engine.publish import SamplerParams
-from grpo_roc_jax.engine.records import Finish, Observe, Wait
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import compute_dtype, forward, init_params, unembed
 from grpo_roc_jax.tools.config import ToolsConfig

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from grpo_roc_jax.data.pipeline import eval_problems
-from grpo_roc_jax.engine.records import RunOptions
+from grpo_roc_jax.engine.protocol import RunOptions
 from grpo_roc_jax.method.compose import scoring_rows
 from grpo_roc_jax.run.components import make_parts
 from grpo_roc_jax.run.learning import make_learner

@@ -37,7 +37,7 @@ _HOMES = {
     "fresh_run": "run.start",
     "cold_start": "run.start",
     "make_learner": "run.learning",
-    "RunOptions": "engine.records",
+    "RunOptions": "engine.protocol",
     "resample": "method.compose:resample_group",
     "subset": "method.compose",
     "train_rows": "method.compose",

@@ -23,7 +23,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "grpo_roc_jax"
-CORE = ("types.py", "config.py", "settings", "method", "engine/config.py", "engine/records.py", "rollout")
+CORE = ("types.py", "config.py", "settings", "method", "engine/config.py", "engine/protocol.py", "rollout")
 CORE += ("learner", "run", "train.py")
 TINY = """
 toy.yaml --steps=1 --sft.steps=0 --group.problems=1 --group.size=2 --resample.drop=none --resample.min_positive=0

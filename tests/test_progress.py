@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 
 from grpo_roc_jax import __main__ as commands
-from grpo_roc_jax.engine.records import RolloutLines
+from grpo_roc_jax.engine.protocol import RolloutLines
 from grpo_roc_jax.process.progress import (
     BEGUN_S,
     QUIET_S,

@@ -15,7 +15,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from grpo_roc_jax.engine.records import Finish, RolloutLines, RunOptions, TurnEnd, Wait
+from grpo_roc_jax.engine.protocol import Finish, RolloutLines, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.reward.answer import find_answer

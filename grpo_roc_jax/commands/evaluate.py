@@ -21,7 +21,7 @@ from rich.table import Table
 from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.generated import generator_of
 from grpo_roc_jax.data.pipeline import Notes, eval_problems, fitting_problems
-from grpo_roc_jax.engine.records import RunOptions, rollout_display
+from grpo_roc_jax.engine.protocol import RunOptions, rollout_display
 from grpo_roc_jax.process.progress import phase, show_log
 from grpo_roc_jax.record.accuracy import ALL, Difference, compare, intervals, summarize
 from grpo_roc_jax.record.codec import finite

@@ -20,8 +20,8 @@ import numpy as np
 from grpo_roc_jax.engine.config import RolloutConfig
 from grpo_roc_jax.engine.decode import ChunkReport, empty_patch
 from grpo_roc_jax.engine.programs import COPIES, SamplerPrograms
+from grpo_roc_jax.engine.protocol import RolloutStats
 from grpo_roc_jax.engine.publish import SamplerParams
-from grpo_roc_jax.engine.records import RolloutStats
 from grpo_roc_jax.engine.table import BlockLedger, Chain, Copies, SlotTable
 from grpo_roc_jax.model.pool import tile_count, tile_width
 

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.decode import ID_MASK
 from grpo_roc_jax.engine.programs import ProgramCost, SamplerPrograms, SharedPrograms
+from grpo_roc_jax.engine.protocol import RolloutStats, RowEnvironment, RunOptions
 from grpo_roc_jax.engine.publish import Publisher, SamplerParams, sampler_config
-from grpo_roc_jax.engine.records import RolloutStats, RowEnvironment, RunOptions
 from grpo_roc_jax.engine.scheduler import Scheduler
 from grpo_roc_jax.model.choose import describe_choice
 from grpo_roc_jax.model.config import ModelConfig

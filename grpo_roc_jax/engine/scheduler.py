@@ -27,8 +27,8 @@ from grpo_roc_jax.engine.config import NoStepLimit, RolloutConfig
 from grpo_roc_jax.engine.decode import ID_MASK, ChunkReport
 from grpo_roc_jax.engine.device_rows import DeviceRows, Prompts, Write
 from grpo_roc_jax.engine.programs import SamplerPrograms
+from grpo_roc_jax.engine.protocol import Finish, RolloutStats, RowEnvironment, RunOptions, TurnEnd, TurnReason
 from grpo_roc_jax.engine.publish import SamplerParams
-from grpo_roc_jax.engine.records import Finish, RolloutStats, RowEnvironment, RunOptions, TurnEnd, TurnReason
 from grpo_roc_jax.engine.steering import RowSteering, steering_arrays
 from grpo_roc_jax.engine.table import FREE, Full, SlotTable, awaits_observation, starting_point
 from grpo_roc_jax.process.points import reach

@@ -172,14 +172,14 @@ def unasked(config: Config, chat: ChatFormat) -> list[str]:
 def first_prompts(config: Config) -> list[str]:
     """The first prompts of the generated sources and of the files in `data.sources`."""
     data = config.data
-    found = [problem for _, problems in first_problems(data, config.seed, 1) for problem in problems]
+    problems = [problem for _, drawn in first_problems(data, config.seed, 1) for problem in drawn]
     for source in data.sources:
         path = Path(source).expanduser()
         if generator_of(source) is None and path.is_file():
             columns = {"prompt_column": data.prompt_column, "answer_column": data.answer_column}
             with suppress(ValueError):  # none of these rows can be used
-                found += problems_of(islice(read_rows(path), LOOKED_AT), source, path.stem, **columns)[0]
-    return [problem.prompt for problem in found]
+                problems += problems_of(islice(read_rows(path), LOOKED_AT), source, path.stem, **columns)[0]
+    return [problem.prompt for problem in problems]
 
 
 def unequal_references(config: Config, notes: Iterable[str]) -> list[str]:

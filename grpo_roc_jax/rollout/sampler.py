@@ -25,8 +25,8 @@ from jax.sharding import Mesh
 
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import Engine, make_engine
+from grpo_roc_jax.engine.protocol import Finish, Observe, RolloutStats, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.engine.publish import SamplerParams
-from grpo_roc_jax.engine.records import Finish, Observe, RolloutStats, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.engine.table import awaits_observation
 from grpo_roc_jax.environments.environment import Observation
 from grpo_roc_jax.environments.episode import Answer

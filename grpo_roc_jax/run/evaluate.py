@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.protocol import RunOptions
 from grpo_roc_jax.engine.publish import SamplerParams
-from grpo_roc_jax.engine.records import RunOptions
 from grpo_roc_jax.method.planning import PromptEnd
 from grpo_roc_jax.method.shaping import prompt_suffix
 from grpo_roc_jax.process.progress import phase

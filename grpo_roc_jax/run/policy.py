@@ -310,7 +310,7 @@ def shared_bytes(policy: Params, sampled: Params) -> float:
         return (*parts, *[()] * (len(leaf.shape) - len(parts)))
 
     pairs = zip(jax.tree.leaves(policy), jax.tree.leaves(sampled), strict=True)
-    return device_bytes([one for one, other in pairs if one.dtype == other.dtype and layout(one) == layout(other)])
+    return device_bytes([leaf for leaf, other in pairs if leaf.dtype == other.dtype and layout(leaf) == layout(other)])
 
 
 def memory_parts(config: Config, model: ModelConfig, mesh: Mesh | AbstractMesh, processes: int = 0) -> dict[str, float]:

@@ -19,8 +19,8 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.engine.config import RolloutConfig
+from grpo_roc_jax.engine.protocol import FailureCount, RolloutLines, RolloutProgress, RolloutStats, RunOptions
 from grpo_roc_jax.engine.publish import SamplerParams
-from grpo_roc_jax.engine.records import FailureCount, RolloutLines, RolloutProgress, RolloutStats, RunOptions
 from grpo_roc_jax.method.planning import Wave, choose_problems, first_wave, gathered, next_wave, with_suffix
 from grpo_roc_jax.method.roc import Selection, Selector
 from grpo_roc_jax.method.shaping import prompt_suffix

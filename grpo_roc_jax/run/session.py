@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from grpo_roc_jax import __version__
 from grpo_roc_jax.config import Config, WatchConfig, derived
+from grpo_roc_jax.engine.protocol import RolloutLines, RolloutProgress
 from grpo_roc_jax.engine.publish import NonFiniteWeightsError
-from grpo_roc_jax.engine.records import RolloutLines, RolloutProgress
 from grpo_roc_jax.learner.update import TrainState, init_trained, make_optimizer
 from grpo_roc_jax.method.compose import needs_reference
 from grpo_roc_jax.method.switching import Stage, StageProgress

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo_roc_jax.config import LimitsConfig, WatchConfig
-from grpo_roc_jax.engine.records import FailureCount
+from grpo_roc_jax.engine.protocol import FailureCount
 from grpo_roc_jax.process.points import listening
 from grpo_roc_jax.record.events import Events
 from grpo_roc_jax.settings.secrets import hidden

@@ -19,8 +19,8 @@ from typing import Any, Protocol, get_args
 import numpy as np
 
 from grpo_roc_jax.engine.engine import Engine
+from grpo_roc_jax.engine.protocol import RolloutStats, RunOptions
 from grpo_roc_jax.engine.publish import SamplerParams
-from grpo_roc_jax.engine.records import RolloutStats, RunOptions
 from grpo_roc_jax.environments.config import AgentCommand, AgentKind, EnvironmentKind
 from grpo_roc_jax.environments.environment import row_of
 from grpo_roc_jax.environments.episodes import noted
@@ -31,7 +31,7 @@ from grpo_roc_jax.serving.agent_ends import AgentCall, Pay, ProgramEnd, read_pay
 from grpo_roc_jax.serving.agent_functions import FunctionAgent
 from grpo_roc_jax.serving.agent_programs import REWARD_VARIABLE, ProgramAgent
 from grpo_roc_jax.serving.dialogues import Dialogues
-from grpo_roc_jax.serving.joining import RecordedCall, join, joined
+from grpo_roc_jax.serving.recorded_calls import RecordedCall, conversations_of, trajectory_of
 from grpo_roc_jax.serving.refusal import RequestRefused
 from grpo_roc_jax.serving.replies import SampledChoice
 from grpo_roc_jax.serving.sampling_loop import PLACES, SamplingLoop
@@ -322,11 +322,11 @@ class AgentRuns:
         trajectories = []
         for session, end in zip(sessions.values(), ends, strict=True):
             calls, end = session.paid(end)
-            rows = [row for row in join(calls) if row.mask.any() or not session.choice.trained]
+            rows = [row for row in conversations_of(calls) if row.mask.any() or not session.choice.trained]
             stop, failure = session.outcome(end, self._pays)
             trajectory = self._empty(session) if not rows else None
             if trajectory is None:
-                trajectory, dropped = joined(rows, self._chat, session.request, stop, self._longest)
+                trajectory, dropped = trajectory_of(rows, self._chat, session.request, stop, self._longest)
                 stats.branches += len(rows) - 1
                 stats.dropped_branches += dropped
             stats.stops[stop] += 1
@@ -344,7 +344,7 @@ class AgentRuns:
         """The rollout of a program that got no answer: the problem's prompt alone."""
         ids = np.asarray(self._chat.prompt_ids(session.request.problem), np.int32)
         nothing = RecordedCall(ids, ids[:0], np.zeros(0, np.float32), ids[:0])
-        return joined(join([nothing]), self._chat, session.request, "infrastructure", len(ids))[0]
+        return trajectory_of(conversations_of([nothing]), self._chat, session.request, "infrastructure", len(ids))[0]
 
     def _play(self, name: str, session: AgentSession) -> ProgramEnd:
         """Runs the agent of a session to its end."""

@@ -16,8 +16,8 @@ import numpy as np
 
 from grpo_roc_jax.engine.decode import ID_BITS, ID_MASK
 from grpo_roc_jax.engine.engine import Engine
+from grpo_roc_jax.engine.protocol import Finish, RolloutStats, RunOptions, SingleTurn, TurnEnd
 from grpo_roc_jax.engine.publish import SamplerParams
-from grpo_roc_jax.engine.records import Finish, RolloutStats, RunOptions, SingleTurn, TurnEnd
 from grpo_roc_jax.engine.steering import RowSteering
 from grpo_roc_jax.types import Problem, RolloutRequest, Trajectory
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from grpo_roc_jax.engine.protocol import RolloutStats, RunOptions
 from grpo_roc_jax.engine.publish import SamplerParams
-from grpo_roc_jax.engine.records import RolloutStats, RunOptions
 from grpo_roc_jax.reward.score import Scorer
 from grpo_roc_jax.rollout.sampler import split
 from grpo_roc_jax.run.policy import PolicyModel

@@ -24,8 +24,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.protocol import RunOptions
 from grpo_roc_jax.engine.publish import SamplerParams
-from grpo_roc_jax.engine.records import RunOptions
 from grpo_roc_jax.engine.table import from_prompt
 from grpo_roc_jax.method.edit import joined
 from grpo_roc_jax.method.planning import Wave

@@ -30,8 +30,8 @@ import jax
 import numpy as np
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.protocol import RolloutStats, RunOptions
 from grpo_roc_jax.engine.publish import NonFiniteWeightsError, SamplerParams
-from grpo_roc_jax.engine.records import RolloutStats, RunOptions
 from grpo_roc_jax.engine.scheduler import expand
 from grpo_roc_jax.engine.table import starting_point
 from grpo_roc_jax.model.sharding import ShardingConfig

@@ -13,7 +13,7 @@ from grpo_roc_jax.commands import export
 from grpo_roc_jax.commands.chat import ChatConfig, Dialogue, converse, main, to_json
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.engine.engine import make_engine
-from grpo_roc_jax.engine.records import Finish, Observe, TurnEnd
+from grpo_roc_jax.engine.protocol import Finish, Observe, TurnEnd
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import read_published, resolve_config
 from grpo_roc_jax.model.families import find_family

@@ -12,7 +12,7 @@ from grpo_roc_jax.engine import decode
 from grpo_roc_jax.engine import programs as programs_module
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
-from grpo_roc_jax.engine.records import SingleTurn
+from grpo_roc_jax.engine.protocol import SingleTurn
 from grpo_roc_jax.model.config import ModelConfig, SlidingWindows
 from grpo_roc_jax.model.pool import IN_PLACE, PAGED
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh

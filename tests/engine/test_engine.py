@@ -10,7 +10,7 @@ import pytest
 from grpo_roc_jax.engine import decode
 from grpo_roc_jax.engine.config import SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
-from grpo_roc_jax.engine.records import SingleTurn
+from grpo_roc_jax.engine.protocol import SingleTurn
 from grpo_roc_jax.learner.loss import UpdateConfig, policy_logprobs
 from grpo_roc_jax.learner.update import OptimConfig, state_like
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
-from grpo_roc_jax.engine.records import SingleTurn
+from grpo_roc_jax.engine.protocol import SingleTurn
 from grpo_roc_jax.engine.table import BlockLedger, Full
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, allocate, cache_orders, enlarge
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh

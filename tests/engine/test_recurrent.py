@@ -9,7 +9,7 @@ import pytest
 
 from grpo_roc_jax.engine.config import SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
-from grpo_roc_jax.engine.records import RunOptions
+from grpo_roc_jax.engine.protocol import RunOptions
 from grpo_roc_jax.model.config import GatedDelta, ModelConfig, SomeExtras
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import init_params

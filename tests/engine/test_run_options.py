@@ -12,7 +12,7 @@ from rich.console import Console
 
 from grpo_roc_jax.engine.config import DroppedRows, PartialRows, RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
-from grpo_roc_jax.engine.records import RolloutProgress, RunOptions, SingleTurn, rollout_display
+from grpo_roc_jax.engine.protocol import RolloutProgress, RunOptions, SingleTurn, rollout_display
 from grpo_roc_jax.engine.table import awaits_observation
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.record.loggers import ConsoleWriter

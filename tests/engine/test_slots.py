@@ -11,7 +11,7 @@ import pytest
 from grpo_roc_jax.engine.decode import ChunkReport
 from grpo_roc_jax.engine.device_rows import DeviceRows, Flight, PackTaker, Prompts, Write
 from grpo_roc_jax.engine.programs import CALL_TOKENS, first_calls
-from grpo_roc_jax.engine.records import Finish, RolloutStats
+from grpo_roc_jax.engine.protocol import Finish, RolloutStats
 from grpo_roc_jax.engine.scheduler import Scheduler
 from grpo_roc_jax.engine.table import SlotTable
 from grpo_roc_jax.model.pool import tile_count

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.engine.config import SamplingConfig
+from grpo_roc_jax.engine.protocol import RunOptions, SingleTurn
 from grpo_roc_jax.engine.publish import NonFiniteWeightsError
-from grpo_roc_jax.engine.records import RunOptions, SingleTurn
 from grpo_roc_jax.engine.table import from_prompt
 from grpo_roc_jax.model.transformer import init_params
 from tests.helpers.engine_checks import assert_same

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_roc_jax.engine.records import Finish, RolloutStats, RunOptions, Wait
+from grpo_roc_jax.engine.protocol import Finish, RolloutStats, RunOptions, Wait
 from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses
 from grpo_roc_jax.environments.environment import method_tools
 from grpo_roc_jax.environments.episode import Answer, BadAnswer, checked_pay

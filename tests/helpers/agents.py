@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from grpo_roc_jax.engine.records import RunOptions
+from grpo_roc_jax.engine.protocol import RunOptions
 from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.serving.agent_runs import AgentRuns
 from grpo_roc_jax.types import Problem, RolloutRequest

@@ -19,7 +19,7 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream
-from grpo_roc_jax.engine.records import Finish, Observe, RolloutStats, RunOptions, TurnEnd
+from grpo_roc_jax.engine.protocol import Finish, Observe, RolloutStats, RunOptions, TurnEnd
 from grpo_roc_jax.engine.scheduler import Admission, expand
 from grpo_roc_jax.engine.table import starting_point
 from grpo_roc_jax.learner import learner as learners

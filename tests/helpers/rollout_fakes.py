@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
-from grpo_roc_jax.engine.records import Finish, Observe, TurnEnd, Wait
+from grpo_roc_jax.engine.protocol import Finish, Observe, TurnEnd, Wait
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.types import Problem, RolloutRequest

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
-from grpo_roc_jax.engine.records import RolloutStats, RunOptions, SingleTurn
+from grpo_roc_jax.engine.protocol import RolloutStats, RunOptions, SingleTurn
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.serving.agent_runs import AgentSession

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from grpo_roc_jax.config import read_config
-from grpo_roc_jax.engine.records import RolloutStats
+from grpo_roc_jax.engine.protocol import RolloutStats
 from grpo_roc_jax.method.compose import initial_state
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.rollout.sampler import Sampler

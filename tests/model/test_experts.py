@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
-from grpo_roc_jax.engine.records import SingleTurn
+from grpo_roc_jax.engine.protocol import SingleTurn
 from grpo_roc_jax.model.config import Mixture, ModelConfig
 from grpo_roc_jax.model.experts import GROUPED_FLAG, check_grouped, mix_experts, route
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, constrain, make_mesh, param_shardings

@@ -8,8 +8,8 @@ import pytest
 
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
+from grpo_roc_jax.engine.protocol import SingleTurn
 from grpo_roc_jax.engine.publish import Publisher
-from grpo_roc_jax.engine.records import SingleTurn
 from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, SomeExtras
 from grpo_roc_jax.model.low_precision import MATRICES
 from grpo_roc_jax.model.outputs_first import FEW_ROWS, OutputsFirst, multiply, turned

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_roc_jax.engine.records import RolloutStats
+from grpo_roc_jax.engine.protocol import RolloutStats
 from grpo_roc_jax.pod.processes import (
     AddressedProcesses,
     ClusterProcesses,

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_roc_jax.engine.config import PartialRows, RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
-from grpo_roc_jax.engine.records import Finish, Observe, RunOptions, TurnEnd, Wait
+from grpo_roc_jax.engine.protocol import Finish, Observe, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.engine.table import awaits_observation
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.rollout.sampler import ToolEnvironment, with_tools

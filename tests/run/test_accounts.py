@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_roc_jax.engine.records import RolloutStats
+from grpo_roc_jax.engine.protocol import RolloutStats
 from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.run.buffer import RolloutBuffer
 from grpo_roc_jax.run.sample import AccountsOpen, ScoredRollouts, StepSamples, check_accounts

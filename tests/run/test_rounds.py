@@ -10,7 +10,7 @@ import pytest
 from docs.methods_table import load_methods
 from grpo_roc_jax import train
 from grpo_roc_jax.config import Config, ratio_is_one
-from grpo_roc_jax.engine.records import RolloutStats
+from grpo_roc_jax.engine.protocol import RolloutStats
 from grpo_roc_jax.learner.group_learner import GroupLearner, checked_rows, parts_of, split_rows
 from grpo_roc_jax.learner.learner import Learner, UpdateBatch
 from grpo_roc_jax.learner.pack import unpack

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.engine.config import PartialRows, RolloutConfig
-from grpo_roc_jax.engine.records import RolloutStats, RunOptions
+from grpo_roc_jax.engine.protocol import RolloutStats, RunOptions
 from grpo_roc_jax.method.roc import Selector
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.run import sample

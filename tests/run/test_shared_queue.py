@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.engine.config import DroppedRows, RolloutConfig
-from grpo_roc_jax.engine.records import RolloutStats, RunOptions
+from grpo_roc_jax.engine.protocol import RolloutStats, RunOptions
 from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.run import sample

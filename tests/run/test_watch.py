@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_roc_jax.config import LimitsConfig
-from grpo_roc_jax.engine.records import FailureCount, RolloutStats
+from grpo_roc_jax.engine.protocol import FailureCount, RolloutStats
 from grpo_roc_jax.run.sample import merge_failures
 from grpo_roc_jax.run.watch import INFRASTRUCTURE_STATUS, Stopped, Watch
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import grpo_roc_jax as g
-from grpo_roc_jax.engine.records import RolloutStats, RunOptions
+from grpo_roc_jax.engine.protocol import RolloutStats, RunOptions
 from grpo_roc_jax.environments.config import AgentCommand, EnvironmentByRow, HostActors, HostProcesses, HostThreads
 from grpo_roc_jax.serving.agent_ends import AgentCall
 from grpo_roc_jax.serving.agent_programs import FORKED, ProgramAgent, python_words

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import grpo_roc_jax as g
-from grpo_roc_jax.engine.records import RunOptions
+from grpo_roc_jax.engine.protocol import RunOptions
 from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.record.codec import TRAJECTORY_ARRAYS, trajectory_from_json, trajectory_to_json
 from grpo_roc_jax.record.metrics import read_metrics

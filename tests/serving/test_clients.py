@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from grpo_roc_jax.serving.joining import join
+from grpo_roc_jax.serving.recorded_calls import conversations_of
 from grpo_roc_jax.text.config import TextConfig
 from tests.helpers.serving import ROLLOUT, WEATHER, scripted, served
 
@@ -116,7 +116,7 @@ def test_openai_agents_as_it_is(form):
             session = server.session()
             url = f"http://127.0.0.1:{server.port}/s/one/v1"
             assert asyncio.run(converse(url, streams)) == ("It rains.", "Yes.")
-            (row,) = join(session.calls)
+            (row,) = conversations_of(session.calls)
             assert len(session.calls) == 3 and sum(row.mask) == sum(len(call.ids) for call in session.calls)
     assert asked == ["Rome", "Rome"]
 
@@ -131,5 +131,5 @@ def test_an_agent_framework_is_one_conversation():
         agent = smolagents.ToolCallingAgent(tools=[], model=model, max_steps=2, verbosity_level=0)
         agent.run("What is 2 + 3?")
     assert len(session.calls) >= 2
-    rows = join(session.calls[:2])
+    rows = conversations_of(session.calls[:2])
     assert len(rows) == 1 and sum(rows[0].mask) == sum(len(call.ids) for call in session.calls[:2])

@@ -12,7 +12,7 @@ import pytest
 import grpo_roc_jax as g
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
-from grpo_roc_jax.serving.joining import join
+from grpo_roc_jax.serving.recorded_calls import conversations_of
 from grpo_roc_jax.text.config import TextConfig
 from tests.helpers.serving import scripted
 from tests.serving.framework_agents import CITIES, FRAMEWORKS, TYPED
@@ -45,7 +45,7 @@ def asked(framework, what, turns, rows=1):
         said = asyncio.run(getattr(agent, what)(QUESTION))
         written = [server.endpoint.chat.turn_ids(turn) for turn in turns]
     assert [call.ids.tolist() for call in session.calls] == written[: len(session.calls)]
-    found_rows = join(session.calls)
+    found_rows = conversations_of(session.calls)
     assert len(found_rows) == rows and sum(row.mask.sum() for row in found_rows) == sum(map(len, written))
     return said
 

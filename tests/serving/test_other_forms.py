@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from grpo_roc_jax.serving.joining import join, joined
+from grpo_roc_jax.serving.recorded_calls import conversations_of, trajectory_of
 from grpo_roc_jax.text.config import TextConfig
 from tests.helpers.serving import WEATHER, scripted
 from tests.helpers.serving import server as server  # a fixture
@@ -114,7 +114,7 @@ def test_a_conversation_of_responses_is_one_row(streams):
         assert second["output"][-1]["content"][0]["text"] == "It rains." and second["status"] == "completed"
         third = ask({"input": "Sure?", "previous_response_id": second["id"]})
         assert third["output"][-1]["content"][0]["text"] == "Yes."
-        (row,) = join(session.calls)
+        (row,) = conversations_of(session.calls)
         assert len(session.calls) == 3 and sum(row.mask) == sum(len(one.ids) for one in session.calls)
 
 
@@ -140,7 +140,7 @@ def test_a_conversation_of_messages_is_one_row(streams):
         assert content[-1]["text"] == "It rains." and reason == "end_turn"
         messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Sure?"}]
         assert ask(messages)[0][-1]["text"] == "Yes."
-        (row,) = join(session.calls)
+        (row,) = conversations_of(session.calls)
         assert len(session.calls) == 3 and sum(row.mask) == sum(len(one.ids) for one in session.calls)
 
 
@@ -167,7 +167,9 @@ def test_a_forced_call_is_begun_for_the_policy(path, choice, streams):
         (call,) = session.calls
         prompt = server.endpoint.chat.tokenizer.decode(call.prompt.tolist())
         assert prompt.endswith('</reason>\n<tool_call>\n{"name": "weather", "arguments": {')
-        trajectory, _ = joined(join(session.calls), server.endpoint.chat, session.request, "eos", 4096)
+        trajectory, _ = trajectory_of(
+            conversations_of(session.calls), server.endpoint.chat, session.request, "eos", 4096
+        )
         (turn,) = trajectory.turns
         assert [(one.name, one.arguments, one.fault) for one in turn.calls] == [("weather", {"city": "Rome"}, None)]
         assert trajectory.policy_mask.sum() == len(call.ids)
@@ -175,7 +177,7 @@ def test_a_forced_call_is_begun_for_the_policy(path, choice, streams):
         messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [given]}]
         messages.append({"role": "tool", "tool_call_id": "c", "content": "rain"})
         server.ask("/s/one/v1/chat/completions", {"messages": messages, "tools": [WEATHER]})
-        (row,) = join(session.calls)
+        (row,) = conversations_of(session.calls)
         assert sum(row.mask) == sum(len(one.ids) for one in session.calls)
 
 

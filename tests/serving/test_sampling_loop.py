@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_roc_jax.engine.records import RolloutStats
+from grpo_roc_jax.engine.protocol import RolloutStats
 from grpo_roc_jax.engine.scheduler import Admission
 from grpo_roc_jax.serving.sampling_loop import SampleJob, SamplingLoop
 from grpo_roc_jax.types import Problem, RolloutRequest

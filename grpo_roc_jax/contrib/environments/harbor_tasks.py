@@ -631,9 +631,9 @@ def read_reward(as_json: str | None, as_text: str | None) -> tuple[dict[str, flo
             return {"reward": 0.0}, "reward.json is no JSON"
         value = value if isinstance(value, dict) else {"reward": value}
         numbers = {
-            str(name): float(one)
-            for name, one in value.items()
-            if isinstance(one, int | float) and abs(one) <= sys.float_info.max
+            str(name): float(number)
+            for name, number in value.items()
+            if isinstance(number, int | float) and abs(number) <= sys.float_info.max
         }
         if not numbers:
             return {"reward": 0.0}, "reward.json holds no number"

@@ -283,7 +283,7 @@ class Gathered:
                 of_tokens = self._read(tokens, Wanted(top=request.sampled_topk, temperature=request.temperature))
                 return replace(answer, topk=tuple(leaf[-len(answer.tokens) :] for leaf in of_tokens.top))
 
-            self._compute(top, lambda found: self._answered(sample, found))
+            self._compute(top, lambda with_top: self._answered(sample, with_top))
 
     def _answered(self, sample: int, answer: SampledSequence) -> None:
         self.answers[sample] = answer

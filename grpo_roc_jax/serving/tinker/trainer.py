@@ -356,7 +356,7 @@ def _reading_program(
             exact, heated = (jax.nn.log_softmax(values, axis=-1) for values in (logits, logits / heat))
             values, most = jax.lax.top_k(heated, top)
             keys = jax.random.split(jax.random.fold_in(key, number), draws)
-            drawn = [jax.random.categorical(one, heated) for one in keys]
+            drawn = [jax.random.categorical(draw, heated) for draw in keys]
             drawn = jnp.stack(drawn, -1) if drawn else jnp.zeros((*ids.shape[:-1], 0), jnp.int32)
             return (
                 jnp.take_along_axis(exact, ids, -1),
@@ -368,8 +368,8 @@ def _reading_program(
             return leaf.reshape(R * T // block, block, leaf.shape[-1])
 
         numbers = jnp.arange(R * T // block)
-        found = jax.lax.map(lambda of: of_block(*of), (numbers, blocks(hidden), blocks(targets)))
-        scored, *pairs = jax.tree.map(lambda leaf: leaf.reshape(R, T, leaf.shape[-1]), found)
+        read = jax.lax.map(lambda of: of_block(*of), (numbers, blocks(hidden), blocks(targets)))
+        scored, *pairs = jax.tree.map(lambda leaf: leaf.reshape(R, T, leaf.shape[-1]), read)
         return scored, *pairs
 
     return jax.jit(run)

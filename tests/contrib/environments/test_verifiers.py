@@ -14,7 +14,7 @@ from grpo_roc_jax.environments.environment import row_of
 from grpo_roc_jax.serving.agent_ends import AgentCall
 from grpo_roc_jax.serving.agent_functions import FunctionAgent
 from grpo_roc_jax.serving.agent_runs import AgentSession
-from grpo_roc_jax.serving.joining import join, joined
+from grpo_roc_jax.serving.recorded_calls import conversations_of, trajectory_of
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.types import RolloutRequest
 from tests.helpers.servers import call
@@ -50,10 +50,10 @@ def play(agent, problem, *turns):
         url = f"http://127.0.0.1:{server.port}/s/one/v1"
         end = agent.play("one", AgentCall(row_of(problem), problem.prompt, url, "key"))
         chat = server.endpoint.chat
-        rows = join(session.calls)
+        rows = conversations_of(session.calls)
         sampled = [chat.turn_ids(turn) for turn in turns]
         assert [one.ids.tolist() for one in session.calls] == sampled[: len(session.calls)]
-        trajectory = joined(rows, chat, session.request, "eos", 1 << 20)[0] if rows else None
+        trajectory = trajectory_of(rows, chat, session.request, "eos", 1 << 20)[0] if rows else None
         text = chat.tokenizer.decode(rows[0].tokens.tolist()) if rows else ""
     return end, session, trajectory, text
 

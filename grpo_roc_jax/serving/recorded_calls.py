@@ -62,7 +62,7 @@ class Conversation:
         self.calls.append(call)
 
 
-def join(calls: Sequence[RecordedCall]) -> list[Conversation]:
+def conversations_of(calls: Sequence[RecordedCall]) -> list[Conversation]:
     """The conversations that calls, in the order of their answers, belong to."""
     conversations: list[Conversation] = []
     for call in calls:
@@ -74,7 +74,7 @@ def join(calls: Sequence[RecordedCall]) -> list[Conversation]:
     return conversations
 
 
-def joined(
+def trajectory_of(
     rows: Sequence[Conversation], chat: ChatFormat, request: RolloutRequest, stop: StopReason, longest: int
 ) -> tuple[Trajectory, int]:
     """(the trajectory of conversations, the number of those left out since all would be longer than `longest`)."""

@@ -1,5 +1,5 @@
-"""What surrounds the rollouts of one engine run: its options, turns, answers of the environment, statistics, and the
-display of its progress.
+"""What an engine run exchanges with its caller: its options, turns and the answers to them, statistics, and the display
+of its progress.
 
 The display is a bar on terminals; elsewhere, so that log files hold no control codes or partial lines, there are whole
 lines (`process.progress`).

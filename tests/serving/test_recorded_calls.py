@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_roc_jax.learner.pack import BatchConfig, pack
 from grpo_roc_jax.record.codec import checked_arrays, trajectory_from_json, trajectory_to_json
-from grpo_roc_jax.serving.joining import RecordedCall, join, joined
+from grpo_roc_jax.serving.recorded_calls import RecordedCall, conversations_of, trajectory_of
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -27,7 +27,7 @@ def call(prompt, ids, version=4):
 def trajectory(calls, longest=100):
     chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
     request = RolloutRequest(Problem("p", "?", "1", "t"), 3, first_sample=2, temperature=0.7)
-    return joined(join(calls), chat, request, "eos", longest)
+    return trajectory_of(conversations_of(calls), chat, request, "eos", longest)
 
 
 def test_a_conversation_with_a_branch_and_a_sub_agent_by_hand():
@@ -64,7 +64,7 @@ def test_every_call_is_in_one_row_with_its_whole_context(plan, seed):
     for parent, gap, n in plan:
         before = [0] if parent >= len(calls) else [*calls[parent].prompt, *calls[parent].ids]
         calls.append(call([*before, *rng.integers(1, 4, gap)], 100 + 10 * len(calls) + np.arange(n)))
-    rows = join(calls)
+    rows = conversations_of(calls)
     sampled = sorted(int(i) for row in rows for i in row.tokens[row.mask])
     assert sampled == sorted(int(i) for one in calls for i in one.ids)
     for one in calls:
