@@ -202,8 +202,8 @@ class Loop:
 
 @contextmanager
 def open_loop(session: TrainingSession, run: RunState) -> Iterator[Loop]:
-    """Compiles the programs of sampling and update, and makes what the steps need. Saves the state after the last step
-    if that is not saved yet."""
+    """Compiles the programs of sampling and, if steps are left, of the update, and makes what the steps need. Saves the
+    state after the last step if that is not saved yet."""
     config, checkpointer = session.config, session.checkpointer
     policy, sampling, sampler = session.policy, session.sampling, session.sampling.sampler
     left = max(config.steps - run.step, 0)
@@ -218,7 +218,8 @@ def open_loop(session: TrainingSession, run: RunState) -> Iterator[Loop]:
             sampler.engine.warmup(sampler.engine.publish(policy.full(run.train.params), run.step))
         stream = RolloutStream(config, sampling, policy.mesh, remote) if config.rollout.step_limit.streams else None
         learner = make_learner(config, policy, sampler.chat)
-        learner.warmup(run)
+        if left:
+            learner.warmup(run)
         if stream is not None:
             learner.learner.meanwhile = stream.meanwhile
         session.writer.say(describe_programs(session.compilations))

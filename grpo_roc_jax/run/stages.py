@@ -65,7 +65,8 @@ def enter_stage(session: TrainingSession, run: RunState, data: Mapping[str, Any]
     """Begins the stage of the session, or continues it. A plain run stays as it is.
 
     Waiting groups and cut rollouts belong to the stage before and are dropped. The position in the data is kept if both
-    stages have the same data.
+    stages have the same data. A run that ends before the first step of the stage (`grpo-roc sft`) does not begin it:
+    problems are chosen when the run continues.
 
     Args:
         session: Session of the stage.
@@ -77,7 +78,7 @@ def enter_stage(session: TrainingSession, run: RunState, data: Mapping[str, Any]
         return
     if claim.progress is not None and run.step == claim.start.step:
         run.progress = claim.progress
-    begins = run.progress.index != claim.stage and not stage_over(session, run)
+    begins = run.progress.index != claim.stage and run.step < session.config.steps and not stage_over(session, run)
     if begins:
         begin_stage(session, run)
     if claim.stages[claim.stage].choose and run.progress.index == claim.stage:
