@@ -47,11 +47,11 @@ def numbers(seed, n):
 def kept_by_sorting(p, top_k=0, top_p=1.0, min_p=0.0):
     """The tokens that may be drawn, by sorting: the top k, of those the fewest that reach top_p, of those min_p."""
     order = np.argsort(-p, kind="stable")
-    kept = order[: top_k or len(p)]
+    allowed = order[: top_k or len(p)]
     if top_p < 1:
-        mass = np.cumsum(p[kept])
-        kept = kept[: int(np.searchsorted(mass, top_p * mass[-1])) + 1]
-    return {int(i) for i in kept if p[i] >= min_p * p.max()}
+        mass = np.cumsum(p[allowed])
+        allowed = allowed[: int(np.searchsorted(mass, top_p * mass[-1])) + 1]
+    return {int(i) for i in allowed if p[i] >= min_p * p.max()}
 
 
 def test_frequencies_follow_the_softmax():
@@ -73,12 +73,12 @@ def test_frequencies_follow_the_softmax():
 def test_cuts_keep_what_sorting_keeps(cut):
     logits = 2 * np.random.default_rng(1).normal(size=V)
     p = softmax(logits)
-    kept = kept_by_sorting(p, **cut)
+    allowed = kept_by_sorting(p, **cut)
     drawn = many(logits, **cut)
-    assert set(np.asarray(drawn.token).tolist()) <= kept
-    likely = {i for i in kept if p[i] > 2e-3}
+    assert set(np.asarray(drawn.token).tolist()) <= allowed
+    likely = {i for i in allowed if p[i] > 2e-3}
     assert likely <= set(np.asarray(drawn.token).tolist())
-    mass = p[list(kept)].sum()
+    mass = p[list(allowed)].sum()
     np.testing.assert_allclose(drawn.mass, mass, atol=1e-5)
     np.testing.assert_allclose(drawn.logprob, np.log(p)[np.asarray(drawn.token)], atol=2e-6)
 
@@ -138,7 +138,7 @@ def test_uniforms_are_uniform():
 
 def test_thresholds_are_found_to_the_last_bit():
     edges = jnp.concatenate([jnp.array([1e-30, 1.0]), jax.random.uniform(jax.random.key(0), (30,))])
-    found = jax.jit(lambda edges: largest_threshold(lambda t: (t <= edges).astype(jnp.float32), jnp.ones_like(edges)))(
-        edges
-    )
-    np.testing.assert_array_equal(found, edges)
+    thresholds = jax.jit(
+        lambda edges: largest_threshold(lambda t: (t <= edges).astype(jnp.float32), jnp.ones_like(edges))
+    )(edges)
+    np.testing.assert_array_equal(thresholds, edges)

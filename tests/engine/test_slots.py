@@ -138,11 +138,11 @@ def test_tokens_in_flight_for_a_row_that_changed_do_not_count(device, table, act
 def test_room_is_made_for_a_whole_chunk_and_no_column_after_the_limit(table):
     """Five tokens are four columns written and one pending; a chunk of four needs eight, the limit caps it."""
     table.length[:2], table.limit[:2] = (5, 6), (20, 7)
-    asked = []
+    calls = []
     for room in ([8, 6], [7, 6], [8, 5]):
         device = SimpleNamespace(ahead=4, room=lambda room=room: np.array([*room, 0, 0, 0, 0]))
-        Steps(table, device=device, ensure_room=lambda *slot_and_columns: asked.append(slot_and_columns)).make_room()
-    assert asked == [(0, 8), (1, 6)]
+        Steps(table, device=device, ensure_room=lambda *slot_and_columns: calls.append(slot_and_columns)).make_room()
+    assert calls == [(0, 8), (1, 6)]
 
 
 def test_a_deadline_has_passed_only_after_its_time(table):
@@ -159,17 +159,17 @@ def test_a_deadline_has_passed_only_after_its_time(table):
 
 @pytest.mark.parametrize(("admissible", "longest"), [(0, 0.5), (1, 0.0)])
 def test_answers_are_waited_for_only_if_no_row_can_be_admitted(table, admissible, longest):
-    asked = []
+    waits = []
     table.live[:], table.parked[:], table.waiting[0] = False, False, True
     given = {"device": SimpleNamespace(flight=None), "admission": SimpleNamespace(waiting=admissible)}
-    environment = SimpleNamespace(poll=lambda seconds: asked.append(seconds) or [])
+    environment = SimpleNamespace(poll=lambda seconds: waits.append(seconds) or [])
     given |= {"may_admit": True, "submissions": [SimpleNamespace(environment=environment)]}
     Steps(table, clock=lambda: 0.0, seconds_to_deadline=lambda: 0.5, **given).take_answers(float("inf"))
-    assert asked == [longest]
+    assert waits == [longest]
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(True, [5, 6, 7, 8]), (False, None)])
-def test_the_cache_keeps_the_tokens_of_a_row_but_the_pending_one(table, keep, kept):
+@pytest.mark.parametrize(("keep", "cached"), [(True, [5, 6, 7, 8]), (False, None)])
+def test_the_cache_keeps_the_tokens_of_a_row_but_the_pending_one(table, keep, cached):
     table.tokens[0, 3:5], table.length[0] = (8, 9), 5
     left, prompt = [], np.array([5, 6, 7], np.int32)
     request = one_rollout(0, prompt, 4, temperature=1.0, step=2)
@@ -181,7 +181,7 @@ def test_the_cache_keeps_the_tokens_of_a_row_but_the_pending_one(table, keep, ke
     given = {"rows": {0: row}, "prompts": prompts, "lengths": lengths, "record": lambda *_: None}
     Steps(table, clock=lambda: 0.0, **given).finish(0, "eos")
     ((slot, _, written, tokens),) = left
-    assert (slot, written, tokens if tokens is None else tokens.tolist()) == (0, 2, kept)
+    assert (slot, written, tokens if tokens is None else tokens.tolist()) == (0, 2, cached)
 
 
 @pytest.mark.parametrize(("budget", "reason", "stop"), [(4, "length", "length"), (5, "stop", "eos")])
@@ -231,8 +231,8 @@ def test_the_calls_take_least_time_of_all(lengths):
 def test_a_pack_is_full_by_tokens_or_by_tiles():
     N = 128
     take = PackTaker(N)
-    found = [take(Write(0, np.zeros(n, np.int32), 0)) for n in (100, 20, 20, 5)]
-    assert found == [(100, 100), (20, 20), (8, 8), None]
+    packed = [take(Write(0, np.zeros(n, np.int32), 0)) for n in (100, 20, 20, 5)]
+    assert packed == [(100, 100), (20, 20), (8, 8), None]
     take = PackTaker(N)
     assert [take(Write(0, np.zeros(1, np.int32), 0)) for _ in range(tile_count(N) + 1)][-2:] == [(1, 1), None]
 

@@ -65,7 +65,7 @@ def test_edits_and_masks_of_logits_are_those_of_a_loop():
         DrawSettings(presence=0.5, frequency=0.25, repetition=1.5, bias={9: 1.0}),
         DrawSettings(),
     ]
-    rows = {i: RowSteering(one, Alternating(3) if i == 2 else None, [9, 20]) for i, one in enumerate(settings)}
+    rows = {i: RowSteering(setting, Alternating(3) if i == 2 else None, [9, 20]) for i, setting in enumerate(settings)}
     for row in rows.values():
         for token in (9, 30, 9):
             row.take([token])
@@ -78,8 +78,8 @@ def test_edits_and_masks_of_logits_are_those_of_a_loop():
     wanted[1, 9] -= 0.5 + 2 * 0.25
     wanted[1, 30] -= 0.75
     wanted[2, [i for i in range(V) if i not in STOPS]] = -np.inf
-    found = steer(jnp.asarray(logits), arrays(rows, 4))
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    steered = steer(jnp.asarray(logits), arrays(rows, 4))
+    np.testing.assert_allclose(steered, wanted, rtol=1e-6)
     assert [rows[i].most_steps for i in range(3)] == [None, 1, 1]
 
 
@@ -92,11 +92,11 @@ def test_tokens_that_may_not_follow_are_those_of_a_loop_over_the_tokens_before()
         ends = set(STOPS) if len(drawn) < 3 else set()
         wanted = ends | {last for *before, last in banned if drawn[len(drawn) - len(before) :] == before}
         assert row.forbidden() == wanted and row.most_steps == 1
-        found = steer(jnp.zeros((2, V)), arrays({1: row}, 2))
-        assert set(np.flatnonzero(np.isinf(found[1])).tolist()) == wanted and np.isfinite(found[0]).all()
+        steered = steer(jnp.zeros((2, V)), arrays({1: row}, 2))
+        assert set(np.flatnonzero(np.isinf(steered[1])).tolist()) == wanted and np.isfinite(steered[0]).all()
         steps.append(int(steering_arrays({0: plain}, 2, V, PLAIN, 2)[-1]))
-        for one in (row, plain):
-            one.take([token])
+        for steering in (row, plain):
+            steering.take([token])
         drawn.append(token)
     assert steps == [2, 2, 1, 2, 2], "a chunk ends where a row may end for the first time"
     only = RowSteering(DrawSettings(banned=tuple((stop,) for stop in STOPS)), Alternating(0))
@@ -175,8 +175,8 @@ def test_steered_rows_do_not_depend_on_how_programs_run(params, rollout, more):
     wanted, _, _ = run(params, requests, rollout=WHOLE, environment=Steered(requests, steered_rows()))
     more |= {"mesh": make_mesh(more["mesh"], jax.devices()[:4])} if "mesh" in more else {}
     engine = make_engine(MODEL, rollout, PLAIN, STOPS, seed=11, **more)
-    found, _ = engine.run(engine.publish(params, 5), requests, Steered(requests, steered_rows()))
-    assert_same(wanted, found)
+    trajectories, _ = engine.run(engine.publish(params, 5), requests, Steered(requests, steered_rows()))
+    assert_same(wanted, trajectories)
 
 
 def test_the_programs_are_compiled_once(params):
@@ -185,7 +185,7 @@ def test_the_programs_are_compiled_once(params):
     sampler = engine.publish(params, 5)
     engine.warmup(sampler)
     compiled = [
-        engine.run(sampler, requests, Steered(requests, {0: RowSteering(DrawSettings(**asked))}))[1].compilations
-        for asked in ({"top_k": 2}, {"bias": {9: 1.0}}, {"presence": 1.0}, {"top_p": 0.5})
+        engine.run(sampler, requests, Steered(requests, {0: RowSteering(DrawSettings(**settings))}))[1].compilations
+        for settings in ({"top_k": 2}, {"bias": {9: 1.0}}, {"presence": 1.0}, {"top_p": 0.5})
     ]
     assert compiled == [1, 0, 0, 0]

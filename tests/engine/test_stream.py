@@ -30,23 +30,23 @@ def test_rows_that_give_up_their_blocks_end_as_if_they_had_not(params, baseline,
     requests, wanted, *_ = baseline
     engine = engine_of(pipeline=pipeline)
     tools = FakeTools(requests, latency_polls=latency)
-    found, stats = engine.run(engine.publish(params, 5), requests, tools)
-    same_rows(found, wanted)
+    rows, stats = engine.run(engine.publish(params, 5), requests, tools)
+    same_rows(rows, wanted)
     assert stats.evictions > 3 and stats.recomputed_tokens > 0 and stats.forks > 0
     assert stats.cache_tokens <= 128 and 0.5 < stats.cache_room < 2.0
-    sampled = sum(int(one.policy_mask.sum()) for one in found)
+    sampled = sum(int(row.policy_mask.sum()) for row in rows)
     assert stats.sampled_tokens == sampled and stats.metrics()["rollout/evictions"] == stats.evictions
 
 
 def drain(engine, count):
     """All rows by ticket; every call returns as soon as one has ended."""
-    found = {}
-    while len(found) < count:
+    rows = {}
+    while len(rows) < count:
         ended = engine.advance(60.0)
         assert ended
-        found |= dict(ended)
+        rows |= dict(ended)
     assert engine.advance() == []
-    return found
+    return rows
 
 
 def test_rows_come_while_others_run_and_leave_as_they_finish(params, baseline):
@@ -56,14 +56,14 @@ def test_rows_come_while_others_run_and_leave_as_they_finish(params, baseline):
     first, second = requests[:10], requests[10:]
     assert engine.advance() == []
     assert engine.submit(sampler, first, FakeTools(first)) == range(10)
-    found = dict(engine.advance())
-    assert 1 <= len(found) < 10
+    rows = dict(engine.advance())
+    assert 1 <= len(rows) < 10
     assert engine.submit(sampler, second, FakeTools(second), RunOptions()) == range(10, 20)
     engine.cancel(19)
-    engine.cancel(next(iter(found)))  # it has ended
-    found |= drain(engine, 20 - len(found))
-    assert found[19].stop == "cancelled" and found[19].length == len(requests[19].prompt)
-    same_rows([found[ticket] for ticket in range(19)], wanted[:19])
+    engine.cancel(next(iter(rows)))  # it has ended
+    rows |= drain(engine, 20 - len(rows))
+    assert rows[19].stop == "cancelled" and rows[19].length == len(requests[19].prompt)
+    same_rows([rows[ticket] for ticket in range(19)], wanted[:19])
     stats = engine.release()
     assert stats.rollouts == 20 and stats.stops["cancelled"] == 1 and engine.release().rollouts == 0
 
@@ -76,12 +76,12 @@ def test_weights_change_between_chunks_and_each_token_has_its_version(params, ba
     for other in (params, jax.tree.map(lambda leaf: leaf * 1.1, params)):
         engine = engine_of(pipeline=pipeline)
         engine.submit(engine.publish(params, 5), requests, FakeTools(requests))
-        found = dict(engine.advance())
+        rows = dict(engine.advance())
         engine.publish(other, 6)
-        found |= drain(engine, 20 - len(found))
+        rows |= drain(engine, 20 - len(rows))
         engine.release()
         mixed = 0
-        for ticket, row in found.items():
+        for ticket, row in rows.items():
             versions, mask = row.versions, row.policy_mask
             assert set(versions[mask]) <= {5, 6} and (np.diff(versions[mask]) >= 0).all()
             mixed += len(set(versions[mask])) == 2
@@ -107,8 +107,8 @@ def test_a_prompt_that_nobody_needs_any_more_gives_way(params, baseline):
         return [] if trajectory.stop == "cancelled" else range(index + 1, index - index % 5 + 5)
 
     options = RunOptions(cancel_policy=cancel_policy)
-    found, stats = engine.run(engine.publish(params, 5), requests, FakeTools(requests), options)
-    same_rows(found[::5], wanted[::5])
+    rows, stats = engine.run(engine.publish(params, 5), requests, FakeTools(requests), options)
+    same_rows(rows[::5], wanted[::5])
     assert stats.stops["cancelled"] == 16 and stats.prompts == 4
 
 
@@ -119,11 +119,11 @@ def test_a_batch_shares_the_pool_of_rollouts_in_flight(params, baseline):
     sampler = engine.publish(params, 5)
     first, second = requests[:10], requests[10:]
     engine.submit(sampler, first, FakeTools(first))
-    found = dict(engine.advance())
+    rows = dict(engine.advance())
     batch, stats = engine.run(sampler, second, FakeTools(second), RunOptions(2, "evaluate"))
-    assert stats.rollouts == 10 and len(found) < 10
-    found |= drain(engine, 10 - len(found))
-    same_rows([found[ticket] for ticket in range(10)], wanted[:10])
+    assert stats.rollouts == 10 and len(rows) < 10
+    rows |= drain(engine, 10 - len(rows))
+    same_rows([rows[ticket] for ticket in range(10)], wanted[:10])
     same_rows(batch, wanted[10:])  # their requests name the step of their keys
     counted = engine.take_stats()
     assert counted.rollouts == 10 and counted.sampled_tokens + stats.sampled_tokens == sum(
@@ -138,49 +138,49 @@ def test_the_weights_before_are_gone_when_the_next_are_made(params, baseline, pi
     engine = engine_of(pipeline=pipeline)
     engine.submit(engine.publish(params, 5), requests, FakeTools(requests))
     engine.advance()
-    publish, held, device = engine.publisher.publish, [], engine.scheduler.device
+    publish, states, device = engine.publisher.publish, [], engine.scheduler.device
 
     def seen(*given):
-        held.append((device.sampler, device.flight))
+        states.append((device.sampler, device.flight))
         return publish(*given)
 
     monkeypatch.setattr(engine.publisher, "publish", seen)
     engine.publish(params, 6)
-    assert held == [(None, None)]
+    assert states == [(None, None)]
     assert device.sampler.version == 6
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_weights_that_are_not_published_change_nothing_for_a_caller_that_holds_the_old_ones(params, baseline, held):
+@pytest.mark.parametrize("keep", [True, False])
+def test_weights_that_are_not_published_change_nothing_for_a_caller_that_holds_the_old_ones(params, baseline, keep):
     """A server that follows a run skips a damaged checkpoint. A training run ends."""
     requests, wanted, *_ = baseline
     engine = engine_of()
     sampler = engine.publish(params, 5)
     engine.submit(sampler, requests, FakeTools(requests))
-    found = dict(engine.advance())
-    if not held:
+    rows = dict(engine.advance())
+    if not keep:
         del sampler
     with pytest.raises(NonFiniteWeightsError):
         engine.publish(params | {"embed": params["embed"] * np.nan}, 6)
-    if not held:
+    if not keep:
         assert engine.scheduler.device.sampler is None
         return
-    found |= drain(engine, 20 - len(found))
-    same_rows([found[ticket] for ticket in range(20)], wanted)
+    rows |= drain(engine, 20 - len(rows))
+    same_rows([rows[ticket] for ticket in range(20)], wanted)
 
 
 def test_a_cut_row_goes_on_in_another_engine_as_it_would_have_here(params, baseline):
     requests, wanted, *_ = baseline
     engine = engine_of()
     engine.submit(engine.publish(params, 5), requests, FakeTools(requests))
-    found = dict(engine.advance())
-    cuts = {ticket: engine.cut(ticket) for ticket in range(20) if ticket not in found}
+    ended = dict(engine.advance())
+    cuts = {ticket: engine.cut(ticket) for ticket in range(20) if ticket not in ended}
     begun = [cut for cut in cuts.values() if cut.policy_mask.any()]
     assert begun and len(begun) < len(cuts) and {cut.stop for cut in cuts.values()} == {"cancelled"}
     started = from_prompt(begun[0])
     assert started.length == started.prompt_length and not started.turns and not started.policy_mask.any()
-    found |= drain(engine, len(cuts))
-    same_rows([found[ticket] for ticket in range(20)], wanted)  # a cut takes nothing away
+    ended |= drain(engine, len(cuts))
+    same_rows([ended[ticket] for ticket in range(20)], wanted)  # a cut takes nothing away
     again = [replace(requests[ticket], resume=cut) for ticket, cut in cuts.items() if not cut.turns]
     other = changed(engine_for(ROLLOUT, SamplingConfig(), None))
     rows, _ = other.run(other.publish(params, 7), again, FakeTools(again))
@@ -197,7 +197,7 @@ def test_prompts_of_one_round_read_nothing_that_is_not_written(lengths):
     drawn = np.random.default_rng(3).integers(8, 97, size=(4, 40)).astype(np.int32)
     prompts = [np.concatenate([drawn[0][:32], drawn[i]])[:n] for i, n in enumerate(lengths, 1)]
     requests = [
-        one_rollout(place, prompt, 12, sample, step=2) for place, prompt in enumerate(prompts) for sample in range(2)
+        one_rollout(index, prompt, 12, sample, step=2) for index, prompt in enumerate(prompts) for sample in range(2)
     ]  # with siblings: a block of a single row is not shared on this backend
     engine, other = engine_of(kv_tokens=0), engine_of(kv_tokens=0)  # two pools
     sampler = engine.publish(init_params(jax.random.key(1), MODEL), 5)  # weights that look at all tokens
@@ -224,10 +224,10 @@ class Seats(SingleTurn):
         return next((i + 1 for i, token in enumerate(new.tolist()) if token in self.stops), None)
 
 
-def later(row, place, budget=20):
+def later(row, index, budget=20):
     """A row whose context is an earlier one."""
     rest = row.tokens[40:].tolist()
-    return one_rollout(place, row.tokens[:40], len(rest) + budget, prefix=tuple(rest), step=2)
+    return one_rollout(index, row.tokens[:40], len(rest) + budget, prefix=tuple(rest), step=2)
 
 
 def sampled(engine, sampler, request, keep, stops=()):
@@ -245,7 +245,7 @@ def test_what_a_row_has_written_is_found_and_changes_nothing(params, pipeline, s
     engine, fresh = engine_of(pipeline=pipeline), engine_of(pipeline=pipeline)
     sampler = engine.publish(params, 5)
     request, rows = make_requests(1, 1, budget=30)[0], []
-    for place in range(3):
+    for index in range(3):
         row, cached = sampled(engine, sampler, request, True, stops)
         known = len(rows[-1].tokens) - 1 if rows else 0
         assert cached == [known // 16 * 16]
@@ -255,7 +255,7 @@ def test_what_a_row_has_written_is_found_and_changes_nothing(params, pipeline, s
         np.testing.assert_array_equal(row.tokens, wanted.tokens)
         np.testing.assert_allclose(row.logprobs, wanted.logprobs, atol=1e-5)
         rows.append(row)
-        request = later(row, 7 + place)
+        request = later(row, 7 + index)
     stats = engine.release()
     assert stats.cached_tokens > 0 and stats.prefilled_tokens < sum(len(row.tokens) for row in rows)
 
@@ -266,6 +266,6 @@ def test_without_it_only_prompts_are_found_and_new_weights_find_nothing(params):
     first, _ = sampled(engine, sampler, make_requests(1, 1, budget=30)[0], False)
     _, cached = sampled(engine, sampler, later(first, 8), False)
     assert cached == [(first.prompt_length - 1) // 16 * 16]
-    kept, _ = sampled(engine, sampler, later(first, 9), True)
-    _, cached = sampled(engine, engine.publish(params, 6), later(kept, 10, 2), True)
+    second, _ = sampled(engine, sampler, later(first, 9), True)
+    _, cached = sampled(engine, engine.publish(params, 6), later(second, 10, 2), True)
     assert cached == [0]

@@ -255,21 +255,21 @@ class Reader(Environment):
     """Reads a number from each turn, and has mistakes of its own."""
 
     def step(self, turn):
-        said = turn.text.strip()
-        if said == "own":
+        text = turn.text.strip()
+        if text == "own":
             return self.absent
-        if said == "module":
+        if text == "module":
             return os.absent
-        if said == "exhausted":
+        if text == "exhausted":
             next(iter(()))
         words = (word for word in "ab")
         answers = {"wrong type": {}, "generator": words, "endless": Observation("more", reward=10**400)}
-        if said in answers:
-            return answers[said]
+        if text in answers:
+            return answers[text]
         errors = {"mute": Mute(), "offline": OSError("no route to host"), "unprepared": RuntimeError("no session")}
-        if said in errors:
-            raise errors[said]
-        return Observation(f"next {int(said)}", reward=1.0)
+        if text in errors:
+            raise errors[text]
+        return Observation(f"next {int(text)}", reward=1.0)
 
 
 class Several(Environment):

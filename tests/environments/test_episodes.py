@@ -51,8 +51,8 @@ def worlds():
         return made[key]
 
     yield find
-    for one in made.values():
-        one.close()
+    for episodes in made.values():
+        episodes.close()
 
 
 @contextmanager
@@ -69,11 +69,11 @@ class Play:
     """Rows of one problem, opened; their turns are given as text."""
 
     def __init__(
-        self, chat, episodes, *, samples=1, max_turns=4, executor=None, how=None, extra=None, place=4, problem=None
+        self, chat, episodes, *, samples=1, max_turns=4, executor=None, how=None, extra=None, position=4, problem=None
     ):
         problem = problem or replace(PROBLEM, extra=(extra or {}) | ({"how": how} if how else {}))
         self.chat, self.executor = chat, executor or Instant()
-        requests = [RolloutRequest(problem, place, samples)]
+        requests = [RolloutRequest(problem, position, samples)]
         source = EpisodeSource(self.executor, episodes)
         self.rows = EpisodeEnvironment(chat, source, requests, step=2, seed=0, max_turns=max_turns)
         self.requests = self.rows.open(requests, 200)
@@ -137,10 +137,10 @@ def test_an_environment_that_inherits_all_is_answered_at_once(chat, worlds):
 
 def test_an_end_that_does_nothing_waits_for_the_turn_before(worlds):
     episodes = worlds("Napping")
-    said = Turn(0, 0, "", (ToolCall("nap", {}, ""),))
+    nap = Turn(0, 0, "", (ToolCall("nap", {}, ""),))
     for _ in range(2):
         assert episodes.open([("a", PROBLEM, 0)]) == {"a": Answer(value="")}
-        assert episodes.play("a", said, [None]) is None and episodes.end("a") is None
+        assert episodes.play("a", nap, [None]) is None and episodes.end("a") is None
         answers = []
         while episodes.awaits("a"):
             answers += episodes.poll(1.0)
@@ -165,8 +165,8 @@ def test_the_class_of_trl_works_unchanged(chat, worlds, name):
     }
     play = Play(chat, episodes, extra={"start": 1})
     assert play.requests[0].problem.prompt == "37*58=? Start: 1."
-    said = play.say(ADD + ADD + LIMIT + call("add", '{"k": "x"}'))
-    outputs = [part.split("\n</tool_response>")[0].strip() for part in said.split("<tool_response>")[1:]]
+    reply = play.say(ADD + ADD + LIMIT + call("add", '{"k": "x"}'))
+    outputs = [part.split("\n</tool_response>")[0].strip() for part in reply.split("<tool_response>")[1:]]
     assert outputs[:3] == ["3", "5", "100"] and "argument 'k' must be integer, got string" in outputs[3]
     assert "unknown_tool" in play.say(call("_hidden"))
     assert play.say("done") == "eos"
@@ -182,9 +182,9 @@ def test_coroutines_of_a_turn_run_at_once(chat, worlds):
 def test_calls_of_the_executor_and_of_the_environment_share_a_turn_in_order(chat, worlds):
     executor = Instant()
     play = Play(chat, worlds("Counter"), executor=executor)
-    said = play.say(ADD + CALL)
-    assert [part.split("\n")[1] for part in said.split("<tool_response>")[1:]] == ["2", "7"]
-    assert [one.tool for one in executor.submitted] == ["python"]
+    reply = play.say(ADD + CALL)
+    assert [part.split("\n")[1] for part in reply.split("<tool_response>")[1:]] == ["2", "7"]
+    assert [program.tool for program in executor.submitted] == ["python"]
     play.end()
     assert not executor.closed, "the row has not ended"
 
@@ -220,8 +220,8 @@ def test_every_fault_is_typed_and_retried_where_it_may_pass(chat, worlds, how, t
     episodes = worlds("Flaky", timeout_s=0.3 if "hangs" in how else 5.0, on_failure="drop")
     before = episodes.counts.copy()
     play = Play(chat, episodes, how=how)
-    said = play.say(text)
-    assert said == stop if stop else "tool_response" in said
+    reply = play.say(text)
+    assert reply == stop if stop else "tool_response" in reply
     assert {name: MADE.ATTEMPTS.count(name) for name in attempts} == attempts
     counts = episodes.counts - before
     assert bool(counts["faults"]) == (stop == "infrastructure")
@@ -287,14 +287,14 @@ def test_an_end_that_is_never_answered_is_not_waited_for(chat, worlds):
 
 
 def test_tools_of_another_origin_are_called_by_name(chat, worlds):
-    said = Play(chat, worlds("Elsewhere")).say(call("add", '{"name": 2}') + call("add", '{"name": "x"}'))
-    assert "\nadd {'name': 2}\n" in said and "argument 'name' must be integer or null, got string" in said
+    reply = Play(chat, worlds("Elsewhere")).say(call("add", '{"name": 2}') + call("add", '{"name": "x"}'))
+    assert "\nadd {'name': 2}\n" in reply and "argument 'name' must be integer or null, got string" in reply
 
 
 def test_an_environment_may_answer_calls_itself(chat, worlds):
     play, add = Play(chat, worlds("Answering"), samples=3), call("add", '{"name": 2}')
-    said = play.say(MALFORMED + add + add)
-    assert said.count("\nmine\n") == 2 and said.index("malformed") < said.index("mine")
+    reply = play.say(MALFORMED + add + add)
+    assert reply.count("\nmine\n") == 2 and reply.index("malformed") < reply.index("mine")
     assert play.say(f"too few {add}", row=1) == "infrastructure"
     assert play.say(f"wrong type {add}", row=2) == "infrastructure"
     first, *_ = play.end()
@@ -309,7 +309,7 @@ def test_a_tool_without_a_schema_is_refused_at_the_start():
 def test_processes_are_replaced_when_they_crash_and_others_go_on(chat):
     with opened("Flaky", host=HostProcesses(2), timeout_s=20.0, retries=1) as episodes:
         crash = Play(chat, episodes, how="crash")
-        fine = Play(chat, episodes, how="fine", place=5)  # in the other process
+        fine = Play(chat, episodes, how="fine", position=5)  # in the other process
         assert fine.say(LOOK).count("a door") == 1
         assert crash.say("hm") == "infrastructure"
         assert fine.say("hm") == "eos" and fine.end()[0].reward == 1.0
@@ -348,8 +348,8 @@ def test_a_class_that_no_process_can_import_is_refused():
 def test_get_reward_gives_several_numbers(chat, worlds):
     play = Play(chat, worlds("Several"))
     assert play.say("so") == "answer"
-    (one,) = play.end()
-    assert (one.reward, one.rewards) == (None, {"speed": 3.0}) and not one.fault
+    (trajectory,) = play.end()
+    assert (trajectory.reward, trajectory.rewards) == (None, {"speed": 3.0}) and not trajectory.fault
     assert checked_pay({"reward": 1, "speed": 0.5, "absent": None}) == (1.0, {"speed": 0.5})
     assert checked_pay(2) == (2.0, {}) and checked_pay(None) == (None, {})
     with pytest.raises(BadAnswer, match=r"get_reward\(\)\['speed'\] is str; must be a number or None"):

@@ -48,9 +48,9 @@ def outcome(chat, text, **choice):
     ],
 )
 def test_a_rollout_that_fails_says_why_and_scores_0_if_the_policy_caused_it(chat, text, stop, words):
-    said, trajectory, counts = outcome(chat, text)
+    reason, trajectory, counts = outcome(chat, text)
     first, _, traceback = trajectory.fault.partition("\n")
-    assert said == trajectory.stop == stop and first.startswith(words)
+    assert reason == trajectory.stop == stop and first.startswith(words)
     bare = "BadAnswer" in words
     assert traceback == "" if bare else traceback.startswith("Traceback") and FILE in traceback
     assert "episode.py" not in traceback, "frames of the library say nothing about the environment"
@@ -58,8 +58,8 @@ def test_a_rollout_that_fails_says_why_and_scores_0_if_the_policy_caused_it(chat
 
 
 def test_on_failure_drop_takes_it_out_of_its_group(chat):
-    said, trajectory, counts = outcome(chat, "forty two", on_failure="drop")
-    assert said == trajectory.stop == "infrastructure" and counts["faults"] == 1 and trajectory.reward is None
+    reason, trajectory, counts = outcome(chat, "forty two", on_failure="drop")
+    assert reason == trajectory.stop == "infrastructure" and counts["faults"] == 1 and trajectory.reward is None
     assert "ValueError" in trajectory.fault
     assert outcome(chat, "42", on_failure="drop")[1].stop == "eos"
 
@@ -85,7 +85,7 @@ def test_the_first_failure_of_each_kind_is_logged_with_its_traceback(chat, caplo
             play = Play(chat, episodes, samples=5)
             for row, text in enumerate(["own", "own", "x", "y", "7"]):
                 play.say(text, row=row)
-        found = play.end()
+        trajectories = play.end()
         assert [record.message.splitlines()[0].split(" (")[0] for record in caplog.records] == [
             "environment: step: AttributeError: 'Reader' object has no attribute 'absent'",
             "environment: step: ValueError: invalid literal for int() with base 10: 'x'",
@@ -93,8 +93,8 @@ def test_the_first_failure_of_each_kind_is_logged_with_its_traceback(chat, caplo
         assert all(f'File "{FILE}", line ' in record.message for record in caplog.records)
         assert "its rollout is lost; later ones" in caplog.records[0].message
         assert "it scores 0; later ones" in caplog.records[1].message
-        assert ["\n" in one.fault for one in found] == [True, False, True, False, False]
-        assert "'y'" in found[3].fault and found[4].fault == ""
+        assert ["\n" in trajectory.fault for trajectory in trajectories] == [True, False, True, False, False]
+        assert "'y'" in trajectories[3].fault and trajectories[4].fault == ""
 
 
 def raised(function):
@@ -145,9 +145,9 @@ def test_what_reading_a_text_raises(function, blamed):
 
 
 def test_words_of_a_failure_are_bounded_and_on_one_line():
-    found = failure_of("step", raised(lambda: int("x" * 5 + "\n" * 3 + "y" * 100_000)))
-    assert "\n" not in found.text and len(found.text) < 700 and len(found.whole) < 9000
-    assert found.kind.startswith("step: ValueError (test_failure.py, line ") and found.text.startswith("step: Val")
+    failure = failure_of("step", raised(lambda: int("x" * 5 + "\n" * 3 + "y" * 100_000)))
+    assert "\n" not in failure.text and len(failure.text) < 700 and len(failure.whole) < 9000
+    assert failure.kind.startswith("step: ValueError (test_failure.py, line ") and failure.text.startswith("step: Val")
     chain = failure_of("reset", raised(lambda: (_ for _ in ()).throw(RuntimeError("outer")).x))
     assert chain.traceback.endswith("RuntimeError: outer")
 

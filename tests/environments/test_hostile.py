@@ -31,7 +31,7 @@ def chat():
 
 def test_each_fault_ends_its_own_rollout_at_once(chat, host, episodes):
     for how in FAULTS if isinstance(host, HostProcesses) else FAULTS[:2]:
-        started, bad, good = time.monotonic(), Play(chat, episodes, how=how), Play(chat, episodes, place=5)
+        started, bad, good = time.monotonic(), Play(chat, episodes, how=how), Play(chat, episodes, position=5)
         assert bad.say("hm") == "infrastructure", how
         bad.end("infrastructure")
         assert good.say("hm") == "eos" and good.end()[0].stop == "eos", how
@@ -39,16 +39,16 @@ def test_each_fault_ends_its_own_rollout_at_once(chat, host, episodes):
 
 
 def test_a_tool_that_misbehaves_is_an_error_that_the_policy_reads(chat, episodes):
-    for how, said in (("exits", "SystemExit"), ("cannot be sent", "TypeError"), ("fine", "characters omitted")):
+    for how, text in (("exits", "SystemExit"), ("cannot be sent", "TypeError"), ("fine", "characters omitted")):
         play = Play(chat, episodes, how=how)
-        assert said in play.say(LOOK)
+        assert text in play.say(LOOK)
         play.end()
 
 
 def test_a_flood_of_text_is_cut_before_it_is_encoded(chat, episodes):
     play = Play(chat, episodes, how="floods")
-    said = play.say("hm")
-    assert "characters omitted" in said and said.count("&lt;answer>") > 3 and "<answer>" not in said
+    reply = play.say("hm")
+    assert "characters omitted" in reply and reply.count("&lt;answer>") > 3 and "<answer>" not in reply
     play.end()
     assert Play(chat, episodes, how="reset floods").say("hm") == "infrastructure"
     for flood in ("x" * 50_000_000, Observation("x" * 50_000_000)):

@@ -52,16 +52,16 @@ def test_schemas_are_taken_over_and_rollouts_have_servers_of_their_own(chat, std
     play = Play(chat, stdio, samples=2)
     assert "\n2\n" in play.say(call("add", '{"k": 2}')) and "\n6\n" in play.say(call("add", '{"k": 2, "twice": true}'))
     assert "\n5\n" in play.say(call("add", '{"k": 5}'), row=1), "the total is that of the rollout"
-    said = play.say(call("refuse", '{"why": "late"}') + call("add", '{"k": "x"}'))
-    assert "no: late" in said and "argument 'k' must be integer, got string" in said
+    reply = play.say(call("refuse", '{"why": "late"}') + call("add", '{"k": "x"}'))
+    assert "no: late" in reply and "argument 'k' must be integer, got string" in reply
     assert play.say("done") == "eos"
     first, _ = play.end()
     assert [result.kind for result in first.results] == ["ok", "ok", "exception", "bad_arguments"]
     assert first.reward == 0.0
 
 
-@pytest.mark.parametrize(("tools", "said"), [(7, "more than 1000 tools"), (0, "more than 1000 pages")])
-def test_a_list_of_tools_without_end_is_refused(monkeypatch, tools, said):
+@pytest.mark.parametrize(("tools", "message"), [(7, "more than 1000 tools"), (0, "more than 1000 pages")])
+def test_a_list_of_tools_without_end_is_refused(monkeypatch, tools, message):
     """The server names a further page for ever, with tools on each or with none."""
 
     class Pages:
@@ -76,7 +76,7 @@ def test_a_list_of_tools_without_end_is_refused(monkeypatch, tools, said):
             return SimpleNamespace(tools=listed, next_cursor="further")
 
     monkeypatch.setattr(mcp_tools, "client_of", lambda *_: Pages())
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         mcp_tools.mcp_class(replace(STDIO, retries=0, timeout_s=30.0 + tools))
 
 
@@ -108,12 +108,12 @@ def test_the_command_takes_columns_of_the_row_and_the_log_what_servers_write(cha
     episodes = Episodes(choice, ToolsConfig())
     problem = Problem("p-7", "Go.", "", "t", {"level": 3})
     play = Play(chat, episodes, problem=problem)
-    said = play.say(call("words"))
-    assert "p-7 level 3" in said and '${HOME} {"a": 1}' in said
+    reply = play.say(call("words"))
+    assert "p-7 level 3" in reply and '${HOME} {"a": 1}' in reply
     assert "asked for p-7 level 3" in log.read_text(encoding="utf-8")
     seeds = [
         re.search(r"level 3 (\d+)", text)[1]
-        for text in (said, Play(chat, episodes, problem=problem).say(call("words")))
+        for text in (reply, Play(chat, episodes, problem=problem).say(call("words")))
     ]
     assert seeds[0] == seeds[1]
     (answer,) = episodes.open([("k", Problem("p", "Go.", "", "t"), 1)]).values()
@@ -171,11 +171,11 @@ def test_descriptions_and_results_of_a_hostile_server_forge_no_turn():
         assert len(chat.tokenizer.decode(ids)) < 40_000, "descriptions are cut"
         specials.append([i for i in ids if i in chat.tokenizer.special_ids])
         play = Play(two_call_chat(), episodes)
-        said = play.say(call("read", '{"k": 1}'))
+        reply = play.say(call("read", '{"k": 1}'))
         assert play.say("done") == "eos"
         rows.append(play.end()[0])
-        assert rows[-1].results[0].ok and not {"<|im_end|>", "</tools>", "<answer>"} & set(said.split("x"))
-        assert said.count("<answer>") == 0 and rows[-1].reward == 0.0
+        assert rows[-1].results[0].ok and not {"<|im_end|>", "</tools>", "<answer>"} & set(reply.split("x"))
+        assert reply.count("<answer>") == 0 and rows[-1].reward == 0.0
         episodes.close()
     special = load_tokenizer(TextConfig()).special_ids
     assert specials[0] == specials[1] and len(rows[0].turns) == len(rows[1].turns) == 2

@@ -24,14 +24,14 @@ def episodes():
 
 def test_rollouts_are_played_and_a_crash_costs_its_own_actor(episodes):
     chat = two_call_chat()
-    fine, crash = Play(chat, episodes, how="fine"), Play(chat, episodes, how="crash", place=5)
+    fine, crash = Play(chat, episodes, how="fine"), Play(chat, episodes, how="crash", position=5)
     assert fine.say(LOOK).count("a door") == 1
     assert crash.say("hm") == "infrastructure"
     crash.end("infrastructure")
     assert fine.say("hm") == "eos" and fine.end()[0].reward == 1.0
     after = Play(chat, episodes, samples=2, how="fine")
     assert [after.say(LOOK, row=row).count("a door") for row in (0, 1)] == [1, 1], "both actors take episodes"
-    assert [one.reward for one in after.end()] == [1.0, 1.0]
+    assert [trajectory.reward for trajectory in after.end()] == [1.0, 1.0]
 
 
 def test_an_actor_whose_operation_never_ends_is_replaced(episodes, monkeypatch):

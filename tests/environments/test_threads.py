@@ -22,12 +22,12 @@ def test_a_released_thread_is_leased_again_and_a_hanging_one_is_not():
 
     def reused() -> int:
         lease, done = threads.lease(), threading.Event()
-        found = number(lease)
-        assert number(lease) == found, "an owner has one thread"
+        ident = number(lease)
+        assert number(lease) == ident, "an owner has one thread"
         lease.release()
         while not threads.idle:  # a moment after its last function
             done.wait(0.001)
-        return found
+        return ident
 
     first = reused()
     assert {reused() for _ in range(20)} == {first}
@@ -35,8 +35,8 @@ def test_a_released_thread_is_leased_again_and_a_hanging_one_is_not():
     hanging.run(lambda: release.wait(10))
     hanging.release()
     assert reused() != first, "not before its function has returned"
-    one, other = threads.lease(), threads.lease()
-    assert number(one) != number(other)
+    leased, other = threads.lease(), threads.lease()
+    assert number(leased) != number(other)
     release.set()
 
 
@@ -51,6 +51,6 @@ def test_all_functions_of_an_episode_run_on_one_thread(host):
             for row in range(4):
                 assert "go on" in play.say("hm", row=row)
                 assert f"\n{2 * turn + 1}\n" in play.say(COUNT, row=row)
-        assert [one.reward for one in play.end()] == [106.0] * 4
+        assert [trajectory.reward for trajectory in play.end()] == [106.0] * 4
         assert episodes.counts["faults"] == 0
         assert isinstance(host, HostProcesses) or MADE.ATTEMPTS == ["closed"] * 4

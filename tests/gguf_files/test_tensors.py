@@ -203,8 +203,8 @@ def test_the_rotary_factors_of_llama_3_are_its_rescaling(tmp_path):
         frequencies = 5e5 ** (-jnp.arange(8) / 8)
         factors = np.asarray(frequencies / scaling.rescaled(frequencies, 5e5), np.float32)
         assert factors.min() == 1 and factors.max() == scaling.factor
-        found = with_metadata(tmp_path, model, extra={"rope_freqs.weight": factors})
-        assert found.rope_scaling == scaling
+        config = with_metadata(tmp_path, model, extra={"rope_freqs.weight": factors})
+        assert config.rope_scaling == scaling
     plain = with_metadata(tmp_path, model, extra={"rope_freqs.weight": np.ones(8, np.float32)})
     assert plain.rope_scaling == NoRopeScaling()
     for wrong in (factors[::-1], factors[:4]):
@@ -231,12 +231,12 @@ def test_a_setting_that_is_not_known_is_refused_by_name(tmp_path):
         resolved(file)
     ignored = ModelConfig(path=str(file), ignore_keys=("llama.attention.temperature",))
     assert same_model(resolve_config(ignored), PLAIN_LLAMA)
-    for more, said in (
+    for more, message in (
         ({"llama.rope.dimension_count": 4, "llama.attention.key_length": 8}, r"llama\.rope\.dimension_count = 4"),
         ({"llama.expert_count": 8}, r"llama\.expert_count = 8"),
         ({"llama.attention.sliding_window": 8}, r"llama\.attention\.sliding_window = 8"),
     ):
-        with pytest.raises(UnsupportedModelError, match=said):
+        with pytest.raises(UnsupportedModelError, match=message):
             with_metadata(tmp_path, PLAIN_LLAMA, more=more)
 
 
@@ -245,15 +245,15 @@ def test_a_setting_that_is_not_known_is_refused_by_name(tmp_path):
 
 def with_type(data: bytes, type_id: int) -> bytes:
     """With another number format of `token_embd.weight`."""
-    place = data.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 2 * 8
-    return data[:place] + struct.pack("<I", type_id) + data[place + 4 :]
+    offset = data.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 2 * 8
+    return data[:offset] + struct.pack("<I", type_id) + data[offset + 4 :]
 
 
 def test_damaged_files_and_other_number_formats_are_refused(tmp_path):
-    whole, _ = make_pair(tmp_path, replace(PLAIN_LLAMA, layers=1))
-    data, file = whole.read_bytes(), tmp_path / "broken.gguf"
+    original, _ = make_pair(tmp_path, replace(PLAIN_LLAMA, layers=1))
+    data, file = original.read_bytes(), tmp_path / "broken.gguf"
     unread = r"quantizations that gguf \S+ does not unpack: {} \(1 tensors, such as token_embd\.weight\)"
-    for content, said in (
+    for content, message in (
         (data[:-40], r"is cut short: .* ends at byte \d+ of \d+; download it again"),
         (data[:200], "is not a complete GGUF file .*it ends at byte 200, within its header"),
         (b"GGML" + data[4:], "is not a GGUF file: it begins with b'GGML'"),
@@ -269,19 +269,19 @@ def test_damaged_files_and_other_number_formats_are_refused(tmp_path):
         ),
     ):
         file.write_bytes(content)
-        with pytest.raises(GgufError, match=said):
+        with pytest.raises(GgufError, match=message):
             find_model(str(file))
 
 
 def test_other_architectures_and_kinds_of_file_are_refused_by_name(tmp_path):
-    for more, said in (
+    for more, message in (
         ({"general.type": "adapter"}, "holds a 'adapter', not a model"),
         ({"split.count": 3}, "one of 3 parts; join them"),
         ({"llama.block_count": None}, r"lacks llama\.block_count"),
         ({"llama.attention.head_count": [4, 4, 2]}, r"head_count = \[4, 4, 2\]; must be one number"),
     ):
         file, _ = make_pair(tmp_path, PLAIN_LLAMA, more=more)
-        with pytest.raises(GgufError, match=said):
+        with pytest.raises(GgufError, match=message):
             find_model(str(file))
     file, _ = make_pair(tmp_path, PLAIN_LLAMA)
     file.write_bytes(file.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x06\0\0\0\0\0\0\0falcon", 1))
@@ -337,8 +337,8 @@ def test_reading_needs_little_more_than_the_parameters(tmp_path):
     command = [sys.executable, "-c", MEASURE, *map(str, files)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    peak, held = map(int, done.stdout.split())
+    peak, nbytes = map(int, done.stdout.split())
     largest = 64_000 * 512 * 4
-    print(f"peak {peak / 1e6:.0f} MB, arrays {held / 1e6:.0f} MB, file {files[1].stat().st_size / 1e6:.0f} MB")
-    assert held == 4 * parameter_count(large)
-    assert peak - held <= 1.2 * largest + files[1].stat().st_size
+    print(f"peak {peak / 1e6:.0f} MB, arrays {nbytes / 1e6:.0f} MB, file {files[1].stat().st_size / 1e6:.0f} MB")
+    assert nbytes == 4 * parameter_count(large)
+    assert peak - nbytes <= 1.2 * largest + files[1].stat().st_size

