@@ -29,9 +29,9 @@ CLEAN = "import os\nprint(sorted(os.listdir('.')), 6 * 7)"
 def wait_until(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Waits for a condition, longer than any load of the host delays it; returns what it gave last."""
     deadline = time.monotonic() + seconds
-    while not (found := holds()) and time.monotonic() < deadline:
+    while not (value := holds()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return found
+    return value
 
 
 def descendants(pid: int) -> set[int]:
@@ -42,12 +42,12 @@ def descendants(pid: int) -> set[int]:
             with contextlib.suppress(OSError, IndexError):
                 parent = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
                 children.setdefault(parent, []).append(int(name))
-    found, todo = set(), [pid]
+    pids, todo = set(), [pid]
     while todo:
         for child in children.get(todo.pop(), ()):
-            found.add(child)
+            pids.add(child)
             todo.append(child)
-    return found
+    return pids
 
 
 def resident_kb(pid: int) -> int:

@@ -28,7 +28,7 @@ class Bucket:
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, bytes, int]:
         """(status, content, generation) of a request."""
         split = urlsplit(path)
-        words = {name: found[0] for name, found in parse_qs(split.query).items()}
+        words = {name: items[0] for name, items in parse_qs(split.query).items()}
         name = unquote(split.path.partition("/o/")[2])
         with self.lock:
             if self.refuse:
@@ -39,8 +39,8 @@ class Bucket:
                 name = words["name"]
                 return 200, json.dumps(self.about(name)).encode(), self.objects[name][1]
             if not name:
-                found = [self.about(one) for one in sorted(self.objects) if one.startswith(words.get("prefix", ""))]
-                return 200, json.dumps({"kind": "storage#objects", "items": found}).encode(), 0
+                items = [self.about(key) for key in sorted(self.objects) if key.startswith(words.get("prefix", ""))]
+                return 200, json.dumps({"kind": "storage#objects", "items": items}).encode(), 0
             if name not in self.objects:
                 return 404, b"", 0
             if method == "DELETE":

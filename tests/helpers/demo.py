@@ -22,8 +22,8 @@ def result(failed, value):
     if not failed:
         return ToolResult("ok", stdout=f"{value}\n", wall_ms=31.0, observation=str(value))
     name = "name 'maths' is not defined"
-    said = {"error_type": "NameError", "error_message": name, "traceback": TRACE, "error_line": 3}
-    return ToolResult("exception", wall_ms=24.0, observation=f"[exception] NameError: {name}", **said)
+    error = {"error_type": "NameError", "error_message": name, "traceback": TRACE, "error_line": 3}
+    return ToolResult("exception", wall_ms=24.0, observation=f"[exception] NameError: {name}", **error)
 
 
 def trajectory(rng, problem, sample, skill, step):
@@ -57,7 +57,7 @@ def trajectory(rng, problem, sample, skill, step):
     short = rng.random() < 0.06
     say("So the greatest common divisor" if short else f"Both divide by it. <answer>\\boxed{{{answer}}}</answer>")
     policy = np.array(mask)
-    found = Trajectory(
+    rollout = Trajectory(
         tokens=np.array(ids, np.int32),
         policy_mask=policy,
         logprobs=np.where(policy, -rng.exponential(0.3, len(ids)), 0).astype(np.float32),
@@ -69,10 +69,10 @@ def trajectory(rng, problem, sample, skill, step):
         seconds=float(rng.uniform(0.5, 3)),
     )
     status = "truncated" if short else "correct" if right else "wrong"
-    errors = sum(r.counts_as_error for r in found.results)
+    errors = sum(r.counts_as_error for r in rollout.results)
     reward = float(status == "correct")
-    return found, Verdict(
-        reward, status, None if short else str(answer), len(found.results), errors, int(not short), True, len(turns)
+    return rollout, Verdict(
+        reward, status, None if short else str(answer), len(rollout.results), errors, int(not short), True, len(turns)
     )
 
 
@@ -86,11 +86,11 @@ def method(resample, size):
 def records(rng, step, skill, *, groups=8, size=16, kind="step", resample="roc"):
     """Groups of a step, selected and given advantages by the method itself; of an evaluation, all of them."""
     sampled = []
-    for place in range(groups):
-        number = 7 * (place + 1 + (groups * step if kind == "step" and place else 0))  # the first problem comes again
+    for index in range(groups):
+        number = 7 * (index + 1 + (groups * step if kind == "step" and index else 0))  # the first problem comes again
         numbers = (number * 6, number * 10 + 4)
         prompt = f"What is the greatest common divisor of {numbers[0]} and {numbers[1]}?"
-        source = ("world:gcd", "world:divisors")[place % 2]
+        source = ("world:gcd", "world:divisors")[index % 2]
         problem = Problem(f"{source}/{number}", prompt, str(math.gcd(*numbers)), source, {"numbers": numbers})
         members = [trajectory(rng, problem, sample, skill, step) for sample in range(size)]
         sampled.append(Group(problem, *(tuple(part) for part in zip(*members, strict=True))))
@@ -98,12 +98,12 @@ def records(rng, step, skill, *, groups=8, size=16, kind="step", resample="roc")
         return trace.eval_records(step, sampled)
     config, draws = method(resample, size), np.random.default_rng(step)
     selections = [compose.resample_group(group, config, draws) for group in sampled]
-    kept = [compose.subset(group, chosen) for group, chosen in zip(sampled, selections, strict=True) if chosen.kept]
-    rows = compose.train_rows(kept, config, compose.initial_state(config)) if kept else []
-    found = trace.step_records(step, sampled, selections, trained=kept, rows=rows)
+    selected = [compose.subset(group, chosen) for group, chosen in zip(sampled, selections, strict=True) if chosen.kept]
+    rows = compose.train_rows(selected, config, compose.initial_state(config)) if selected else []
+    recorded = trace.step_records(step, sampled, selections, trained=selected, rows=rows)
     if step % 3:
-        return found
-    return [replace(r, scored=scores(r.trajectory, step + i)) if r.kept else r for i, r in enumerate(found)]
+        return recorded
+    return [replace(r, scored=scores(r.trajectory, step + i)) if r.kept else r for i, r in enumerate(recorded)]
 
 
 def measured(records):
@@ -158,18 +158,18 @@ def write_run(folder, seed=0, *, steps=12, groups=8, size=16, resample="roc"):
     rows = []
     for step in range(steps + 1):
         skill = 0.25 + 0.7 * step / max(1, steps)
-        found = {"step": step} if not step else row(rng, step, skill)
+        metrics = {"step": step} if not step else row(rng, step, skill)
         if step % 6 == 0:
             judged = records(rng, step, skill, groups=24, size=2, kind="eval")
             writer.write(step, judged, kind="eval")
-            found["eval/all/avg@2"] = float(np.mean([record.verdict.reward for record in judged]))
+            metrics["eval/all/avg@2"] = float(np.mean([record.verdict.reward for record in judged]))
         if step:
             sampled = records(rng, step, skill, groups=groups, size=size, resample=resample)
             writer.write(step, sampled)
-            found |= measured(sampled)
-            found["alarm/entropy_band"] = float(step == 7)
-        rows.append(found)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in rows))
+            metrics |= measured(sampled)
+            metrics["alarm/entropy_band"] = float(step == 7)
+        rows.append(metrics)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(metrics) + "\n" for metrics in rows))
     event = {"step": min(4, steps), "event": "reward_spread", "text": "below 0.05 for three steps"}
     (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
     (folder / "config.yaml").write_text(f"name: demo\nseed: {seed}\nresample: {resample}\n")

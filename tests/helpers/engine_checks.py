@@ -33,9 +33,9 @@ def reference_gap(params, trajectories, model=MODEL, temperatures=None):
     `temperatures` has one for each trajectory; 1 where it is left out.
     """
     largest = 0.0
-    for one, temperature in zip(trajectories, temperatures or [1.0] * len(trajectories), strict=True):
-        table, at = reference_logprobs(params, one.tokens, temperature, model), np.flatnonzero(one.policy_mask)
-        largest = max(largest, np.abs(table[at - 1, one.tokens[at]] - one.logprobs[at]).max(initial=0.0))
+    for row, temperature in zip(trajectories, temperatures or [1.0] * len(trajectories), strict=True):
+        table, at = reference_logprobs(params, row.tokens, temperature, model), np.flatnonzero(row.policy_mask)
+        largest = max(largest, np.abs(table[at - 1, row.tokens[at]] - row.logprobs[at]).max(initial=0.0))
     return largest
 
 

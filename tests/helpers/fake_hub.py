@@ -17,7 +17,7 @@ def fake_hub(name, files):
         name: `OWNER/NAME`.
         files: Path -> bytes.
     """
-    asked = []
+    requests = []
 
     def entry(path):
         return {
@@ -37,7 +37,7 @@ def fake_hub(name, files):
         def answer(self):
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             path = self.path.partition("?")[0]
-            asked.append(path)
+            requests.append(path)
             kind, _, rest = path.removeprefix(f"/api/datasets/{name}").strip("/").partition("/")
             file = path.removeprefix(f"/datasets/{name}/resolve/").partition("/")[2]
             if path.startswith(f"/datasets/{name}/resolve/") and file in files:
@@ -53,8 +53,8 @@ def fake_hub(name, files):
 
         do_GET = do_HEAD = do_POST = answer
 
-        def send(self, status, found, **headers):
-            data = found if isinstance(found, bytes) else json.dumps(found).encode()
+        def send(self, status, content, **headers):
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
             for header, value in {"Content-Length": len(data), "Content-Type": "application/json", **headers}.items():
                 self.send_header(header, str(value))
@@ -68,7 +68,7 @@ def fake_hub(name, files):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", requests
     finally:
         server.shutdown()
         server.server_close()

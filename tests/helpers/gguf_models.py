@@ -70,24 +70,24 @@ def write_gguf(
         add(writer, key, value)
     if vocabulary:
         add_vocabulary(writer, vocabulary)
-    found: dict[str, np.ndarray] = {}
+    published: dict[str, np.ndarray] = {}
     for name, (value, undo) in converted(architecture, config, tensors).items():
         kind = kinds if value.ndim > 1 else QUANT.F32
         stored, numbers = quantized(np.ascontiguousarray(value, np.float32), kind)
         writer.add_tensor(name, stored, raw_dtype=kind)
-        found |= undo(numbers)
+        published |= undo(numbers)
     for name, value in (extra or {}).items():
         writer.add_tensor(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return found
+    return published
 
 
 def metadata(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that llama.cpp writes for this architecture."""
-    said = {
+    fields = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "block_count": config["num_hidden_layers"],
@@ -99,18 +99,18 @@ def metadata(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": config["vocab_size"],
     }
     if architecture == "llama":
-        said["rope.dimension_count"] = config["head_dim"]
+        fields["rope.dimension_count"] = config["head_dim"]
     else:
-        said |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
+        fields |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
     if architecture.startswith("gemma"):
-        said["attention.sliding_window"] = config["sliding_window"]
+        fields["attention.sliding_window"] = config["sliding_window"]
     if architecture == "gemma2":
-        said |= {key: config[key] for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+        fields |= {key: config[key] for key in ("attn_logit_softcapping", "final_logit_softcapping")}
     if architecture == "qwen3moe":
-        said |= {"expert_count": config["num_experts"], "expert_used_count": config["num_experts_per_tok"]}
-        said["expert_feed_forward_length"] = config["moe_intermediate_size"]
+        fields |= {"expert_count": config["num_experts"], "expert_used_count": config["num_experts_per_tok"]}
+        fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
     general = {"general.name": "tiny", "general.file_type": 0}
-    return general | {f"{architecture}.{key}": value for key, value in said.items()}
+    return general | {f"{architecture}.{key}": value for key, value in fields.items()}
 
 
 def add(writer: Any, key: str, value: Any) -> None:
@@ -138,7 +138,7 @@ def converted(architecture: str, config: Mapping[str, Any], tensors: Mapping[str
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     experts: dict[str, list[str]] = {}
     for name, value in tensors.items():
         if ".mlp.experts." in name:
@@ -146,19 +146,19 @@ def converted(architecture: str, config: Mapping[str, Any], tensors: Mapping[str
             experts.setdefault(f"{first}.experts.{part.split('.')[1]}", []).append(name)
             continue
         base, _, kind = name.rpartition(".")
-        own, part = f"{names.get_name(base)}.{kind}", base.rpartition(".")[2]
+        key, part = f"{names.get_name(base)}.{kind}", base.rpartition(".")[2]
         value = value.astype(np.float32)
         if architecture == "llama" and part in heads:
-            found[own] = (interleaved(value, heads[part]), lambda x, name=name, n=heads[part]: {name: parted(x, n)})
-        elif architecture.startswith("gemma") and own.endswith("norm.weight"):
-            found[own] = (value + 1, lambda x, name=name: {name: x - 1})
+            entries[key] = (interleaved(value, heads[part]), lambda x, name=name, n=heads[part]: {name: parted(x, n)})
+        elif architecture.startswith("gemma") and key.endswith("norm.weight"):
+            entries[key] = (value + 1, lambda x, name=name: {name: x - 1})
         else:
-            found[own] = (value, lambda x, name=name: {name: x})
+            entries[key] = (value, lambda x, name=name: {name: x})
     for base, parts in experts.items():
         stacked = np.stack([tensors[name] for name in parts]).astype(np.float32)
-        own = f"{names.get_name(base)}.weight"
-        found[own] = (stacked, lambda x, parts=parts: dict(zip(parts, x, strict=True)))
-    return found
+        key = f"{names.get_name(base)}.weight"
+        entries[key] = (stacked, lambda x, parts=parts: dict(zip(parts, x, strict=True)))
+    return entries
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -189,7 +189,7 @@ def random_blocks(shape: tuple[int, ...], kind: Any) -> np.ndarray:
     rng = np.random.default_rng(0)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
-    for place in HALVES[kind]:
+    for offset in HALVES[kind]:
         scales = rng.uniform(0.001, 0.002, (*blocks.shape[:-1], 1)).astype(np.float16)
-        blocks[..., place : place + 2] = scales.view(np.uint8)
+        blocks[..., offset : offset + 2] = scales.view(np.uint8)
     return blocks.reshape(*shape[:-1], -1)

@@ -22,8 +22,8 @@ class Scoring:
         rng, groups = np.random.default_rng(0), []
         for problem, some in zip(problems, rollouts, strict=True):
             self.judged.append((problem, list(some)))
-            kept = tuple(t for t in some if not self.fails(problem.uid, t.sample))
-            groups.append(Group(problem, kept, tuple(make_verdict(rng, t) for t in kept)))
+            rows = tuple(t for t in some if not self.fails(problem.uid, t.sample))
+            groups.append(Group(problem, rows, tuple(make_verdict(rng, t) for t in rows)))
         return SimpleNamespace(groups=tuple(groups), counts={"correct": len(groups)}, faults=())
 
 

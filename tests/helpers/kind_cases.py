@@ -178,9 +178,9 @@ class KindCases:
         state = dataclasses.replace(state, table=table)
         for _ in range(2):
             with self.given():
-                *seen, (groups, kept) = self.one_step(config, state, rng, [self.group(i) for i in range(4)])
+                *seen, (groups, trained) = self.one_step(config, state, rng, [self.group(i) for i in range(4)])
                 sampled, drift = [*groups[:2], failures(groups[2]), groups[3]], dict.fromkeys(uids, 0.01)
-                state = next_state(sampled, kept, config, state, drift)
+                state = next_state(sampled, trained, config, state, drift)
             yield digest(seen, state.to_tree())
 
     @functools.cache  # noqa: B019 (one value a file of tests)
@@ -191,7 +191,7 @@ class KindCases:
         """Whether another value of the setting changes what is observed; nothing is computed after a difference."""
         value = self.changed(axis, kind, setting)
         changed = self.observed(self.made(axis, kind, **{setting: value}))
-        return any(one != other for one, other in zip(changed, self.base(axis, kind), strict=True))
+        return any(new != other for new, other in zip(changed, self.base(axis, kind), strict=True))
 
     def one_step(self, config, state, rng, groups):
         """What a method makes of these groups in one step; last, the groups and what selection kept of them."""
@@ -218,17 +218,17 @@ class KindCases:
         flat = [failures(groups[0]), make_group([1] * 8), make_group([1] + [0] * 7), make_group([0] + [1] * 7), short]
         selections = [resample_group(group, config, rng) for group in (*groups, *flat)]
         seen += [(s.indices, s.reasons, s.penalties) for s in selections]
-        kept = [subset(g, s) for g, s in zip(groups, selections, strict=False) if s.kept]
-        trajectories, noise = [t for group in kept for t in group.trajectories], np.random.default_rng(13)
+        trained = [subset(g, s) for g, s in zip(groups, selections, strict=False) if s.kept]
+        trajectories, noise = [t for group in trained for t in group.trajectories], np.random.default_rng(13)
         scores = Scores(
             [(t.logprobs - 0.2 + noise.normal(0, 0.3, t.length)).astype(np.float32) for t in trajectories],
             [noise.random(t.length).astype(np.float32) for t in trajectories],
             [(t.logprobs + noise.normal(0, 0.1, t.length)).astype(np.float32) for t in trajectories],
             [(t.logprobs + noise.normal(0, 0.1, t.length)).astype(np.float32) for t in trajectories],
         )
-        rows = train_rows(kept, config, state, rng=rng, scores=scores)
+        rows = train_rows(trained, config, state, rng=rng, scores=scores)
         seen += [[getattr(row, f.name) for f in dataclasses.fields(row)] for row in rows]
-        return [*seen, (groups, kept)]
+        return [*seen, (groups, trained)]
 
 
 @functools.cache

@@ -102,8 +102,8 @@ def seen(observe: Observer, names: str, context: Mapping[str, Any] | None = None
         context: Settings that hold throughout.
         values: Other values that the type of a setting does not tell, such as paths, by what follows the first name.
     """
-    section, *_ = found = names.split()
-    return Seen(observe, tuple(found), context or {}, {f"{section}.{name}": value for name, value in values.items()})
+    section, *_ = parts = names.split()
+    return Seen(observe, tuple(parts), context or {}, {f"{section}.{name}": value for name, value in values.items()})
 
 
 def only(observe: Observer, section: str, context: Mapping[str, Any] | None = None, **values: Any) -> Seen:
@@ -120,14 +120,14 @@ def table(lines: Sequence[Seen], keys: Iterable[str]) -> dict[str, Case]:
     """The case of each setting, by the line with its value, else by the one with the longest beginning of its name."""
     by_value = {key: line for line in lines for key in line.values}
     by_name = {name: line for line in lines for name in line.names}
-    found = {}
+    cases = {}
     for key in keys:
         parts = key.split(".")
         beginnings = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
         line = by_value.get(key) or next(filter(None, map(by_name.get, beginnings)), None)
         if line is not None:
-            found[key] = Case(line.observe, line.values.get(key), line.context)
-    return found
+            cases[key] = Case(line.observe, line.values.get(key), line.context)
+    return cases
 
 
 def other_values(config: Config, key: str) -> list[Any]:
@@ -191,13 +191,13 @@ def digest(*parts: Any) -> str:
 @functools.cache
 def files() -> Path:
     """A directory with the data, tokenizers and checkpoints that contexts name; gone when the tests end."""
-    place = Path(tempfile.mkdtemp(prefix="knobs-"))
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="knobs-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     rows = [_row(i) for i in range(6)]
-    write_lines(place / "problems.jsonl", rows)
-    (place / "python").symlink_to(Path(sys.executable).resolve())
-    write_lines(place / "held_out.jsonl", [_row(i) for i in range(20, 24)])
-    return place
+    write_lines(folder / "problems.jsonl", rows)
+    (folder / "python").symlink_to(Path(sys.executable).resolve())
+    write_lines(folder / "held_out.jsonl", [_row(i) for i in range(20, 24)])
+    return folder
 
 
 def _row(i: int) -> dict[str, Any]:

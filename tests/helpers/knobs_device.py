@@ -48,12 +48,12 @@ def program(function: Any, *shapes: Any) -> str:
 
 def living(jaxpr: Any) -> Any:
     """The jaxpr without equations whose results reach no output, so that their inputs do not seem to matter."""
-    needed, kept = set(map(id, jaxpr.outvars)), []
+    needed, equations = set(map(id, jaxpr.outvars)), []
     for equation in reversed(jaxpr.eqns):
         if equation.effects or not needed.isdisjoint(map(id, equation.outvars)):
-            kept.append(equation)
+            equations.append(equation)
             needed.update(map(id, equation.invars))
-    return jaxpr.replace(eqns=kept[::-1])
+    return jaxpr.replace(eqns=equations[::-1])
 
 
 def shape_of(config: Config) -> ModelConfig:
@@ -227,10 +227,10 @@ def rolled(config: Config) -> Any:
     requests = [one_rollout(g, prompts[g], 90, s, step=0) for g in range(4) for s in range(3)]
     tools = SlowTools(requests, vocab=VOCABULARY, latency_polls=3)
     try:
-        found, stats = engine.run(SimpleNamespace(params=None, version=1), requests, tools)
+        rollouts, stats = engine.run(SimpleNamespace(params=None, version=1), requests, tools)
     except ValueError as error:
         return f"refused: {error}"
-    rows = [(r.tokens, r.policy_mask, r.stop) for r in found]
+    rows = [(r.tokens, r.policy_mask, r.stop) for r in rollouts]
     counts = (stats.chunks, stats.steps, stats.forks, stats.reused, stats.evictions, stats.cache_tokens)
     return digest(rows), counts, digest(programs.calls)
 

@@ -187,7 +187,7 @@ def verify_threads() -> set[threading.Thread]:
 def judged(config: Config) -> Any:
     """Verdicts on fixed trajectories, and how the verification processes were started."""
     rows = list(sample_trajectories().values())
-    said = [
+    texts = [
         "<answer>42</answer>",
         "the answer is 42",
         r"<result>\boxed{42}</result>",
@@ -196,7 +196,7 @@ def judged(config: Config) -> Any:
         r"<answer>\boxed{2x, 42}</answer>",
         r"<answer>\boxed{0, 2, 1}</answer>",
     ]
-    rows += [replace(rows[0], turns=(Turn(0, 4, text),)) for text in said]
+    rows += [replace(rows[0], turns=(Turn(0, 4, text),)) for text in texts]
     rows.append(replace(rows[0], stop="length"))
     rows = [replace(row, reward=0.7) for row in rows]
     ScriptedWorker.started, ScriptedWorker.limits = [], set()
@@ -246,13 +246,13 @@ def taught(config: Config) -> Any:
 def elsewhere() -> Iterator[Path]:
     """An empty working directory."""
     before = Path.cwd()
-    place = Path(tempfile.mkdtemp(dir=files()))
-    os.chdir(place)
+    folder = Path(tempfile.mkdtemp(dir=files()))
+    os.chdir(folder)
     try:
-        yield place
+        yield folder
     finally:
         os.chdir(before)
-        shutil.rmtree(place)
+        shutil.rmtree(folder)
 
 
 def small_state(*_: Any, **__: Any) -> TrainState:
@@ -261,18 +261,18 @@ def small_state(*_: Any, **__: Any) -> TrainState:
 
 def run_of(config: Config, times: int) -> Any:
     """The files of consecutive runs, the steps in their metrics, and the number of lines they showed."""
-    said = io.StringIO()
+    printed = io.StringIO()
     components = mock.patch.object(session, "make_parts", scripted_parts)
     state = mock.patch.object(start, "initial_state", small_state)
-    with elsewhere() as place, contextlib.redirect_stdout(said), components, state, scripted_programs():
+    with elsewhere() as folder, contextlib.redirect_stdout(printed), components, state, scripted_programs():
         for _ in range(times):
             train.train(config)
         names = sorted(
-            str(path.relative_to(place)) for path in place.rglob("*") if "checkpoints/step_" not in str(path)
+            str(path.relative_to(folder)) for path in folder.rglob("*") if "checkpoints/step_" not in str(path)
         )
-        kept = sorted(str(path.relative_to(place)) for path in place.rglob("step_*") if path.is_dir())
-        rows = [(row["step"], sorted(row)) for path in place.rglob("metrics.jsonl") for row in read_metrics(path)]
-    return names, kept, rows, len(said.getvalue().splitlines())
+        checkpoints = sorted(str(path.relative_to(folder)) for path in folder.rglob("step_*") if path.is_dir())
+        rows = [(row["step"], sorted(row)) for path in folder.rglob("metrics.jsonl") for row in read_metrics(path)]
+    return names, checkpoints, rows, len(printed.getvalue().splitlines())
 
 
 def run(config: Config) -> Any:
@@ -308,17 +308,17 @@ def watched(config: Config) -> Any:
 
 def alarmed(config: Config) -> Any:
     """The alarms of steps that get worse in every respect, up to the one that ends the run."""
-    alarms, found = Alarms(config.watch), []
+    alarms, raised = Alarms(config.watch), []
     for step in range(32):
         bad = max(0, step - 11)
         row = {name: (1.0 - 0.08 * bad) if side == "below" else (1.0 + 0.3 * bad) for _, name, side in RULES}
         row |= {"loss/logprob_gap_mean": 0.001 * bad, "rollout/truncated": 0.04 * bad}
         row["update/grad_norm"] = 1.0 + 0.1 * bad
         try:
-            found.append(alarms.look(step, row))
+            raised.append(alarms.look(step, row))
         except Stopped as error:
-            return [*found, str(error)]
-    return found
+            return [*raised, str(error)]
+    return raised
 
 
 def limited(config: Config) -> Any:
@@ -332,7 +332,7 @@ def limited(config: Config) -> Any:
     return dog.limit_s("sample"), dog.limit_s("update")
 
 
-def asked(config: Config) -> Any:
+def polled(config: Config) -> Any:
     """The addresses that are asked for a notice."""
     seen, asked_once = set(), threading.Event()
 
@@ -349,8 +349,8 @@ def asked(config: Config) -> Any:
 
 def blocked(config: Config) -> str:
     """The outcome of saving into a directory that cannot be created."""
-    with elsewhere() as place, Checkpointer(place / "taken" / "x", config.checkpoint) as checkpointer:
-        (place / "taken").write_text("a file")
+    with elsewhere() as folder, Checkpointer(folder / "taken" / "x", config.checkpoint) as checkpointer:
+        (folder / "taken").write_text("a file")
         try:
             return str(checkpointer.save(1, Bundle({"w": jnp.ones(1)})))
         except OSError as error:
@@ -381,7 +381,7 @@ def reported(config: Config) -> Any:
     service = Service()
     patched = mock.patch.dict(sys.modules, {"wandb": service}), mock.patch.object(loggers, "require")
     quiet = contextlib.redirect_stdout(io.StringIO())
-    with elsewhere() as place, patched[0], patched[1], quiet, make_writer(place, config) as writer:
+    with elsewhere() as folder, patched[0], patched[1], quiet, make_writer(folder, config) as writer:
         writer.write(1, {"loss/value": 1.0})
     return service.received
 
@@ -396,7 +396,7 @@ def spread(config: Config) -> Any:
     except ValueError as error:
         return f"refused: {error}"
     model = ModelConfig(vocab_size=64)
-    places = jax.tree.map(lambda place: str(place.spec), axes_shardings(param_axes(model), mesh))
+    places = jax.tree.map(lambda sharding: str(sharding.spec), axes_shardings(param_axes(model), mesh))
     return dict(mesh.shape), mesh.devices.shape, places
 
 
@@ -478,7 +478,7 @@ RUN = (
     seen(alarmed, "watch", {"watch.grad_norm": 2.0}, stop=("truncated",), reward_spread=0.1, entropy_low=1.2),
     only(alarmed, "watch", {"watch.grad_norm": 2.0}, grad_norm=1.8),
     seen(limited, "watch.stall_factor watch.stall_floor_s", {"watch.steps": 3}),
-    only(asked, "watch", {"watch.steps": 3}, notice_url="http://127.0.0.1:9/preempted"),
+    only(polled, "watch", {"watch.steps": 3}, notice_url="http://127.0.0.1:9/preempted"),
     Seen(run, ("name", "run_dir"), QUIET, {"name": "other", "run_dir": "here"}),
     Seen(
         lambda config: config.stage_after(None, 0) < len(config.stages or ()),

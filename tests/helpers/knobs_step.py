@@ -62,7 +62,7 @@ class ScriptedEngine:
     def run(self, sampler: Any, requests: Sequence, environment: Any, options: RunOptions):
         rows, prompts = expand(requests, options.key_step, self.config.max_response_tokens, 1.0)
         stats = RolloutStats(rollouts=len(rows))
-        found: dict[int, Trajectory] = {}
+        completed: dict[int, Trajectory] = {}
         unneeded: set[int] = set()
         longest = self.config.admission == "longest"
         queue = Admission(shards=1)
@@ -70,18 +70,18 @@ class ScriptedEngine:
         policy = options.cancel_policy
         while (i := queue.take(0, lambda _: True)) is not None:
             rolled = self.roll(sampler.version, i, rows[i], environment, i in unneeded)
-            found[i] = environment.completed(i, rolled)
-            unneeded.update(policy(i, found[i]) if policy is not None else ())
-        for trajectory in found.values():
+            completed[i] = environment.completed(i, rolled)
+            unneeded.update(policy(i, completed[i]) if policy is not None else ())
+        for trajectory in completed.values():
             stats.stops[trajectory.stop] += 1
-        return [found[i] for i in range(len(rows))], stats
+        return [completed[i] for i in range(len(rows))], stats
 
     def roll(self, version: int, index: int, request: Any, environment: Any, cut: bool) -> Trajectory:
         begun = starting_point(request).tokens
         key = (request.step, request.place, request.first_sample)
-        said = (key, digest(np.asarray(begun)), request.budget, request.temperature)
-        self.asked.append(said)
-        seed = hashlib.blake2b(repr(said).encode(), digest_size=8).digest()
+        summary = (key, digest(np.asarray(begun)), request.budget, request.temperature)
+        self.asked.append(summary)
+        seed = hashlib.blake2b(repr(summary).encode(), digest_size=8).digest()
         rng = np.random.default_rng(int.from_bytes(seed, "little"))
         most = len(request.prompt) + request.budget
         tokens, mask, stop = list(map(int, begun)), [False] * len(begun), "cancelled" if cut else ""
@@ -96,7 +96,7 @@ class ScriptedEngine:
             ids = np.array(drawn, np.int32)
             answer = environment.turn_ended(index, TurnEnd(index, start, ids, np.zeros(len(ids), np.float32), reason))
             while not isinstance(answer, Finish | Observe):
-                answer = next((found for _, found in environment.poll(0.0)), answer)
+                answer = next((completed for _, completed in environment.poll(0.0)), answer)
             if isinstance(answer, Finish):
                 stop = "length" if reason == "length" else answer.stop
             elif len(tokens) + len(answer.ids) >= most:
@@ -115,8 +115,8 @@ class ScriptedEngine:
 
 def script(prompt: str, rng: np.random.Generator) -> list[str]:
     """Texts of the turns that answer a prompt."""
-    found = re.search(r"class (\d): name the number (\d+) of the list(.*)", prompt, re.S)
-    kind, number, rest = int(found[1]), int(found[2]), found[3]
+    match = re.search(r"class (\d): name the number (\d+) of the list(.*)", prompt, re.S)
+    kind, number, rest = int(match[1]), int(match[2]), match[3]
     right = rng.random() < SOLVED[kind] + 0.5 * (len(rest) > 60)
     style = rng.choice(["right", "right", "twice", "late"]) if right else rng.choice(WRONG)
     calls = int(rng.integers(0, 4))
@@ -156,10 +156,10 @@ def answer_call(program: Any) -> ToolResult:
 @contextmanager
 def scripted_parts(config: Config, **options: Any) -> Iterator[tuple[PolicyModel, GroupSampler]]:
     """`components.make_parts` on one device, with a scripted model and tools that run nothing."""
-    one = make_mesh(ShardingConfig(), jax.devices()[:1])
+    mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
     patched = mock.patch.multiple(
         components_module,
-        make_mesh=lambda _: one,
+        make_mesh=lambda _: mesh,
         make_executor=lambda tools, registry: FakeExecutor(answer_call, config=tools, registry=registry),
     )
     with patched, components_module.make_parts(config, **options) as (policy, sampling):
@@ -259,8 +259,8 @@ PART = "tests.helpers.knobs_step:"
 def streamed(config: Config) -> Any:
     """Six steps whose rollouts run on: what is begun, dropped and taken in which order, and what is reported."""
     stream, run, engine = opened(config, 0)
-    taken, dropped = play(stream, run, engine, 6, np.random.default_rng(0))
-    order = [group.problem.uid for _, samples in taken for group in samples.groups]
+    rounds, dropped = play(stream, run, engine, 6, np.random.default_rng(0))
+    order = [group.problem.uid for _, samples in rounds for group in samples.groups]
     return len(engine.submitted), dropped, order, stream.after_update(run, [], {ESS: 0.4})[1]
 
 

@@ -78,20 +78,20 @@ def ran(config: Config, attempt: int, late: bool) -> dict[str, Any]:
     with make_executor(config.tools) as executor:
         results = executor.run(calls)
         numbers = executor.stats()
-        found = {call.id: said(result) for call, result in zip(calls, results, strict=True)}
-        found["bare_root"] = "tools/bare/workers_alive" in numbers
+        outcomes = {call.id: summary(result) for call, result in zip(calls, results, strict=True)}
+        outcomes["bare_root"] = "tools/bare/workers_alive" in numbers
         executor.run([program(name, "print(4)") for name in ("first", "second")])
-        found["share_results"] = executor.stats().get("tools/shared", 0) > 0
-        found["scratch_dir"] = any(folder.iterdir())
-        found["level"] = executor.capabilities.level
-        found["workers"] = executor.capabilities.workers
+        outcomes["share_results"] = executor.stats().get("tools/shared", 0) > 0
+        outcomes["scratch_dir"] = any(folder.iterdir())
+        outcomes["level"] = executor.capabilities.level
+        outcomes["workers"] = executor.capabilities.workers
         if not late:
             cells = [program("a", "x = 1", "s"), program("b", "y = 1", "t"), program("c", "print(x)", "s")]
-            found["sessions"] = [said(executor.run([cell])[0]) for cell in cells]
-    return found
+            outcomes["sessions"] = [summary(executor.run([cell])[0]) for cell in cells]
+    return outcomes
 
 
-def said(result: ToolResult) -> tuple:
+def summary(result: ToolResult) -> tuple:
     return result.kind, result.error_type, result.limit_hit, len(result.stdout), result.stdout[:40]
 
 
@@ -167,11 +167,11 @@ def planned(config: Config) -> Any:
     settings = settings_of(config.tools)
     plans = []
     for layers in (5, 3):
-        found = [_probing.ProbedLayer(name, i < layers, "") for i, name in enumerate(isolation.LAYERS)]
-        probe = _probing.Probe(tuple(found))
+        probed = [_probing.ProbedLayer(name, i < layers, "") for i, name in enumerate(isolation.LAYERS)]
+        probe = _probing.Probe(tuple(probed))
         try:
             level = _probing.choose(probe, settings.level, settings.min_level)
-            plan = isolation.make_plan(settings, level, [layer.name for layer in found if layer.ok], "/base")
+            plan = isolation.make_plan(settings, level, [layer.name for layer in probed if layer.ok], "/base")
             plans.append({name: getattr(plan, name) for name in ("level", "seccomp", "namespaces", "own_uid")})
         except LookupError as error:
             plans.append(str(error).splitlines()[0])
@@ -280,20 +280,20 @@ def blamed_of(config: Config) -> Any:
 def environments_of(config: Config) -> Any:
     """What a reset, a call and the end of an episode come to, and where it was held."""
     Trial.seen.clear()
-    if not (found := find_environments(config)):
+    if not (classes := find_environments(config)):
         return None
     if not isinstance(config.environment.host, HostThreads):
         host = hosts.make_host(config.environment.host, None, process=Replaced, actor=Replaced)
         return [worker.given for worker in host.workers]
     episodes = make_episodes(config, Registry())
     opened = episodes.open([("a", Problem("p", "?", "1", "knobs", {"environment": "a"}), 0)])["a"]
-    said = [opened.retries, opened.failure and opened.failure.text]
+    outcomes = [opened.retries, opened.failure and opened.failure.text]
     if opened.failure is None:
         episodes.play("a", Turn(0, 1, "", (ToolCall("look", {}, ""),)), (None,))
         while episodes.awaits("a"):
-            said += [answer.late for _, answer in episodes.poll(60.0)]
+            outcomes += [answer.late for _, answer in episodes.poll(60.0)]
     episodes.close()
-    return [one.__name__ for one in found], said
+    return [kind.__name__ for kind in classes], outcomes
 
 
 class Replaced:

@@ -115,8 +115,8 @@ def shaped(group, kind, state=None, **settings):
 
 def batch_of(groups, *, state=None, rng=None, masks=(), **more):
     """What the parts of a method see of these groups; rewards as they were scored."""
-    found = [features(group) for group in groups]
-    return MethodBatch(groups, found, [f.rewards for f in found], masks, state or AlgoState(), rng, **more)
+    arrays = [features(group) for group in groups]
+    return MethodBatch(groups, arrays, [f.rewards for f in arrays], masks, state or AlgoState(), rng, **more)
 
 
 def call(name="python"):

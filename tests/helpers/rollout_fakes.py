@@ -20,9 +20,9 @@ STOPS = (EOS, *CALLS)
 PROBLEM = Problem("p", "?", "1", "test")
 
 
-def one_rollout(place, prompt, budget, sample=0, **fields):
+def one_rollout(index, prompt, budget, sample=0, **fields):
     """A rendered request for one rollout."""
-    return RolloutRequest(PROBLEM, place, first_sample=sample, prompt=prompt, budget=budget, **fields)
+    return RolloutRequest(PROBLEM, index, first_sample=sample, prompt=prompt, budget=budget, **fields)
 
 
 class FakeTools:

@@ -5,19 +5,19 @@ import dataclasses
 import numpy as np
 
 
-def assert_same(found, expected):
-    assert type(found) is type(expected), (found, expected)
+def assert_same(actual, expected):
+    assert type(actual) is type(expected), (actual, expected)
     if isinstance(expected, np.ndarray | np.generic):
-        assert found.dtype == expected.dtype and np.array_equal(found, expected)
+        assert actual.dtype == expected.dtype and np.array_equal(actual, expected)
     elif dataclasses.is_dataclass(expected):
         for field in dataclasses.fields(expected):
-            assert_same(getattr(found, field.name), getattr(expected, field.name))
+            assert_same(getattr(actual, field.name), getattr(expected, field.name))
     elif isinstance(expected, tuple | list):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
+        assert len(actual) == len(expected)
+        for item, other in zip(actual, expected, strict=True):
+            assert_same(item, other)
     elif isinstance(expected, dict):
-        assert list(found) == list(expected)
-        assert_same([*found.values()], [*expected.values()])
+        assert list(actual) == list(expected)
+        assert_same([*actual.values()], [*expected.values()])
     else:
-        assert found == expected
+        assert actual == expected

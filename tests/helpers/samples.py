@@ -10,7 +10,7 @@ STATUSES = ("correct", "wrong", "no_answer", "truncated")
 def make_trajectory(rng: np.random.Generator, sample: int, *, turns: int = 3, width: int = 40, step: int = 3):
     """A prompt of 20 tokens, then turns of about `width` tokens with a call and an observation of 15 each."""
     tokens, mask, made = [rng.integers(3, 500, 20)], [np.zeros(20, bool)], []
-    place = 20
+    offset = 20
     for index in range(turns):
         length = int(rng.integers(1, width))
         failed = bool(rng.random() < 0.4)
@@ -27,17 +27,17 @@ def make_trajectory(rng: np.random.Generator, sample: int, *, turns: int = 3, wi
         )
         last = index == turns - 1
         text = "<answer>\\boxed{7}</answer>" if last else f"<reason>step {index}</reason><tool_call>{raw}</tool_call>"
-        said = {"reply": "no", "reward": 0.5} if last and sample % 2 else {}  # of an environment
-        made.append(Turn(place, place + length, text, () if last else (call,), () if last else (result,), **said))
+        answer = {"reply": "no", "reward": 0.5} if last and sample % 2 else {}  # of an environment
+        made.append(Turn(offset, offset + length, text, () if last else (call,), () if last else (result,), **answer))
         observed = 0 if last else 15
         tokens.append(rng.integers(3, 500, length + observed))
         mask.append(np.arange(length + observed) < length)
-        place += length + observed
+        offset += length + observed
     policy = np.concatenate(mask)
     return Trajectory(
         tokens=np.concatenate(tokens).astype(np.int32),
         policy_mask=policy,
-        logprobs=np.where(policy, -rng.exponential(size=place), 0).astype(np.float32),
+        logprobs=np.where(policy, -rng.exponential(size=offset), 0).astype(np.float32),
         versions=np.where(policy, step, -1).astype(np.int32),
         prompt_length=20,
         turns=tuple(made),

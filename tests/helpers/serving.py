@@ -72,9 +72,9 @@ class ScriptedLoop:
 
     def submit(self, job):
         ids = np.asarray(self.chat.turn_ids(next(self.texts)), np.int32)
-        whole = np.concatenate([job.prompt, ids])
-        mask = np.arange(len(whole)) >= len(job.prompt)
-        ended = SimpleNamespace(stop="eos", policy_mask=mask, versions=np.full(len(whole), 7))
+        tokens = np.concatenate([job.prompt, ids])
+        mask = np.arange(len(tokens)) >= len(job.prompt)
+        ended = SimpleNamespace(stop="eos", policy_mask=mask, versions=np.full(len(tokens), 7))
         events = [("seated", (0, 0.0)), *(("drawn", (part, part * -0.5)) for part in np.array_split(ids, 3))]
         for event, value in [*events, ("ended", ended)]:
             self.deliver(job.report, event, 0, value)
@@ -113,9 +113,9 @@ class Served:
 
     def not_applied(self, path, body, **headers):
         """The fields that an answer, which must be one, says were not applied; None if it says nothing."""
-        status, found, content = exchange(self.port, "POST", path, body, **headers)
+        status, reply_headers, content = exchange(self.port, "POST", path, body, **headers)
         assert status == 200, content
-        return found["X-Not-Applied"]
+        return reply_headers["X-Not-Applied"]
 
     def chat(self, messages, **fields):
         """The answer to messages, which must be one."""
@@ -193,8 +193,8 @@ NONSENSE = (
 def spoiled(value, rng):
     """A copy of a value in which one part is nonsense."""
     if isinstance(value, dict | list) and value and rng.random() < 0.8:
-        found = dict(value) if isinstance(value, dict) else list(value)
-        key = rng.choice([*found]) if isinstance(value, dict) else rng.randrange(len(found))
-        found[key] = spoiled(found[key], rng)
-        return found
+        copied = dict(value) if isinstance(value, dict) else list(value)
+        key = rng.choice([*copied]) if isinstance(value, dict) else rng.randrange(len(copied))
+        copied[key] = spoiled(copied[key], rng)
+        return copied
     return rng.choice(NONSENSE)

@@ -112,9 +112,9 @@ class FakeScorer:
 
     def score_all(self, problems, rollouts):
         verdict = make_group(0, 1).verdicts[0]
-        kept = [tuple(t for t in rows if t.stop != "cancelled") for rows in rollouts]
-        groups = (Group(problem, rows, (verdict,) * len(rows)) for problem, rows in zip(problems, kept, strict=True))
-        return SimpleNamespace(groups=tuple(groups), counts={"correct": sum(map(len, kept))}, faults=())
+        ended = [tuple(t for t in rows if t.stop != "cancelled") for rows in rollouts]
+        groups = (Group(problem, rows, (verdict,) * len(rows)) for problem, rows in zip(problems, ended, strict=True))
+        return SimpleNamespace(groups=tuple(groups), counts={"correct": sum(map(len, ended))}, faults=())
 
 
 def stepped(requests, options):
@@ -149,28 +149,28 @@ def opened(config, seed, processes=None):
 
 def play(stream, run, engine, steps, rng, *, again=0.0):
     """Steps with work in their updates, some with a second round: (step and samples of each round, rows dropped)."""
-    taken, dropped = [], 0
+    rounds, dropped = [], 0
     for _ in range(steps):
         engine.version = run.step
         for _ in range(1 + int(rng.random() < again)):
-            taken.append((run.step, stream.next_round(run, run.step)))
+            rounds.append((run.step, stream.next_round(run, run.step)))
         for _ in range(rng.integers(4)):
             if stream.meanwhile is not None:
                 stream.meanwhile()
-        dropped += stream.after_update(run, taken[-1][1].groups, {})[0]["rollout/dropped_stale"]
+        dropped += stream.after_update(run, rounds[-1][1].groups, {})[0]["rollout/dropped_stale"]
         run.step += 1
-    return taken, dropped
+    return rounds, dropped
 
 
-def check_taken(taken, lag, late="wait"):
+def check_taken(rounds, lag, late="wait"):
     """Steps take so many groups each: none twice, none too old, and whole ones unless late rows are dropped. Returns
     the numbers of their problems."""
-    for trained, samples in taken:
+    for trained, samples in rounds:
         assert len(samples.groups) == PROBLEMS
         assert age_metrics(samples.groups, trained)["rollout/lag_max"] <= lag
         for group in samples.groups:
             assert late == "drop" or sorted(t.sample for t in group.trajectories) == list(range(SAMPLES))
-    numbers = [int(group.problem.uid[1:]) for _, samples in taken for group in samples.groups]
+    numbers = [int(group.problem.uid[1:]) for _, samples in rounds for group in samples.groups]
     assert len(numbers) == len(set(numbers))
     return numbers
 
@@ -182,7 +182,7 @@ def check_keys(engines):
     return requests
 
 
-def rows_of(taken, stream):
+def rows_of(rounds, stream):
     """(rows of groups that were trained on, rows of groups that are open)."""
-    kept = sum(group.size for _, samples in taken for group in samples.groups)
-    return kept, sum(len(rows) for group in stream.open_groups for rows in group.rows)
+    trained = sum(group.size for _, samples in rounds for group in samples.groups)
+    return trained, sum(len(rows) for group in stream.open_groups for rows in group.rows)

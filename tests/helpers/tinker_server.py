@@ -79,10 +79,10 @@ def batch(model_id, seq, data, loss_fn="cross_entropy", forward_only=False, **co
         datum = request.data.add()
         datum.model_input.add().text.tokens = np.asarray(ids, "<i4").tobytes()
         for name, value in inputs.items():
-            whole = np.asarray(value).dtype.kind == "i"
-            array = np.asarray(value, "<i8" if whole else "<f4")
+            integral = np.asarray(value).dtype.kind == "i"
+            array = np.asarray(value, "<i8" if integral else "<f4")
             tensor = datum.loss_fn_inputs[name]
-            tensor.dense, tensor.dtype = array.tobytes(), 2 if whole else 1
+            tensor.dense, tensor.dtype = array.tobytes(), 2 if integral else 1
             tensor.shape.extend(array.shape)
     for name, value in config.items():
         request.loss_fn_config_v2[name].number = value
@@ -103,7 +103,7 @@ def encoded(*ids):
 
 
 def tokens_of(response):
-    return [np.frombuffer(one.tokens, "<i4").tolist() for one in response.sequences]
+    return [np.frombuffer(sequence.tokens, "<i4").tolist() for sequence in response.sequences]
 
 
 def logprobs_of(output):
@@ -126,8 +126,8 @@ class Client:
     def ask(self, path, body=None, *, method="POST", **headers):
         """(status, answer): JSON as such, anything else as bytes. Bytes are sent as protobuf."""
         headers["Content_Type"] = "application/x-protobuf" if isinstance(body, bytes) else "application/json"
-        status, found, content = exchange(self.port, method, f"/api/v1/{path}", body, **headers)
-        is_json = content and "json" in found["Content-Type"]
+        status, received, content = exchange(self.port, method, f"/api/v1/{path}", body, **headers)
+        is_json = content and "json" in received["Content-Type"]
         return status, json.loads(content) if is_json else content
 
     def get(self, path, method="GET"):
@@ -136,8 +136,8 @@ class Client:
 
     def refused(self, status, path, body=None, **request):
         """What is wrong with a request, which is answered with this status."""
-        found, answer = self.ask(path, body, **request)
-        assert found == status, answer
+        received, answer = self.ask(path, body, **request)
+        assert received == status, answer
         return answer["detail"]
 
     def post(self, path, /, **body):
@@ -205,12 +205,12 @@ class Client:
         body |= {"prompt": encoded(*prompt), "type": "sample"}
         answer = self.post("asample", sampling_session_id=session, **body, **fields)
         assert len(answer["sample_sequence_ids"]) == count
-        found = self.result(answer)
-        assert isinstance(found, bytes), found
-        return classes()["SampleResponse"].FromString(found)
+        received = self.result(answer)
+        assert isinstance(received, bytes), received
+        return classes()["SampleResponse"].FromString(received)
 
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
-    with served(tmp_path_factory.mktemp("store")) as found:
-        yield found
+    with served(tmp_path_factory.mktemp("store")) as connected:
+        yield connected

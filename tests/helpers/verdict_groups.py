@@ -52,9 +52,9 @@ def observed(cases, config, right=RIGHT, paid=PAID):
         for _ in range(3):
             every = [judged(cases.group(i), right[i], paid) for i in range(4)]
             seen += cases.one_step(config, state, rng, every)
-            groups, kept = seen.pop()
+            groups, trained = seen.pop()
             sampled, drift = [*groups[:3], failures(groups[3])], {g.problem.uid: 0.01 for g in groups}
-            state = next_state(sampled, kept, config, state, drift)
+            state = next_state(sampled, trained, config, state, drift)
             seen.append(dict(state.memory))
     problems = [group.problem for group in groups]
     draws = [(count, np.random.default_rng(seed)) for count in (1, 2, 3) for seed in range(8)]
