@@ -190,11 +190,11 @@ def test_against_the_update_itself_the_ratio_is_one(shift):
 
 def test_a_ratio_of_one_allows_one_step_on_the_newest_policy():
     assert read_config("--surrogate.old_logprobs=current").surrogate.own_ratio
-    for words, said in [
+    for words, message in [
         (["--batch.updates=several", "--batch.updates.epochs=2"], "old_logprobs = current with batch.updates several"),
         (["--rollout.step_limit=stream"], "recorded with scored"),
     ]:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             read_config("--surrogate.old_logprobs=current", *words)
 
 
@@ -310,8 +310,8 @@ def run(params, batch, update):
 def scored(rows, config, update=UpdateConfig()):  # noqa: B008
     params = reference.random_params(MODEL)
     batch, placement = pack(rows, config, 20)
-    found = zip(*(run(params, part, update) for part in micro_batches(batch)), strict=True)
-    return params, [unpack(np.stack(x), placement) for x in found]
+    outputs = zip(*(run(params, part, update) for part in micro_batches(batch)), strict=True)
+    return params, [unpack(np.stack(x), placement) for x in outputs]
 
 
 LENGTHS = [5, 11, 2, 16, 9, 1, 13]
@@ -333,9 +333,9 @@ def test_the_temperature_is_one_unless_given():
     model = dataclasses.replace(MODEL, layers=1)
     (row,), params = reference.random_rows([4], V), reference.random_params(model)
     (batch,) = micro_batches(pack([row], BatchConfig(4, 1), 1)[0])
-    found = jax.jit(lambda params, batch: policy_logprobs(params, batch, model, UpdateConfig())[0])(params, batch)
+    logprobs = jax.jit(lambda params, batch: policy_logprobs(params, batch, model, UpdateConfig())[0])(params, batch)
     expected, _ = reference.token_logprobs(reference.logits(params, row.tokens, model), row.tokens, 1.0)
-    np.testing.assert_allclose(found[0], expected, atol=1e-5)
+    np.testing.assert_allclose(logprobs[0], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["reference", "blocked"])

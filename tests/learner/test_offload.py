@@ -44,12 +44,12 @@ def kinds(tree):
 
 def test_arrays_move_slice_by_slice_and_the_source_is_deleted():
     mesh = mesh_of(1, 2, 2)
-    split, whole = NamedSharding(mesh, P("fsdp", "tensor")), NamedSharding(mesh, P())
+    split, replicated = NamedSharding(mesh, P("fsdp", "tensor")), NamedSharding(mesh, P())
     values = np.arange(48, dtype=np.float32).reshape(8, 6)
     tree = {
         "split": jax.device_put(values, split),
-        "whole": jax.device_put(values.astype(jnp.bfloat16), whole),
-        "count": jax.device_put(np.int32(7), whole),
+        "whole": jax.device_put(values.astype(jnp.bfloat16), replicated),
+        "count": jax.device_put(np.int32(7), replicated),
     }
     with jax.transfer_guard("disallow"):
         away = to_host(tree)
@@ -163,9 +163,9 @@ def test_checkpoints_are_those_of_moments_on_devices(tmp_path):
         back = to_device(away.opt_state)  # at once, as the next update would
         jax.tree.map(lambda leaf: leaf.delete(), back)
         for like in (fresh(), fresh().replace(opt_state=to_host(fresh().opt_state))):
-            found = checkpointer.restore_latest({"state": like}).train["state"]
-            assert kinds(found.opt_state) == kinds(like.opt_state) and kinds(found.params) == {"device"}
-            jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, found), wanted)
+            restored = checkpointer.restore_latest({"state": like}).train["state"]
+            assert kinds(restored.opt_state) == kinds(like.opt_state) and kinds(restored.params) == {"device"}
+            jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, restored), wanted)
         spoilt = to_host(jax.tree.map(lambda leaf: leaf * jnp.nan if leaf.ndim else leaf, fresh().opt_state))
         assert not checkpointer.save(2, Bundle({"state": fresh().replace(opt_state=spoilt)}))
         assert "NaN" in checkpointer.failures[-1]
@@ -185,21 +185,21 @@ def test_plans_leave_the_moments_out_of_sampling_and_suggest_it():
     plain, away = planned(), planned("--optim.offload", "True")
     mesh = plain["mesh"]
     moments = 8 * plain["parameters"] / (mesh["fsdp"] * mesh["tensor"])
-    for one, other in zip(plain["programs"], away["programs"], strict=True):
-        saved = 0.0 if one["name"] == "update" else moments
+    for program, other in zip(plain["programs"], away["programs"], strict=True):
+        saved = 0.0 if program["name"] == "update" else moments
         # The scales of norms are whole on each device.
-        assert one["total"] - other["total"] == pytest.approx(saved, rel=2e-4), one["name"]
+        assert program["total"] - other["total"] == pytest.approx(saved, rel=2e-4), program["name"]
     # Slots whose cache is too large by less than the moments, and then by more.
     decode = next(needs for needs in plain["programs"] if needs["name"] == "decode")
     slots = load_config(Config, ["rstar2_qwen3_14b"], prog="test").rollout.slots
     room = 0.9 * plain["chip"]["memory_bytes"] - decode["total"]
-    for extra, said in ((room + moments / 2, True), (room + 2 * moments, False)):
+    for extra, suggested in ((room + moments / 2, True), (room + 2 * moments, False)):
         wanted = int(slots * (1 + extra / (decode["aliased"] + decode["temporaries"])))
         report = planned("--rollout.slots", str(wanted))
         assert not report["fits"] and report["lines"][-1].startswith("together"), report["lines"]
-        assert ("--optim.offload True" in report["lines"][-1]) is said, report["lines"]
+        assert ("--optim.offload True" in report["lines"][-1]) is suggested, report["lines"]
         away = planned("--rollout.slots", str(wanted), "--optim.offload", "True")
-        assert away["fits"] is said and "optim.offload" not in "".join(away["lines"])
+        assert away["fits"] is suggested and "optim.offload" not in "".join(away["lines"])
 
 
 def test_the_dry_run_counts_moments_or_the_sampler():

@@ -122,7 +122,7 @@ def test_a_plain_number_of_updates_is_that_many_parts():
 
 def test_refusals_name_the_numbers():
     row = reference.random_rows([4], 50)[0]
-    for refused, said in [
+    for refused, message in [
         (lambda: pack(reference.random_rows([3, 17], 50), CONFIG, 1), r"17 tokens but batch.row_length = 16"),
         (lambda: pack(reference.random_rows([16] * 3, 50), CONFIG, 1), r"2 micro-batches of 2, but 1 are allocated"),
         (lambda: worst_case_micro_batches(4, 20, CONFIG), r"may have 20 tokens but batch.row_length = 16"),
@@ -131,5 +131,5 @@ def test_refusals_name_the_numbers():
         (lambda: dataclasses.replace(row, ratio_segments=np.array([0, 1, 2, 4], np.int32)), r"span 0\.\.4"),
         (lambda: TrainRow(*[np.zeros(0)] * 7), "no tokens"),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             refused()

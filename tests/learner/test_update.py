@@ -149,12 +149,12 @@ def test_gradients_are_added_over_data_once_a_step_in_float32(rows, axes):
     def over_data(line):
         return any(len({int(np.argwhere(copies == i)[0, 0]) for i in group}) > 1 for group in device_groups(line.rest))
 
-    found = {name: [line for line in lines.values() if over_data(line)] for name, lines in program.computations.items()}
-    assert {name for name, lines in found.items() if lines} == {program.entry}
-    summed = [array for line in found[program.entry] for array in arrays(line.shape)]
-    held = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params))
+    sums = {name: [line for line in lines.values() if over_data(line)] for name, lines in program.computations.items()}
+    assert {name for name, lines in sums.items() if lines} == {program.entry}
+    summed = [array for line in sums[program.entry] for array in arrays(line.shape)]
+    shard_size = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params))
     assert {dtype for dtype, _, _ in summed} == {"f32"}
-    assert held <= sum(np.prod(dims) for _, dims, _ in summed) < held + 50
+    assert shard_size <= sum(np.prod(dims) for _, dims, _ in summed) < shard_size + 50
 
 
 def test_nan_under_the_mask_reaches_no_device_of_a_row(rows, wanted):
@@ -283,14 +283,14 @@ def test_other_programs_run_between_the_micro_batches_of_an_update_in_parts(rows
         again, skipped = logged(again, empty, between=lambda: None)
         trace.clear()
         with CompilationCounter() as compilations:
-            again, found = logged(again, batch, between=lambda: trace.append("chunk"))
+            again, metrics = logged(again, batch, between=lambda: trace.append("chunk"))
     assert compilations.count == 0 and float(skipped["update/skipped"]) == 1
     assert int(batch.count) > 1 and trace == ["micro-batch", "chunk"] * int(batch.count)
     state, wanted = step(state, batch)
     for name in wanted:
-        assert float(found[name]) == pytest.approx(float(wanted[name]), rel=1e-5, abs=1e-6), name
-    for one, other in zip(jax.tree.leaves(again.params), jax.tree.leaves(state.params), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+        assert float(metrics[name]) == pytest.approx(float(wanted[name]), rel=1e-5, abs=1e-6), name
+    for leaf, other in zip(jax.tree.leaves(again.params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_allclose(leaf, other, atol=1e-6)
     assert int(again.step) == int(state.step) == 1
 
 
@@ -357,14 +357,14 @@ def test_the_optimizer_is_that_of_optax(moments, largest):
     adamw = optax.adamw(make_schedule(config), config.beta1, config.beta2, mu_dtype=moments, weight_decay=0.1,
                         mask=lambda tree: {"wq": True, "norm": False})  # fmt: skip
     other = optax.chain(optax.clip_by_global_norm(largest), adamw) if largest else adamw
-    own = make_optimizer(config)
-    states, trees = [own.init(params), other.init(params)], [params, params]
+    ours = make_optimizer(config)
+    states, trees = [ours.init(params), other.init(params)], [params, params]
     for _ in range(5):
         grads = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), params)
-        held = own.update(grads, states[0], trees[0], applied=False)[1]
-        moved = [leaf for leaf in zip(jax.tree.leaves(held), jax.tree.leaves(states[0]), strict=True) if leaf[0].ndim]
+        state = ours.update(grads, states[0], trees[0], applied=False)[1]
+        moved = [leaf for leaf in zip(jax.tree.leaves(state), jax.tree.leaves(states[0]), strict=True) if leaf[0].ndim]
         assert all(np.array_equal(after, before) for after, before in moved)
-        for k, optimizer in enumerate((own, other)):
+        for k, optimizer in enumerate((ours, other)):
             updates, states[k] = optimizer.update(grads, states[k], trees[k])
             trees[k] = optax.apply_updates(trees[k], updates)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), *trees)
@@ -427,7 +427,7 @@ def test_supervised_training_learns_its_rows(rows):
 
 
 @pytest.mark.parametrize(
-    ("axes", "own"),
+    ("axes", "by_row"),
     [
         ((2, 2, 2), False),
         ((1, 2, 2, 2), True),
@@ -436,10 +436,10 @@ def test_supervised_training_learns_its_rows(rows):
     ],
     ids=str,
 )
-def test_scores_equal_loops_and_put_the_ratio_at_one(rows, axes, own):
+def test_scores_equal_loops_and_put_the_ratio_at_one(rows, axes, by_row):
     """At the temperature of the program, or of each row where rows have their own and the first that of the run."""
     params, given, heat = params_of(), {}, HEAT
-    if own:
+    if by_row:
         given, heat, each = {"temperature": HEAT}, 9.0, [None, *[1.0, 1.3, HEAT] * 4]
         rows = [dataclasses.replace(row, temperature=value) for row, value in zip(rows, each, strict=True)]
     batch, placement = batch_on(axes, rows, **given)
@@ -453,7 +453,7 @@ def test_scores_equal_loops_and_put_the_ratio_at_one(rows, axes, own):
         expected, expected_entropy = reference.token_logprobs(logits, row.tokens, row.temperature or HEAT)
         np.testing.assert_allclose(got, expected, atol=1e-5)
         np.testing.assert_allclose(got_entropy, expected_entropy, atol=1e-5)
-    if not own:
+    if not by_row:
         rescored = [dataclasses.replace(row, logprobs_old=old) for row, old in zip(rows, logprobs, strict=True)]
         _, metrics = step_of(axes)(state_on(axes), batch_on(axes, rescored)[0])
         assert float(metrics["loss/logprob_gap_max"]) < 1e-6
@@ -467,5 +467,5 @@ def test_gradients_of_several_temperatures_add_up(rows):
     cooled = params_of() | {"final_norm": params_of()["final_norm"] * ratio}
     part = gradients(rows[1::2], params=cooled)[1]
     part["final_norm"] = part["final_norm"] * ratio
-    for whole, *two in zip(*map(jax.tree.leaves, (together, gradients(rows[::2])[1], part)), strict=True):
-        np.testing.assert_allclose(whole, sum(two), atol=1e-5 * float(np.abs(whole).max()))
+    for total, *two in zip(*map(jax.tree.leaves, (together, gradients(rows[::2])[1], part)), strict=True):
+        np.testing.assert_allclose(total, sum(two), atol=1e-5 * float(np.abs(total).max()))

@@ -85,8 +85,8 @@ def test_a_method_is_one_file_of_the_users(tmp_path, monkeypatch):
     group = make_group([1, 0, 0.5, 0], calls=[1, 1, 1, 1])
     rows = rows_of([group], config)
     expected = np.array([1.5, -1, 0.5, -1]) / np.sqrt((1.5**2 + 1 + 0.25 + 1) / 3)
-    found = [row.advantages[row.policy_mask][0] for row in rows]
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    advantages = [row.advantages[row.policy_mask][0] for row in rows]
+    np.testing.assert_allclose(advantages, expected, atol=1e-4)
 
 
 PLAIN = {"none", "custom", "constant", "uniform", "logp", "nll", "ratio", "sign_weights", "truncated_is"}
@@ -199,8 +199,8 @@ def test_equal_rewards_have_no_gradient(name):
 def kept_groups(config):
     """Random groups as selection leaves them, at most five trajectories each."""
     generator = np.random.default_rng(1)
-    kept = [subset(g, resample_group(g, config, generator)) for g in groups(config)]
-    return [take_trajectories(group, range(min(5, group.size))) for group in kept]
+    selected = [subset(g, resample_group(g, config, generator)) for g in groups(config)]
+    return [take_trajectories(group, range(min(5, group.size))) for group in selected]
 
 
 @functools.cache
@@ -212,11 +212,11 @@ def kept_rows(config):
 @pytest.mark.parametrize("name", METHODS)
 def test_the_order_inside_a_group_changes_nothing(name):
     config = load(name)
-    kept = kept_groups(config)
-    order = np.random.default_rng(3).permutation(kept[0].size)
+    selected = kept_groups(config)
+    order = np.random.default_rng(3).permutation(selected[0].size)
     base = products(kept_rows(config))
-    after = iter(products(rows_of([take_trajectories(group, order) for group in kept], config)))
-    for first in range(0, len(base), kept[0].size):
+    after = iter(products(rows_of([take_trajectories(group, order) for group in selected], config)))
+    for first in range(0, len(base), selected[0].size):
         for i in order:
             np.testing.assert_allclose(next(after), base[first + i], atol=1e-6)
 
@@ -225,7 +225,7 @@ def test_the_order_inside_a_group_changes_nothing(name):
 def test_prompts_and_observations_stay_out(name, reads_ids=False):
     """Whatever their ids are, unless the method reads ids, and whatever the passes say of them."""
     config = load(name)
-    kept = kept_groups(config)
+    selected = kept_groups(config)
     generator = np.random.default_rng(9)
 
     def noisy(t):
@@ -233,7 +233,7 @@ def test_prompts_and_observations_stay_out(name, reads_ids=False):
             return t
         return dataclasses.replace(t, tokens=np.where(t.policy_mask, t.tokens, generator.integers(0, 99, t.length)))
 
-    moved = [Group(g.problem, tuple(map(noisy, g.trajectories)), g.verdicts) for g in kept]
+    moved = [Group(g.problem, tuple(map(noisy, g.trajectories)), g.verdicts) for g in selected]
     base, after = kept_rows(config), rows_of(moved, config, noise=generator)
     for left, right in zip(base, after, strict=True):
         on = left.policy_mask
@@ -285,9 +285,9 @@ def test_on_policy_every_loss_is_the_policy_gradient(name):
     """At ratio 1 the gradient of each token's log-probability is -advantage x weight, whatever the surrogate."""
     config = load(name)
     rows = kept_rows(config)
-    found = packed_gradients(rows, config, 256, 1)
-    assert any(np.asarray(g).any() for g in found)
-    for row, gradient in zip(rows, found, strict=True):
+    gradients = packed_gradients(rows, config, 256, 1)
+    assert any(np.asarray(g).any() for g in gradients)
+    for row, gradient in zip(rows, gradients, strict=True):
         dropped = row.marked if name == "clip_cov" else np.zeros(row.length, bool)
         np.testing.assert_allclose(gradient, np.where(dropped, 0.0, -row.advantages * row.weights), atol=1e-6)
 
@@ -299,28 +299,28 @@ def test_composition(name, any_order=True):
     state = initial_state(config)
     sampled = groups(config)
     generator = np.random.default_rng(1)
-    kept = []
+    selected = []
     for group in sampled:
         selection = resample_group(group, config, generator)
         assert selection.kept
         assert len(selection.indices) == min(config.group.size, group.size)
-        kept.append(subset(group, selection))
-    rows = rows_of(kept, config)
+        selected.append(subset(group, selection))
+    rows = rows_of(selected, config)
     base = products(rows)
     assert any(p.any() for p in base), "no trajectory has a gradient"
-    for row, trajectory in zip(rows, trajectories(kept), strict=True):
+    for row, trajectory in zip(rows, trajectories(selected), strict=True):
         assert np.isfinite(row.advantages).all()
         assert np.isfinite(row.weights).all()
         assert (row.weights >= 0).all()
         assert not row.weights[~trajectory.policy_mask].any(), "an observation or prompt token has weight"
     # The order of groups changes nothing.
-    moved = products(rows_of(kept[::-1], config))
-    sizes = [g.size for g in kept]
+    moved = products(rows_of(selected[::-1], config))
+    sizes = [g.size for g in selected]
     back = [moved[sum(sizes[g + 1 :]) : sum(sizes[g:])] for g in range(len(sizes))]
     if any_order:
         for before, after in zip(base, [p for part in back for p in part], strict=True):
             np.testing.assert_allclose(before, after, atol=1e-6)
-    after = next_state(sampled, kept, config, state)
+    after = next_state(sampled, selected, config, state)
     assert after.step == 1
     again = AlgoState.from_tree(after.to_tree())
     np.testing.assert_array_equal(again.table.values, after.table.values)
@@ -369,9 +369,9 @@ def test_most_methods_are_held_to_that():
 
 def check_unit(config, scaled):
     """A constant on all rewards changes no gradient, and for `scaled` no factor does."""
-    kept = kept_groups(config)
+    selected = kept_groups(config)
     base = products(kept_rows(config))
     changes = [lambda r: r + 5, lambda r: 3 * r] if scaled else [lambda r: r + 5]
     for change in changes:
-        for left, right in zip(base, products(rows_of(rewarded(kept, change), config)), strict=True):
+        for left, right in zip(base, products(rows_of(rewarded(selected, change), config)), strict=True):
             np.testing.assert_allclose(left, right, atol=1e-5)

@@ -113,17 +113,17 @@ def test_tokens_that_masked_importance_sampling_rejects_leave_the_count():
     first, second = ((t.logprobs.copy(), np.flatnonzero(t.policy_mask)) for t in trajectories(groups))
     first[0][first[1][:2]] += np.log(3)
     config = method(2, surrogate={"old_logprobs": "scored"}, weights={"factors": ["masked_is"]})
-    one, two = train_rows(groups, config, AlgoState(), scores=Scores([first[0], second[0]]))
-    assert np.flatnonzero(one.policy_mask).tolist() == first[1][2:].tolist()
-    np.testing.assert_allclose(one.weights[one.policy_mask], 1 / 6, rtol=1e-6)
-    np.testing.assert_allclose(two.weights[two.policy_mask], 1 / 6, rtol=1e-6)
-    whole = method(
+    short, long = train_rows(groups, config, AlgoState(), scores=Scores([first[0], second[0]]))
+    assert np.flatnonzero(short.policy_mask).tolist() == first[1][2:].tolist()
+    np.testing.assert_allclose(short.weights[short.policy_mask], 1 / 6, rtol=1e-6)
+    np.testing.assert_allclose(long.weights[long.policy_mask], 1 / 6, rtol=1e-6)
+    geometric = method(
         2,
         surrogate={"old_logprobs": "scored"},
         weights={"factors": [{"kind": "masked_is", "level": "geometric"}], "normalizer": "sequence_mean"},
     )
-    one, two = train_rows(groups, whole, AlgoState(), scores=Scores([first[0], second[0]]))
-    assert not one.policy_mask.any() and two.weights.max() == pytest.approx(1 / 5)
+    short, long = train_rows(groups, geometric, AlgoState(), scores=Scores([first[0], second[0]]))
+    assert not short.policy_mask.any() and long.weights.max() == pytest.approx(1 / 5)
 
 
 def test_supervised_rows():

@@ -39,7 +39,7 @@ def advantages(group, teacher, step=PATH, **sections):
     return [row.advantages[row.policy_mask] for row in rows]
 
 
-def said(trajectory, values):
+def logprobs_of(trajectory, values):
     """Log-probabilities of a trajectory with noise off the mask."""
     out = np.full(trajectory.length, 5.0, np.float32)
     out[trajectory.policy_mask] = values
@@ -53,13 +53,13 @@ def said(trajectory, values):
 def test_the_specifications_vector(settings, expected):
     """A_t = log p_teacher - log p, and discounted sums of it."""
     group = make_group([1], lengths=[3], observation=[2], logprobs=[OLD])
-    found = advantages(group, [said(group.trajectories[0], NOW)], PATH | settings)
-    np.testing.assert_allclose(found[0], expected, atol=1e-6)
+    values = advantages(group, [logprobs_of(group.trajectories[0], NOW)], PATH | settings)
+    np.testing.assert_allclose(values[0], expected, atol=1e-6)
 
 
 def test_it_adds_to_the_advantage_of_the_reward():
     group = make_group([1, 0], lengths=[3, 3], logprobs=[OLD, OLD])
-    teacher = [said(group.trajectories[0], NOW), None]
+    teacher = [logprobs_of(group.trajectories[0], NOW), None]
     config = method(2, advantage={"scale": "none", "adjust": [PATH]})
     rows = train_rows([group], config, AlgoState(), scores=Scores(teacher=teacher))
     np.testing.assert_allclose(rows[0].advantages[rows[0].policy_mask], [0.7, -0.5, 0.5], atol=1e-6)
@@ -92,8 +92,8 @@ def test_what_the_teacher_is_shown():
     assert shown(group, 0, column="solution", intro="See: ") == "\nSee: think"
     assert shown(group, 0, column="nothing") == shown(group, 0, column="null") == ""
     assert [shown(group, i, shows="success") for i in range(3)] == [f"\nSolution: way {i}" for i in (1, 2, 1)]
-    one = make_group([1, 0, 0])
-    assert [bool(shown(one, i, shows="success")) for i in range(3)] == [False, True, True]
+    single = make_group([1, 0, 0])
+    assert [bool(shown(single, i, shows="success")) for i in range(3)] == [False, True, True]
 
 
 class Reading(GroupLearner):
@@ -118,27 +118,27 @@ def test_the_response_is_scored_after_the_teachers_prompt():
     groups = [make_group([1, 0], lengths=[2, 3], observation=[1, 0]), make_group([0], lengths=[1])]
     run = SimpleNamespace(train=SimpleNamespace(params=2.0), reference=3.0, method=AlgoState())
     learner = reading("{kind: self_teacher, intro: ab}")
-    found = learner.with_teacher(Scores(), groups, run).teacher
+    teacher = learner.with_teacher(Scores(), groups, run).teacher
     rows = trajectories(groups)
     assert learner.seen == [[99, 10, *b"ab1", *t.tokens[t.prompt_length :]] for t in rows]
-    for t, values in zip(rows, found, strict=True):
+    for t, values in zip(rows, teacher, strict=True):
         np.testing.assert_array_equal(values, np.where(np.arange(t.length) < t.prompt_length, 0, 2 * t.tokens))
     moving = "{kind: self_teacher, weights: reference, shows: success, intro: ''}"
-    found = reading(moving, 64).with_teacher(Scores(), groups, run).teacher
-    assert [values is None for values in found] == [True, False, True]
-    assert found[1][-1] == 3 * rows[1].tokens[-1]
+    teacher = reading(moving, 64).with_teacher(Scores(), groups, run).teacher
+    assert [values is None for values in teacher] == [True, False, True]
+    assert teacher[1][-1] == 3 * rows[1].tokens[-1]
     short = reading("{kind: self_teacher, intro: ab}", 4)
     assert short.with_teacher(Scores(), groups, run).teacher == [None] * 3, "prompts are never cut"
 
 
 def test_vocabularies():
-    own = ByteTokenizer()
-    check_vocabulary(own, ByteTokenizer())
-    check_vocabulary(own, ByteTokenizer((*OWN_SPECIALS, "<more>")))
+    tokenizer = ByteTokenizer()
+    check_vocabulary(tokenizer, ByteTokenizer())
+    check_vocabulary(tokenizer, ByteTokenizer((*OWN_SPECIALS, "<more>")))
     with pytest.raises(ValueError, match=r"it has 2\d\d ids, .* share the vocabulary"):
-        check_vocabulary(own, ByteTokenizer(OWN_SPECIALS[:-1]))
+        check_vocabulary(tokenizer, ByteTokenizer(OWN_SPECIALS[:-1]))
     with pytest.raises(ValueError, match=r"id 256 is '<\|im_end\|>' there and '<.pad.>' in this run"):
-        check_vocabulary(own, ByteTokenizer((OWN_SPECIALS[1], OWN_SPECIALS[0], *OWN_SPECIALS[2:])))
+        check_vocabulary(tokenizer, ByteTokenizer((OWN_SPECIALS[1], OWN_SPECIALS[0], *OWN_SPECIALS[2:])))
 
 
 @pytest.fixture(scope="module")

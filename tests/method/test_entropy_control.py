@@ -49,8 +49,8 @@ def on_device(rows, scores, surrogate, entropy=0.0):
         assert ("marked" in sums) == (part.marked is not None)
         return value
 
-    found, slopes = jax.value_and_grad(value, argnums=(0, 1))(now, jnp.full(now.shape, entropy))
-    return float(found), *(unpack(np.asarray(slope)[None], placement) for slope in slopes)
+    loss, slopes = jax.value_and_grad(value, argnums=(0, 1))(now, jnp.full(now.shape, entropy))
+    return float(loss), *(unpack(np.asarray(slope)[None], placement) for slope in slopes)
 
 
 def marked(rows):
@@ -60,13 +60,13 @@ def marked(rows):
 def test_clip_cov_draws_among_high_covariances():
     config = signed(surrogate={"kind": "clip_cov"})
     places = [np.flatnonzero(np.concatenate(marked(rows_of(config, seed=seed)[0]))).tolist() for seed in range(8)]
-    assert sorted({place for (place,) in places}) == [0, 3], "a random one of the two candidates"
+    assert sorted({index for (index,) in places}) == [0, 3], "a random one of the two candidates"
     rows, scores = rows_of(config)
     value, slopes, _ = on_device(rows, scores, config.surrogate)
-    ratio, a, kept = np.exp(NOW - OLD).ravel(), np.array([1, 1, -1, -1]), np.arange(4) != places[0][0]
-    assert value == pytest.approx(-(ratio * a)[kept].sum() / 4, abs=1e-5), "the dropped token stays in the count"
-    found = np.concatenate([s[row.policy_mask] for s, row in zip(slopes, rows, strict=True)])
-    np.testing.assert_allclose(found, np.where(kept, -ratio * a / 4, 0), atol=1e-5)
+    ratio, a, mask = np.exp(NOW - OLD).ravel(), np.array([1, 1, -1, -1]), np.arange(4) != places[0][0]
+    assert value == pytest.approx(-(ratio * a)[mask].sum() / 4, abs=1e-5), "the dropped token stays in the count"
+    gradient = np.concatenate([s[row.policy_mask] for s, row in zip(slopes, rows, strict=True)])
+    np.testing.assert_allclose(gradient, np.where(mask, -ratio * a / 4, 0), atol=1e-5)
 
 
 def test_clip_cov_leaves_clipped_tokens_to_the_clip():
@@ -87,8 +87,8 @@ def test_kl_cov_fixture():
     value, slopes, _ = on_device(rows, scores, config.surrogate)
     losses = np.array([-1.105171, -0.904837, 1, 1.106531])
     assert value == pytest.approx(losses.mean(), abs=1e-5)
-    found = np.concatenate([s[row.policy_mask] for s, row in zip(slopes, rows, strict=True)])
-    np.testing.assert_allclose(found, np.array([-1.105171, -0.904837, 1, 0.606531 - 1]) / 4, atol=1e-5)
+    gradient = np.concatenate([s[row.policy_mask] for s, row in zip(slopes, rows, strict=True)])
+    np.testing.assert_allclose(gradient, np.array([-1.105171, -0.904837, 1, 0.606531 - 1]) / 4, atol=1e-5)
     rows, scores = rows_of(config, now=OLD)
     assert on_device(rows, scores, config.surrogate)[1][1][-1] == pytest.approx(0.25), "no penalty before a change"
     assert np.concatenate(marked(rows_of(signed(surrogate={"kind": "kl_cov", "share": 0.5}))[0])).sum() == 2
@@ -116,17 +116,17 @@ def bonus(**settings):
 
 def test_the_coefficient_follows_the_target():
     """The vector of the specification: H = 0.1, 0.15, 0.25, 0.3, 0.1 about a target of 0.2."""
-    config, state, found = bonus(), AlgoState(), []
+    config, state, coefficients = bonus(), AlgoState(), []
     for entropy in (0.1, 0.15, 0.25, 0.3, 0.1):
         groups = [group(np.full((2, 2), -entropy))]
         (applied,) = {row.entropy_coefficient for row in train_rows(groups, config, state)}
         metrics = method_metrics(groups, config, state, Scores())
         assert metrics == {"entropy/coefficient": applied, "entropy/sampled": pytest.approx(entropy)}
         state = next_state(groups, groups, config, state)
-        found.append((state.recall("entropy_coefficient", -1), applied > 0))
+        coefficients.append((state.recall("entropy_coefficient", -1), applied > 0))
         assert applied in (0, state.recall("entropy_coefficient", -1))
-    np.testing.assert_allclose([a for a, _ in found], [1e-4, 2e-4, 1e-4, 0, 1e-4], atol=1e-12)
-    assert [on for _, on in found] == [True, True, False, False, True]
+    np.testing.assert_allclose([a for a, _ in coefficients], [1e-4, 2e-4, 1e-4, 0, 1e-4], atol=1e-12)
+    assert [on for _, on in coefficients] == [True, True, False, False, True]
     restored = AlgoState.from_tree(state.to_tree())
     assert restored.recall("entropy_coefficient", -1) == state.recall("entropy_coefficient", -1)
     assert next_state(groups, [], config, state).memory == state.memory, "a step that trains nothing changes nothing"

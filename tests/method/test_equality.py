@@ -45,8 +45,8 @@ def test_what_cancels_is_nothing():
 def advantages(rewards, advantage, **sections):
     sections = {"resample": {"kind": "none", "drop": "none"}, "advantage": advantage} | sections
     groups = [make_group(rewards, uid="a"), make_group(rewards, uid="b")]
-    found = train_rows(groups, method(len(rewards), **sections), AlgoState(), rng=np.random.default_rng(0))
-    return np.array([row.advantages[-1] for row in found])
+    rows = train_rows(groups, method(len(rewards), **sections), AlgoState(), rng=np.random.default_rng(0))
+    return np.array([row.advantages[-1] for row in rows])
 
 
 TURNS = [{"adjust": ["turns"]}, {"adjust": [{"kind": "turns", "standardize": True}]}]
@@ -60,9 +60,9 @@ def test_rounding_gives_no_advantage(advantage):
 
 
 def test_a_small_difference_of_small_rewards_is_one():
-    found = advantages(brevity([8000, 8050, 8200, 7600]), {"kind": "group", "scale": {"kind": "std", "eps": 0.0}})
+    values = advantages(brevity([8000, 8050, 8200, 7600]), {"kind": "group", "scale": {"kind": "std", "eps": 0.0}})
     lengths = np.array([8000, 8050, 8200, 7600] * 2)
-    assert (np.argsort(found[:4]) == np.argsort(-lengths[:4])).all() and found[:4].std(ddof=1) == pytest.approx(1)
+    assert (np.argsort(values[:4]) == np.argsort(-lengths[:4])).all() and values[:4].std(ddof=1) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

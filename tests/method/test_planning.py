@@ -53,7 +53,7 @@ def test_reward_tokens():
     plan = planned(condition={"kind": "reward_tokens", "draw": "fixed", "high_share": 0.25}, warmup_steps=2)
     requests = first(problems("a", "b"), 8, plan)
     each = [(2, "high_reward"), (6, "low_reward")]
-    assert asked(requests) == [(place, *part) for place in (0, 1) for part in each]
+    assert asked(requests) == [(index, *part) for index in (0, 1) for part in each]
     assert requests[0].suffix == "\n[Reward Goal: <|high_reward|>]"
 
 
@@ -71,12 +71,12 @@ def test_a_suffix_for_all_prompts():
 
 def test_gathered():
     batch = problems("a", "b")
-    requests = [RolloutRequest(batch[place], place, count) for place, count in ((0, 1), (1, 1), (0, 2))]
+    requests = [RolloutRequest(batch[index], index, count) for index, count in ((0, 1), (1, 1), (0, 2))]
     results = [make_group([1], uid="a"), make_group([0], uid="b"), make_group([0, 1], uid="a")]
-    one, two = gathered(batch, requests, results)
-    assert one.rewards.tolist() == [1, 0, 1]
-    assert two.rewards.tolist() == [0]
-    assert one.problem is batch[0]
+    group_a, group_b = gathered(batch, requests, results)
+    assert group_a.rewards.tolist() == [1, 0, 1]
+    assert group_b.rewards.tolist() == [0]
+    assert group_a.problem is batch[0]
 
 
 def test_the_best_text_is_the_first_of_the_best():

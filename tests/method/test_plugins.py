@@ -52,9 +52,9 @@ def attempts(*kinds):
         call = ToolCall("python", {}, f"print({index})")
         tokens += [100 + index, CLEAN.CALL_ID, 200 + index]
         mask += [True] * 3
-        own = () if kind is None else (call,)
+        calls = () if kind is None else (call,)
         results = () if kind is None else (ToolResult(kind),)
-        turns.append(Turn(start, start + 3, f"t{index}{CLEAN.CALL}c{index}", own, results))
+        turns.append(Turn(start, start + 3, f"t{index}{CLEAN.CALL}c{index}", calls, results))
         if kind is not None:
             tokens += [300 + index] * 4
             mask += [False] * 4

@@ -62,13 +62,13 @@ def test_estimates_of_a_token():
 )
 def test_reward_less_the_divergence_of_the_trajectory(estimator, costs):
     """R_i - beta sum_t KL_t, then leave-one-out: RLOO with KL in the reward."""
-    found = advantages(
+    values = advantages(
         shaping=[{"kind": "kl", "coef": 0.1, "estimator": estimator}],
         advantage={"baseline": "leave_one_out", "scale": "none"},
     )
     first, second = 1 - 0.1 * costs[0], -0.1 * costs[1]
-    np.testing.assert_allclose(found[0], [first - second] * 2, atol=1e-6)
-    np.testing.assert_allclose(found[1], [second - first] * 3, atol=1e-6)
+    np.testing.assert_allclose(values[0], [first - second] * 2, atol=1e-6)
+    np.testing.assert_allclose(values[1], [second - first] * 3, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_reward_less_the_divergence_of_the_trajectory(estimator, costs):
 )
 def test_every_token_pays_for_what_follows(discount, costs):
     step = {"kind": "kl", "coef": 0.1, "discount": discount}
-    found = advantages(advantage=PLAIN | {"adjust": [step]})
-    for reward, own, cost in zip((1, 0), found, costs, strict=True):
-        np.testing.assert_allclose(own, reward - 0.1 * np.array(cost), atol=1e-6)
+    values = advantages(advantage=PLAIN | {"adjust": [step]})
+    for reward, row, cost in zip((1, 0), values, costs, strict=True):
+        np.testing.assert_allclose(row, reward - 0.1 * np.array(cost), atol=1e-6)
 
 
 def test_later_sums_against_a_loop():
@@ -92,9 +92,9 @@ def test_later_sums_against_a_loop():
 
 def test_whitening_follows_the_tokens():
     """REINFORCE++: the returns of tokens are standardized over all tokens of the batch."""
-    found = np.concatenate(advantages(advantage=PLAIN | {"adjust": [{"kind": "kl", "coef": 0.1}, "whiten"]}))
+    values = np.concatenate(advantages(advantage=PLAIN | {"adjust": [{"kind": "kl", "coef": 0.1}, "whiten"]}))
     returns = np.array([1.05, 1.1, -0.06, -0.04, -0.04])
-    np.testing.assert_allclose(found, (returns - returns.mean()) / returns.std(ddof=1), atol=1e-5)
+    np.testing.assert_allclose(values, (returns - returns.mean()) / returns.std(ddof=1), atol=1e-5)
     rows = np.concatenate(
         advantages(advantage=PLAIN | {"adjust": [{"kind": "kl", "coef": 0.1}, {"kind": "whiten", "over": "row"}]})
     )
@@ -137,8 +137,8 @@ def corrected_loss(now):
     """Of two tokens, with `now` as the log-probabilities under the policy; the first token of the row is masked out."""
     surrogate = method(surrogate={"level": "sequence", "kl": {"kind": "corrected", "coef": 2.0}}).surrogate
     old, ref = np.float32([[np.nan, -1.2, -1.0]]), np.float32([[np.nan, -1.5, -1.0]])
-    whole = np.zeros((1, 3), np.int32)
-    batch = loss_batch(np.array([[False, True, True]]), logprobs_old=old, logprobs_ref=ref, ratio_segments=whole)
+    segments = np.zeros((1, 3), np.int32)
+    batch = loss_batch(np.array([[False, True, True]]), logprobs_old=old, logprobs_ref=ref, ratio_segments=segments)
     return batch_loss(now, jnp.zeros((1, 3)), batch, surrogate)
 
 
@@ -190,9 +190,9 @@ def test_one_reference_for_all_parts():
     assert reference_sync(method()) == (0, 1.0)
     assert reference_sync(method(surrogate={"kl": moving | {"sync_mix": 0.6}})) == (5, 0.6)
     assert reference_sync(method(surrogate={"kl": moving}, shaping=[{"kind": "kl", "sync_every": 5}])) == (5, 1.0)
-    for words, said in [
+    for words, message in [
         (["--surrogate.kl={kind: k3, sync_every: 5}", "--shaping=kl"], "there is one reference"),
         (["--surrogate.kl={kind: k3, sync_every: 5, sync_mix: 0.5}", "--lora=low_rank"], "set sync_mix 1"),
     ]:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             read_config(*words)

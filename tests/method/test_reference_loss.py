@@ -39,8 +39,8 @@ def composed(groups, now, rng):
     """The loss through selection, rows, packing and `batch_loss`; `now[p][n]` are its log-probabilities."""
     config = method(KEEP)
     selections = [resample_group(group, config, rng) for group in groups]
-    kept = [subset(group, chosen) for group, chosen in zip(groups, selections, strict=True) if chosen.kept]
-    rows = train_rows(kept, config, AlgoState())
+    selected = [subset(group, chosen) for group, chosen in zip(groups, selections, strict=True) if chosen.kept]
+    rows = train_rows(selected, config, AlgoState())
     chosen = [now[p][n] for p, selection in enumerate(selections) for n in selection.indices]
     # Packing carries the policy's log-probabilities to their places in the field of the reference, which is unused.
     rows = [dataclasses.replace(row, logprobs_ref=values) for row, values in zip(rows, chosen, strict=True)]

@@ -49,8 +49,8 @@ RECIPE = {1: 1, 2: 2, 3: 2, 5: 2, 6: 3, 7: 4, 15: 8, 16: 8, 27: 14, 29: 14, 30: 
 
 
 def test_quota_by_hand():
-    for negatives, kept in RECIPE.items():
-        assert quota(negatives, 32 - negatives, 16) == (kept, 16 - kept)
+    for negatives, failures in RECIPE.items():
+        assert quota(negatives, 32 - negatives, 16) == (failures, 16 - failures)
     assert quota(1, 31, 16, 0, 0) == (0, 16) and quota(7, 25, 16, 0, 0) == (4, 12), "without minima by the shares"
     with pytest.raises(ValueError, match="cannot keep 5 of 4 trajectories"):
         quota(2, 2, 5)
@@ -65,9 +65,9 @@ def test_quota_decided_means_that_no_outcome_of_the_rest_changes_the_places(tota
             if not config.quota_decided(negatives, positives, left, keep):
                 continue
             early += 1
-            found = run_counts(negatives, positives, keep)
+            counts = run_counts(negatives, positives, keep)
             for more in range(left + 1):
-                assert run_counts(negatives + more, positives + left - more, keep) == found
+                assert run_counts(negatives + more, positives + left - more, keep) == counts
     assert early > total / 4
     assert not config.quota_decided(2, 2, 0, 4), "nothing is left to cut"
 
@@ -137,10 +137,10 @@ FIXTURE = {
 
 def test_penalties_by_hand():
     """Each part, and the sum of those that are switched on; parts that are off are still there for the log."""
-    found = features(make_group(**FIXTURE))
+    arrays = features(make_group(**FIXTURE))
     errors, formats = [0, 0.5, 0.5, 1, 1 / 3, 1, 0.5, 0.2], [0, 0, 0, 0, 0.5, 1, 0, 0]
-    close(error_penalty(found.tool_calls, found.tool_errors), errors, 1e-6)
-    close(format_penalty(found.answers, found.well_formed, found.turns), formats, 1e-6)
+    close(error_penalty(arrays.tool_calls, arrays.tool_errors), errors, 1e-6)
+    close(format_penalty(arrays.answers, arrays.well_formed, arrays.turns), formats, 1e-6)
     faulty = np.array([1, 1, 1, 9]), np.array([True, False, True, True]), np.array([1, 1, 0, 2])
     assert format_penalty(*faulty).tolist() == [0, 1, 1, 1]
     for has_error, has_format in itertools.product((True, False), repeat=2):
@@ -154,9 +154,9 @@ def test_penalties_by_hand():
 def test_selection_by_hand():
     group = make_group(**FIXTURE)
     selection = resample_group(group, method(4, resample={"negative_select": "first"}), rng())
-    kept = subset(group, selection)
-    assert selection.indices.tolist() == [t.sample for t in kept.trajectories] == [0, 1, 5, 6]
-    assert kept.rewards.tolist() == [1, 1, 0, 0]
+    selected = subset(group, selection)
+    assert selection.indices.tolist() == [t.sample for t in selected.trajectories] == [0, 1, 5, 6]
+    assert selected.rewards.tolist() == [1, 1, 0, 0]
     assert selection.reasons == ("kept", "kept", "penalty", "penalty", "penalty", "kept", "kept", "quota")
 
 
@@ -182,28 +182,28 @@ def random_rollout(draw):
         return "".join(draw.choices(SNIPPETS[:2] if draw.random() < 0.5 else SNIPPETS, k=draw.randrange(most)))
 
     def observation():
-        whole = text(5)
-        cut = whole
+        full = text(5)
+        cut = full
         if draw.random() < 0.3:
-            whole = whole.replace("&lt;", "")
-            head, tail = sorted(draw.choices(range(len(whole) + 1), k=2))
-            cut = whole[:head] + "[... cut ...]" + whole[tail:]
+            full = full.replace("&lt;", "")
+            head, tail = sorted(draw.choices(range(len(full) + 1), k=2))
+            cut = full[:head] + "[... cut ...]" + full[tail:]
         escaped = cut.replace("<", "&lt;")
-        status = STATUSES[len(whole) % 4]
-        return ToolResult(status, observation=whole, shown="" if escaped == whole else escaped), cut
+        status = STATUSES[len(full) % 4]
+        return ToolResult(status, observation=full, shown="" if escaped == full else escaped), cut
 
     end, count = draw.choice(ENDS), draw.randint(1, 4)
     turns, written, at = [], "", 0
     for number in range(1, count + 1):
-        said, last = text(6), number == count
+        content, last = text(6), number == count
         results, seen = [], []
         if not last or end in ("unfit", "deadline"):
             results, seen = zip(*(observation() for _ in range(draw.randint(1, 2))), strict=True)
-        turns.append(Turn(at, at + 1, said, (call(),) * max(len(results), end == "turns"), tuple(results)))
-        written += said + ("" if last and end == "length" else "<|im_end|>")
+        turns.append(Turn(at, at + 1, content, (call(),) * max(len(results), end == "turns"), tuple(results)))
+        written += content + ("" if last and end == "length" else "<|im_end|>")
         at += 1
         if not last:
-            blocks = "".join(f"<tool_response>\n{one}\n</tool_response>\n" for one in seen)
+            blocks = "".join(f"<tool_response>\n{output}\n</tool_response>\n" for output in seen)
             written += f"\n<|im_start|>user\n{blocks}<|im_end|>\n<|im_start|>assistant\n<reason>"
             at += 1
     mask = np.zeros(at, bool)
@@ -274,10 +274,10 @@ def test_text_compat_takes_linear_time():
     def seconds(chars):
         turns = (Turn(0, 1, "<answer>" * (chars // 8)), Turn(1, 2, "<|im_start|>assistant" * (chars // 21)))
         group = group_of([dataclasses.replace(make_trajectory(), turns=turns)], [1])
-        found, times = features(group), []
+        arrays, times = features(group), []
         for _ in range(3):
             started = time.thread_time()
-            text_compat(group, found)
+            text_compat(group, arrays)
             times.append(time.thread_time() - started)
         return min(times)
 
@@ -317,15 +317,15 @@ def test_exact_size_and_minima(select_mode, size):
             group = make_group(rewards, calls=[4] * size, errors=generator.integers(0, 5, size))
             selection, again = (select_group(group, keep, config, rng(keep)) for _ in range(2))
             assert selection.indices.tolist() == again.indices.tolist()
-            kept = rewards[selection.indices]
+            selected = rewards[selection.indices]
             assert len(selection.indices) == len(set(selection.indices)) == keep
             assert (np.diff(selection.indices) > 0).all()
             if keep >= 4:
-                assert (kept > 0).sum() >= min(2, positives)
-                assert (kept <= 0).sum() >= min(2, size - positives)
-            assert 0 < (kept > 0).sum() < keep
+                assert (selected > 0).sum() >= min(2, positives)
+                assert (selected <= 0).sum() >= min(2, size - positives)
+            assert 0 < (selected > 0).sum() < keep
             if select_mode == "sort":
-                clean = selection.penalties[selection.indices[kept > 0]]
+                clean = selection.penalties[selection.indices[selected > 0]]
                 left = np.setdiff1d(np.flatnonzero(rewards), selection.indices)
                 assert clean.max() <= selection.penalties[left].min(initial=np.inf)
 
@@ -334,10 +334,10 @@ def test_exact_size_and_minima(select_mode, size):
 def test_every_set_is_as_likely(kind, keep, sets):
     """`roc` keeps four of eight failures, whatever their calls were, and `uniform` two of twelve trajectories: each set
     in one group of that many, whatever was drawn before."""
-    found = features(make_group([1] * 4 + [0] * 8, calls=[4] * 12, errors=[0] * 8 + [4] * 4))
+    arrays = features(make_group([1] * 4 + [0] * 8, calls=[4] * 12, errors=[0] * 8 + [4] * 4))
     config, generator, drawn = selector(kind=kind), rng(11), Counter()
     for _ in range(100 * sets):
-        indices = config.select(found, keep, generator).indices.tolist()
+        indices = config.select(arrays, keep, generator).indices.tolist()
         drawn[tuple(index for index in indices if index >= 4 or kind == "uniform")] += 1
     assert len(drawn) == sets
     assert min(drawn.values()) > 60 and max(drawn.values()) < 145  # 100 +- 10
@@ -405,9 +405,9 @@ def test_max_variance_is_the_best_subset():
         rewards = generator.choice([0, 0.2, 0.5, 1.0], 7)
         for keep in (1, 2, 4, 7):
             best = max(np.var(rewards[list(some)]) for some in itertools.combinations(range(7), keep))
-            kept = select_max_variance(rewards, keep)
-            assert len(set(kept.tolist())) == keep
-            assert np.var(rewards[kept]) == pytest.approx(best)
+            indices = select_max_variance(rewards, keep)
+            assert len(set(indices.tolist())) == keep
+            assert np.var(rewards[indices]) == pytest.approx(best)
 
 
 @pytest.mark.parametrize(

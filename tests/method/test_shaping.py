@@ -13,13 +13,13 @@ def shaped(groups, *steps, state=None):
     return shape_rewards([features(group) for group in groups], method(shaping=steps).shaping, state or AlgoState())
 
 
-def one(rewards, kind, *, settings=None, **group):
+def rewards_of(rewards, kind, *, settings=None, **group):
     """Rewards of one group after one step; further keywords make the group."""
     return shaped([make_group(rewards, **group)], {"kind": kind, **(settings or {})})[0]
 
 
 def test_overlong():
-    close(one([0] * 5, "overlong", lengths=[1000, 16384, 18432, 20480, 20481]), [0, 0, -0.5, -1, -1])
+    close(rewards_of([0] * 5, "overlong", lengths=[1000, 16384, 18432, 20480, 20481]), [0, 0, -0.5, -1, -1])
 
 
 def test_custom_map_and_its_contract():

@@ -276,30 +276,30 @@ def dppo(now=None, a=SIGNS, **settings):
     return made("dppo", **settings).loss(now - jnp.asarray(np.log(P_OLD), jnp.float32), jnp.asarray(a), now)
 
 
-def kept(a=SIGNS, **settings):
+def inside(a=SIGNS, **settings):
     return (np.asarray(dppo(a=a, **settings)) != 0).tolist()[0]
 
 
 def test_dppo_fixture():
-    found = dppo(penalty=1e-3)
-    close(found[0], [0.000164, 0.000480, -3.998078, -0.722116])
-    close(found.mean(), -1.179887)
-    assert kept() == [False, False, True, True]
-    assert kept(low=0.26, high=0.24) == [False, True, True, True], "each side has its bound"
-    assert kept(divergence="two_sided", low=0.1, high=0.1) == [False] * 4
-    assert kept(divergence="two_sided", low=0.3, high=0.2) == [False, True, True, True]
-    assert kept(a=-SIGNS) == [True] * 3 + [False], "a token that returns against its advantage is never out of bounds"
+    objective = dppo(penalty=1e-3)
+    close(objective[0], [0.000164, 0.000480, -3.998078, -0.722116])
+    close(objective.mean(), -1.179887)
+    assert inside() == [False, False, True, True]
+    assert inside(low=0.26, high=0.24) == [False, True, True, True], "each side has its bound"
+    assert inside(divergence="two_sided", low=0.1, high=0.1) == [False] * 4
+    assert inside(divergence="two_sided", low=0.3, high=0.2) == [False, True, True, True]
+    assert inside(a=-SIGNS) == [True] * 3 + [False], "a token that returns against its advantage is never out of bounds"
     slope = jax.grad(lambda now: dppo(now).sum())(jnp.asarray(np.log(P_NOW), jnp.float32))
     close(slope[0], [0, 0, -4, -0.722222])
 
 
 def test_dppo_by_binary_kl():
     """The divergences of the specification, each found between two bounds."""
-    assert kept(divergence="kl", low=0.05, high=0.05) == [False, False, False, True]
+    assert inside(divergence="kl", low=0.05, high=0.05) == [False, False, False, True]
     for token, (sign, size) in enumerate(zip([1, -1, 1, -1], [0.143841, 0.143841, 0.093943, 0.167604], strict=True)):
         a = np.full((1, 4), sign, np.float32)
         for bound, expected in [(size + 2e-6, True), (size - 2e-6, False)]:
-            assert kept(a, divergence="kl", low=bound, high=bound)[token] == expected
+            assert inside(a, divergence="kl", low=bound, high=bound)[token] == expected
     certain = made("dppo", divergence="kl").loss(jnp.zeros((1, 1)), jnp.ones((1, 1)), jnp.zeros((1, 1)))
     assert float(certain[0, 0]) == -1, "p = p_old = 1"
 
@@ -315,5 +315,5 @@ def test_what_the_ratio_is_taken_against(kind):
     """(a scoring pass, the log-probabilities of the update itself)"""
     choices = {"recorded": (False, False), "scored": (True, False), "current": (False, True)}
     for choice, wanted in choices.items():
-        one = made(kind, old_logprobs=choice)
-        assert (one.scored_ratio, one.own_ratio) == wanted
+        surrogate = made(kind, old_logprobs=choice)
+        assert (surrogate.scored_ratio, surrogate.own_ratio) == wanted

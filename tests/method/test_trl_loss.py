@@ -65,10 +65,10 @@ def make_groups(config, params):
     nearly nothing, by little or by so much that every bound is passed, row by row."""
     rng = np.random.default_rng(5)
     groups = []
-    for place in range(GROUPS):
+    for index in range(GROUPS):
         lengths, observed = rng.integers(1, 9, SIZE), rng.integers(0, 4, SIZE)
         rewards = np.r_[1.0, 0.0, rng.integers(0, 2, SIZE - 2)]
-        group = make_group(rewards, uid=f"p{place}", lengths=lengths, observation=observed, prompt=[PROMPT] * SIZE)
+        group = make_group(rewards, uid=f"p{index}", lengths=lengths, observation=observed, prompt=[PROMPT] * SIZE)
         rows = []
         for trajectory in group.trajectories:
             tokens = rng.integers(1, VOCAB, trajectory.length).astype(np.int32)

@@ -24,17 +24,17 @@ def acted(*talks, rewards, pay=None):
     trajectories, verdicts = [], []
     for i, (trajectory, verdict) in enumerate(zip(group.trajectories, group.verdicts, strict=True)):
         turns = []
-        for code, kind, said in talks[i]:
-            place, call = 2 + 2 * len(turns), ToolCall("python", {"code": code}, "{}")
-            turns.append(Turn(place, place + 2, "x", (call,), (ToolResult(kind, observation=said),)))
+        for code, kind, answer in talks[i]:
+            start, call = 2 + 2 * len(turns), ToolCall("python", {"code": code}, "{}")
+            turns.append(Turn(start, start + 2, "x", (call,), (ToolResult(kind, observation=answer),)))
         turns.append(Turn(2 + 2 * len(turns), 4 + 2 * len(turns), "done"))
         trajectories.append(replace(trajectory, turns=tuple(turns)))
         verdicts.append(replace(verdict, turn_rewards=tuple(pay[i]) if pay else ()))
     return replace(group, trajectories=tuple(trajectories), verdicts=tuple(verdicts))
 
 
-def ok(code, said):
-    return code, "ok", said
+def ok(code, answer):
+    return code, "ok", answer
 
 
 def credit(group, **settings):
@@ -74,9 +74,9 @@ def test_rewards_of_turns():
     group = paper_group(pay=[[0.2, 0.0, 0.0], [0.0, 0.0]])
     assert [turn_pay(t, v, 1.0).tolist() for t, v in group.pairs] == [[0.2, 0.0, 0.8], [0.0, 1.0]]
     shared = [0.5 + (0.2 + 0.95**2 * 0.8) / 2, 0.5 + 0.95 * 0.8 / 2]
-    found = credit(group)
-    np.testing.assert_allclose(found[0], [*shared, 0.5], atol=1e-6)
-    np.testing.assert_allclose(found[1], [-value for value in shared], atol=1e-6)
+    values = credit(group)
+    np.testing.assert_allclose(values[0], [*shared, 0.5], atol=1e-6)
+    np.testing.assert_allclose(values[1], [-value for value in shared], atol=1e-6)
 
 
 def sizes(state, *talks, **change):
@@ -97,10 +97,10 @@ def sizes(state, *talks, **change):
     ],
 )
 def test_what_makes_states_equal(other, calls, observations, turn):
-    one = [ok("x = 1", "[no output]")]
-    assert sizes("calls", one, other) == calls
-    assert sizes("observations", one, other) == observations
-    assert sizes("turn", one, other) == turn
+    talk = [ok("x = 1", "[no output]")]
+    assert sizes("calls", talk, other) == calls
+    assert sizes("observations", talk, other) == observations
+    assert sizes("turn", talk, other) == turn
 
 
 def test_what_a_user_answered_is_part_of_the_state():
@@ -118,17 +118,17 @@ def test_a_state_is_its_whole_history_and_prompt():
     """The same last answer after another history is another state, and so is the same history under a hint."""
     long, short = [ok("a", "1"), ok("b", "2")], [ok("b", "2")]
     assert sizes("observations", long, short) == [1, 1, 1, 2]
-    one = [ok("a", "1")]
-    assert sizes("calls", one, one, condition=Condition("hint", 1)) == [1, 1, 1, 1]
+    talk = [ok("a", "1")]
+    assert sizes("calls", talk, talk, condition=Condition("hint", 1)) == [1, 1, 1, 1]
 
 
 def test_problems_do_not_share_states():
     groups = [paper_group(), replace(paper_group(), problem=Problem("q", "?", "1", "test"))]
     step = method(2, advantage={"scale": "none", "adjust": ["turns"]}).advantage.adjust[0]
     alone = [acted([ok("1", "2")], rewards=[1])]
-    for some, found in ((groups, 5 / 3), (alone, 1.0), ([], 0.0)):
+    for some, expected in ((groups, 5 / 3), (alone, 1.0), ([], 0.0)):
         batch = MethodBatch(some, (), (), (), AlgoState(), None)
-        assert step.metrics(batch) == {"method/turns_per_state": found}
+        assert step.metrics(batch) == {"method/turns_per_state": expected}
 
 
 def paid(function, *talks, weight=1.0, more=(), **change):
@@ -157,8 +157,8 @@ def test_turns_that_are_not_scored_take_their_trajectory_out():
     talks = [[ok("1", "1")], []]
     assert [v.reward for v in paid(lambda p, ts: [[1.0, None], [2.0]], *talks).verdicts] == [2.0]
     assert [v.reward for v in paid(lambda p, ts: [[1.0, 0.5], [float("nan")]], *talks).verdicts] == [1.5]
-    for values, said in [([[1.0], [2.0]], "value 0 is 1 numbers for 2 turns"), ([[1.0, "2"], 0], "value 0 is '2'")]:
-        with pytest.raises(RewardError, match=said):
+    for values, message in [([[1.0], [2.0]], "value 0 is 1 numbers for 2 turns"), ([[1.0, "2"], 0], "value 0 is '2'")]:
+        with pytest.raises(RewardError, match=message):
             paid(lambda p, ts, values=values: values, *talks)
 
 
