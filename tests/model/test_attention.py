@@ -76,10 +76,10 @@ def test_blocked_equals_reference_forward_and_backward(shape, blocks, windows):
 
 def test_what_cudnn_is_asked_for_is_the_reference(monkeypatch):
     """The same call of the public interface, computed by plain XLA: cuDNN itself needs a GPU."""
-    asked, plain = [], jax.nn.dot_product_attention
+    calls, plain = [], jax.nn.dot_product_attention
 
     def without_device(*args, implementation, **settings):
-        asked.append((implementation, settings["is_causal"]))
+        calls.append((implementation, settings["is_causal"]))
         return plain(*args, implementation="xla", **settings)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_device)
@@ -89,7 +89,7 @@ def test_what_cudnn_is_asked_for_is_the_reference(monkeypatch):
         paths = jax.jit(attention.attend_cudnn), attend_reference
         got, wanted = (np.asarray(path(q, k, v, segment_ids, window)) for path in paths)
         np.testing.assert_allclose(got[real], wanted[real], atol=1e-5)
-    assert asked == [("cudnn", True)] * 2, "the half above the diagonal is left out"
+    assert calls == [("cudnn", True)] * 2, "the half above the diagonal is left out"
 
 
 @pytest.mark.parametrize("attend", [attend_reference, partial(attend_blocked, AttentionBlocks(8))])
@@ -143,12 +143,12 @@ def test_first_key_blocks_by_hand():
 
 
 def test_paths_by_name():
-    for name, length, platform, cap, said in (
+    for name, length, platform, cap, message in (
         ("flash", 64, "cpu", 0.0, r"'flash'.*auto, blocked, splash, reference, cudnn"),
         ("cudnn", 64, "gpu", 50.0, r"attention_cap = 50.0: the kernel caps no scores; take auto, blocked or ref"),
         ("splash", 1024, "cpu", 0.0, "'splash' on cpu"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             make_attention(name, length, platform, cap=cap)
     make_attention("splash", 1024, "tpu")
     q, k, v, segment_ids, _ = inputs(1, 300, 2, 2, 4)

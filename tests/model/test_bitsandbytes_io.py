@@ -85,7 +85,7 @@ def test_frozen_weights_keep_the_codes_and_compute_with_the_numbers(tmp_path, ne
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({".quant_state.bitsandbytes__nf4": None}, "dtype U8 without the parts of a matrix in NF4"),
         ({".absmax": None}, "no complete matrix of bitsandbytes"),
@@ -95,7 +95,7 @@ def test_frozen_weights_keep_the_codes_and_compute_with_the_numbers(tmp_path, ne
     ],
     ids=["no state", "no scales", "few scales", "other levels", "damaged"],
 )
-def test_incomplete_matrices_are_refused_by_name(tmp_path, change, said):
+def test_incomplete_matrices_are_refused_by_name(tmp_path, change, message):
     packed, _ = make_pair(tmp_path)
     file, name = packed / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
     tensors = safetensors.numpy.load_file(file)
@@ -103,5 +103,5 @@ def test_incomplete_matrices_are_refused_by_name(tmp_path, change, said):
         tensors.pop(name + part)
         tensors |= {} if value is None else {name + part: value}
     safetensors.numpy.save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=rf"model\.layers\.0\.mlp\.up_proj\.weight.*{said}"):
+    with pytest.raises(CheckpointError, match=rf"model\.layers\.0\.mlp\.up_proj\.weight.*{message}"):
         load_params(packed, resolved(packed))

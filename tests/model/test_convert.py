@@ -183,11 +183,11 @@ def test_tensors_that_do_not_fit_are_all_named(tmp_path):
     rewrite(tmp_path, change)
     with pytest.raises(CheckpointError) as refusal:
         load_params(tmp_path, resolve_config(ModelConfig(path=str(tmp_path))))
-    said = str(refusal.value)
-    assert "missing: model.layers.2.self_attn.k_proj.bias;" in said
-    assert "unexpected: model.layers.7.input_layernorm.weight;" in said
-    assert "of another shape: model.layers.0.mlp.up_proj.weight [3, 16] instead of [24, 16]" in said
-    assert "inv_freq" not in said
+    message = str(refusal.value)
+    assert "missing: model.layers.2.self_attn.k_proj.bias;" in message
+    assert "unexpected: model.layers.7.input_layernorm.weight;" in message
+    assert "of another shape: model.layers.0.mlp.up_proj.weight [3, 16] instead of [24, 16]" in message
+    assert "inv_freq" not in message
 
 
 def test_a_tied_unembedding_in_the_file_must_equal_the_embedding(tmp_path):
@@ -292,7 +292,7 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("name", "change", "message"),
     [
         ("qwen3", {"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; known are Qwen2"),
         ("qwen3", {"attention_bias": True}, "attention_bias = True is not supported, must be False"),
@@ -331,13 +331,13 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
         ("qwen3_5_text", {"layer_types": [FULL, LINEAR, FULL]}, "layer_types = .* must be full_attention after"),
     ],
 )
-def test_unknown_values_are_refused_by_name(name, change, said):
-    with pytest.raises(UnsupportedModelError, match=said):
+def test_unknown_values_are_refused_by_name(name, change, message):
+    with pytest.raises(UnsupportedModelError, match=message):
         read_config(PUBLISHED[name] | change)
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "found"),
+    ("name", "change", "expected"),
     [
         ("qwen3", WINDOWED | {"sliding_window": 4}, {"layer_windows": (0, 0, 4)}),
         ("qwen3", WINDOWED | {"use_sliding_window": False}, {"layer_windows": ()}),
@@ -351,11 +351,11 @@ def test_unknown_values_are_refused_by_name(name, change, said):
         ),
     ],
 )
-def test_what_a_key_or_its_absence_means(name, change, found):
+def test_what_a_key_or_its_absence_means(name, change, expected):
     """None takes a key out."""
     values = PUBLISHED[name] | change
     model = read_config({key: value for key, value in values.items() if key not in change or value is not None})
-    assert {name: getattr(model, name) for name in found} == found
+    assert {name: getattr(model, name) for name in expected} == expected
 
 
 def test_rotary_positions_are_written_for_both_kinds_of_layers_and_read_from_older_and_newer_keys():
@@ -401,10 +401,10 @@ def test_a_run_may_choose_what_its_checkpoint_leaves_open(tmp_path):
 
 
 def test_paths_that_are_no_models(tmp_path, monkeypatch):
-    asked = []
+    requests = []
 
     def refused(*_, **__):
-        asked.append(True)
+        requests.append(True)
         raise OSError("[Errno -2] Name or service not known\nAn error happened")
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=refused))
@@ -417,7 +417,7 @@ def test_paths_that_are_no_models(tmp_path, monkeypatch):
     for path in ("runs/toy", "mine/model"):  # neither is looked up as a hub id
         with pytest.raises(ValueError, match=rf"'{path}' is not a directory"):
             find_model(path)
-    assert len(asked) == 1
+    assert len(requests) == 1
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         resolve_config(ModelConfig(path=str(tmp_path)))
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
@@ -456,11 +456,11 @@ def test_reading_needs_little_more_than_the_parameters(tmp_path, dtype):
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large")]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    peak, held = map(int, done.stdout.split())
+    peak, nbytes = map(int, done.stdout.split())
     largest = 96_000 * 512 * 4
-    print(f"peak {peak / 1e6:.0f} MB, arrays {held / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB")
-    assert held > 3 * largest
-    assert peak - held <= 1.2 * largest
+    print(f"peak {peak / 1e6:.0f} MB, arrays {nbytes / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB")
+    assert nbytes > 3 * largest
+    assert peak - nbytes <= 1.2 * largest
 
 
 HALVES = """
@@ -507,20 +507,20 @@ def test_two_processes_read_their_halves_and_write_the_whole(tmp_path):
     commands = [[sys.executable, "-c", HALVES, address, str(i), *folders] for i in range(2)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for command in commands]
     try:
-        said = [process.communicate(timeout=240)[0] for process in running]
+        outputs = [process.communicate(timeout=240)[0] for process in running]
     finally:
         for process in running:
             process.kill()
     assert [process.returncode for process in running] == [0, 0]
-    largest, whole = 48_000 * 512 * 4, sum(value.nbytes for value in read_all(tmp_path / "large").values())
-    for text in said:
-        peak, held = map(int, text.split("MEASURED")[1].split()[:2])
+    largest, total = 48_000 * 512 * 4, sum(value.nbytes for value in read_all(tmp_path / "large").values())
+    for text in outputs:
+        peak, nbytes = map(int, text.split("MEASURED")[1].split()[:2])
         print(
-            f"peak {peak / 1e6:.0f} MB, own arrays {held / 1e6:.0f} of {whole / 1e6:.0f} MB, "
+            f"peak {peak / 1e6:.0f} MB, own arrays {nbytes / 1e6:.0f} of {total / 1e6:.0f} MB, "
             f"largest tensor {largest / 1e6:.0f}"
         )
-        assert held == pytest.approx(whole / 2, rel=0.01)
-        assert peak - held <= 1.2 * largest
+        assert nbytes == pytest.approx(total / 2, rel=0.01)
+        assert peak - nbytes <= 1.2 * largest
     before, after = read_all(tmp_path / "large"), read_all(tmp_path / "out")
     assert set(before) == set(after)
     for name, value in before.items():

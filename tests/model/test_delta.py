@@ -38,9 +38,9 @@ CONV = jnp.asarray(np.random.default_rng(9).normal(size=(2, 23, 3)), jnp.float32
 
 def by_token(segments, signals, conv):
     """The rule as a scan over tokens, with a new state and no past inputs in each segment."""
-    place = jnp.arange(T)[None]
+    position = jnp.arange(T)[None]
     first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    since = place - jax.lax.cummax(jnp.where(first, place, 0), axis=1)
+    since = position - jax.lax.cummax(jnp.where(first, position, 0), axis=1)
     past = [jnp.pad(signals.qkv, ((0, 0), (j, 0), (0, 0), (0, 0)))[:, :T] for j in range(3)]
     weights = [conv[None, None, :, :, 2 - j] for j in range(3)]
     x = jax.nn.silu(sum(jnp.where((since >= j)[..., None, None], past[j], 0.0) * weights[j] for j in range(3)))
@@ -79,8 +79,8 @@ def test_packed_rows_and_their_gradients_equal_the_rule_token_by_token():
     got = jax.jit(pulled(partial(recur_packed, DELTA, jnp.asarray(segments))))(signals_of(), CONV)
     expected = in_float64(pulled(partial(by_token, segments)), signals_of(), CONV)
     np.testing.assert_allclose(got[0], expected[0], atol=2e-6)
-    for one, other in zip(got[1:], expected[1:], strict=True):
-        np.testing.assert_allclose(one, other, atol=3e-5 * float(np.abs(other).max()))
+    for leaf, other in zip(got[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(leaf, other, atol=3e-5 * float(np.abs(other).max()))
 
 
 def test_a_cached_row_in_padded_pieces_equals_the_whole_row():

@@ -30,8 +30,8 @@ def loop(layer, h, config):
     """One token and one expert at a time, float64."""
     layer = {name: np.asarray(leaf, np.float64) for name, leaf in layer.items()}
     out = np.zeros(h.shape)
-    for place in np.ndindex(h.shape[:2]):
-        x = np.asarray(h[place], np.float64)
+    for index in np.ndindex(h.shape[:2]):
+        x = np.asarray(h[index], np.float64)
         scores = np.exp(x @ layer["router"] - (x @ layer["router"]).max())
         scores /= scores.sum()
         chosen = np.argsort(-scores, kind="stable")[: config.experts.per_token]
@@ -39,7 +39,7 @@ def loop(layer, h, config):
         for expert, weight in zip(chosen, weights, strict=True):
             gate = x @ layer["w_gate"][expert]
             hidden = gate / (1 + np.exp(-gate)) * (x @ layer["w_up"][expert])
-            out[place] += weight * (hidden @ layer["w_down"][expert])
+            out[index] += weight * (hidden @ layer["w_down"][expert])
     return out
 
 
@@ -128,10 +128,10 @@ def test_the_backward_pass_gathers_experts_again_instead_of_keeping_them():
     h = jax.device_put(hidden(4, 6, 16), NamedSharding(mesh, P(ROWS)))
     _, pull = jax.vjp(lambda layer, h: mix_experts(layer, h, MODEL, mesh), layer, h)
     weights = [layer[name] for name in ("w_gate", "w_up", "w_down")]
-    kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.shape[1:] in {weight.shape[1:] for weight in weights}]
-    assert len(kept) == len(weights)
+    residuals = [leaf for leaf in jax.tree.leaves(pull) if leaf.shape[1:] in {weight.shape[1:] for weight in weights}]
+    assert len(residuals) == len(weights)
     on_device = {weight.sharding.shard_shape(weight.shape) for weight in weights}
-    for leaf in kept:
+    for leaf in residuals:
         assert leaf.shape[0] == MODEL.experts.count and leaf.sharding.shard_shape(leaf.shape) in on_device
 
 
@@ -144,13 +144,13 @@ def test_the_engine_samples_the_same_where_devices_share_the_experts():
         RolloutRequest(Problem("p", "?", "1", "test"), i, prompt=np.arange(1, 5 + i % 3, dtype=np.int32))
         for i in range(8)
     ]
-    found = []
+    rollouts = []
     for mesh in (None, make_mesh(ShardingConfig(2, 2, 2))):
         engine = make_engine(model, rollout, SamplingConfig(), [3], mesh)
         sampler = engine.publish(params if mesh is None else jax.device_put(params, param_shardings(model, mesh)), 0)
-        found.append(engine.run(sampler, requests, SingleTurn())[0])
+        rollouts.append(engine.run(sampler, requests, SingleTurn())[0])
     assert sampler.params["layers"][0]["w_up"].sharding.spec[0] == "tensor"
-    for alone, shared in zip(*found, strict=True):
+    for alone, shared in zip(*rollouts, strict=True):
         np.testing.assert_array_equal(alone.tokens, shared.tokens)
         np.testing.assert_array_equal(alone.routes, shared.routes)
         np.testing.assert_allclose(alone.logprobs, shared.logprobs, atol=1e-5)

@@ -35,8 +35,8 @@ def test_parameters_hold_a_head_once_and_the_sampler_a_copy_for_each_device():
     layer = published.params["layers"][0]
     assert sampler_config(FEW, mesh).kv_heads == 4
     for name, axis in (("wk", 1), ("wv", 1), ("bk", 0), ("bv", 0), ("k_norm", 0)):
-        one = np.asarray(params["layers"][name][0])
-        np.testing.assert_array_equal(layer[name], np.repeat(one, 2, axis))
+        leaf = np.asarray(params["layers"][name][0])
+        np.testing.assert_array_equal(layer[name], np.repeat(leaf, 2, axis))
         assert layer[name].sharding.shard_shape(layer[name].shape)[axis] == 1
     assert repeat_heads({"wq": 1}, FEW, 2) == {"wq": 1}
 

@@ -179,14 +179,14 @@ def test_the_sampler_shares_the_weights_of_the_base():
 
 def test_adapters_that_no_model_has_are_refused():
     experts, start = replace(MODEL, experts=Mixture(4, 2)), partial(init_adapter, jax.random.key(0))
-    for make, said in (
+    for make, message in (
         (lambda: LowRank(rank=-1), "rank"),
         (lambda: LowRank(rank=2, alpha=0.0), "alpha"),
         (lambda: LowRank(rank=2, targets=()), r"lora\.targets"),
         (lambda: start(LowRank(targets=("in_proj_z",)), MODEL), "names 'in_proj_z', a matrix of recurrent layers"),
         (lambda: start(LORA, experts), "'gate_proj', which are experts"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             make()
     assert len(start(LowRank(rank=2, targets=("q_proj", "o_proj")), experts)["layers"]) == 4
 
@@ -241,9 +241,9 @@ def test_an_adapter_of_peft_computes_the_same_or_is_refused(tmp_path, start):
 
 def test_targets_that_a_family_joins_have_no_peft_directory(tmp_path):
     family = find_family({"architectures": ["Phi3ForCausalLM"]})
-    model, whole = replace(MODEL, qk_norm=False), LowRank(rank=2)
+    model, joined = replace(MODEL, qk_norm=False), LowRank(rank=2)
     with pytest.raises(CheckpointError, match=r"gate_up_proj.*qkv_proj.*export the merged weights"):
-        save_adapter(random_adapter(whole, model), whole, model, family, tmp_path, "base")
+        save_adapter(random_adapter(joined, model), joined, model, family, tmp_path, "base")
     apart = LowRank(rank=2, targets=("o_proj", "down_proj"))
     save_adapter(random_adapter(apart, model), apart, model, family, tmp_path, "base")
 
@@ -278,7 +278,7 @@ def test_adapters_that_do_not_fit_or_compute_something_else_are_refused(tmp_path
     published = json.loads(file.read_text()) | HARMLESS
     file.write_text(json.dumps(published))
     assert read_lora(tmp_path).rank == LORA.rank
-    for change, said in [({"target_modules": ["lm_head"]}, "lm_head"), *((one, *one) for one in CHANGES_THE_RESULT)]:
+    for change, message in [({"target_modules": ["lm_head"]}, "lm_head"), *((new, *new) for new in CHANGES_THE_RESULT)]:
         file.write_text(json.dumps(published | change))
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             read_lora(tmp_path)

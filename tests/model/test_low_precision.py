@@ -70,8 +70,8 @@ def test_attention_reads_what_rounding_leaves(platform, dtype):
     assert {leaf.dtype for leaf in jax.tree.leaves(few.layers)} == {jnp.dtype(stored), jnp.dtype(jnp.float32)}
     run = jax.jit(run, static_argnums=1)
     got, wanted = run(few, lambda x: x), run(allocate(config, size, jnp.float32, orders), near)
-    for one, other in zip(got[:2], wanted[:2], strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-6)
-    for one, other in zip(got[2].layers[0], wanted[2].layers[0], strict=True):
-        for held, plain in zip(exact(one, few.orders, jnp.float32), other, strict=True):
-            np.testing.assert_allclose(held, plain, atol=1e-6)
+    for part, other in zip(got[:2], wanted[:2], strict=True):
+        np.testing.assert_allclose(part, other, atol=2e-6)
+    for part, other in zip(got[2].layers[0], wanted[2].layers[0], strict=True):
+        for value, plain in zip(exact(part, few.orders, jnp.float32), other, strict=True):
+            np.testing.assert_allclose(value, plain, atol=1e-6)

@@ -50,8 +50,8 @@ def test_the_sampler_computes_what_the_trainer_does(name):
     assert published.check_gap < 1e-4
     for layer in published.params["layers"]:
         experts = {"w_gate", "w_up", "w_down"} if "router" in layer else set()
-        found = {name for name, leaf in layer.items() if isinstance(leaf, OutputsFirst)}
-        assert found == (set(MATRICES) & set(layer)) - experts and len(found) > 2
+        names = {name for name, leaf in layer.items() if isinstance(leaf, OutputsFirst)}
+        assert names == (set(MATRICES) & set(layer)) - experts and len(names) > 2
     like = publisher.published_like(random_params(model))
     assert jax.tree.map(np.shape, like) == jax.tree.map(np.shape, published.params)
 
@@ -60,13 +60,13 @@ def test_rollouts_are_those_of_a_small_engine():
     """Two engines on one device and on the first two, of which only the first one has large layers on one CPU."""
     rollout = RolloutConfig(slots=4, max_prompt_tokens=16, max_response_tokens=16, append_lengths=(16,))
     requests = [one_rollout(i, np.arange(5, 9 + i, dtype=np.int32), 12, 0, step=0) for i in range(4)]
-    found = []
+    rollouts = []
     for devices in (1, 2):
         mesh = make_mesh(ShardingConfig(data=devices), jax.devices()[:devices])
         engine = make_engine(WIDE, rollout, SamplingConfig(), (3,), mesh)
         weights = engine.publish(random_params(WIDE), 0)
         assert isinstance(weights.params["layers"][0]["wq"], OutputsFirst) == (devices == 1)
-        found.append(engine.run(weights, requests, SingleTurn())[0])
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+        rollouts.append(engine.run(weights, requests, SingleTurn())[0])
+    for row, other in zip(*rollouts, strict=True):
+        np.testing.assert_array_equal(row.tokens, other.tokens)
+        np.testing.assert_allclose(row.logprobs, other.logprobs, atol=1e-4)

@@ -50,7 +50,7 @@ def test_a_token_of_each_row_as_by_xla(dtype, heads, limits, bound):
     """More rows than a block of queries holds, of one column, of whole pages, and of all columns."""
     seen = jnp.array([1, 5, 16, 17, 40, 48, 2, 31, 33, 1], jnp.int32)
     *pages, table = cached(10, dtype)
-    k, v, leaf = (whole[:, :, :n] for whole, n in zip(pages, (heads, heads, 2 * heads), strict=True))
+    k, v, leaf = (page[:, :, :n] for page, n in zip(pages, (heads, heads, 2 * heads), strict=True))
     q = queries(10, 1, dtype=dtype)[:, :, : 2 * heads]
     got = attend_table(q, leaf, table, seen, **limits)
     wanted = by_xla(q, k, v, table, seen, **limits)
@@ -68,17 +68,17 @@ def test_heads_and_rows_over_devices():
     q, seen = queries(4, 1), jnp.array([1, 20, 48, 33], jnp.int32)
     wanted = by_xla(q, k, v, table, seen)
 
-    def place(x, *spec):
+    def put(x, *spec):
         return jax.device_put(x, NamedSharding(mesh, P(*spec)))
 
-    def own(q, leaf, table, seen):
+    def attend(q, leaf, table, seen):
         return attend_table(q, leaf, table, seen, mesh=mesh)
 
     split = jax.shard_map(
-        own, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=P("data"), axis_names={"data"}, check_vma=False
+        attend, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=P("data"), axis_names={"data"}, check_vma=False
     )
-    local = place(table % 6, "data")
-    got = jax.jit(split)(place(q, "data"), place(leaf, "data", None, "tensor", None), local, place(seen, "data"))
+    local = put(table % 6, "data")
+    got = jax.jit(split)(put(q, "data"), put(leaf, "data", None, "tensor", None), local, put(seen, "data"))
     np.testing.assert_allclose(got, wanted, atol=1e-5)
     alone = make_mesh(ShardingConfig(tensor=2), jax.devices()[:2])
     got = jax.jit(lambda *x: attend_table(*x, mesh=alone))(q, np.asarray(leaf), table, seen)
@@ -86,19 +86,19 @@ def test_heads_and_rows_over_devices():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"head_dim": 64}, "model.head_dim = 64: must be a multiple of 128"),
         ({"kv_heads": 3, "heads": 3}, r"kv_heads = 3 over 1 devices: must be 1, 2 or 4 a device, or a multiple of 8"),
         ({"compute_dtype": "float16"}, "in float16: must be bfloat16 or float32"),
     ],
 )
-def test_what_the_kernel_does_not_take_is_refused_by_name(change, said):
+def test_what_the_kernel_does_not_take_is_refused_by_name(change, message):
     model = replace(CONFIG, compute_dtype="bfloat16")
     for heads in (1, 2, 4, 8, 16, 24):
         check_paged(replace(model, kv_heads=heads, heads=heads), "tpu")
     check_paged(replace(model, kv_heads=8, heads=8), "tpu", tensor=8)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         check_paged(replace(model, **change), "tpu")
     with pytest.raises(ValueError, match="on cpu: the kernel is for TPUs"):
         check_paged(model, "cpu")

@@ -72,10 +72,10 @@ def mesh_of(data=1, fsdp=1, sequence=1, tensor=1):
 def on_mesh(attend, mesh, window):
     """`pulled` of attention shared over the mesh, rows laid out as in the update, results back in order."""
     *heads, segment_ids = inputs()
-    parts, place = mesh.shape["sequence"], lambda *spec: NamedSharding(mesh, P(ROWS, "sequence", *spec))
+    parts, sharding_of = mesh.shape["sequence"], lambda *spec: NamedSharding(mesh, P(ROWS, "sequence", *spec))
 
     def put(x, *spec):
-        return jax.device_put(to_zigzag(jnp.asarray(x), parts), place(*spec))
+        return jax.device_put(to_zigzag(jnp.asarray(x), parts), sharding_of(*spec))
 
     q, k, v, d_out = (put(x, "tensor", None) for x in heads)
     window = None if window is None else jnp.int32(window)
@@ -88,8 +88,8 @@ def place_on(mesh, arrays, specs):
 
 
 def assert_close(got, expected, tolerance=1e-5):
-    for one, other in zip(got, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * float(jnp.abs(other).max()))
+    for array, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(array, other, rtol=0, atol=tolerance * float(jnp.abs(other).max()))
 
 
 def test_the_order_of_tokens_by_hand():
@@ -99,9 +99,9 @@ def test_the_order_of_tokens_by_hand():
     for parts in (1, 2, 4):
         wide = jnp.arange(48).reshape(2, 8, 3)
         np.testing.assert_array_equal(from_zigzag(to_zigzag(wide, parts), parts), wide)
-        held = to_zigzag(row, parts).reshape(parts, -1)
+        by_device = to_zigzag(row, parts).reshape(parts, -1)
         for device in range(parts):
-            assert columns_of(device, 8, parts).tolist() == held[device].tolist()
+            assert columns_of(device, 8, parts).tolist() == by_device[device].tolist()
 
 
 def test_rows_that_do_not_divide_are_refused_with_the_next_length():
@@ -141,17 +141,17 @@ def test_windows_reach_across_the_borders_of_runs(window):
 def test_shared_attention_gathers_keys_once_a_pass_and_never_queries():
     """Two gathers of keys and values, a scatter of their gradients, segment ids; no communication inside the loops."""
     mesh = mesh_of(sequence=4)
-    place = NamedSharding(mesh, P(ROWS, "sequence", "tensor", None))
-    like = [jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=place) for n in (N, K, K)]
+    sharding = NamedSharding(mesh, P(ROWS, "sequence", "tensor", None))
+    like = [jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=sharding) for n in (N, K, K)]
     ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=NamedSharding(mesh, P(ROWS, "sequence")))
     attend = attend_on(make_attention("blocked", T, "cpu", parts=4), mesh)
     gradient = jax.grad(lambda q, k, v, ids: jnp.sum(attend(q, k, v, ids) ** 2), argnums=(0, 1, 2))
     program = parse_hlo(jax.jit(gradient).lower(*like, ids).compile().as_text())
-    found = read_cost(program).by_kind()
+    costs = read_cost(program).by_kind()
     assert largest_gather(program).bytes <= 4 * B * T * K * H
     keys = 4 * B * T * K * H
-    assert found["all-gather"]["bytes"] <= 2 * keys + 4 * B * T
-    assert set(found) <= {"all-gather", "reduce-scatter", "all-reduce"}
+    assert costs["all-gather"]["bytes"] <= 2 * keys + 4 * B * T
+    assert set(costs) <= {"all-gather", "reduce-scatter", "all-reduce"}
 
 
 @pytest.mark.parametrize("form", ["delta", "mamba2"])
@@ -173,7 +173,7 @@ def test_recurrence_over_tensor_has_the_gradients_of_one_device_and_sends_nothin
             out_shardings=None if mesh is None else tuple(places),
         )
 
-    placed = [jax.device_put(part, place) for part, place in zip((signals, conv), places, strict=True)]
+    placed = [jax.device_put(part, sharding) for part, sharding in zip((signals, conv), places, strict=True)]
     program = gradient(mesh).lower(*placed, space).compile()
     assert read_cost(parse_hlo(program.as_text())).moved == 0
     assert_close(*map(jax.tree.leaves, (program(*placed, space), gradient(None)(signals, conv, space))))
@@ -259,7 +259,7 @@ def test_the_faster_path_is_taken_by_measurement(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("platform", "options", "length", "found"),
+    ("platform", "options", "length", "expected"),
     [
         ("cpu", {}, 128, ("reference",)),
         ("cpu", {}, 256, ("blocked",)),
@@ -269,12 +269,12 @@ def test_the_faster_path_is_taken_by_measurement(monkeypatch):
         ("gpu", {"compute_dtype": "float32"}, 2048, ("blocked",)),
     ],
 )
-def test_paths_that_come_into_question(monkeypatch, platform, options, length, found):
+def test_paths_that_come_into_question(monkeypatch, platform, options, length, expected):
     """One path is not timed."""
     monkeypatch.setattr(parallel, "platform_of", lambda mesh: platform)
     mesh = mesh_of(sequence=2)
-    assert paths(replace(MODEL, **options), length, mesh) == found
-    assert len(found) > 1 or choose_attention(found, MODEL, length, B, 50, mesh) == (found[0], {})
+    assert paths(replace(MODEL, **options), length, mesh) == expected
+    assert len(expected) > 1 or choose_attention(expected, MODEL, length, B, 50, mesh) == (expected[0], {})
 
 
 @pytest.mark.parametrize("length", [8, 6])  # tokens split over tensor too, and not
@@ -295,8 +295,8 @@ def test_a_lookup_on_a_mesh_and_its_gradient_equal_those_of_one_device(axes, len
     look_up = parallel.look_up_on(mesh, axes)
     gradient = jax.jit(jax.grad(functools.partial(total, look_up=look_up), has_aux=True)).lower(*placed).compile()
     expected, plain = jax.grad(total, has_aux=True)(table, ids, weights, take_rows)
-    found, rows = gradient(*placed)
+    got, rows = gradient(*placed)
     np.testing.assert_array_equal(rows, plain)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(got, expected, atol=1e-6)
     share, own_rows = table.nbytes / 2, plain.nbytes / 4  # of `tensor`; of the devices that split rows and tokens
     assert largest_gather(parse_hlo(gradient.as_text())).bytes <= max(share, own_rows)

@@ -129,8 +129,8 @@ def test_a_token_of_each_row(orders, config, few, monkeypatch):
             np.testing.assert_array_equal(got, wanted)
         window, cap = (config.layer_windows or (0, 0))[layer], config.extras.attention_cap
         for b in np.flatnonzero(ACTIVE):
-            held = TABLE[b][TABLE[b] != NONE]
-            row = (part[held].reshape(-1, K, H) for part in (wanted_k, wanted_v))
+            blocks = TABLE[b][TABLE[b] != NONE]
+            row = (part[blocks].reshape(-1, K, H) for part in (wanted_k, wanted_v))
             wanted = attend_slowly(q[b], *row, POSITION[b : b + 1], window=window, cap=cap)
             np.testing.assert_allclose(out[layer][b], wanted, atol=1e-5)
 
@@ -156,8 +156,8 @@ def test_a_span_attends_to_the_row_and_to_itself_and_padding_is_dropped(orders, 
         columns = start[i] + np.arange(length[i])
         at = table[i, columns // C], columns % C
         wanted_k[at], wanted_v[at] = new_k[i, : length[i]], new_v[i, : length[i]]
-        held = table[i][table[i] != NONE]
-        row = (part[held].reshape(-1, K, H) for part in (wanted_k, wanted_v))
+        blocks = table[i][table[i] != NONE]
+        row = (part[blocks].reshape(-1, K, H) for part in (wanted_k, wanted_v))
         wanted = attend_slowly(q[i, : length[i]], *row, columns, window=window, cap=cap)
         np.testing.assert_allclose(got[i, : length[i]], wanted, atol=1e-5)
     for part, wanted in zip(unfilled(after, 0), (wanted_k, wanted_v), strict=True):

@@ -20,14 +20,14 @@ def saved(config, folder) -> dict:
 @pytest.mark.parametrize("name", [*ONE_PER_FAMILY, "qwen2-sliding"])
 def test_a_missing_key_means_what_it_means_to_transformers_or_is_refused(tmp_path, name):
     transformers = need_transformers()
-    whole = saved(make_config(name), tmp_path)
+    full = saved(make_config(name), tmp_path)
     read = refused = 0
-    for key in sorted(set(whole) - {"architectures", "model_type"}):
-        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
+    for key in sorted(set(full) - {"architectures", "model_type"}):
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in full.items() if k != key}))
         less = json.loads((tmp_path / "config.json").read_text())
         try:
             filled = saved(transformers.AutoConfig.from_pretrained(tmp_path), tmp_path)
-            wanted = read_config(filled | {"architectures": whole["architectures"]})
+            wanted = read_config(filled | {"architectures": full["architectures"]})
             got = read_config(less)
         except UnsupportedModelError:
             refused += 1
@@ -49,11 +49,11 @@ RESCALINGS |= {"yarn": {"factor": 8.0}, "longrope": {}}
 def test_every_rescaling_is_that_of_transformers(tmp_path, name, kind):
     """Frequencies and the factor of queries and keys, also where a file states the first length apart."""
     transformers = need_transformers()
-    whole = saved(make_config(name), tmp_path) | {"rope_parameters": {"rope_theta": 5e4}}
-    factors = read_config(whole).rotary_dim // 2
+    full = saved(make_config(name), tmp_path) | {"rope_parameters": {"rope_theta": 5e4}}
+    factors = read_config(full).rotary_dim // 2
     lists = {f"{part}_factor": [n + i / 8 for i in range(factors)] for n, part in ((1, "short"), (2, "long"))}
     scaling = {"type": kind} | RESCALINGS[kind] | (lists if kind == "longrope" else {})
-    older = whole | {"rope_parameters": None, "rope_theta": 5e4}
+    older = full | {"rope_parameters": None, "rope_theta": 5e4}
     for more in ({"rope_scaling": scaling | (FIRST if kind != "linear" else {})}, FIRST | {"rope_scaling": scaling}):
         if kind == "linear" and "original_max_position_embeddings" in more:
             continue
@@ -96,13 +96,13 @@ def test_a_key_changes_the_model_or_is_refused_unless_it_can_change_nothing(tmp_
     """Every key that transformers writes, and those of generation, with another value: what passes unchanged is in
     the one table of keys without effect, or is read together with another key."""
     transformers = need_transformers()
-    whole = saved(make_config(name), tmp_path)
+    full = saved(make_config(name), tmp_path)
     general = {key: None for key in transformers.GenerationConfig().to_dict()} | GENERATION
-    model, passed = read_config(whole), 0
-    for key, value in (general | make_config(name).to_dict() | whole).items():
-        other = whole | {key: changed(value)}
-        found = outcome(other)
-        if isinstance(found, str) or not same_model(found, model) or found.max_positions != model.max_positions:
+    model, passed = read_config(full), 0
+    for key, value in (general | make_config(name).to_dict() | full).items():
+        other = full | {key: changed(value)}
+        result = outcome(other)
+        if isinstance(result, str) or not same_model(result, model) or result.max_positions != model.max_positions:
             assert not without_effect(key), key
         elif not without_effect(key):
             assert key in TOGETHER, key

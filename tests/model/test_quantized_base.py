@@ -159,10 +159,10 @@ def test_updates_on_a_mesh_are_those_of_one_device(mesh, bits, model):
         jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(base))
         return jax.device_get((state.params, metrics["loss/value"]))
 
-    one = updated(make_mesh(ShardingConfig(data=1), jax.devices()[:1]))
+    single = updated(make_mesh(ShardingConfig(data=1), jax.devices()[:1]))
     devices = int(np.prod(list(mesh.values())))
     many = updated(make_mesh(ShardingConfig(**{"data": 1} | mesh), jax.devices()[:devices]))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), many, one)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), many, single)
 
 
 DEEP = replace(MODEL, layers=8, d_model=128, heads=4, kv_heads=4, head_dim=32, d_ff=512, vocab_size=32)

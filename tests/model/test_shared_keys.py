@@ -105,8 +105,8 @@ def test_loss_and_gradients_are_those_of_one_device(model, axes):
 def test_wide_rows_are_exchanged_and_not_the_table():
     """The same rows and gradients as by the table; the largest array that is gathered is smaller than its share."""
     mesh = make_mesh(ShardingConfig(fsdp=2, tensor=2), jax.devices()[:4])
-    place = param_shardings(replace(MODEL, vocab_size=4096), mesh)["layer_embed"]
-    table = jax.device_put(np.random.default_rng(0).normal(size=(4096, 8, 6)).astype(np.float32), place)
+    sharding = param_shardings(replace(MODEL, vocab_size=4096), mesh)["layer_embed"]
+    table = jax.device_put(np.random.default_rng(0).normal(size=(4096, 8, 6)).astype(np.float32), sharding)
     ids = jnp.asarray(np.random.default_rng(1).integers(0, 4096, (4, 10)))
     weight = jnp.asarray(np.random.default_rng(2).normal(size=(4, 10, 48)).astype(np.float32))
 
@@ -116,7 +116,7 @@ def test_wide_rows_are_exchanged_and_not_the_table():
             return jnp.sum(rows * weight), rows
 
         function = jax.value_and_grad(value, has_aux=True)
-        return jax.jit(function, out_shardings=((None, None), place)).lower(table, ids).compile()
+        return jax.jit(function, out_shardings=((None, None), sharding)).lower(table, ids).compile()
 
     exact = jax.value_and_grad(lambda t: jnp.sum(t.reshape(4096, 48)[ids] * weight))(np.asarray(table))
     for look_up, gathers_table in ((look_up_wide_on, False), (look_up_on, True)):
@@ -157,15 +157,15 @@ def test_samplers_on_meshes_and_in_int8_draw_what_the_trainer_computes(case):
     rollout = replace(ROLLOUT, narrow=())
     if case == "int8":
         rollout = replace(rollout, low_precision=LowPrecision("int8", "int8"))
-    params, found, requests = reference.random_params(model, seed=1), [], make_requests(3, 3)
+    params, tokens, requests = reference.random_params(model, seed=1), [], make_requests(3, 3)
     for mesh in (None, make_mesh(ShardingConfig(data=1, tensor=2), jax.devices()[:2])):
         placed = params if mesh is None else jax.device_put(params, param_shardings(model, mesh))
         engine = make_engine(model, rollout, SamplingConfig(), STOPS, mesh, seed=11)
         sampler = engine.publish(jax.device_put(placed) if mesh is None else placed, 5)
         assert sampler.check_gap < 2e-5
         rollouts, _ = engine.run(sampler, requests, FakeTools(requests))
-        found.append([one.tokens.tolist() for one in rollouts])
-    assert found[0] == found[1]
+        tokens.append([row.tokens.tolist() for row in rollouts])
+    assert tokens[0] == tokens[1]
 
 
 # ---- adapters ------------------------------------------------------------------------------------------------------

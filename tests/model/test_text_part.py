@@ -92,11 +92,11 @@ def test_peft_loads_an_adapter_into_the_whole_model_and_the_reverse(tmp_path, na
     ours = resolve_config(ModelConfig(path=str(tmp_path / "base")))
     adapter = random_adapter(ADAPTED, ours)
     export_adapter(adapter, ADAPTED, ours, tmp_path / "adapter")
-    whole = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
-    assert {name for name, _ in whole.named_parameters() if "lora_" in name and "language_model" not in name} == set()
+    wrapped = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    assert {name for name, _ in wrapped.named_parameters() if "lora_" in name and "language_model" not in name} == set()
     params = attach(load_params(tmp_path / "base", ours), adapter, ADAPTED)
-    np.testing.assert_allclose(row_logits(params, tokens, ours), logits_of(whole, tokens), atol=1e-4)
-    whole.save_pretrained(tmp_path / "by_peft")
+    np.testing.assert_allclose(row_logits(params, tokens, ours), logits_of(wrapped, tokens), atol=1e-4)
+    wrapped.save_pretrained(tmp_path / "by_peft")
     family = find_family(read_published(tmp_path / "base"))
     again = load_adapter(tmp_path / "by_peft", read_lora(tmp_path / "by_peft"), ours, family)
     jax.tree.map(np.testing.assert_array_equal, again, adapter)
@@ -105,8 +105,8 @@ def test_peft_loads_an_adapter_into_the_whole_model_and_the_reverse(tmp_path, na
 @pytest.mark.parametrize(("kind", "within"), [("gemma3", True), ("qwen3_5", False), (None, False)])
 def test_names_of_an_adapter_are_those_of_the_model_that_transformers_loads(tmp_path, kind, within):
     """From a directory of Qwen3.5 `AutoModelForCausalLM` makes the text model, from one of Gemma 3 the whole one."""
-    whole = {"vision_config": {}, "model_type": kind} if kind else {"model_type": "qwen3"}
-    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config = {"vision_config": {}, "model_type": kind} if kind else {"model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     model, family = replace(MODEL, path=str(tmp_path)), find_family({"architectures": ["Qwen3ForCausalLM"]})
     (tmp_path / "adapter").mkdir()
     adapter = random_adapter(ADAPTED, model)
@@ -129,17 +129,17 @@ def whole_of(folder, name, prefix, kind="qwen3_vl"):
 
     rewrite(folder, change)
     config = json.loads((folder / "config.json").read_text())
-    whole = {"architectures": ["QwenVL"], "model_type": kind, "vision_config": {}, "image_token_id": 5}
+    outer = {"architectures": ["QwenVL"], "model_type": kind, "vision_config": {}, "image_token_id": 5}
     if kind == "qwen2_5_vl":
-        whole |= {key: config[key] for key in config.keys() - {"architectures", "model_type"}}
-        whole |= {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+        outer |= {key: config[key] for key in config.keys() - {"architectures", "model_type"}}
+        outer |= {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
     else:
         config.pop("architectures")
-        whole |= {"torch_dtype": "float32", "tie_word_embeddings": config["tie_word_embeddings"]}
+        outer |= {"torch_dtype": "float32", "tie_word_embeddings": config["tie_word_embeddings"]}
         nested = {"model_type": f"{kind}_text", "mtp_num_hidden_layers": 1, "tie_word_embeddings": False}
-        whole["text_config"] = config | nested
-    (folder / "config.json").write_text(json.dumps(whole))
-    return text, whole
+        outer["text_config"] = config | nested
+    (folder / "config.json").write_text(json.dumps(outer))
+    return text, outer
 
 
 @pytest.mark.parametrize(
@@ -172,17 +172,17 @@ def test_gemma_3_leaves_out_what_transformers_fills_in():
     """As the text part of the 4B model states itself."""
     text = {"hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text", "num_hidden_layers": 34}
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
-    found = read_config({"model_type": "gemma3", "vision_config": {}, "text_config": text})
-    assert (found.heads, found.kv_heads, found.head_dim, found.vocab_size) == (8, 4, 256, 262_208)
-    assert parameter_count(found) / 1e9 == pytest.approx(3.88, abs=0.01)
+    model = read_config({"model_type": "gemma3", "vision_config": {}, "text_config": text})
+    assert (model.heads, model.kv_heads, model.head_dim, model.vocab_size) == (8, 4, 256, 262_208)
+    assert parameter_count(model) / 1e9 == pytest.approx(3.88, abs=0.01)
 
 
 def test_an_unknown_text_part_is_refused_by_name(tmp_path):
-    _, whole = whole_of(tmp_path, "qwen3", lambda name: f"language_model.{name}")
-    for change, said in (
-        ({"text_config": whole["text_config"] | {"model_type": "mamba"}}, "the text part 'mamba' is not supported"),
+    _, outer = whole_of(tmp_path, "qwen3", lambda name: f"language_model.{name}")
+    for change, message in (
+        ({"text_config": outer["text_config"] | {"model_type": "mamba"}}, "the text part 'mamba' is not supported"),
         ({"quantization_config": {"bits": 4}}, "not supported: quantization_config"),
     ):
-        (tmp_path / "config.json").write_text(json.dumps(whole | change))
-        with pytest.raises(UnsupportedModelError, match=said):
+        (tmp_path / "config.json").write_text(json.dumps(outer | change))
+        with pytest.raises(UnsupportedModelError, match=message):
             resolve_config(ModelConfig(path=str(tmp_path)))

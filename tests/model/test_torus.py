@@ -20,10 +20,10 @@ class Device:
 
 def slice_of(grid, host=(2, 2, 1)):
     """Devices of a slice as JAX lists them: hosts are numbered along x, then y, then z."""
-    counts = [side // own for side, own in zip(grid, host, strict=True)]
+    counts = [side // size for side, size in zip(grid, host, strict=True)]
     devices = []
     for z, y, x in itertools.product(*map(range, reversed(grid))):
-        at = [value // own for value, own in zip((x, y, z), host, strict=True)]
+        at = [value // size for value, size in zip((x, y, z), host, strict=True)]
         process = at[0] + counts[0] * (at[1] + counts[1] * at[2])
         devices.append(Device((x, y, z), process, len(devices)))
     return devices

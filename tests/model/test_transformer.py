@@ -88,10 +88,10 @@ def test_the_backward_pass_keeps_no_copy_of_the_weights_of_periods(kind, remat):
     def residuals(params):
         return jax.tree.leaves(jax.vjp(lambda params: run(params, tokens, tokens, tokens), params)[1])
 
-    kept, seen = jax.eval_shape(residuals, params), set()
+    saved, seen = jax.eval_shape(residuals, params), set()
     for name, leaf in params["layers"].items():
         if leaf.ndim > 2:
-            same = [other for other in kept if other.shape[1 - leaf.ndim :] == leaf.shape[1:]]
+            same = [other for other in saved if other.shape[1 - leaf.ndim :] == leaf.shape[1:]]
             assert all(other.size == leaf.size for other in same), name
             seen |= {name} if same else set()
     assert {"wq", "wo", "w_up", "w_down"} <= seen

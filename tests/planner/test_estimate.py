@@ -174,9 +174,9 @@ def test_weights_and_cache_of_the_sampler_by_arithmetic_are_the_arrays_of_the_en
 
 def test_experts_of_all_tokens_and_latent_keys_are_whole_on_each_device_of_the_sampler():
     """GLM-4.5: the dense layer and the shared experts; DeepSeek-V3: the cache."""
-    for family, tensor, held in (("GLM-4.5", 2, "sampler"), ("DeepSeek-V3", 2, "cache")):
-        one, two = (deployed("toy.yaml", "full", axis, FAMILIES[family]) for axis in ("data", "tensor"))
-        before, after = one.memory_parts()[held], two.memory_parts()[held]
+    for family, tensor, part in (("GLM-4.5", 2, "sampler"), ("DeepSeek-V3", 2, "cache")):
+        by_data, by_tensor = (deployed("toy.yaml", "full", axis, FAMILIES[family]) for axis in ("data", "tensor"))
+        before, after = by_data.memory_parts()[part], by_tensor.memory_parts()[part]
         assert after > 1.1 * before / tensor, family
     assert before == after / 2, "the slots of both parts of `data`"
 

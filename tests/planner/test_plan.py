@@ -60,19 +60,19 @@ def test_loops_multiply_products_and_collectives_and_traffic_counts_a_slice():
     """A scan that gathers the matrix of each layer before use, inside a loop with unknown trip count."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
 
-    def place(*spec):
+    def named(*spec):
         return NamedSharding(mesh, P(*spec))
 
     def run(weights, x, count):
         def layer(x, w):
-            return jnp.tanh(x @ jax.lax.with_sharding_constraint(w, place())), None
+            return jnp.tanh(x @ jax.lax.with_sharding_constraint(w, named())), None
 
         x = jax.lax.fori_loop(0, count, lambda _, x: jax.lax.scan(layer, x, weights)[0], x)
         return x.sum()
 
     like = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    stack, rows = like((LAYERS, WIDTH, WIDTH), sharding=place(None, "x")), like((ROWS, WIDTH), sharding=place("x"))
-    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=place())
+    stack, rows = like((LAYERS, WIDTH, WIDTH), sharding=named(None, "x")), like((ROWS, WIDTH), sharding=named("x"))
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=named())
     program = parse_hlo(jax.jit(run).lower(stack, rows, count).compile().as_text())
     once, thrice = read_cost(program), read_cost(program, [3.0])
     assert once.flops == LAYERS * 2 * (ROWS // 8) * WIDTH * WIDTH and thrice.flops == 3 * once.flops
@@ -87,16 +87,16 @@ def test_loops_multiply_products_and_collectives_and_traffic_counts_a_slice():
     # stack in every layer would be 25 matrices and more.
     assert LAYERS * 2 * matrix < once.traffic < LAYERS * 8 * matrix
     assert largest_gather(program).bytes == matrix
-    whole = jax.jit(lambda w: w * 1.0, out_shardings=place()).lower(stack).compile()
-    found = largest_gather(parse_hlo(whole.as_text()))
-    assert found.bytes == LAYERS * matrix and found.group == 8 and found.loops == 0
+    gathered = jax.jit(lambda w: w * 1.0, out_shardings=named()).lower(stack).compile()
+    largest = largest_gather(parse_hlo(gathered.as_text()))
+    assert largest.bytes == LAYERS * matrix and largest.group == 8 and largest.loops == 0
 
 
 def loop_compiled(condition, exchange):
     """HLO text of a loop that every pair of four devices runs on rows of its own, as in the engine."""
     grid = jax.make_mesh((2, 2), ("rows", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
-    def own(x, weights):
+    def loop(x, weights):
         def step(state):
             x, turns = state
             return exchange(jnp.tanh(x @ weights)), turns + 1
@@ -104,7 +104,7 @@ def loop_compiled(condition, exchange):
         return jax.lax.while_loop(condition, step, (x, 0))
 
     mapped = jax.shard_map(
-        own, mesh=grid, in_specs=(P("rows"), P()), out_specs=(P("rows"), P()), axis_names={"rows"}, check_vma=False
+        loop, mesh=grid, in_specs=(P("rows"), P()), out_specs=(P("rows"), P()), axis_names={"rows"}, check_vma=False
     )
     arguments = [
         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(grid, spec))
@@ -142,7 +142,7 @@ def test_a_collective_in_a_loop_that_its_devices_leave_apart_is_refused(conditio
     compiled = loop_compiled(condition, exchange)
     program, shardings = parse_hlo(compiled.as_text()), jax.tree.leaves(compiled.input_shardings)
     assert program.devices == 4 and read_cost(program).collectives
-    assert [one.split()[0] for one in hanging(program, shardings)] == ([kind] if kind else [])
+    assert [line.split()[0] for line in hanging(program, shardings)] == ([kind] if kind else [])
     if kind:
         with pytest.raises(ValueError, match=rf"{kind} %\S+ in %\S+ .*make its condition equal"):
             check_loops(program, shardings)
@@ -166,8 +166,8 @@ def test_arguments_are_equal_where_their_sharding_puts_the_same_part(spec, class
 
 def test_a_program_whose_arguments_are_not_known_is_refused_if_they_may_differ():
     compiled = loop_compiled(own_rows_left, lambda x: split_over_tensor(x, None, None))
-    (found,) = hanging(parse_hlo(compiled.as_text()), [])
-    assert found.startswith("all-gather")
+    (line,) = hanging(parse_hlo(compiled.as_text()), [])
+    assert line.startswith("all-gather")
 
 
 CONVOLUTION = """
@@ -226,8 +226,8 @@ ENTRY %main (a: (s32[], f32[8])) -> (s32[], f32[8]) {
 
 
 def test_turns_are_read_from_the_condition_where_it_has_a_constant():
-    (one,) = read_cost(parse_hlo(LOOP), [5.0]).collectives
-    assert (one.times, one.loops) == (28.0, 1)
+    (collective,) = read_cost(parse_hlo(LOOP), [5.0]).collectives
+    assert (collective.times, collective.loops) == (28.0, 1)
     computed = LOOP.replace("constant(28)", "get-tuple-element(%s), index=0")
     assert read_cost(parse_hlo(computed), [5.0]).collectives[0].times == 5.0
     assert read_cost(parse_hlo(computed)).collectives[0].times == 1.0
@@ -324,8 +324,8 @@ ENTRY %m (p: bf16[2,8]) -> bf16[16,8] {
   %s = (bf16[2,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%p), replica_groups=[1,8]<=[8], dimensions={0}
   ROOT %d = bf16[16,8]{1,0} all-gather-done(%s)
 }"""
-    (one,) = read_cost(parse_hlo(text)).collectives
-    assert (one.kind, one.bytes, one.moved) == ("all-gather", 256.0, 224.0)
+    (collective,) = read_cost(parse_hlo(text)).collectives
+    assert (collective.kind, collective.bytes, collective.moved) == ("all-gather", 256.0, 224.0)
 
 
 def test_a_gather_that_runs_during_several_fusions_counts_once():
@@ -371,17 +371,17 @@ ENTRY %m (p: bf16[1,8], q: bf16[64,8], i: u32[]) -> bf16[64,8] {
 def test_a_sum_of_parts_in_zeros_is_a_gather():
     """XLA writes a gather over 64 chips like this; by its opcode alone it would escape the limit on gathers."""
 
-    def found(text):
+    def largest(text):
         return largest_gather(parse_hlo(text))
 
-    one = found(PLACED)
-    assert (one.kind, one.bytes, one.moved) == ("all-reduce", 1024.0, 2 * 1024 * 63 / 64)
+    gather = largest(PLACED)
+    assert (gather.kind, gather.bytes, gather.moved) == ("all-reduce", 1024.0, 2 * 1024 * 63 / 64)
     fused, update = "fusion(%zeros, %p, %i), kind=kLoop, calls=%place", "dynamic-update-slice(%zeros, %p, %i, %o)"
     bare = PLACED.replace(fused, update)
-    assert found(bare).bytes == 1024.0
-    assert found(PLACED.replace("fusion(%zeros", "fusion(%q")) is None  # a sum of values that mean something
-    assert found(bare.replace("slice(%zeros", "slice(%q")) is None
-    assert found(PLACED.replace("all-reduce(%c)", "all-reduce(%q)")) is None
+    assert largest(bare).bytes == 1024.0
+    assert largest(PLACED.replace("fusion(%zeros", "fusion(%q")) is None  # a sum of values that mean something
+    assert largest(bare.replace("slice(%zeros", "slice(%q")) is None
+    assert largest(PLACED.replace("all-reduce(%c)", "all-reduce(%q)")) is None
 
 
 def test_a_sum_that_is_cut_in_its_fusion_is_a_reduce_scatter():
@@ -397,8 +397,8 @@ ENTRY %m (p: f32[64,8]) -> f32[16,8] {
   %p = f32[64,8]{1,0} parameter(0)
   ROOT %f = f32[16,8]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1
 }"""
-    (one,) = read_cost(parse_hlo(text)).collectives
-    assert (one.kind, one.bytes, one.moved) == ("reduce-scatter", 2048.0, 2048 * 3 / 4)
+    (collective,) = read_cost(parse_hlo(text)).collectives
+    assert (collective.kind, collective.bytes, collective.moved) == ("reduce-scatter", 2048.0, 2048 * 3 / 4)
 
 
 def test_shapes_and_bytes():
@@ -443,17 +443,17 @@ def test_a_gpu_has_the_memory_that_jax_takes():
 
 
 def test_gpus_are_described_to_their_compiler(monkeypatch):
-    asked = {}
+    request = {}
     devices = [object()] * 16
 
     def described(**given):
-        asked.update(given)
+        request.update(given)
         return SimpleNamespace(devices=devices)
 
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", described)
     assert topology_devices(parse_topology("h200:16")) == devices
-    assert (asked["platform"], asked["topology"]) == ("cuda", "1x2x8"), "two machines of eight"
-    fields = dict(re.findall(r"(\w+): (\d+)", asked["target_config"]))
+    assert (request["platform"], request["topology"]) == ("cuda", "1x2x8"), "two machines of eight"
+    fields = dict(re.findall(r"(\w+): (\d+)", request["target_config"]))
     described = (fields["major"], fields["core_count"], fields["memory_bandwidth"])
     assert described == ("9", "132", str(4800 * 10**9))
 
@@ -477,12 +477,12 @@ def test_fused_attention_compiles_for_a_gpu_that_is_not_here():
     """cuDNN's kernels under the mask of packed rows in a program of an H200: forward once, though layers are
     recomputed, and backward."""
     (device,) = topology_devices(parse_topology("h200:1"))
-    place = jax.sharding.SingleDeviceSharding(device)
+    sharding = jax.sharding.SingleDeviceSharding(device)
 
     def shape(*sizes):
-        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=place)
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=sharding)
 
-    segments = jax.ShapeDtypeStruct((2, 1024), jnp.int32, sharding=place)
+    segments = jax.ShapeDtypeStruct((2, 1024), jnp.int32, sharding=sharding)
     remat = make_remat("attention", scanned=False)
 
     def total(q, k, v, s):
@@ -490,8 +490,8 @@ def test_fused_attention_compiles_for_a_gpu_that_is_not_here():
 
     q, kv = shape(2, 1024, 8, 64), shape(2, 1024, 2, 64)
     text = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(q, kv, kv, segments).compile().as_text()
-    found = re.findall(r'custom_call_target="(__cudnn\$fmha\w+)"', text)
-    assert [name.endswith("Backward") for name in found] == [False, True]
+    targets = re.findall(r'custom_call_target="(__cudnn\$fmha\w+)"', text)
+    assert [name.endswith("Backward") for name in targets] == [False, True]
     assert text.count('"mask_type": "CAUSAL"') == 2, "the half above the diagonal is left out"
 
 
@@ -538,19 +538,19 @@ def test_layers_that_share_keys_have_no_cache():
     assert model.key_reads == (28 * 256 + 7 * 512) / (12 * 256 + 3 * 512)
     table = 262_144 * 35 * 256
     assert active_parameters(model) == parameter_count(model) - table
-    one = replace(model, windows=replace(model.windows, shared_layers=0, shared_ff=0))
+    base = replace(model, windows=replace(model.windows, shared_layers=0, shared_ff=0))
     one_device = abstract_mesh(Config(), parse_topology("h100:1"))
-    sampled, whole = (sampled_like(Config(), shape, one_device)[0] for shape in (model, one))
+    sampled, full = (sampled_like(Config(), shape, one_device)[0] for shape in (model, base))
     appended = products(append_reads(sampled, model), model)
-    assert appended < 0.45 * products(decode_reads(sampled), model) and cache_bytes(one, 2)[0] > 2 * 9216
-    assert products(append_reads(whole, one), one) == 2 * (active_parameters(one) - one.vocab_size * one.d_model)
+    assert appended < 0.45 * products(decode_reads(sampled), model) and cache_bytes(base, 2)[0] > 2 * 9216
+    assert products(append_reads(full, base), base) == 2 * (active_parameters(base) - base.vocab_size * base.d_model)
 
 
 def test_other_known_shapes_have_the_published_size():
     billions = {"Qwen/Qwen3-1.7B": 1.72, "Qwen/Qwen3-8B": 8.19, "HuggingFaceTB/SmolLM3-3B": 3.075}
     billions["google/gemma-2-2b-it"] = 2.614
-    found = {name: parameter_count(KNOWN_SHAPES[name]) / 1e9 for name in billions}
-    assert found == pytest.approx(billions, abs=0.005)
+    sizes = {name: parameter_count(KNOWN_SHAPES[name]) / 1e9 for name in billions}
+    assert sizes == pytest.approx(billions, abs=0.005)
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------------------------
@@ -618,12 +618,12 @@ def test_a_step_by_hand_is_never_shorter_than_its_bound(seed):
         forks = 0
         while left and len(running) < slots:
             row = left.pop(0)
-            place = (len(prompts) * group - len(left) - 1) // group
-            if place in known:
+            index = (len(prompts) * group - len(left) - 1) // group
+            if index in known:
                 forks += 1
             else:
                 spent["prompts"] += max(min(n for n in lengths if n >= row[0]), weights)
-            known.add(place)
+            known.add(index)
             running.append(row)
         spent["copies"] += -(-forks // copies) * 2 * cache * copies * block
         spent["decode"] += weights + cache * sum(-(-at // block) * block for at, _ in running)
@@ -672,7 +672,7 @@ def test_the_cache_and_the_weights_of_rollouts_that_run_on_are_counted_in_the_up
     assert more == [parts["cache"], 0.0, 0.0, parts["cache"] + parts["sampler"]]
     like = state_like(plain.model, plain.config.optim, plain.mesh)
     given = (like, like.params, (1e6, 1e6), 0.0, 1e9)
-    before, after = (planning.resident_bytes(one.config, *given) for one in (plain, stream))
+    before, after = (planning.resident_bytes(deployed.config, *given) for deployed in (plain, stream))
     assert after["update"] - before["update"] == 1e9 + 1e6 and after["decode"] == before["decode"]
     assert {name: after[name] - before[name] for name in after if name.startswith("weight")} == dict.fromkeys(
         ("weight_sync", "weight_check_trainer", "weight_check_sampler"), 1e9
@@ -736,9 +736,9 @@ def test_simulated_steps_are_added(capsys):
     report = json.loads(capsys.readouterr().out)
     alone = [name for name, (_, schedule) in SCHEDULES.items() if not schedule.stealing]
     assert list(report["simulated"]) == alone, "one process has nobody to steal from"
-    for found in report["simulated"].values():
-        assert sum(found["seconds"]) / STEPS >= report["step_s"]["total"], "no less than the bound"
-        assert found["sampled"] and 0 < found["busy"] <= 1 and found["live"] <= found["slots"]
+    for simulated in report["simulated"].values():
+        assert sum(simulated["seconds"]) / STEPS >= report["step_s"]["total"], "no less than the bound"
+        assert simulated["sampled"] and 0 < simulated["busy"] <= 1 and simulated["live"] <= simulated["slots"]
     assert report["lines"][-len(alone) - 2].startswith("simulated")
 
 
@@ -771,8 +771,8 @@ def test_arithmetic_says_what_fits_and_what_to_change(capsys, tmp_path):
     assert any("rollout.slots" in line for line in report["lines"])
     assert plan_command.main(["rstar2_qwen3_14b", "--topology", "h200:64", "--arithmetic", "--out", str(out)]) == 0
     report = json.loads(out.read_text())
-    assert [one["plan"] for one in report["stages"]] == ["rstar2, 8k", "rstar2, 12k", "rstar2, hard"]
-    assert report["fits"] and [one["work"]["response"] for one in report["stages"]] == [4096, 6144, 6144]
+    assert [stage["plan"] for stage in report["stages"]] == ["rstar2, 8k", "rstar2, 12k", "rstar2, hard"]
+    assert report["fits"] and [stage["work"]["response"] for stage in report["stages"]] == [4096, 6144, 6144]
     assert plan_command.main(["rstar2_qwen3_14b", "--stage", "9k", "--topology", "h200:64"]) == plan_command.BAD_CONFIG
     assert "--stage 9k: must be one of 8k, 12k, hard" in capsys.readouterr().err
 
@@ -789,7 +789,7 @@ def test_single_cards_are_known(card, memory_gb):
 
 @pytest.mark.usefixtures("platform_kept")
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["toy.yaml", "--topology", "v7:2x2"], "one of v5e"),
         (["toy.yaml", "--topology", "h200:8", "--sharding.fsdp", "3"], "does not make 8 devices"),
@@ -806,9 +806,9 @@ def test_single_cards_are_known(card, memory_gb):
         ([*LONG_ROWS, "--topology", "h200:8"], "but the model was made for texts of 40960 tokens"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_with_status_2(capsys, words, said):
+def test_what_cannot_be_planned_is_refused_with_status_2(capsys, words, message):
     assert plan_command.main(words) == plan_command.BAD_CONFIG
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("platform_kept")
@@ -857,8 +857,8 @@ def test_a_pod_gives_every_process_a_block_of_the_mesh():
     for name, fsdp, tensor in (("v5p:4x4x4", 16, 4), ("v6e:8x8", 16, 4), ("v5p:4x4x4", 64, 1), ("v6e:8x8", 8, 2)):
         mesh = make_mesh(ShardingConfig(fsdp=fsdp, tensor=tensor), tpu_devices(name))
         for process in range(16):
-            own = process_mesh(mesh, process)
-            assert own.size == 4 and own.shape["tensor"] == tensor
+            block = process_mesh(mesh, process)
+            assert block.size == 4 and block.shape["tensor"] == tensor
     mesh = make_mesh(ShardingConfig(fsdp=8, tensor=8), tpu_devices("v5p:4x4x4"))
     for process in range(16):
         together = {device.process_index for device in process_mesh(mesh, process).devices.flat}

@@ -31,7 +31,7 @@ def test_nothing_speaks_against_a_recipe(name):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--reward.functions.answer.weight 0", "every reward function has weight 0 (answer)"),
         (
@@ -69,15 +69,15 @@ def test_nothing_speaks_against_a_recipe(name):
         ),
     ],
 )
-def test_a_dry_run_ends_with_what_cannot_work(words, said, capsys):
+def test_a_dry_run_ends_with_what_cannot_work(words, message, capsys):
     given = ["--data.sources=world:gcd:1", "--data.eval_problems=0", *words.split()]
     assert main(["toy.yaml", "--dry-run", *given]) == 0
     out = capsys.readouterr().out
     against = [line for line in out.splitlines() if line.startswith("problem: ")]
-    assert any(said in line for line in against) and out.splitlines()[-1] in against, out
+    assert any(message in line for line in against) and out.splitlines()[-1] in against, out
     settings = read_config("toy.yaml", *words.split())
-    of_data = any(words in said for words in ("exceed", "turns after", "the run has", "none of 32"))
-    assert (said in " ".join(settings_against_learning(settings))) != of_data
+    of_data = any(words in message for words in ("exceed", "turns after", "the run has", "none of 32"))
+    assert (message in " ".join(settings_against_learning(settings))) != of_data
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_sources_with_the_same_fault_share_a_line(word, begins, ends, capsys):
     assert line.startswith("problem: world:") and f" more: {begins}" in line and ends in line, line
 
 
-def messages(turns: int, words: int, asked: str = "q") -> str:
-    talk = [{"role": "user", "content": asked}]
+def messages(turns: int, words: int, question: str = "q") -> str:
+    talk = [{"role": "user", "content": question}]
     for _ in range(turns):
         talk += [{"role": "assistant", "content": "word " * words}, {"role": "user", "content": "and?"}]
     return json.dumps({"messages": talk[:-1]}) + "\n"
@@ -113,8 +113,8 @@ def test_demonstrations_of_a_file_are_counted_exactly(tmp_path, capsys):
     words = ["toy.yaml", "--dry-run", f"--data.trace_sources={file}"]
     words += ["--batch.row_length=2000", "--rollout.max_turns=2"]
     assert main(words) == 0
-    said = capsys.readouterr().out
-    (line,) = [line for line in said.splitlines() if "demonstrations of" in line]
+    printed = capsys.readouterr().out
+    (line,) = [line for line in printed.splitlines() if "demonstrations of" in line]
     longest = int(line.split(" to ")[1].split()[0])
     assert "1 of 5 exceed rollout.max_response_tokens = 120" in line and f"raise it to {longest}" in line
     for most, expected in ((longest, False), (longest - 1, True)):
@@ -128,9 +128,9 @@ def test_prompts_of_a_file_that_do_not_fit_name_the_value_to_set(tmp_path, capsy
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["toy.yaml", "--dry-run", "--sft.steps=0", f"--data.sources={file}", "--data.eval_problems=0"]
     assert main(words) == 2
-    said = capsys.readouterr().err
-    assert "rollout.max_prompt_tokens = 24" in said
-    enough = int(said.split("raise it to ")[1].split()[0])
+    printed = capsys.readouterr().err
+    assert "rollout.max_prompt_tokens = 24" in printed
+    enough = int(printed.split("raise it to ")[1].split()[0])
     assert main([*words, f"--rollout.max_prompt_tokens={enough}", "--batch.row_length=400"]) == 0
     assert "over-long" not in capsys.readouterr().out
     assert main([*words, f"--rollout.max_prompt_tokens={enough - 1}", "--batch.row_length=400"]) == 0
@@ -151,9 +151,9 @@ def test_functions_that_pay_alike_are_named(pay, against, parts_of_a_run):
     config = read_config("toy.yaml", "--reward.functions", "own")
     with given({"own": pay}):
         chat, scorer = parts_of_a_run(config)
-        found = [line for line in hindrances(config, chat, scorer) if "own" in line]
-    assert bool(found) == against
-    assert not found or "finished and a cut trajectory get the same" in found[0]
+        lines = [line for line in hindrances(config, chat, scorer) if "own" in line]
+    assert bool(lines) == against
+    assert not lines or "finished and a cut trajectory get the same" in lines[0]
 
 
 def test_a_function_that_pays_alike_is_named_beside_one_without_weight(parts_of_a_run):
@@ -162,8 +162,8 @@ def test_a_function_that_pays_alike_is_named_beside_one_without_weight(parts_of_
     config = read_config("toy.yaml", *words)
     with given({"own": lambda problem, rows: [0.5] * len(rows)}):
         chat, scorer = parts_of_a_run(config)
-        (found,) = [line for line in hindrances(config, chat, scorer) if "cut trajectory" in line]
-    assert "(own 0.5)" in found
+        (message,) = [line for line in hindrances(config, chat, scorer) if "cut trajectory" in line]
+    assert "(own 0.5)" in message
     with given({"own": lambda problem, rows: [0.5] * len(rows)}):
         assert not hindrances(read_config("toy.yaml", *words[:3]), chat, scorer)  # the answer is paid, too
 
@@ -181,12 +181,12 @@ def test_conversations_of_a_file_with_tools_of_their_own_are_no_fault(tmp_path, 
         file = tmp_path / f"{against}.jsonl"
         file.write_text(json.dumps({"messages": talk} | ({"tools": tools} if tools else {})) + "\n", encoding="utf-8")
         config = read_config("toy.yaml", f"--data.trace_sources={file}")
-        found = hindrances(config, parts_of_a_run(config)[0])
-        assert any("demonstrations call weather, but the run has" in line for line in found) == against, found
+        lines = hindrances(config, parts_of_a_run(config)[0])
+        assert any("demonstrations call weather, but the run has" in line for line in lines) == against, lines
 
 
 @pytest.mark.parametrize(
-    ("words", "prompt", "said"),
+    ("words", "prompt", "expected"),
     [
         (
             "",
@@ -206,16 +206,16 @@ def test_conversations_of_a_file_with_tools_of_their_own_are_no_fault(tmp_path, 
         ("--sft.steps 4 --data.trace_sources world:gcd:1", "6 * 7?", []),
     ],
 )
-def test_what_nothing_asks_of_a_published_model(words, prompt, said, tmp_path, parts_of_a_run):
+def test_what_nothing_asks_of_a_published_model(words, prompt, expected, tmp_path, parts_of_a_run):
     """The toy's tokenizer by its path, as a published one is given."""
     file = tmp_path / "own.jsonl"
     file.write_text(json.dumps({"prompt": prompt, "answer": "42"}) + "\n", encoding="utf-8")
     sizes = "--rollout.max_prompt_tokens 900 --rollout.max_response_tokens 200 --batch.row_length 1100"
     given = f"--sft.steps 0 --text.tokenizer {TOY} --data.sources {file} {sizes} {words}"
     config = read_config("toy.yaml", *given.split())
-    found = hindrances(config, parts_of_a_run(config)[0])
-    found = [line for line in found if not line.startswith("model.path is empty")]
-    assert len(found) == len(said) and all(text in line for text, line in zip(said, found, strict=True)), found
+    lines = hindrances(config, parts_of_a_run(config)[0])
+    lines = [line for line in lines if not line.startswith("model.path is empty")]
+    assert len(lines) == len(expected) and all(text in line for text, line in zip(expected, lines, strict=True)), lines
 
 
 def test_a_model_exported_from_a_run_with_these_prompts_needs_no_request(tmp_path, parts_of_a_run):
@@ -253,7 +253,7 @@ def parts_of_a_run():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--environment verifers", "is not a class; .* or choose one of the kinds agent, .*, verifiers"),
         ("--data.sources openai/gsm8k", "openai/gsm8k: no such file; a data set of the hub is hub:OWNER/NAME@REVISION"),
@@ -261,7 +261,7 @@ def parts_of_a_run():
         ("--tools.enabled false", r"built in are \[.*\], and \[\] leaves all of them out"),
     ],
 )
-def test_names_alone_are_refused_with_what_to_write(words, said, capsys, monkeypatch):
+def test_names_alone_are_refused_with_what_to_write(words, message, capsys, monkeypatch):
     monkeypatch.chdir(CONFIG_DIR.parent)
     assert main(["toy.yaml", "--dry-run", *words.split()]) == 2
-    assert re.search(said, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)

@@ -54,8 +54,8 @@ def test_packs_are_the_calls_that_the_engine_makes(seed):
         made.append(first_calls(lengths)[min(sum(len(write.ids) for write in queue), 256)])
         take, left = PackTaker(made[-1]), []
         for write in queue:
-            taken, _ = take(write) or (0, 0)
-            left += [write._replace(ids=write.ids[taken:])] if taken < len(write.ids) else []
+            accepted, _ = take(write) or (0, 0)
+            left += [write._replace(ids=write.ids[accepted:])] if accepted < len(write.ids) else []
         queue = left
     assert packs(written, lengths) == made and sum(made) >= sum(written)
 
@@ -64,8 +64,8 @@ def test_each_cost_is_counted():
     costs = Costs(1.0, 0.1, 0.01, 10.0, 0.5, round=3.0, publish=2.0, update=5.0, trained_token=0.25)
     # One append of 8 tokens; a chunk of 4 steps of the program of 1 row that reads 8 + 2 columns on average; 12 tokens.
     chunk = 3 + 4 * (1 + 0.1 + 0.01 * (8 + 2))
-    found = seconds([plain(4)], dataclasses.replace(MACHINE, widths=(1, 2)), costs, kept=0.5)
-    assert found == pytest.approx((10 + 0.5 * 8 + chunk + 2 + 5 + 0.25 * 0.5 * 12,))
+    times = seconds([plain(4)], dataclasses.replace(MACHINE, widths=(1, 2)), costs, kept=0.5)
+    assert times == pytest.approx((10 + 0.5 * 8 + chunk + 2 + 5 + 0.25 * 0.5 * 12,))
     bound = dataclasses.replace(DECODING, compute_row=2.0)
     assert seconds([plain(4)], costs=bound) == (4 * 2 * 2 + 5,), "every slot is computed"
 
@@ -74,8 +74,8 @@ def test_measured_times_of_decode_steps_take_the_place_of_linear_ones():
     """The smallest program that holds the rows, interpolated over what it reads."""
     times = DecodeTimes(1, (10.0, 20.0), (1.0, 3.0)), DecodeTimes(4, (0.0, 100.0), (5.0, 5.0))
     costs = dataclasses.replace(DECODING, measured=times)
-    found = [costs.decode(*read) for read in ((1, 4.0), (1, 15.0), (1, 99.0), (2, 50.0), (9, 50.0))]
-    assert found == [1.0, 2.0, 3.0, 5.0, 5.0]
+    results = [costs.decode(*read) for read in ((1, 4.0), (1, 15.0), (1, 99.0), (2, 50.0), (9, 50.0))]
+    assert results == [1.0, 2.0, 3.0, 5.0, 5.0]
     assert seconds([plain(4)], dataclasses.replace(MACHINE, widths=(1, 2)), costs) == (4 * 1.0 + 5,)
 
 
@@ -120,8 +120,8 @@ def test_an_engine_that_waits_for_tools_takes_the_rows_of_the_next_step():
     """Its wait ends with the update, and not with the answer of the tool."""
     waits = RowLife(8, (RowTurn(4, 8, 100.0), RowTurn(4)))
     steps = [[(waits,), plain(4)], [plain(4), plain(4)], [plain(4), plain(4)]]
-    found = simulate(lambda step: steps[min(step, 2)], MACHINE, DECODING, StepSchedule(lag=2, apart=True), 1)
-    assert found.seconds == (8 + 5,), "the first two groups that are whole"
+    simulation = simulate(lambda step: steps[min(step, 2)], MACHINE, DECODING, StepSchedule(lag=2, apart=True), 1)
+    assert simulation.seconds == (8 + 5,), "the first two groups that are whole"
 
 
 def test_rows_are_parked_and_nothing_is_lost():
@@ -129,12 +129,12 @@ def test_rows_are_parked_and_nothing_is_lost():
     steps = [[plain(*rng.integers(1, 56, 4).tolist()) for _ in range(6)] for _ in range(4)]
     sampled = sum(row.sampled for groups in steps for group in groups for row in group)
     machine = dataclasses.replace(MACHINE, slots=8, blocks=40)
-    found = simulate(lambda step: steps[step], machine, DECODING, StepSchedule(), 4)
-    whole = simulate(lambda step: steps[step], machine, DECODING, StepSchedule(whole_rows=True), 4)
-    assert found.sampled == whole.sampled == sampled
-    assert found.evictions > 0 and found.recomputed > 0 and whole.evictions == whole.recomputed == 0
-    assert whole.live <= 40 // 16 < found.live <= 8
-    assert sum(found.seconds) < sum(whole.seconds)
+    parked = simulate(lambda step: steps[step], machine, DECODING, StepSchedule(), 4)
+    whole_rows = simulate(lambda step: steps[step], machine, DECODING, StepSchedule(whole_rows=True), 4)
+    assert parked.sampled == whole_rows.sampled == sampled
+    assert parked.evictions > 0 and parked.recomputed > 0 and whole_rows.evictions == whole_rows.recomputed == 0
+    assert whole_rows.live <= 40 // 16 < parked.live <= 8
+    assert sum(parked.seconds) < sum(whole_rows.seconds)
 
 
 def test_a_cache_without_room_for_a_row_is_refused():
@@ -152,8 +152,8 @@ def test_costs_of_compiled_programs():
         Needs("decode", flops=1600.0, traffic=5320.0, fixed_traffic=200.0, collectives={"all-reduce": {"moved": 4.0}}),
         Needs("update", flops=12800.0),
     ]
-    found = compiled_costs(programs, work, chip)
-    assert found == Costs(
+    compiled = compiled_costs(programs, work, chip)
+    assert compiled == Costs(
         step=(200 / 10 + 4) / 2,
         row=0.0,
         column=(5320 - 200) / 10 / 2 / (4 * 64) / 2,  # each of two shards reads half of the columns
