@@ -37,13 +37,13 @@ def test_groups_are_whole_oldest_first_and_none_too_old(lag, late):
     """Random ends, random rounds: every row that began is taken once or dropped, and keys are never used twice."""
     for seed in range(8):
         stream, run, engine = made(seed, *limit(lag, late), "group.dynamic_sampling_rounds=3")
-        taken, dropped = play(stream, run, engine, 6, np.random.default_rng(seed), again=0.3)
-        numbers = np.reshape(check_taken(taken, lag, late), (-1, PROBLEMS))
+        batches, dropped = play(stream, run, engine, 6, np.random.default_rng(seed), again=0.3)
+        numbers = np.reshape(check_taken(batches, lag, late), (-1, PROBLEMS))
         assert (np.diff(numbers) > 0).all()
-        kept, waiting = rows_of(taken, stream)
+        kept, waiting = rows_of(batches, stream)
         assert len(check_keys([engine])) == kept + dropped + waiting
         if not lag:
-            assert waiting == dropped == 0 and engine.released == len(taken)
+            assert waiting == dropped == 0 and engine.released == len(batches)
 
 
 def test_the_last_steps_begin_nothing_that_no_step_would_take():
@@ -58,9 +58,9 @@ def slow_at_first(engine, problems):
     def advance(timeout_s=np.inf):
         quick = [ticket for ticket, (row, _) in engine.rows.items() if int(row.problem.uid[1:]) >= problems]
         ends = quick or sorted(engine.rows)[: int(timeout_s > 0)]
-        found = engine.ended + [(ticket, engine.trajectory(ticket, "answer")) for ticket in ends]
+        finished = engine.ended + [(ticket, engine.trajectory(ticket, "answer")) for ticket in ends]
         engine.ended, engine.rows = [], {t: row for t, row in engine.rows.items() if t not in ends}
-        return found
+        return finished
 
     engine.advance = advance
 
@@ -70,8 +70,8 @@ def test_no_more_old_groups_are_left_over_than_later_steps_can_take():
     and the fourth would become too old."""
     stream, run, engine = made(0, *limit(2))
     slow_at_first(engine, 4)
-    taken, dropped = play(stream, run, engine, 6, np.random.default_rng(0))
-    uids = [[int(group.problem.uid[1:]) for group in samples.groups] for _, samples in taken]
+    batches, dropped = play(stream, run, engine, 6, np.random.default_rng(0))
+    uids = [[int(group.problem.uid[1:]) for group in samples.groups] for _, samples in batches]
     assert uids[0] == [4, 5, 6] and uids[1] == [0, 7, 8] and not dropped
     assert sorted(chain.from_iterable(uids)) == list(range(6 * PROBLEMS))
 
@@ -121,22 +121,22 @@ def test_the_host_works_until_the_device_is_ready():
 def test_age_metrics_by_hand():
     rng = np.random.default_rng(0)
     row = make_trajectory(rng, 0, turns=1, width=9)
-    own = int(row.policy_mask.sum())
+    num_tokens = int(row.policy_mask.sum())
     versions = np.where(row.policy_mask, 7, -1)
     mixed = versions.copy()
     mixed[np.flatnonzero(row.policy_mask)[0]] = 5
     rows = (replace(row, versions=versions), replace(row, versions=mixed))
-    found = age_metrics([Group(Problem("p", "?", "1", "t"), rows, make_group(0, 2).verdicts)], 8)
-    assert found["rollout/lag_max"] == 3.0 and found["rollout/partial_share"] == (0.5 if own > 1 else 0.0)
-    assert found["rollout/lag_mean"] == pytest.approx(1 + 2 / (2 * own))
+    metrics = age_metrics([Group(Problem("p", "?", "1", "t"), rows, make_group(0, 2).verdicts)], 8)
+    assert metrics["rollout/lag_max"] == 3.0 and metrics["rollout/partial_share"] == (0.5 if num_tokens > 1 else 0.0)
+    assert metrics["rollout/lag_mean"] == pytest.approx(1 + 2 / (2 * num_tokens))
     assert age_metrics([], 3)["rollout/lag_max"] == 0.0
 
 
 def test_a_low_effective_sample_size_is_said_once():
     stream, run, _ = made(0, *limit(1), "rollout.step_limit.min_effective=0.4")
-    said = [stream.after_update(run, [], {ESS: value})[1] for value in (0.9, 0.3, 0.2, 0.5, 0.39)]
-    assert [bool(text) for text in said] == [False, True, False, False, True]
-    assert "0.30 of the tokens, below rollout.step_limit.min_effective = 0.4" in said[1]
+    messages = [stream.after_update(run, [], {ESS: value})[1] for value in (0.9, 0.3, 0.2, 0.5, 0.39)]
+    assert [bool(text) for text in messages] == [False, True, False, False, True]
+    assert "0.30 of the tokens, below rollout.step_limit.min_effective = 0.4" in messages[1]
 
 
 def test_importance_weights_come_with_a_lag_and_cannot_be_left_out():
@@ -150,20 +150,20 @@ def test_importance_weights_come_with_a_lag_and_cannot_be_left_out():
         read_config("--rollout.step_limit=stream", "--weights.factors=[]")
     with pytest.raises(ConfigError, match="old_logprobs scored"):
         read_config("--rollout.step_limit=stream", "--surrogate.old_logprobs=recorded")
-    for words, said in (
+    for words, message in (
         (["--rollout.early_exit=true"], "use one of the two"),
         (["--environment=class", "--environment.path=x:Y"], "whose state is lost"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             read_config("--rollout.step_limit=stream", *words)
 
 
 def rolled_out(config: Config, steps: int, change=lambda params, step: params):
     """The groups of some steps without updates, in the order in which they are trained on; compilations after the
     first."""
-    found, compiled = [], 0
-    one = make_mesh(ShardingConfig(), jax.devices()[:1])
-    with mock.patch.object(components_module, "make_mesh", lambda _: one), make_parts(config) as (policy, sampling):
+    batches, compiled = [], 0
+    mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
+    with mock.patch.object(components_module, "make_mesh", lambda _: mesh), make_parts(config) as (policy, sampling):
         params = init_params(jax.random.key(3), policy.model)
         stream = make_problem_stream(config.data, problems=config.group.problems, seed=config.seed)
         run = RunState(SimpleNamespace(params=params), (), stream, initial_state(config))
@@ -172,14 +172,14 @@ def rolled_out(config: Config, steps: int, change=lambda params, step: params):
             run.train.params = change(params, step)
             samples = sample_step(config, policy, sampling, run, rollouts)
             compiled += samples.metrics()["rollout/compilations"] if step else 0
-            found.append(samples.groups)
+            batches.append(samples.groups)
             if rollouts is not None:
                 for _ in range(3):
                     (rollouts.meanwhile or (lambda: None))()
                 rollouts.after_update(run, samples.groups, {})
             run.step += 1
         assert sampling.sampler.engine.take_stats().rollouts == 0 or rollouts is None
-    return found, compiled
+    return batches, compiled
 
 
 @pytest.fixture(scope="module")
@@ -200,21 +200,21 @@ def test_rollouts_of_the_same_weights_are_those_of_plain_steps(plain, lag):
     limit = read_config("--rollout.step_limit=stream", f"--rollout.step_limit.lag={lag}")
     rollout = replace(config.rollout, step_limit=limit.rollout.step_limit)
     changes = {"weights": limit.weights, "surrogate": limit.surrogate} if lag else {}
-    found, compiled = rolled_out(replace(config, rollout=rollout, steps=3, **changes), 3)
+    batches, compiled = rolled_out(replace(config, rollout=rollout, steps=3, **changes), 3)
     assert compiled == 0
     if not lag:
-        order = [[group.problem.uid for group in groups] for groups in found]
+        order = [[group.problem.uid for group in groups] for groups in batches]
         assert order == [[group.problem.uid for group in groups] for groups in wanted]
-    for (uid, one, verdict), (other_uid, other, other_verdict) in zip(
-        sorted_rows(found), sorted_rows(wanted), strict=True
+    for (uid, row, verdict), (other_uid, other, other_verdict) in zip(
+        sorted_rows(batches), sorted_rows(wanted), strict=True
     ):
-        assert (uid, one.sample, one.stop, verdict) == (other_uid, other.sample, other.stop, other_verdict)
-        np.testing.assert_array_equal(one.tokens, other.tokens)
+        assert (uid, row.sample, row.stop, verdict) == (other_uid, other.sample, other.stop, other_verdict)
+        np.testing.assert_array_equal(row.tokens, other.tokens)
         same = np.testing.assert_array_equal if not lag else (lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5))
-        same(one.logprobs, other.logprobs)
+        same(row.logprobs, other.logprobs)
         if not lag:
-            np.testing.assert_array_equal(one.versions, other.versions)
-    assert max(age_metrics(groups, step)["rollout/lag_max"] for step, groups in enumerate(found)) == lag
+            np.testing.assert_array_equal(row.versions, other.versions)
+    assert max(age_metrics(groups, step)["rollout/lag_max"] for step, groups in enumerate(batches)) == lag
 
 
 # The rule of which groups a step takes, worked out by hand.
@@ -227,28 +227,28 @@ class Open:
 
 
 def groups(*born, running=()):
-    return [Open(age, place not in running) for place, age in enumerate(born)]
+    return [Open(age, index not in running) for index, age in enumerate(born)]
 
 
 def test_a_step_needs_as_many_whole_groups_as_it_takes():
-    found = groups(3, 3, 3, running=(0,))
-    assert oldest_whole(found, 2) == found[1:] and may_take(found, 2, 3, 1)
-    assert not may_take(found, 3, 3, 1)
+    open_groups = groups(3, 3, 3, running=(0,))
+    assert oldest_whole(open_groups, 2) == open_groups[1:] and may_take(open_groups, 2, 3, 1)
+    assert not may_take(open_groups, 3, 3, 1)
 
 
 def test_a_group_that_would_become_too_old_is_waited_for():
-    found = groups(2, 3, 3, running=(0,))
-    assert late_groups(found, 3, 1) == found[:1] and not may_take(found, 2, 3, 1)
-    assert not late_groups(found, 3, 2) and may_take(found, 2, 3, 2)
-    assert not may_take(found, 2, 3, 1, drops=True), "what is cancelled has not ended yet"
+    open_groups = groups(2, 3, 3, running=(0,))
+    assert late_groups(open_groups, 3, 1) == open_groups[:1] and not may_take(open_groups, 2, 3, 1)
+    assert not late_groups(open_groups, 3, 2) and may_take(open_groups, 2, 3, 2)
+    assert not may_take(open_groups, 2, 3, 1, drops=True), "what is cancelled has not ended yet"
 
 
 def test_no_more_old_groups_are_left_than_the_next_step_takes():
     """Two a step, lag 2: three of version 1 are due at step 3, and step 2 would leave all of them."""
-    found = groups(1, 1, 1, 2, 2, 2, running=(0, 1, 2))
-    assert not may_take(found, 2, 2, 2) and may_take(found, 2, 2, 2, drops=True)
-    found[0].complete = True
-    assert may_take(found, 2, 2, 2), "it takes one of them, and leaves two"
+    open_groups = groups(1, 1, 1, 2, 2, 2, running=(0, 1, 2))
+    assert not may_take(open_groups, 2, 2, 2) and may_take(open_groups, 2, 2, 2, drops=True)
+    open_groups[0].complete = True
+    assert may_take(open_groups, 2, 2, 2), "it takes one of them, and leaves two"
 
 
 def test_a_step_of_old_groups_alone_goes_on():

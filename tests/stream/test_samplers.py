@@ -232,5 +232,5 @@ def test_samplers_need_their_package_and_let_processes_sample_as_one(monkeypatch
 def test_a_dry_run_says_where_rollouts_are_sampled():
     assert "samplers: 2 ray actors on this machine, 64 rows at a time each" in "\n".join(derived(config_of()))
     joined = config_of("rollout.samplers.address=auto", "rollout.slots=32", "lora=low_rank")
-    said = next(line for line in derived(joined) if line.startswith("samplers"))
-    assert "2 ray actors in the cluster auto, 32 rows" in said and "sends them the adapter" in said
+    text = next(line for line in derived(joined) if line.startswith("samplers"))
+    assert "2 ray actors in the cluster auto, 32 rows" in text and "sends them the adapter" in text

@@ -31,7 +31,7 @@ def outcome(play):
 
 @pytest.mark.parametrize(("lag", "late"), [(0, "wait"), (1, "wait"), (2, "wait"), (2, "drop")])
 def test_all_processes_take_the_same_groups_though_samplers_are_killed(lag, late):
-    def one(processes, seed):
+    def worker(processes, seed):
         played = Played(seed, *limit(lag, late), processes=processes)
         rng = np.random.default_rng(seed)
         for _ in range(STEPS):
@@ -43,7 +43,7 @@ def test_all_processes_take_the_same_groups_though_samplers_are_killed(lag, late
         return played
 
     for seed, count in ((0, 2), (1, 2), (2, 3)):
-        first, *others = in_threads(count, lambda processes, seed=seed: one(processes, seed))
+        first, *others = in_threads(count, lambda processes, seed=seed: worker(processes, seed))
         check(first, lag, late)
         check_kills(first)
         for other in others:
@@ -56,13 +56,13 @@ def test_all_processes_take_the_same_groups_though_samplers_are_killed(lag, late
 
 
 def test_a_second_round_takes_the_same_groups_in_all_processes():
-    def one(processes):
+    def worker(processes):
         played = Played(9, *limit(1), processes=processes)
         for step in range(STEPS):
             played.step(meanwhile=1, rounds=1 + step % 2, kills=processes.first)
         return played
 
-    first, second = in_threads(2, one)
+    first, second = in_threads(2, worker)
     assert contents(first.taken) == contents(second.taken)
     check_taken(first.taken, 1)
     assert sum(s.lost for s in first.transport.samplers) >= STEPS
@@ -107,7 +107,7 @@ def test_a_checkpoint_of_any_process_goes_on_in_any_number_of_them(lag, begun, g
     ],
 )
 def test_a_sampler_that_raises_or_cannot_start_ends_all_processes_with_the_reason(raises, text, count):
-    def one(processes):
+    def worker(processes):
         played = Played(4, *limit(1), processes=processes)
         if processes.first:
             answer = played.transport.result
@@ -120,7 +120,7 @@ def test_a_sampler_that_raises_or_cannot_start_ends_all_processes_with_the_reaso
             played.transport.result = result
         return outcome(played.step)
 
-    errors = in_threads(count, one)
+    errors = in_threads(count, worker)
     cause = errors[0].__cause__ if count > 1 else errors[0]
     assert isinstance(cause, SamplerFailed) and re.search(text, str(cause))
     for error in errors if count > 1 else ():
@@ -129,7 +129,7 @@ def test_a_sampler_that_raises_or_cannot_start_ends_all_processes_with_the_reaso
 
 
 def test_a_failure_during_an_update_ends_all_processes():
-    def one(processes):
+    def worker(processes):
         played = Played(4, *limit(1), processes=processes)
         played.step()
         if processes.first:
@@ -137,24 +137,24 @@ def test_a_failure_during_an_update_ends_all_processes():
             played.stream.meanwhile()
         return outcome(played.step)
 
-    first, second = in_threads(2, one)
+    first, second = in_threads(2, worker)
     assert isinstance(first, ProcessFailed) and isinstance(second, ProcessFailed)
     assert "process 0 failed while it sampled: Traceback" in str(second) and "1 / 0" in str(second)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_weights_that_are_not_finite_are_not_sent_and_end_all_processes(count):
-    def one(processes):
+    def worker(processes):
         played = Played(5, *limit(0), processes=processes)
         error = outcome(lambda: played.pool.publish(played.policy, np.nan, 0))
         assert not (processes.first and played.transport.puts)
         return type(error)
 
-    assert in_threads(count, one) == [NonFiniteWeightsError] * count
+    assert in_threads(count, worker) == [NonFiniteWeightsError] * count
 
 
 def test_a_signal_to_a_process_without_samplers_ends_the_step_in_all():
-    def one(processes):
+    def worker(processes):
         played = Played(5, *limit(1), processes=processes)
         if processes.first:
             played.pool.advance = lambda timeout_s: setattr(processes, "others_stopping", True)
@@ -162,7 +162,7 @@ def test_a_signal_to_a_process_without_samplers_ends_the_step_in_all():
             processes.preemption.asked = True
         return outcome(played.step)
 
-    assert [type(error) for error in in_threads(2, one)] == [Preempted] * 2
+    assert [type(error) for error in in_threads(2, worker)] == [Preempted] * 2
 
 
 class Nowhere:
@@ -173,7 +173,7 @@ class Nowhere:
 
 
 def test_a_cluster_that_does_not_answer_is_refused_in_all_processes():
-    def one(processes):
+    def worker(processes):
         played = Played(5, *limit(1), processes=processes)
         played.sampling.sampler.executor = SimpleNamespace(registry=None)
         played.policy.model, played.policy.lora = ModelConfig(vocab_size=64), SimpleNamespace(rank=0)
@@ -184,5 +184,5 @@ def test_a_cluster_that_does_not_answer_is_refused_in_all_processes():
 
         return outcome(enter)
 
-    for error in in_threads(2, one):
+    for error in in_threads(2, worker):
         assert isinstance(error, ConfigError) and "no cluster answers there" in str(error)

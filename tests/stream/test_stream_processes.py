@@ -41,9 +41,9 @@ class Thread(Processes):
         self.round += 1
         self.hall.values[self.index] = pickle.dumps(value)
         self.hall.barrier.wait()
-        found = [pickle.loads(one) for one in self.hall.values]
+        values = [pickle.loads(data) for data in self.hall.values]
         self.hall.again.wait()
-        return found
+        return values
 
     def post(self, text):
         self.posts[self.round] += 1
@@ -57,15 +57,15 @@ def opened_in(processes, seed, lag, late="wait"):
     return opened(known(*words), seed + processes.index, processes)
 
 
-def in_threads(count, one):
-    """What `one(processes)` returns in each of so many processes."""
+def in_threads(count, worker):
+    """What `worker(processes)` returns in each of so many processes."""
     if count == 1:
-        return [one(Processes())]
+        return [worker(Processes())]
     hall = Hall(count)
 
     def alone(process):
         try:
-            return one(process)
+            return worker(process)
         except Preempted:
             raise
         except BaseException:
@@ -77,29 +77,29 @@ def in_threads(count, one):
         return [each.result() for each in running]
 
 
-def contents(taken):
+def contents(batches):
     return [
         [(g.problem.uid, [(t.sample, t.versions.tolist()) for t in g.trajectories]) for g in samples.groups]
-        for _, samples in taken
+        for _, samples in batches
     ]
 
 
 @pytest.mark.parametrize(("lag", "late"), [(0, "wait"), (1, "wait"), (2, "drop")])
 def test_each_row_is_rolled_out_once_and_all_processes_take_the_same_groups(lag, late):
-    def one(processes, seed):
+    def worker(processes, seed):
         stream, run, engine = opened_in(processes, 10 * seed, lag, late)
-        taken, dropped = play(stream, run, engine, STEPS, np.random.default_rng(seed), again=0.3)
-        return taken, dropped, engine, [part.trajectories for part in run.partial]
+        batches, dropped = play(stream, run, engine, STEPS, np.random.default_rng(seed), again=0.3)
+        return batches, dropped, engine, [part.trajectories for part in run.partial]
 
     for seed, count in ((0, 2), (1, 2), (2, 4)):
-        found = in_threads(count, functools.partial(one, seed=seed))
-        taken, dropped, _, left = found[0]
-        assert all(contents(each[0]) == contents(taken) for each in found)
-        assert {each[1] for each in found} == {dropped}
-        assert len({len(each[3]) for each in found}) == 1 and all(t.tokens.size for part in left for t in part)
-        numbers, waiting = check_taken(taken, lag, late), sum(map(len, left))
-        kept = sum(group.size for _, samples in taken for group in samples.groups)
-        assert len(check_keys([each[2] for each in found])) == kept + dropped + waiting or late == "drop"
+        results = in_threads(count, functools.partial(worker, seed=seed))
+        batches, dropped, _, left = results[0]
+        assert all(contents(each[0]) == contents(batches) for each in results)
+        assert {each[1] for each in results} == {dropped}
+        assert len({len(each[3]) for each in results}) == 1 and all(t.tokens.size for part in left for t in part)
+        numbers, waiting = check_taken(batches, lag, late), sum(map(len, left))
+        kept = sum(group.size for _, samples in batches for group in samples.groups)
+        assert len(check_keys([each[2] for each in results])) == kept + dropped + waiting or late == "drop"
         assert lag or (numbers == list(range(len(numbers))) and not waiting)
 
 
@@ -107,20 +107,20 @@ def test_groups_that_become_whole_during_an_update_are_known_to_a_process_withou
     """The first process decides at once in the second round; the other one has nothing left to roll out."""
     config = read_config("steps=2", "group.problems=1", "rollout.step_limit=stream", "rollout.step_limit.lag=1")
 
-    def one(processes):
+    def worker(processes):
         stream, run, engine = opened(config, processes.index, processes)
         advance = engine.advance
         if processes.first:
             engine.advance = lambda timeout_s=np.inf: time.sleep(0.01) or []
-        taken = [stream.next_round(run, 0).groups[0].problem.uid]
+        uids = [stream.next_round(run, 0).groups[0].problem.uid]
         engine.advance = advance
         while processes.first and engine.rows:
             stream.meanwhile()
         stream.after_update(run, (), {})
         run.step = engine.version = 1
-        return [*taken, stream.next_round(run, 1).groups[0].problem.uid]
+        return [*uids, stream.next_round(run, 1).groups[0].problem.uid]
 
-    assert in_threads(2, one) == [["p1", "p0"]] * 2
+    assert in_threads(2, worker) == [["p1", "p0"]] * 2
 
 
 @pytest.mark.parametrize(("begun", "going", "stop"), [(1, 1, 1), (1, 1, 3), (2, 1, 2), (2, 3, 2)])
@@ -141,17 +141,17 @@ def test_a_checkpoint_goes_on_with_every_row_in_any_number_of_processes(begun, g
     parts = in_threads(begun, begin)
     before, bundle, _ = parts[0]
     assert all(each.host == bundle.host for _, each, _ in parts)
-    found = in_threads(going, go_on)
-    resumed = [request.resume for request in check_keys([each[1] for each in found]) if request.resume is not None]
+    results = in_threads(going, go_on)
+    resumed = [request.resume for request in check_keys([each[1] for each in results]) if request.resume is not None]
     assert len(resumed) == sum(rows for *_, rows in parts) > 0 and all(cut.policy_mask.any() for cut in resumed)
-    after, _, still_open = found[0]
+    after, _, still_open = results[0]
     numbers = check_taken([*before, *after], 2)
     assert len(numbers) == STEPS * PROBLEMS
     assert {*range(max(numbers))} - {*numbers} <= still_open, "what was begun and not trained on is still open"
 
 
 def test_a_signal_to_one_process_ends_the_step_in_all():
-    def one(processes):
+    def worker(processes):
         stream, run, engine = opened_in(processes, 0, 1)
         if processes.index:
             processes.preemption.asked = True
@@ -161,17 +161,17 @@ def test_a_signal_to_one_process_ends_the_step_in_all():
             stream.next_round(run, 0)
         return processes.gather(1, uninterrupted=True)
 
-    assert in_threads(2, one) == [[1, 1], [1, 1]]
+    assert in_threads(2, worker) == [[1, 1], [1, 1]]
 
 
 def test_what_a_process_posts_is_read_until_the_next_gather():
-    kept = {}
+    store = {}
 
     class Posting(Processes):
         service = SimpleNamespace(
-            key_value_set=lambda key, value, allow_overwrite: kept.update({key: value}),
-            key_value_dir_get=lambda folder: [pair for pair in kept.items() if pair[0].startswith(folder)],
-            key_value_delete=lambda key: kept.pop(key),
+            key_value_set=lambda key, value, allow_overwrite: store.update({key: value}),
+            key_value_dir_get=lambda folder: [pair for pair in store.items() if pair[0].startswith(folder)],
+            key_value_delete=lambda key: store.pop(key),
         )
 
         def __init__(self, index):
@@ -183,10 +183,10 @@ def test_what_a_process_posts_is_read_until_the_next_gather():
     pair = [Posting(0), Posting(1)]
     assert pair[0].post("1") == ["1"] and pair[1].post("5") == ["1", "5"]
     assert pair[0].post("1,2") == ["1,2", "5"]
-    for one in pair:
-        one.gather(None)
+    for process in pair:
+        process.gather(None)
     assert pair[1].post("") == [""] and pair[0].post("3") == ["", "3"]
-    assert len(kept) == 2, "nothing is left of the time before"
+    assert len(store) == 2, "nothing is left of the time before"
     assert Processes().post("7") == ["7"]
 
 

@@ -41,8 +41,8 @@ def folder(tmp_path_factory):
     config = transformers.Qwen3Config(**sizes, tie_word_embeddings=False, eos_token_id=258, bos_token_id=None)
     transformers.Qwen3ForCausalLM(config).save_pretrained(model)
     robots, sums = root / "HuggingFaceH4/no_robots", root / "openai/gsm8k"
-    for place in (robots, sums):
-        place.mkdir(parents=True)
+    for path in (robots, sums):
+        path.mkdir(parents=True)
     talk = [("user", "Count to {n}."), ("assistant", "{n} is what you asked for, so I say {n}.")]
     rows = [{"messages": [{"role": r, "content": t.format(n=n)} for r, t in talk]} for n in range(160)]
     (robots / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))

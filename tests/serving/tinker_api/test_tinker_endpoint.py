@@ -91,9 +91,9 @@ def test_data_of_one_call_may_have_other_numbers_of_targets(client):
     data = [([1, 2], {"target_tokens": targets[:, :k], "weights": weights[:, :k]}) for k in (2, 2, 3, 1)]
     data.insert(2, ROW)
     together, _ = client.output(client.send(batch(name, 1, data)))
-    assert [one.shape for one in together] == [(2, 2), (2, 2), (7,), (2, 3), (2, 1)]
-    for seq, (row, found) in enumerate(zip(data, together, strict=True), 2):
-        np.testing.assert_allclose(client.output(client.send(batch(name, seq, [row])))[0][0], found, atol=1e-5)
+    assert [array.shape for array in together] == [(2, 2), (2, 2), (7,), (2, 3), (2, 1)]
+    for seq, (row, logprobs) in enumerate(zip(data, together, strict=True), 2):
+        np.testing.assert_allclose(client.output(client.send(batch(name, seq, [row])))[0][0], logprobs, atol=1e-5)
 
 
 def test_one_number_is_one_sampler(client):
@@ -103,18 +103,18 @@ def test_one_number_is_one_sampler(client):
     sampler = client.sampler(name, 1)
     drawn = tokens_of(client.sample(sampler, 0, [3, 1, 4]))
     client.train(name, 2, ROW, learning_rate=0.5)
-    own = {"session_id": session, "sampling_session_seq_id": 1}
-    made = client.post("create_sampling_session", **own, base_model="small")
+    ids = {"session_id": session, "sampling_session_seq_id": 1}
+    made = client.post("create_sampling_session", **ids, base_model="small")
     path = client.save(name, 4, "x", "save_weights_for_sampler")
     for call, body in (
         ("save_weights_for_sampler", {"model_id": name, "seq_id": 5, "sampling_session_seq_id": 0}),
         ("save_weights_for_sampler", {"model_id": name, "seq_id": 6, "sampling_session_seq_id": 1}),
-        ("create_sampling_session", own | {"sampling_session_seq_id": 0, "base_model": "small"}),
-        ("create_sampling_session", own | {"model_path": path}),
+        ("create_sampling_session", ids | {"sampling_session_seq_id": 0, "base_model": "small"}),
+        ("create_sampling_session", ids | {"model_path": path}),
     ):
         assert "count sampling_session_seq_id up" in client.refused(400, call, body)
     assert client.sampler(name, 1) == sampler, "the same call"
-    assert client.post("create_sampling_session", **own, base_model="small") == made
+    assert client.post("create_sampling_session", **ids, base_model="small") == made
     assert tokens_of(client.sample(sampler, 1, [3, 1, 4])) == drawn
 
 
@@ -159,7 +159,7 @@ def test_sampled_log_probabilities_are_those_of_training(client):
     np.testing.assert_allclose(known[1:], scored[0][: len(prompt) - 1], atol=1e-5)
     top = np.frombuffer(response.topk_prompt_logprobs.logprobs, "<f4").reshape(4, 2)
     assert (top[0] == -99999).all() and (top[1:, 0] >= known[1:] - 1e-5).all() and (top[1:, 0] >= top[1:, 1]).all()
-    assert [one.stop_reason for one in response.sequences] == [1, 1]
+    assert [sequence.stop_reason for sequence in response.sequences] == [1, 1]
 
 
 def test_a_stop_token_ends_the_answer_and_belongs_to_it(client):
@@ -196,7 +196,7 @@ def test_a_server_that_starts_again_goes_on_from_what_was_saved(tmp_path):
         body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": sampled}
         assert tokens_of(client.sample(client.post("create_sampling_session", **body)["sampling_session_id"], 0, [3]))
         listed = client.get(f"training_runs/{name}/checkpoints")[1]["checkpoints"]
-        assert [one["checkpoint_id"] for one in listed] == ["weights/last", "sampler_weights/last"]
+        assert [checkpoint["checkpoint_id"] for checkpoint in listed] == ["weights/last", "sampler_weights/last"]
         route = f"training_runs/{name}/checkpoints/weights/last"
         urls = client.get(f"{route}/external_weights_urls")[1]["urls"]
         status, content = client.get(urls["state.safetensors"].partition("/api/v1/")[2])
@@ -231,7 +231,7 @@ def test_a_checkpoint_whose_writing_was_cut_is_not_there(tmp_path, monkeypatch):
         for name in ("one", "two"):
             with pytest.raises(OSError, match="no space"):
                 stored(store, 0, CheckpointPath("m", "weights", name))
-    assert [str(found) for found, _ in store.checkpoints()] == ["tinker://m/weights/one"] and value_of(store) == [1]
+    assert [str(path) for path, _ in store.checkpoints()] == ["tinker://m/weights/one"] and value_of(store) == [1]
     assert not list(tmp_path.glob(".new*"))
 
 
@@ -331,7 +331,7 @@ def test_what_was_accepted_survives_a_kill(tmp_path, cut):
         file.write(b"0000004f{")  # a call that was being written
     with served(copy) as client:
         client.post("session_heartbeat", session_id=session)
-        known = [one for one in accepted if client.ask("retrieve_future", {"request_id": one})[0] != 404]
+        known = [future for future in accepted if client.ask("retrieve_future", {"request_id": future})[0] != 404]
         assert known == (accepted if cut < 25 else accepted[-14:]) and len(known) > 0
         assert [client.result(request) for request in known] == [wanted[request] for request in known]
         rest = [client.result(request) for _, request in calls_of_a_run(client, name, cut + 1)]
@@ -343,12 +343,12 @@ def test_what_was_accepted_survives_a_kill(tmp_path, cut):
 def test_a_call_that_a_full_disk_refused_runs_when_it_is_sent_again(tmp_path):
     with served(tmp_path) as client:
         name = client.model(client.session())
-        calls, kept = (tmp_path / name / "journal" / file for file in ("calls", "kept"))
-        calls.rename(kept)
+        calls, backup = (tmp_path / name / "journal" / file for file in ("calls", "kept"))
+        calls.rename(backup)
         calls.symlink_to("/dev/full")
         status, answer = client.ask("forward_backward", batch(name, 1, [ROW]))
         assert status == 503 and "No space left" in answer["detail"] and "send it again" in answer["detail"]
-        kept.replace(calls)
+        backup.replace(calls)
         assert client.train(name, 1, ROW)["update_skipped:sum"] == 0
 
 
@@ -452,7 +452,7 @@ def test_a_kill_brings_back_no_checkpoint_and_no_other_weights(tmp_path):
         again = client.score(model, 15, ROW)[0]
         np.testing.assert_array_equal(again, last)
         listed = client.get(f"training_runs/{model}/checkpoints")[1]["checkpoints"]
-        assert {one["checkpoint_id"] for one in listed} == {"weights/changed", "sampler_weights/same"}
+        assert {checkpoint["checkpoint_id"] for checkpoint in listed} == {"weights/changed", "sampler_weights/same"}
         body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": encoded(3)}
         assert "was written again since" in client.refused(404, "asample", body)
 
@@ -493,7 +493,7 @@ def test_a_checkpoint_expires_when_it_was_told_to(client):
         assert "no checkpoint" in client.refused(404, "weights_info", {"tinker_path": path})
     assert client.post("weights_info", tinker_path=later)["lora_rank"] == 4
     listed = client.get(f"training_runs/{name}/checkpoints")[1]["checkpoints"]
-    assert [one["checkpoint_id"] for one in listed] == ["weights/later"]
+    assert [checkpoint["checkpoint_id"] for checkpoint in listed] == ["weights/later"]
     assert client.save(name, 4, "brief") == brief, "the name is free again"
 
 

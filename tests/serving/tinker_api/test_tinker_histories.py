@@ -17,7 +17,7 @@ KINDS = ["train", "train", "train", "step", "step", "forward", "bad", "bad forwa
 def history(rng, calls):
     """What a model is asked, in order: (path, function of the name of the model, which is NAME in paths of checkpoints,
     and of the number of the call to a body)."""
-    made, kept = [], []
+    made, saved = [], []
 
     def ask(path, /, **fields):
         def body(name, seq):
@@ -42,16 +42,16 @@ def history(rng, calls):
             adam = {"learning_rate": rng.choice([0.01, 0.1]), "weight_decay": rng.choice([0, 0.1])}
             ask("optim_step", adam_params=adam | {"grad_clip_norm": rng.choice([0, 1.0])})
         elif what == "save":
-            kept.append(rng.choice("abc"))
-            ask("save_weights", path=kept[-1], overwrite=True)
-        elif what == "load" and kept:
-            ask("load_weights", path=f"tinker://NAME/weights/{rng.choice(kept)}", optimizer=rng.random() < 0.5)
+            saved.append(rng.choice("abc"))
+            ask("save_weights", path=saved[-1], overwrite=True)
+        elif what == "load" and saved:
+            ask("load_weights", path=f"tinker://NAME/weights/{rng.choice(saved)}", optimizer=rng.random() < 0.5)
         else:
             ask("save_weights_for_sampler", path=rng.choice("xy"))
     return made
 
 
-def asked(client, call, name, seq):
+def request_of(client, call, name, seq):
     path, body = call
     status, answer = client.ask(path, body(name, seq))
     assert status == 200, answer
@@ -62,13 +62,13 @@ def plain(result, name):
     """A result without the name of its model."""
     if isinstance(result, bytes):
         output = classes()["Output"].FromString(result)
-        return [one.tolist() for one in logprobs_of(output)], dict(output.metrics)
+        return [logprobs.tolist() for logprobs in logprobs_of(output)], dict(output.metrics)
     return json.loads(json.dumps(result).replace(name, "MODEL"))
 
 
 def alone(client, made, rank):
     name = client.model(client.session(), 0, rank)
-    return [plain(client.result(asked(client, call, name, seq)), name) for seq, call in enumerate(made, 1)]
+    return [plain(client.result(request_of(client, call, name, seq)), name) for seq, call in enumerate(made, 1)]
 
 
 @pytest.mark.slow
@@ -96,24 +96,24 @@ def test_random_histories_are_those_of_each_model_alone(tmp_path, seed):
             if not any(path in ("load_weights", "save_weights") for path, _ in made[first - 1 : last]):
                 rng.shuffle(order)
             for seq in [*order, *rng.sample(order, 1)] if order else ():
-                request = asked(client, made[seq - 1], names[model], seq)
+                request = request_of(client, made[seq - 1], names[model], seq)
                 assert ids[model].setdefault(seq, request) == request
                 if made[seq - 1][0] == "save_weights":
                     client.result(request)
             cuts[model] = last
             if copy.exists() or len(left) > 30:
                 continue
-            for request in [one for found in ids for one in found.values()]:
+            for request in [entry for requests in ids for entry in requests.values()]:
                 client.result(request)
             shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(".new-*", ".old-*"))
-            accepted = [dict(one) for one in ids]
-        for found, name, want in zip(ids, names, wanted, strict=True):
-            assert [plain(client.result(found[seq]), name) for seq in sorted(found)] == want
+            accepted = [dict(entry) for entry in ids]
+        for requests, name, want in zip(ids, names, wanted, strict=True):
+            assert [plain(client.result(requests[seq]), name) for seq in sorted(requests)] == want
     with served(copy) as client:  # what a kill has left
-        for found, name, want, made in zip(accepted, names, wanted, histories, strict=True):
-            for seq in range(len(found) + 1, len(made) + 1):
-                found[seq] = asked(client, made[seq - 1], name, seq)
-                client.result(found[seq])
-            known = [seq for seq in found if client.ask("retrieve_future", {"request_id": found[seq]})[0] != 404]
+        for requests, name, want, made in zip(accepted, names, wanted, histories, strict=True):
+            for seq in range(len(requests) + 1, len(made) + 1):
+                requests[seq] = request_of(client, made[seq - 1], name, seq)
+                client.result(requests[seq])
+            known = [seq for seq in requests if client.ask("retrieve_future", {"request_id": requests[seq]})[0] != 404]
             assert len(known) > len(made) // 3
-            assert [plain(client.result(found[seq]), name) for seq in known] == [want[seq - 1] for seq in known]
+            assert [plain(client.result(requests[seq]), name) for seq in known] == [want[seq - 1] for seq in known]

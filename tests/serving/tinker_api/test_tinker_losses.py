@@ -62,9 +62,9 @@ def test_sparse_tensors_and_chunks_are_joined():
     tensor.sparse.col = np.array([1, 0], "<i8").tobytes()
     tensor.dtype = 1
     tensor.shape.extend([3, 2])
-    found = read_forward_backward(request.SerializeToString()).data[0]
-    assert found.tokens.tolist() == [1, 2, 3]
-    assert found.inputs["weights"].tolist() == [[0, 0.5], [0, 0], [2, 0]]
+    parsed = read_forward_backward(request.SerializeToString()).data[0]
+    assert parsed.tokens.tolist() == [1, 2, 3]
+    assert parsed.inputs["weights"].tolist() == [[0, 0.5], [0, 0], [2, 0]]
 
 
 L, Q, A, W = ([-0.5, -2, -1, -0.1], [-1, -1.5, -1, -2], [1, 1, -0.5, -2], [0, 1, 0.5, 2])
@@ -91,9 +91,9 @@ def test_losses_equal_the_recorded_vectors(name, config, value, gradient):
     def total(logprobs):
         return jnp.sum(token_losses(name, logprobs, row([Q]), weights, given, mask, segments))
 
-    found = jax.value_and_grad(total)(row([L]))
-    np.testing.assert_allclose(found[0], value, rtol=2e-6)
-    np.testing.assert_allclose(found[1][0], gradient, rtol=2e-6, atol=1e-6)
+    loss_and_grad = jax.value_and_grad(total)(row([L]))
+    np.testing.assert_allclose(loss_and_grad[0], value, rtol=2e-6)
+    np.testing.assert_allclose(loss_and_grad[1][0], gradient, rtol=2e-6, atol=1e-6)
 
 
 def test_adam_equals_the_recorded_vectors():
@@ -197,9 +197,9 @@ def test_targets_need_not_follow_and_may_be_several():
 
     together, (logprobs,), metrics = run(targets, weights)
     alone = [run(targets[:, k], weights[:, k]) for k in range(3)]
-    np.testing.assert_allclose(logprobs, np.stack([one[1][0] for one in alone], axis=1), atol=1e-6)
+    np.testing.assert_allclose(logprobs, np.stack([output[1][0] for output in alone], axis=1), atol=1e-6)
     np.testing.assert_allclose(metrics["loss:sum"], -np.sum(weights * logprobs), rtol=1e-5)
-    summed = jax.tree.map(lambda *leaves: sum(leaves), *(one[0].gradient for one in alone))
+    summed = jax.tree.map(lambda *leaves: sum(leaves), *(output[0].gradient for output in alone))
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), together.gradient, summed)
 
 
@@ -213,11 +213,11 @@ def test_log_probabilities_are_exact_over_a_large_vocabulary():
     state, targets = trainer.start(LowRank(rank=4), 0), tokens[1:].astype(np.int64)
     inputs = {"target_tokens": targets, "weights": np.ones(63, np.float32)}
     request = ForwardBackward("m", 1, (Datum(tokens[:-1], inputs),), "cross_entropy", forward_only=True)
-    _, (found,), _ = trainer.forward_backward(state, request)
-    whole = init_params(jax.random.key(0), model)
-    hidden = forward(whole, jnp.asarray(tokens[None, :-1]), jnp.arange(63)[None], jnp.ones((1, 63), jnp.int32), model)
-    logits = np.asarray(unembed(whole, hidden, model), np.float64)[0]
+    _, (logprobs,), _ = trainer.forward_backward(state, request)
+    params = init_params(jax.random.key(0), model)
+    hidden = forward(params, jnp.asarray(tokens[None, :-1]), jnp.arange(63)[None], jnp.ones((1, 63), jnp.int32), model)
+    logits = np.asarray(unembed(params, hidden, model), np.float64)[0]
     exact = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    np.testing.assert_allclose(found, exact[np.arange(63), targets], atol=5e-6)
+    np.testing.assert_allclose(logprobs, exact[np.arange(63), targets], atol=5e-6)
     read = trainer.read(None, None, tokens[:-1], Wanted(targets[:, None].astype(np.int32)))
     np.testing.assert_allclose(read.scored[:, 0], exact[np.arange(63), targets], atol=5e-6)

@@ -161,11 +161,11 @@ def test_spoiled_bodies_are_never_a_fault_of_the_server(client, times):
             results.append((body, answer))
     assert statuses >= {200, 400, 404, 410}
     for body, answer in results:
-        found = client.result(answer)
-        assert isinstance(found, bytes) or found["category"] == "user", (body, found)
-    whole = batch(name, 2, [ROW])
+        result = client.result(answer)
+        assert isinstance(result, bytes) or result["category"] == "user", (body, result)
+    payload = batch(name, 2, [ROW])
     for _ in range(times * 10):
-        broken = bytearray(whole)
+        broken = bytearray(payload)
         for _ in range(rng.choice([1, 1, 3])):
             broken[rng.randrange(len(broken))] = rng.randrange(256)
         status, answer = client.ask("forward_backward", bytes(broken[: rng.randrange(1, len(broken) + 1)]))
@@ -195,8 +195,8 @@ def test_a_future_is_there_for_all_who_ask_however_often(client, trained):
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", client.port)) as link:
             link.sendall(head + text)
-    found = [client.result(request) for _ in range(3)]
-    assert isinstance(found[0], bytes) and found[0] == found[1] == found[2]
+    results = [client.result(request) for _ in range(3)]
+    assert isinstance(results[0], bytes) and results[0] == results[1] == results[2]
 
 
 def test_a_model_that_ends_while_it_is_sampled_from_answers_or_says_so(client):

@@ -30,8 +30,8 @@ def adapter(rank, seed, targets=ALL):
 def scores(snapshot, tokens, drawn):
     """Log-probabilities of the last tokens by the trainer's programs."""
     lora, params = (snapshot.lora, snapshot.params) if snapshot else (None, None)
-    found = small_trainer().read(lora, params, tokens[:-1], Wanted(tokens[1:, None]))
-    return found.scored[-drawn:, 0]
+    result = small_trainer().read(lora, params, tokens[:-1], Wanted(tokens[1:, None]))
+    return result.scored[-drawn:, 0]
 
 
 class Run:
