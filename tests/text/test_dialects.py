@@ -79,12 +79,12 @@ WHOLE = ("llama3", "mistral", "mistral_args", "granite", "phi", "pythonic")
 """Forms whose calls count when the policy has ended its turn, since nothing closes them."""
 
 
-def plain(found):
-    return [(call.name, call.arguments, call.fault) for call in found]
+def plain(parsed):
+    return [(call.name, call.arguments, call.fault) for call in parsed]
 
 
-def sound(found):
-    return [(call.name, call.arguments) for call in found if call.fault is None]
+def sound(parsed):
+    return [(call.name, call.arguments) for call in parsed if call.fault is None]
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
@@ -93,9 +93,9 @@ def sound(found):
 @example([ToolCall("run", {"code": "print('</tool_call>')"}, "")], "")
 @example([ToolCall("run", {"code": 'x = """\n</parameter>\n</function>\n</tool_call>"""'}, "")], "")
 @example([ToolCall("run", {"code": "print('[TOOL_CALLS]x[ARGS]{}')"}, ""), ToolCall("look_up", {}, "")], "x")
-def test_any_call_reads_back_equal(name, written, said):
+def test_any_call_reads_back_equal(name, written, content):
     form = CONVENTIONS[name]
-    text = form.write_calls(said, written)
+    text = form.write_calls(content, written)
     same = [(call.name, call.arguments, None) for call in written]
     assert plain(form.find_calls(text, over=True, tools=TOOLS)) == same
     assert plain(form.find_calls(text, over=False, tools=TOOLS)) == ([] if name in WHOLE else same)
@@ -107,14 +107,14 @@ def test_any_call_reads_back_equal(name, written, said):
 @given(st.lists(calls, min_size=1, max_size=2), st.sampled_from(["", "I look it up."]), st.randoms())
 @settings(max_examples=40, deadline=None)
 @example([ToolCall("run", {"code": "print(1)", "note": "x"}, "")], "", random.Random(0))
-def test_a_call_that_is_cut_off_is_never_run(name, written, said, rng):
+def test_a_call_that_is_cut_off_is_never_run(name, written, content, rng):
     form = CONVENTIONS[name]
-    text = form.write_calls(said, written)
-    whole = [(call.name, call.arguments) for call in written]
+    text = form.write_calls(content, written)
+    expected = [(call.name, call.arguments) for call in written]
     for end in {rng.randrange(len(text) + 1) for _ in range(12)} | {len(text) - 1, len(text) - 2}:
         for over in (False, True):
-            found = sound(form.find_calls(text[: max(0, end)], over=over, tools=TOOLS))
-            assert found == whole[: len(found)], text[:end]
+            parsed = sound(form.find_calls(text[: max(0, end)], over=over, tools=TOOLS))
+            assert parsed == expected[: len(parsed)], text[:end]
 
 
 def chat_with(name, tokenizer=None, **changes):
@@ -194,8 +194,8 @@ def test_a_call_in_a_thought_is_not_run_at_any_number_of_calls(case, call, most,
     text, ended_by, number = MENTIONS[case]
     chat = chat_with("xml" if call == XML else "hermes", tokenizer(), max_calls_per_turn=most)
     drawn = chat.raw_ids(text.replace("{call}", call))
-    kept = sampled(chat, [*drawn, chat.end_id])
-    parsed = chat.parse_turn(kept)
+    ids = sampled(chat, [*drawn, chat.end_id])
+    parsed = chat.parse_turn(ids)
     assert (parsed.ended_by, len(parsed.calls)) == (ended_by, min(number, most))
     assert chat.parse_turn(chat.turn_ids(text.replace("{call}", call))).calls == parsed.calls
 
@@ -244,9 +244,9 @@ def test_only_so_many_stops_are_held_back():
     chat = chat_with("hermes")
     drawn = chat.raw_ids("<think>" + CALL * (3 * MOST_MENTIONS))
     started = time.thread_time()
-    kept = sampled(chat, drawn)
-    assert chat.tokenizer.decode(kept).count("</tool_call>") == MOST_MENTIONS + 1
-    assert chat.parse_turn(kept).calls == ()
+    ids = sampled(chat, drawn)
+    assert chat.tokenizer.decode(ids).count("</tool_call>") == MOST_MENTIONS + 1
+    assert chat.parse_turn(ids).calls == ()
     assert time.thread_time() - started < 10
 
 
@@ -382,12 +382,12 @@ READ = {
 """Form -> what a model writes, and the calls read: None for a malformed one."""
 
 
-@pytest.mark.parametrize(("name", "text", "found"), [(name, *case) for name, cases in READ.items() for case in cases])
-def test_calls_of_models(name, text, found):
+@pytest.mark.parametrize(("name", "text", "wanted"), [(name, *case) for name, cases in READ.items() for case in cases])
+def test_calls_of_models(name, text, wanted):
     needs = {"name": "needs", "parameters": {"properties": {"a": {}}, "required": ["a"]}}
     tools = [*TOOLS, {"type": "function", "function": needs}]
     read = CONVENTIONS[name].find_calls(text, over=True, tools=tools)
-    assert [None if call.fault else (call.name, call.arguments) for call in read] == found
+    assert [None if call.fault else (call.name, call.arguments) for call in read] == wanted
     assert all(bool(call.fault) == bool(call.message) for call in read)
 
 
@@ -413,7 +413,7 @@ def test_any_code_comes_back_from_the_form_of_bare_code(code):
 
 
 @pytest.mark.parametrize(
-    ("text", "tools", "found"),
+    ("text", "tools", "wanted"),
     [
         ("<python>print(1)</python>", TOOLS, [("run", {"code": "print(1)"})]),
         ("<python>print(1)</python>", [*TOOLS, PYTHON], [(PYTHON_TOOL, {"code": "print(1)"})]),
@@ -427,9 +427,9 @@ def test_any_code_comes_back_from_the_form_of_bare_code(code):
         ("I would write Python.", TOOLS, []),
     ],
 )
-def test_calls_of_bare_code(text, tools, found):
+def test_calls_of_bare_code(text, tools, wanted):
     read = CONVENTIONS["code"].find_calls(text, over=True, tools=tools)
-    assert [None if call.fault else (call.name, call.arguments) for call in read] == found
+    assert [None if call.fault else (call.name, call.arguments) for call in read] == wanted
     assert all(bool(call.fault) == bool(call.message) for call in read)
 
 
@@ -523,8 +523,8 @@ def test_a_demonstration_is_what_the_template_renders(tmp_path, name):
     if name == "harmony":
         rendered = rendered.removesuffix("<|end|>") + "<|return|>"  # what the policy samples, and history replaces
     assert text.removesuffix("<|user|>") == rendered.rstrip("\n")
-    said = chat.tokenizer.decode(tokens[mask])
-    assert "40" not in said and said.count("run") == 2
+    decoded = chat.tokenizer.decode(tokens[mask])
+    assert "40" not in decoded and decoded.count("run") == 2
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -565,10 +565,10 @@ UNREAD = """
 
 def test_a_run_whose_calls_would_not_be_read_is_refused_with_what_to_set(tmp_path, caplog):
     make_directory(tmp_path, "thinking", UNREAD)
-    said = r"writes the call of a tool as '.*<invoke look_up_7 .*no form of calls reads; set text\.calls to .*hermes"
-    with pytest.raises(TemplateError, match=said):
+    message = r"writes the call of a tool as '.*<invoke look_up_7 .*no form of calls reads; set text\.calls to .*hermes"
+    with pytest.raises(TemplateError, match=message):
         published_chat(tmp_path)
-    with pytest.raises(TemplateError, match=said):
+    with pytest.raises(TemplateError, match=message):
         published_chat(tmp_path, tools_section=True)
     with caplog.at_level("WARNING"):
         chosen = published_chat(tmp_path, calls="hermes")

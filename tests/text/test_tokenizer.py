@@ -103,8 +103,8 @@ def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer, text):
 def test_pieces_of_a_sentencepiece_model_have_their_spaces_and_bytes(kind):
     tokenizer = SentencePieceTokenizer(gemma_like(kind))
     ids = tokenizer.encode("What is 6 x 7? é🙂")
-    whole = b"".join(map(tokenizer.token_bytes, ids)).decode()
-    assert whole.removeprefix(" ") == tokenizer.decode(ids).removeprefix(" ")
+    text = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    assert text.removeprefix(" ") == tokenizer.decode(ids).removeprefix(" ")
 
 
 def test_the_library_would_have_matched_the_added_tokens():
@@ -147,9 +147,9 @@ def from_file(path, **settings):
 
 def test_end_and_padding_of_a_tokenizer_json(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(qwen_like()))
-    found = load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
-    assert found.eos_id == found.special("<|im_end|>")
-    assert found.pad_id == found.special("<|endoftext|>")
+    tokenizer = load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
+    assert tokenizer.eos_id == tokenizer.special("<|im_end|>")
+    assert tokenizer.pad_id == tokenizer.special("<|endoftext|>")
     named = {"eos_token": {"content": "<|endoftext|>"}, "pad_token": "<|endoftext|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     named = load_tokenizer(TextConfig(tokenizer=str(tmp_path / "tokenizer.json")))

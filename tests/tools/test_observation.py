@@ -108,13 +108,13 @@ UNITS = (
 
 def patterns() -> dict[str, re.Pattern]:
     """Every pattern of the modules of `tools` and `sandbox`."""
-    found = {}
-    folders = ((package, one) for package in (tools, sandbox) for one in pkgutil.iter_modules(package.__path__))
-    for package, one in folders:
-        module = importlib.import_module(f"{package.__name__}.{one.name}")
-        own = {name: value for name, value in vars(module).items() if isinstance(value, re.Pattern)}
-        found |= {f"{one.name}.{name}": value for name, value in own.items()}
-    return found
+    by_name = {}
+    folders = ((package, info) for package in (tools, sandbox) for info in pkgutil.iter_modules(package.__path__))
+    for package, info in folders:
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        members = {name: value for name, value in vars(module).items() if isinstance(value, re.Pattern)}
+        by_name |= {f"{info.name}.{name}": value for name, value in members.items()}
+    return by_name
 
 
 def assert_linear_in_units(action: Callable[[str], object]) -> None:
@@ -124,9 +124,9 @@ def assert_linear_in_units(action: Callable[[str], object]) -> None:
 
 
 def test_patterns_take_linear_time() -> None:
-    found = patterns()
-    assert {"observation.LIBRARY_PATHS", "_calls.INEXACT"} <= set(found)
-    for pattern in found.values():
+    by_name = patterns()
+    assert {"observation.LIBRARY_PATHS", "_calls.INEXACT"} <= set(by_name)
+    for pattern in by_name.values():
         if isinstance(pattern.pattern, bytes):
             assert_linear_in_units(lambda text, p=pattern: p.findall(text.encode("utf-8", "surrogatepass")))
         else:

@@ -95,8 +95,8 @@ def test_arguments_are_checked_and_the_words_for_wrong_ones_are_these(tool, argu
 
 @pytest.mark.parametrize("name", ["search", ""])
 def test_a_tool_that_does_not_exist_is_an_error_that_names_those_that_do(name: str) -> None:
-    found = default_registry().prepare(name, {"q": "x"}, None)
-    assert found.kind == "unknown_tool" and found.counts_as_error and f"{name!r}; known: {IO}" in found.error_message
+    result = default_registry().prepare(name, {"q": "x"}, None)
+    assert result.kind == "unknown_tool" and result.counts_as_error and f"{name!r}; known: {IO}" in result.error_message
 
 
 def test_program_text_that_is_no_unicode_is_left_to_the_interpreter() -> None:
@@ -157,7 +157,7 @@ def test_trusted_functions_give_results_and_never_raise() -> None:
         """Its service cannot be reached."""
         raise ConnectionRefusedError
 
-    def whole(x: int) -> ToolResult:
+    def returns_result(x: int) -> ToolResult:
         """Makes the result itself."""
         return given
 
@@ -173,8 +173,8 @@ def test_trusted_functions_give_results_and_never_raise() -> None:
     assert (run(later).echo, run(broken).error_type) == ("2", "ZeroDivisionError")
     assert run(late).kind == "timeout"
     assert (run(own_limit).kind, run(own_limit).error_type) == ("exception", "TimeoutError")
-    assert [run(one).infra for one in (away, unreachable)] == [True, True]
-    assert run(whole) is given
+    assert [run(tool).infra for tool in (away, unreachable)] == [True, True]
+    assert run(returns_result) is given
 
 
 def test_the_time_of_a_late_function_is_its_limit() -> None:
@@ -238,10 +238,10 @@ FOREIGN = {
 def test_schemas_of_other_origin_are_checked_by_their_own_rules(arguments: object, fault: str) -> None:
     tool = foreign_tool(FOREIGN, lambda **given: sorted(given))
     registry = Registry([tool])
-    found = registry.prepare("book", arguments, None)
-    assert (found.error_message if isinstance(found, ToolResult) else "") == (fault and f"book: {fault}")
+    prepared = registry.prepare("book", arguments, None)
+    assert (prepared.error_message if isinstance(prepared, ToolResult) else "") == (fault and f"book: {fault}")
     if not fault:
-        assert registry.run_trusted(found).echo == "['class', 'notes', 'seats', 'to']"
+        assert registry.run_trusted(prepared).echo == "['class', 'notes', 'seats', 'to']"
     assert tool.schema["function"]["parameters"]["type"] == "object"
 
 
@@ -249,8 +249,8 @@ def test_numbers_of_any_size_are_no_exception() -> None:
     schema = {"name": "pay", "parameters": {"properties": {"sum": {"type": "number", "multipleOf": 0.01}}}}
     registry = Registry([foreign_tool(schema, lambda **given: "paid")])
     assert isinstance(registry.prepare("pay", {"sum": 10.5}, None), Job)
-    found = registry.prepare("pay", {"sum": 10**400}, None)
-    assert found.kind == "bad_arguments" and "cannot be checked" in found.error_message
+    result = registry.prepare("pay", {"sum": 10**400}, None)
+    assert result.kind == "bad_arguments" and "cannot be checked" in result.error_message
 
 
 NESTED = r"^(a+)+$"
@@ -291,14 +291,14 @@ def test_schemas_without_parameters_and_those_that_cannot_be_used() -> None:
         assert registry.schemas[0]["function"]["parameters"] == {"type": "object", "properties": {}}
         assert registry.schemas[0]["function"]["description"] == schema.get("description", "")
         assert isinstance(registry.prepare("now", {}, None), Job)
-    for schema, said in (
+    for schema, message in (
         ({"description": "?"}, "no name"),
         ("not a schema", "no name"),
         ({"name": "a", "parameters": {"type": "array"}}, "schema of an object"),
         ({"name": "a", "parameters": {"properties": {"x": {"type": "int"}}}}, "no valid JSON schema"),
         ({"name": "a", "parameters": {"properties": {"x": {"$ref": "http://host/s.json"}}}}, "refers to what"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             foreign_tool(schema, print)
 
 

@@ -111,8 +111,8 @@ def test_percentile() -> None:
 def test_run_keeps_the_order_of_calls_and_poll_that_of_completion(executor: BaseExecutor) -> None:
     calls = [call("slow", "import time; time.sleep(0.4); print('slow')"), call("quick", "print('quick')")]
     assert [result.stdout for result in executor.run(calls)] == ["slow\n", "quick\n"]
-    for one in calls:
-        executor.submit(one)
+    for request in calls:
+        executor.submit(request)
     names: list[str] = []
     while len(names) < 2:
         names += [name for name, _ in executor.poll(2.0)]
@@ -212,7 +212,7 @@ def test_wrong_calls_become_results(executor: BaseExecutor) -> None:
 
 
 def test_own_tools_in_sandbox_and_trainer(executor: BaseExecutor) -> None:
-    inside, found, failed, late = executor.run(
+    inside, looked_up, failed, late = executor.run(
         [
             CodeCall("i", "area", {"width": 2.0, "height": 4.0}, None),
             CodeCall("t", "lookup", {"name": "pi"}, None),
@@ -220,7 +220,7 @@ def test_own_tools_in_sandbox_and_trainer(executor: BaseExecutor) -> None:
             CodeCall("z", "sleepy", {"seconds": 3.0}, None),
         ]
     )
-    assert (inside.echo, found.echo) == ("'8.0 cm'", "3.14")
+    assert (inside.echo, looked_up.echo) == ("'8.0 cm'", "3.14")
     assert (failed.kind, failed.error_type, late.kind) == ("exception", "KeyError", "timeout")
 
 
@@ -293,12 +293,12 @@ def test_programs_fork_only_where_allowed_and_leave_no_process(executor: BaseExe
 
 def orphans() -> set[str]:
     """Processes of executors on this host whose parent is gone; a fork keeps the command line of its parent."""
-    found = set()
+    pids = set()
     for path in Path("/proc").glob("[0-9]*"):
         try:
             parent = (path / "stat").read_text().rsplit(")", 1)[1].split()[1]
             if parent == "1" and "grpo_tools_box" in (path / "cmdline").read_text():
-                found.add(path.name)
+                pids.add(path.name)
         except OSError:
             continue
-    return found
+    return pids

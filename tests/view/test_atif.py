@@ -59,11 +59,11 @@ def test_steps_say_who_spoke_and_hold_ids_and_logprobs():
     steps = to_atif(record)["steps"]
     assert [step["source"] for step in steps] == ["user", "agent", "agent", "agent", "user"]
     assert [step["step_id"] for step in steps] == [1, 2, 3, 4, 5] and steps[4]["message"] == "no"
-    turn, said = record.trajectory.turns[0], steps[1]
-    assert said["metrics"]["prompt_token_ids"] == record.trajectory.tokens[: turn.start].tolist()
-    assert len(said["metrics"]["logprobs"]) == turn.end - turn.start
-    (result,) = said["observation"]["results"]
-    assert result["source_call_id"] == said["tool_calls"][0]["tool_call_id"] and "tool_response" in result["content"]
+    turn, entry = record.trajectory.turns[0], steps[1]
+    assert entry["metrics"]["prompt_token_ids"] == record.trajectory.tokens[: turn.start].tolist()
+    assert len(entry["metrics"]["logprobs"]) == turn.end - turn.start
+    (result,) = entry["observation"]["results"]
+    assert result["source_call_id"] == entry["tool_calls"][0]["tool_call_id"] and "tool_response" in result["content"]
 
 
 def test_documents_are_valid_for_harbor():
@@ -89,10 +89,10 @@ def test_a_document_of_another_program_is_read_or_refused():
 
 def test_view_writes_a_file_from_which_trajectories_come_back_and_shows_one(tmp_path, capsys):
     run, file = tmp_path / "run", tmp_path / "out.jsonl"
-    kept = list(records())
-    TraceWriter(run).write(3, kept)
+    written = list(records())
+    TraceWriter(run).write(3, written)
     assert view.main([str(run), "--atif", str(file)]) == 0 and "6 of 6" in capsys.readouterr().out
-    assert_same(list(read_atif(file)), kept)
+    assert_same(list(read_atif(file)), written)
     assert view.main([str(file), "--text", "--limit", "1"]) == 0
     assert "6 of 6" in (out := capsys.readouterr().out) and "p:1" in out
     file.write_text(json.dumps(FOREIGN), encoding="utf-8")

@@ -79,7 +79,7 @@ def tab(chromium, serve):
         page.on("pageerror", lambda error: seen.append(str(error)))
         page.on("console", lambda message: seen.append(message.text) if message.type in ("error", "warning") else None)
         page.on("dialog", lambda dialog: (seen.append("dialog"), dialog.dismiss()))
-        page.on("request", lambda request: seen.append(request.url) if not own(request.url) else None)
+        page.on("request", lambda request: seen.append(request.url) if not is_local(request.url) else None)
         return page
 
     yield lambda address, form="desktop", **options: opened(pages.get(form) or open_in(form, options), address)
@@ -88,7 +88,7 @@ def tab(chromium, serve):
     assert not seen
 
 
-def own(url):
+def is_local(url):
     return url.startswith(("http://127.0.0.1:", "file://", "about:")) and "pwned" not in url
 
 
@@ -118,12 +118,12 @@ def telling_group(run):
     best = (False,)
     for step in steps_of(run):
         members = {}
-        for place, record in enumerate(trace.read_trace(run, step)):
-            members.setdefault(record.group, []).append((place, record))
+        for row, record in enumerate(trace.read_trace(run, step)):
+            members.setdefault(record.group, []).append((row, record))
         for group, group_records in members.items():
-            right = [(place, r) for place, r in group_records if r.verdict.status == "correct"]
-            failed = [place for place, r in right if r.verdict.tool_errors]
-            clean = [place for place, r in right if r.verdict.tool_calls and not r.verdict.tool_errors]
+            right = [(row, r) for row, r in group_records if r.verdict.status == "correct"]
+            failed = [row for row, r in right if r.verdict.tool_errors]
+            clean = [row for row, r in right if r.verdict.tool_calls and not r.verdict.tool_errors]
             if failed and clean:
                 kinds = {(r.verdict.status, r.why, r.verdict.tool_errors > 0) for _, r in group_records}
                 ranked = any(r.why == "penalty" for _, r in group_records)
@@ -209,10 +209,10 @@ def evil_run(folder):
     return folder
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["served", "file"])
-def test_text_of_a_run_never_acts(tab, serve, tmp_path, held):
+@pytest.mark.parametrize("as_file", [False, True], ids=["served", "file"])
+def test_text_of_a_run_never_acts(tab, serve, tmp_path, as_file):
     folder = evil_run(tmp_path / "<img src=x onerror=pwned=1>")
-    if held:
+    if as_file:
         assert view.main([str(folder), "--step", "2", "--html", str(tmp_path / "page.html"), "--limit", "0"]) == 0
         base = (tmp_path / "page.html").as_uri()
     else:
@@ -237,14 +237,14 @@ def test_text_of_a_run_never_acts(tab, serve, tmp_path, held):
 
 def test_the_policy_stops_what_would_enter_the_page(chromium, serve, demo):
     page = opened(chromium.new_page(), serve(demo[0]))
-    asked = []
-    page.on("request", lambda request: asked.append(request.url))
+    urls = []
+    page.on("request", lambda request: urls.append(request.url))
     before = page.evaluate("getComputedStyle(document.body).display")
     page.evaluate("text => document.body.insertAdjacentHTML('beforeend', text)", EVIL)
     page.evaluate("() => { const s = document.createElement('script'); s.text = 'pwned = 1'; document.body.append(s) }")
     page.wait_for_timeout(300)
     assert page.evaluate("typeof window.pwned") == "undefined"
-    assert not [url for url in asked if "api/" not in url and url != "about:srcdoc"]
+    assert not [url for url in urls if "api/" not in url and url != "about:srcdoc"]
     assert page.evaluate("getComputedStyle(document.body).display") == before
     page.close()
 
@@ -280,18 +280,18 @@ def test_bands_are_those_of_the_plots(tab, serve, demo):
     page = tab(serve(*demo[:2]))
     chart = page.locator("figure", has_text="reward, all sampled")
     chart.locator(".chart").focus()
-    found = curve(load_runs(demo[:2]), "rollout/reward")
+    expected = curve(load_runs(demo[:2]), "rollout/reward")
     for step in range(12):
         page.keyboard.press("ArrowRight")
-        said = chart.locator(".readout").inner_text()
-        mean, spread = map(float, re.search(r"([\d.e-]+) ± ([\d.e-]+)", said).groups())
-        assert f"step {step + 1}" in said
-        assert [mean, spread] == pytest.approx([found.mean[step], found.std[step]], abs=5.1e-4)  # of three digits
+        readout = chart.locator(".readout").inner_text()
+        mean, spread = map(float, re.search(r"([\d.e-]+) ± ([\d.e-]+)", readout).groups())
+        assert f"step {step + 1}" in readout
+        assert [mean, spread] == pytest.approx([expected.mean[step], expected.std[step]], abs=5.1e-4)  # of three digits
     page = tab(page.url + "#/curves?x=tokens&smooth=5")
     assert "by tokens" in page.locator(".chart").first.get_attribute("aria-label")
     assert page.locator(".alarm").count() > 0
-    kept = page.locator("figure", has_text="rollouts kept").locator("text[text-anchor=end]").all_text_contents()
-    assert len(set(kept)) == len(kept) > 2 and "24" in kept  # a constant has ticks that differ
+    ticks = page.locator("figure", has_text="rollouts kept").locator("text[text-anchor=end]").all_text_contents()
+    assert len(set(ticks)) == len(ticks) > 2 and "24" in ticks  # a constant has ticks that differ
 
 
 FILTERS = {
@@ -331,8 +331,8 @@ def test_two_rollouts_open_beside_each_other_with_their_difference(tab, serve, d
     page.wait_for_selector(".pair mark")
     sides = page.locator("details > .pair > pre")
     stay = "[...side.childNodes].filter(node => node.tagName !== 'MARK').map(node => node.textContent).join('')"
-    kept = [sides.nth(i).evaluate(f"side => {stay}") for i in (0, 1)]
-    assert kept[0] == kept[1] and "greatest" not in kept[0] and len(kept[0]) > 100
+    texts = [sides.nth(i).evaluate(f"side => {stay}") for i in (0, 1)]
+    assert texts[0] == texts[1] and "greatest" not in texts[0] and len(texts[0]) > 100
     equal = rows[first][1].trajectory, rows[second][1].trajectory
     shared = next(t for t, pair in enumerate(zip(*(x.tokens for x in equal), strict=False)) if pair[0] != pair[1])
     assert f"The first {shared - equal[0].prompt_length} tokens" in page.inner_text("#detail")
@@ -345,9 +345,9 @@ def test_a_token_shows_its_numbers(tab, serve, demo):
     record = list(trace.read_trace(demo[0], 2))[1]
     t = record.trajectory.prompt_length + 4
     page.locator(f".tokens [data-i='{t}']").hover()
-    said = page.locator("output").inner_text()
-    assert f"id {record.trajectory.tokens[t]}" in said and f"log-prob {record.trajectory.logprobs[t]:.4f}" in said
-    assert "parameters of step 1" in said and "Not logged for this rollout: ratio, entropy" in page.inner_text(".body")
+    text = page.locator("output").inner_text()
+    assert f"id {record.trajectory.tokens[t]}" in text and f"log-prob {record.trajectory.logprobs[t]:.4f}" in text
+    assert "parameters of step 1" in text and "Not logged for this rollout: ratio, entropy" in page.inner_text(".body")
     shown = page.locator(".tokens").inner_text().replace("↵", "")
     assert shown == TOKENIZER.decode(record.trajectory.tokens.tolist())
     page.get_by_role("tab", name="advantage").click()
@@ -357,15 +357,15 @@ def test_a_token_shows_its_numbers(tab, serve, demo):
 
 
 def test_tokens_are_colored_by_ratio_and_entropy_where_a_pass_scored_them(tab, serve, demo):
-    found = [(i, r) for i, r in enumerate(trace.read_trace(demo[0], 3)) if r.scored is not None]
-    place, record = found[0]
+    scored = [(i, r) for i, r in enumerate(trace.read_trace(demo[0], 3)) if r.scored is not None]
+    row, record = scored[0]
     t = record.trajectory.prompt_length + 4
     ratio, entropy = np.exp(np.float32(record.scored[0, t])), record.scored[1, t]
-    page = tab(f"{serve(demo[0])}#/t?id=0.step.3.{place}&by=ratio")
+    page = tab(f"{serve(demo[0])}#/t?id=0.step.3.{row}&by=ratio")
     token = page.locator(f".tokens [data-i='{t}']")
     token.hover()
-    said = page.locator("output").inner_text()
-    assert f"ratio {ratio:.4f}" in said and f"entropy {entropy:.4f}" in said
+    text = page.locator("output").inner_text()
+    assert f"ratio {ratio:.4f}" in text and f"entropy {entropy:.4f}" in text
     assert ("up" if ratio > 1 else "down") in token.get_attribute("class")
     share = token.evaluate("node => node.style.getPropertyValue('--share')")
     assert int(share[:-1]) == pytest.approx(100 * min(1, abs(np.log(ratio)) / np.log(1.2)), abs=1)
@@ -453,11 +453,11 @@ def test_a_list_says_what_its_marks_mean_and_sorts(tab, serve, demo):
     spread = [max(v.reward for v in g) - min(v.reward for v in g) for g in groups.values()]
     page = tab(f"{base}#/rollouts?sort=failed")
     page.wait_for_selector(".item")
-    found = [row.get_attribute("href").split(".")[-2:] for row in page.locator(".item").all()[:8]]
+    items = [row.get_attribute("href").split(".")[-2:] for row in page.locator(".item").all()[:8]]
     share = dict(zip(groups, failing, strict=True))
-    assert [share[int(step), int(place)] for step, place in found] == sorted(failing, reverse=True)[:8]
-    said = page.inner_text("main .key")
-    assert "correct" in said and "dropped" in said and "call:" not in said  # the squares of groups show no calls
+    assert [share[int(step), int(group)] for step, group in items] == sorted(failing, reverse=True)[:8]
+    legend = page.inner_text("main .key")
+    assert "correct" in legend and "dropped" in legend and "call:" not in legend  # the squares of groups show no calls
     page = tab(f"{base}#/rollouts?view=flat")
     page.wait_for_selector(".item")
     assert "call: exception" in page.inner_text("main .key")
@@ -478,8 +478,8 @@ def test_a_card_has_its_answer_and_a_penalty_only_where_it_ranks(tab, serve, dem
     assert dropped and " · ".join(words) in page.inner_text("section > .facts")
     for i, record in enumerate(group):
         card = page.locator(".card").nth(i)
-        said, verdict = card.inner_text(), record.verdict
-        assert (f"= {verdict.answer}" if verdict.answer else "no answer") in said
+        text, verdict = card.inner_text(), record.verdict
+        assert (f"= {verdict.answer}" if verdict.answer else "no answer") in text
         shown = bool(card.locator(".pen").count())
         assert shown == (verdict.status == "correct" and record.penalties["total"] > 0)
 
@@ -520,14 +520,14 @@ def test_kinds_of_failed_calls_look_different(tab, serve, demo, tmp_path):
 
 def test_equal_tokens_of_two_rollouts_are_folded(tab, serve, demo, tmp_path):
     """Also where the shorter one has nothing but equal tokens."""
-    one, two = [r.trajectory.tokens for r in trace.read_trace(demo[0], 1)][:2]
+    left, right = [r.trajectory.tokens for r in trace.read_trace(demo[0], 1)][:2]
     record = next(r for r in trace.read_trace(demo[0], 1) if len(r.trajectory.turns) > 1)
-    whole = record.trajectory
-    end = whole.turns[0].end
-    first = {name: getattr(whole, name)[:end] for name in ("tokens", "policy_mask", "logprobs", "versions")}
-    short = replace(whole, turns=(replace(whole.turns[0], calls=(), results=()),), **first)
-    write_group(tmp_path, record, [whole, short], advantages=None)
-    part = next(i for i, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1])
+    trajectory = record.trajectory
+    end = trajectory.turns[0].end
+    first = {name: getattr(trajectory, name)[:end] for name in ("tokens", "policy_mask", "logprobs", "versions")}
+    short = replace(trajectory, turns=(replace(trajectory.turns[0], calls=(), results=()),), **first)
+    write_group(tmp_path, record, [trajectory, short], advantages=None)
+    part = next(i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1])
     for run, equal, others in ((tmp_path, end, 1), (demo[0], part, 2)):
         page = tab(f"{serve(run)}#/pair?a=0.step.1.0&b=0.step.1.1&by=mask")
         page.wait_for_selector(".fold")
@@ -567,8 +567,8 @@ def test_a_group_of_one_without_calls_of_which_nothing_is_kept(tab, serve, demo,
     page = tab(f"{base}#/group?g=0.step.1.0&a=0.step.1.0")
     page.wait_for_selector("article.trajectory")
     assert "0 of 1 kept · 1 dropped: equal rewards" in page.inner_text("section > .facts")
-    said, key = page.inner_text(".card"), page.inner_text("section > .key")
-    assert "no call" in said and "dropped: equal_rewards" in said and not page.locator(".card .pen").count()
+    text, key = page.inner_text(".card"), page.inner_text("section > .key")
+    assert "no call" in text and "dropped: equal_rewards" in text and not page.locator(".card .pen").count()
     assert "penalty" not in key and "advantage" not in key and "call:" not in key
     assert "not kept (equal_rewards)" in page.inner_text("article.trajectory .facts")
 

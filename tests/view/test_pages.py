@@ -35,26 +35,26 @@ def read(text):
 
 
 def test_text_of_a_run_cannot_end_its_element():
-    found = read(page({"name": EVIL, "value": float("nan")}))
-    assert [dict(attributes) for tag, attributes in found.elements if tag == "script"] == [
+    parsed = read(page({"name": EVIL, "value": float("nan")}))
+    assert [dict(attributes) for tag, attributes in parsed.elements if tag == "script"] == [
         {"type": "application/json", "id": "data"},
         {},
     ]
-    assert json.loads(found.texts["script"][0]) == {"name": EVIL, "value": None}
-    assert found.texts["script"][1] == part("viewer.js") and found.texts["style"] == [part("viewer.css")]
+    assert json.loads(parsed.texts["script"][0]) == {"name": EVIL, "value": None}
+    assert parsed.texts["script"][1] == part("viewer.js") and parsed.texts["style"] == [part("viewer.css")]
 
 
 def test_the_policy_allows_the_script_and_the_style_of_the_page_alone():
     for data in (None, {}):
-        found = read(page(data))
-        rule = next(a["content"] for _, a in found.elements if a.get("http-equiv") == "Content-Security-Policy")
+        parsed = read(page(data))
+        rule = next(a["content"] for _, a in parsed.elements if a.get("http-equiv") == "Content-Security-Policy")
         hashes = re.findall("'sha256-([^']+)'", rule)
-        texts = [found.texts["script"][1], found.texts["style"][0]]
+        texts = [parsed.texts["script"][1], parsed.texts["style"][0]]
         assert hashes == [base64.b64encode(hashlib.sha256(t.encode()).digest()).decode() for t in texts]
         assert rule.startswith("default-src 'none'; ") and "unsafe" not in rule and "http" not in rule
         assert ("connect-src 'self'" in rule) == (data is None)
         assert not [
-            a for _, a in found.elements if {"src", "href", "style"} & a.keys() or any(n[:2] == "on" for n in a)
+            a for _, a in parsed.elements if {"src", "href", "style"} & a.keys() or any(n[:2] == "on" for n in a)
         ]
     assert "frame-ancestors 'none'" in policy(served=True)
 

@@ -28,11 +28,11 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(root):
-    with PageServer(Runs([str(root / "a"), str(root / "b")])) as found:
-        thread = threading.Thread(target=found.serve_forever, daemon=True)
+    with PageServer(Runs([str(root / "a"), str(root / "b")])) as page_server:
+        thread = threading.Thread(target=page_server.serve_forever, daemon=True)
         thread.start()
-        yield found
-        found.shutdown()
+        yield page_server
+        page_server.shutdown()
 
 
 def ask(server, path, method="GET", **headers):
@@ -41,8 +41,8 @@ def ask(server, path, method="GET", **headers):
     for name, value in headers.items():
         line.putheader(name.replace("_", "-"), value)
     line.endheaders()
-    found = line.getresponse()
-    return found.status, found.read(), dict(found.getheaders())
+    response = line.getresponse()
+    return response.status, response.read(), dict(response.getheaders())
 
 
 def answer(server, path):
@@ -123,58 +123,58 @@ def test_alarms_come_from_metrics_and_events(tmp_path):
     folder = write_run(tmp_path / "a", 0, steps=8, groups=1, size=2)
     with open(folder / "events.jsonl", "a") as file:
         file.write('{"step": 2, "event": "preempted", "text": "x"}\n{"step": 3, "ev')
-    found = Runs([str(folder)]).metrics(0)["events"]
-    assert [(event["step"], event["name"]) for event in found] == [
+    events = Runs([str(folder)]).metrics(0)["events"]
+    assert [(event["step"], event["name"]) for event in events] == [
         (2, "preempted"),
         (4, "reward_spread"),
         (7, "entropy_band"),
     ]
-    assert found[1]["text"] == "below 0.05 for three steps"
+    assert events[1]["text"] == "below 0.05 for three steps"
 
 
 def test_a_trajectory_is_that_of_the_log(server, root):
     records = list(trace.read_trace(root / "a", 2))
-    found = answer(server, "trajectory?run=0&block=step.2&row=3")
+    trajectory = answer(server, "trajectory?run=0&block=step.2&row=3")
     record = records[3]
-    assert found["turns"][0]["text"] == record.trajectory.turns[0].text and found["why"] == record.why
-    tokens = np.frombuffer(base64.b64decode(found["arrays"]["tokens"]), np.int32)
+    assert trajectory["turns"][0]["text"] == record.trajectory.turns[0].text and trajectory["why"] == record.why
+    tokens = np.frombuffer(base64.b64decode(trajectory["arrays"]["tokens"]), np.int32)
     assert (tokens == record.trajectory.tokens).all()
-    text = "".join(found["pieces"][str(i)] for i in tokens)
-    assert text == "".join(segment["text"] for segment in found["segments"])
-    assert ("advantage" in found["arrays"]) == record.kept
+    text = "".join(trajectory["pieces"][str(i)] for i in tokens)
+    assert text == "".join(segment["text"] for segment in trajectory["segments"])
+    assert ("advantage" in trajectory["arrays"]) == record.kept
 
 
 def test_search_finds_text_and_neither_names_of_fields_nor_arrays(server, root):
-    found = answer(server, "search?run=0&text=MODULE+has+another&blocks=step.1,step.2")
+    matches = answer(server, "search?run=0&text=MODULE+has+another&blocks=step.1,step.2")
     expected = {
         f"step.{step}": [
-            place
-            for place, record in enumerate(trace.read_trace(root / "a", step))
+            index
+            for index, record in enumerate(trace.read_trace(root / "a", step))
             if any("module has another" in turn.text for turn in record.trajectory.turns)
         ]
         for step in (1, 2)
     }
-    assert found == {name: places for name, places in expected.items() if places} != {}
+    assert matches == {name: places for name, places in expected.items() if places} != {}
     assert answer(server, "search?run=0&text=policy_mask&blocks=step.1") == {}
     assert answer(server, "search?run=0&text=AAAA&blocks=step.1") == {}
 
 
 def test_evaluations_have_the_intervals_of_the_command(server, root):
-    found = answer(server, "evaluations")
+    evals = answer(server, "evaluations")
     records = list(trace.read_trace(root / "b", 6, "eval"))
     groups = {record.problem.uid: [] for record in records}
     for record in records:
         groups[record.problem.uid].append(record.verdict.status == "correct")
     values = np.array([np.mean(correct) for correct in groups.values()])
-    row = next(r for r in found["rows"] if (r["run"], r["step"], r["source"]) == (1, 6, "all"))
+    row = next(r for r in evals["rows"] if (r["run"], r["step"], r["source"]) == (1, 6, "all"))
     assert row["mean"] == pytest.approx(values.mean()) and row["problems"] == 24
     assert (row["low"], row["high"]) == bootstrap(values)
-    pairs = [(d["run"], d["step"], d["against_run"], d["against_step"]) for d in found["differences"]]
+    pairs = [(d["run"], d["step"], d["against_run"], d["against_step"]) for d in evals["differences"]]
     assert pairs == [(0, 6, 0, 0), (1, 6, 1, 0), (1, 6, 0, 6)]
 
 
 def test_a_difference_by_hand():
-    found = difference((1, 8, {"a": 1.0, "b": 0.0, "c": 1.0}), (0, 4, {"b": 1.0, "c": 1.0, "a": 0.0, "d": 1.0}))
-    assert (found["problems"], found["mean"]) == (3, 0.0) and found["low"] < 0 < found["high"]
-    assert [found[name] for name in ("both", "first", "second", "neither")] == [1, 1, 1, 0]
+    result = difference((1, 8, {"a": 1.0, "b": 0.0, "c": 1.0}), (0, 4, {"b": 1.0, "c": 1.0, "a": 0.0, "d": 1.0}))
+    assert (result["problems"], result["mean"]) == (3, 0.0) and result["low"] < 0 < result["high"]
+    assert [result[name] for name in ("both", "first", "second", "neither")] == [1, 1, 1, 0]
     assert difference((1, 8, {}), (0, 4, {"a": 1.0}))["mean"] is None

@@ -37,10 +37,10 @@ def test_programs_do_what_they_are_named_for(level):
         assert len(steps) == level + 1 == problem.prompt.count(", ") + 1
         for step in steps:
             assert run_program(step.broken.format(*values)).counts_as_error
-            other, found = (run_program(code.format(*values)) for code in (step.wrong, step.right))
-            assert other.kind == found.kind == "ok" and found.stdout == f"{step.value(*values)}\n"
-            wrong += other.stdout != found.stdout
-            values = (int(found.stdout),)
+            other, result = (run_program(code.format(*values)) for code in (step.wrong, step.right))
+            assert other.kind == result.kind == "ok" and result.stdout == f"{step.value(*values)}\n"
+            wrong += other.stdout != result.stdout
+            values = (int(result.stdout),)
         assert problem.answer == str(values[0])
     assert wrong > 20 * (level + 1)
 

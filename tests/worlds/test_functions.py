@@ -75,11 +75,11 @@ def test_state_and_recall():
 def test_the_same_state_by_other_calls_earns_nothing():
     problem = task()
     calls = gold(problem)
-    place = next(i for i, (name, _) in enumerate(calls) if name != "move")
-    name, arguments = calls[place]
-    more, one = arguments | {"n": arguments["n"] + 1}, arguments | {"n": 1}
-    split = [("put", more), ("take", one)] if name == "put" else [("put", one), ("take", more)]
-    other = [*calls[:place], *split, *calls[place + 1 :]]
+    index = next(i for i, (name, _) in enumerate(calls) if name != "move")
+    name, arguments = calls[index]
+    more, single = arguments | {"n": arguments["n"] + 1}, arguments | {"n": 1}
+    split = [("put", more), ("take", single)] if name == "put" else [("put", single), ("take", more)]
+    other = [*calls[:index], *split, *calls[index + 1 :]]
     assert fn.replayed(other) == fn.replayed(calls)
     assert not fn.succeeds(problem, other)
 
@@ -101,8 +101,8 @@ def test_demonstrations_are_labeled_with_their_outcome(kind):
 def test_problems_and_traces_flow_through_the_streams():
     config = DataConfig(sources=("world:functions:1", "world:gcd:1"))
     assert len(next(make_problem_stream(config, problems=4, seed=0))) == 4
-    found = next(make_trace_stream(DataConfig(sources=config.sources[:1]), traces=32, seed=0))
-    assert {trace.problem.extra["success"] for trace in found} == {True, False}
+    batch = next(make_trace_stream(DataConfig(sources=config.sources[:1]), traces=32, seed=0))
+    assert {trace.problem.extra["success"] for trace in batch} == {True, False}
     assert with_hints(task()).extra["hints"][0] == "call the functions"
 
 
@@ -110,11 +110,11 @@ def test_the_sandbox_prints_what_the_demonstrator_shows():
     """Observations of the traces equal the executor's, and its sessions do not share boxes."""
     with make_executor(ToolsConfig(workers=2, preload=(), min_level="L0"), Registry(fn.function_tools())) as executor:
         for number, trace in enumerate(traces("repair", "functions", 6, 2)):
-            for place, (turn, (observation,)) in enumerate(zip(trace.turns, trace.observations, strict=False)):
+            for index, (turn, (observation,)) in enumerate(zip(trace.turns, trace.observations, strict=False)):
                 call = parse_call(call_blocks(turn)[0][0])
                 if call.fault is not None:
                     continue
-                coded = CodeCall(f"{number}/{place}", call.name, call.arguments, session=str(number))
+                coded = CodeCall(f"{number}/{index}", call.name, call.arguments, session=str(number))
                 (result,) = executor.run([coded])
                 assert result.observation == observation
             executor.close_session(str(number))

@@ -61,8 +61,8 @@ def test_words_of_the_games():
     problem = world_problem("guess", 1, 0, 0)
     assert 1 <= int(problem.answer) <= 9 and problem.prompt.endswith(": 1-9")
     problem = world_problem("correct", 1, 0, 0)
-    asked = problem.extra["asked"]
-    assert sum(a != b for a, b in zip(asked, problem.answer, strict=True)) == 1 and asked in problem.prompt
+    text = problem.extra["asked"]
+    assert sum(a != b for a, b in zip(text, problem.answer, strict=True)) == 1 and text in problem.prompt
     problem = world_problem("bank", 1, 0, 0)
     (a, b, n), _ = problem.extra["orders"]
     assert problem.prompt.startswith(f"{a} to {b}, ") and n == problem.extra["balances"][a] < 10

@@ -114,7 +114,7 @@ def test_worlds_of_other_forms_are_sources_of_data(family):
     problem = world_problem(family, 1, 0, 3)
     assert problem == world_problem(family, 1, 0, 3) != world_problem(family, 1, 0, 4)
     held_out = eval_problems(DataConfig(sources=(f"world:{family}:1",), eval_problems=4))
-    assert {one.source for one in held_out} == {f"world:{family}:1"}
+    assert {p.source for p in held_out} == {f"world:{family}:1"}
     assert held_out[0].uid.endswith(str(HELD_OUT_START))
 
 
