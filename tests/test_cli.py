@@ -221,7 +221,7 @@ def test_a_mapping_is_a_list_of_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--loss.count 0", "loss.count = 0 (command line): must be at least 1"),
         ("--loss.clip_high -1", "loss.clip_high = -1 (command line): must be at least 0"),
@@ -250,8 +250,8 @@ def test_a_mapping_is_a_list_of_one(tmp_path):
         ("--zzz 0.2", "unknown key 'zzz' (command line); --help lists the sections"),
     ],
 )
-def test_what_a_refusal_says(words, said):
-    assert refusal(*words.split()) == said
+def test_what_a_refusal_says(words, message):
+    assert refusal(*words.split()) == message
 
 
 def test_a_value_without_a_name():
@@ -260,7 +260,7 @@ def test_a_value_without_a_name():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--advantage gropu", "advantage = gropu (command line): unknown kind 'gropu'; must be one of "),
         ("--advantage gropu", "; did you mean 'group'?"),
@@ -284,12 +284,12 @@ def test_a_value_without_a_name():
         ("--shaping overlong --shaping.overlong.limit 64", "shaping overlong: buffer = 4096 is longer than limit = 64"),
     ],
 )
-def test_what_a_refusal_of_a_kind_says(words, said):
-    assert said in refusal(*words.split(), of=Config)
+def test_what_a_refusal_of_a_kind_says(words, message):
+    assert message in refusal(*words.split(), of=Config)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("seed: 1\nloss:\n  count: 0\n", "loss.count = 0 (it.yaml, line 3): must be at least 1"),
         ("loss: {clip_hihg: 1}\n", "'loss.clip_hihg' (it.yaml, line 1); did you mean 'loss.clip_high'?"),
@@ -305,15 +305,15 @@ def test_what_a_refusal_of_a_kind_says(words, said):
         ("base: it.yaml\n", "it.yaml, line 1: base: it.yaml leads back to it.yaml"),
     ],
 )
-def test_mistakes_in_a_file_name_file_and_line(text, said, tmp_path):
+def test_mistakes_in_a_file_name_file_and_line(text, message, tmp_path):
     file = write(tmp_path, it=text)
-    assert said in refusal(file)
+    assert message in refusal(file)
     if "base:" not in text:
-        assert said in refusal(write(tmp_path, over="base: it.yaml\nloss: {clip_high: 0.5}\n")), "also in a base"
+        assert message in refusal(write(tmp_path, over="base: it.yaml\nloss: {clip_high: 0.5}\n")), "also in a base"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("advantage:\n  kind: pass_at_k\n  k: 0\n", "advantage.k = 0 (it.yaml, line 3): must be at least 1"),
         ("advantage:\n  scale:\n    kind: stdd\n", "advantage.scale = stdd (it.yaml, line 3): unknown kind 'stdd'"),
@@ -327,16 +327,16 @@ def test_mistakes_in_a_file_name_file_and_line(text, said, tmp_path):
         ("surrogate: null\n", "surrogate = null (it.yaml, line 1): must be one of"),
     ],
 )
-def test_mistakes_in_kinds_name_file_and_line(text, said, tmp_path):
+def test_mistakes_in_kinds_name_file_and_line(text, message, tmp_path):
     file = write(tmp_path, it=text)
-    assert said in refusal(file, of=Config)
-    assert said in refusal(write(tmp_path, over="base: it.yaml\nseed: 3\n"), of=Config), "also in a base"
+    assert message in refusal(file, of=Config)
+    assert message in refusal(write(tmp_path, over="base: it.yaml\nseed: 3\n"), of=Config), "also in a base"
 
 
 def test_a_value_over_a_file_is_blamed_where_it_was_written(tmp_path):
     file = write(tmp_path, it="shaping: [{kind: overlong, buffer: 64}]\n")
-    said = refusal(file, "--shaping.overlong.buffer", "0", of=Config)
-    assert said == "shaping.0.buffer = 0 (command line): must be at least 1"
+    message = refusal(file, "--shaping.overlong.buffer", "0", of=Config)
+    assert message == "shaping.0.buffer = 0 (command line): must be at least 1"
 
 
 def test_missing_files_and_unreadable_ones(tmp_path):
@@ -395,8 +395,8 @@ def test_help_of_a_choice_shows_each_kind_with_its_settings(capsys):
 
 
 def test_help_narrows_down(capsys):
-    one = said_by_help(capsys, "--help", "shaping.overlong")
-    assert [line for line in one if line.startswith("kind")] == [
+    lines = said_by_help(capsys, "--help", "shaping.overlong")
+    assert [line for line in lines if line.startswith("kind")] == [
         "kind overlong: A penalty that grows from 0 to 1 over the last tokens before a limit (DAPO, arXiv:2503.14476,"
     ]
     problems = said_by_help(capsys, "--help", "group.problems")
@@ -452,19 +452,19 @@ def method_file(folder: Path, name: str, text: str = FILE) -> str:
 
 def test_files_of_the_highest_layer_that_names_any_are_imported(tmp_path, capsys):
     """As for every list; so what is dumped names all that reading it back needs."""
-    one, two = method_file(tmp_path / "a", "one_kind"), method_file(tmp_path / "b", "two_kind")
-    base = write(tmp_path, it=f"method: {{files: {one}}}\nshaping: [one_kind]\n")
+    first, second = method_file(tmp_path / "a", "one_kind"), method_file(tmp_path / "b", "two_kind")
+    base = write(tmp_path, it=f"method: {{files: {first}}}\nshaping: [one_kind]\n")
     config = run(base)
-    assert config.method.files == (one,)
+    assert config.method.files == (first,)
     assert run(write(tmp_path, dump=cli.dump_yaml(config))) == config
-    other = run(base, "--method.files", f"['{two}']", "--shaping", "two_kind")
-    assert (other.method.files, other.shaping[0].kind) == ((two,), "two_kind")
-    assert run("--method.files", one, two, "--shaping", "one_kind,two_kind").method.files == (one, two)
-    assert "kind two_kind: Mine." in said_by_help(capsys, "--method.files", two, "--help", "shaping")
+    other = run(base, "--method.files", f"['{second}']", "--shaping", "two_kind")
+    assert (other.method.files, other.shaping[0].kind) == ((second,), "two_kind")
+    assert run("--method.files", first, second, "--shaping", "one_kind,two_kind").method.files == (first, second)
+    assert "kind two_kind: Mine." in said_by_help(capsys, "--method.files", second, "--help", "shaping")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("import nothing_like_it\n", "line 1: ModuleNotFoundError: No module named 'nothing_like_it'"),
         ("a = 1\nb = a / 0\n", "line 2: ZeroDivisionError: division by zero"),
@@ -472,11 +472,11 @@ def test_files_of_the_highest_layer_that_names_any_are_imported(tmp_path, capsys
         (FILE.replace("{name}", "overlong"), "ValueError: kind 'overlong' exists already: "),
     ],
 )
-def test_files_that_fail_name_their_line(text, said, tmp_path):
+def test_files_that_fail_name_their_line(text, message, tmp_path):
     path = method_file(tmp_path, "", text)
     for _ in range(2):  # a second attempt fails as well
-        found = refusal("--method.files", path, of=Config)
-        assert found.startswith(f"method.files: {path}")
-        assert said in found
+        error = refusal("--method.files", path, of=Config)
+        assert error.startswith(f"method.files: {path}")
+        assert message in error
     assert "there is no file" in refusal("--method.files", "absent.py", of=Config)
     assert "nor an importable module" in refusal("--method.files", "absent_module", of=Config)

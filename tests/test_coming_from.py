@@ -38,14 +38,14 @@ def test_a_setting_of_another_project_leads_to_the_one_here(row):
     assert other_name(row.theirs).ours == row.ours, "the first row of a name speaks for all projects"
     if row.theirs in KNOWN:
         return
-    said, first = refusal(f"--{row.theirs}", "7"), other_name(row.theirs)
+    message, first = refusal(f"--{row.theirs}", "7"), other_name(row.theirs)
     expected = {"": "has no counterpart", METHOD: "a method is a recipe here"}.get(first.ours, f"'{first.ours}'")
-    assert expected in said
+    assert expected in message
     assert row.note in first.note or first is not row
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--learning-rate 1e-4", "did you mean 'optim.lr'?"),
         ("--rollout.n 8", "did you mean 'group.size' ("),
@@ -96,9 +96,9 @@ def test_a_setting_of_another_project_leads_to_the_one_here(row):
         ("--optim.lr.peak 1", "optim.lr = {peak: '1'} (command line): must be a number"),
     ],
 )
-def test_what_a_newcomer_types(words, said):
+def test_what_a_newcomer_types(words, message):
     answer = refusal(*words.split())
-    assert said in answer
+    assert message in answer
     assert answer.count("did you mean") <= 1 and "'drpo'?" not in answer
 
 
@@ -113,12 +113,12 @@ dataloader_num_workers monitors.prime.name trainer.model.ep roles.user.alpha
 
 @pytest.mark.parametrize("key", RESEMBLING)
 def test_a_name_without_a_counterpart_suggests_nothing(key):
-    said = refusal(f"--{key}", "7")
-    assert "did you mean" not in said and "--help lists the sections" in said
+    message = refusal(f"--{key}", "7")
+    assert "did you mean" not in message and "--help lists the sections" in message
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("actor_rollout_ref:\n  rollout: {n: 4}", r"line 3\); did you mean 'group.size'"),
         ("actor_rollout_ref.rollout.n: 4", r"line 2\); did you mean 'group.size'"),
@@ -126,9 +126,9 @@ def test_a_name_without_a_counterpart_suggests_nothing(key):
         ("log: {wandb: false}", r"line 2\): .*did you mean 'off'\?"),
     ],
 )
-def test_names_and_choices_in_a_file_are_refused_with_their_line(text, said, tmp_path):
+def test_names_and_choices_in_a_file_are_refused_with_their_line(text, message, tmp_path):
     (tmp_path / "theirs.yaml").write_text(f"base: toy.yaml\n{text}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=rf"theirs\.yaml, {said}"):
+    with pytest.raises(ConfigError, match=rf"theirs\.yaml, {message}"):
         read_config(str(tmp_path / "theirs.yaml"))
 
 
@@ -150,7 +150,7 @@ def test_a_suggestion_is_near_or_absent(key):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         *(
             (name, r"no configuration file .* lists the recipes$")
@@ -162,8 +162,8 @@ def test_a_suggestion_is_near_or_absent(key):
         ("@ rl.toml", "is named without @"),
     ],
 )
-def test_a_file_that_is_not_there_suggests_what_is_near(words, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_file_that_is_not_there_suggests_what_is_near(words, message):
+    with pytest.raises(ConfigError, match=message):
         read_config(*words.split())
 
 
@@ -174,7 +174,7 @@ def test_files_of_prime_rl_say_what_is_read_here(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("query", "message"),
     [
         ("nonsense", "there is no nonsense\nsections: name, run_dir, "),
         ("optm", "there is no optm; did you mean 'optim'?"),
@@ -183,10 +183,10 @@ def test_files_of_prime_rl_say_what_is_read_here(tmp_path):
         ("dapo", "there is no dapo; dapo is a recipe: `grpo-roc train methods/dapo.yaml`"),
     ],
 )
-def test_help_about_what_is_not_there_lists_what_is(asked, said, capsys):
+def test_help_about_what_is_not_there_lists_what_is(query, message, capsys):
     with pytest.raises(SystemExit):
-        read_config("--help", asked)
-    assert said in capsys.readouterr().out
+        read_config("--help", query)
+    assert message in capsys.readouterr().out
 
 
 def test_commands_of_other_projects(capsys):
@@ -196,8 +196,8 @@ def test_commands_of_other_projects(capsys):
     for typed, command in meanings.items():
         meant = command and f"did you mean {command!r}?"
         assert commands.main([typed]) == commands.UNKNOWN_COMMAND
-        said = capsys.readouterr().err
-        assert meant in said and (meant or "did you mean" not in said)
+        printed = capsys.readouterr().err
+        assert meant in printed and (meant or "did you mean" not in printed)
 
 
 def test_the_page_shows_what_a_misspelt_setting_answers():

@@ -116,15 +116,15 @@ def serve(words: list[str], folder: Path) -> None:
         text=True,
     )
     try:
-        said: list[str] = []
+        lines: list[str] = []
         for line in process.stdout:
-            said.append(line)
-            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+            lines.append(line)
+            if match := re.search(r"http://127\.0\.0\.1:\d+", line):
                 break
         else:
-            pytest.fail("".join(said)[-2000:])
+            pytest.fail("".join(lines)[-2000:])
         with contextlib.suppress(urllib.error.HTTPError):  # which is an answer
-            urllib.request.urlopen(found[0], timeout=60).read()
+            urllib.request.urlopen(match[0], timeout=60).read()
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=120)
     finally:
@@ -158,7 +158,7 @@ def folder(tmp_path_factory):
 def filled(line: str) -> list[str]:
     """The words of a command, with placeholders filled, and small enough for a test."""
     words = [
-        PLACEHOLDERS.get(word) or re.sub(r"\b(RUN|NAME|TARGET)\b", lambda found: PLACEHOLDERS[found[0]], word)
+        PLACEHOLDERS.get(word) or re.sub(r"\b(RUN|NAME|TARGET)\b", lambda match: PLACEHOLDERS[match[0]], word)
         for word in shlex.split(re.sub(r"\$\w+", "0", line))
     ]
     words = words[3:] if words[:3] == ["python", "-m", "grpo_roc_jax"] else words

@@ -49,13 +49,13 @@ def write_data(folder):
     for start, name in enumerate(("gsm8k_train", "gsm8k_test", "math_42k", "aime24", "kept")):
         rows = [{"question": f"What is {100 * start + i} + 1?", "answer": str(100 * start + i + 1)} for i in range(64)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    said = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
+    messages = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
     (folder / "words").mkdir()
     for start, name in enumerate(("train", "heldout", "svamp")):
         rows = [{"question": f"Tom has {start} and {i}.", "answer": f"#### {start + i}"} for i in range(64)]
         (folder / f"words/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     for name in ("gsm8k_traces", "words/traces"):
-        (folder / f"{name}.jsonl").write_text(json.dumps({"messages": said}) + "\n", encoding="utf-8")
+        (folder / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(CONFIG_DIR.glob("*.yaml"))])
@@ -76,11 +76,11 @@ def test_recipes_pass_the_dry_run(name, tmp_path, capsys, monkeypatch):
         words += [f"--model.path={folder}", *ROOM]
         words += ON_EIGHT if name.startswith(("rstar2", "qwen3_30b")) else []
     assert main(words) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"\d+ problems x \d+ sampled -> \d+ kept = \d+ trajectories a step", said)
-    assert re.search(r"memory a device, [GM]B: masters [\d.]+, moments", said)
+    printed = capsys.readouterr().out
+    assert re.search(r"\d+ problems x \d+ sampled -> \d+ kept = \d+ trajectories a step", printed)
+    assert re.search(r"memory a device, [GM]B: masters [\d.]+, moments", printed)
     if name in MODELS:
-        counted = float(re.search(r"model: ([\d.]+) billion parameters", said)[1])
+        counted = float(re.search(r"model: ([\d.]+) billion parameters", printed)[1])
         assert counted == pytest.approx(CONFIGS[MODELS[name][0]][1], abs=0.0015)
 
 

@@ -78,9 +78,9 @@ def test_a_recipe_reads_its_rows(tmp_path, monkeypatch, capsys, name):
     monkeypatch.chdir(tmp_path)
     config = load_config(Config, ["toy", f"data/{name}"], prog="test").data
     if name != "messages":
-        for i, (source, held) in enumerate((s, s in config.eval_sources) for s in config.sources + config.eval_sources):
-            own = [(f"{'held' * held} {i} {question}", answer) for question, answer in QUESTIONS]
-            save(tmp_path / source, [SHAPES[name](*pair) for pair in own])
+        for i, (source, test) in enumerate((s, s in config.eval_sources) for s in config.sources + config.eval_sources):
+            pairs = [(f"{'held' * test} {i} {question}", answer) for question, answer in QUESTIONS]
+            save(tmp_path / source, [SHAPES[name](*pair) for pair in pairs])
         batch = next(make_problem_stream(config, problems=4, seed=0))
         assert sorted(problem.prompt.split()[-1] for problem in batch) == [question for question, _ in QUESTIONS]
         assert sorted(problem.answer for problem in batch) == ["1", "2", "3", "4"]
@@ -95,8 +95,8 @@ def test_a_recipe_reads_its_rows(tmp_path, monkeypatch, capsys, name):
         assert {trace.problem.prompt for trace in next(stream)} == {question for question, _ in QUESTIONS}
         assert "4 rows have their own tools" in stream.notes[0]
     assert main(["toy", f"data/{name}", "--dry-run", f"--run_dir={tmp_path / 'run'}"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"memory a device, [GM]B: masters", said) and "trajectories a step" in said
+    printed = capsys.readouterr().out
+    assert re.search(r"memory a device, [GM]B: masters", printed) and "trajectories a step" in printed
 
 
 def test_conversations_load_from_parquet_too(tmp_path):

@@ -147,7 +147,7 @@ def test_the_menu_names_every_page_once():
         page
         for part in menu
         for entry in part.values()
-        for page in ([entry] if isinstance(entry, str) else [next(iter(one.values())) for one in entry])
+        for page in ([entry] if isinstance(entry, str) else [next(iter(item.values())) for item in entry])
     ]
     assert sorted(named) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")), "edit mkdocs.yml"
 

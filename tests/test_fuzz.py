@@ -52,11 +52,11 @@ LONG = 100_000
 
 def text_of(rng: random.Random, parts: int) -> str:
     """Random parts and characters, often one of them again and again."""
-    found = "".join(
+    text = "".join(
         rng.choice(PARTS) if rng.random() < 0.85 else chr(rng.choice((rng.randrange(128), rng.randrange(0x110000))))
         for _ in range(rng.randint(1, parts))
     )
-    return found * rng.choice((1, 1, 1, 3))
+    return text * rng.choice((1, 1, 1, 3))
 
 
 def readers():
@@ -103,12 +103,12 @@ def readers():
 
 @pytest.mark.parametrize("count", [150, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_no_text_raises_or_takes_long(count):
-    rng, found = random.Random(0), readers()
+    rng, parsers = random.Random(0), readers()
     for number in range(count):
         text = text_of(rng, 40)
         if number % 1000 == 20:
             text = (text * LONG)[:LONG]
-        for name, read in found.items():
+        for name, read in parsers.items():
             begun = time.thread_time()
             try:
                 read(text)
@@ -136,14 +136,14 @@ def damaged(rng: random.Random, content: bytes) -> bytes:
 def changed(rng: random.Random, value):
     """A JSON value in which one value is another one."""
     value = copy.deepcopy(value)
-    place, key, at = None, None, value
+    parent, key, at = None, None, value
     while isinstance(at, dict | list) and at and rng.random() < 0.85:
-        place, key = at, rng.choice(list(at) if isinstance(at, dict) else range(len(at)))
-        at = place[key]
+        parent, key = at, rng.choice(list(at) if isinstance(at, dict) else range(len(at)))
+        at = parent[key]
     odd = [None, True, 3, -1.5, 1e300, "", "x", "[" * 5000, [], [None], [[]], {}, {"x": [1]}, [1, "x"], 10**400]
-    if place is None:
+    if parent is None:
         return rng.choice(odd)
-    place[key] = rng.choice(odd)
+    parent[key] = rng.choice(odd)
     return value
 
 
@@ -244,7 +244,7 @@ def test_damaged_files_are_read_or_refused_by_name(sound, tmp_path, name, count)
             try:
                 read(path)
             except (ValueError, files.InvalidCheckpoint) as error:
-                assert any(one in str(error) for one in (path.name, path.parent.name)), f"{error} says no place"
+                assert any(part in str(error) for part in (path.name, path.parent.name)), f"{error} says no place"
             except Exception as error:
                 raise AssertionError(f"{read.__name__} of {broken[:3000]!r}") from error
         path.write_bytes(content)

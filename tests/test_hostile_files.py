@@ -95,8 +95,8 @@ def test_a_configuration(tmp_path, name, capsys):
         load_config(Config, [str(path)], prog="x")
     assert "it.yaml" in str(caught.value) or "unknown key" in str(caught.value)
     assert main(["train", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("configuration: ") and "Traceback" not in said and len(said) < 2000
+    printed = capsys.readouterr().err
+    assert printed.startswith("configuration: ") and "Traceback" not in printed and len(printed) < 2000
 
 
 def test_a_configuration_on_the_command_line():

@@ -88,7 +88,7 @@ def test_no_page_installs_from_an_index_that_does_not_have_the_project():
     files += [
         path for room in ("grpo_roc_jax", "examples", "benchmarks", "tests") for path in ROOT.glob(f"{room}/**/*")
     ]
-    found = [
+    lines = [
         f"{path.relative_to(ROOT)}: {match[0]}"
         for path in files
         if path.suffix in (".md", ".ipynb", ".yaml", ".py", ".sh")
@@ -96,7 +96,7 @@ def test_no_page_installs_from_an_index_that_does_not_have_the_project():
         for match in pattern.finditer(path.read_text(encoding="utf-8"))
     ]
     allowed = ("docs/faq.md: ", "tests/commands/test_doctor.py: ")  # one says that it finds nothing, one has an address
-    assert not [line for line in found if not line.startswith(allowed)]
+    assert not [line for line in lines if not line.startswith(allowed)]
 
 
 def test_the_wheel_holds_every_module_and_recipe_and_nothing_else(unpacked):
@@ -130,8 +130,8 @@ def test_the_wheel_helps_outside_a_checkout(unpacked, tmp_path):
 
 
 def test_the_wheel_makes_a_new_project(unpacked, tmp_path):
-    said = run_installed(unpacked, "-m", "grpo_roc_jax", "new", "mine", cwd=tmp_path)
-    assert "data/problems.jsonl" in said and (tmp_path / "mine" / "data" / "problems.jsonl").is_file()
+    printed = run_installed(unpacked, "-m", "grpo_roc_jax", "new", "mine", cwd=tmp_path)
+    assert "data/problems.jsonl" in printed and (tmp_path / "mine" / "data" / "problems.jsonl").is_file()
 
 
 def test_the_source_archive_holds_what_a_wheel_is_built_from(built):

@@ -11,7 +11,7 @@ def test_the_toy_has_few_settings():
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "kinds"),
     [
         ("lora.rank=8", "kind low_rank"),
         ("model.rope_scaling.factor=8", "kind linear, llama3, proportional, yarn"),
@@ -27,9 +27,9 @@ def test_the_toy_has_few_settings():
         ("log.wandb.project=mine", "kind offline, online, trackio"),
     ],
 )
-def test_a_setting_of_another_kind_is_refused(word, said):
+def test_a_setting_of_another_kind_is_refused(word, kinds):
     name, _, value = word.partition("=")
-    with pytest.raises(ConfigError, match=f"^{name} = {value} .*: is a setting of {said}; kind"):
+    with pytest.raises(ConfigError, match=f"^{name} = {value} .*: is a setting of {kinds}; kind"):
         read_config(word)
 
 
@@ -39,7 +39,7 @@ def test_a_schedule_without_an_end_has_none():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("rollout.step_limit=drop",), r"rollout\.step_limit\.seconds has no default"),
         (("model.experts=mixture", "model.experts.count=2", "model.experts.per_token=3"), "per_token = 3; must be at"),
@@ -55,8 +55,8 @@ def test_a_schedule_without_an_end_has_none():
         ),
     ],
 )
-def test_impossible_settings_of_a_kind_are_refused(words, said):
-    with pytest.raises(ConfigError, match=said):
+def test_impossible_settings_of_a_kind_are_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
         read_config(*words)
 
 

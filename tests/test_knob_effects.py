@@ -77,21 +77,21 @@ def test_a_case_changes_its_setting_and_no_other():
         for config in case.changed(key):
             changed, named = dict(flatten(config)), (key, *case.along)
             differs = {name for name in without | changed if without.get(name) != changed.get(name)}
-            assert all(any(related(name, own) for own in named) for name in differs), key
-            assert all(any(related(name, own) for name in differs) for own in named), key
+            assert all(any(related(name, setting) for setting in named) for name in differs), key
+            assert all(any(related(name, setting) for name in differs) for setting in named), key
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"advantage": "channels", "shaping": ["overlong"]}, "as they come"),
         ({"text.eos_token": "</s>"}, "eos_token"),
         ({"text.history": "refuse"}, "history"),
     ],
 )
-def test_what_would_not_be_read_is_refused(settings, said):
+def test_what_would_not_be_read_is_refused(settings, message):
     """Combinations in which one of two settings that were asked for could not matter."""
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         made(settings)
 
 

@@ -110,17 +110,17 @@ def imported(name: str, *, everywhere: bool) -> set[str]:
     """Names that a module imports: all of them, or those of its top level alone."""
     tree = modules()[name]
     nodes = ast.walk(tree) if everywhere else top_level(tree)
-    found: set[str] = set()
+    names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:  # what runs inside a tool's child knows no package name
                 parents = [PACKAGE, *name.split(".")][: -node.level]
                 base = ".".join(parents + ([base] if base else []))
-            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-    return found
+            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def top_level(tree: ast.Module):
@@ -190,9 +190,9 @@ def test_no_module_imports_itself_through_others():
     assert not cycles
 
 
-@pytest.mark.parametrize("place", HOST)
-def test_host_modules_need_no_device_library(place):
-    names = [name for name in modules() if name == place or name.startswith(f"{place}.")]
+@pytest.mark.parametrize("prefix", HOST)
+def test_host_modules_need_no_device_library(prefix):
+    names = [name for name in modules() if name == prefix or name.startswith(f"{prefix}.")]
     for name in names:
         for module in {name, *reached(name)}:
             used = {full.split(".")[0] for full in imported(module, everywhere=False)} & DEVICE_LIBRARIES

@@ -39,10 +39,10 @@ def source(cell: dict) -> str:
 
 def kinds(outputs: list) -> list[str]:
     """What each output is: a stream, or the types of its data. Warnings come and go."""
-    found = [
+    names = [
         output.get("name") or ",".join(sorted(output.get("data", {}))) or output["output_type"] for output in outputs
     ]
-    return [kind for kind, _ in groupby(kind for kind in found if kind != "stderr")]
+    return [kind for kind, _ in groupby(kind for kind in names if kind != "stderr")]
 
 
 def test_there_is_a_notebook_for_each_question():
@@ -51,9 +51,9 @@ def test_there_is_a_notebook_for_each_question():
 
 @each
 def test_a_notebook_begins_with_installation_and_what_to_expect(path):
-    whole, code = json.loads(path.read_text(encoding="utf-8")), cells(path)
-    assert whole["nbformat"] == 4 and len({cell["id"] for cell in whole["cells"]}) == len(whole["cells"])
-    title = source(whole["cells"][0])
+    notebook, code = json.loads(path.read_text(encoding="utf-8")), cells(path)
+    assert notebook["nbformat"] == 4 and len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    title = source(notebook["cells"][0])
     assert title.startswith(f"# {path.stem[:2]} ") and "badge" not in title  # there is no address to open
     assert source(code[0]) == source(cells(NOTEBOOKS[0])[0]) and ".whl" in source(code[0])
     expected = source(cells(path, "markdown")[1])
@@ -92,9 +92,9 @@ def test_the_first_cell_installs_a_wheel_from_the_folder_of_the_notebook(tmp_pat
     exec(cell, {})
     assert [command[1:4] for command in commands] == [["-m", "pip", "install"]]
     assert commands[0][-1].startswith(str(tmp_path / "grpo_roc_jax-0.1.0-py3-none-any.whl"))
-    for given, said in (("other.whl", "other.whl"), ("git+https://host/repository", "@ git+https://host/repository")):
+    for given, spec in (("other.whl", "other.whl"), ("git+https://host/repository", "@ git+https://host/repository")):
         exec(cell.replace('SOURCE = ""', f"SOURCE = {given!r}"), {})
-        assert said in commands[-1][-1] and "0.1.0" not in commands[-1][-1]
+        assert spec in commands[-1][-1] and "0.1.0" not in commands[-1][-1]
 
 
 @pytest.mark.slow
@@ -136,5 +136,5 @@ def test_a_notebook_runs_from_top_to_bottom(path, folder, monkeypatch):
     spec.loader.exec_module(build)
     monkeypatch.setenv("JAX_PLATFORMS", os.environ.get("JAX_PLATFORMS", "cpu"))
     run = build.executed(path, folder, SHORT.get(path.stem, {}))
-    found = [cell.outputs for cell in run.cells if cell.cell_type == "code"]
-    assert [kinds(outputs) for outputs in found] == [kinds(cell["outputs"]) for cell in cells(path)]
+    results = [cell.outputs for cell in run.cells if cell.cell_type == "code"]
+    assert [kinds(outputs) for outputs in results] == [kinds(cell["outputs"]) for cell in cells(path)]

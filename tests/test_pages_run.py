@@ -103,8 +103,8 @@ def test_prose_repeats_the_bound_of_the_plan_above_it(path):
     """`docs/record.py` renews the plan of a page, not the sentence about it."""
     text = path.read_text(encoding="utf-8")
     bounds = {str(int(float(number))) for number in re.findall(r"^step of at least ([\d.]+) s", text, re.MULTILINE)}
-    said = re.findall(r"at least (\d+) s\b", record.BLOCK.sub("", text)) if "plan above" in text.lower() else []
-    assert set(said) <= bounds and bool(said) == bool(bounds)
+    quoted = re.findall(r"at least (\d+) s\b", record.BLOCK.sub("", text)) if "plan above" in text.lower() else []
+    assert set(quoted) <= bounds and bool(quoted) == bool(bounds)
 
 
 @pytest.mark.slow

@@ -49,8 +49,8 @@ def tiny(monkeypatch):
 
 def python_block(containing: str) -> str:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    (found,) = [block for block in blocks if containing in block]
-    return found
+    (code,) = [block for block in blocks if containing in block]
+    return code
 
 
 @pytest.mark.usefixtures("one_device")
@@ -86,9 +86,9 @@ def test_the_reward_function_of_the_readme_is_called(tiny, monkeypatch):
 
 def by_tyro(section: type, *, overrides: bool = False):
     def parse(words: list[str]) -> None:
-        found = tyro.cli(section, args=words, return_unknown_args=overrides)
+        parsed = tyro.cli(section, args=words, return_unknown_args=overrides)
         if overrides:
-            g.read_config(*found[1])
+            g.read_config(*parsed[1])
 
     return parse
 
@@ -162,8 +162,8 @@ def command_lines(path: Path) -> list[str]:
     text = re.sub(r"^```console\n.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     text = text.replace("\\\n", " ")
     text = re.sub(r"\n# *", " \n" if path.suffix == ".md" else "\n", text)
-    found = re.findall(r"(?:python -m grpo_roc_jax[ .]|(?<![\w/])grpo-roc )[^\n`]*", text)
-    return [re.split(r" #| [&|]|;|\)(?=\W*$)|, ", line)[0].strip() for line in found if "COMMAND" not in line]
+    lines = re.findall(r"(?:python -m grpo_roc_jax[ .]|(?<![\w/])grpo-roc )[^\n`]*", text)
+    return [re.split(r" #| [&|]|;|\)(?=\W*$)|, ", line)[0].strip() for line in lines if "COMMAND" not in line]
 
 
 LINES = [(path, line) for path in PAGES for line in command_lines(path)]
@@ -182,7 +182,7 @@ def test_a_command_of_the_pages_parses(path, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     line = re.sub(r"\$\w+", "0", line)
-    words = [re.sub("|".join(PLACEHOLDERS), lambda found: PLACEHOLDERS[found[0]], word) for word in shlex.split(line)]
+    words = [re.sub("|".join(PLACEHOLDERS), lambda match: PLACEHOLDERS[match[0]], word) for word in shlex.split(line)]
     if words == ["grpo-roc"]:
         assert commands.main([]) == 0
         return

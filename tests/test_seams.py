@@ -83,11 +83,11 @@ def bound_early(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def test_a_constant_that_tests_replace_is_not_bound_when_its_module_loads():
     texts = (path.read_text(encoding="utf-8") for path in TESTS.rglob("*.py"))
-    replaced = {name for text in texts for found in CONSTANT.findall(text) for name in found} - {""}
+    replaced = {name for text in texts for names in CONSTANT.findall(text) for name in names} - {""}
     assert "PAUSE_S" in replaced
     named = re.compile(rf"= (?:{'|'.join(replaced)})\b")
     sources = {path: path.read_text(encoding="utf-8") for path in (TESTS.parent / PACKAGE).rglob("*.py")}
     trees = {path: ast.parse(text) for path, text in sources.items() if named.search(text)}
     early = [f"{path}:{line}: {name}" for path, tree in trees.items() for line, name in bound_early(tree)]
-    assert not [place for place in early if place.rsplit(" ", 1)[1] in replaced]
+    assert not [entry for entry in early if entry.rsplit(" ", 1)[1] in replaced]
     assert list(bound_early(ast.parse("def f(x, y=PAUSE_S, *, z=MOST): ..."))) == [(1, "PAUSE_S"), (1, "MOST")]

@@ -120,9 +120,9 @@ PLAIN = [
 
 @pytest.mark.parametrize("text", TYPED)
 def test_what_was_typed_is_hidden_and_the_rest_stays(text):
-    found = hidden(text)
-    assert SECRET not in found and HIDDEN in found and hidden(found) == found
-    assert hidden(f"x {text} y").startswith("x ") and hides_something({"a": [found]})
+    redacted = hidden(text)
+    assert SECRET not in redacted and HIDDEN in redacted and hidden(redacted) == redacted
+    assert hidden(f"x {text} y").startswith("x ") and hides_something({"a": [redacted]})
 
 
 @pytest.mark.parametrize("text", PLAIN)
@@ -132,8 +132,8 @@ def test_other_settings_stay_as_they_are(text):
 
 def test_words_of_a_command_that_come_apart():
     words = ["a.py", "--api-key", SECRET, "--token", "--n", "3", "-H", f"Authorization: Bearer {SECRET}"]
-    found = without_secrets(words)
-    assert found[:6] == ["a.py", "--api-key", HIDDEN, "--token", "--n", "3"] and SECRET not in str(found)
+    redacted = without_secrets(words)
+    assert redacted[:6] == ["a.py", "--api-key", HIDDEN, "--token", "--n", "3"] and SECRET not in str(redacted)
     for command in ("docker login -u me -p", "wandb login --relogin", "sshpass -p", "redis-cli -a", "agent -k"):
         assert without_secrets([*command.split(), SECRET, "x"]) == [*command.split(), HIDDEN, "x"], command
     assert without_secrets(["mysql", "-u", "me", f"-p{SECRET}", "db"]) == ["mysql", "-u", "me", f"-p{HIDDEN}", "db"]
@@ -210,8 +210,8 @@ def test_no_file_of_a_run_has_them(tmp_path, monkeypatch, capfd):
     words = secret_words(tmp_path / "run")
     monkeypatch.setattr(sys, "argv", ["grpo-roc", "train", *words])
     assert train.main(words) == 5
-    said = capfd.readouterr()
-    assert SECRET not in said.out + said.err
+    captured = capfd.readouterr()
+    assert SECRET not in captured.out + captured.err
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"config.yaml", "environment.json", "events.jsonl"} <= {path.name for path in files}
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]

@@ -67,8 +67,8 @@ def name(request):
 
 @pytest.fixture
 def port(name, tmp_path):
-    with running(name, tmp_path) as found:
-        yield found
+    with running(name, tmp_path) as number:
+        yield number
 
 
 def ask(port, path, body=None, method=None, link=None, **headers):
@@ -90,13 +90,13 @@ GET = {"view": "/api/state", "serve-tools": "/v1/ping", "serve": "/v1/models"}
 
 def test_another_site_and_a_form_reach_no_server(name, port):
     """Which pages and bodies are refused, `test_the_check_by_hand` says; here each server asks it before it answers."""
-    evil, own = (
+    evil, same_origin = (
         {"Origin": "https://evil.example"},
         {"Origin": f"http://127.0.0.1:{port}", "Sec_Fetch_Site": "same-origin"},
     )
     other_port = {"Origin": f"http://127.0.0.1:{port + 1}", "Sec_Fetch_Site": "same-site"}
     rebound = {"Host": f"rebound.example:{port}", "Origin": f"http://rebound.example:{port}"}
-    for headers, status in ((evil, 403), (other_port, 403), (rebound, 403), (own, 200), ({}, 200)):
+    for headers, status in ((evil, 403), (other_port, 403), (rebound, 403), (same_origin, 200), ({}, 200)):
         assert ask(port, GET[name], **headers)[0] == status, headers
     if name not in POSTS:
         assert ask(port, "/", {}, method="POST")[0] == 501
@@ -111,12 +111,12 @@ def test_another_site_and_a_form_reach_no_server(name, port):
 
 
 def test_a_token_does_not_open_the_door_to_other_sites(tmp_path):
-    for one in POSTS:
-        with running(one, tmp_path, token="secret") as port:
+    for server in POSTS:
+        with running(server, tmp_path, token="secret") as port:
             right = {"Authorization": "Bearer secret", "Host": "proxy.example"}
-            assert ask(port, *POSTS[one], Content_Type="text/plain", **right)[0] == 200
-            assert ask(port, *POSTS[one], Host="proxy.example")[0] == 401
-            assert ask(port, *POSTS[one], Origin="https://evil.example", **right)[0] == 403
+            assert ask(port, *POSTS[server], Content_Type="text/plain", **right)[0] == 200
+            assert ask(port, *POSTS[server], Host="proxy.example")[0] == 401
+            assert ask(port, *POSTS[server], Origin="https://evil.example", **right)[0] == 403
 
 
 def half_open(port, number, text=b"POST /run_code HTTP/1.1\r\nHost: localhost\r\nX-Drip: "):
@@ -158,22 +158,22 @@ def test_a_request_that_drips_ends_at_one_deadline(name, tmp_path, text):
         assert 0.5 < time.monotonic() - begun < 4
 
 
-@pytest.mark.parametrize("one", ["serve-tools", "serve"])
-def test_a_body_that_drips_ends_at_the_same_deadline(one, tmp_path):
-    with running(one, tmp_path, request_s=1.0) as port:
+@pytest.mark.parametrize("server", ["serve-tools", "serve"])
+def test_a_body_that_drips_ends_at_the_same_deadline(server, tmp_path):
+    with running(server, tmp_path, request_s=1.0) as port:
         (link,) = half_open(
-            port, 1, f"POST {POSTS[one][0]} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n".encode()
+            port, 1, f"POST {POSTS[server][0]} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n".encode()
         )
         link.settimeout(10)
         begun = time.monotonic()
         assert link.recv(1 << 12) == b"" and time.monotonic() - begun < 4
 
 
-@pytest.mark.parametrize("one", ["serve-tools", "serve"])
-def test_a_refusal_before_the_body_ends_the_connection_and_is_read(one, tmp_path):
+@pytest.mark.parametrize("server", ["serve-tools", "serve"])
+def test_a_refusal_before_the_body_ends_the_connection_and_is_read(server, tmp_path):
     """A client that keeps its connection: the refusal says that it ends, and the next request is answered."""
-    path, body = POSTS[one]
-    with running(one, tmp_path, token="secret") as port:
+    path, body = POSTS[server]
+    with running(server, tmp_path, token="secret") as port:
         link = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
         right = {"Authorization": "Bearer secret", "Content_Type": "application/json"}
         for i in range(10):
@@ -239,8 +239,8 @@ def test_places_by_hand():
     ],
 )
 def test_the_check_by_hand(head, token, port, status):
-    found = refusal(RequestHead(**{"method": "POST"} | head), token, "VARIABLE", port)
-    assert (found and found[0]) == status
+    answer = refusal(RequestHead(**{"method": "POST"} | head), token, "VARIABLE", port)
+    assert (answer and answer[0]) == status
 
 
 def test_names_of_this_machine():
