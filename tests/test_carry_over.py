@@ -42,9 +42,9 @@ def test_partial_groups_are_part_of_the_checkpoint():
     run = RunState("state", (), Stream(), AlgoState(), partial=(partial,))
     again = RunState("state", (), Stream(), AlgoState())
     again.load(run.bundle())
-    (found,) = again.partial
-    assert (found.problem.uid, found.step, found.place, found.temperature) == ("p", 3, 5, 0.7)
-    for a, b in zip(found.trajectories, rows, strict=True):
+    (group,) = again.partial
+    assert (group.problem.uid, group.step, group.place, group.temperature) == ("p", 3, 5, 0.7)
+    for a, b in zip(group.trajectories, rows, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_array_equal(a.versions, b.versions)
         assert (a.stop, a.turns) == (b.stop, b.turns)

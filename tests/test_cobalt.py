@@ -30,8 +30,8 @@ def test_three_steps_from_cut_trajectories_and_an_exact_resume(tmp_path, monkeyp
     assert main(["--steps=1", "--sft.steps=120", "--run_dir=run", *short]) == 0
     assert cut_traces.main(["run", "--out", "states.jsonl"]) == 0
     assert difficulty.main(["run", "--data", "states.jsonl", "--out", "kept.jsonl", "--samples=4", *ROOM]) == 0
-    kept = {json.loads(line)["prompt"] for line in (tmp_path / "kept.jsonl").read_text().splitlines()}
-    assert kept and all("So far:\n" in prompt for prompt in kept)
+    prompts = {json.loads(line)["prompt"] for line in (tmp_path / "kept.jsonl").read_text().splitlines()}
+    assert prompts and all("So far:\n" in prompt for prompt in prompts)
     assert export.main(["run", "exported"]) == 0
 
     words = ["cobalt.yaml", "--steps=3", "--checkpoint.every=1", *short]
@@ -41,9 +41,9 @@ def test_three_steps_from_cut_trajectories_and_an_exact_resume(tmp_path, monkeyp
     rows = numbers("whole")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert numbers("again") == rows
-    for one, other in zip(saved_state("again"), saved_state("whole"), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for array, other in zip(saved_state("again"), saved_state("whole"), strict=True):
+        np.testing.assert_array_equal(array, other)
     records = [record for step in (1, 2, 3) for record in read_trace("whole", step)]
-    assert {record.problem.prompt for record in records} <= kept
+    assert {record.problem.prompt for record in records} <= prompts
     assert {len(record.trajectory.turns) for record in records} == {1}
     assert any(record.advantages is not None and record.advantages.any() for record in records)

@@ -64,8 +64,8 @@ def played(name, monkeypatch, turns, problem=None, **extra):
 
 
 def test_every_example_is_short_and_has_a_test_below():
-    own = {"own_tool", "own_environment", "trl_class", "trl_classes"}
-    assert set(EXAMPLES) == own | {"mcp_server", "openenv_server", "vf_taskset", "agent"}
+    names = {"own_tool", "own_environment", "trl_class", "trl_classes"}
+    assert set(EXAMPLES) == names | {"mcp_server", "openenv_server", "vf_taskset", "agent"}
     assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 40 for path in EXAMPLES.values())
 
 
@@ -73,35 +73,35 @@ def test_own_tool(monkeypatch):
     config, others = asked_for("own_tool", monkeypatch)
     with make_executor(config.tools, others["tools"]) as executor:
         texts = ({"amount": 2.0}, {"amount": 1.0, "unit": "mile"}, {"amount": "two"})
-        results = executor.run([CodeCall(str(i), "convert", one, None) for i, one in enumerate(texts)])
+        results = executor.run([CodeCall(str(i), "convert", arguments, None) for i, arguments in enumerate(texts)])
     assert [result.kind for result in results] == ["ok", "exception", "bad_arguments"]
     assert results[0].observation == "1.243 miles"
 
 
 def test_own_environment(monkeypatch):
-    tools, said, paid = played("own_environment", monkeypatch, [call("hint"), "it is 3", "4", "2", "1"])
-    assert tools == ["hint"] and "\n3\n" in said[0] and "go on" in said[1] and "no" in said[2]
-    assert said[4] == "answer" and paid == pytest.approx(1.0)
+    tools, answers, paid = played("own_environment", monkeypatch, [call("hint"), "it is 3", "4", "2", "1"])
+    assert tools == ["hint"] and "\n3\n" in answers[0] and "go on" in answers[1] and "no" in answers[2]
+    assert answers[4] == "answer" and paid == pytest.approx(1.0)
 
 
 def test_trl_class(monkeypatch):
-    tools, said, paid = played("trl_class", monkeypatch, [call("add", k=2), call("add", k=3), "done"])
-    assert tools == ["add"] and "\n5\n" in said[1] and said[2] == "eos" and paid == 1.0
+    tools, answers, paid = played("trl_class", monkeypatch, [call("add", k=2), call("add", k=3), "done"])
+    assert tools == ["add"] and "\n5\n" in answers[1] and answers[2] == "eos" and paid == 1.0
 
 
 def test_trl_classes(monkeypatch):
     turns = [call("add", k=5), call("halve")]
-    tools, said, paid = played("trl_classes", monkeypatch, turns, environment="counter")
-    assert tools == ["add", "halve"] and "\n5\n" in said[0] and paid == 1.0
-    assert "unknown_tool" in said[1], "a tool of the other class"
-    _, said, paid = played("trl_classes", monkeypatch, turns, environment="halver")
-    assert "\n2\n" in said[1] and paid == 0.0
+    tools, answers, paid = played("trl_classes", monkeypatch, turns, environment="counter")
+    assert tools == ["add", "halve"] and "\n5\n" in answers[0] and paid == 1.0
+    assert "unknown_tool" in answers[1], "a tool of the other class"
+    _, answers, paid = played("trl_classes", monkeypatch, turns, environment="halver")
+    assert "\n2\n" in answers[1] and paid == 0.0
     assert played("trl_classes", monkeypatch, ["hm"], environment="else")[1] == ["infrastructure"]
 
 
 @pytest.mark.parametrize("name", ["else", None, ["counter"]])
 def test_a_row_that_names_no_class_is_refused_at_the_start(tmp_path, name):
-    rows = [{"prompt": f"{i}=", "answer": "5", "environment": one} for i, one in enumerate(("counter", "halver", name))]
+    rows = [{"prompt": f"{i}=", "answer": "5", "environment": key} for i, key in enumerate(("counter", "halver", name))]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     path = f"{FOLDER / 'trl_classes.py'}"
@@ -117,7 +117,7 @@ def test_a_row_that_names_no_class_is_refused_at_the_start(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{kind: mcp}", "command and environment.url: one of them must be set"),
         (
@@ -134,8 +134,8 @@ def test_a_row_that_names_no_class_is_refused_at_the_start(tmp_path, name):
         ("{kind: mcp", "cannot be read as YAML"),
     ],
 )
-def test_another_kind_for_some_rows_is_checked_at_once(text, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_another_kind_for_some_rows_is_checked_at_once(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         EnvironmentByRow(classes=(f"a={text}", "own=a.py:Own"))
 
 
@@ -143,11 +143,11 @@ def test_agent(monkeypatch):
     """The program on a client that answers `3`, then `5`; `tests/serving` runs others on a policy."""
     config, _ = asked_for("agent", monkeypatch)
     assert isinstance(config.environment, AgentCommand) and config.environment.command.endswith("agent.py agent")
-    said, asked = iter(["3", "5"]), []
+    answers, requests = iter(["3", "5"]), []
 
     def create(**fields):
-        asked.append([message["content"] for message in fields["messages"]])
-        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=next(said)))])
+        requests.append([message["content"] for message in fields["messages"]])
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=next(answers)))])
 
     client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
     monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=lambda: client))
@@ -157,7 +157,7 @@ def test_agent(monkeypatch):
     runpy.run_path(str(EXAMPLES["agent"]))["agent"]()
     os.close(write_end)
     with os.fdopen(read_end) as paid:
-        assert asked == [["2+3="], ["2+3=", "3", "no"]] and paid.read() == "0.75"
+        assert requests == [["2+3="], ["2+3=", "3", "no"]] and paid.read() == "0.75"
 
 
 @pytest.mark.usefixtures("one_device")
@@ -191,6 +191,6 @@ def test_rewards_of_an_environment_are_used_or_refused():
         schemas("--reward.functions", "environment")
     with pytest.raises(g.ConfigError, match=r"environment.path = 'nowhere:Game'"):
         schemas("--environment", "nowhere:Game")
-    for word, said in (("rollout.step_limit={kind: partial, seconds: 9}", "lost"), ("rollout.early_exit=true", "pays")):
-        with pytest.raises(g.ConfigError, match=said):
+    for word, text in (("rollout.step_limit={kind: partial, seconds: 9}", "lost"), ("rollout.early_exit=true", "pays")):
+        with pytest.raises(g.ConfigError, match=text):
             g.read_config("toy.yaml", *words, f"--{word}")

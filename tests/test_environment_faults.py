@@ -82,14 +82,14 @@ def words(tmp_path, kind, *more):
 
 def test_a_mistake_that_every_rollout_meets_ends_the_run_after_one_step_and_is_named(tmp_path, capfd):
     assert train.main(words(tmp_path, "Mistaken")) == 5
-    said = capfd.readouterr().err.strip().splitlines()
+    lines = capfd.readouterr().err.strip().splitlines()
     line = "step: AttributeError: 'Mistaken' object has no attribute 'absent' (test_environment_faults.py, line "
-    assert said[-1].startswith(f"stopped: infrastructure: all 8 rollouts of a step ended alike: {line}")
+    assert lines[-1].startswith(f"stopped: infrastructure: all 8 rollouts of a step ended alike: {line}")
     rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert max(row["step"] for row in rows) == 1
-    found = [record.trajectory for record in read_trace(tmp_path, 1)]
-    assert len(found) == 8 and all(one.stop == "infrastructure" and one.fault.startswith(line) for one in found)
-    assert sum("return self.absent.get(turn.text)" in one.fault for one in found) == 1, "the traceback of the first"
+    sampled = [record.trajectory for record in read_trace(tmp_path, 1)]
+    assert len(sampled) == 8 and all(t.stop == "infrastructure" and t.fault.startswith(line) for t in sampled)
+    assert sum("return self.absent.get(turn.text)" in t.fault for t in sampled) == 1, "the traceback of the first"
     (event,) = read_events(tmp_path)
     assert (event["step"], event["event"]) == (1, "environment") and event["text"].startswith(line)
 

@@ -40,9 +40,9 @@ def test_the_table_has_every_fault_and_a_rotation_covers_it():
 
 def test_every_point_is_in_the_code_and_in_the_list():
     code = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
-    found = set(re.findall(r"(?:reach|spoiled)\(\s*\"([a-z.]+)\"", code))
-    found |= {f"{name}.memory" for name in re.findall(r"(?:halvings|memory)\.run\(\"(\w+)\"", code)}
-    assert found == POINTS.keys()
+    points = set(re.findall(r"(?:reach|spoiled)\(\s*\"([a-z.]+)\"", code))
+    points |= {f"{name}.memory" for name in re.findall(r"(?:halvings|memory)\.run\(\"(\w+)\"", code)}
+    assert points == POINTS.keys()
 
 
 def test_points_of_the_table_exist():

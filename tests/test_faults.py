@@ -33,7 +33,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def full_run(tmp_path_factory):
     """A run without faults."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
     assert main([*WORDS, f"--run_dir={run_dir}"]) == 0
@@ -68,11 +68,11 @@ def test_a_fault_happens_when_it_is_asked_for_and_nothing_does_otherwise():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("update", "must be POINT="), ("updat=eio", "did you mean 'update'"), ("update=burn", "no action 'burn'")],
 )
-def test_a_fault_that_cannot_be_is_refused(text, said):
-    with pytest.raises(ConfigError, match=said), injected(text):
+def test_a_fault_that_cannot_be_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message), injected(text):
         pass
 
 
@@ -80,35 +80,35 @@ PHASES = ["compile", "sample", "rollout.chunk", "reward", "record", "evaluate", 
 
 
 @pytest.mark.parametrize("point", [pytest.param(p, marks=SLOW) for p in ("update", *PHASES)])
-def test_a_signal_in_any_phase_saves_once_and_the_run_goes_on(whole, tmp_path, point):
+def test_a_signal_in_any_phase_saves_once_and_the_run_goes_on(full_run, tmp_path, point):
     """Two of them, the second while the first is served."""
     when = 1 if point == "compile" else 2
     status, happened = run_with(f"{point}=term@{when},{point}=term@{when}", tmp_path)
     assert status == 143 and happened[f"{point}=term"]
     assert main([*WORDS, f"--run_dir={tmp_path}"]) == 0
-    assert numbers(tmp_path) == numbers(whole) and params_hash(tmp_path) == params_hash(whole)
+    assert numbers(tmp_path) == numbers(full_run) and params_hash(tmp_path) == params_hash(full_run)
 
 
 @SLOW
-def test_a_full_disk_in_a_directory_with_spaces_costs_no_row(whole, tmp_path):
+def test_a_full_disk_in_a_directory_with_spaces_costs_no_row(full_run, tmp_path):
     run_dir = tmp_path / "läuft hier"
     faults = "checkpoint.write=enospc@2,traces.write=enospc@2,metrics.write=enospc@3,summary=enospc"
     status, happened = run_with(faults, run_dir)
     assert status == 0 and sum(happened.values()) == 4
-    assert numbers(run_dir) == numbers(whole) and params_hash(run_dir) == params_hash(whole)
-    names = [{path.name for path in (run / "checkpoints").iterdir()} for run in (whole, run_dir)]
+    assert numbers(run_dir) == numbers(full_run) and params_hash(run_dir) == params_hash(full_run)
+    names = [{path.name for path in (run / "checkpoints").iterdir()} for run in (full_run, run_dir)]
     assert names[0] - names[1] == {"step_00000001"}
 
 
 @SLOW
-def test_an_update_that_is_not_finite_leaves_the_state_and_several_end_the_run(whole, tmp_path, capsys):
+def test_an_update_that_is_not_finite_leaves_the_state_and_several_end_the_run(full_run, tmp_path, capsys):
     """The first batch is that of the warm-up."""
     status, happened = run_with("update.weights=nan@3+", tmp_path, "--limits.skipped_updates=2")
     assert (status, happened) == (4, {"update.weights=nan": 2})
     assert "diverged: 2 updates in a row were not finite" in capsys.readouterr().err
     rows = {row["step"]: row for row in read_metrics(tmp_path)}
     assert [rows[step]["update/skipped"] for step in (1, 2, 3)] == [0, 1, 1]
-    assert params_hash(tmp_path, 1) == params_hash(tmp_path) == params_hash(whole, 1)
+    assert params_hash(tmp_path, 1) == params_hash(tmp_path) == params_hash(full_run, 1)
 
 
 @SLOW
@@ -132,7 +132,7 @@ def test_a_reward_function_that_fails_once_costs_its_group(tmp_path, caplog):
 
 
 @SLOW
-def test_a_clock_that_jumps_changes_nothing(whole, tmp_path, monkeypatch):
+def test_a_clock_that_jumps_changes_nothing(full_run, tmp_path, monkeypatch):
     """By an hour, back and forth; Orbax measures its own deadlines by that clock, so a save may be lost."""
     shift_s, clock = [0.0], time.time
     monkeypatch.setattr(time, "time", lambda: clock() + shift_s[0])
@@ -142,7 +142,7 @@ def test_a_clock_that_jumps_changes_nothing(whole, tmp_path, monkeypatch):
 
     with listening(jump):
         assert main([*WORDS, f"--run_dir={tmp_path}"]) == 0
-    assert numbers(tmp_path) == numbers(whole)
+    assert numbers(tmp_path) == numbers(full_run)
 
 
 def test_pointers_beside_checkpoints_are_not_read(tmp_path):
@@ -176,17 +176,17 @@ def test_a_second_interrupt_is_immediate():
 
 
 def test_processes_that_differ_are_refused(tmp_path):
-    def gather(own):
-        return [own, own | {"optim.lr": "0.5", "jax": "0.1"}, own]
+    def gather(settings):
+        return [settings, settings | {"optim.lr": "0.5", "jax": "0.1"}, settings]
 
     config = read_config("--optim.lr=0.25")
     processes = SimpleNamespace(count=3, gather=gather)
     with pytest.raises(ConfigError, match=r"lr: 0\.25 in process 0, 0\.5 in process 1\n  jax: .* 0\.1 in process 1"):
         check_alike(processes, config, tmp_path, seen_s=0)
-    processes.gather = lambda own: [own | {"sees the run directory": "True"}, own]
+    processes.gather = lambda settings: [settings | {"sees the run directory": "True"}, settings]
     with pytest.raises(ConfigError, match="shared disk:\n  sees the run directory: True in process 0, False in proc"):
         check_alike(processes, config, tmp_path, seen_s=0)
-    processes.gather = lambda own: [own, own]
+    processes.gather = lambda settings: [settings, settings]
     check_alike(processes, config, tmp_path, seen_s=0)
 
 
@@ -207,9 +207,9 @@ def test_the_supervised_stage_survives_a_lack_of_memory(tmp_path):
 @SLOW
 @pytest.mark.parametrize("damage", ["corrupt", "a file"])
 def test_a_program_cache_that_cannot_be_used_is_passed_over(tmp_path, damage):
-    place = tmp_path / "cache"
+    cache = tmp_path / "cache"
     script = "import jax; print(float(jax.jit(lambda x: x * 3 + 1)(2.0)))"
-    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(place)}
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
     environment.pop("HOME", None)
 
     def answer():
@@ -217,10 +217,10 @@ def test_a_program_cache_that_cannot_be_used_is_passed_over(tmp_path, damage):
         return done.returncode, done.stdout
 
     if damage == "a file":
-        place.write_text("")
+        cache.write_text("")
     else:
         assert answer() == (0, "7.0\n")
-        entries = [path for path in place.iterdir() if path.is_file()]
+        entries = [path for path in cache.iterdir() if path.is_file()]
         assert entries
         for path in entries:
             path.write_bytes(b"no program")

@@ -70,9 +70,9 @@ def stubborn(problem, trajectories):
 def tiny(name: str, run_dir, *more: str, size: Size | None = None) -> list[str]:
     """The words of a command line: the method's own settings on a model and budgets of no size."""
     path, size = load_methods()[name].path, size or SIZES.get(name, Size())
-    whole = load_config(Config, [str(path)], prog="test")
+    config = load_config(Config, [str(path)], prog="test")
     paid = f"tests.test_methods_run:{'stubborn' if size.helped else 'half'}"
-    own = {
+    settings = {
         "rollout.max_prompt_tokens": size.prompt,
         "rollout.max_response_tokens": size.response,
         "batch.row_length": size.prompt + size.response,
@@ -86,12 +86,12 @@ def tiny(name: str, run_dir, *more: str, size: Size | None = None) -> list[str]:
         "data.eval_problems": 0,
         "tools.workers": 1,
     }
-    if whole.batch.updates.total > 1:
-        parts, epochs = min(whole.batch.updates.parts, 4), whole.batch.updates.epochs
-        own["batch.updates"] = f"{{kind: several, parts: {parts}, epochs: {epochs}}}"
+    if config.batch.updates.total > 1:
+        parts, epochs = min(config.batch.updates.parts, 4), config.batch.updates.epochs
+        settings["batch.updates"] = f"{{kind: several, parts: {parts}, epochs: {epochs}}}"
     words = [word for word in TINY if not word.startswith(("--reward", "tests."))]
-    words += [f"--{key}={value}" for key, value in own.items()]
-    more_rewards = [as_text(part) for part in whole.reward.functions[1:]]
+    words += [f"--{key}={value}" for key, value in settings.items()]
+    more_rewards = [as_text(part) for part in config.reward.functions[1:]]
     words += ["--reward.functions", paid, *more_rewards, *size.words]
     return [str(path), *words, f"--run_dir={run_dir}", "--steps=3", *more]
 
@@ -125,16 +125,16 @@ def test_three_steps_and_an_exact_resume(name, tmp_path, monkeypatch):
 
 def check_three_steps(name, size, tmp_path):
     """Three steps train; stopped after the first and resumed, they give the same; the log tells the conditions."""
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    assert main(tiny(name, whole, size=size)) == 0
-    cut_after(whole, again, 1)
+    full, again = tmp_path / "whole", tmp_path / "again"
+    assert main(tiny(name, full, size=size)) == 0
+    cut_after(full, again, 1)
     assert main(tiny(name, again, "--resume=auto", size=size)) == 0
-    rows = numbers(whole)
+    rows = numbers(full)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all("loss/value" in row for row in rows[1:]), "a step did not train"
     assert numbers(again) == rows
-    assert params_hash(whole) == params_hash(again)
-    records = [record for step in (1, 2, 3) for record in read_trace(whole, step)]
+    assert params_hash(full) == params_hash(again)
+    records = [record for step in (1, 2, 3) for record in read_trace(full, step)]
     assert {str(record.trajectory.condition) for record in records} >= set(size.conditions)
     trained = [record for record in records if record.advantages is not None]
     for record in trained:

@@ -30,8 +30,8 @@ def test_all_parts_run_on_a_cpu(tmp_path):
 
 
 def test_kernels_equal_the_reference():
-    found = on_device.kernels(tiny=True)
-    assert found["paths"] and all(path["equal"] for path in found["paths"].values())
+    report = on_device.kernels(tiny=True)
+    assert report["paths"] and all(path["equal"] for path in report["paths"].values())
 
 
 def test_a_part_that_fails_is_named_and_stops_no_other(tmp_path, monkeypatch, capsys):

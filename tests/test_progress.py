@@ -72,12 +72,12 @@ def test_the_time_left_of_rollouts_is_said_once_a_tenth_has_ended_and_leaves_com
     clock, told = Hand(), []
     narrator = Narrator(told.append, clock)
     rollouts = Phase("rollouts", 40, unit="rollout", together=True, say=narrator.tell, clock=clock)
-    programs, one = Phase("compiling", once=True, clock=clock), Phase("compiling decode", once=True, clock=clock)
+    programs, decode = Phase("compiling", once=True, clock=clock), Phase("compiling decode", once=True, clock=clock)
     narrator.begin(rollouts)
     narrator.begin(programs)
-    narrator.begin(one)
+    narrator.begin(decode)
     clock.now += 100.0
-    narrator.end(one, failed=False)
+    narrator.end(decode, failed=False)
     narrator.end(programs, failed=False)
     clock.now += 10.0
     rollouts.at(3)
@@ -201,8 +201,8 @@ def test_a_command_that_is_busy_says_so_and_one_that_waits_does_not(name, monkey
     module = f"grpo_roc_jax.{commands.module_of(name)}"
     monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(main=main))
     assert commands.main([name]) == 0
-    said = capsys.readouterr().err
-    assert said == "" if name in commands.WAITING else said.startswith(f"{name}: ")
+    printed = capsys.readouterr().err
+    assert printed == "" if name in commands.WAITING else printed.startswith(f"{name}: ")
 
 
 def test_a_phase_that_fails_does_not_say_that_it_is_done():
@@ -275,7 +275,7 @@ def test_durations_in_words():
 def timed_lines(words, folder):
     """(seconds since the start, line) of a command whose output is a pipe, both of its streams; up to its last line,
     after which the interpreter ends."""
-    began, found = time.monotonic(), []
+    began, lines = time.monotonic(), []
     process = subprocess.Popen(
         [sys.executable, "-m", "grpo_roc_jax", *words],
         stdout=subprocess.PIPE,
@@ -285,14 +285,14 @@ def timed_lines(words, folder):
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache")},
     )
     for line in process.stdout:
-        found.append((time.monotonic() - began, line.rstrip("\n")))
-    assert process.wait() == 0, found
-    return found
+        lines.append((time.monotonic() - began, line.rstrip("\n")))
+    assert process.wait() == 0, lines
+    return lines
 
 
-def longest_silence(found):
-    times = [0.0, *(when for when, _ in found)]
-    return max(zip([b - a for a, b in pairwise(times)], [line for _, line in found], strict=True))
+def longest_silence(lines):
+    times = [0.0, *(when for when, _ in lines)]
+    return max(zip([b - a for a, b in pairwise(times)], [line for _, line in lines], strict=True))
 
 
 RUN = """--run_dir=run --steps=2 --sft.steps=4 --group.problems=2 --group.size=2 --data.eval_problems=4
@@ -302,8 +302,8 @@ SMALL = """--model.d_model=16 --model.layers=1 --model.heads=2 --model.kv_heads=
 
 
 def test_a_run_in_a_pipe_says_its_plan_and_the_steps_of_each_phase(tmp_path):
-    found = timed_lines(["train", *RUN, *SMALL], tmp_path)
-    text = [line for _, line in found]
+    lines = timed_lines(["train", *RUN, *SMALL], tmp_path)
+    text = [line for _, line in lines]
     (plan,) = [line for line in text if line.startswith("plan: ")]
     about = r", about [\d.]+ (s|min|h)"
     assert re.fullmatch(
@@ -318,7 +318,7 @@ def test_a_run_in_a_pipe_says_its_plan_and_the_steps_of_each_phase(tmp_path):
         assert "compilation included" in first and " s a step" in second
         assert text.index(plan) < text.index(first) < text.index(second)
     assert not [line for line in text if "WARNING" in line or "warning" in line]
-    silent, line = longest_silence(found)
+    silent, line = longest_silence(lines)
     assert silent < 15.0, (silent, line)  # on a machine that others use; the narrator speaks after 8
 
 
@@ -334,8 +334,8 @@ def test_no_phase_of_a_real_model_is_silent_for_ten_seconds(tmp_path):
         ["evaluate", "run", "--samples=1"],
         ["chat", "run", "--prompt=What is 12 * 7?"],
     ):
-        found = timed_lines(words, tmp_path)
-        silent, line = longest_silence(found)
+        lines = timed_lines(words, tmp_path)
+        silent, line = longest_silence(lines)
         assert silent < 10.0, (words[0], silent, line)
         if words[0] == "train":
-            assert any(line.startswith("compiling ") and line.endswith(" s") for _, line in found)
+            assert any(line.startswith("compiling ") and line.endswith(" s") for _, line in lines)

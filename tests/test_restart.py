@@ -43,7 +43,7 @@ WORDS = [*TINY, "--eval.every=2", "--resume=auto"]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def full_run(tmp_path_factory):
     """A run of four steps that nothing stopped, with an evaluation on its way."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
     assert main([*WORDS, f"--run_dir={run_dir}", "--checkpoint.keep=9"]) == 0
@@ -51,8 +51,8 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture
-def copy(whole, tmp_path):
-    return shutil.copytree(whole, tmp_path / "run")
+def copy(full_run, tmp_path):
+    return shutil.copytree(full_run, tmp_path / "run")
 
 
 def again(run_dir, *more):
@@ -80,35 +80,35 @@ def test_checkpoints_that_cannot_be_used_are_refused_and_nothing_is_cut(copy, ca
         manifest.write_bytes(manifest.read_bytes()[:100])
     before = state(copy)
     assert again(copy, "--steps=6") == 2
-    said = capsys.readouterr().err
-    assert said.count(f"{MANIFEST} cannot be read") == 5 and "none of them can be used" in said
+    printed = capsys.readouterr().err
+    assert printed.count(f"{MANIFEST} cannot be read") == 5 and "none of them can be used" in printed
     assert state(copy) == before
 
 
-def test_an_evaluation_that_was_due_is_made_up(whole, copy):
+def test_an_evaluation_that_was_due_is_made_up(full_run, copy):
     cut_after(copy, 2, rows=3)
     assert again(copy) == 0
-    assert numbers(copy) == numbers(whole)
-    assert params_hash(copy) == params_hash(whole)
-    names = [sorted(path.name for path in run.glob("trajectories/*")) for run in (copy, whole)]
+    assert numbers(copy) == numbers(full_run)
+    assert params_hash(copy) == params_hash(full_run)
+    names = [sorted(path.name for path in run.glob("trajectories/*")) for run in (copy, full_run)]
     assert names[0] == names[1]
 
 
-def test_the_closing_evaluation_keeps_the_trajectories_of_the_last_step(whole, copy, tmp_path, monkeypatch):
+def test_the_closing_evaluation_keeps_the_trajectories_of_the_last_step(full_run, copy, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for rows in (6, 7):  # without its row and with it
-        lines = (whole / "metrics.jsonl").read_bytes().splitlines(True)
+        lines = (full_run / "metrics.jsonl").read_bytes().splitlines(True)
         (copy / "metrics.jsonl").write_bytes(b"".join(lines[:rows]))
         (copy / "summary.json").unlink()
         assert again(copy) == 0
         assert [row["step"] for row in read_metrics(copy)] == [0, 1, 2, 3, 4]
         assert len((copy / "metrics.jsonl").read_bytes().splitlines()) == len(lines) == 7
-        assert numbers(copy) == numbers(whole)
+        assert numbers(copy) == numbers(full_run)
         assert {path.name for path in copy.glob("trajectories/*")} == {
-            path.name for path in whole.glob("trajectories/*")
+            path.name for path in full_run.glob("trajectories/*")
         }
-        found, expected = (json.loads((run / "summary.json").read_text()) for run in (copy, whole))
-        assert found["accuracy_after"] == expected["accuracy_after"]
+        summary, expected = (json.loads((run / "summary.json").read_text()) for run in (copy, full_run))
+        assert summary["accuracy_after"] == expected["accuracy_after"]
     (timings,) = map(read_json_object, tmp_path.rglob("timings/*.json"))
     assert timings and "training" not in timings  # what such a start takes is not the time of a step
 
@@ -116,8 +116,8 @@ def test_the_closing_evaluation_keeps_the_trajectories_of_the_last_step(whole, c
 def test_the_same_command_after_the_end_changes_no_file(copy, capsys):
     before = state(copy)
     assert again(copy, "--log.console=plain") == 0
-    said = capsys.readouterr().out
-    assert "the run has ended after step 4" in said and "accuracy on held-out problems" in said
+    printed = capsys.readouterr().out
+    assert "the run has ended after step 4" in printed and "accuracy on held-out problems" in printed
     assert state(copy) == before
 
 
@@ -131,16 +131,16 @@ def test_other_settings_are_shown_and_refused(copy, capsys):
     """Moments are cast to another dtype; clipping may be left out, since its state has the same names."""
     before, saved = state(copy), moments(copy)
     assert again(copy, "--optim.lr=0.5", "--advantage.baseline=none", "--steps=5") == 2
-    said = capsys.readouterr().err
-    assert "  optim.lr: 0.01 -> 0.5\n" in said and "--force" in said and "steps" not in said.replace("settings", "")
+    text = capsys.readouterr().err
+    assert "  optim.lr: 0.01 -> 0.5\n" in text and "--force" in text and "steps" not in text.replace("settings", "")
     words = ("--optim.lr=0.5", "--steps=5", "--optim.moment_dtype=bfloat16", "--optim.max_grad_norm=0.0")
     assert again(copy, *words) == 2
-    assert "optim.moment_dtype: float32 -> bfloat16" in (said := capsys.readouterr().err) and "--force" in said
+    assert "optim.moment_dtype: float32 -> bfloat16" in (text := capsys.readouterr().err) and "--force" in text
     assert state(copy) == before
     assert again(copy, *words, "--force", "--log.console=plain") == 0
-    said = capsys.readouterr().out
-    assert "changed since the run began: optim.lr: 0.01 -> 0.5" in said and "resumed after step 4" in said
-    assert "optim.moment_dtype: float32 -> bfloat16" in said
+    text = capsys.readouterr().out
+    assert "changed since the run began: optim.lr: 0.01 -> 0.5" in text and "resumed after step 4" in text
+    assert "optim.moment_dtype: float32 -> bfloat16" in text
     assert "lr: 0.5" in (copy / "config.yaml").read_text()
     assert moments(copy) == {name: [shape, "bfloat16"] for name, (shape, _) in saved.items()}
 
@@ -153,11 +153,11 @@ def test_a_cast_moment_is_the_saved_one_rounded(tmp_path):
     with Checkpointer(tmp_path, CheckpointConfig()) as reading:
         with pytest.raises(ConfigError, match="belongs to another model or optimizer"):
             reading.restore_latest(like)
-        found = reading.restore_latest(like, cast=True).train
+        restored = reading.restore_latest(like, cast=True).train
         with pytest.raises(ConfigError, match="count: saved int32"):
             reading.restore_latest(like | {"count": jnp.float32(0)}, cast=True)
-    assert found["mu"].dtype == jnp.bfloat16 and int(found["count"]) == 7
-    assert (found["mu"] == values.astype(jnp.bfloat16)).all()
+    assert restored["mu"].dtype == jnp.bfloat16 and int(restored["count"]) == 7
+    assert (restored["mu"] == values.astype(jnp.bfloat16)).all()
 
 
 @pytest.mark.parametrize(
@@ -179,26 +179,26 @@ def test_force_is_not_offered_where_it_could_not_work(copy, capsys, words):
     before = state(copy)
     for more in ((), ("--force",)):
         assert again(copy, "--steps=5", words, *more) == 2
-        said = capsys.readouterr().err
-        assert "was begun with other settings" in said and "the training state has other arrays" in said
-        assert "--force" not in said and "another --run_dir" in said
+        printed = capsys.readouterr().err
+        assert "was begun with other settings" in printed and "the training state has other arrays" in printed
+        assert "--force" not in printed and "another --run_dir" in printed
     assert state(copy) == before
 
 
 @pytest.mark.slow
-def test_every_setting_that_force_is_offered_for_can_be_forced(whole):
+def test_every_setting_that_force_is_offered_for_can_be_forced(full_run):
     """All settings with another value: either `--force` is not offered, or the saved arrays are those of the state but
     for the dtype of moments, which are cast. (Other data begin at their start.)"""
-    saved = read_manifest(newest_whole(whole / "checkpoints")).leaves
+    saved = read_manifest(newest_whole(full_run / "checkpoints")).leaves
     offered, refused = [], []
     for key, case in CASES.items():
         try:
-            config = load_config(Config, [*WORDS, f"--run_dir={whole}", f"--{key}={word(case.value)}"], prog="test")
+            config = load_config(Config, [*WORDS, f"--run_dir={full_run}", f"--{key}={word(case.value)}"], prog="test")
             leaves = state_leaves(config)
         except ConfigError:
             continue  # not without other settings
         try:
-            decide(whole, config, leaves=lambda leaves=leaves: leaves)
+            decide(full_run, config, leaves=lambda leaves=leaves: leaves)
         except ConfigError as error:
             if "--force" not in str(error):
                 refused.append(key)
@@ -251,8 +251,8 @@ def session():
     """A session of which only the checkpointer is asked."""
     checkpointer = SimpleNamespace(latest=object(), save_latest=lambda: (False, "the state after step 3 is not saved"))
     sampling, watchdog = SimpleNamespace(processes=Processes()), SimpleNamespace(ending="")
-    said = {"writer": SimpleNamespace(say=lambda text: None), "run_dir": Path("runs/a")}
-    return SimpleNamespace(checkpointer=checkpointer, sampling=sampling, watchdog=watchdog, **said)
+    fields = {"writer": SimpleNamespace(say=lambda text: None), "run_dir": Path("runs/a")}
+    return SimpleNamespace(checkpointer=checkpointer, sampling=sampling, watchdog=watchdog, **fields)
 
 
 def test_a_preempted_run_that_could_not_be_saved_says_so(session):
@@ -262,18 +262,18 @@ def test_a_preempted_run_that_could_not_be_saved_says_so(session):
     ):
         raise Preempted
     assert stop.value.status == 5
-    said = []
+    messages = []
     session.checkpointer.save_latest = lambda: (True, "the state after step 3 is saved")
-    session.writer.say = said.append
+    session.writer.say = messages.append
     for error in (Preempted(), OSError("disk"), RewardError("x returned 3 values"), Stopped(3, "no signal")):
         with pytest.raises(type(error)) as seen, state_kept(session):
             raise error
         assert seen.value.__notes__ == [
             "the state after step 3 is saved; run the same command with --resume auto to continue"
         ]
-        assert len(said) == 4 and "--run_dir runs/a --resume auto" in said[1]
-        assert ("--text" in said[3]) is isinstance(error, Stopped)  # no signal: the rollouts say why
-        said.clear()
+        assert len(messages) == 4 and "--run_dir runs/a --resume auto" in messages[1]
+        assert ("--text" in messages[3]) is isinstance(error, Stopped)  # no signal: the rollouts say why
+        messages.clear()
 
 
 def test_parameters_that_are_not_finite_are_named(session):
@@ -326,10 +326,10 @@ def test_a_closed_output_and_a_hangup_cost_nothing(tmp_path):
     process.stdout.close()
     wait_for_step(tmp_path / "run", 2, process)
     process.send_signal(signal.SIGHUP)
-    said = process.stderr.read().decode()
-    assert process.wait(60) == 143, said
+    printed = process.stderr.read().decode()
+    assert process.wait(60) == 143, printed
     last = int(read_metrics(tmp_path / "run")[-1]["step"])
-    assert last >= 2 and f"the state after step {last} is saved" in said and "nobody reads the output" in said
+    assert last >= 2 and f"the state after step {last} is saved" in printed and "nobody reads the output" in printed
 
 
 def test_an_output_that_nobody_reads_does_not_end_the_process():
@@ -348,5 +348,5 @@ print("reached", file=sys.stderr)
         process.stdout.close()
         process.stdin.write(b"\n" * 3)
         process.stdin.flush()
-        said = process.stderr.read()
-        assert process.wait(60) == 0 and b"reached" in said, said
+        printed = process.stderr.read()
+        assert process.wait(60) == 0 and b"reached" in printed, printed

@@ -18,8 +18,8 @@ def test_a_stream_without_a_lag_is_a_plain_run_to_the_byte(tmp_path):
     for name, words in (("plain", ()), ("stream", ("--rollout.step_limit={kind: stream, lag: 0}",))):
         train(config_in(tmp_path / name, "--group.dynamic_sampling_rounds=2", *words))
     plain, stream = numbers(tmp_path / "plain"), numbers(tmp_path / "stream")
-    for one, other in zip(plain, stream, strict=True):
-        assert {name: other[name] for name in one} == pytest.approx(one, rel=0, abs=0, nan_ok=True)
+    for row, other in zip(plain, stream, strict=True):
+        assert {name: other[name] for name in row} == pytest.approx(row, rel=0, abs=0, nan_ok=True)
     assert params_hash(tmp_path / "plain") == params_hash(tmp_path / "stream")
 
 

@@ -23,12 +23,12 @@ def one_of_each(name):
 @pytest.mark.parametrize("name", [name for name in STUDIES if name != "methods"])
 def test_every_arm_is_a_configuration_of_its_own(name, monkeypatch):
     monkeypatch.chdir(study.ROOT)
-    found = {}
+    configs = {}
     for arm, job in one_of_each(name).items():
         config = load_config(Config, job.words, prog="study")
         load_config(Config, job.cold_words, prog="study")
-        found[arm] = str(list(flatten(replace(config, name=""))))
-    assert len(set(found.values())) == len(found), "two arms are the same"
+        configs[arm] = str(list(flatten(replace(config, name=""))))
+    assert len(set(configs.values())) == len(configs), "two arms are the same"
 
 
 def test_the_dials_of_the_phase_diagram_are_the_shares_that_they_name(monkeypatch):
@@ -99,9 +99,9 @@ def test_the_report_pairs_seeds_and_leaves_out_those_that_miss_an_arm():
 def test_the_figure_leaves_out_an_axis_that_seeds_do_not_share(tmp_path):
     """The second seed takes its first step when the first one has ended."""
     rows = [row("roc", 0, [0.1, 0.2], 1.0), row("roc", 1, [0.1, 0.2], 1.0)]
-    for found, seconds in zip(rows, (1.0, 9.0), strict=True):
-        found["columns"] |= {"time/step_s": [None, seconds, seconds], study.REWARD: [None, 0.5, 0.6]}
-    runs = [study.run_data(found) for found in rows]
+    for record, seconds in zip(rows, (1.0, 9.0), strict=True):
+        record["columns"] |= {"time/step_s": [None, seconds, seconds], study.REWARD: [None, 0.5, 0.6]}
+    runs = [study.run_data(record) for record in rows]
     assert [study.shares_range(runs, x) for x in ("step", "tokens", "seconds")] == [True, True, False]
     few = replace(STUDIES["roc"], arms={"roc": ()}, worlds={"w": ()})
     study.figure(few, {(r["world"], r["arm"], r["seed"]): r for r in rows}, "w", tmp_path / "figure.png")
@@ -123,9 +123,9 @@ def test_rows_of_other_settings_are_refused(tmp_path):
 
 
 def test_a_published_model_has_the_same_arms_and_a_cost():
-    found = published("Qwen/Qwen2.5-0.5B-Instruct", ["qwen3_0_6b_gsm8k"], ())
-    assert set(found.arms) == set(STUDIES["real"].arms) and "--group.size=16" in found.arms["grpo_2g"]
-    lines = cost_lines(found, "h200:8", "", 0.0)
+    model_study = published("Qwen/Qwen2.5-0.5B-Instruct", ["qwen3_0_6b_gsm8k"], ())
+    assert set(model_study.arms) == set(STUDIES["real"].arms) and "--group.size=16" in model_study.arms["grpo_2g"]
+    lines = cost_lines(model_study, "h200:8", "", 0.0)
     hours = {line.split(":")[0]: float(line.split(": ")[1].split()[0]) for line in lines[:-1]}
     assert 0 < hours["grpo"] < hours["roc"] == hours["uniform"] < hours["grpo_2g"]
     total = float(lines[-1].removeprefix("all arms with 3 seeds: at least ").split()[0])
@@ -144,6 +144,6 @@ def test_a_tiny_study_runs_is_continued_and_reported(tmp_path, capsys):
     assert (tmp_path / "study_roc_toy.png").stat().st_size > 10_000
     first = capsys.readouterr().out
     assert "difference to `roc`, paired by seed" in first and first.count(": done") == 4
-    study.save(tmp_path / "study_roc.jsonl.gz", {key: found for key, found in rows.items() if key[1] == "roc"})
+    study.save(tmp_path / "study_roc.jsonl.gz", {key: record for key, record in rows.items() if key[1] == "roc"})
     assert study.main(words) == 0, "finished runs are read again, not repeated"
     assert study.read_rows(tmp_path / "study_roc.jsonl.gz") == rows

@@ -43,7 +43,7 @@ class Processes:
         self.ran.append(arm)
         status = self.ends.pop(arm, 0)
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in METRICS))
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in METRICS))
         if status == "killed":
             self.alive = False
             raise KeyboardInterrupt
@@ -89,8 +89,8 @@ def test_a_study_that_is_killed_goes_on_where_it_was(tmp_path, monkeypatch, kill
 def test_a_run_that_fails_is_named_and_tried_again(tmp_path, monkeypatch, capsys):
     Processes(monkeypatch, {"grpo": 1})
     assert run(tmp_path) == 1
-    said = capsys.readouterr().out
-    assert "toy grpo 0: failed, see" in said and "no seed is finished in every arm" in said
+    printed = capsys.readouterr().out
+    assert "toy grpo 0: failed, see" in printed and "no seed is finished in every arm" in printed
     again = Processes(monkeypatch)
     assert run(tmp_path) == 0 and again.ran == ["grpo"]
 
@@ -106,9 +106,9 @@ def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch, capsys):
     """Left out, it would take its seed out of the table of all arms, and the others would look stable."""
     Processes(monkeypatch, {"grpo": study.DIVERGED_STATUS})
     assert run(tmp_path) == 0
-    said = capsys.readouterr().out
-    assert "toy grpo 0: stopped, diverged" in said
-    assert "stopped early, with the values that they reached: grpo 0 (diverged)" in said
+    printed = capsys.readouterr().out
+    assert "toy grpo 0: stopped, diverged" in printed
+    assert "stopped early, with the values that they reached: grpo 0 (diverged)" in printed
     assert study.read_rows(tmp_path / "study_roc.jsonl.gz")["toy", "grpo", 0]["stopped"] == "diverged"
     assert run(tmp_path) == 0 and study.execute.ran.count("grpo") == 1, "it is not tried again"
 
@@ -146,7 +146,7 @@ def test_an_arm_that_stopped_early_does_not_cut_the_budget_of_the_others():
     """`b` uses 1,000 tokens in ten steps, `a` 300 in three and then diverges."""
     errors = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
     rows = {"b": row("b", 0, errors, 100.0), "a": row("a", 0, errors[:3], 100.0) | {"stopped": "diverged"}}
-    table = study.measured(STUDIES["roc"], {arm: study.run_data(found) for arm, found in rows.items()})
+    table = study.measured(STUDIES["roc"], {arm: study.run_data(record) for arm, record in rows.items()})
     at = [title for title, metric, _ in STUDIES["roc"].measures].index("at equal tokens")
     assert table["b"][at] == pytest.approx(0.3)  # the last five of all ten
     assert table["a"][at] == pytest.approx(0.9)  # all three
@@ -156,9 +156,9 @@ def test_an_arm_that_stopped_early_does_not_cut_the_budget_of_the_others():
 def test_an_arm_is_not_cut_by_rounding_of_its_own_budget(monkeypatch, sums):
     """Python 3.12 adds floats with compensation: 0.1 + 0.2 + 0.3 is 0.6 there, and 0.6000000000000001 step by step."""
     monkeypatch.setattr(study, "sum", sums, raising=False)
-    found = row("a", 0, [0.9, 0.9, 0.0], 1.0)
-    found["columns"]["time/step_s"] = [None, 0.1, 0.2, 0.3]
-    table = study.measured(STUDIES["roc"], {"a": study.run_data(found)})
+    record = row("a", 0, [0.9, 0.9, 0.0], 1.0)
+    record["columns"]["time/step_s"] = [None, 0.1, 0.2, 0.3]
+    table = study.measured(STUDIES["roc"], {"a": study.run_data(record)})
     at = [title for title, _, _ in STUDIES["roc"].measures].index("at equal seconds")
     assert table["a"][at] == pytest.approx(0.6)
 
@@ -169,7 +169,7 @@ def test_equal_tokens_by_hand():
     no token and 0.75 after 900, so two thirds of the way at 600."""
     a = row("a", 0, [0.6, 0.5, 0.4, 0.3, 0.2, 0.1], 100.0)
     b = row("b", 0, [0.8, 0.6, 0.4, 0.2, 0.0, 0.0], 300.0)
-    table = study.measured(STUDIES["roc"], {name: study.run_data(found) for name, found in (("a", a), ("b", b))})
+    table = study.measured(STUDIES["roc"], {name: study.run_data(record) for name, record in (("a", a), ("b", b))})
     columns = [(metric, axis) for _, metric, axis in STUDIES["roc"].measures]
     errors, accuracy = columns.index((study.ERRORS, "tokens")), columns.index(("eval", "tokens"))
     assert table["a"][errors] == pytest.approx((0.5 + 0.4 + 0.3 + 0.2 + 0.1) / 5)
@@ -179,17 +179,17 @@ def test_equal_tokens_by_hand():
 
 def test_one_token_more_does_not_cost_an_arm_its_last_evaluation():
     a, b = row("a", 0, [0.5] * 6, 100.0), row("b", 0, [0.5] * 6, 101.0)
-    table = study.measured(STUDIES["roc"], {name: study.run_data(found) for name, found in (("a", a), ("b", b))})
+    table = study.measured(STUDIES["roc"], {name: study.run_data(record) for name, record in (("a", a), ("b", b))})
     at = [(metric, axis) for _, metric, axis in STUDIES["roc"].measures].index(("eval", "tokens"))
     assert table["a"][at] == 1.0 and table["b"][at] == pytest.approx(1.0, abs=0.01)
 
 
 def test_steps_without_a_call_in_a_correct_rollout_have_no_share():
     """A policy that solves nothing, or answers without a call, would have the best value, 0."""
-    found = row("a", 0, [0.5, 0.0, 0.0, 0.25], 1.0)
-    found["columns"] |= {study.TOOL_FREE: [None, 0.0, 1.0, 0.0, 0.5], study.REWARD: [None, 0.5, 0.5, 0.0, 0.5]}
-    run_of = study.run_data(found)
-    assert [one.get(study.ERRORS) for one in run_of.rows[1:]] == [0.5, None, None, 0.25]
+    record = row("a", 0, [0.5, 0.0, 0.0, 0.25], 1.0)
+    record["columns"] |= {study.TOOL_FREE: [None, 0.0, 1.0, 0.0, 0.5], study.REWARD: [None, 0.5, 0.5, 0.0, 0.5]}
+    run_of = study.run_data(record)
+    assert [metrics.get(study.ERRORS) for metrics in run_of.rows[1:]] == [0.5, None, None, 0.25]
     assert study.value_at(run_of, study.ERRORS, "step", math.inf) == pytest.approx(0.375)
 
 
@@ -264,7 +264,7 @@ def test_a_published_model_goes_through_the_study(tmp_path, capsys, template):
     model = publish_tiny(tmp_path, template)
     rows = [{"question": f"{i} + 1?", "answer": f"<<{i}+1={i + 1}>>\n#### {i + 1}"} for i in range(6)]
     for name, part in (("train", rows[:3]), ("test", rows[3:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(found) + "\n" for found in part))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in part))
     assert gsm8k_traces.main([str(tmp_path / "train.jsonl"), "--out", str(tmp_path / "traces.jsonl")]) == 0
     tiny = ["steps=1", "group.problems=2", "group.size=2", "sft.steps=1", "sft.traces=2", "tools.workers=1"]
     tiny += [f"data.{name}=[{tmp_path / file}.jsonl]" for name, file in
@@ -274,15 +274,15 @@ def test_a_published_model_goes_through_the_study(tmp_path, capsys, template):
     words = ["--model", str(model), "--topology", "h200:1", "--set", *tiny, "--start", "--arms", "grpo", "roc"]
     words += ["--seeds", "1", "--folder", str(tmp_path / "runs"), "--out", str(tmp_path)]
     assert study_published.main(words) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        "all arms with 1 seeds: at least" in said
-        and "uniform: " not in said
-        and said.index("accelerator hours") < said.index(": done")
+        "all arms with 1 seeds: at least" in printed
+        and "uniform: " not in printed
+        and printed.index("accelerator hours") < printed.index(": done")
     )
-    assert said.count(": done") == 2 and "difference to `grpo`, paired by seed" in said
+    assert printed.count(": done") == 2 and "difference to `grpo`, paired by seed" in printed
     study_of_model = study_published.published(str(model), ["qwen3_0_6b_gsm8k"], ())
     assert study_of_model.claims == STUDIES["real"].claims and list(study_of_model.arms) == list(STUDIES["real"].arms)
-    kept = study.read_rows(tmp_path / "study_real_model.jsonl.gz")
-    sampled = {arm: found["columns"]["rollout/sampled"][-1] for (_, arm, _), found in kept.items()}
+    records = study.read_rows(tmp_path / "study_real_model.jsonl.gz")
+    sampled = {arm: record["columns"]["rollout/sampled"][-1] for (_, arm, _), record in records.items()}
     assert sampled == {"grpo": 4.0, "roc": 8.0}

@@ -121,15 +121,15 @@ def without_evaluation(rows):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def full_run(tmp_path_factory):
     """A run of four steps that nothing stopped."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
     summary = train(config_in(run_dir))
     return run_dir, summary
 
 
-def test_summary_says_what_the_issue_names(whole):
-    run_dir, summary = whole
+def test_summary_says_what_the_issue_names(full_run):
+    run_dir, summary = full_run
     required = {"accuracy_before", "accuracy_after", "tool_error_in_correct", "reward_last_10", "max_logprob_gap"}
     required |= {"compilations_after_first_step", "seconds", "versions", "device", "seed"}
     assert required <= summary.keys()
@@ -137,21 +137,21 @@ def test_summary_says_what_the_issue_names(whole):
     assert summary["steps"] == 4
 
 
-def test_sampler_and_trainer_agree_and_nothing_compiles_after_the_first_step(whole):
-    _, summary = whole
+def test_sampler_and_trainer_agree_and_nothing_compiles_after_the_first_step(full_run):
+    _, summary = full_run
     assert 0 <= summary["max_logprob_gap"] < 1e-5
     assert summary["compilations_after_first_step"] == 0
 
 
 @pytest.mark.parametrize("stopped_after", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
-def test_resumed_run_equals_the_whole_one(whole, tmp_path, stopped_after):
+def test_resumed_run_equals_the_whole_one(full_run, tmp_path, stopped_after):
     run_dir = tmp_path / "run"
     train(config_in(run_dir, f"--steps={stopped_after}", "--resume=auto"))
     train(config_in(run_dir, "--resume=auto"))
     # The first part ended with an evaluation that the whole run does not have at that step.
-    assert without_evaluation(numbers(run_dir)[:-1]) == without_evaluation(numbers(whole[0])[:-1])
-    assert numbers(run_dir)[-1] == numbers(whole[0])[-1]
-    assert params_hash(run_dir) == params_hash(whole[0])
+    assert without_evaluation(numbers(run_dir)[:-1]) == without_evaluation(numbers(full_run[0])[:-1])
+    assert numbers(run_dir)[-1] == numbers(full_run[0])[-1]
+    assert params_hash(run_dir) == params_hash(full_run[0])
 
 
 @pytest.mark.slow
@@ -162,30 +162,30 @@ def test_a_run_that_replays_experts_resumes_as_if_it_had_not_stopped(tmp_path):
     assert summary["compilations_after_first_step"] == 0 and summary["max_logprob_gap"] < 1e-5
     train(config_in(tmp_path / "parts", *words, "--steps=1"))
     train(config_in(tmp_path / "parts", *words))
-    whole, parts = (without_evaluation(numbers(tmp_path / name)) for name in ("whole", "parts"))
-    assert parts == whole
+    full, parts = (without_evaluation(numbers(tmp_path / name)) for name in ("whole", "parts"))
+    assert parts == full
 
 
 @pytest.mark.slow
-def test_moments_that_rest_with_the_host_change_nothing(whole, tmp_path):
+def test_moments_that_rest_with_the_host_change_nothing(full_run, tmp_path):
     """Two steps and, from their checkpoint, two more, against four with the moments on the device."""
     run_dir, resting = tmp_path / "run", "--optim.offload=True"
     train(config_in(run_dir, resting, "--steps=2"))
     summary = train(config_in(run_dir, resting, "--resume=auto"))
     assert summary["compilations_after_first_step"] == 0
     rows = without_evaluation(numbers(run_dir))
-    moved = [[row.pop(f"offload/to_{place}_bytes", 0.0) for place in ("device", "host")] for row in rows]
+    moved = [[row.pop(f"offload/to_{target}_bytes", 0.0) for target in ("device", "host")] for row in rows]
     assert all(there == back > 0 for there, back in moved if there or back) and sum(map(any, moved)) == 4
-    assert rows == without_evaluation(numbers(whole[0]))
-    assert params_hash(run_dir) == params_hash(whole[0])
+    assert rows == without_evaluation(numbers(full_run[0]))
+    assert params_hash(run_dir) == params_hash(full_run[0])
 
 
 @pytest.mark.slow
-def test_devices_that_share_rows_take_the_same_first_step(whole, tmp_path):
+def test_devices_that_share_rows_take_the_same_first_step(full_run, tmp_path):
     """Slots over eight devices, rows of the update over four pairs; what follows differs by Adam's rounding."""
     summary = train(config_in(tmp_path / "run", "--sharding.sequence=2", "--sharding.fsdp=2", "--steps=2"))
     assert summary["compilations_after_first_step"] == 0 and summary["max_logprob_gap"] < 1e-5
-    ours, theirs = (next(r for r in numbers(place) if "loss/value" in r) for place in (tmp_path / "run", whole[0]))
+    ours, theirs = (next(r for r in numbers(path) if "loss/value" in r) for path in (tmp_path / "run", full_run[0]))
     names = [name for name in theirs if name.startswith(("loss/", "roc/", "verdict/", "rollout/stop", "update/grad"))]
     assert len(names) > 20
     for name in names:
@@ -208,27 +208,27 @@ def test_a_model_with_recurrent_layers_trains(tmp_path):
     assert len(rows) == 2 and all(row["update/skipped"] == 0 and row["update/grad_norm"] > 0 for row in rows)
 
 
-def test_trace_recomputes_selection_and_advantages(whole):
-    run_dir, _ = whole
+def test_trace_recomputes_selection_and_advantages(full_run):
+    run_dir, _ = full_run
     config = config_in(run_dir)
     seen = 0
     for step in range(1, 5):
         records = list(read_trace(run_dir, step))
         groups = groups_of(records)
         rng = np.random.default_rng([config.seed, step - 1])
-        place = 0
+        start = 0
         for group in groups:
             selection = resample_group(group, config, rng)
-            mine = records[place : place + group.size]
-            place += group.size
+            mine = records[start : start + group.size]
+            start += group.size
             assert [r.kept for r in mine] == [i in selection.indices for i in range(group.size)]
             assert [r.why for r in mine] == list(selection.reasons)
             if not selection.kept:
                 continue
             rewards = group.rewards[selection.indices]
             expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-            found = [r.advantages[r.trajectory.policy_mask].mean() for r in mine if r.kept]
-            np.testing.assert_allclose(found, expected, atol=1e-5)
+            means = [r.advantages[r.trajectory.policy_mask].mean() for r in mine if r.kept]
+            np.testing.assert_allclose(means, expected, atol=1e-5)
             seen += 1
     assert seen
 
@@ -246,7 +246,7 @@ def test_refill_fills_the_batch(tmp_path):
     )
     rows = [row for row in read_metrics(tmp_path / "a") if row["step"] > 0]
     # What one step's rounds give beyond two groups waits in the buffer for the next step.
-    assert all(kept >= 2 * (i + 1) for i, kept in enumerate(np.cumsum([row["roc/groups_kept"] for row in rows])))
+    assert all(total >= 2 * (i + 1) for i, total in enumerate(np.cumsum([row["roc/groups_kept"] for row in rows])))
     assert max(row["roc/groups"] for row in rows) > 2
 
 
@@ -260,22 +260,22 @@ def test_no_signal_ends_with_its_status(tmp_path):
     assert stop.value.status == 3
 
 
-def test_second_run_in_a_directory_is_refused(whole):
+def test_second_run_in_a_directory_is_refused(full_run):
     with pytest.raises(ConfigError, match="holds a run already; --resume auto"):
-        train(config_in(whole[0]))
+        train(config_in(full_run[0]))
 
 
 def test_impossible_combinations_are_refused_before_anything_is_built(capsys):
     assert main(["--surrogate.clip_hihg", "0.3"]) == 2
     assert "kind clip has " in capsys.readouterr().err
-    for words, said in [
+    for words, message in [
         (["--rollout.max_response_tokens=4000"], "raise batch.row_length"),
         (["--batch.updates=9"], "a step trains on whole groups"),
         (["--sampling.temperature=0"], "greedy rollouts"),
         (["--group.size=1"], "no signal against itself"),
     ]:
         assert main(words) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_derived_numbers_in_words():
@@ -286,9 +286,9 @@ def test_derived_numbers_in_words():
 @pytest.mark.parametrize("words", [["--dry-run", "full"], ["--dry-run=full"]])
 def test_dry_run_prints_the_resolved_configuration(words, capsys):
     assert main(["toy.yaml", *words, "--seed=7"]) == 0
-    said = capsys.readouterr().out
-    assert "seed: 7" in said
-    assert "sampled -> 16 kept" in said
+    printed = capsys.readouterr().out
+    assert "seed: 7" in printed
+    assert "sampled -> 16 kept" in printed
 
 
 def test_a_dry_run_ends_with_the_lines_that_matter(capsys):
@@ -323,14 +323,14 @@ def wait_for_step(run_dir, step: int, process) -> None:
 def test_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
     """Killed three times, each time after another of its steps."""
     whole_dir, run_dir, step = tmp_path / "whole", tmp_path / "run", 0
-    whole = launch(whole_dir, "--steps=8")
+    full_process = launch(whole_dir, "--steps=8")
     for _ in range(3):
         process = launch(run_dir, "--steps=8")
         wait_for_step(run_dir, step + 1, process)
         process.send_signal(signal.SIGKILL)
         process.wait(60)
         step = int(max(row["step"] for row in read_metrics(run_dir)))
-    assert launch(run_dir, "--steps=8").wait(300) == whole.wait(300) == 0
+    assert launch(run_dir, "--steps=8").wait(300) == full_process.wait(300) == 0
     assert numbers(run_dir) == numbers(whole_dir)
     assert params_hash(run_dir) == params_hash(whole_dir)
 
@@ -340,12 +340,12 @@ def test_sigterm_saves_and_ends_with_its_status(tmp_path):
     process = launch(tmp_path / "run", "--steps=500", "--checkpoint.every=0")
     wait_for_step(tmp_path / "run", 2, process)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 143, said.decode()[-2000:]
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143, stderr.decode()[-2000:]
     rows = len(read_metrics(tmp_path / "run"))
     again = launch(tmp_path / "run", f"--steps={rows + 1}")
-    _, said = again.communicate(timeout=300)
-    assert again.returncode == 0, said.decode()[-2000:]
+    _, stderr = again.communicate(timeout=300)
+    assert again.returncode == 0, stderr.decode()[-2000:]
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(rows + 2))
 
 
@@ -364,8 +364,8 @@ def test_the_toy_learns_and_answers_ten_questions_in_one_dialogue(tmp_path):
     assert means and max(means) < 1e-6
     assert summary["compilations_after_first_step"] == 0
 
-    (asked,) = re.findall(r'chat runs/a --prompt "(gcd\((\d+),(\d+)\)=\?)"', README.read_text(encoding="utf-8"))
-    questions = [(asked[0], str(math.gcd(int(asked[1]), int(asked[2]))))]
+    (match,) = re.findall(r'chat runs/a --prompt "(gcd\((\d+),(\d+)\)=\?)"', README.read_text(encoding="utf-8"))
+    questions = [(match[0], str(math.gcd(int(match[1]), int(match[2]))))]
     questions += [(problem.prompt, problem.answer) for problem in eval_problems(DataConfig(eval_problems=9))]
     with open_policy(str(toy)) as (_, sampling):
         dialogue = Dialogue(sampling.sampler)

@@ -35,12 +35,12 @@ def test_prefix_becomes_infix(words, expression):
 def test_rows_become_problems_with_one_annotation(tmp_path):
     (tmp_path / "t.csv").write_text(TABLE)
     (tmp_path / "SVAMP.json").write_text(json.dumps(SVAMP))
-    found = [problem.row for _, problem in read_problems(tmp_path / "t.csv")]
-    assert found[0] == {
+    rows = [problem.row for _, problem in read_problems(tmp_path / "t.csv")]
+    assert rows[0] == {
         "question": "Bryan has 56 books on each of 9 shelves . How many books ?",
         "answer": "<<56*9=504>>\n#### 504",
     }
-    assert [row["answer"].split("\n")[0] for row in found[1:]] == ["<<250-(15*8)=130>>", "<<2.5/2=1.25>>"]
+    assert [row["answer"].split("\n")[0] for row in rows[1:]] == ["<<250-(15*8)=130>>", "<<2.5/2=1.25>>"]
     ((text, problem),) = read_problems(tmp_path / "SVAMP.json")
     assert problem.question == "Ann had 4 pens. She lost 3, How many are left?"
     assert (problem.expression, problem.answer) == ("4-3", "1") and "4" not in text
@@ -74,11 +74,11 @@ def test_the_files_are_what_the_recipe_reads(tmp_path, monkeypatch):
     config = load_config(Config, ["words.yaml"], prog="test")
     chat = make_chat(config.text, load_tokenizer(config.text))
     problems = [p for batch in [next(make_problem_stream(config.data, problems=60, seed=0))] for p in batch]
-    held = eval_problems(config.data)
+    evals = eval_problems(config.data)
     plain = build_words.PLACE.sub("", rows[0].split('"')[1])
-    assert held and {problem.source for problem in held} == {"heldout", "svamp"}
-    assert not {p.prompt.split()[0] for p in problems} & {p.prompt.split()[0] for p in held if p.source == "heldout"}
-    assert build_words.is_held_out(plain.replace("Bryan", held[0].prompt.split()[0]))
+    assert evals and {problem.source for problem in evals} == {"heldout", "svamp"}
+    assert not {p.prompt.split()[0] for p in problems} & {p.prompt.split()[0] for p in evals if p.source == "heldout"}
+    assert build_words.is_held_out(plain.replace("Bryan", evals[0].prompt.split()[0]))
     traces = next(make_trace_stream(config.data, traces=60, seed=0))
     assert {len(trace.turns) for trace in traces} == {1, 2, 3}, "guesses, one call, a failing one before"
     assert max(len(chat.trace_row(trace)[0]) for trace in traces) <= config.batch.row_length
