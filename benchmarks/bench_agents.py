@@ -134,11 +134,11 @@ def step(options: argparse.Namespace) -> None:
             begun_cpu = processor_s()
             for number in range(options.steps):
                 begun = time.perf_counter()
-                found, stats = runs.collect(weights, [request], RunOptions(step=number))
+                rollouts, stats = runs.collect(weights, [request], RunOptions(step=number))
                 seconds.append(time.perf_counter() - begun)
                 shares.append(stats.metrics()["time/environment_s"] / stats.seconds)
                 rates.append(stats.sampled_tokens / seconds[-1])
-                assert all(one.reward == 1.0 for one in found), found[0].fault
+                assert all(item.reward == 1.0 for item in rollouts), rollouts[0].fault
             runs.close()
             took = [
                 second for line in times.read_text().splitlines()[options.rollouts :] for second in json.loads(line)
@@ -152,7 +152,7 @@ def step(options: argparse.Namespace) -> None:
                 "environment_share": round(statistics.median(shares[1:]), 2),
                 "processor_s_all_steps": round(processor_s() - begun_cpu, 2),
             }
-    packages = {one.partition(".")[0].replace("_", "-") for one in options.imports}
+    packages = {item.partition(".")[0].replace("_", "-") for item in options.imports}
     print(
         json.dumps(
             {

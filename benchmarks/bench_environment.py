@@ -37,20 +37,20 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=64)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
-    asked = parser.parse_args()
-    problems = eval_problems(DataConfig(eval_problems=asked.problems))
+    options = parser.parse_args()
+    problems = eval_problems(DataConfig(eval_problems=options.problems))
     words = {"tools": "tools", "environment": f"{Path(__file__).stem}:PythonToolAlone"}
     wall, cpu, tokens = {name: [] for name in words}, {name: [] for name in words}, {}
-    with ExitStack() as held:
+    with ExitStack() as stack:
         policies = {
-            name: held.enter_context(open_policy(asked.run, [f"--environment={word}", "--rollout.slots=32"]))
+            name: stack.enter_context(open_policy(options.run, [f"--environment={word}", "--rollout.slots=32"]))
             for name, word in words.items()
         }
-        for number in range(asked.rounds + 1):
+        for number in range(options.rounds + 1):
             for name, (_, sampling) in policies.items():
                 begun, spent = time.perf_counter(), sum(os.times()[:2])
                 sampled = sample_groups(
-                    sampling, sampling.sampler.weights, problems, asked.samples, RunOptions(0, "evaluate")
+                    sampling, sampling.sampler.weights, problems, options.samples, RunOptions(0, "evaluate")
                 )
                 if number:  # the first round compiles
                     wall[name].append(time.perf_counter() - begun)
@@ -64,10 +64,10 @@ def main() -> None:
             {
                 "bench": "environment",
                 "device": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-                "rollouts": asked.problems * asked.samples,
+                "rollouts": options.problems * options.samples,
                 "calls": calls,
-                "seconds": {name: round(float(np.median(found)), 3) for name, found in wall.items()},
-                "processor_seconds": {name: round(float(np.median(found)), 3) for name, found in cpu.items()},
+                "seconds": {name: round(float(np.median(times)), 3) for name, times in wall.items()},
+                "processor_seconds": {name: round(float(np.median(times)), 3) for name, times in cpu.items()},
                 "ratio": round(float(np.median(wall["environment"]) / np.median(wall["tools"])), 4),
                 "ratio_of_pairs": [round(float(x), 3) for x in np.quantile(pairs, [0.25, 0.5, 0.75])],
                 "target": 1.03,

@@ -87,7 +87,7 @@ def run_fresh(code: str, history: tuple[str, ...] = ()) -> None:
 
 def run_judge(code: str, history: tuple[str, ...] = ()) -> None:
     """A fresh interpreter with the program in a template, input and output through pipes."""
-    text = JUDGE.format(code=encode(code), history=[encode(one) for one in history])
+    text = JUDGE.format(code=encode(code), history=[encode(cell) for cell in history])
     process = subprocess.Popen(
         [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
@@ -250,9 +250,9 @@ def head_of_line(best: str, seconds: float) -> dict[str, float]:
             executor.submit(CodeCall(name, TOOL, {"code": code}, None))
             sent += 1
         for name, result in executor.poll(0.002):
-            taken = time.perf_counter() - began.pop(name)
+            latency = time.perf_counter() - began.pop(name)
             if name.startswith("good"):
-                latencies.append(taken)
+                latencies.append(latency)
                 lost += not result.ok
         if now >= seconds and not began:
             break
@@ -308,33 +308,35 @@ def main() -> None:
     rounds, scale = (2, 0.3) if options.quick else (5, 1.0)
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, isolation {best}", flush=True)
     table = throughput(best, rounds, scale)
-    found = {f"calls {name}": row[best]["calls_per_s"] / row["judge"]["calls_per_s"] for name, row in table.items()}
+    ratios = {f"calls {name}": row[best]["calls_per_s"] / row["judge"]["calls_per_s"] for name, row in table.items()}
     for name in ("light", "import"):
-        found[f"p99 {name}"] = table[name][best]["p99_ms"] / table[name]["judge"]["p99_ms"]
+        ratios[f"p99 {name}"] = table[name][best]["p99_ms"] / table[name]["judge"]["p99_ms"]
     costs = [row["L0"]["calls_per_s"] / row[best]["calls_per_s"] - 1 for row in table.values()]
-    found["isolation cost"] = max(costs)
+    ratios["isolation cost"] = max(costs)
     live, replayed = sessions(best, rounds)
     print(f"ten cells: live {live:.1f} ms, replayed {replayed:.0f} ms", flush=True)
-    found["session"] = replayed / live
+    ratios["session"] = replayed / live
     line = head_of_line(best, 6.0 if options.quick else 15.0)
     print("6 % endless loops: " + "  ".join(f"{name} {value:.1f}" for name, value in line.items()), flush=True)
-    found |= {
+    ratios |= {
         "good p99 ms": line["p99_ms"],
         "good lost": line["lost"],
         "trainer ms": trainer_cpu(best, int(1000 * scale), ROWS),
     }
     alone = trainer_cpu(best, int(1000 * scale), IN_FLIGHT)
-    print(f"trainer ms with {ROWS} calls in flight {found['trainer ms']:.3f}, with {IN_FLIGHT} {alone:.3f}", flush=True)
+    print(
+        f"trainer ms with {ROWS} calls in flight {ratios['trainer ms']:.3f}, with {IN_FLIGHT} {alone:.3f}", flush=True
+    )
     cpu = {level: cpu_per_call(level, PROGRAMS["light"], int(400 * scale)) for level in ("L0", best)}
     print("CPU ms per light call: " + "  ".join(f"{level} {value:.2f}" for level, value in cpu.items()), flush=True)
     first = first_result(best)
     print(f"first result after {first:.2f} s")
-    for name, value in found.items():
+    for name, value in ratios.items():
         sign, target = TARGETS[name]
         good = value >= target if sign == ">=" else value <= target
         print(f"{name:<16} {value:9.3f}  target {sign} {target:<6} {'met' if good else 'MISSED'}")
     summary = {
-        "bench": "executor", "isolation": best, "ratios": found, "table": table, "session_ms": live,
+        "bench": "executor", "isolation": best, "ratios": ratios, "table": table, "session_ms": live,
         "replay_ms": replayed, "head_of_line": line, "trainer_ms_at_two": alone, "cpu_ms": cpu, "first_s": first,
         "load": os.getloadavg()[0],
         "cores": os.cpu_count(), "machine": platform.machine(), "kernel": platform.release(),

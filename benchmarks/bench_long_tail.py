@@ -68,10 +68,10 @@ def statistics(group: Group, keep: int, selector: Selector, seed: int) -> np.nda
         selection = select_group(group, keep, selector, rng)
         if not selection.kept:
             return None
-        kept = selection.indices
-        won, lost = kept[correct[kept]], kept[~correct[kept]]
+        indices = selection.indices
+        won, lost = indices[correct[indices]], indices[~correct[indices]]
         share = errors[won].sum() / calls[won].sum() if calls[won].sum() else np.nan
-        rows.append((mean(lengths[kept]), mean(lengths[won]), mean(lengths[lost]), mean(correct[kept]), share))
+        rows.append((mean(lengths[indices]), mean(lengths[won]), mean(lengths[lost]), mean(correct[indices]), share))
     return np.mean(rows, axis=0)
 
 
@@ -79,21 +79,21 @@ def early_exit(groups: Sequence[Group], order: str, keep: int, selector: Selecto
     """Statistics of what is kept of whole and of cut groups, and their paired difference."""
     pairs, saved, dropped = [], [], 0
     for seed, group in enumerate(groups):
-        whole = statistics(group, keep, selector, seed)
-        if whole is None:
+        full = statistics(group, keep, selector, seed)
+        if full is None:
             continue
         cut = ended_early(group, order, keep, selector)
         left = statistics(cut, keep, selector, seed)
-        drawn = [sum(int(t.policy_mask.sum()) for t in one.trajectories) for one in (group, cut)]
+        drawn = [sum(int(t.policy_mask.sum()) for t in variant.trajectories) for variant in (group, cut)]
         saved.append(1 - drawn[1] / drawn[0])
         if left is None:
             dropped += 1
         else:
-            pairs.append((whole, left))
-    found = np.array(pairs)
+            pairs.append((full, left))
+    values = np.array(pairs)
     result = {"groups": len(saved), "dropped_by_it": dropped, "tokens_not_drawn": float(np.mean(saved))}
     for i, name in enumerate(STATISTICS):
-        both = found[~np.isnan(found[:, :, i]).any(axis=1)][:, :, i]
+        both = values[~np.isnan(values[:, :, i]).any(axis=1)][:, :, i]
         difference = both[:, 1] - both[:, 0]
         error = difference.std(ddof=1) / len(both) ** 0.5
         result[name] = {"whole": both[:, 0].mean(), "cut": both[:, 1].mean(), "bias": difference.mean(), "error": error}
@@ -124,34 +124,34 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="run directories recorded without early exit")
     parser.add_argument("--carried", type=Path, help="run directory of a run with rollout.step_limit partial")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
-    asked = parser.parse_args()
-    configs = [load_config(Config, [str(run / "config.yaml")], prog="bench_long_tail") for run in asked.runs]
+    options = parser.parse_args()
+    configs = [load_config(Config, [str(run / "config.yaml")], prog="bench_long_tail") for run in options.runs]
     if len({(config.group.size, config.resample) for config in configs}) > 1:
         parser.error("the runs differ in group.size or resample; name runs that select alike")
     config, keep = configs[0], configs[0].group.size
     sampled = config.resample.sampled(keep)
-    groups = [group for run in asked.runs for step in steps_of(run) for group in step if group.size == sampled]
-    found = {}
+    groups = [group for run in options.runs for step in steps_of(run) for group in step if group.size == sampled]
+    results = {}
     for method in ("roc", "uniform"):
         for order in ORDERS:
             other = Selector.read({"kind": method, "drop": config.resample.drop})
             selector = config.resample if config.resample.kind == method else other
-            found[f"{method}, {order}"] = result = early_exit(groups, order, keep, selector)
+            results[f"{method}, {order}"] = result = early_exit(groups, order, keep, selector)
             print(
                 f"{method}, rows end by {order}: {result['groups']} groups, {result['tokens_not_drawn']:.1%} of their "
                 f"tokens not drawn, {result['dropped_by_it']} groups lost"
             )
             for name in STATISTICS:
-                one = result[name]
+                figures = result[name]
                 print(
-                    f"  {name:28}{one['whole']:9.3f} whole{one['cut']:9.3f} cut"
-                    f"{one['bias']:+9.3f} +- {one['error']:.3f}"
+                    f"  {name:28}{figures['whole']:9.3f} whole{figures['cut']:9.3f} cut"
+                    f"{figures['bias']:+9.3f} +- {figures['error']:.3f}"
                 )
-    summary = {"benchmark": "long_tail", "groups": len(groups), "keep": keep, "early_exit": found}
-    if asked.carried:
-        summary["carried"] = partial_rows(asked.carried)
-    if asked.out:
-        asked.out.write_text(json.dumps(summary, indent=1) + "\n")
+    summary = {"benchmark": "long_tail", "groups": len(groups), "keep": keep, "early_exit": results}
+    if options.carried:
+        summary["carried"] = partial_rows(options.carried)
+    if options.out:
+        options.out.write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps(summary))
 
 

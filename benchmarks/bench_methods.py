@@ -99,13 +99,13 @@ def host_stages(config: Config, groups: list[Group]) -> dict[str, float]:
 
     timed("plan", plan)
     selections = timed("select", lambda: [resample_group(group, config, rng) for group in groups])
-    kept = [subset(g, s) for g, s in zip(groups, selections, strict=True) if s.kept]
-    recorded = [t.logprobs for group in kept for t in group.trajectories]
+    kept_groups = [subset(g, s) for g, s in zip(groups, selections, strict=True) if s.kept]
+    recorded = [t.logprobs for group in kept_groups for t in group.trajectories]
     scores = Scores(recorded, recorded, recorded, recorded)
-    rows = timed("rows", lambda: train_rows(kept, config, state, rng=rng, scores=scores))
+    rows = timed("rows", lambda: train_rows(kept_groups, config, state, rng=rng, scores=scores))
     assert rows
-    timed("state", lambda: next_state(groups, kept, config, state))
-    sampled, trained = (sum(t.length for group in some for t in group.trajectories) for some in (groups, kept))
+    timed("state", lambda: next_state(groups, kept_groups, config, state))
+    sampled, trained = (sum(t.length for group in some for t in group.trajectories) for some in (groups, kept_groups))
     seconds["total"] = sum(seconds.values())
     return seconds | {"share": seconds["total"] / step_seconds(sampled, trained)}
 

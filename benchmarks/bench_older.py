@@ -33,7 +33,7 @@ def serve() -> None:
         requests = [bench.one_rollout(group, texts[group], BUDGET, sample) for group, sample in places]
     else:  # before requests had several samples
         named = [{"key": (0, group, sample), "prompt": texts[group], "group": group} for group, sample in places]
-        requests = [bench.Request(**one, budget=BUDGET) for one in named]
+        requests = [bench.Request(**fields, budget=BUDGET) for fields in named]
     engine, sampler = bench.engine_for(bench.MANY, warm=True)
     variants = {
         "engine": lambda: engine.run(sampler, requests, bench.Script(turns, observations, latency)),

@@ -394,18 +394,18 @@ def tunix_sample(contexts: list[np.ndarray], new: int) -> None:
 @lru_cache
 def peers() -> dict[str, Callable[[np.ndarray, int], None]]:
     """Name -> generate, of those that are installed and run."""
-    found = {}
+    generators = {}
     if "transformers" in PEERS and importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
-        found["transformers"] = torch_generate
+        generators["transformers"] = torch_generate
     if "tunix" in PEERS and importlib.util.find_spec("tunix"):
-        found["tunix"] = tunix_generate
-    for name, generate in list(found.items()):
+        generators["tunix"] = tunix_generate
+    for name, generate in list(generators.items()):
         try:
             generate(prompts(1, 64)[0][None], 4)
         except Exception as error:
             print(f"# {name} is installed but does not run: {type(error).__name__}: {error}", file=sys.stderr)
-            del found[name]
-    return found
+            del generators[name]
+    return generators
 
 
 # Cases.
@@ -512,7 +512,7 @@ def case_group(repeats: int) -> dict:
     engine, sampler = engine_for(config)
     (shared,) = prompts(1, 512)
     copies = [one_rollout(0, shared, 1, sample) for sample in range(8)]
-    each = [one_rollout(place, shared, 1) for place in range(8)]
+    each = [one_rollout(index, shared, 1) for index in range(8)]
     report = alternate(
         {
             "engine": lambda: engine.run(sampler, copies[:1], SingleTurn()),
@@ -553,7 +553,7 @@ def decode_steps(repeats: int, config: RolloutConfig, variants: dict[str, list[n
     runs, stats = {}, {}
 
     def once(name: str, new: int) -> None:
-        texts = {row.tobytes(): place for place, row in enumerate(variants[name])}
+        texts = {row.tobytes(): index for index, row in enumerate(variants[name])}
         numbered = enumerate(variants[name])
         requests = [one_rollout(texts[row.tobytes()], row, new, sample) for sample, row in numbered]
         _, stats[name] = engine.run(sampler, requests, SingleTurn())
@@ -573,7 +573,7 @@ def decode_steps(repeats: int, config: RolloutConfig, variants: dict[str, list[n
     return {
         "times": report,
         "step_ms": {name: {key: round(1e3 * took, 3) for key, took in step.items()} for name, step in steps.items()},
-        "cache_room_for_a_token": {name: round(found.cache_room, 2) for name, found in stats.items()},
+        "cache_room_for_a_token": {name: round(run_stats.cache_room, 2) for name, run_stats in stats.items()},
         "targets": {other: target(slower, most=most)},
     }
 
@@ -760,7 +760,7 @@ def case_correctness(repeats: int) -> dict:
 def case_prompts(repeats: int) -> dict:
     """Prompts of 60 tokens and the first token after each: 8 at once, and 32."""
     engine, sampler = engine_for(PROMPTS, warm=True)
-    found = {}
+    cases = {}
     for count in (8, 32):
         rows = prompts(count, 60)
         requests = [one_rollout(i, row, 1) for i, row in enumerate(rows)]
@@ -769,13 +769,13 @@ def case_prompts(repeats: int) -> dict:
             variants["transformers"] = partial(torch_sample, rows, 1)
         report = alternate(variants, repeats)
         rates = {name: round(60 * count / figures["cpu_s"]) for name, figures in report.items()}
-        found[f"{count} prompts"] = {"times": report, "tokens_per_cpu_s": rates, "slower_than_engine": ratios(report)}
+        cases[f"{count} prompts"] = {"times": report, "tokens_per_cpu_s": rates, "slower_than_engine": ratios(report)}
     targets = {
         name: target(case["slower_than_engine"]["transformers"]["cpu_s"], least=1.0)
-        for name, case in found.items()
+        for name, case in cases.items()
         if "transformers" in case["slower_than_engine"]
     }
-    return found | {"targets": targets}
+    return cases | {"targets": targets}
 
 
 def grpo_workload(seed: int = 0, problems: int = 8, samples: int = 16):
@@ -820,10 +820,10 @@ def case_grpo(repeats: int, peer_part: int = 2) -> dict:
     latency = [rng.uniform(0.05, 0.2, len(row) - 1).tolist() for row in turns]
     requests = [one_rollout(i // samples, texts[i // samples], 560, i % samples) for i in range(count)]
     contexts = [request.prompt for request in requests]
-    found: list = []
+    last_stats: list = []
 
     def run() -> None:
-        found[:] = [engine.run(sampler, requests, Script(turns, observations, latency))[1]]
+        last_stats[:] = [engine.run(sampler, requests, Script(turns, observations, latency))[1]]
 
     variants = {"engine": run}
     if "transformers" in peers():
@@ -836,7 +836,7 @@ def case_grpo(repeats: int, peer_part: int = 2) -> dict:
     if "tunix" in report:
         report["tunix"] |= {key: round(report["tunix"][key] * count / part, 3) for key in ("wall_s", "cpu_s")}
         report["tunix"]["rows_run"] = part
-    slower, (stats,) = ratios(report), found
+    slower, (stats,) = ratios(report), last_stats
     return {
         "times": report,
         "slower_than_engine": slower,

@@ -94,7 +94,7 @@ def apart(config: Config, parts: tuple, learner, pool: Watched, kill_at: int) ->
     (policy, sampling), run = parts, fresh_run(config, *parts)
     stream = RolloutStream(config, sampling, policy.mesh, pool)
     learner.learner.meanwhile = stream.meanwhile
-    begun, metrics, keys, taken, numbers = [], [], Counter(), 0, Counter()
+    begun, metrics, keys, groups_trained, numbers = [], [], Counter(), 0, Counter()
     take, killed, killed_at = stream._take, "", 0.0
 
     def counted(trained):
@@ -121,7 +121,7 @@ def apart(config: Config, parts: tuple, learner, pool: Watched, kill_at: int) ->
         run.train, batches, measured = learner.update(run, batches)
         metrics.append(measured | stream.after_update(run, groups, measured)[0])
         run.method = next_state(samples.groups, groups, config, run.method, {})
-        taken += len(samples.groups)
+        groups_trained += len(samples.groups)
         run.step += 1
     begun.append(time.perf_counter())
     while kill_at < config.steps and not any(event[1:] == ("returned", killed) for event in pool.events):
@@ -142,7 +142,7 @@ def apart(config: Config, parts: tuple, learner, pool: Watched, kill_at: int) ->
         },
         "accounts": {
             "groups_begun": stream._begun,
-            "groups_trained": taken,
+            "groups_trained": groups_trained,
             "groups_open": len(still_open),
             "lost": len(set(range(stream._begun)) - set(numbers) - still_open),
             "groups_twice": sum(count > 1 for count in numbers.values()),
@@ -159,27 +159,27 @@ def main() -> None:
     parser.add_argument("--samplers", type=int, default=2)
     parser.add_argument("--lag", type=int, default=1)
     parser.add_argument("--kill", type=int, default=5, help="the step in which a sampler is killed, from 2")
-    asked, more = parser.parse_known_args()
-    remote = [f"--rollout.samplers={{kind: ray, count: {asked.samplers}}}", f"--rollout.step_limit.lag={asked.lag}"]
-    config = read_config(*WORDS, f"--steps={asked.steps}", *remote, *more)
-    limit = ("--rollout.step_limit=stream", f"--rollout.step_limit.lag={asked.lag}")
+    args, more = parser.parse_known_args()
+    remote = [f"--rollout.samplers={{kind: ray, count: {args.samplers}}}", f"--rollout.step_limit.lag={args.lag}"]
+    config = read_config(*WORDS, f"--steps={args.steps}", *remote, *more)
+    limit = ("--rollout.step_limit=stream", f"--rollout.step_limit.lag={args.lag}")
     plain = replace(read_config(*WORDS, *limit, *more), steps=10**6)
-    print(f"ceiling: {asked.samplers} times the steps of sampling alone, where updates and cores do not bound it first")
+    print(f"ceiling: {args.samplers} times the steps of sampling alone, where updates and cores do not bound it first")
     with mock.patch.object(sampler_module, "with_tools", scripted):
         with make_parts(plain) as parts:
             parts[1].sampler.engine.warmup(
                 parts[1].sampler.engine.publish(parts[0].full(fresh_run(plain, *parts).train.params), 0)
             )
-            by_step, steps_alone = (alone(plain, parts, asked.alone, streams=streams) for streams in (False, True))
+            by_step, steps_alone = (alone(plain, parts, args.alone, streams=streams) for streams in (False, True))
         print(f"alone: {by_step:.3f} steps/s step by step, {steps_alone:.3f} as a stream", flush=True)
         with make_parts(config) as parts:
             policy, sampling = parts
             transport = RayTransport(config.rollout.remote, partial(slow_sampler, config), (), sent_bytes(policy))
             try:
-                pool = Watched(transport, sampling, asked.samplers, config.rollout.remote.timeout_s)
+                pool = Watched(transport, sampling, args.samplers, config.rollout.remote.timeout_s)
                 learner = make_learner(config, policy, sampling.sampler.chat)
                 learner.warmup(fresh_run(config, *parts))
-                measured = apart(config, parts, learner, pool, asked.kill)
+                measured = apart(config, parts, learner, pool, args.kill)
             finally:
                 transport.close()
     summary = {
@@ -188,12 +188,12 @@ def main() -> None:
         "cores": len(os.sched_getaffinity(0)),
         "jax": jax.__version__,
         "ray": transport._ray.__version__,
-        "samplers": asked.samplers,
-        "lag": asked.lag,
-        "steps": asked.steps,
+        "samplers": args.samplers,
+        "lag": args.lag,
+        "steps": args.steps,
         "slots": config.rollout.slots,
         "words": more,
-        "ceiling": asked.samplers,
+        "ceiling": args.samplers,
         "steps_per_s": {"alone": round(steps_alone, 4), "alone_by_step": round(by_step, 4)}
         | {name: round(measured.pop(name), 4) for name in ("before_kill", "all")},
     }

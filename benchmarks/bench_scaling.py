@@ -43,14 +43,14 @@ RESULTS = Path(__file__).parent / "results"
 SERIES = (("flops", "TFLOP", 1e12), ("traffic", "GB to and from memory", 1e9), ("sent", "GB sent", 1e9))
 
 
-def measure(chips: int, asked: argparse.Namespace) -> list[dict]:
+def measure(chips: int, args: argparse.Namespace) -> list[dict]:
     """One row a program: what one chip needs at that size."""
     topology = parse_topology(f"v5p:{GRIDS[chips]}")
-    fsdp = min(asked.fsdp, chips)
-    words = ["qwen3_0_6b_gsm8k", f"--sharding.fsdp={fsdp}", "--sharding.data=-1", f"--batch.row_length={asked.length}"]
-    words += [f"--rollout.slots={asked.slots}", f"--batch.rows={chips}", f"--group.problems={chips}"]
+    fsdp = min(args.fsdp, chips)
+    words = ["qwen3_0_6b_gsm8k", f"--sharding.fsdp={fsdp}", "--sharding.data=-1", f"--batch.row_length={args.length}"]
+    words += [f"--rollout.slots={args.slots}", f"--batch.rows={chips}", f"--group.problems={chips}"]
     config = load_config(Config, words, prog="bench_scaling")
-    model = model_of(config, asked.model_shape)
+    model = model_of(config, args.model_shape)
     mesh = planned_mesh(config, topology, False)
     work = work_of(config, mesh, topology, 0.0)
     state = state_like(model, config.optim, mesh)
@@ -63,9 +63,9 @@ def measure(chips: int, asked: argparse.Namespace) -> list[dict]:
     def say(line: str) -> None:
         print(f"{chips} chips: {line}", flush=True)
 
-    found = [read_needs("update", step.lower(state, batch_like(config, mesh)), resident["update"], trip_counts, say)]
+    programs = [read_needs("update", step.lower(state, batch_like(config, mesh)), resident["update"], trip_counts, say)]
     *_, decode = (lowered for name, lowered in engine.lower(state.params) if name.startswith("decode"))
-    found.append(read_needs("decode", decode, resident["decode"], [float(work.chunk)], say))
+    programs.append(read_needs("decode", decode, resident["decode"], [float(work.chunk)], say))
     return [
         {
             "chips": chips,
@@ -81,7 +81,7 @@ def measure(chips: int, asked: argparse.Namespace) -> list[dict]:
             "compile_s": needs.compile_s,
             "refused": needs.refused,
         }
-        for needs in found
+        for needs in programs
     ]
 
 
@@ -119,20 +119,20 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192, help="tokens of a packed row")
     parser.add_argument("--slots", type=int, default=64, help="rows that a process decodes")
     parser.add_argument("--out", default="scaling", help="name of the files under benchmarks/results")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     RESULTS.mkdir(exist_ok=True)
-    place, rows = RESULTS / f"{asked.out}.json", []
-    if place.exists():  # sizes that are not asked for again are kept
-        rows = [row for row in json.loads(place.read_text())["rows"] if row["chips"] not in asked.chips]
-    for chips in asked.chips:
-        rows += measure(chips, asked)
+    path, rows = RESULTS / f"{args.out}.json", []
+    if path.exists():  # sizes that are not asked for again are kept
+        rows = [row for row in json.loads(path.read_text())["rows"] if row["chips"] not in args.chips]
+    for chips in args.chips:
+        rows += measure(chips, args)
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        summary = {"benchmark": "scaling", "settings": vars(asked), "versions": versions(PACKAGES), "commit": commit}
-        place.write_text(json.dumps(summary | {"rows": rows}, indent=1) + "\n")
+        summary = {"benchmark": "scaling", "settings": vars(args), "versions": versions(PACKAGES), "commit": commit}
+        path.write_text(json.dumps(summary | {"rows": rows}, indent=1) + "\n")
     print("\n".join(table(rows)))
-    draw(rows, place.with_suffix(".png"), f"{asked.model_shape} on v5p: a chip's share as the pod grows")
-    print(json.dumps(summary | {"rows": len(rows), "file": place.name}))
+    draw(rows, path.with_suffix(".png"), f"{args.model_shape} on v5p: a chip's share as the pod grows")
+    print(json.dumps(summary | {"rows": len(rows), "file": path.name}))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class Asker:
 
 def load_clients(port: int, bodies: list[list[dict]], answer) -> None:
     """Clients at once, each with its requests: (tokens, wall seconds, first-token seconds)."""
-    askers, started = [Asker(port, own) for own in bodies], time.perf_counter()
+    askers, started = [Asker(port, requests) for requests in bodies], time.perf_counter()
     selector = selectors.DefaultSelector()
     for asker in askers:
         selector.register(asker.ask(), selectors.EVENT_READ, asker)
@@ -130,12 +130,12 @@ def chat_clients(port: int, clients: int, tokens: int, turns: int, answer) -> No
         for turn in range(turns):
             link = http.client.HTTPConnection("127.0.0.1", port)
             body = {"messages": messages, "max_tokens": tokens, "seed": 100 * number + turn}
-            asked = time.perf_counter()
+            sent = time.perf_counter()
             link.request("POST", "/v1/chat/completions", json.dumps(body))
-            said = json.loads(link.getresponse().read())["choices"][0]["message"]["content"]
-            calls_s.append(time.perf_counter() - asked)
+            reply = json.loads(link.getresponse().read())["choices"][0]["message"]["content"]
+            calls_s.append(time.perf_counter() - sent)
             link.close()
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go"}]
+            messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "go"}]
         took.append(time.perf_counter() - started)
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
@@ -151,9 +151,9 @@ def elsewhere(function, *arguments):
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=function, args=(*arguments, there))
     process.start()
-    found = here.recv()
+    result = here.recv()
     process.join()
-    return found
+    return result
 
 
 def load(policy: tuple, repeats: int, clients: int, tokens: int, requests: int) -> dict:
@@ -165,10 +165,10 @@ def load(policy: tuple, repeats: int, clients: int, tokens: int, requests: int) 
 
     def keeping(rows: list[RolloutRequest]) -> int:
         tickets = direct.submit(sampler, rows, SingleTurn(), RunOptions(purpose="chat", keep_cache=True))
-        found: list[Trajectory] = []
-        while len(found) < len(tickets):
-            found += [trajectory for _, trajectory in direct.advance()]
-        return sum(int(trajectory.policy_mask.sum()) for trajectory in found)
+        results: list[Trajectory] = []
+        while len(results) < len(tickets):
+            results += [trajectory for _, trajectory in direct.advance()]
+        return sum(int(trajectory.policy_mask.sum()) for trajectory in results)
 
     def emptied(rows: list[RolloutRequest]) -> int:
         return fresh.run(sampler, rows, SingleTurn())[1].sampled_tokens
@@ -198,7 +198,9 @@ def load(policy: tuple, repeats: int, clients: int, tokens: int, requests: int) 
         firsts += first
     server.endpoint.loop.close()
     server.close()
-    rates, work = ({name: values[1:] for name, values in found.items()} for found in (rates, work))  # the first warm up
+    rates, work = (
+        {name: values[1:] for name, values in results.items()} for results in (rates, work)
+    )  # the first warm up
     middle = {name: statistics.median(values) for name, values in rates.items()}
     return {
         "case": "load",
@@ -217,18 +219,18 @@ def turns(policy: tuple, clients: int) -> dict:
     sampler = engine.publish(params, 1)
     written, cached = {}, {}
     for variant in ("on", "off"):
-        own = engine.sibling()
+        fresh = engine.sibling()
 
-        def forget(own: Engine = own, off: bool = variant == "off") -> None:
-            for blocks in own.scheduler.device.blocks if off and own.scheduler else ():
+        def forget(fresh: Engine = fresh, off: bool = variant == "off") -> None:
+            for blocks in fresh.scheduler.device.blocks if off and fresh.scheduler else ():
                 blocks.forget()
 
         server = ServerThread(
-            lambda deliver, own=own, forget=forget: Endpoint(chat, SamplingLoop(own, sampler, deliver, forget))
+            lambda deliver, fresh=fresh, forget=forget: Endpoint(chat, SamplingLoop(fresh, sampler, deliver, forget))
         )
         server.endpoint.loop.start()
         elsewhere(chat_clients, server.port, clients, TURN_TOKENS, TURNS)
-        written[variant], cached[variant] = own.stats.prefilled_tokens, own.stats.cached_tokens
+        written[variant], cached[variant] = fresh.stats.prefilled_tokens, fresh.stats.cached_tokens
         server.endpoint.loop.close()
         server.close()
     return {
@@ -244,9 +246,9 @@ def turns(policy: tuple, clients: int) -> dict:
 def agents(policy: tuple, clients: int) -> dict:
     """Agents of 45 short calls each, all at once: how fast are they, is one of them starved, how long do calls take?"""
     chat, engine, params = policy
-    own, sampler = engine.sibling(), engine.publish(params, 1)
+    fresh, sampler = engine.sibling(), engine.publish(params, 1)
     engine.warmup(sampler)
-    server = ServerThread(lambda deliver: Endpoint(chat, SamplingLoop(own, sampler, deliver)))
+    server = ServerThread(lambda deliver: Endpoint(chat, SamplingLoop(fresh, sampler, deliver)))
     server.endpoint.loop.start()
     begun = time.perf_counter()
     took, calls_s = elsewhere(chat_clients, server.port, clients, 4, CALLS)
@@ -274,15 +276,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=192, help="of a request of `load`")
     parser.add_argument("--requests", type=int, default=2, help="of each client, one after another")
-    asked = parser.parse_args()
-    policy = make_policy(max(asked.clients))
-    if "load" in asked.cases:
-        for clients in asked.clients:
-            print(json.dumps(load(policy, asked.repeats, clients, asked.tokens, asked.requests)), flush=True)
-    if "turns" in asked.cases:
-        print(json.dumps(turns(policy, max(asked.clients))), flush=True)
-    if "agents" in asked.cases:
-        print(json.dumps(agents(policy, max(asked.clients))), flush=True)
+    options = parser.parse_args()
+    policy = make_policy(max(options.clients))
+    if "load" in options.cases:
+        for clients in options.clients:
+            print(json.dumps(load(policy, options.repeats, clients, options.tokens, options.requests)), flush=True)
+    if "turns" in options.cases:
+        print(json.dumps(turns(policy, max(options.clients))), flush=True)
+    if "agents" in options.cases:
+        print(json.dumps(agents(policy, max(options.clients))), flush=True)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ PREDICTED = {
 def workload(problems: int, rows: int, turns: int, median: float, tool_s: float) -> list[list[RowLife]]:
     """Rows of prompts of 64 tokens with turns of log-normal lengths, and tools that take half to twice their time."""
     rng = np.random.default_rng((problems, rows, turns, int(median)))
-    found = []
+    groups = []
     for _ in range(problems):
         lives = []
         for _ in range(rows):
@@ -74,8 +74,8 @@ def workload(problems: int, rows: int, turns: int, median: float, tool_s: float)
             waits = tool_s * np.exp2(rng.uniform(-1, 1, number))
             parts = [RowTurn(int(n), 16, float(wait)) for n, wait in zip(lengths, waits, strict=True)]
             lives.append(RowLife(64, (*parts[:-1], RowTurn(parts[-1].sampled))))
-        found.append(lives)
-    return found
+        groups.append(lives)
+    return groups
 
 
 def run(config: RolloutConfig, groups: list[list[RowLife]]) -> RolloutStats:
@@ -83,8 +83,8 @@ def run(config: RolloutConfig, groups: list[list[RowLife]]) -> RolloutStats:
     engine, sampler = engine_for(config, warm=True)
     lives = [life for group in groups for life in group]
     texts = prompts(len(groups), 64)
-    places = [(place, sample) for place, group in enumerate(groups) for sample in range(len(group))]
-    requests = [one_rollout(place, texts[place], config.max_response_tokens, sample) for place, sample in places]
+    places = [(index, sample) for index, group in enumerate(groups) for sample in range(len(group))]
+    requests = [one_rollout(index, texts[index], config.max_response_tokens, sample) for index, sample in places]
     turns = [[turn.sampled for turn in life.turns] for life in lives]
     observations = [[np.ones(turn.observed, np.int32) for turn in life.turns[:-1]] for life in lives]
     waits = [[turn.tool_s for turn in life.turns[:-1]] for life in lives]
@@ -172,8 +172,8 @@ def simulated_s(config: RolloutConfig, groups: list[list[RowLife]], costs: Costs
 def timed_beside(reference, call):
     """(result of the call, mean seconds of the reference workload before and after it)."""
     before = reference().seconds
-    found = call()
-    return found, (before + reference().seconds) / 2
+    result = call()
+    return result, (before + reference().seconds) / 2
 
 
 def at_pace(costs: Costs, pace: float) -> Costs:
@@ -186,8 +186,8 @@ def at_pace(costs: Costs, pace: float) -> Costs:
 def middle(rounds: list[Costs]) -> Costs:
     """The median of each time."""
     first = rounds[0]
-    named = {name: statistics.median(getattr(one, name) for one in rounds) for name in ("append", "token", "copy")}
-    columns = [zip(*(one.measured[i].seconds for one in rounds), strict=True) for i in range(len(first.measured))]
+    named = {name: statistics.median(getattr(costs, name) for costs in rounds) for name in ("append", "token", "copy")}
+    columns = [zip(*(costs.measured[i].seconds for costs in rounds), strict=True) for i in range(len(first.measured))]
     measured = [
         times._replace(seconds=tuple(map(statistics.median, each)))
         for times, each in zip(first.measured, columns, strict=True)
@@ -244,7 +244,7 @@ def main() -> None:
             now = replace(at_pace(programs[key], pace), round=round_s * pace)
             tries.append((stats.seconds, simulated_s(config, groups, now), pace))
         measured, predicted, pace = map(statistics.median, zip(*tries, strict=True))
-        error = statistics.median(guess / found for found, guess, _ in tries) - 1
+        error = statistics.median(guess / actual for actual, guess, _ in tries) - 1
         cases[name] = {"measured_s": measured, "predicted_s": predicted, "reference_s": pace, "error": error}
         print(f"{name:22}{measured:9.2f} s{predicted:9.2f} s{error:+8.0%}  reference {pace:.2f} s", flush=True)
     worst = max(abs(case["error"]) for case in cases.values())

@@ -81,16 +81,16 @@ class SleepingTools:
         self.turns = [np.clip(rng.lognormal(3.0, 0.8, rng.choice(TURNS)), 4, 60).astype(int).tolist() for rng in draws]
         self.sleeps = [np.exp(rng.uniform(np.log(0.05), np.log(5.0), len(TURNS))) for rng in draws]
         factors = [np.exp(min(spread * np.random.default_rng(key[:2]).normal(), 1.0)) for key in keys]
-        factors = [own * hard ** (key[1] % every == 0) for own, key in zip(factors, keys, strict=True)]
-        self.sleeps = [own * factor for own, factor in zip(self.sleeps, factors, strict=True)]
+        factors = [base * hard ** (key[1] % every == 0) for base, key in zip(factors, keys, strict=True)]
+        self.sleeps = [base * factor for base, factor in zip(self.sleeps, factors, strict=True)]
         self.left = [row[0] for row in self.turns]
         self.done: list[list[Turn]] = [[] for _ in self.turns]
         self.calls: list[tuple[float, int]] = []
 
     def find_stop(self, index, new_tokens, before):
-        kept = self.left[index]
+        remaining = self.left[index]
         self.left[index] -= len(new_tokens)
-        return kept if self.left[index] <= 0 else None
+        return remaining if self.left[index] <= 0 else None
 
     def turn_ended(self, index, turn):
         done = self.done[index]
@@ -134,29 +134,29 @@ def several_processes(count: int) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environ = os.environ | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
-    own = [
+    processes = [
         subprocess.Popen([sys.executable, *sys.argv], env=environ | {"JAX_PROCESS_ID": str(index)})
         for index in range(count)
     ]
-    sys.exit(max(process.wait() for process in own))
+    sys.exit(max(process.wait() for process in processes))
 
 
-def one_of_several(asked: argparse.Namespace, more: list[str]) -> dict | None:
+def one_of_several(options: argparse.Namespace, more: list[str]) -> dict | None:
     """The summary, in the first process."""
     config = read_config(*WORDS, "--sharding.data=-1", *more)
     seconds: dict[str, list[float]] = {"divided": [], "shared": []}
     with (
         joined(config.distributed) as processes,
         make_parts(config, processes=processes) as (policy, sampling),
-        mock.patch.object(sampler_module, "with_tools", partial(unequal, hard=asked.hard)),
+        mock.patch.object(sampler_module, "with_tools", partial(unequal, hard=options.hard)),
     ):
         run = fresh_run(config, policy, sampling)
         weights = sampling.sampler.publish(policy.full(run.train.params), 0)
         sampling.sampler.engine.warmup(weights)
         size = config.resample.sampled(config.group.size)
         requests = [RolloutRequest(p, i, size) for i, p in enumerate(next(run.stream))]
-        for step in range(asked.repeats):
-            found = {}
+        for step in range(options.repeats):
+            rollouts = {}
             for way in seconds:
                 patched = mock.patch.object(sample, "divided_before", lambda _, requests: len(requests))
                 processes.gather(None)
@@ -164,11 +164,11 @@ def one_of_several(asked: argparse.Namespace, more: list[str]) -> dict | None:
                 with patched if way == "divided" else nullcontext():
                     groups = sampling.sample_requests(weights, requests, RunOptions(step)).groups
                 seconds[way].append(round(time.perf_counter() - begun, 2))
-                found[way] = [(t.tokens.tolist(), t.sample) for group in groups for t in group.trajectories]
-            assert found["divided"] == found["shared"]
+                rollouts[way] = [(t.tokens.tolist(), t.sample) for group in groups for t in group.trajectories]
+            assert rollouts["divided"] == rollouts["shared"]
         ratios = [divided / shared for divided, shared in zip(*seconds.values(), strict=True)]
         shape = {"processes": processes.count, "groups": len(requests), "rows": size * len(requests), "words": more}
-        shape["hard"] = asked.hard
+        shape["hard"] = options.hard
         summary = {"benchmark": "shared queue", "jax": jax.__version__} | shape
         summary |= {"seconds": seconds, "ratio": round(statistics.median(ratios), 3), "equal": True}
         return summary if processes.first else None
@@ -197,8 +197,8 @@ def run_steps(config: Config, parts: tuple, learner, *, overlap: bool) -> dict[s
     sampling.sampler.engine.release()
     names = ("rollout/sampled_tokens", "rollout/lag_mean", "rollout/lag_max", "rollout/partial_share", "time/update_s",
              "time/overlapped_s", "rollout/dropped_stale", rollout_stream.ESS)  # fmt: skip
-    found = {name: [row[name] for row in rows if name in row] for name in names}  # some steps have nothing to learn
-    means = {name: round(float(np.mean(values)), 4) for name, values in found.items() if values}
+    columns = {name: [row[name] for row in rows if name in row] for name in names}  # some steps have nothing to learn
+    means = {name: round(float(np.mean(values)), 4) for name, values in columns.items() if values}
     late = [row["rollout/reward"] for row in rows[(steps - 1) // 2 :]]  # `rows` begins with the second step
     return {"steps_per_s": (steps - 1) / seconds, "late_reward": round(float(np.mean(late)), 4)} | means
 
@@ -231,50 +231,50 @@ def main() -> None:
     parser.add_argument("--still", action="store_true", help="leave the engine alone during updates")
     parser.add_argument("--processes", type=int, default=0)
     parser.add_argument("--hard", type=float, help="factor of the tools of every P-th group")
-    asked, more = parser.parse_known_args()
-    if asked.processes:
+    options, more = parser.parse_known_args()
+    if options.processes:
         if "JAX_PROCESS_ID" not in os.environ:
-            several_processes(asked.processes)
-        if (summary := one_of_several(asked, more)) is not None:
+            several_processes(options.processes)
+        if (summary := one_of_several(options, more)) is not None:
             print(json.dumps(summary))
         return
-    found: dict[int, list[dict]] = {lag: [] for lag in asked.lags}
-    known = asked.rows.read_text(encoding="utf-8").splitlines() if asked.rows and asked.rows.exists() else []
+    runs: dict[int, list[dict]] = {lag: [] for lag in options.lags}
+    known = options.rows.read_text(encoding="utf-8").splitlines() if options.rows and options.rows.exists() else []
     known = {json.dumps(row.pop("run")): row for row in map(json.loads, known)}
     with mock.patch.object(sampler_module, "with_tools", scripted):
-        for repeat, seed in enumerate(asked.seeds or [0] * asked.repeats):
-            for lag in asked.lags:
-                named = [repeat if asked.seeds is None else seed, lag, asked.steps, not asked.still, *more]
+        for repeat, seed in enumerate(options.seeds or [0] * options.repeats):
+            for lag in options.lags:
+                named = [repeat if options.seeds is None else seed, lag, options.steps, not options.still, *more]
                 key = json.dumps(named)
                 if key not in known:
-                    words = [*WORDS, f"--steps={asked.steps}", "--rollout.step_limit=stream", f"--seed={seed}", *more]
-                    known[key] = one_run(read_config(*words, f"--rollout.step_limit.lag={lag}"), not asked.still)
-                    if asked.rows:
-                        with asked.rows.open("a", encoding="utf-8") as file:
+                    words = [*WORDS, f"--steps={options.steps}", "--rollout.step_limit=stream", f"--seed={seed}", *more]
+                    known[key] = one_run(read_config(*words, f"--rollout.step_limit.lag={lag}"), not options.still)
+                    if options.rows:
+                        with options.rows.open("a", encoding="utf-8") as file:
                             file.write(json.dumps({"run": named} | known[key]) + "\n")
-                found[lag].append(known[key])
+                runs[lag].append(known[key])
                 print(lag, known[key], flush=True)
-    speed = {lag: statistics.median(one["steps_per_s"] for one in each) for lag, each in found.items()}
+    speed = {lag: statistics.median(run["steps_per_s"] for run in each) for lag, each in runs.items()}
     summary = {
         "benchmark": "stream",
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "steps": asked.steps,
-        "overlap": not asked.still,
+        "steps": options.steps,
+        "overlap": not options.still,
         "words": more,
         "steps_per_s": {lag: round(value, 4) for lag, value in speed.items()},
-        "ratio": {lag: round(value / speed[asked.lags[0]], 3) for lag, value in speed.items()},
-        "runs": found,
+        "ratio": {lag: round(value / speed[options.lags[0]], 3) for lag, value in speed.items()},
+        "runs": runs,
     }
-    if asked.seeds:
-        paid = {lag: np.array([one["late_reward"] for one in each]) for lag, each in found.items()}
+    if options.seeds:
+        paid = {lag: np.array([run["late_reward"] for run in each]) for lag, each in runs.items()}
         summary["late_reward"] = {lag: round(float(rewards.mean()), 4) for lag, rewards in paid.items()}
-        others = asked.lags[1:] if len(asked.seeds) > 1 else []
-        summary["gain"] = {lag: gain_of(paid[lag] - paid[asked.lags[0]]) for lag in others}
+        others = options.lags[1:] if len(options.seeds) > 1 else []
+        summary["gain"] = {lag: gain_of(paid[lag] - paid[options.lags[0]]) for lag in others}
         for lag, gain in summary["gain"].items():
             print(
                 "reward at lag {} less lag {}: {mean:+.4f}, {low:+.4f} to {high:+.4f}".format(
-                    lag, asked.lags[0], **gain
+                    lag, options.lags[0], **gain
                 )
             )
     print(json.dumps(summary))

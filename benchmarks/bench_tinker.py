@@ -161,7 +161,7 @@ def words_of(options, data: str, length: int, rows: int) -> list[str]:
 
 def share_of_even_ids(problem, trajectories) -> list[float]:
     """The reward as a function of this library."""
-    return [float(np.mean(one.tokens[one.policy_mask] % 2 == 0)) for one in trajectories]
+    return [float(np.mean(trajectory.tokens[trajectory.policy_mask] % 2 == 0)) for trajectory in trajectories]
 
 
 def questions_of(options) -> list[str]:
@@ -183,7 +183,7 @@ def prompts_of(options) -> list[list[int]]:
     shortest = min(
         map(len, ids)
     )  # the server's engine pads nothing, so all are as long; the first ids are the system's
-    return [[int(token) for token in one[-shortest:]] for one in ids]
+    return [[int(token) for token in prompt[-shortest:]] for prompt in ids]
 
 
 def shape_of(options, prompt: int, longest: int) -> tuple[int, int]:
@@ -204,7 +204,7 @@ def train(options) -> dict:
     prompt = max(map(len, prompts_of(options)))
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "questions.jsonl"
-        lines = [json.dumps({"prompt": one, "answer": "0"}) for one in questions_of(options)[: options.groups]]
+        lines = [json.dumps({"prompt": text, "answer": "0"}) for text in questions_of(options)[: options.groups]]
         data.write_text("\n".join(lines), encoding="utf-8")
         words = words_of(options, str(data), *shape_of(options, prompt, options.context))
         run(read_config(*words, f"--run_dir={folder}/run"))
@@ -227,7 +227,7 @@ def base_of(options, stack: ExitStack, store: str):
     return open_base(stack, config, options.model, options.override), config
 
 
-def own(options) -> dict:
+def in_process(options) -> dict:
     """The loop in one process."""
     import jax
 
@@ -262,11 +262,11 @@ def own(options) -> dict:
                 RolloutRequest(problem, i, options.size, prompt=np.array(ids, np.int32), budget=options.tokens)
                 for i, (problem, ids) in enumerate(zip(problems, prompts[: options.groups], strict=True))
             ]
-            found, _ = engine.run(sampler, requests, SingleTurn(), RunOptions(step=number))
-            reward = np.array([np.mean(row.tokens[sampled(row)] % 2 == 0) for row in found])
+            rollouts, _ = engine.run(sampler, requests, SingleTurn(), RunOptions(step=number))
+            reward = np.array([np.mean(row.tokens[sampled(row)] % 2 == 0) for row in rollouts])
             centred = (reward.reshape(options.groups, -1) - reward.reshape(options.groups, -1).mean(1)[:, None]).ravel()
             rows = []
-            for row, value in zip(found, centred, strict=True):
+            for row, value in zip(rollouts, centred, strict=True):
                 n, mask = len(row.tokens), np.asarray(row.policy_mask)
                 advantage, zero = np.where(mask, value, 0.0).astype(np.float32), np.zeros(n, np.float32)
                 weight = mask.astype(np.float32)
@@ -302,32 +302,32 @@ def client(options, script: str = CLIENT) -> dict:
             name: getattr(options, name) for name in ("rank", "tokens", "steps", "size", "rate", "adapters", "groups")
         }
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        found = subprocess.run(
+        completed = subprocess.run(
             [options.python, "-c", script, json.dumps(words)],
             stdout=subprocess.PIPE,
             env=environment,
             check=True,
         )
         memory = {} if process is None else {"server_rss_mb": memory_mb(process.pid)}
-        return json.loads(found.stdout.splitlines()[-1]) | memory
+        return json.loads(completed.stdout.splitlines()[-1]) | memory
 
 
 def memory_mb(process: int) -> dict[str, int]:
     """Resident memory of a process in MiB, now and at most."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    found = {line.partition(":")[0]: line.split()[1] for line in lines if line.startswith(("VmRSS", "VmHWM"))}
-    return {"now": int(found["VmRSS"]) >> 10, "most": int(found["VmHWM"]) >> 10}
+    fields = {line.partition(":")[0]: line.split()[1] for line in lines if line.startswith(("VmRSS", "VmHWM"))}
+    return {"now": int(fields["VmRSS"]) >> 10, "most": int(fields["VmHWM"]) >> 10}
 
 
 def adapters(options) -> dict:
     """Tokens a second and seconds of a request, of many adapters and of one."""
-    found = client(options, ADAPTERS)
+    result = client(options, ADAPTERS)
     tokens = options.adapters * options.size * options.steps * options.tokens
     for name in ("mixed", "alone"):
-        took = found[name].pop("requests_s")
-        found[name]["tokens_per_s"] = round(tokens / found[name]["wall_s"], 1)
-        found[name]["request_s"] = {str(q): round(float(np.quantile(took, q)), 3) for q in (0.5, 0.99)}
-    return {"requests": options.adapters * options.steps, "rows_each": options.size, "tokens": options.tokens} | found
+        took = result[name].pop("requests_s")
+        result[name]["tokens_per_s"] = round(tokens / result[name]["wall_s"], 1)
+        result[name]["request_s"] = {str(q): round(float(np.quantile(took, q)), 3) for q in (0.5, 0.99)}
+    return {"requests": options.adapters * options.steps, "rows_each": options.size, "tokens": options.tokens} | result
 
 
 def main() -> None:
@@ -352,20 +352,20 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--rate", type=float, default=1e-3)
     options, options.override = parser.parse_known_args()
-    functions = {"train": train, "own": own, "client": client, "adapters": adapters}
+    functions = {"train": train, "own": in_process, "client": client, "adapters": adapters}
     functions["mixed"] = partial(client, script=MIXED)
     for side in options.side:
-        found = functions[side](options)
+        result = functions[side](options)
         if side in ("mixed", "adapters"):
-            print(json.dumps({"side": side, "model": options.model, "adapters": options.adapters} | found), flush=True)
+            print(json.dumps({"side": side, "model": options.model, "adapters": options.adapters} | result), flush=True)
             continue
-        later = found["seconds"][1:] or found["seconds"]
+        later = result["seconds"][1:] or result["seconds"]
         line = {"side": side, "model": options.model, "rows": options.groups * options.size}
-        tokens = found.pop("tokens_of_steps", [options.groups * options.size * options.tokens] * options.steps)
+        tokens = result.pop("tokens_of_steps", [options.groups * options.size * options.tokens] * options.steps)
         line |= {"tokens": tokens[0] if len({*tokens}) == 1 else tokens, "median_s": float(np.median(later))}
-        line["tokens_per_s"] = float(np.median(np.divide(tokens, found["seconds"])[1:])) if options.steps > 1 else None
-        found.pop("server_rss_mb", None)
-        print(json.dumps(line | {name: [round(x, 4) for x in value] for name, value in found.items()}), flush=True)
+        line["tokens_per_s"] = float(np.median(np.divide(tokens, result["seconds"])[1:])) if options.steps > 1 else None
+        result.pop("server_rss_mb", None)
+        print(json.dumps(line | {name: [round(x, 4) for x in value] for name, value in result.items()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ class Tunix(Timed):
         prompt_ids, answer_ids = (np.full((len(rows), n), pad, np.int32) for n in (left, right))
         for i, (row, n) in enumerate(zip(rows, prompts, strict=True)):
             prompt_ids[i, left - n :], answer_ids[i, : row.length - n] = np.split(np.maximum(row.tokens, 1), [n])
-        whole = TrainExample(
+        full = TrainExample(
             prompt_ids=jnp.asarray(prompt_ids),
             prompt_mask=jnp.asarray(prompt_ids != pad),
             completion_ids=jnp.asarray(answer_ids),
@@ -232,7 +232,7 @@ class Tunix(Timed):
             old_per_token_logps=None,
         )
         self.examples = [
-            jax.tree.map(lambda leaf, i=i: leaf[i * micro_batch : (i + 1) * micro_batch], whole) for i in range(calls)
+            jax.tree.map(lambda leaf, i=i: leaf[i * micro_batch : (i + 1) * micro_batch], full) for i in range(calls)
         ]
         self.computed = len(rows) * (left + right)
         self.step, _ = self.trainer.jit_train_and_eval_step(cache_nnx_graph=True)
@@ -294,11 +294,11 @@ def main() -> None:
     if arguments.peer:
         model = dataclasses.replace(model, qk_norm=True, rope_theta=1e6)  # the peer's Qwen3 has no others
         shape = partial(dataclasses.replace, batch)
-        kept = UpdateConfig(remat="none", vocab_chunk=model.vocab_size)  # as a run on a CPU with memory to spare
-        one = Variant(model, rows, shape(rows=1), kept, Clip(kl=K3(coef=BETA)))
-        whole = Variant(model, rows, shape(rows=one.placement.count), kept, Clip(kl=K3(coef=BETA)))
+        no_remat = UpdateConfig(remat="none", vocab_chunk=model.vocab_size)  # as a run on a CPU with memory to spare
+        row_by_row = Variant(model, rows, shape(rows=1), no_remat, Clip(kl=K3(coef=BETA)))
+        at_once = Variant(model, rows, shape(rows=row_by_row.placement.count), no_remat, Clip(kl=K3(coef=BETA)))
         # Both sides with all trajectories in a call, and with four or so.
-        variants = {"packed": whole, "packed, a row a call": one}
+        variants = {"packed": at_once, "packed, a row a call": row_by_row}
         variants |= {f"tunix, {n} rows a call": Tunix(model, rows, n) for n in (count, count // 12)}
     else:
         plans = plans_of(rows, batch, base, model.vocab_size)
@@ -366,7 +366,7 @@ def report_of(variants: dict[str, "Variant | Tunix"], tokens: int, best_s: float
             f"{line['spread']:8.0%}{variant.temp_bytes / 1e6:9.1f}{line['fill']:6.2f}{variant.compile_s:8.1f}s"
         )
         if variant.reference_s:
-            both = [np.add(one.seconds, one.reference_s)[1:] for one in (variant, first)]
+            both = [np.add(timed.seconds, timed.reference_s)[1:] for timed in (variant, first)]
             line["reference_s"] = statistics.median(variant.reference_s[1:])
             line["with_reference"] = float(np.median(both[0] / both[1]))
             print(

@@ -154,8 +154,8 @@ class Torch(Timed):
         }
         tensors = {"model.embed_tokens.weight": params["embed"], "lm_head.weight": params["embed"]}
         for i in range(model.layers):
-            for name, (own, inputs) in names.items():
-                matrix = params["layers"][own][i]
+            for name, (key, inputs) in names.items():
+                matrix = params["layers"][key][i]
                 tensors[f"model.layers.{i}.{name}.weight"] = matrix.reshape(int(np.prod(matrix.shape[:inputs])), -1).T
         return {name: self.torch.from_numpy(np.array(leaf)) for name, leaf in tensors.items()}
 
@@ -165,10 +165,10 @@ class Torch(Timed):
             mask = None if bool(self.present.all()) else self.present
             logits = self.model(input_ids=self.tokens, attention_mask=mask, use_cache=False).logits[:, :-1]
             targets = self.tokens[:, 1:]
-            found = -torch.nn.functional.cross_entropy(
+            logprobs = -torch.nn.functional.cross_entropy(
                 logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="none"
             ).view(targets.shape)
-            ratio = torch.exp(found - self.old)
+            ratio = torch.exp(logprobs - self.old)
             clipped = ratio.clamp(1 - CLIP.clip_low, 1 + CLIP.clip_high)
             loss = -(self.weights * torch.minimum(ratio * self.advantages, clipped * self.advantages)).sum()
             loss.backward()
@@ -192,10 +192,10 @@ def variants_of(case: str, model: ModelConfig) -> tuple[list[int], dict[str, Any
         drawn = lengths_of(UNEQUAL, LENGTH, 512, 0.6)
         lengths = [int(n) for n in drawn]
     rows = rows_of(np.asarray(lengths), model.vocab_size)
-    one = BatchConfig(row_length=160, rows=COUNT)
+    batch = BatchConfig(row_length=160, rows=COUNT)
     if case == "full":
         return lengths, {
-            "ours": lambda: Ours(model, rows, one, AllWeights(), CLIP),
+            "ours": lambda: Ours(model, rows, batch, AllWeights(), CLIP),
             "plain": lambda: Plain(model, rows),
             "torch": lambda: Torch(model, rows),
         }
@@ -209,11 +209,11 @@ def variants_of(case: str, model: ModelConfig) -> tuple[list[int], dict[str, Any
         }
     if case == "low_rank":
         return lengths, {
-            "ours": lambda: Ours(model, rows, one, LORA, CLIP),
+            "ours": lambda: Ours(model, rows, batch, LORA, CLIP),
             "torch + peft": lambda: Torch(model, rows, LORA),
         }
     return lengths, {
-        "ours": lambda: Ours(model, rows, one, AllWeights(), Clip(kl=K3(coef=BETA))),
+        "ours": lambda: Ours(model, rows, batch, AllWeights(), Clip(kl=K3(coef=BETA))),
         "tunix": lambda: Peer(model, rows, COUNT),
     }
 
@@ -232,8 +232,8 @@ def main() -> None:
     variants = {name: make() for name, make in makers.items()}
     first = {name: variant.run() for name, variant in variants.items()}
     if arguments.case in ("full", "packed"):
-        for name, found in first.items():
-            np.testing.assert_allclose(found, first["ours"], rtol=2e-3, atol=1e-5, err_msg=name)
+        for name, figures in first.items():
+            np.testing.assert_allclose(figures, first["ours"], rtol=2e-3, atol=1e-5, err_msg=name)
     for turn in range(arguments.repeats):
         for variant in list(variants.values())[:: -1 if turn % 2 else 1]:
             for _ in range(1 + STEPS):
@@ -270,7 +270,7 @@ def main() -> None:
         "peak_gflops": peak / 1e9,
         "useful_s_at_peak": best,
         "variants": report,
-        "first step (loss, gradient norm)": {name: found for name, found in first.items() if found},
+        "first step (loss, gradient norm)": {name: figures for name, figures in first.items() if figures},
         "repeats": arguments.repeats,
         "load": load,
         "beside": arguments.beside,

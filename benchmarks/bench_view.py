@@ -53,7 +53,7 @@ def make_run(folder: Path, trajectories: int) -> tuple[int, float]:
         os.link(log, other)
         index.index_file(other).write_bytes(content.replace(b'"step": 1,', f'"step": {step},'.encode(), 1))
     rows = [row(rng, step, step / steps) for step in range(1, steps + 1)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in rows))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(metrics) + "\n" for metrics in rows))
     return steps, written_s
 
 
@@ -73,40 +73,40 @@ def measure(folder: Path) -> dict[str, float]:
             started = time.monotonic()
             page.goto(url)
             page.wait_for_selector(".chart")
-            found = {"command_s": started - begun, "curves_s": time.monotonic() - started}
+            measured = {"command_s": started - begun, "curves_s": time.monotonic() - started}
             page.goto("about:blank")
             started = time.monotonic()
             page.goto(f"{url}#/rollouts?view=flat")
             page.wait_for_selector(".item")
-            found["list_s"] = time.monotonic() - started
+            measured["list_s"] = time.monotonic() - started
             count = page.inner_text(".count")
             begun = time.monotonic()
             page.goto(f"{url}#/rollouts?status=wrong&kept=no&error=exception")
             page.wait_for_selector(f".count:not(:has-text('{count}'))")
-            found["filter_s"] = time.monotonic() - begun
+            measured["filter_s"] = time.monotonic() - begun
             begun = time.monotonic()
             page.goto(f"{url}#/group?g=0.step.1.0&a=0.step.1.3")
             page.wait_for_selector(".trajectory")
-            found["trajectory_s"] = time.monotonic() - begun
+            measured["trajectory_s"] = time.monotonic() - begun
             page.goto(f"{url}#/rollouts?view=flat")
             page.wait_for_selector(".item")
             spans = np.array(page.evaluate(FRAMES))
-            found |= {"frame_ms_median": float(np.median(spans)), "frame_ms_p95": float(np.percentile(spans, 95))}
-            found["rollouts"] = int(count.split()[0].replace(",", ""))
+            measured |= {"frame_ms_median": float(np.median(spans)), "frame_ms_p95": float(np.percentile(spans, 95))}
+            measured["rollouts"] = int(count.split()[0].replace(",", ""))
         finally:
             server.terminate()
             used = os.wait4(server.pid, 0)[2]
             browser.close()
-        return found | {"server_cpu_s": used.ru_utime + used.ru_stime}
+        return measured | {"server_cpu_s": used.ru_utime + used.ru_stime}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trajectories", type=int, default=100_000)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        steps, written_s = make_run(Path(folder) / "run", asked.trajectories)
-        found = measure(Path(folder) / "run")
+        steps, written_s = make_run(Path(folder) / "run", options.trajectories)
+        measured = measure(Path(folder) / "run")
     commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     context = {
         "steps": steps,
@@ -115,7 +115,7 @@ def main() -> int:
         "machine": platform.machine(),
         "commit": commit,
     }
-    print(json.dumps({name: round(value, 3) for name, value in found.items()} | context))
+    print(json.dumps({name: round(value, 3) for name, value in measured.items()} | context))
     return 0
 
 

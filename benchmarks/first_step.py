@@ -96,10 +96,10 @@ def groups_of(config: Config) -> list[Group]:
 def worded(group: Group) -> Group:
     """The group as rollouts of three wordings of its problem, with texts of up to three words."""
     kinds = [Condition("paraphrase", i % 3) if i % 3 else PLAIN for i in range(group.size)]
-    said = [" ".join(map(str, range(i % 4))) for i in range(group.size)]
+    texts = [" ".join(map(str, range(i % 4))) for i in range(group.size)]
     turns = [
         tuple(dataclasses.replace(u, text=text) for u in t.turns)
-        for t, text in zip(group.trajectories, said, strict=True)
+        for t, text in zip(group.trajectories, texts, strict=True)
     ]
     rows = zip(group.trajectories, kinds, turns, strict=True)
     return dataclasses.replace(
@@ -158,7 +158,7 @@ def gradients(config: Config) -> list[np.ndarray]:
     config = dataclasses.replace(config, method=dataclasses.replace(config.method, edit_rows=""))  # needs a model
     groups = groups_of(config)
     by_tokens = {id(t.tokens): t for group in groups for t in group.trajectories}
-    found = []
+    totals = []
 
     def update(train, rows):
         owners = [by_tokens[id(row.tokens)] for row in rows]
@@ -169,12 +169,12 @@ def gradients(config: Config) -> list[np.ndarray]:
         leaves = [f.name for f in dataclasses.fields(TrainBatch) if f.name not in ("count", "temperatures")]
         given = {name: getattr(packed, name) for name in leaves}
         part = TrainBatch(**{name: x[0] for name, x in given.items() if x is not None}, count=packed.count)
-        total = np.zeros(max(place.stop for place in places().values()))
+        total = np.zeros(max(span.stop for span in places().values()))
         with jax.transfer_guard("allow"):
             slopes = np.asarray(slope(config.surrogate)(shifted[0], part))
         for owner, values in zip(owners, unpack(slopes[None], placement), strict=True):
             total[places()[id(owner.tokens)]] += values
-        found.append(total)
+        totals.append(total)
         return SimpleNamespace(params=train.params + 1 / max(len(batches) - 1, 1)), {"loss/value": np.float32(0)}
 
     learner = FixedPolicy(config, Learner(ModelConfig()), None)
@@ -182,7 +182,7 @@ def gradients(config: Config) -> list[np.ndarray]:
     run = RunState(SimpleNamespace(params=0.0), 0.0, None, initial_state(config))
     batches = learner.batches(groups, (), run)
     learner.update(run, batches)
-    return found
+    return totals
 
 
 def compared(gradient: np.ndarray, plain: np.ndarray) -> str:
@@ -209,22 +209,22 @@ def difference(path: Path) -> str:
     updates = config.batch.updates
     normalizer = "token_mean" if config.weights.normalizer.kind == "token_mean" else "sequence_mean"
     plain = plain_gradients(min(updates.parts, PROBLEMS), updates.epochs, normalizer)
-    found = gradients(config)
-    said = compared(found[0], plain[0])
-    if len(found) > 1:
-        said += f"; last of {len(found)} updates {compared(found[-1], plain[-1])}"
+    grads = gradients(config)
+    text = compared(grads[0], plain[0])
+    if len(grads) > 1:
+        text += f"; last of {len(grads)} updates {compared(grads[-1], plain[-1])}"
     group = config.group
     other = config.plan != PlanConfig() or group.dynamic_sampling_rounds or config.resample.sampled(group.size) > 17
-    return said + ("; other rollouts" if other else "") + ("; passes of its own" if config.method.edit_rows else "")
+    return text + ("; other rollouts" if other else "") + ("; passes of its own" if config.method.edit_rows else "")
 
 
 def main() -> None:
-    found = {name: difference(method.path) for name, method in load_methods().items()}
+    texts = {name: difference(method.path) for name, method in load_methods().items()}
     if len(sys.argv) > 1:
         document = Path(sys.argv[1])
-        document.write_text(with_table(document.read_text(encoding="utf-8"), method_table(found)), encoding="utf-8")
-    for name, said in found.items():
-        print(f"{name:24} {said}")
+        document.write_text(with_table(document.read_text(encoding="utf-8"), method_table(texts)), encoding="utf-8")
+    for name, text in texts.items():
+        print(f"{name:24} {text}")
 
 
 if __name__ == "__main__":

@@ -158,12 +158,12 @@ def decode_rate(
     try:
         pool, slots = programs.new_pool(), programs.new_slots()
         table = np.full((batch, rollout.table_width), programs.size.blocks, np.int32)
-        held = programs.size.blocks // batch
-        table[:, :held] = np.arange(batch * held).reshape(batch, held)
+        row_blocks = programs.size.blocks // batch
+        table[:, :row_blocks] = np.arange(batch * row_blocks).reshape(batch, row_blocks)
         table = programs.place(table)
         patch = empty_patch(batch)
-        one = int(np.float32(1.0).view(np.int32))
-        patch[:] = np.array([1, context, 5, 1, 2**30, 0, 0, 0, 0, one])[:, None]
+        temperature = int(np.float32(1.0).view(np.int32))
+        patch[:] = np.array([1, context, 5, 1, 2**30, 0, 0, 0, 0, temperature])[:, None]
         patch[8] = np.arange(batch)
         idle = programs.place(empty_patch(batch))
         pool, slots, report = programs.decode(weights, pool, slots, programs.place(patch), table, batch)
@@ -265,7 +265,7 @@ def multi_turn(name: str, sizes: Sizes, toy: bool) -> dict:
         level = executor.capabilities.level
     finally:
         executor.close()
-    best = {kind: min(found, key=lambda run: run["seconds"]) for kind, found in runs.items()}
+    best = {kind: min(repeats, key=lambda run: run["seconds"]) for kind, repeats in runs.items()}
     ratio = best["barrier"]["seconds"] / best["overlapped"]["seconds"]
     return {
         "model": name,
@@ -329,12 +329,12 @@ def check() -> dict:
             requests = [one_rollout(i // 4, prompts[i // 4], 224, i % 4, temperature=temperature) for i in range(16)]
             script = Script(turns, observations, [[0.0, 0.0] for _ in turns])
             rollouts, _ = engine.run(sampler, requests, script)
-            for found in rollouts:
-                difference, misses = against_forward(found, logprobs, 256)
+            for trajectory in rollouts:
+                difference, misses = against_forward(trajectory, logprobs, 256)
                 worst = max(worst, difference)
                 if temperature == 0.0:
                     wrong += misses
-                    total += int(found.policy_mask[1:].sum())
+                    total += int(trajectory.policy_mask[1:].sum())
     return {
         "weight_check_gap": sampler.check_gap,
         "max_logprob_difference": worst,
@@ -430,35 +430,35 @@ def main() -> None:
         for row in torch_rows(models, sizes, arguments.toy):
             print(json.dumps(row), flush=True)
         return
-    found: dict = {}
+    report: dict = {}
 
     def add(part: str, rows: Callable[[], object]) -> None:
         """Takes a part's rows as they come; a part that fails leaves its error and the other parts."""
-        found[part] = []
+        report[part] = []
         try:
             for row in rows():
-                found[part].append(row)
+                report[part].append(row)
                 print(json.dumps({"part": part, **row}), flush=True)
                 if arguments.out:
                     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+                    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
         except Exception as error:  # whatever it is: device time is short and the other parts still count
-            found[part].append({"failed": f"{type(error).__name__}: {str(error)[:500]}"})
-            print(json.dumps({"part": part, **found[part][-1]}), flush=True)
+            report[part].append({"failed": f"{type(error).__name__}: {str(error)[:500]}"})
+            print(json.dumps({"part": part, **report[part][-1]}), flush=True)
 
     if "transformers" in arguments.parts:
         add("transformers", lambda: torch_process(arguments))
-    found["about"] = environment(with_peers=False)
+    report["about"] = environment(with_peers=False)
     bandwidth = copy_bandwidth(2**22 if arguments.toy else 2**32)
-    found["about"]["copy_GBs"] = round(bandwidth / 1e9, 1)
-    print(json.dumps(found["about"]), flush=True)
+    report["about"]["copy_GBs"] = round(bandwidth / 1e9, 1)
+    print(json.dumps(report["about"]), flush=True)
     if "check" in arguments.parts:
         add("check", lambda: [check()])
     if "decode" in arguments.parts:
         add("decode", lambda: decode(models, sizes, arguments.toy, bandwidth))
     if "multi_turn" in arguments.parts:
         add("multi_turn", lambda: (multi_turn(name, sizes, arguments.toy) for name in arguments.turn_models))
-    sys.exit(any("failed" in row for part in found.values() if isinstance(part, list) for row in part))
+    sys.exit(any("failed" in row for part in report.values() if isinstance(part, list) for row in part))
 
 
 if __name__ == "__main__":

@@ -43,16 +43,16 @@ def main() -> dict:
     parser.add_argument("path", type=Path)
     parser.add_argument("--problems", type=int, default=64)
     parser.add_argument("--sft-steps", type=int, default=60)
-    asked = parser.parse_args()
+    options = parser.parse_args()
 
-    problems, report = load_problems(asked.path)
+    problems, report = load_problems(options.path)
     print(report)
     with tempfile.TemporaryDirectory() as folder:
         sample = Path(folder) / "sample.jsonl"
-        lines = asked.path.read_text(encoding="utf-8").splitlines()
-        sample.write_text("\n".join(random.Random(0).sample(lines, asked.problems)) + "\n", encoding="utf-8")
+        lines = options.path.read_text(encoding="utf-8").splitlines()
+        sample.write_text("\n".join(random.Random(0).sample(lines, options.problems)) + "\n", encoding="utf-8")
         words = [*SETTINGS, f"--run_dir={folder}/run", "--data.sources", str(sample)]
-        words += [f"--group.problems={asked.problems}", f"--sft.steps={asked.sft_steps}"]
+        words += [f"--group.problems={options.problems}", f"--sft.steps={options.sft_steps}"]
         words += ["--reward.functions", "answer", "brevity"]
         config = load_config(Config, words, prog="gsm8k_line")
 

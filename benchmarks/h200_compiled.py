@@ -108,21 +108,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="decode,update")
     parser.add_argument("--out", default="")
-    own = parser.parse_args()
+    options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     mesh = make_mesh(ShardingConfig(), topology_devices(parse_topology("h200:1")))
-    found: dict[str, object] = {"what": "compiled for an H200 that was not there; bounds, nothing was measured"}
-    for part in own.parts.split(","):
-        found[part] = []
+    report: dict[str, object] = {"what": "compiled for an H200 that was not there; bounds, nothing was measured"}
+    for part in options.parts.split(","):
+        report[part] = []
         for row in {"decode": decode, "update": update}[part](mesh):
             print(part, row, flush=True)
-            found[part].append(row)
-    found |= {"python": platform.python_version(), "versions": versions(("jax", "jaxlib", "jax-cuda12-pjrt"))}
-    print(json.dumps(found))
-    if own.out:
-        with open(own.out, "w", encoding="utf-8") as file:
-            file.write(json.dumps(found, indent=1) + "\n")
+            report[part].append(row)
+    report |= {"python": platform.python_version(), "versions": versions(("jax", "jaxlib", "jax-cuda12-pjrt"))}
+    print(json.dumps(report))
+    if options.out:
+        with open(options.out, "w", encoding="utf-8") as file:
+            file.write(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

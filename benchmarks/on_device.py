@@ -65,27 +65,27 @@ def kernels(tiny: bool) -> dict[str, Any]:
         return program, jax.block_until_ready(program(q, k, v))
 
     ((_, exact), slopes) = run("reference")[1]
-    found = {}
+    report = {}
     for name in paths(model, length, mesh):
         program, ((_, out), grads) = run(name)
         begun = time.perf_counter()
         for _ in range(3):
             jax.block_until_ready(program(q, k, v))
         gaps = [_gap(out, exact), *map(_gap, grads, slopes)]
-        found[name] = {
+        report[name] = {
             "value_gap": gaps[0],
             "gradient_gap": max(gaps[1:]),
             "seconds": (time.perf_counter() - begun) / 3,
         }
         limit = 1e-4 if dtype == "float32" else 5e-2
-        found[name]["equal"] = max(gaps) < limit
-    return {"dtype": dtype, "length": length, "paths": found}
+        report[name]["equal"] = max(gaps) < limit
+    return {"dtype": dtype, "length": length, "paths": report}
 
 
-def _gap(one: jax.Array, other: jax.Array) -> float:
+def _gap(first: jax.Array, other: jax.Array) -> float:
     """Largest difference over the largest value."""
-    one, other = (np.asarray(x, np.float32) for x in (one, other))
-    return float(np.abs(one - other).max() / max(np.abs(other).max(), 1e-9))
+    first, other = (np.asarray(x, np.float32) for x in (first, other))
+    return float(np.abs(first - other).max() / max(np.abs(other).max(), 1e-9))
 
 
 def planned(recipe: str, words: list[str]) -> dict[str, Any]:
@@ -132,21 +132,21 @@ def page(report: Mapping[str, Any]) -> str:
         if "error" in part:
             lines += ["failed:", "", "```", part["error"].strip(), "```", ""]
             continue
-        found = part["result"]
+        result = part["result"]
         if name == "kernels":
             lines += ["| path | value | gradient | equal | seconds |", "|---|---|---|---|---|"]
             lines += [
                 f"| {path} | {of['value_gap']:.1e} | {of['gradient_gap']:.1e} | {of['equal']} | {of['seconds']:.4f} |"
-                for path, of in found["paths"].items()
+                for path, of in result["paths"].items()
             ]
         elif name == "beside":
             lines += ["| figure | mean of a step |", "|---|---|"]
-            lines += [f"| {figure} | {value:.5g} |" for figure, value in found["means"].items()]
-            lines += ["", *found["lines"]]
+            lines += [f"| {figure} | {value:.5g} |" for figure, value in result["means"].items()]
+            lines += ["", *result["lines"]]
         elif name == "train":
-            lines += [f"{len(found)} steps"]
+            lines += [f"{len(result)} steps"]
         else:
-            lines += ["```", *found.get("lines", [json.dumps(found)]), "```"]
+            lines += ["```", *result.get("lines", [json.dumps(result)]), "```"]
         lines.append("")
     return "\n".join(lines)
 
@@ -158,9 +158,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--recipe", default="", help=f"default: {RECIPE}, or {TINY} with --tiny")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
-    own, words = parser.parse_known_args(argv)
-    recipe, steps = own.recipe or (TINY if own.tiny else RECIPE), 2 if own.tiny else own.steps
-    words = [*(part for pair in SMALL.items() if own.tiny for part in pair if pair[0] != "--steps"), *words]
+    args, words = parser.parse_known_args(argv)
+    recipe, steps = args.recipe or (TINY if args.tiny else RECIPE), 2 if args.tiny else args.steps
+    words = [*(part for pair in SMALL.items() if args.tiny for part in pair if pair[0] != "--steps"), *words]
     with tempfile.TemporaryDirectory() as folder:
         rows: list[Mapping[str, float]] = []
 
@@ -169,21 +169,21 @@ def main(argv: list[str] | None = None) -> int:
             return rows
 
         def doctor() -> dict[str, Any]:
-            found = examine()
-            return found | {"lines": [*doctor_lines(found)]}
+            examined = examine()
+            return examined | {"lines": [*doctor_lines(examined)]}
 
         # The run first: afterwards this process holds the device.
-        parts = {"train": train, "doctor": doctor, "kernels": lambda: kernels(own.tiny)}
+        parts = {"train": train, "doctor": doctor, "kernels": lambda: kernels(args.tiny)}
         parts |= {"plan": lambda: planned(recipe, words), "beside": lambda: beside(rows)}
         report: dict[str, Any] = {"parts": {name: _timed(name, part) for name, part in parts.items()}}
     kind = jax.devices()[0].device_kind
     report |= {"device": {"kind": kind, "count": jax.device_count(), "platform": jax.default_backend()}}
     report |= {"versions": versions(("jax", "jaxlib", "grpo_roc_jax")), "recipe": recipe, "words": words}
     report |= {"xla_flags": os.environ.get("XLA_FLAGS", "")}
-    Path(f"{own.out}.json").write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
-    Path(f"{own.out}.md").write_text(page(report), encoding="utf-8")
+    Path(f"{args.out}.json").write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+    Path(f"{args.out}.md").write_text(page(report), encoding="utf-8")
     failed = [name for name, part in report["parts"].items() if "error" in part]
-    print(f"{own.out}.json and {own.out}.md: " + (f"failed: {', '.join(failed)}" if failed else "all parts ran"))
+    print(f"{args.out}.json and {args.out}.md: " + (f"failed: {', '.join(failed)}" if failed else "all parts ran"))
     return 1 if failed else 0
 
 
@@ -191,10 +191,10 @@ def _timed(name: str, part: Callable[[], Any]) -> dict[str, Any]:
     begun = time.perf_counter()
     print(f"{name} ...", flush=True)
     try:
-        found = {"result": part()}
+        outcome = {"result": part()}
     except Exception:  # the other parts go on
-        found = {"error": traceback.format_exc()}
-    return found | {"seconds": time.perf_counter() - begun}
+        outcome = {"error": traceback.format_exc()}
+    return outcome | {"seconds": time.perf_counter() - begun}
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def fused(params: Weights) -> Weights:
             "down": layers["w_down"][i],
         }
 
-    whole = {name: jnp.copy(params[name]) for name in ("embed", "final_norm")}  # the step donates its state
-    return whole | {"layers": [layer(i) for i in range(count)]}
+    outer = {name: jnp.copy(params[name]) for name in ("embed", "final_norm")}  # the step donates its state
+    return outer | {"layers": [layer(i) for i in range(count)]}
 
 
 @jax.custom_vjp
@@ -98,8 +98,8 @@ def make_loss(model: ModelConfig, shape: tuple[int, int], clip: Clip) -> Callabl
         for layer in params["layers"]:
             x = block(x, layer)
         targets = jnp.roll(rows["tokens"], -1, 1).reshape(-1)
-        found = token_logprobs(norm(x, params["final_norm"]), params["embed"], targets).reshape(B, T)
-        ratio = jnp.exp(jnp.roll(found, 1, 1) - rows["old"])  # the first of a row is masked
+        logprobs = token_logprobs(norm(x, params["final_norm"]), params["embed"], targets).reshape(B, T)
+        ratio = jnp.exp(jnp.roll(logprobs, 1, 1) - rows["old"])  # the first of a row is masked
         clipped = jnp.clip(ratio, 1 - clip.clip_low, 1 + clip.clip_high)
         return -jnp.sum(rows["weights"] * jnp.minimum(ratio * rows["advantages"], clipped * rows["advantages"]))
 

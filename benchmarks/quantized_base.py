@@ -55,9 +55,9 @@ def measure(base, adapter, tokens, lora, config):
     return logprobs, jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(grads)])
 
 
-def compare(one: tuple, other: tuple, tokens: np.ndarray) -> dict[str, float]:
+def compare(reference: tuple, other: tuple, tokens: np.ndarray) -> dict[str, float]:
     """The second against the first, which is the reference."""
-    (expected, direction), (got, moved) = (jax.tree.map(np.asarray, pair) for pair in (one, other))
+    (expected, direction), (got, moved) = (jax.tree.map(np.asarray, pair) for pair in (reference, other))
     drawn = [np.take_along_axis(logprobs, tokens[:, 1:, None], -1) for logprobs in (expected, got)]
     gap = np.abs(drawn[0] - drawn[1])
     norm = np.linalg.norm

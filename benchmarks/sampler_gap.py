@@ -28,18 +28,18 @@ CHOICES = [("full", "full"), ("int8", "full"), ("float8", "full"), ("full", "int
 """Of cache and weights."""
 
 
-def measure(asked: argparse.Namespace, words: list[str]) -> dict[str, float]:
+def measure(arguments: argparse.Namespace, words: list[str]) -> dict[str, float]:
     """Gaps under one choice."""
-    config = settings_for(asked.run, words, "sampler_gap", dialogue=False)
+    config = settings_for(arguments.run, words, "sampler_gap", dialogue=False)
     with make_parts(config) as (policy, sampling):
         learner = make_learner(config, policy, sampling.sampler.chat).learner
-        step, params = load_policy(policy, asked.run)
+        step, params = load_policy(policy, arguments.run)
         weights = sampling.sampler.publish(params, step)
         options = RunOptions(step, "evaluate")
-        groups = sample_groups(sampling, weights, eval_problems(config.data), asked.samples, options).groups
-        found, _ = learner.score_rows(params, scoring_rows(groups), config.sampling.temperature)
+        groups = sample_groups(sampling, weights, eval_problems(config.data), arguments.samples, options).groups
+        scores, _ = learner.score_rows(params, scoring_rows(groups), config.sampling.temperature)
         rows = [t for group in groups for t in group.trajectories]
-        gaps = [(now - t.logprobs)[t.policy_mask] for t, now in zip(rows, found, strict=True)]
+        gaps = [(now - t.logprobs)[t.policy_mask] for t, now in zip(rows, scores, strict=True)]
         gap = np.concatenate(gaps).astype(np.float64)
         ratio, token = np.exp(gap), cache_bytes(policy.model, 4, config.rollout.cache_dtype)[0]
         return {
@@ -57,13 +57,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run")
     parser.add_argument("--samples", type=int, default=4)
-    asked, more = parser.parse_known_args()
+    arguments, more = parser.parse_known_args()
     needed = ["--weights.factors=truncated_is", "--surrogate.old_logprobs=scored"]
-    found = {}
+    choices = {}
     for cache, weights in CHOICES:
         words = [f"--rollout.low_precision.cache={cache}", f"--rollout.low_precision.weights={weights}"]
-        found[f"cache {cache}, weights {weights}"] = measure(asked, [*needed, *words, *more])
-    print(json.dumps({"benchmark": "sampler_gap", "jax": jax.__version__, "words": more, "choices": found}))
+        choices[f"cache {cache}, weights {weights}"] = measure(arguments, [*needed, *words, *more])
+    print(json.dumps({"benchmark": "sampler_gap", "jax": jax.__version__, "words": more, "choices": choices}))
 
 
 if __name__ == "__main__":

@@ -89,23 +89,23 @@ def digest(words: Words) -> str:
 
 def jobs_of(study: Study, folder: Path, *, tiny: bool = False) -> list[Job]:
     """The runs of a study, one seed after the other, so that what is finished early is balanced."""
-    found = []
+    jobs = []
     for seed in study.seed_numbers:
         for arm, words in study.arms.items():  # worlds take turns, so that runs at once wait for no common cold start
             for world, base in study.worlds.items():
-                common, own = (*base, *study.words, *(TINY if tiny else ())), (*words, f"--seed={seed}")
-                cold_words = cold_settings(common, own) if study.cold else ()
-                found.append(Job(world, arm, seed, ordered(common, own), cold_words, folder))
-    return found
+                common, specific = (*base, *study.words, *(TINY if tiny else ())), (*words, f"--seed={seed}")
+                cold_words = cold_settings(common, specific) if study.cold else ()
+                jobs.append(Job(world, arm, seed, ordered(common, specific), cold_words, folder))
+    return jobs
 
 
-def cold_settings(common: Words, own: Words) -> Words:
+def cold_settings(common: Words, specific: Words) -> Words:
     """The settings of an arm's cold start: those of the world, and those of the arm for data and supervised stage."""
-    files = [word for word in own if word.endswith(".yaml")]
+    files = [word for word in specific if word.endswith(".yaml")]
     if files:
         with_files, without = (load_config(Config, ordered(common, some), prog="study") for some in (files, ()))
         files = files if (with_files.sft, with_files.data) != (without.sft, without.data) else []
-    flags = [word for word in own if word.startswith(("--sft.", "--data.", "--seed="))]
+    flags = [word for word in specific if word.startswith(("--sft.", "--data.", "--seed="))]
     return ordered(common, files, flags, ["--eval.samples=1"])
 
 
@@ -212,9 +212,9 @@ def run_data(row: dict[str, Any]) -> RunData:
         {name: value for name, value in zip(names, values, strict=True) if value is not None}
         for values in zip(*columns, strict=True)
     ]
-    for found in rows:
-        if found.get(TOOL_FREE) == 1 or found.get(REWARD) == 0:
-            found.pop(ERRORS, None)
+    for metrics in rows:
+        if metrics.get(TOOL_FREE) == 1 or metrics.get(REWARD) == 0:
+            metrics.pop(ERRORS, None)
     settings = {"stopped": row["stopped"]} if "stopped" in row else {}
     return RunData(Path(f"{row['world']}/{row['arm']}/{row['seed']}"), rows, settings, row["arm"])
 
@@ -225,14 +225,14 @@ def value_at(run: RunData, metric: str, axis: str, budget: float) -> float:
     The last evaluation within the budget would not do: an arm that uses 1% more than the smallest total would be judged
     by an evaluation many steps earlier. The axis `first` gives the first value alone.
     """
-    found = curve([run], metric, x="step" if axis == "first" else axis)
-    reached = np.array([]) if found is None else found.mean[found.x <= budget]
+    series = curve([run], metric, x="step" if axis == "first" else axis)
+    reached = np.array([]) if series is None else series.mean[series.x <= budget]
     if not len(reached):
         return float("nan")
     if axis == "first":
         return float(reached[0])
     if metric.startswith("eval"):
-        return float(np.interp(budget, found.x, found.mean))
+        return float(np.interp(budget, series.x, series.mean))
     return float(np.mean(reached[-WINDOW:]))
 
 
@@ -240,9 +240,9 @@ def measured(study: Study, runs: dict[str, RunData]) -> dict[str, np.ndarray]:
     """Arm -> the measures of one seed. The budgets of its axes are the smallest totals among the arms that did not stop
     early."""
     budgets = {"step": float("inf"), "first": float("inf")}
-    whole = [run for run in runs.values() if not run.settings.get("stopped")] or list(runs.values())
+    complete = [run for run in runs.values() if not run.settings.get("stopped")] or list(runs.values())
     for axis in USED:
-        budgets[axis] = min(total(run, axis) for run in whole)
+        budgets[axis] = min(total(run, axis) for run in complete)
     return {
         arm: np.array([value_at(run, metric, axis, budgets[axis]) for _, metric, axis in study.measures])
         for arm, run in runs.items()
@@ -260,7 +260,7 @@ def report(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world
     if not seeds:
         return f"{world}: no seed is finished in every arm"
     by_seed = [measured(study, {arm: run_data(rows[world, arm, seed]) for arm in study.arms}) for seed in seeds]
-    values = {arm: np.stack([found[arm] for found in by_seed]) for arm in study.arms}
+    values = {arm: np.stack([measures[arm] for measures in by_seed]) for arm in study.arms}
     used = {arm: usage([run_data(rows[world, arm, seed]) for seed in seeds]) for arm in study.arms}
     first = next(iter(study.arms))
     titles = [title for title, _, _ in study.measures]
@@ -286,12 +286,12 @@ def gains(claim: Claim, study: Study, rows: dict[tuple[str, str, int], dict[str,
     column = [i for i, (name, _, _) in enumerate(study.measures) if name == title][int(number or 1) - 1]
     arms = (claim.arm, claim.other)
     seeds = [seed for seed in study.seed_numbers if all((world, arm, seed) in rows for arm in study.arms)]
-    found = []
+    differences = []
     for seed in seeds:
         values = measured(study, {arm: run_data(rows[world, arm, seed]) for arm in study.arms})
         arm, other = (values[name][column] for name in arms)
-        found.append((other - arm if claim.below else arm - other) - claim.margin)
-    return np.array([value for value in found if not np.isnan(value)])
+        differences.append((other - arm if claim.below else arm - other) - claim.margin)
+    return np.array([value for value in differences if not np.isnan(value)])
 
 
 def verdict(values: np.ndarray, corrected: float) -> str:
@@ -350,7 +350,7 @@ def outcomes(study: Study, rows: Sequence[dict[str, Any]]) -> list[str]:
         first, last = (value_at(run_data(row), study.outcome.metric, at, float("inf")) for at in ("first", "step"))
         counts[row["arm"]][0] += study.outcome.holds(first, last)
         counts[row["arm"]][1] += 1
-    return [f"{study.outcome.name}: " + ", ".join(f"{arm} {found} of {runs}" for arm, (found, runs) in counts.items())]
+    return [f"{study.outcome.name}: " + ", ".join(f"{arm} {count} of {runs}" for arm, (count, runs) in counts.items())]
 
 
 def usage(runs: Sequence[RunData]) -> tuple[str, str]:
@@ -392,9 +392,9 @@ def holm(ps: Sequence[float]) -> list[float]:
     """p values corrected for their number (Holm, 1979): at most 5% of true null hypotheses are rejected anywhere."""
     order = np.argsort(ps, kind="stable")
     corrected = np.maximum.accumulate([min(1.0, (len(ps) - rank) * ps[index]) for rank, index in enumerate(order)])
-    found = np.empty(len(ps))
-    found[order] = corrected
-    return found.tolist()
+    adjusted = np.empty(len(ps))
+    adjusted[order] = corrected
+    return adjusted.tolist()
 
 
 def difference(values: np.ndarray) -> str:
@@ -442,11 +442,11 @@ def chosen(study: Study, arguments: argparse.Namespace) -> Study:
     """
     picked: dict[str, Any] = {} if arguments.seeds is None else {"seeds": arguments.seeds}
     for name in ("arms", "worlds"):
-        known, asked = getattr(study, name), getattr(arguments, name)
-        unknown = sorted({*asked} - {*known})
+        known, requested = getattr(study, name), getattr(arguments, name)
+        unknown = sorted({*requested} - {*known})
         if unknown:
             sys.exit(f"--{name} {' '.join(unknown)}: not in this study; choose from {', '.join(known)}")
-        picked[name] = {key: known[key] for key in asked or known}
+        picked[name] = {key: known[key] for key in requested or known}
     return replace(study, **picked)
 
 

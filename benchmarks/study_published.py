@@ -42,8 +42,8 @@ def published(model: str, recipe: Sequence[str], words: Words) -> Study:
 def cost_lines(study: Study, topology: str, shape: str, response: float) -> list[str]:
     """The least accelerator hours of each arm and of all of them, over all seeds."""
     pod, lines, total = parse_topology(topology), [], 0.0
-    for arm, own in study.arms.items():
-        words = ordered(next(iter(study.worlds.values())), study.words, own)
+    for arm, arm_words in study.arms.items():
+        words = ordered(next(iter(study.worlds.values())), study.words, arm_words)
         config = load_config(Config, words, prog="study_published")
         deployment = deployment_of(config, pod, shape, True, response)
         report = describe(deployment, needs_of(deployment, (), print), ())
@@ -67,11 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arms", nargs="+", default=[], help="all by default; differences are to the first one")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--start", action="store_true", help="train; without it only the cost is shown")
-    own, rest = parser.parse_known_args(argv)
-    whole = published(own.model, own.recipe, tuple(f"--{word}" for word in own.set))
-    study = chosen(whole, argparse.Namespace(arms=own.arms, worlds=[], seeds=own.seeds))
-    print("\n".join(cost_lines(study, own.topology, own.model_shape, own.mean_response)), flush=True)
-    return run_study([f"real_{next(iter(study.worlds))}", *rest], study) if own.start else 0
+    options, rest = parser.parse_known_args(argv)
+    full = published(options.model, options.recipe, tuple(f"--{word}" for word in options.set))
+    study = chosen(full, argparse.Namespace(arms=options.arms, worlds=[], seeds=options.seeds))
+    print("\n".join(cost_lines(study, options.topology, options.model_shape, options.mean_response)), flush=True)
+    return run_study([f"real_{next(iter(study.worlds))}", *rest], study) if options.start else 0
 
 
 if __name__ == "__main__":
