@@ -49,8 +49,8 @@ class WordProblem:
     @property
     def row(self) -> dict[str, str]:
         """In GSM8K's form, with one annotation."""
-        said = f"<<{self.expression}={self.answer}>>\n" if self.expression else ""
-        return {"question": self.question, "answer": f"{said}#### {self.answer}"}
+        annotation = f"<<{self.expression}={self.answer}>>\n" if self.expression else ""
+        return {"question": self.question, "answer": f"{annotation}#### {self.answer}"}
 
 
 def infix(words: Iterator[str]) -> str:
@@ -66,7 +66,7 @@ def plain(value: str | float) -> str:
 
 def bare(expression: str) -> str:
     """The expression without spaces, `.0` and the outermost brackets, which enclose all of it in these sets."""
-    text = NUMBER.sub(lambda found: plain(found[0]), expression.replace(" ", ""))
+    text = NUMBER.sub(lambda match: plain(match[0]), expression.replace(" ", ""))
     return text[1:-1] if text.startswith("(") else text
 
 
@@ -74,7 +74,7 @@ def table_problem(row: dict[str, str], numbers: Sequence[str]) -> WordProblem | 
     """The problem of a row of a table with these numbers; None if they give no answer of 0 or more."""
 
     def filled(text: str) -> str:
-        return PLACE.sub(lambda found: plain(numbers[int(found[1])]), text)
+        return PLACE.sub(lambda match: plain(numbers[int(match[1])]), text)
 
     expression = bare(infix(iter(filled(row["Equation"]).split())))
     if gsm8k_traces.to_expression(expression) is None:
@@ -100,13 +100,13 @@ def read_problems(path: Path, copies: int = 0, most_steps: int = 0) -> Iterator[
     """
     if path.suffix == ".csv":
         with open(path, encoding="utf-8", newline="") as file:
-            for place, row in enumerate(csv.DictReader(file)):
-                numbers, rng = row["Numbers"].split(), np.random.default_rng([0, place])
+            for index, row in enumerate(csv.DictReader(file)):
+                numbers, rng = row["Numbers"].split(), np.random.default_rng([0, index])
                 first = table_problem(row, numbers)
                 if first is None or abs(float(first.answer) - float(row["Answer"])) > 0.01:
                     continue  # the equation is not the answer's: ten rows of 3,138
                 drawn = [table_problem(row, [redrawn(number, rng) for number in numbers]) for _ in range(copies)]
-                for problem in (first, *(one for one in drawn if one and one.answer.isdigit())):
+                for problem in (first, *(variant for variant in drawn if variant and variant.answer.isdigit())):
                     yield PLACE.sub("", row["Question"]), problem
     elif path.suffix == ".json":
         for row in json.loads(path.read_text(encoding="utf-8")):
@@ -140,24 +140,24 @@ def write_rows(path: Path, problems: Sequence[WordProblem]) -> None:
     print(f"{path}: {len(unique)} problems")
 
 
-def build(asked: argparse.Namespace) -> int:
+def build(options: argparse.Namespace) -> int:
     """Writes the folder; returns the exit status."""
-    out, steps = asked.out, asked.most_steps
+    out, steps = options.out, options.most_steps
     out.mkdir(parents=True, exist_ok=True)
-    pairs = [pair for path in asked.train for pair in read_problems(path, asked.copies, steps)]
+    pairs = [pair for path in options.train for pair in read_problems(path, options.copies, steps)]
     known = [problem for text, problem in pairs if not is_held_out(text)]
     write_rows(out / "train.jsonl", known)
-    originals = (pair for path in asked.train for pair in read_problems(path, most_steps=steps))
+    originals = (pair for path in options.train for pair in read_problems(path, most_steps=steps))
     write_rows(out / "heldout.jsonl", [problem for text, problem in originals if is_held_out(text)])
-    for path in asked.test:
+    for path in options.test:
         problems = [problem for _, problem in read_problems(path, most_steps=steps)]
         write_rows(out / f"{path.stem.lower()}.jsonl", problems)
     status = gsm8k_traces.main([str(out / "train.jsonl"), "--out", str(out / "traces.jsonl"), *MIX])
-    if not asked.vocab_size:
+    if not options.vocab_size:
         return status
-    said = {message["content"] for _, row in read_rows(out / "traces.jsonl") for message in row["messages"]}
-    texts = sorted({problem.question for problem in known} | said)
-    (out / "words.model").write_bytes(train(texts, asked.vocab_size, phrases=False))
+    contents = {message["content"] for _, row in read_rows(out / "traces.jsonl") for message in row["messages"]}
+    texts = sorted({problem.question for problem in known} | contents)
+    (out / "words.model").write_bytes(train(texts, options.vocab_size, phrases=False))
     return status
 
 

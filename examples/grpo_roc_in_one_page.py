@@ -72,7 +72,7 @@ def train_step(config, sampler, scorer, learner, run) -> dict[str, float]:
     #    key of each token is derived from the seed, the step, the problem's place and the sample.
     problems = next(run.stream)
     count = config.resample.sampled(config.group.size)  # 2G under `resample: roc`, G under `resample: none`
-    requests = [g.RolloutRequest(problem, place, count) for place, problem in enumerate(problems)]
+    requests = [g.RolloutRequest(problem, index, count) for index, problem in enumerate(problems)]
     rollouts, stats = sampler.roll_out(requests, g.RunOptions(run.step))
 
     # 3. Score: 1 for a right answer, 0 otherwise. A verdict also counts the failed calls and the malformed answers,
@@ -82,12 +82,12 @@ def train_step(config, sampler, scorer, learner, run) -> dict[str, float]:
     # 4. Resample on correct: of the successes those with the fewest errors, of the failures a uniform draw, G in all.
     #    A group whose rewards are all equal has no signal and is dropped.
     selections = [g.resample(group, config, rng) for group in groups]
-    kept = [g.subset(group, chosen) for group, chosen in zip(groups, selections, strict=True) if chosen.kept]
+    kept_groups = [g.subset(group, chosen) for group, chosen in zip(groups, selections, strict=True) if chosen.kept]
 
     # 5. Advantages: each reward minus the mean of its group, over its standard deviation. Every token of a trajectory
     #    gets its advantage, and a weight that contains the normalizer of the whole batch. Some methods also need the
     #    log-probabilities of a reference policy or of the current one; `rows` computes them first.
-    rows, _ = learner.rows(kept, run)
+    rows, _ = learner.rows(kept_groups, run)
 
     # 6. Pack the rows into a batch of fixed shape on the device mesh, then take the gradient of the clipped surrogate
     #    and an optimizer step. The buffers of `run.train` are donated, so the result takes their place.
@@ -96,15 +96,15 @@ def train_step(config, sampler, scorer, learner, run) -> dict[str, float]:
 
     # 7. What the method remembers (success rates of problems, dual variables), the step counter, and the reference
     #    policy, which a few methods move. Its buffers are donated too, where it moves.
-    run.method = g.next_state(groups, kept, config, run.method)
+    run.method = g.next_state(groups, kept_groups, config, run.method)
     run.step += 1
     run.reference = learner.next_reference(run)
     return {
         "step": run.step,
         "reward": float(np.mean([group.rewards.mean() for group in groups])),
         "errors in correct": failed_share(groups),
-        "errors in kept": failed_share(kept),
-        "kept": sum(group.size for group in kept),
+        "errors in kept": failed_share(kept_groups),
+        "kept": sum(group.size for group in kept_groups),
         "tokens": stats.sampled_tokens,
         "loss": metrics.get("loss/value", 0.0),
         "entropy": metrics.get("loss/entropy", 0.0),

@@ -17,11 +17,11 @@ def agent() -> None:
     messages = [{"role": "user", "content": problem["prompt"]}]
     reward = 0.0
     for turn in range(3):
-        said = client.chat.completions.create(model="policy", messages=messages, max_tokens=24).choices[0].message
-        if problem["answer"] in (said.content or ""):
+        message = client.chat.completions.create(model="policy", messages=messages, max_tokens=24).choices[0].message
+        if problem["answer"] in (message.content or ""):
             reward = 1.0 - 0.25 * turn
             break
-        messages += [{"role": "assistant", "content": said.content}, {"role": "user", "content": "no"}]
+        messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": "no"}]
     if "GRPO_REWARD_FD" in os.environ:
         os.write(int(os.environ["GRPO_REWARD_FD"]), str(reward).encode())
 

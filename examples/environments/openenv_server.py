@@ -31,8 +31,8 @@ def main(words: list[str]) -> dict:
     """Trains on it; any other server is named by `url`, and one whose tools are called needs no `action`."""
     app = create_fastapi_app(Parrot, Say, Observation, max_concurrent_envs=512)
     threading.Thread(target=uvicorn.run, args=[app], kwargs={"port": 8901, "log_level": "error"}, daemon=True).start()
-    own = "--environment=openenv --environment.url=http://127.0.0.1:8901 --environment.action=message"
-    return g.train_policy(g.read_config("toy.yaml", *own.split(), "--reward.functions=environment", *words))
+    settings = "--environment=openenv --environment.url=http://127.0.0.1:8901 --environment.action=message"
+    return g.train_policy(g.read_config("toy.yaml", *settings.split(), "--reward.functions=environment", *words))
 
 
 if __name__ == "__main__":

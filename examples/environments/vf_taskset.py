@@ -31,9 +31,9 @@ class OneTurn(vf.Harness[vf.HarnessConfig]):
 
 
 def main(words: list[str]) -> dict:
-    own = "--environment=verifiers --environment.taskset=vf_taskset --environment.harness=vf_taskset"
+    settings = "--environment=verifiers --environment.taskset=vf_taskset --environment.harness=vf_taskset"
     rest = "--data.sources=verifiers:vf_taskset --data.eval_problems=0 --sft.steps=0 --reward.functions=environment"
-    return g.train_policy(g.read_config("toy.yaml", *own.split(), *rest.split(), *words))
+    return g.train_policy(g.read_config("toy.yaml", *settings.split(), *rest.split(), *words))
 
 
 __all__ = ["Doubles", "OneTurn"]

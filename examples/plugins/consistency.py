@@ -27,9 +27,9 @@ class Consistency:
         self.calls += 1
         scores, values = policy.score(self.slow, groups), []
         for group in groups:
-            own = scores[len(values) : len(values) + group.size]
+            logprobs = scores[len(values) : len(values) + group.size]
             answers = [in_last_turn(trajectory) for trajectory in group.trajectories]
-            paid = consistency_rewards(group.correct * 1.0, answer_likelihoods(own, answers))  # not what it earned
+            paid = consistency_rewards(group.correct * 1.0, answer_likelihoods(logprobs, answers))  # not what it earned
             values.extend(z_score(group.rewards + paid - group.correct))
         filled = [np.full_like(row.advantages, value) for row, value in zip(rows, values, strict=True)]
         return [dataclasses.replace(row, advantages=a) for row, a in zip(rows, filled, strict=True)]

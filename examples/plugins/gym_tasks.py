@@ -22,7 +22,7 @@ def write(file: str) -> None:
 
 def score(problem: g.Problem, trajectories: list[g.Trajectory]) -> list[float]:
     """The package's own score of each answer, 0 to 1."""
-    return [TASKS.score_answer(g.final_answer(one), problem.extra["entry"]) for one in trajectories]
+    return [TASKS.score_answer(g.final_answer(trajectory), problem.extra["entry"]) for trajectory in trajectories]
 
 
 def main(words: list[str], file: str = "gym_tasks.jsonl") -> dict:

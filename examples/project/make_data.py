@@ -17,8 +17,8 @@ def ask(item):
 def conversation(item, kind):
     """A demonstration: one call (clean), a failing call before it (repair), or a guess."""
     calls = {"clean": ask(item), "repair": ask(f"#{item}") + ask(item), "guess": []}[kind]
-    said = PRICES[item] if calls else item
-    answer = {"role": "assistant", "content": f"<answer>\\boxed{{{said}}}</answer>"}
+    text = PRICES[item] if calls else item
+    answer = {"role": "assistant", "content": f"<answer>\\boxed{{{text}}}</answer>"}
     return {"messages": [{"role": "user", "content": f"{item}=?"}, *calls, answer]}
 
 
