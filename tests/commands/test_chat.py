@@ -146,10 +146,10 @@ def test_unknown_keys_are_ignored_where_the_command_line_says_so(published, tmp_
     folder = shutil.copytree(published, tmp_path / "odd")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"odd_key": 3}))
-    asked = [str(folder), "--prompt", "What is 2 + 2?", "--json", *SHORT]
-    assert main(asked) == 2
+    words = [str(folder), "--prompt", "What is 2 + 2?", "--json", *SHORT]
+    assert main(words) == 2
     assert "not supported: odd_key = 3" in capsys.readouterr().err
-    assert main([*asked, "--model.ignore_keys", "odd_key"]) == 0
+    assert main([*words, "--model.ignore_keys", "odd_key"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] > 0
 
 
@@ -187,13 +187,13 @@ def test_what_is_no_model_is_said(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_cache_of_a_dialogue_grows_with_it_and_changes_no_answer(published):
     """It begins with 512 tokens, unless the setting is given, and answers as with the whole cache."""
-    said, blocks = [], []
+    answers, blocks = [], []
     for words in ([], ["--rollout.kv_start=0"]):
         with open_policy(str(published), [*SHORT, "--rollout.slots=1", *words], prog="test") as (_, sampling):
             programs, dialogue = sampling.sampler.engine.programs, Dialogue(sampling.sampler)
             before = programs.size.blocks
-            said.append([dialogue.ask("How many are 6 * 7 ? " * 4).tokens.tolist() for _ in range(12)])
+            answers.append([dialogue.ask("How many are 6 * 7 ? " * 4).tokens.tolist() for _ in range(12)])
             blocks.append((before, programs.size.blocks, programs.largest_size.blocks))
-    (start, grown, largest), whole = blocks
-    assert 512 <= start * 64 < 1024 and start < grown <= largest and set(whole) == {largest}
-    assert said[0] == said[1] and max(map(len, said[0])) > 512
+    (start, grown, largest), full = blocks
+    assert 512 <= start * 64 < 1024 and start < grown <= largest and set(full) == {largest}
+    assert answers[0] == answers[1] and max(map(len, answers[0])) > 512

@@ -17,8 +17,8 @@ def write(path, rows):
     return str(path)
 
 
-def limits_of(said):
-    (line,) = [line for line in said.splitlines() if line.startswith("limits under which all of it fits: ")]
+def limits_of(printed):
+    (line,) = [line for line in printed.splitlines() if line.startswith("limits under which all of it fits: ")]
     return line.split(": ")[1].split()
 
 
@@ -28,11 +28,11 @@ def test_problems_are_shown_as_they_will_be_read(tmp_path, capsys):
     ]
     file = write(tmp_path / "own.jsonl", [*rows, {"question": "no answer"}])
     assert main(["check-data", file, "toy.yaml"]) == 0
-    said = capsys.readouterr().out
-    assert "  answer: int, in 9 of 10 rows" in said and "  info: dict, in 9 of 10 rows; info.level" in said
-    assert "9 problems of 10 rows; question from 'question', answer from 'answer'; 1 bad" in said
-    assert "own.jsonl:10: column 'answer' is missing" in said
-    assert said.count("How much is") == said.count("---- own:") == 3 and "<|im_start|>" in said
+    printed = capsys.readouterr().out
+    assert "  answer: int, in 9 of 10 rows" in printed and "  info: dict, in 9 of 10 rows; info.level" in printed
+    assert "9 problems of 10 rows; question from 'question', answer from 'answer'; 1 bad" in printed
+    assert "own.jsonl:10: column 'answer' is missing" in printed
+    assert printed.count("How much is") == printed.count("---- own:") == 3 and "<|im_start|>" in printed
 
 
 def test_the_limits_that_it_names_keep_every_problem(tmp_path, capsys):
@@ -48,9 +48,9 @@ def test_conversations_are_rendered_whole(tmp_path, capsys):
     talk = [{"role": "user", "content": "How much is 6 x 7?"}, {"role": "assistant", "content": "It is 42. " * 30}]
     file = write(tmp_path / "talk.jsonl", [{"messages": talk}] * 4)
     assert main(["check-data", file]) == 0
-    said = capsys.readouterr().out
-    assert "4 problems of 4 rows; question from 'messages'" in said and said.count("---- talk:") == 3
-    assert "conversations of" in said and "--batch.row_length" in said
+    printed = capsys.readouterr().out
+    assert "4 problems of 4 rows; question from 'messages'" in printed and printed.count("---- talk:") == 3
+    assert "conversations of" in printed and "--batch.row_length" in printed
 
 
 @pytest.mark.parametrize("words", [["none.jsonl"], ["odd.jsonl"], ["odd.jsonl", "--data.promt_column", "text"], []])
@@ -68,9 +68,9 @@ def test_what_does_not_fit_the_settings_is_named(tmp_path, capsys):
         for count in (1, 2000, 3)
     ]
     assert main(["check-data", write(tmp_path / "talk.jsonl", talk), "toy.yaml"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"batch\.row_length = \d+: 1 of 3 do not fit \(data\.bad_rows\)\n  talk:2: \d+ tokens\n", said)
-    asked = [{"question": "Think. " * count, "answer": 1} for count in (1, 400, 3, 500)]
-    assert main(["check-data", write(tmp_path / "own.jsonl", asked), "toy.yaml"]) == 0
-    said = capsys.readouterr().out
-    assert ": 2 of 4 do not fit (data.bad_rows)\n  own:" in said and "rollout.max_prompt_tokens = " in said
+    printed = capsys.readouterr().out
+    assert re.search(r"batch\.row_length = \d+: 1 of 3 do not fit \(data\.bad_rows\)\n  talk:2: \d+ tokens\n", printed)
+    problems = [{"question": "Think. " * count, "answer": 1} for count in (1, 400, 3, 500)]
+    assert main(["check-data", write(tmp_path / "own.jsonl", problems), "toy.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert ": 2 of 4 do not fit (data.bad_rows)\n  own:" in printed and "rollout.max_prompt_tokens = " in printed

@@ -130,10 +130,10 @@ REFUSED = [
 """Words of the command, and what it says of them."""
 
 
-@pytest.mark.parametrize(("words", "said"), REFUSED)
-def test_what_cannot_be_used_is_named_with_what_exists(words, said, folder, capsys):
+@pytest.mark.parametrize(("words", "message"), REFUSED)
+def test_what_cannot_be_used_is_named_with_what_exists(words, message, folder, capsys):
     assert main(words.format(folder).split(" ")) == 2
-    assert said.format(folder) in capsys.readouterr().out
+    assert message.format(folder) in capsys.readouterr().out
 
 
 def test_a_generated_source_is_known_to_the_command_alone():
@@ -149,10 +149,10 @@ def test_a_function_is_tried_on_problems_of_a_file(tmp_path, capsys):
     rows = [{"prompt": f"{i} + 1", "answer": str(i + 1), "level": i} for i in range(41, 45)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["answer", f"{tmp_path}/problems.jsonl"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split()[3] for line in said if line.startswith("right answer")] == ["1", "1", "1"]
-    assert [line.split()[3] for line in said if line.startswith("wrong answer")] == ["0", "0", "0"]
-    assert "answer '42'; problem.extra: level" in said[0]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[3] for line in lines if line.startswith("right answer")] == ["1", "1", "1"]
+    assert [line.split()[3] for line in lines if line.startswith("wrong answer")] == ["0", "0", "0"]
+    assert "answer '42'; problem.extra: level" in lines[0]
     assert main(["mine:level", f"{tmp_path}/problems.jsonl"]) == 0
     assert "right answer       reward 41 (correct)" in capsys.readouterr().out
 
@@ -161,22 +161,22 @@ def test_recorded_trajectories_are_scored_again(tmp_path, capsys):
     """The recorded reward scored again is itself; a constant one and those without a score are named as such."""
     run = str(write_run(tmp_path / "run", steps=2, groups=3, size=4))
     assert main(["answer", "--trajectories", run]) == 0
-    said = capsys.readouterr().out
-    assert "12 of 12 recorded trajectories of 3 problems are scored" in said and "->" not in said
-    for line in said.splitlines()[1:]:
+    out = capsys.readouterr().out
+    assert "12 of 12 recorded trajectories of 3 problems are scored" in out and "->" not in out
+    for line in out.splitlines()[1:]:
         words = line.split()
         assert line.startswith("groups") or words[3] == words[5]
     assert main(["mine:same", "--trajectories", run, "--step", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "no group has rewards that differ" in said and "-> 0.5" in said
+    out = capsys.readouterr().out
+    assert "no group has rewards that differ" in out and "-> 0.5" in out
     assert main(["answer", "--trajectories", run, "--step", "9"]) == 2
     assert "no trajectories of step 9; it has steps 1 to 2" in capsys.readouterr().out
     for name in ("nan", "judge"):
         assert main([f"mine:{name}", "--trajectories", run]) == 2
-        said = capsys.readouterr().out.splitlines()
-        assert said[:2] == [
+        out = capsys.readouterr().out.splitlines()
+        assert out[:2] == [
             "0 of 12 recorded trajectories of 3 problems are scored",
             "12 are not scored and leave their groups",
         ]
-        assert any(line.startswith("groups whose rewards differ: ") and line.endswith(" 0 now, of 3") for line in said)
-        assert any(line.startswith("fault: ") for line in said) == (name == "nan")
+        assert any(line.startswith("groups whose rewards differ: ") and line.endswith(" 0 now, of 3") for line in out)
+        assert any(line.startswith("fault: ") for line in out) == (name == "nan")

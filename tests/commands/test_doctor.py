@@ -26,13 +26,13 @@ FINE = {
 
 def test_the_report_of_this_machine(capsys):
     assert main(["doctor", "--json"]) in (0, 5)
-    found = json.loads(capsys.readouterr().out)
-    assert found["devices"]["platform"] == "cpu" and found["devices"]["count"] == 8
-    assert found["extras"]["serve"] and set(found["extras"]) == set(doctor.EXTRAS)
-    assert found["cores"] >= 1 and found["packages"]["jax"]
-    text = "\n".join(doctor.lines(found))
-    assert "pip install 'jax[cuda12]'" in text or found["extras"]["gpu"]
-    assert "calls at a time may take" in text and f"this host has {found['memory_gib']} GiB" in text
+    report = json.loads(capsys.readouterr().out)
+    assert report["devices"]["platform"] == "cpu" and report["devices"]["count"] == 8
+    assert report["extras"]["serve"] and set(report["extras"]) == set(doctor.EXTRAS)
+    assert report["cores"] >= 1 and report["packages"]["jax"]
+    text = "\n".join(doctor.lines(report))
+    assert "pip install 'jax[cuda12]'" in text or report["extras"]["gpu"]
+    assert "calls at a time may take" in text and f"this host has {report['memory_gib']} GiB" in text
     assert all(len(line) < 400 for line in text.splitlines())
 
 
@@ -50,8 +50,8 @@ def test_the_report_of_this_machine(capsys):
     ],
 )
 def test_what_a_machine_lacks_is_named_with_what_to_do(lacks, advice):
-    said = list(doctor.to_do({**FINE, **lacks}))
-    assert (advice is None and said == []) or (len(said) == 1 and advice in said[0])
+    messages = list(doctor.to_do({**FINE, **lacks}))
+    assert (advice is None and messages == []) or (len(messages) == 1 and advice in messages[0])
 
 
 def test_the_command_for_an_extra_names_the_packages_of_the_project_file():

@@ -37,8 +37,8 @@ def gold(tmp_path, rows=3):
 def test_problems_of_files_worlds_and_the_run(tmp_path):
     path = str(gold(tmp_path))
     data = DataConfig(eval_problems=6, sources=("world:gcd:1", path), weights=(1.0, 2.0), eval_sources=("world:gcd:2",))
-    own = chosen_problems(EvaluateConfig("r"), data)
-    assert len(own) == 6 and {problem.source for problem in own} == {"world:gcd:2"}
+    problems = chosen_problems(EvaluateConfig("r"), data)
+    assert len(problems) == 6 and {problem.source for problem in problems} == {"world:gcd:2"}
     assert len(chosen_problems(EvaluateConfig("r", problems=2), data)) == 2
     every = chosen_problems(EvaluateConfig("r", data=(path, "world:gcd:1")), data)  # one was trained on: allowed
     assert [problem.answer for problem in every[:3]] == ["0", "2", "4"] and len(every) == 3 + 64
@@ -87,11 +87,11 @@ def test_two_published_models_are_compared_on_the_problems_of_a_file(tmp_path, c
     assert "4 problems of 6 rows" in printed and "1 bad, 1 duplicate dropped" in printed
     assert "1 over-long prompts dropped, 3 problems left" in printed
     assert "less" in printed and "3 problems)" in printed and "95%" in printed
-    found = json.loads((tmp_path / "table.json").read_text())
-    low, high = found["intervals"]["all"]["avg@2"]
-    assert 0 <= low <= found["table"]["all"]["avg@2"] <= high <= 1
-    assert found["differences"]["avg@2"]["problems"] == 3 and found["against"]["run"] == two
-    for name, policy in (("one", found), ("two", found["against"])):
+    report = json.loads((tmp_path / "table.json").read_text())
+    low, high = report["intervals"]["all"]["avg@2"]
+    assert 0 <= low <= report["table"]["all"]["avg@2"] <= high <= 1
+    assert report["differences"]["avg@2"]["problems"] == 3 and report["against"]["run"] == two
+    for name, policy in (("one", report), ("two", report["against"])):
         folder = tmp_path / "runs" / "evaluations" / name
         assert policy["trajectories"] == str(folder.relative_to(tmp_path))
         assert len(list(read_trace(folder, kind="eval"))) == 6 and (folder / "config.yaml").is_file()
@@ -115,15 +115,15 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_part(tmp_path, cap
     with listening(reached.append):
         assert main([*again, "cut.json", "--resume"]) == 0
     assert reached.count("reward") == 2, "two parts are left"
-    whole, cut = (json.loads((tmp_path / name).read_text()) for name in ("whole.json", "cut.json"))
-    assert (cut["table"], cut["intervals"]) == (whole["table"], whole["intervals"]) and set(cut["table"]) == {
+    full, cut = (json.loads((tmp_path / name).read_text()) for name in ("whole.json", "cut.json"))
+    assert (cut["table"], cut["intervals"]) == (full["table"], full["intervals"]) and set(cut["table"]) == {
         "sums",
         "all",
     }
     first, second = (list(read_trace(tmp_path / name, kind="eval")) for name in ("kept", "kept-2"))
-    for one, other in zip(first, second, strict=True):
+    for reference, other in zip(first, second, strict=True):
         # Log-probabilities to rounding: a matrix kernel may treat a batch of fewer rows differently.
-        logprobs = (record.trajectory.logprobs for record in (one, other))
+        logprobs = (record.trajectory.logprobs for record in (reference, other))
         np.testing.assert_allclose(*logprobs, atol=5e-6)
     lines = ([json.loads(to_line(r)) | {"seconds": 0, "logprobs": ""} for r in part] for part in (first, second))
     first, second = lines
@@ -132,7 +132,7 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_part(tmp_path, cap
     with listening(reached.append):
         assert main([*again, "again.json", "--resume"]) == 0
     assert "reward" not in reached, "it has ended: nothing is rolled out"
-    assert json.loads((tmp_path / "again.json").read_text())["table"] == whole["table"]
+    assert json.loads((tmp_path / "again.json").read_text())["table"] == full["table"]
     assert main([*again, "cut.json", "--resume", "--samples", "3"]) == 2
     assert "holds an evaluation of another policy or with other settings" in capsys.readouterr().err
     with pytest.raises(ValueError, match="name it with --keep"):
@@ -159,11 +159,11 @@ def test_a_run_is_evaluated_from_its_checkpoint_alone(tmp_path, capsys):
     assert "policy after 7 training steps, 2 rollouts a problem" in printed and "world:products:1" in printed
     table = json.loads(out.read_text())["table"]
     assert table["all"]["problems"] == 4 and table["all"]["samples"] == 8
-    kept = tmp_path / "evaluations" / "newest"
-    assert len(list(read_trace(kept, kind="eval"))) == 8 and not (tmp_path / "trajectories").exists()
+    folder = tmp_path / "evaluations" / "newest"
+    assert len(list(read_trace(folder, kind="eval"))) == 8 and not (tmp_path / "trajectories").exists()
     assert 0 <= table["all"]["pass^2"] <= table["all"]["avg@2"] <= table["all"]["pass@2"] <= 1
-    one = tmp_path / "checkpoints" / "step_00000005"
-    assert main([str(one), "--problems", "1", "--data", str(gold(tmp_path)), "world:gcd:1"]) == 0
+    checkpoint = tmp_path / "checkpoints" / "step_00000005"
+    assert main([str(checkpoint), "--problems", "1", "--data", str(gold(tmp_path)), "world:gcd:1"]) == 0
     assert "policy after 5 training steps" in capsys.readouterr().out
     assert main([str(tmp_path / "checkpoints" / "step_00000009")]) == 2
     assert "no valid checkpoint of step 9" in capsys.readouterr().err

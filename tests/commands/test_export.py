@@ -114,8 +114,8 @@ def test_the_tokenizer_of_the_toy_world_loads_elsewhere(tmp_path):
     model = replace(SMALL, vocab_size=400)
     export_model(jax.device_put(random_params(model)), model, tmp_path / "out", text=text)
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    for said in ("What is 12 x 34?\nprint(5)", "  two  spaces \n\n", "é ü 語"):
-        assert exported(said, add_special_tokens=False).input_ids == tokenizer.encode(said)
+    for sample in ("What is 12 x 34?\nprint(5)", "  two  spaces \n\n", "é ü 語"):
+        assert exported(sample, add_special_tokens=False).input_ids == tokenizer.encode(sample)
     assert (exported.eos_token_id, exported.pad_token_id) == (tokenizer.eos_id, tokenizer.pad_id)
     chat = make_chat(config, tokenizer)
     problem = Problem(uid="p", prompt="What is 6 x 7?", answer="42", source="s")

@@ -47,8 +47,8 @@ def test_a_new_project_passes_its_tests(project, capsys, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_a_new_project_takes_two_steps(project):
-    own = [*TINY, "--rollout.max_response_tokens=64", "--batch.row_length=256", "--rollout.slots=4"]
-    assert g.train_policy(g.read_config("config.yaml", *own))["steps"] == 2
+    settings = [*TINY, "--rollout.max_response_tokens=64", "--batch.row_length=256", "--rollout.slots=4"]
+    assert g.train_policy(g.read_config("config.yaml", *settings))["steps"] == 2
 
 
 def test_a_directory_that_holds_something_is_left_alone(tmp_path, capsys):
@@ -65,11 +65,11 @@ def test_the_next_command_can_be_pasted(tmp_path, capsys):
 
 def test_a_published_model_is_trained_as_the_project_says(project):
     """With a recipe for it as the base, without the settings of the small policy."""
-    said = (project / "README.md").read_text(encoding="utf-8")
-    (base,) = re.findall(r"`base: (\S+)`", said)
-    (out,) = re.findall(r"without the\s+lines ((?:`\w+`(?:, | and )?)+)", said)
-    kept = [line for line in (project / "config.yaml").read_text().splitlines() if line.partition(":")[0] not in out]
-    lines = [f"base: {base}" if line.startswith("base:") else line for line in kept]
+    readme = (project / "README.md").read_text(encoding="utf-8")
+    (base,) = re.findall(r"`base: (\S+)`", readme)
+    (out,) = re.findall(r"without the\s+lines ((?:`\w+`(?:, | and )?)+)", readme)
+    rest = [line for line in (project / "config.yaml").read_text().splitlines() if line.partition(":")[0] not in out]
+    lines = [f"base: {base}" if line.startswith("base:") else line for line in rest]
     Path("published.yaml").write_text("\n".join(lines), encoding="utf-8")
     config = g.read_config("published.yaml")
     assert config.model.path and config.text.tools_section and config.text.instruction == "default"

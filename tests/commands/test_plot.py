@@ -37,15 +37,15 @@ def runs(tmp_path):
     return tmp_path
 
 
-def labels(found, **options):
-    return {label: [run.path.name for run in members] for label, members in by_label(found, **options).items()}
+def labels(runs, **options):
+    return {label: [run.path.name for run in members] for label, members in by_label(runs, **options).items()}
 
 
 def test_runs_that_differ_in_the_seed_alone_share_a_label(runs):
-    found = load_runs([str(runs / "*")])
-    assert labels(found) == {"resample.method=roc": ["a", "b"], "resample.method=none": ["c", "d"]}
-    assert labels(found, each=True) == {name: [name] for name in "abcd"}
-    assert labels(found, group_by=["seed"]) == {"seed=0": ["a", "c"], "seed=1": ["b", "d"]}
+    loaded = load_runs([str(runs / "*")])
+    assert labels(loaded) == {"resample.method=roc": ["a", "b"], "resample.method=none": ["c", "d"]}
+    assert labels(loaded, each=True) == {name: [name] for name in "abcd"}
+    assert labels(loaded, group_by=["seed"]) == {"seed=0": ["a", "c"], "seed=1": ["b", "d"]}
     make_run(runs, "e", rewards([1.0]), seed=2, name="e", resample={"method": "none"}, lr=2.0)
     with_e = labels(load_runs([str(runs / "*")]))
     assert with_e == {
@@ -58,9 +58,9 @@ def test_runs_that_differ_in_the_seed_alone_share_a_label(runs):
 def test_labels_from_patterns_and_runs_without_configuration(runs, capsys):
     make_run(runs, "x/run", rewards([1.0]))
     make_run(runs, "y/run", rewards([1.0]))
-    found = load_runs([f"first={runs}/[ab]", f"{runs}/a", f"{runs}/x/run", f"{runs}/y/run/metrics.jsonl"])
-    assert labels(found) == {"first": ["a", "b"], "x/run": ["run"], "y/run": ["run"]}
-    assert labels(found[2:3]) == {"run": ["run"]}
+    loaded = load_runs([f"first={runs}/[ab]", f"{runs}/a", f"{runs}/x/run", f"{runs}/y/run/metrics.jsonl"])
+    assert labels(loaded) == {"first": ["a", "b"], "x/run": ["run"], "y/run": ["run"]}
+    assert labels(loaded[2:3]) == {"run": ["run"]}
     assert labels(load_runs([f"{runs}/a", f"{runs}/b"])) == {"a": ["a", "b"]}
     assert plot.main([str(runs / "z*")]) == 2
     assert "matches no directory" in capsys.readouterr().err
@@ -68,29 +68,29 @@ def test_labels_from_patterns_and_runs_without_configuration(runs, capsys):
 
 def test_mean_and_spread_over_the_runs_that_have_the_step(runs):
     members = load_runs([f"{runs}/a", f"{runs}/b"])
-    found = curve(members, "rollout/reward")
-    assert found.x.tolist() == [1, 2, 3] and found.runs == 2
-    assert found.mean.tolist() == [0.25, 0.75, 1.0]
-    assert np.allclose(found.std, [np.sqrt(0.125), np.sqrt(0.125), 0.0])
+    series = curve(members, "rollout/reward")
+    assert series.x.tolist() == [1, 2, 3] and series.runs == 2
+    assert series.mean.tolist() == [0.25, 0.75, 1.0]
+    assert np.allclose(series.std, [np.sqrt(0.125), np.sqrt(0.125), 0.0])
     assert curve(members, "missing") is None
 
 
 def test_the_sampled_axis_interpolates_over_the_common_range(tmp_path):
     make_run(tmp_path, "a", [{"step": i, "rollout/reward": i / 4, "rollout/sampled": 10} for i in range(1, 5)])
     make_run(tmp_path, "b", [{"step": i, "rollout/reward": i / 2, "rollout/sampled": 20} for i in range(1, 3)])
-    found = curve(load_runs([str(tmp_path / "*")]), "rollout/reward", x="sampled")
-    assert found.x.tolist() == [20, 20 + 20 / 3, 20 + 40 / 3, 40]
-    assert np.allclose(found.mean, found.x / 40) and np.allclose(found.std, 0)
-    one = curve(load_runs([str(tmp_path / "a")]), "rollout/reward", x="sampled")
-    assert one.x.tolist() == [10, 20, 30, 40]
+    series = curve(load_runs([str(tmp_path / "*")]), "rollout/reward", x="sampled")
+    assert series.x.tolist() == [20, 20 + 20 / 3, 20 + 40 / 3, 40]
+    assert np.allclose(series.mean, series.x / 40) and np.allclose(series.std, 0)
+    single = curve(load_runs([str(tmp_path / "a")]), "rollout/reward", x="sampled")
+    assert single.x.tolist() == [10, 20, 30, 40]
 
 
 def test_sampled_counts_every_row_though_the_metric_has_few(tmp_path):
     rows = rewards([0.1, 0.2, 0.3, 0.4])
     rows[3]["eval/all/avg@2"] = 0.7
     make_run(tmp_path, "a", [{"step": 0, "eval/all/avg@2": 0.5}, *rows])
-    found = curve(load_runs([str(tmp_path / "a")]), "eval", x="sampled")
-    assert found.x.tolist() == [0, 40] and found.mean.tolist() == [0.5, 0.7]
+    series = curve(load_runs([str(tmp_path / "a")]), "eval", x="sampled")
+    assert series.x.tolist() == [0, 40] and series.mean.tolist() == [0.5, 0.7]
 
 
 def test_running_mean_looks_back_and_skips_gaps():
@@ -110,8 +110,8 @@ def test_last_third_is_of_the_steps_of_the_run():
 
 
 def test_the_figure_has_every_panel_and_the_bands(runs):
-    found = load_runs([str(runs / "*")])
-    figure = plot.draw(found, plot.PlotConfig((str(runs),)))
+    loaded = load_runs([str(runs / "*")])
+    figure = plot.draw(loaded, plot.PlotConfig((str(runs),)))
     titles = [axis.get_title() for axis in figure.axes]
     assert len(titles) == 8 and titles[0] == "reward, all sampled"
     assert len(figure.axes[0].collections) == 2  # one band per label

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory):
+def alarmed_run(tmp_path_factory):
     """A run with an alarm in every step, and the file of the second step."""
     run_dir = tmp_path_factory.mktemp("runs") / "alarmed"
     alarm = ["--watch.steps=1", "--watch.sample_size=0", "--watch.reward_spread=9"]
@@ -32,29 +32,29 @@ def kept(tmp_path_factory):
     return run_dir, sorted((run_dir / "batches").iterdir())[0]
 
 
-def test_a_replay_gives_the_numbers_of_the_run(kept, capsys):
-    run_dir, path = kept
+def test_a_replay_gives_the_numbers_of_the_run(alarmed_run, capsys):
+    run_dir, path = alarmed_run
     events = {event["event"] for event in read_events(run_dir)}
     assert events >= {"reward_spread", "entropy_high", "batch"}
     about, _ = read_batch(path)
     assert main([str(path)]) == 0
-    said = capsys.readouterr().out
-    assert f"update of step {about['step']} (reward_spread), with the parameters after step {about['step'] - 1}" in said
+    out = capsys.readouterr().out
+    assert f"update of step {about['step']} (reward_spread), with the parameters after step {about['step'] - 1}" in out
     row = next(row for row in read_metrics(run_dir) if row["step"] == about["step"])
     for name in ("loss/value", "update/grad_norm", "loss/entropy"):
-        assert f"{name} {row[name]:.4g}" in said
+        assert f"{name} {row[name]:.4g}" in out
 
 
-def test_the_row_that_is_not_finite_is_named(kept, tmp_path, capsys):
-    _, path = kept
+def test_the_row_that_is_not_finite_is_named(alarmed_run, tmp_path, capsys):
+    _, path = alarmed_run
     with np.load(path) as archive:
         arrays = dict(archive)
     arrays["0/1/advantages"] = arrays["0/1/advantages"] * np.nan
     bad = tmp_path / "bad.npz"
     np.savez(bad, **arrays)
     assert main([str(bad)]) == 0
-    said = capsys.readouterr().out
-    assert said.count("NOT FINITE") == 1 and "row 1: NOT FINITE: advantages; loss nan" in said
+    out = capsys.readouterr().out
+    assert out.count("NOT FINITE") == 1 and "row 1: NOT FINITE: advantages; loss nan" in out
 
 
 def test_rows_are_read_back_as_they_were_kept(tmp_path):
@@ -64,9 +64,9 @@ def test_rows_are_read_back_as_they_were_kept(tmp_path):
     more = {"marked": arrays["policy_mask"], "routes": rng.integers(0, 4, (6, 2, 1)).astype(np.int16)}
     row = TrainRow(**arrays, **more, temperature=0.5, entropy_coefficient=0.25, parts=(4, 2))
     path = keep_batch(tmp_path, read_config(), 1, [SimpleNamespace(rows=[row], temperature=1.0)], "why")
-    ((found,),) = read_batch(path)[1]
+    ((loaded,),) = read_batch(path)[1]
     for item in fields(TrainRow):
-        np.testing.assert_array_equal(getattr(found, item.name), getattr(row, item.name))
+        np.testing.assert_array_equal(getattr(loaded, item.name), getattr(row, item.name))
 
 
 def test_a_checkpoint_is_a_number(capsys):
@@ -74,8 +74,8 @@ def test_a_checkpoint_is_a_number(capsys):
     assert "--checkpoint last; must be the number of a step" in capsys.readouterr().err
 
 
-def test_files_are_few_and_unreadable_ones_refused(kept, tmp_path, capsys):
-    _, path = kept
+def test_files_are_few_and_unreadable_ones_refused(alarmed_run, tmp_path, capsys):
+    _, path = alarmed_run
     about, batches = read_batch(path)
     assert len(batches[0]) == about["rows"][0] > 2
     (tmp_path / "batches").mkdir()

@@ -70,9 +70,9 @@ def test_probe_prints_the_table() -> None:
     assert "levels:" in done.stdout and "landlock" in done.stdout and "\ncgroup around the executor: " in done.stdout
     again = module("probe", "--json")
     assert again.returncode == done.returncode
-    found = json.loads(again.stdout)
-    assert [layer["name"] for layer in found["layers"]] == ["limits", "seccomp", "landlock", "namespaces", "own uid"]
-    assert found["cgroup"]["detail"] in done.stdout
+    report = json.loads(again.stdout)
+    assert [layer["name"] for layer in report["layers"]] == ["limits", "seccomp", "landlock", "namespaces", "own uid"]
+    assert report["cgroup"]["detail"] in done.stdout
 
 
 def test_serve_answers_and_ends() -> None:

@@ -40,17 +40,17 @@ def shown(run, **options):
 
 def test_segments_cover_the_tokens_and_hold_their_text(run):
     record = shown(run, step=1).records[0]
-    found = segments(record)
+    parts = segments(record)
     trajectory = record.trajectory
-    assert [s.start for s in found] == [0, *[s.end for s in found[:-1]]] and found[-1].end == trajectory.length
-    assert [s.kind for s in found] == ["prompt", "policy", "observation", "policy", "observation", "policy"]
-    assert [s.text for s in found if s.kind == "policy"] == [turn.text for turn in trajectory.turns]
-    assert found[0].text == "<20 ids>" and found[2].text == "<15 ids>"
-    for segment in found:
+    assert [s.start for s in parts] == [0, *[s.end for s in parts[:-1]]] and parts[-1].end == trajectory.length
+    assert [s.kind for s in parts] == ["prompt", "policy", "observation", "policy", "observation", "policy"]
+    assert [s.text for s in parts if s.kind == "policy"] == [turn.text for turn in trajectory.turns]
+    assert parts[0].text == "<20 ids>" and parts[2].text == "<15 ids>"
+    for segment in parts:
         inside = trajectory.policy_mask[segment.start : segment.end]
         assert inside.all() if segment.kind == "policy" else not inside.any()
-    expected = trajectory.logprobs[found[1].start : found[1].end].mean()
-    assert found[1].logprob == pytest.approx(expected) and found[1].versions == (3,)
+    expected = trajectory.logprobs[parts[1].start : parts[1].end].mean()
+    assert parts[1].logprob == pytest.approx(expected) and parts[1].versions == (3,)
 
 
 def test_without_a_tokenizer_problem_and_observations_are_shown():
@@ -105,8 +105,8 @@ def test_a_removed_trajectory_has_no_verdict_and_is_shown(run):
     choice = shown(run)
     assert choice.matched == 1 and shown(run, step=3, reward=0.0).matched == 0
     assert "removed: infrastructure" in headline(choice.records[0])
-    (one,) = held(view.page(view.ViewConfig((str(run),))))["trajectories"].values()
-    assert one["verdict"] is None and one["fault"] == lost
+    (trajectory,) = answers_in(view.page(view.ViewConfig((str(run),))))["trajectories"].values()
+    assert trajectory["verdict"] is None and trajectory["fault"] == lost
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(view.render(choice.records[0]))
     assert "step: KeyError: 'x' (mine.py, line 3)" in console.export_text()
@@ -119,8 +119,8 @@ def test_contradictions_are_named():
     mask = record.trajectory.policy_mask.copy()
     mask[:2] = True
     broken = dataclasses.replace(record.trajectory, policy_mask=mask)
-    found = faults(dataclasses.replace(record, trajectory=broken))
-    assert found == ["turns and policy mask disagree on 2 tokens", "the policy mask covers tokens of the prompt"]
+    texts = faults(dataclasses.replace(record, trajectory=broken))
+    assert texts == ["turns and policy mask disagree on 2 tokens", "the policy mask covers tokens of the prompt"]
     leaky = dataclasses.replace(record.trajectory, logprobs=np.full_like(record.trajectory.logprobs, -1))
     assert faults(dataclasses.replace(record, trajectory=leaky)) == ["log-probabilities off the policy mask"]
 
@@ -154,30 +154,30 @@ def test_markup_and_escapes_in_policy_text_stay_text(run):
     assert "<script>alert" not in html and "\\u003cscript>alert(1)" in html
 
 
-def held(html):
+def answers_in(html):
     """The answers that a page in a file holds."""
     return json.loads(html.partition('<script type="application/json" id="data">')[2].partition("</script>")[0])
 
 
 def test_the_page_holds_the_chosen_trajectories_and_the_index_of_their_steps(run):
-    found = held(view.page(view.ViewConfig((str(run),), limit=0, step=2)))
-    assert list(found["blocks"]["0"]) == ["step.2"] and found["blocks"]["0"]["step.2"]["count"] == 16
-    assert list(found["trajectories"]) == [f"0.step.2.{place}" for place in range(16)]
-    assert found["start"] == "#/rollouts?step=2" and found["state"][0]["blocks"] == {"step.2": "held"}
-    for record, shown_as in zip(shown(run, step=2).records, found["trajectories"].values(), strict=True):
+    answers = answers_in(view.page(view.ViewConfig((str(run),), limit=0, step=2)))
+    assert list(answers["blocks"]["0"]) == ["step.2"] and answers["blocks"]["0"]["step.2"]["count"] == 16
+    assert list(answers["trajectories"]) == [f"0.step.2.{index}" for index in range(16)]
+    assert answers["start"] == "#/rollouts?step=2" and answers["state"][0]["blocks"] == {"step.2": "held"}
+    for record, shown_as in zip(shown(run, step=2).records, answers["trajectories"].values(), strict=True):
         assert [s["text"] for s in shown_as["segments"]] == [s.text for s in segments(record)]
         assert (shown_as["why"], shown_as["penalties"]) == (record.why, dict(record.penalties))
         assert shown_as["verdict"]["status"] == record.verdict.status
     config = view.ViewConfig((str(run),), limit=5, kept="no", errors=True)
-    assert len(held(view.page(config))["trajectories"]) == min(5, view.choose(config).matched) > 0
+    assert len(answers_in(view.page(config))["trajectories"]) == min(5, view.choose(config).matched) > 0
 
 
 def test_the_page_of_two_runs_holds_both(run, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     trace.TraceWriter(other).write(5, trace.eval_records(5, [make_group(1, 2)]))
-    found = held(view.page(view.ViewConfig((str(run), str(other)), limit=0)))
-    assert found["blocks"].keys() == {"0", "1"} and list(found["blocks"]["1"]) == ["step.5"]
-    assert len(found["trajectories"]) == 18
+    answers = answers_in(view.page(view.ViewConfig((str(run), str(other)), limit=0)))
+    assert answers["blocks"].keys() == {"0", "1"} and list(answers["blocks"]["1"]) == ["step.5"]
+    assert len(answers["trajectories"]) == 18
 
 
 def test_commands(run, capsys):
@@ -195,12 +195,12 @@ def test_the_page_opens_with_the_filters_and_on_another_port_where_its_own_is_ta
     monkeypatch.setattr(view.PageServer, "serve_forever", mock.Mock(side_effect=KeyboardInterrupt))
     assert view.main([str(run), "--port", "0", "--step", "2", "--errors", "--kept", "yes"]) == 0
     assert re.match(r"http://127\.0\.0\.1:\d+/#/rollouts\?step=2&kept=yes&calls=failed  \(", capsys.readouterr().out)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert view.main([str(run), "--port", str(taken.getsockname()[1])]) == 2
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        assert view.main([str(run), "--port", str(holder.getsockname()[1])]) == 2
         assert "in use" in capsys.readouterr().err
-    with contextlib.ExitStack() as taken:
+    with contextlib.ExitStack() as holder:
         with contextlib.suppress(OSError):  # somebody else has it
-            taken.enter_context(socket.create_server(("127.0.0.1", view.PORT)))
+            holder.enter_context(socket.create_server(("127.0.0.1", view.PORT)))
         assert view.main([str(run)]) == 0
     assert str(view.PORT) not in capsys.readouterr().out
 
@@ -230,6 +230,6 @@ def test_a_search_decodes_only_the_trajectories_that_it_shows(tmp_path, monkeypa
         shutil.copy(tmp_path / "trajectories/step_00000001.jsonl", tmp_path / f"trajectories/step_{step:08d}.jsonl")
     decoded = []
     monkeypatch.setattr(view, "from_json", lambda line: decoded.append(line["step"]))
-    found = view.choose(view.ViewConfig((str(tmp_path),), errors=True, html="x"))
-    assert found.total == 5 * 128 and found.matched > 200 and not decoded
-    assert len(found.records) == len(decoded) == 200
+    choice = view.choose(view.ViewConfig((str(tmp_path),), errors=True, html="x"))
+    assert choice.total == 5 * 128 and choice.matched > 200 and not decoded
+    assert len(choice.records) == len(decoded) == 200
