@@ -66,7 +66,7 @@ class Connection:
         )
 
 
-def asked(config: Config) -> Any:
+def requests_of(config: Config) -> Any:
     """Requests that reach a service which fails: where to, how often, how many at a time and together."""
     Connection.log, Connection.peak, Connection.open_now, Connection.together = [], 0, 0, threading.Event()
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
@@ -147,8 +147,8 @@ def sampler_actors(config: Config) -> Any:
     for now[0] in (0.0, 100.0, 200.0):
         pool.advance(0.0)
         lost.append(len(pool.take_notes()))
-    own = own_config(config).sharding
-    return ray.init.call_args.kwargs, options.call_args.kwargs, count, own, lost
+    sharding = own_config(config).sharding
+    return ray.init.call_args.kwargs, options.call_args.kwargs, count, sharding, lost
 
 
 class Recorded:
@@ -229,8 +229,8 @@ OBSERVED = environment("openenv", url="http://a", observation="a")
 TASKSET = environment("verifiers", taskset="a")
 SEEN = (
     only(made_by, "tools", executor="sandbox_fusion"),
-    seen(asked, "tools.executor", FUSION, url="http://127.0.0.2:81/x", concurrency=1),
-    only(asked, "tools.executor", JUDGE, batch=1),
+    seen(requests_of, "tools.executor", FUSION, url="http://127.0.0.2:81/x", concurrency=1),
+    only(requests_of, "tools.executor", JUDGE, batch=1),
     seen(actors, "tools.executor.actors tools.executor.cpus", {"tools.executor": "ray"}),
     only(sampler_actors, "rollout", STREAM, samplers="ray"),
     seen(sampler_actors, "rollout.samplers", STREAM | {"rollout.samplers": "ray"}, address="auto", tensor=2, tpus=4),

@@ -56,13 +56,13 @@ def rollout(environment, commands, folder=None, name=""):
     problem = problems[f"harbor/{name}"] if name else next(iter(problems.values()))
 
     async def play():
-        one = environment()
-        one.reset(problem)
-        printed = [await one.bash(command) for command in commands]
+        instance = environment()
+        instance.reset(problem)
+        printed = [await instance.bash(command) for command in commands]
         try:
-            return printed, await one.get_reward()
+            return printed, await instance.get_reward()
         finally:
-            one.close()
+            instance.close()
 
     return asyncio.run(play())
 
@@ -114,33 +114,33 @@ def test_a_policy_sees_no_tests_and_plants_no_reward(environments, tmp_path):
         "(while true; do echo 5 > /logs/verifier/reward.txt; done) &",
         "cp -r /app /scratch/.git; chmod 000 /app; kill -9 $PPID 2>/dev/null; echo still",
     ]
-    printed, found = rollout(environment, attempts, tmp_path)
-    assert "test.sh" not in printed[0] and found == {"reward": 0.0}
+    printed, rewards = rollout(environment, attempts, tmp_path)
+    assert "test.sh" not in printed[0] and rewards == {"reward": 0.0}
     assert rollout(environment, ["touch /app/done"], tmp_path)[1] == {"reward": 1.0}
 
 
 def test_tests_that_write_nothing_or_take_too_long_pay_nothing_and_say_so(environments, tmp_path, caplog):
     make_task(tmp_path / "slow", toml="[verifier]\ntimeout_sec = 1.0\n", test="echo busy; sleep 30")
     make_task(tmp_path / "silent", test="echo nothing; exit 4", toml="[verifier]\ntimeout_sec = 9\n")
-    for name, said in (("slow", "took too long"), ("silent", "status 4")):
+    for name, message in (("slow", "took too long"), ("silent", "status 4")):
         assert rollout(environments(tmp_path), [], tmp_path, name)[1] == {"reward": 0.0}
-        assert said in caplog.text and name in caplog.text
+        assert message in caplog.text and name in caplog.text
 
 
 def test_the_time_of_a_task_ends_its_commands(environments, tmp_path):
     make_task(tmp_path / "short", toml="[agent]\ntimeout_sec = 1.0\n[verifier]\ntimeout_sec = 9\n")
-    printed, found = rollout(environments(tmp_path), ["sleep 5", "echo more"], tmp_path)
+    printed, rewards = rollout(environments(tmp_path), ["sleep 5", "echo more"], tmp_path)
     assert "[ended after" in printed[0] and printed[1] == "the time for this task is over"
-    assert found == {"reward": 1.0}
+    assert rewards == {"reward": 1.0}
     make_task(tmp_path / "brief" / "task", toml="[agent]\ntimeout_sec = 0.2\n[verifier]\ntimeout_sec = 9\n")
 
     async def step():
-        one = environments(tmp_path / "brief")()
-        one.reset(next(harbor_problems(str(tmp_path / "brief"))))
-        assert await one.step(Turn(0, 0, "")) is None
-        await one.bash("true")
+        instance = environments(tmp_path / "brief")()
+        instance.reset(next(harbor_problems(str(tmp_path / "brief"))))
+        assert await instance.step(Turn(0, 0, "")) is None
+        await instance.bash("true")
         await asyncio.sleep(0.2)
-        return await one.step(Turn(0, 0, ""))
+        return await instance.step(Turn(0, 0, ""))
 
     assert asyncio.run(step()).done
 
@@ -196,21 +196,21 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("files", "said"), WRONG, ids=str)
-def test_a_task_that_cannot_run_is_refused_at_the_start(tmp_path, files, said):
+@pytest.mark.parametrize(("files", "message"), WRONG, ids=str)
+def test_a_task_that_cannot_run_is_refused_at_the_start(tmp_path, files, message):
     make_task(tmp_path / "t", **files)
     if not files:
         (tmp_path / "t" / "tests" / "test.sh").unlink()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         harbor_class(EnvironmentHarbor(tasks=str(tmp_path)))
 
 
 def test_sources_and_settings(tmp_path, monkeypatch):
     problems = list(harbor_problems(str(TASKS)))
-    assert [one.uid for one in problems] == ["harbor/greeting", "harbor/median", "harbor/total"]
+    assert [problem.uid for problem in problems] == ["harbor/greeting", "harbor/median", "harbor/total"]
     assert problems[0].prompt.startswith("Write the word") and problems[0].extra["difficulty"] == "easy"
     make_task(tmp_path / "c", instruction="<!-- harbor-canary GUID x -->\n# canary 2\n\nReal.\n")
-    assert [one.prompt for one in harbor_problems(str(tmp_path))] == ["Real."]
+    assert [problem.prompt for problem in harbor_problems(str(tmp_path))] == ["Real."]
     assert task_folders(str(tmp_path / "c")) == [tmp_path / "c"]
     with pytest.raises(ValueError, match="no task below it"):
         task_folders(str(tmp_path / "none"))
@@ -284,8 +284,8 @@ def test_containers_by_the_command_docker(tmp_path, monkeypatch):
     test = "[ -e /app/x ] && echo 0.5 > /logs/verifier/reward.txt\n"
     make_task(tasks / "one", environment__Dockerfile="FROM x\nRUN apt-get install -y git\n", test=test)
     environment = harbor_class(EnvironmentHarbor(tasks=str(tasks), container="docker"))
-    printed, found = rollout(environment, ["echo $((6 * 7)); touch x", "exit 2"], tasks)
-    assert printed == ["42\n", "[exit status 2]"] and found == {"reward": 0.5}
+    printed, rewards = rollout(environment, ["echo $((6 * 7)); touch x", "exit 2"], tasks)
+    assert printed == ["42\n", "[exit status 2]"] and rewards == {"reward": 0.5}
     calls = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [call[0] for call in calls][:3] == ["build", "run", "exec"] and calls[1][-3] == "grpo-roc-one"
     assert calls[1][calls[1].index("--network") :][:2] == ["--network", "none"]

@@ -26,8 +26,8 @@ def test_tools_of_a_server_pay_by_turn_and_its_death_is_typed(chat):
         assert episodes.tools.names == ("add", "die", "odd")
         play = Play(chat, episodes, samples=4, extra={"start": 1})
         assert "\n3\n" in play.say(call("add", '{"k": 2}'))
-        said = play.say(call("add", '{"k": -1}') + call("add", '{"k": "x"}'))
-        assert "only upwards" in said and "argument 'k' must be integer, got string" in said
+        reply = play.say(call("add", '{"k": -1}') + call("add", '{"k": "x"}'))
+        assert "only upwards" in reply and "argument 'k' must be integer, got string" in reply
         assert play.say(call("add", '{"k": 2}')) == "answer", "the server ended it"
         assert "\n2\n" in play.say(call("add", '{"k": 1}'), row=1), "a session for each rollout"
         assert play.say("I give up", row=1) == "eos"
@@ -45,8 +45,8 @@ def test_answers_that_no_client_can_read_are_no_fault_of_the_policy(chat):
         play = Play(chat, episodes, samples=len(ODD))
         for row, how in enumerate(ODD):
             assert play.say(call("odd", f'{{"how": "{how}"}}'), row=row) == "infrastructure", how
-        for how, one in zip(ODD, play.end(), strict=True):
-            assert "malformed answer" in one.results[0].error_message, how
+        for how, trajectory in zip(ODD, play.end(), strict=True):
+            assert "malformed answer" in trajectory.results[0].error_message, how
         episodes.close()
     with served(SERVER, "text") as (url, _):
         choice = EnvironmentOpenEnv(url=url, timeout_s=9.0, retries=0, action="number", observation="hint")
@@ -70,13 +70,13 @@ def test_turns_are_actions_where_a_field_is_named(chat):
         episodes.close()
         with pytest.raises(ValueError, match=r"name the field of the text in environment\.action"):
             EnvironmentOpenEnv(url=url, retries=0).factories()
-        whole = Episodes(EnvironmentOpenEnv(url=url, action="number"), ToolsConfig())
-        assert Play(chat, whole).requests[0].problem.prompt.endswith('{"hint": "a digit", "tries": 0}')
-        whole.close()
+        all_fields = Episodes(EnvironmentOpenEnv(url=url, action="number"), ToolsConfig())
+        assert Play(chat, all_fields).requests[0].problem.prompt.endswith('{"hint": "a digit", "tries": 0}')
+        all_fields.close()
 
 
 def test_a_server_that_does_not_answer_is_said_at_the_start(monkeypatch):
     monkeypatch.delenv("NO_TOKEN", raising=False)
-    for settings, said in (({}, "Failed to connect"), ({"token_variable": "NO_TOKEN"}, "NO_TOKEN is not set")):
-        with pytest.raises(ValueError, match=said):
+    for settings, message in (({}, "Failed to connect"), ({"token_variable": "NO_TOKEN"}, "NO_TOKEN is not set")):
+        with pytest.raises(ValueError, match=message):
             EnvironmentOpenEnv(url="http://127.0.0.1:9", timeout_s=5.0, retries=0, **settings).factories()

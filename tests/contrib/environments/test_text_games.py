@@ -56,9 +56,9 @@ def test_a_game_of_textarena_is_an_environment_of_ten_lines():
     assert "between 1 and 20" in play.requests[0].problem.prompt
     while True:
         guess = (low + high) // 2
-        said = play.say(f"I say [{guess}]")
-        if said == "answer":
+        reply = play.say(f"I say [{guess}]")
+        if reply == "answer":
             break
-        assert "You are playing" not in said, "it is told once"
-        low, high = (guess + 1, high) if "higher" in said else (low, guess - 1)
+        assert "You are playing" not in reply, "it is told once"
+        low, high = (guess + 1, high) if "higher" in reply else (low, guess - 1)
     assert play.end()[0].reward == 1.0

@@ -52,7 +52,7 @@ def play(agent, problem, *turns):
         chat = server.endpoint.chat
         rows = conversations_of(session.calls)
         sampled = [chat.turn_ids(turn) for turn in turns]
-        assert [one.ids.tolist() for one in session.calls] == sampled[: len(session.calls)]
+        assert [recorded.ids.tolist() for recorded in session.calls] == sampled[: len(session.calls)]
         trajectory = trajectory_of(rows, chat, session.request, "eos", 1 << 20)[0] if rows else None
         text = chat.tokenizer.decode(rows[0].tokens.tolist()) if rows else ""
     return end, session, trajectory, text
@@ -93,8 +93,8 @@ def test_settings_of_the_taskset_and_its_environment_pass_through(tasks):
     choice = EnvironmentVerifiers(taskset=source, harness="toy_taskset", settings=("agent.max_turns=3",))
     environment = environment_of(choice)
     assert environment.config.agent.max_turns == 3 and environment.taskset.config.more == 20
-    for words, said in ((("agent",), "must be NAME=VALUE"), (("agent.absent=1",), "absent")):
-        with pytest.raises(ValueError, match=said):
+    for words, message in ((("agent",), "must be NAME=VALUE"), (("agent.absent=1",), "absent")):
+        with pytest.raises(ValueError, match=message):
             environment_of(replace(choice, settings=words))
 
 

@@ -44,7 +44,7 @@ class Loop(vf.Harness[vf.HarnessConfig]):
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **rest):
         """Runs calls, asks once more after a turn without one; `forget` and `fail` in a turn make it do so."""
-        messages, asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": data.prompt}], False
+        messages, again = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": data.prompt}], False
         async with httpx.AsyncClient(headers={"authorization": f"Bearer {secret}"}, timeout=60) as client:
             while True:
                 body = {"model": ctx.model, "messages": messages, "tools": [ADD]}
@@ -52,19 +52,19 @@ class Loop(vf.Harness[vf.HarnessConfig]):
                 if answer.status_code != 200:
                     return vf.ProgramResult(exit_code=1, stdout="", stderr=answer.text)
                 message = answer.json()["choices"][0]["message"]
-                said = message["content"] or ""
+                content = message["content"] or ""
                 messages.append(message)
-                if "forget" in said:
+                if "forget" in content:
                     messages = [{"role": "user", "content": "What?"}, message]
                 for call in message.get("tool_calls") or ():
                     total = str(sum(json.loads(call["function"]["arguments"]).values()))
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": total})
-                if "fail" in said:
+                if "fail" in content:
                     return vf.ProgramResult(exit_code=1, stdout="", stderr="as asked")
-                if not message.get("tool_calls") and asked:
+                if not message.get("tool_calls") and again:
                     return vf.ProgramResult(exit_code=0, stdout="", stderr="")
                 if not message.get("tool_calls"):
-                    asked = True
+                    again = True
                     messages.append({"role": "user", "content": "Sure?"})
 
 

@@ -48,7 +48,7 @@ def test_a_loop_delays_nobody_and_can_be_cancelled(executor) -> None:
     """The quick call is the first to end, whatever the clock says; the cancelled loop never does."""
     for name, code in (("loop", "while True: pass"), ("quick", "print(1)")):
         executor.submit(CodeCall(name, TOOL, {"code": code}, None))
-    ended = next(found for _ in range(60) if (found := executor.poll(1.0)))
+    ended = next(results for _ in range(60) if (results := executor.poll(1.0)))
     assert [(name, result.kind) for name, result in ended] == [("quick", "ok")]
     executor.cancel(["loop"])
     assert executor.poll(2.5) == []

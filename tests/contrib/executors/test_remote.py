@@ -41,8 +41,8 @@ def served(server) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with served(make_server(settings_of(ToolsConfig(**LIMITS)), port=0)[0]) as found:
-        yield found
+    with served(make_server(settings_of(ToolsConfig(**LIMITS)), port=0)[0]) as url:
+        yield url
 
 
 def post(address: str, body: object, **headers: str) -> tuple[int, dict]:
@@ -105,9 +105,9 @@ def test_served_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run_by(SandboxFusion(address), "print(5)")[0].stdout == "5\n"
         # Connections that say nothing take all places; the others are closed at once.
         idle = [socket.create_connection(server.server_address) for _ in range(12)]
-        assert [one.recv(1) for one in select.select(idle, [], [], 20)[0]][:1] == [b""]
-        for one in idle:
-            one.close()
+        assert [connection.recv(1) for connection in select.select(idle, [], [], 20)[0]][:1] == [b""]
+        for connection in idle:
+            connection.close()
 
 
 def test_sandbox_fusion_client_gives_the_right_kinds(address: str) -> None:
@@ -115,8 +115,8 @@ def test_sandbox_fusion_client_gives_the_right_kinds(address: str) -> None:
     known = [(kind, code) for kind, code in LABELLED if kind not in ("output_limit", "crash") and "\0" not in code]
     known = [(kind, code) for kind, code in known if kind != "timeout" or "sleep" in code]
     results = run_by(SandboxFusion(address), *(code for _, code in known))
-    found = [(r.kind, code, r.error_message) for (_, code), r in zip(known, results, strict=True)]
-    assert [one for one, (kind, _) in zip(found, known, strict=True) if one[0] != kind] == []
+    rows = [(r.kind, code, r.error_message) for (_, code), r in zip(known, results, strict=True)]
+    assert [row for row, (kind, _) in zip(rows, known, strict=True) if row[0] != kind] == []
 
 
 def test_sandbox_fusion_client_details(address: str) -> None:
@@ -254,7 +254,7 @@ class JudgeHandler(BaseHTTPRequestHandler):
             judge.broken_for -= 1
             data = b"not json"
         else:
-            data = json.dumps({"results": [judge.answer(one) for one in body["submissions"]]}).encode()
+            data = json.dumps({"results": [judge.answer(submission) for submission in body["submissions"]]}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

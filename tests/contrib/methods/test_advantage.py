@@ -97,8 +97,8 @@ def test_constraints():
 )
 def test_dual_vector(dual, channel, target, expected):
     step = Constraints(channels=("clean",), targets=(target,))
-    kept = [make_group([1, 1, 0, 0], channels={"clean": channel})]
-    moved = step.next_memory(kept, kept, None, AlgoState(memory={"constraints": np.array([dual])}))
+    groups = [make_group([1, 1, 0, 0], channels={"clean": channel})]
+    moved = step.next_memory(groups, groups, None, AlgoState(memory={"constraints": np.array([dual])}))
     close(moved["constraints"], [expected], 1e-9)
 
 
@@ -159,8 +159,8 @@ def test_a_tracker_forgets_as_the_policy_moves():
     assert tracker.earlier([first], AlgoState()) == []
     state = next_state([first, second], [first, second], config, initial_state(config))
     state = AlgoState.from_tree(state.to_tree())
-    (held,) = tracker.earlier([second, make_group([1], uid="c")], state)
-    (then,), (now,) = held.trajectories, second.trajectories
+    (remembered,) = tracker.earlier([second, make_group([1], uid="c")], state)
+    (then,), (now,) = remembered.trajectories, second.trajectories
     for name in ("tokens", "policy_mask", "logprobs", "temperature"):
         np.testing.assert_array_equal(getattr(then, name), getattr(now, name))
     moved = next_state([first], [first], config, state, {"a": 0.006}).table.get(["a"])
@@ -174,8 +174,8 @@ def test_truncation_mask():
     """A truncated success loses its advantage where it draws below the probability; failures and loops keep it."""
     pair = make_group([1, 1], stop=["length"] * 2)
     drawn = SimpleNamespace(random=lambda n: np.array([0.1, 0.9]))
-    kept = values(None, groups=[pair], rng=drawn, baseline="none", scale="none", adjust=["truncation_mask"])[0]
-    assert kept.tolist() == [0, 1]
+    advantages = values(None, groups=[pair], rng=drawn, baseline="none", scale="none", adjust=["truncation_mask"])[0]
+    assert advantages.tolist() == [0, 1]
     always = {"rng": np.random.default_rng(0)} | adjusted("truncation_mask", probability=1.0)
     group = make_group([1, 1, 0], stop=["length", "answer", "length"])
     masked = values(None, groups=[group], **always)[0]

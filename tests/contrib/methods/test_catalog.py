@@ -122,12 +122,12 @@ def test_scalerl_composes():
     sampled = [make_group(rewards, lengths=lengths, uid=uid) for rewards, lengths, uid in given]
     selections = [resample_group(group, config, generator) for group in sampled]
     assert [selection.kept for selection in selections] == [True, False, True]
-    kept = [subset(g, s) for g, s in zip(sampled, selections, strict=True) if s.kept]
-    rows = rows_of(kept, config)
+    kept_groups = [subset(g, s) for g, s in zip(sampled, selections, strict=True) if s.kept]
+    rows = rows_of(kept_groups, config)
     np.testing.assert_allclose([row.advantages[row.policy_mask][0] for row in rows], [1, -1, 1, -1], atol=1e-6)
     assert {float(w) for row in rows for w in row.weights[row.policy_mask]} == {0.0625}
     assert sum(row.weights.sum() for row in rows) == 1
-    state = next_state(sampled, kept, config, initial_state(config))
+    state = next_state(sampled, kept_groups, config, initial_state(config))
     problems = [group.problem for group in sampled]
     assert choose_problems(problems, 2, config.plan, state, generator) == [0, 2], "b was solved in all its rollouts"
     assert choose_problems(problems, 3, config.plan, state, generator) == [0, 1, 2]

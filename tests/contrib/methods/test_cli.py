@@ -50,8 +50,8 @@ def test_a_name_is_given_once():
 
 
 def test_a_part_that_must_be_of_one_kind_says_so():
-    said = "advantage.of = reg (command line): must be kind group"
-    assert said in refusal("--advantage", "anchored", "--advantage.of", "reg", of=Config)
+    message = "advantage.of = reg (command line): must be kind group"
+    assert message in refusal("--advantage", "anchored", "--advantage.of", "reg", of=Config)
 
 
 def test_dump_of_kinds_reads_back_equal(tmp_path):

@@ -25,8 +25,8 @@ def test_renormalized_parts(normalizer):
     """Each part of the rows carries the normalizer that it would have had alone."""
     groups = batch()
     config = method(weights={"normalizer": normalizer}, advantage={"scale": "none"})
-    whole = train_rows(groups, config, AlgoState())
-    parts = renormalized([whole[:4], whole[4:]], config.weights.normalizer, [[4], [4]])
+    rows = train_rows(groups, config, AlgoState())
+    parts = renormalized([rows[:4], rows[4:]], config.weights.normalizer, [[4], [4]])
     for group, part in zip(groups, parts, strict=True):
         for row, alone in zip(part, train_rows([group], config, AlgoState()), strict=True):
             np.testing.assert_allclose(row.weights, alone.weights, rtol=1e-6)
@@ -96,20 +96,20 @@ def test_passes_that_a_method_needs(sections, scores, reference):
 
 def test_next_state():
     groups = batch()
-    held = {"kind": "constraints", "channels": ["clean"], "targets": [0.95]}
+    constraint = {"kind": "constraints", "channels": ["clean"], "targets": [0.95]}
     weights = {"factors": ["learned_length"]}
-    config = method(advantage={"adjust": [held]}, weights=weights)
-    kept = [make_group([1, 1, 0, 0], uid="a", lengths=[9, 9, 1, 1], channels={"clean": [1, 0, 1, 1]})]
+    config = method(advantage={"adjust": [constraint]}, weights=weights)
+    kept_groups = [make_group([1, 1, 0, 0], uid="a", lengths=[9, 9, 1, 1], channels={"clean": [1, 0, 1, 1]})]
     start = initial_state(config)
     assert start.memory["constraints"].tolist() == [0.0]
-    state = next_state(groups, kept, config, start)
+    state = next_state(groups, kept_groups, config, start)
     assert state.step == 1
     assert state.table.get(["a", "b"])["accuracy"].tolist() == [0.5, 0.75]
     close(state.memory["constraints"], [0.02])
     assert state.recall("length_exponent", 0.0) > 0  # the long ones succeeded
-    mine = method(advantage={"kind": "custom", "function": "mine", "adjust": [held]}, weights=weights)
+    mine = method(advantage={"kind": "custom", "function": "mine", "adjust": [constraint]}, weights=weights)
     with given({"mine": lambda r, f, s: r.mean() - r}):
-        backwards = next_state(groups, kept, mine, start)
+        backwards = next_state(groups, kept_groups, mine, start)
     assert backwards.recall("length_exponent", 0.0) < 0  # the advantage that trained counts, also a function
     idle, tree = next_state(groups, [], config, state), state.to_tree()
     for same in (idle.memory, AlgoState.from_tree(tree).memory):

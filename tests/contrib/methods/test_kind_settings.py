@@ -41,9 +41,9 @@ def test_numbers_are_bounded(axis, kind, setting):
     if f"{kind}.{setting}" in UNBOUNDED:
         CASES.made(axis, kind, **{setting: -0.1})
         return
-    whole = isinstance(DEFAULTS[axis, kind, setting], int)
+    is_int = isinstance(DEFAULTS[axis, kind, setting], int)
     with pytest.raises(ConfigError, match=setting):
-        CASES.made(axis, kind, **{setting: (-1 if setting in FROM_ZERO else 0) if whole else -0.1})
+        CASES.made(axis, kind, **{setting: (-1 if setting in FROM_ZERO else 0) if is_int else -0.1})
 
 
 def test_what_is_seen_elsewhere_exists():

@@ -164,8 +164,8 @@ def test_explanations_fade_out():
     assert later(batch, groups, 1, plan, AlgoState(step=10)) == []
     result = make_group([0, 1], uid="a", condition=["explanation"] * 2)
     assert plan.second.merge(groups, [request], [result]) == groups
-    (kept,) = Explain().supervised([request], [result])
-    assert kept.rewards.tolist() == [1]
+    (supervised,) = Explain().supervised([request], [result])
+    assert supervised.rewards.tolist() == [1]
     assert [plan.second.supervised_weight(step) for step in (0, 5, 10, 20)] == pytest.approx([0.1, 0.05, 0, 0])
     assert planned(second="draft").second.supervised_weight(0) == 0
 

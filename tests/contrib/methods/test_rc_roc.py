@@ -11,12 +11,12 @@ LOW, HIGH = "low_reward", "high_reward"
 def test_conditions():
     """Successes under the low reward token: ranked with the others, after them, or with places of their own."""
     group = make_group([1] * 4 + [0] * 4, errors=[0, 0, 1, 1, 0, 0, 0, 0], condition=[LOW, LOW, HIGH, HIGH] * 2)
-    for settings, kept in (
+    for settings, expected in (
         ({"kind": "roc"}, {0, 1}),
         ({"kind": "rc_roc"}, {2, 3}),
         ({"kind": "rc_roc", "conditions": "stratify"}, {0, 2}),
     ):
-        assert set(run(group, 4, **settings).indices.tolist()) & {0, 1, 2, 3} == kept
+        assert set(run(group, 4, **settings).indices.tolist()) & {0, 1, 2, 3} == expected
     # Two places for five and one: shares of 1.67 and 0.33, and the larger remainder gets the second place.
     group = make_group([1] * 6 + [0] * 2, condition=[LOW] * 5 + [HIGH] + [LOW] * 2)
     assert run(group, 4, kind="rc_roc", conditions="stratify").indices.tolist() == [0, 1, 6, 7]

@@ -8,7 +8,7 @@ from grpo_roc_jax.settings.layers import Layer
 
 
 @pytest.mark.parametrize(
-    ("axis", "kind", "said"),
+    ("axis", "kind", "message"),
     [
         ("plan.problems", {"kind": "uncertainty", "pool": 0}, "must be at least 2"),
         ("plan.budget", {"kind": "knapsack", "least": 9, "most": 8}, "least = 9"),
@@ -38,15 +38,15 @@ from grpo_roc_jax.settings.layers import Layer
     ],
     ids=str,
 )
-def test_impossible_settings(axis, kind, said):
+def test_impossible_settings(axis, kind, message):
     for name in reversed(axis.split(".")):
         kind = {name: kind}
-    with pytest.raises(ConfigError, match=rf"(?s){axis.partition('.')[0]}.*{said}"):
+    with pytest.raises(ConfigError, match=rf"(?s){axis.partition('.')[0]}.*{message}"):
         build(Config, [Layer("test", kind)])
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--plan.condition=reward_tokens --plan.second=draft", "a rollout has one condition"),
         ("--plan.budget=knapsack --plan.second=serial", "cuts of one"),
@@ -59,6 +59,6 @@ def test_impossible_settings(axis, kind, said):
         ("methods/think_tuning.yaml --surrogate.old_logprobs=recorded", "feedback trains tokens that were not sampled"),
     ],
 )
-def test_settings_that_contradict_each_other(words, said):
-    with pytest.raises(ConfigError, match=said):
+def test_settings_that_contradict_each_other(words, message):
+    with pytest.raises(ConfigError, match=message):
         read_config(*words.split())

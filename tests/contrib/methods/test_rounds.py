@@ -44,10 +44,10 @@ def test_the_drift_mask_sees_the_policy_of_each_update():
     config = method("drift_mask", "--batch.updates=2", "--group.problems=2", "--weights.masks.drift.threshold=0.1")
     learner, run = placed(config, updated), a_run()
     given = learner.batches([make_group(seed, 4) for seed in (1, 2)], (), run)
-    _, taken, _ = learner.update(run, given)
+    _, trained, _ = learner.update(run, given)
     assert all(row.policy_mask.any() for batch in given for row in batch.rows)
     lost = []
-    for row, before in zip(taken[1].rows, given[1].rows, strict=True):
+    for row, before in zip(trained[1].rows, given[1].rows, strict=True):
         lost.append(not row.policy_mask.any())
         assert lost[-1] == (before.advantages.max() < 0)
         np.testing.assert_array_equal(row.logprobs_old, before.logprobs_old)

@@ -84,16 +84,16 @@ def test_coefficients_are_gradients(kind, settings, spread):
         ends = [OBJECTIVES[kind](scores + nudge, rewards, lengths, **settings) for nudge in (1e-5 * np.eye(6))]
         starts = [OBJECTIVES[kind](scores - nudge, rewards, lengths, **settings) for nudge in (1e-5 * np.eye(6))]
         part = method(advantage={"kind": kind, **settings}).advantage
-        found = part.coefficients(scores, rewards, features(make_group(rewards, lengths=lengths)))
-        close(found, (np.array(ends) - starts) / 2e-5, 1e-6)
+        coefficients = part.coefficients(scores, rewards, features(make_group(rewards, lengths=lengths)))
+        close(coefficients, (np.array(ends) - starts) / 2e-5, 1e-6)
 
 
 @pytest.mark.parametrize("kind", OBJECTIVES)
 @pytest.mark.parametrize("reward", [0.0, 1.0])
 def test_flat_groups(kind, reward):
     rewards = np.full(3, reward)
-    found = method(advantage=kind).advantage.coefficients(np.zeros(3), rewards, features(make_group(rewards)))
-    assert not found.any()
+    coefficients = method(advantage=kind).advantage.coefficients(np.zeros(3), rewards, features(make_group(rewards)))
+    assert not coefficients.any()
 
 
 @pytest.mark.parametrize(("masks", "rows"), [([[0, 1], [0, 0], [1, 1]], 2), ([[0, 0], [1, 0]], 1), ([[0, 0]], 1)])

@@ -42,8 +42,8 @@ def test_v_05():
     close(shrunk_baseline(np.array([0.0, 0, 0, 1]), 0.95), [0.339286, 0.127551])
     table = ProblemTable().put(["p"], {"alpha": np.array([0.95]), "beta": np.array([0.05])})
     shrunk = {"baseline": "shrunk", "scale": "none"}
-    found = advantages([make_group([0, 0, 0, 1])], AlgoState(table=table), advantage=shrunk)
-    close(found, np.array([0, 0, 0, 1]) - 0.339286)
+    values = advantages([make_group([0, 0, 0, 1])], AlgoState(table=table), advantage=shrunk)
+    close(values, np.array([0, 0, 0, 1]) - 0.339286)
 
 
 def test_vspo():
@@ -77,8 +77,8 @@ def test_masa():
     (merged,) = plan.second.merge([solved], [request], [scored])
     close(merged.rewards[4:], [(0.5 + 0.316228 + 1) / 3, 0])
     assert merged.correct.tolist() == [True, False, True, False, False, False]
-    found = advantages([merged], advantage="by_role")
-    close(found, [*z_score(np.array([1.0, 0, 1, 0])), *z_score(merged.rewards[4:])])
+    values = advantages([merged], advantage="by_role")
+    close(values, [*z_score(np.array([1.0, 0, 1, 0])), *z_score(merged.rewards[4:])])
     after = next_state([merged], [merged], method(4), AlgoState()).table.get(["p"])
     assert (after["visits"].tolist(), after["successes"].tolist()) == ([4], [2]), "predictions are no attempts"
 
@@ -214,8 +214,8 @@ def test_hill():
     hinted = plan.second.merge([failed, solved], requests, wrote)
     assert not hinted[0].correct.any() and hinted[1] is solved
     requests = next_wave(waved(hinted, 2, plan), plan)
-    asked = [(r.count, str(r.condition), r.suffix) for r in requests]
-    assert asked == [(2, "hint:1", "\nHint: add"), (2, "hint:2", "\nHint: halve")]
+    requested = [(r.count, str(r.condition), r.suffix) for r in requests]
+    assert requested == [(2, "hint:1", "\nHint: add"), (2, "hint:2", "\nHint: halve")]
     results = [make_group([1, 0], uid="a", condition=[str(r.condition)] * 2, prompt=[5, 5]) for r in requests]
     groups = plan.second.merge(hinted, requests, results)
     assert next_wave(waved(groups, 3, plan), plan) == [] and hint_advantages(solved, np.zeros(2)) is None
@@ -318,10 +318,10 @@ def test_rgr_grpo():
 def test_rank_grpo():
     """Positions against positions: two items and three, the third beyond what was asked for."""
     advantage = method(advantage={"kind": "positions", "items": 2, "overflow": 0.5}).advantage
-    found = advantage.by_position([np.array([1.0, 0]), np.array([0.0, 0, 1]), np.array([0.5])])
-    close(found[0], [1, 0])
-    close(found[1], [-1, 0, -0.5])
-    close(found[2], [0])
+    values = advantage.by_position([np.array([1.0, 0]), np.array([0.0, 0, 1]), np.array([0.5])])
+    close(values[0], [1, 0])
+    close(values[1], [-1, 0, -0.5])
+    close(values[2], [0])
     group = make_group([1, 0], lengths=[4, 4])
     turns = (Turn(2, 4, "a"), Turn(5, 6, "b"))
     group = replace(
@@ -351,8 +351,8 @@ def test_think_tuning():
         assert next_wave(waved([replace(group, problem=replace(problem, extra=extra))], 1, plan), plan) == []
     made = make_group([1], lengths=[6], condition=["feedback"])
     masked = np.array([0, 0, 0, 0, 0, 0, 1, 1], bool)  # prompt 2, prefix 2, feedback 2, continued 2
-    (whole,) = made.trajectories
-    result = replace(made, trajectories=(replace(whole, policy_mask=masked, versions=np.where(masked, 0, -1)),))
+    (trajectory,) = made.trajectories
+    result = replace(made, trajectories=(replace(trajectory, policy_mask=masked, versions=np.where(masked, 0, -1)),))
     (merged,) = plan.second.merge([group], requests[:1], [result])
     assert [str(t.condition) for t in merged.trajectories] == ["", "", "", "feedback"]
     assert merged.rewards.tolist() == [1, 0, 0, 1]

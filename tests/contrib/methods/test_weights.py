@@ -34,9 +34,9 @@ def test_normalizers(normalizer, expected):
 
 
 def test_prompts_count_equally():
-    found = PromptMean()(np.array([1, 0, 0, 0, 2, 6]), [2, 1, 3])
-    close(found, [1 / 2, 0, 0, 0, 1 / 16, 1 / 16])
-    assert found @ [1, 0, 0, 0, 2, 6] == 1, "groups without a trained token count nowhere"
+    weights = PromptMean()(np.array([1, 0, 0, 0, 2, 6]), [2, 1, 3])
+    close(weights, [1 / 2, 0, 0, 0, 1 / 16, 1 / 16])
+    assert weights @ [1, 0, 0, 0, 2, 6] == 1, "groups without a trained token count nowhere"
     for normalizer in (TokenMean(), PromptMean()):
         assert normalizer(np.zeros(3), [1, 2]).tolist() == [0, 0, 0]
         assert normalizer(np.zeros(0), []).size == 0
@@ -126,8 +126,8 @@ def test_the_least_certain_tokens_of_the_batch_are_kept():
     entropies = [np.array([9, 0.1, 0.2, 0.3, 2.0]), np.array([9, 0.1, 1.0, 0.2, 0.3])]
     batch = seen([first, second], scores=[now, second.logprobs], entropies=entropies)
     masks, advantages, top = [first.policy_mask, second.policy_mask], [np.full(5, -1.0)] * 2, TopEntropy(share=0.25)
-    found = top.tokens(masks, advantages, batch)
-    assert [mask.tolist() for mask in found] == [[False] * 4 + [True], [False, False, True, False, False]]
+    top_masks = top.tokens(masks, advantages, batch)
+    assert [mask.tolist() for mask in top_masks] == [[False] * 4 + [True], [False, False, True, False, False]]
     left = top.tokens(Drift(threshold=0.2).tokens(masks, advantages, batch), advantages, batch)
     assert [mask.tolist() for mask in left] == [[False] * 5, [False, False, True, False, False]]
 
@@ -193,33 +193,33 @@ def importance(factor, gaps=GAPS):
 )
 def test_mismatch(kind, settings, expected, metrics):
     """A number stands for all tokens of a trajectory."""
-    weights, found = importance({"kind": kind, **settings})
+    weights, measured = importance({"kind": kind, **settings})
     for left, right in zip(weights, expected, strict=True):
         close(left, np.full(len(left), right))
     for name, share in metrics.items():
-        assert found[f"mismatch/{kind}_{name}"] == pytest.approx(share), found
+        assert measured[f"mismatch/{kind}_{name}"] == pytest.approx(share), measured
 
 
 def test_mismatch_is_measured_at_every_level():
     """Against numbers by hand: the ratios of the specification, and k1 and k3 of their logarithms."""
-    found = importance("veto")[1]
+    metrics = importance("veto")[1]
     for level, logs in [
         ("token", [0.9, -0.2, 0.1, -1.2, 0.3]),
         ("product", [0.8, -0.9]),
         ("geometric", [0.8 / 3, -0.45]),
     ]:
         x = np.exp(logs)
-        close(found[f"mismatch/{level}_ratio"], x.mean())
-        close(found[f"mismatch/{level}_effective_sample_size"], x.sum() ** 2 / (len(x) * (x**2).sum()))
-        close(found[f"mismatch/{level}_kl_k1"], -np.mean(logs))
-        close(found[f"mismatch/{level}_kl_k3"], np.mean(x - 1 - logs))
+        close(metrics[f"mismatch/{level}_ratio"], x.mean())
+        close(metrics[f"mismatch/{level}_effective_sample_size"], x.sum() ** 2 / (len(x) * (x**2).sum()))
+        close(metrics[f"mismatch/{level}_kl_k1"], -np.mean(logs))
+        close(metrics[f"mismatch/{level}_kl_k3"], np.mean(x - 1 - logs))
 
 
 def test_extreme_differences_stay_finite():
     """Sums are clamped too; a trajectory without trained tokens counts nowhere."""
     for level in ("token", "product", "geometric"):
         factor = {"kind": "masked_is", "level": level, "high": 1e12}
-        weights, found = importance(factor, ([-900.0, 30], [500.0, 500], []))
-        assert np.isfinite([*found.values(), *weights[0], *weights[1]]).all() and weights[2] == []
+        weights, metrics = importance(factor, ([-900.0, 30], [500.0, 500], []))
+        assert np.isfinite([*metrics.values(), *weights[0], *weights[1]]).all() and weights[2] == []
         close(weights[1], np.exp([20.0, 20.0]), 1)
     assert all(value == 0 for value in importance("veto", ([], []))[1].values())

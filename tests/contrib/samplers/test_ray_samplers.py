@@ -84,12 +84,12 @@ def test_rows_are_those_of_one_process_though_a_sampler_is_killed(tmp_path, lora
     config = config_in(tmp_path, *WORDS, *lora, *REMOTE, "--rollout.step_limit.lag=0")
     rows, metrics = rolled_out(config, 3, kill_in_the_middle)
     assert rows.keys() == plain.keys() and len(rows) == 3 * 4 * config.resample.sampled(config.group.size)
-    for key, (one, verdict) in rows.items():
+    for key, (trajectory, verdict) in rows.items():
         other, other_verdict = plain[key]
-        assert (one.stop, verdict) == (other.stop, other_verdict)
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_array_equal(one.versions, other.versions)
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        assert (trajectory.stop, verdict) == (other.stop, other_verdict)
+        np.testing.assert_array_equal(trajectory.tokens, other.tokens)
+        np.testing.assert_array_equal(trajectory.versions, other.versions)
+        np.testing.assert_allclose(trajectory.logprobs, other.logprobs, atol=1e-5)
     total = {name: sum(row[f"samplers/{name}"] for row in metrics) for name in ("lost", "groups_again", "rows_lost")}
     assert total["lost"] == 1 and total["groups_again"] >= 1 and total["rows_lost"] >= total["groups_again"]
 

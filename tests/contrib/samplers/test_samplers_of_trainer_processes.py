@@ -48,7 +48,7 @@ def total(folder, name):
     return sum(row.get(f"samplers/{name}", 0.0) for row in read_metrics(folder / "run"))
 
 
-def taken(folder, steps, lag):
+def trained_uids(folder, steps, lag):
     """The problems of each step, in whole groups with tokens that are not too old."""
     uids = []
     for step in range(1, steps + 1):
@@ -73,7 +73,7 @@ def test_tokens_are_those_of_one_process_though_a_sampler_is_killed(tmp_path, me
     processes = start(several, 2, 1, "--steps=4", *mesh, *REMOTE, "--rollout.step_limit.lag=0")
     kill_a_sampler(several, 1, processes)
     assert ended(processes) == [0, 0], said(several)
-    assert len(taken(several, 4, lag=0)) == 4 * PROBLEMS
+    assert len(trained_uids(several, 4, lag=0)) == 4 * PROBLEMS
     assert_same_run(several, alone, 4)
     assert json.loads((several / "run" / "summary.json").read_text())["compilations_after_first_step"] == 0
     assert total(several, "lost") == 1 and total(several, "joined") >= 2 and total(several, "groups_again") >= 1
@@ -104,7 +104,7 @@ def test_a_trainer_that_is_ended_goes_on_with_other_samplers(tmp_path, number, v
     again = start(tmp_path, then, 2 // then, f"--steps={done + 2}", *words, "--resume=auto")
     assert ended(again) == [0] * then, said(tmp_path)
     assert "resumed after step" in said(tmp_path)
-    uids = taken(tmp_path, done + 2, lag=1)
+    uids = trained_uids(tmp_path, done + 2, lag=1)
     assert len(uids) == len(set(uids)) == PROBLEMS * (done + 2)
     assert total(tmp_path, "lost") == 1 and not set(before) & set(joined(tmp_path)), "samplers of the run before"
     deadline = time.monotonic() + 30
@@ -148,7 +148,7 @@ def test_a_node_that_joins_samples_for_all_processes_and_one_that_is_lost_costs_
     processes[1].send_signal(signal.SIGTERM)
     assert ended(processes, 120) == [143, 143], said(tmp_path)
     done = int(max(row["step"] for row in read_metrics(tmp_path / "run")))
-    uids = taken(tmp_path, done, lag=1)
+    uids = trained_uids(tmp_path, done, lag=1)
     assert len(uids) == len(set(uids)) == PROBLEMS * done
     alive = [row["samplers/alive"] for row in read_metrics(tmp_path / "run") if "samplers/alive" in row]
     assert (alive[0], max(alive), alive[-1]) == (1, 2, 1)
