@@ -45,10 +45,10 @@ USED = [
 TOOL_ROW = {"messages": [message("system", "be good"), message("user", "1?"), *USED]}
 
 
-def answered(*ids, key="tool_call_id", own="id"):
+def answered(*ids, key="tool_call_id", call_key="id"):
     """A row whose message calls a and b, with results under these ids; None has no id."""
-    calls = [{own: name, "function": {"name": "f", "arguments": {"x": name}}} for name in "ab"]
-    results = [message("tool", f"of {one}", **({key: one} if one else {})) for one in ids]
+    calls = [{call_key: name, "function": {"name": "f", "arguments": {"x": name}}} for name in "ab"]
+    results = [message("tool", f"of {call_id}", **({key: call_id} if call_id else {})) for call_id in ids]
     return dialogue(message("assistant", "", tool_calls=calls), *results, message("assistant", "done"))
 
 
@@ -79,16 +79,16 @@ SCHEMA = {"name": "python", "description": "runs", "parameters": {"type": "objec
 
 
 def test_a_row_has_the_tools_it_lists(load):
-    own = {"type": "function", "function": SCHEMA}
-    traces, report = load(TOOL_ROW, TOOL_ROW | {"tools": [own]}, TOOL_ROW | {"tools": json.dumps([SCHEMA])})
-    assert traces[0].tools == "" and json.loads(traces[1].tools) == json.loads(traces[2].tools) == [own]
+    tool = {"type": "function", "function": SCHEMA}
+    traces, report = load(TOOL_ROW, TOOL_ROW | {"tools": [tool]}, TOOL_ROW | {"tools": json.dumps([SCHEMA])})
+    assert traces[0].tools == "" and json.loads(traces[1].tools) == json.loads(traces[2].tools) == [tool]
     assert report.own_tools == 2 and "2 rows have their own tools" in str(report)
     without = toy_chat()
     others = [{"type": "function", "function": {"name": "other", "parameters": {}}}]
     chat = make_chat(TextConfig(tools_section=True), without.tokenizer, others)
     shown = [chat.tokenizer.decode(chat.trace_row(trace)[0]) for trace in traces]
     assert ['"other"' in text for text in shown] == [True, False, False]
-    assert json.dumps(own) in shown[1] and shown[1] == shown[2]
+    assert json.dumps(tool) in shown[1] and shown[1] == shown[2]
     suffixed = chat.trace_row(traces[1], " at once")[0]
     assert "1? at once<|im_end|>" in chat.tokenizer.decode(suffixed)
     assert (without.trace_row(traces[1])[0] == without.trace_row(traces[0])[0]).all()
@@ -167,10 +167,10 @@ def test_a_file_without_traces_is_refused(load):
 
 
 @pytest.mark.parametrize("key", ["tool_call_id", "call_id", "tool_use_id"])
-@pytest.mark.parametrize("own", ["id", "call_id"])
-def test_results_go_to_their_calls_by_id(load, key, own):
+@pytest.mark.parametrize("call_key", ["id", "call_id"])
+def test_results_go_to_their_calls_by_id(load, key, call_key):
     """Calls a, b with results b, a are the pairs (a, a) and (b, b), under the keys of other interfaces too."""
-    (trace,), report = load(answered("b", "a", key=key, own=own))
+    (trace,), report = load(answered("b", "a", key=key, call_key=call_key))
     assert trace.observations == (("of a", "of b"),) and not report.unread
 
 
@@ -203,7 +203,7 @@ def test_an_end_token_in_the_arguments_of_a_call_is_text(load):
     (trace,), _ = load(reply("", tool_calls=[call]))
     chat = toy_chat()
     tokens, mask = chat.trace_row(trace)
-    said = tokens[mask].tolist()
-    assert chat.tokenizer.decode(said) == trace.turns[0] and chat.end_id not in said
-    (read,) = chat.parse_turn(said).calls
+    turn_ids = tokens[mask].tolist()
+    assert chat.tokenizer.decode(turn_ids) == trace.turns[0] and chat.end_id not in turn_ids
+    (read,) = chat.parse_turn(turn_ids).calls
     assert read.arguments == call["function"]["arguments"]

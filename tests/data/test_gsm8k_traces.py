@@ -97,8 +97,8 @@ def test_problems_become_conversations_that_load_as_traces_and_the_others_are_co
         ("no annotation", "not arithmetic", "another value", "failed call", "no answer"), 1
     )
     assert str(conversion).startswith("2 of 7 problems convert, and their calls give the annotated values")
-    said = [(m["role"], m["content"]) for m in conversion.rows[0]["messages"]]
-    assert said == [
+    messages = [(m["role"], m["content"]) for m in conversion.rows[0]["messages"]]
+    assert messages == [
         ("user", "Q1?"),
         ("assistant", "<reason>He sold 48/2 =</reason>"),
         ("tool", "24.0"),
@@ -130,13 +130,13 @@ def test_traces_of_lower_quality_are_run_too(kind, roles, answer, reward, tmp_pa
             return [result or super(Failing, self).run([call])[0] for result, call in zip(results, calls, strict=True)]
 
     (row,) = convert(write_rows(tmp_path / "rows.jsonl", ROWS[:1]), Failing(), mix=only(kind)).rows
-    said = [message["content"] for message in row["messages"]]
+    texts = [message["content"] for message in row["messages"]]
     assert "".join(message["role"][0] for message in row["messages"]) == roles
     assert (row["kind"], row["reward"]) == (kind, reward) and row["answer"] in (answer or row["answer"], answer)
-    assert said[-1].endswith(f"\\boxed{{{row['answer']}}}</answer>")
+    assert texts[-1].endswith(f"\\boxed{{{row['answer']}}}</answer>")
     if kind == "repair":
-        place = said.index("Error")
-        assert said[place + 1] == "<reason>fix it</reason>" and said[place + 2] in ("24.0", "72")
+        index = texts.index("Error")
+        assert texts[index + 1] == "<reason>fix it</reason>" and texts[index + 2] in ("24.0", "72")
 
 
 def test_other_files_are_refused(tmp_path):

@@ -36,15 +36,15 @@ def test_rows_of_a_commit_become_problems(folder):
 
 
 def test_a_branch_is_looked_up_once_and_its_commit_recorded(folder, monkeypatch):
-    asked = []
+    revisions = []
 
     def info(self, name, revision):
-        asked.append(revision)
+        revisions.append(revision)
         return SimpleNamespace(sha=COMMIT)
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
     stream = make_problem_stream(DataConfig(sources=(f"hub:{folder}@main",)), problems=2, seed=0)
-    assert {problem.answer for problem in next(stream)} == {"5", "2"} and asked == ["main"]
+    assert {problem.answer for problem in next(stream)} == {"5", "2"} and revisions == ["main"]
     assert f"@{COMMIT}" in stream.notes[0]
 
 
@@ -68,20 +68,20 @@ def test_a_data_set_of_a_hub_is_read_at_its_commit_and_afterwards_without_a_netw
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    with fake_hub("owner/sums", files) as (address, asked):
+    with fake_hub("owner/sums", files) as (address, paths):
         online = load("hub:owner/sums@main", HF_ENDPOINT=address)
     rows = "[('2+3', '5', 'sums'), ('1+1', '2', 'sums')]"
     assert online.startswith(rows) and f"hub:owner/sums@{COMMIT}::train: 2 problems of 2 rows" in online
-    fetched = [path for path in asked if "/resolve/" in path]
+    fetched = [path for path in paths if "/resolve/" in path]
     assert fetched and all(f"/resolve/{COMMIT}/" in path for path in fetched), "files of no branch"
     assert load(f"hub:owner/sums@{COMMIT}", HF_ENDPOINT=address, HF_HUB_OFFLINE="1") == online
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [("hub:owner/name", "must be hub:OWNER/NAME@REVISION"), (f"hub:/no/such/folder@{COMMIT}", "no/such/folder")],
 )
-def test_what_cannot_be_loaded_is_said(source, said, monkeypatch):
+def test_what_cannot_be_loaded_is_said(source, message, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         load_hub(source)

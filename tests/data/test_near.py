@@ -30,8 +30,8 @@ HELD = "Natalia sold clips to 48 of her friends in April, and then she sold half
     ],
 )
 def test_texts_that_differ_a_little_are_near(text, near):
-    found = near_duplicates([text, "something else entirely"], ["2 + 2 = ?", HELD, "3 + 4 = ?"])
-    assert [one for one, _ in found] == [text] * near
+    pairs = near_duplicates([text, "something else entirely"], ["2 + 2 = ?", HELD, "3 + 4 = ?"])
+    assert [duplicate for duplicate, _ in pairs] == [text] * near
 
 
 def test_near_duplicates_are_counted_and_named(tmp_path):
@@ -40,9 +40,9 @@ def test_near_duplicates_are_counted_and_named(tmp_path):
         path.write_text("".join(json.dumps({"question": q, "answer": "1"}) + "\n" for q in questions))
         return str(path)
 
-    held = write("held.jsonl", HELD, "6 * 7 = ?")
+    held_out = write("held.jsonl", HELD, "6 * 7 = ?")
     rows = write("rows.jsonl", HELD, HELD.upper(), "What is 12 plus 5?", "6 * 7 =")
-    config = DataConfig(sources=(rows,), eval_sources=(held,), eval_problems=2)
+    config = DataConfig(sources=(rows,), eval_sources=(held_out,), eval_problems=2)
     notes = make_problem_stream(config, problems=1, seed=0).notes
     (same,) = [note for note in notes if "also held out" in note]
     assert "1 rows are also held out; dropped" in same
@@ -55,9 +55,9 @@ def test_near_duplicates_are_counted_and_named(tmp_path):
 def test_held_out_problems_are_distinct(family):
     source = f"world:{family}:1"
     notes: list[str] = []
-    found = eval_problems(DataConfig(sources=(source,), eval_problems=192), notes)
-    assert max(Counter(problem.prompt for problem in found).values()) == 1
-    assert len(found) == 192 or f"{len(found)} distinct held-out problems of 192" in notes[0]
+    problems = eval_problems(DataConfig(sources=(source,), eval_problems=192), notes)
+    assert max(Counter(problem.prompt for problem in problems).values()) == 1
+    assert len(problems) == 192 or f"{len(problems)} distinct held-out problems of 192" in notes[0]
 
 
 def test_copies_of_a_problem_make_no_interval_narrower():

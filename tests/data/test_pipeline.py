@@ -46,17 +46,17 @@ def test_resumed_equals_not_stopped(mixed, make):
     config = DataConfig() if make is trace_stream else mixed
     stream = make(config)
     start = stream.get_state()
-    whole = take(stream, 12)
+    batches = take(stream, 12)
     assert len(json.dumps(stream.get_state())) < 100
     stream.set_state(start)
-    assert take(stream, 3) == whole[:3], "going back in the same stream"
+    assert take(stream, 3) == batches[:3], "going back in the same stream"
     for stop in (0, 1, 5, 11):
         first = make(config)
         head = take(first, stop)
         state = json.loads(json.dumps(first.get_state()))
         resumed = make(config)
         resumed.set_state(state)
-        assert head + take(resumed, 12 - stop) == whole
+        assert head + take(resumed, 12 - stop) == batches
 
 
 def test_a_state_of_other_data_is_refused(mixed, tmp_path):
@@ -231,19 +231,19 @@ def test_traces_that_do_not_fit_are_left_out_and_counted(tmp_path):
 def test_over_long_prompts_are_dropped_and_listed_or_stop_the_run_where_that_is_asked(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"question": "x" * n, "answer": "1"}) + "\n" for n in (5, 50, 6)))
-    asked = {"problems": 2, "seed": 0, "prompt_length": lambda problem: len(problem.prompt)}
+    settings = {"problems": 2, "seed": 0, "prompt_length": lambda problem: len(problem.prompt)}
     config = DataConfig(sources=(str(path),), eval_problems=0)
-    stream = make_problem_stream(config, **asked, max_prompt_tokens=6)
+    stream = make_problem_stream(config, **settings, max_prompt_tokens=6)
     assert {len(problem.prompt) for problem in itertools.chain(*take(stream, 4))} == {5, 6} and stream.left_out == 1
     assert any("prompt of 50 tokens, at most 6 fit" in note for note in stream.notes)
     assert any("1 over-long prompts dropped, 2 problems left" in note for note in stream.notes)
     with pytest.raises(ValueError, match="no problem is left to train on"):
-        make_problem_stream(config, **asked, max_prompt_tokens=4)
+        make_problem_stream(config, **settings, max_prompt_tokens=4)
     fails = dataclasses.replace(config, bad_rows="fail")
-    said = r"prompt of 50 tokens(.|\n)*raise rollout\.max_prompt_tokens, or set data\.bad"
-    with pytest.raises(ValueError, match=said):
-        make_problem_stream(fails, **asked, max_prompt_tokens=6)
-    assert make_problem_stream(fails, **asked, max_prompt_tokens=50).left_out == 0
+    message = r"prompt of 50 tokens(.|\n)*raise rollout\.max_prompt_tokens, or set data\.bad"
+    with pytest.raises(ValueError, match=message):
+        make_problem_stream(fails, **settings, max_prompt_tokens=6)
+    assert make_problem_stream(fails, **settings, max_prompt_tokens=50).left_out == 0
 
 
 def test_other_demonstrations_of_a_world_take_the_place_of_those_that_do_not_fit():
@@ -256,14 +256,14 @@ def test_other_demonstrations_of_a_world_take_the_place_of_those_that_do_not_fit
     plain = [trace for batch in take(trace_stream(config), 12) for trace in batch]
     most = sorted(map(length, plain))[len(plain) // 2]
     stream = fitting_stream(config, most, length)
-    found = [trace for batch in take(stream, 12) for trace in batch]
-    assert all(length(trace) <= most for trace in found) and stream.longest == most
-    kept = [(one, other) for one, other in zip(plain, found, strict=True) if length(one) <= most]
-    assert all(one == other for one, other in kept) and len(plain) > len(kept) >= len(plain) // 2
-    assert stream.left_out >= len(plain) - len(kept)
+    fitting = [trace for batch in take(stream, 12) for trace in batch]
+    assert all(length(trace) <= most for trace in fitting) and stream.longest == most
+    pairs = [(original, other) for original, other in zip(plain, fitting, strict=True) if length(original) <= most]
+    assert all(original == other for original, other in pairs) and len(plain) > len(pairs) >= len(plain) // 2
+    assert stream.left_out >= len(plain) - len(pairs)
     resumed = fitting_stream(config, most, length)
     resumed.set_state({**fitting_stream(config, most, length).get_state(), "next_index": 7})
-    assert next(resumed) == found[28:32]
+    assert next(resumed) == fitting[28:32]
     with pytest.raises(
         ValueError, match=r"50 demonstrations exceed batch\.row_length = 1, the last one has \d+ tokens"
     ):

@@ -64,8 +64,8 @@ def test_common_formats_load_without_settings(tmp_path, shape, suffix, nested):
     assert (report.prompt_column, report.answer_column) == (prompt_column, answer_column)
     assert f"question from {prompt_column!r}, answer from {answer_column!r}" in str(report)
     assert (report.rows, report.problems, report.bad, report.duplicates) == (1, 1, (), 0)
-    kept = {"verl": {"ability", "extra_info"}, "AIME": {"id", "solution", "url"}}
-    assert set(problem.extra) == kept.get(shape, set(problem.extra))
+    extras = {"verl": {"ability", "extra_info"}, "AIME": {"id", "solution", "url"}}
+    assert set(problem.extra) == extras.get(shape, set(problem.extra))
 
 
 def test_columns_of_every_type_of_parquet_can_be_recorded(tmp_path):
@@ -249,8 +249,8 @@ def test_rows_with_other_media_are_bad(tmp_path):
     assert [problem.prompt for problem in problems] == ["q4", "q5"]
     for bad, column in zip(report.bad, ("images", "image", "videos", "audio"), strict=True):
         assert f"column {column!r} is filled" in bad.reason
-    (asked,), _ = load_problems(write(tmp_path / "b.jsonl", [{"image": "a cat", "answer": "1"}]), prompt_column="image")
-    assert asked.prompt == "a cat"
+    (entry,), _ = load_problems(write(tmp_path / "b.jsonl", [{"image": "a cat", "answer": "1"}]), prompt_column="image")
+    assert entry.prompt == "a cat"
 
 
 def test_questions_about_a_picture_in_their_text_are_bad(tmp_path):

@@ -347,53 +347,53 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/chaos"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    folder = asked.folder / asked.mode
+    options = parser.parse_args()
+    folder = options.folder / options.mode
     folder.mkdir(parents=True, exist_ok=True)
-    write_traces(folder / "talk.jsonl", asked.mode)
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(asked.folder / "programs"))
+    write_traces(folder / "talk.jsonl", options.mode)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(options.folder / "programs"))
     reference, clock = folder / "reference", folder / "seconds"
     if not clock.exists():
         for _ in range(2):  # the second time with compiled programs
             shutil.rmtree(reference, ignore_errors=True)
             begun = time.monotonic()
-            if launch(reference, asked.mode).wait():
+            if launch(reference, options.mode).wait():
                 raise SystemExit(f"the reference fails; see {reference}.log")
         clock.write_text(str(time.monotonic() - begun))
-    usual_s, expected = float(clock.read_text()), state_of(reference, asked.mode)
-    lines = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
-    mine = [line for line in lines if line["mode"] == asked.mode]
+    usual_s, expected = float(clock.read_text()), state_of(reference, options.mode)
+    lines = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    mine = [line for line in lines if line["mode"] == options.mode]
     run = 1 + max((line["run"] for line in mine), default=-1)
     kills, wrong = sum(line["dead"] for line in mine), sum(line.get("equal") == "differs" for line in mine)
-    for run in range(run, run + asked.runs):  # noqa: B020 (goes on where the last call ended)
-        if kills >= asked.kills:
+    for run in range(run, run + options.runs):  # noqa: B020 (goes on where the last call ended)
+        if kills >= options.kills:
             break
         run_dir = folder / f"run_{run:04d}"
         shutil.rmtree(run_dir, ignore_errors=True)
-        last = ("random",) if asked.mode == "plain" else LAST
+        last = ("random",) if options.mode == "plain" else LAST
         aims = [FIRST[run % len(FIRST)], THEN[run % len(THEN)], last[run % len(last)]]
-        if asked.mode == "plain":
+        if options.mode == "plain":
             aims = [aim.replace("calls", "random") for aim in aims]
         for number, aim in enumerate(aims):
-            rng = random.Random(f"{asked.seed} {asked.mode} {run} {number}")
-            line = {"mode": asked.mode, "run": run} | kill(run_dir, asked.mode, aim, rng, usual_s)
+            rng = random.Random(f"{options.seed} {options.mode} {run} {number}")
+            line = {"mode": options.mode, "run": run} | kill(run_dir, options.mode, aim, rng, usual_s)
             kills += line["dead"]
             if line["status"] >= 0 or number == len(aims) - 1:
-                line["end"] = line["status"] and launch(run_dir, asked.mode).wait()
+                line["end"] = line["status"] and launch(run_dir, options.mode).wait()
                 if line["end"]:
                     line |= {"equal": "differs", "differs": [f"status {line['end']}"]}
                 else:
-                    reached = state_of(run_dir, asked.mode)
-                    line |= {"calls": round(reached["calls"], 3)} | comparison(expected, reached, asked.mode)
+                    reached = state_of(run_dir, options.mode)
+                    line |= {"calls": round(reached["calls"], 3)} | comparison(expected, reached, options.mode)
                 wrong += line["equal"] == "differs"
                 if line["equal"] != "differs":
                     shutil.rmtree(run_dir)
-            with open(asked.out, "a") as file:
+            with open(options.out, "a") as file:
                 file.write(json.dumps(line) + "\n")
             print(json.dumps(line), flush=True)
             if "end" in line:
                 break
-    print(json.dumps({"mode": asked.mode, "kills": kills, "runs that differ": wrong, "steps": STEPS}))
+    print(json.dumps({"mode": options.mode, "kills": kills, "runs that differ": wrong, "steps": STEPS}))
     return int(wrong > 0)
 
 

@@ -61,7 +61,7 @@ def toy(seeds=(0, 1), words=()) -> dict:
     from grpo_roc_jax.settings.cli import load_config
     from grpo_roc_jax.text.tokenizer import load_tokenizer
 
-    found = {}
+    values = {}
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
             given = [str(ROOT / "configs/toy.yaml"), f"--seed={seed}", f"--run_dir={folder}/run", *words]
@@ -75,13 +75,13 @@ def toy(seeds=(0, 1), words=()) -> dict:
                 {name: value for name, value in row.items() if not name.startswith(CLOCK)}
                 for row in read_metrics(Path(folder) / "run")
             ]
-            found[f"toy/{seed}/params"] = digest(*map(np.asarray, jax.tree.leaves(params)))
+            values[f"toy/{seed}/params"] = digest(*map(np.asarray, jax.tree.leaves(params)))
             for row in rows:
                 kind = "eval" if any(name.startswith("eval/") for name in row) else "row"
                 kind = "sft" if any(name.startswith("sft/") for name in row) else kind
                 for name, value in row.items():
-                    found[f"toy/{seed}/{kind}/{row.get('step')}/{name}"] = value
-    return found
+                    values[f"toy/{seed}/{kind}/{row.get('step')}/{name}"] = value
+    return values
 
 
 def golden_group(seed: int, size: int, channels: tuple[str, ...]):
@@ -91,23 +91,23 @@ def golden_group(seed: int, size: int, channels: tuple[str, ...]):
     rng = np.random.default_rng([7, seed])
     trajectories, verdicts = [], []
     for sample in range(size):
-        tokens, mask, turns, place = [rng.integers(3, 90, 12)], [np.zeros(12, bool)], [], 12
+        tokens, mask, turns, position = [rng.integers(3, 90, 12)], [np.zeros(12, bool)], [], 12
         count = int(rng.integers(1, 4))
         for index in range(count):
             length, last = int(rng.integers(2, 14)), index == count - 1
             failed = bool(rng.random() < 0.4)
             call = ToolCall("python", {"code": "1"}, raw="{}")
             result = ToolResult("exception" if failed else "ok", observation="Error" if failed else "1")
-            turns.append(Turn(place, place + length, "x", () if last else (call,), () if last else (result,)))
+            turns.append(Turn(position, position + length, "x", () if last else (call,), () if last else (result,)))
             tokens.append(rng.integers(3, 90, length + (0 if last else 5)))
             mask.append(np.arange(length + (0 if last else 5)) < length)
-            place += length + (0 if last else 5)
+            position += length + (0 if last else 5)
         policy = np.concatenate(mask)
         stop = str(rng.choice(["answer", "eos", "length"], p=[0.7, 0.2, 0.1]))
         trajectory = Trajectory(
             tokens=np.concatenate(tokens).astype(np.int32),
             policy_mask=policy,
-            logprobs=np.where(policy, -rng.exponential(size=place), 0).astype(np.float32),
+            logprobs=np.where(policy, -rng.exponential(size=position), 0).astype(np.float32),
             versions=np.where(policy, 3, -1).astype(np.int32),
             prompt_length=12,
             turns=tuple(turns),
@@ -141,7 +141,7 @@ def methods() -> dict:
     from grpo_roc_jax.method.planning import Wave, first_wave, next_wave
     from grpo_roc_jax.settings.cli import load_config
 
-    found = {}
+    values = {}
     for path in method_files():
         config = load_config(Config, [str(path)], prog="golden")
         rng = np.random.default_rng(11)
@@ -153,13 +153,13 @@ def methods() -> dict:
             failed = [_without_success(group) if i % 2 else group for i, group in enumerate(groups)]
             wave = Wave([group.problem for group in groups], count, state, rng)
             later = dataclasses.replace(wave, number=1, groups=failed, notes={1: "hint"})
-            asked = [
+            requested = [
                 [r.place, r.count, str(r.condition), r.suffix, r.temperature, list(map(int, r.prefix)), r.prefix_text]
                 for r in (*first_wave(wave, config.plan), *next_wave(later, config.plan))
             ]
             selections = [resample_group(group, config, rng) for group in groups]
-            kept = [subset(g, s) for g, s in zip(groups, selections, strict=True) if s.kept]
-            trajectories = [t for group in kept for t in group.trajectories]
+            kept_groups = [subset(g, s) for g, s in zip(groups, selections, strict=True) if s.kept]
+            trajectories = [t for group in kept_groups for t in group.trajectories]
             noise = np.random.default_rng(13)
             scores = Scores(
                 [(t.logprobs + noise.normal(0, 0.2, t.length)).astype(np.float32) for t in trajectories],
@@ -167,15 +167,15 @@ def methods() -> dict:
                 [(t.logprobs + noise.normal(0, 0.1, t.length)).astype(np.float32) for t in trajectories],
                 [(t.logprobs + noise.normal(0, 0.1, t.length)).astype(np.float32) for t in trajectories],
             )
-            rows = train_rows(kept, config, state, rng=rng, scores=scores)
+            rows = train_rows(kept_groups, config, state, rng=rng, scores=scores)
             key = f"method/{path.stem}/{step}"
-            found[f"{key}/requests"] = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
-            found[f"{key}/selection"] = digest(*(s.indices for s in selections), *(s.penalties for s in selections))
+            values[f"{key}/requests"] = hashlib.sha256(json.dumps(requested).encode()).hexdigest()[:16]
+            values[f"{key}/selection"] = digest(*(s.indices for s in selections), *(s.penalties for s in selections))
             for name in ("tokens", "policy_mask", "logprobs_old", "advantages", "weights", "ratio_segments"):
-                found[f"{key}/{name}"] = digest(*(getattr(row, name) for row in rows))
-            state = next_state(groups, kept, config, state)
-            found[f"{key}/state"] = digest(*_remembered(state))
-    return found
+                values[f"{key}/{name}"] = digest(*(getattr(row, name) for row in rows))
+            state = next_state(groups, kept_groups, config, state)
+            values[f"{key}/state"] = digest(*_remembered(state))
+    return values
 
 
 def _remembered(state) -> list:
@@ -203,7 +203,7 @@ def losses() -> dict:
     from grpo_roc_jax.config import Config
     from grpo_roc_jax.settings.cli import load_config
 
-    found = {}
+    values = {}
     rng = np.random.default_rng(5)
     ratio = jnp.asarray(rng.normal(0, 0.3, (3, 16)), jnp.float32)
     advantages = jnp.asarray(rng.normal(0, 1, (3, 16)), jnp.float32)
@@ -221,8 +221,8 @@ def losses() -> dict:
             return surrogate.loss(shared, advantages, logprobs + d).sum()
 
         value, slope = jax.value_and_grad(total)(ratio)
-        found[f"surrogate/{path.stem}"] = digest(np.asarray(value), np.asarray(slope))
-    return found
+        values[f"surrogate/{path.stem}"] = digest(np.asarray(value), np.asarray(slope))
+    return values
 
 
 def exports() -> dict:
@@ -233,7 +233,7 @@ def exports() -> dict:
     from grpo_roc_jax.model.config import ModelConfig
     from grpo_roc_jax.model.transformer import init_params
 
-    found = {}
+    values = {}
     shape = dict(vocab_size=64, d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=48)
     kinds = {"llama": {"tie_embeddings": False}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
     for name, more in kinds.items():
@@ -242,8 +242,8 @@ def exports() -> dict:
         with tempfile.TemporaryDirectory() as folder:
             export_model(params, model, Path(folder) / "out")
             for path in sorted((Path(folder) / "out").iterdir()):
-                found[f"export/{name}/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    return found
+                values[f"export/{name}/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return values
 
 
 PARTS = {"methods": methods, "losses": losses, "exports": exports, "toy": toy}
@@ -274,11 +274,11 @@ def main() -> int:
     look.add_argument("after", type=Path)
     given = parser.parse_args()
     if given.command == "write":
-        found = {}
+        values = {}
         for part in given.parts:
-            found |= toy(words=given.words.split()) if part == "toy" else PARTS[part]()
-        given.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
-        print(f"{len(found)} values in {given.out}")
+            values |= toy(words=given.words.split()) if part == "toy" else PARTS[part]()
+        given.out.write_text(json.dumps(values, indent=1), encoding="utf-8")
+        print(f"{len(values)} values in {given.out}")
         return 0
     lines = compare(json.loads(given.before.read_text()), json.loads(given.after.read_text()))
     print("\n".join(lines[:60]) or "equal")

@@ -165,16 +165,16 @@ def mutants_of(area: str, path: Path) -> Iterator[Mutant]:
     source = path.read_bytes()
     lines = source.splitlines(keepends=True)
     starts = [0, *accumulate(map(len, lines))]
-    edits, seen, place = Edits(), Counter(), str(path.relative_to(ROOT))
+    edits, seen, relative = Edits(), Counter(), str(path.relative_to(ROOT))
     edits.visit(ast.parse(source))
     for kind, node, edited in edits.found:
         begin, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
         new = ast.unparse(ast.fix_missing_locations(edited))
-        where = f"{place} {lines[node.lineno - 1].decode().strip()} {node.col_offset} {new}"
+        where = f"{relative} {lines[node.lineno - 1].decode().strip()} {node.col_offset} {new}"
         seen[where] += 1
         name = hashlib.blake2b(f"{where} {seen[where]}".encode(), digest_size=6).hexdigest()
         old = " ".join(source[begin:end].decode().split())
-        yield Mutant(area, place, node.lineno, kind, old, new, (begin, end), name)
+        yield Mutant(area, relative, node.lineno, kind, old, new, (begin, end), name)
 
 
 def written_mutants() -> list[Mutant]:
@@ -192,8 +192,8 @@ def written_mutants() -> list[Mutant]:
         begin = source.index(old.encode())
         line, name = source[:begin].count(b"\n") + 1, hashlib.blake2b(f"{module} {old} {new}".encode(), digest_size=6)
         span = (begin, begin + len(old.encode()))
-        place = str(path.relative_to(ROOT))
-        mutants.append(Mutant(area, place, line, "written", old, new, span, name.hexdigest()))
+        relative = str(path.relative_to(ROOT))
+        mutants.append(Mutant(area, relative, line, "written", old, new, span, name.hexdigest()))
     return mutants
 
 
@@ -215,12 +215,12 @@ def tests_of(room: str, module: str) -> list[str]:
     stem, source = path.stem.removeprefix("_"), path.read_text(encoding="utf-8")
     names = {stem, *re.findall(r'^@kind\("(\w+)"', source, re.M), *re.findall(r"^(?:def|class) (\w{5,})", source, re.M)}
     pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, names))})\b")
-    found: dict[str, int] = {}
+    scores: dict[str, int] = {}
     for folder in (f"tests/{room}/test_*.py", "tests/**/test_*.py"):
-        for test in () if any(found.values()) else sorted(ROOT.glob(folder)):
-            said = set(pattern.findall(test.read_text(encoding="utf-8")))
-            found[str(test.relative_to(ROOT))] = 1000 * (test.stem == f"test_{stem}") + len(said)
-    return [test for test in sorted(found, key=found.get, reverse=True) if found[test]][:FILES]
+        for test in () if any(scores.values()) else sorted(ROOT.glob(folder)):
+            mentioned = set(pattern.findall(test.read_text(encoding="utf-8")))
+            scores[str(test.relative_to(ROOT))] = 1000 * (test.stem == f"test_{stem}") + len(mentioned)
+    return [test for test in sorted(scores, key=scores.get, reverse=True) if scores[test]][:FILES]
 
 
 class Noted:
@@ -268,8 +268,8 @@ def run_tests(copy: Path, words: list[str]) -> dict[str, Any]:
     return {"status": -1 if late else status, "by": first, "seconds": round(time.monotonic() - begun, 1)}
 
 
-def outcome(found: dict[str, Any]) -> str:
-    return {0: "survived", -1: "out of time", 5: "no tests"}.get(found["status"], "noticed")
+def outcome(result: dict[str, Any]) -> str:
+    return {0: "survived", -1: "out of time", 5: "no tests"}.get(result["status"], "noticed")
 
 
 def judge(copy: Path, mutant: Mutant) -> dict[str, Any]:
@@ -280,11 +280,11 @@ def judge(copy: Path, mutant: Mutant) -> dict[str, Any]:
     try:
         target.write_bytes(mutant.text(before))
         os.utime(target)  # another second than the text before and other mutants, so that no compiled file counts
-        found = run_tests(copy, tests_of(ROOMS.get(mutant.area, mutant.area), mutant.path))
+        result = run_tests(copy, tests_of(ROOMS.get(mutant.area, mutant.area), mutant.path))
     finally:
         target.write_bytes(before)
         os.utime(target, (stamp.st_mtime, stamp.st_mtime))
-    return line | {"outcome": outcome(found), **found}
+    return line | {"outcome": outcome(result), **result}
 
 
 def table(lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -300,7 +300,7 @@ def table(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "mutants": len(judged),
         "equivalent": len(judged) - len(counted),
         "noticed": 1 - survived / max(1, len(counted)),
-        "areas": {area: dict(found) for area, found in areas.items()},
+        "areas": {area: dict(counts) for area, counts in areas.items()},
     }
 
 
@@ -343,24 +343,24 @@ def main() -> int:
     parser.add_argument(
         "--share", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="every N-th from the I-th"
     )
-    asked, begun = parser.parse_args(), time.monotonic()
-    lines = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
+    options, begun = parser.parse_args(), time.monotonic()
+    lines = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     done = {line["mutant"] for line in lines}
-    mutants = [mutant for mutant in all_mutants(asked.seed) if mutant.area in asked.areas]
-    earlier = outcomes(asked.again) if asked.again else {}
-    first = asked.part * asked.count % len(mutants)
-    drawn = (mutants + mutants)[first : first + asked.count]
-    chosen = [mutant for mutant in mutants if mutant.name in earlier] if asked.again else drawn
-    chosen = [mutant for mutant in chosen[asked.share[0] :: asked.share[1]] if mutant.name not in done]
+    mutants = [mutant for mutant in all_mutants(options.seed) if mutant.area in options.areas]
+    earlier = outcomes(options.again) if options.again else {}
+    first = options.part * options.count % len(mutants)
+    drawn = (mutants + mutants)[first : first + options.count]
+    chosen = [mutant for mutant in mutants if mutant.name in earlier] if options.again else drawn
+    chosen = [mutant for mutant in chosen[options.share[0] :: options.share[1]] if mutant.name not in done]
     print(f"{len(mutants)} mutants, {len(chosen)} to run", flush=True)
     if chosen:
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             copy = make_copy(Path(folder))
             for mutant in chosen:
-                if time.monotonic() - begun > 60 * asked.minutes:
+                if time.monotonic() - begun > 60 * options.minutes:
                     break
                 lines.append(judge(copy, mutant))
-                with open(asked.out, "a") as file:
+                with open(options.out, "a") as file:
                     file.write(json.dumps(lines[-1]) + "\n")
                 print(json.dumps(lines[-1]), flush=True)
             by = sorted({line["by"] for line in lines if line.get("by")})
@@ -372,7 +372,7 @@ def main() -> int:
             print(f"noticed before, not now: {json.dumps(line)}")
     report = table(lines)
     print(json.dumps(report))
-    return int(report["noticed"] < asked.at_least)
+    return int(report["noticed"] < options.at_least)
 
 
 if __name__ == "__main__":

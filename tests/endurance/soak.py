@@ -84,18 +84,18 @@ def main() -> int:
     parser.add_argument("--run_dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("words", nargs="*", help="further settings of the run, after --")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     if os.environ.keys().isdisjoint(ALLOCATOR):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ALLOCATOR)
-    schedule = f"--optim.schedule.total_steps={asked.steps}"
-    words = [f"--steps={asked.steps}", schedule, f"--run_dir={asked.run_dir}", "--log.console=off"]
-    faults = Faults(asked.every, asked.seed)
+    schedule = f"--optim.schedule.total_steps={options.steps}"
+    words = [f"--steps={options.steps}", schedule, f"--run_dir={options.run_dir}", "--log.console=off"]
+    faults = Faults(options.every, options.seed)
     scratch = tempfile.mkdtemp(prefix="soak-")
     os.environ["TMPDIR"] = tempfile.tempdir = scratch
     descriptors = len(os.listdir("/proc/self/fd"))
     with listening(faults), contextlib.closing(faults):
-        train(read_config("toy.yaml", *words, "--tools.workers=2", *asked.words))
-    rows = read_metrics(asked.run_dir)
+        train(read_config("toy.yaml", *words, "--tools.workers=2", *options.words))
+    rows = read_metrics(options.run_dir)
     _, rewards = series(rows, "rollout/reward")
     memory = np.array(faults.memory_mb[WARM_STEPS:])
     slope = float(np.polyfit(np.arange(len(memory)), memory, 1)[0] * 100) if len(memory) > 10 else None
