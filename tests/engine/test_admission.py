@@ -27,10 +27,10 @@ def always(ticket):
 
 
 def drain(queue, shard=0, fits=always):
-    taken = []
+    tickets = []
     while (ticket := queue.take(shard, fits)) is not None:
-        taken.append(ticket)
-    return taken
+        tickets.append(ticket)
+    return tickets
 
 
 def test_arrival_and_longest_first_keep_siblings_together():

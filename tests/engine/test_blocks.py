@@ -136,7 +136,7 @@ def test_acts_in_any_order_leave_every_row_its_tokens(shared):
                 blocks.forget()
         except Full:
             full += 1
-            assert all((chain.blocks, chain.sealed) == (held, sealed) for chain, held, sealed in before)
+            assert all((chain.blocks, chain.sealed) == (row_blocks, sealed) for chain, row_blocks, sealed in before)
             blocks.close(rows.pop(0)[0])
         if step % 10 == 0:
             memory.check()

@@ -43,7 +43,7 @@ CASES = {
 def test_trajectories_are_those_of_unrolled_layers(case):
     """Also on a mesh of one device, as runs have it; nothing is compiled after the warmup."""
     params = jax.device_put(random_params(CASES[case]["model"], seed=1))
-    requests, found = make_requests(3, 4), []
+    requests, runs = make_requests(3, 4), []
     for shared, mesh in ((False, None), (True, make_mesh(ShardingConfig(data=1), jax.devices()[:1]))):
         engine = engine_of(shared, **CASES[case], mesh=mesh)
         sampler = engine.publish(params, 5)
@@ -52,13 +52,13 @@ def test_trajectories_are_those_of_unrolled_layers(case):
             engine.warmup(sampler)
         rollouts, stats = engine.run(sampler, requests, FakeTools(requests))
         assert stats.compilations == 0 or not shared
-        found.append((rollouts, stats))
-    (wanted, before), (rollouts, stats) = found
+        runs.append((rollouts, stats))
+    (wanted, before), (rollouts, stats) = runs
     assert_same(wanted, rollouts)
     assert (stats.steps, stats.chunks, stats.slot_steps) == (before.steps, before.chunks, before.slot_steps)
     if case == "experts":
-        for one, other in zip(wanted, rollouts, strict=True):
-            np.testing.assert_array_equal(one.routes, other.routes)
+        for trajectory, other in zip(wanted, rollouts, strict=True):
+            np.testing.assert_array_equal(trajectory.routes, other.routes)
 
 
 def test_a_deeper_model_compiles_nothing_more():
@@ -80,8 +80,8 @@ def test_the_weight_check_finds_a_wrong_layer_whoever_computes_it():
     params = unstack(jax.device_put(random_params(model)), model)
     tokens = probe_tokens(model)
     by_layer = ProbeByLayer(model, None)
-    plain, whole = by_layer(params, tokens), jax.jit(sampling_probe, static_argnames="config")(params, tokens, model)
-    np.testing.assert_allclose(plain, whole, atol=1e-5)
+    plain, full = by_layer(params, tokens), jax.jit(sampling_probe, static_argnames="config")(params, tokens, model)
+    np.testing.assert_allclose(plain, full, atol=1e-5)
     *others, last = params["layers"]
     wrong = params | {"layers": (*others, last | {"wo": 1.5 * last["wo"]})}
     assert np.abs(by_layer(wrong, tokens) - plain).max() > 1e-3

@@ -99,12 +99,12 @@ def test_rollouts_are_those_of_xla():
     prompts = [rng.integers(1, 16, n).astype(np.int32) for n in (21, 5)]
     budgets = (2, 8, 3, 8, 2, 6, 8, 3)
     requests = [one_rollout(sample % 2, prompts[sample % 2], n, sample // 2) for sample, n in enumerate(budgets)]
-    found, used = {}, {}
+    rollouts, used = {}, {}
     for attention in ("xla", "paged"):
         engine = engine_of(attention, slots=8, narrow=(2,))
-        found[attention], used[attention] = engine.run(engine.publish(params, 0), requests, SingleTurn())
+        rollouts[attention], used[attention] = engine.run(engine.publish(params, 0), requests, SingleTurn())
     assert used["paged"].slot_steps == used["xla"].slot_steps < 8 * used["xla"].steps
-    assert_same(found["xla"], found["paged"], atol=1e-5)
+    assert_same(rollouts["xla"], rollouts["paged"], atol=1e-5)
 
 
 def test_logits_are_gathered_on_a_mesh_without_tensor():

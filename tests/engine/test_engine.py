@@ -60,10 +60,10 @@ def test_the_gap_between_sampler_and_trainer_is_rounding_and_an_error_is_not(par
     tokens, positions, segments, recorded, mask = (np.zeros((len(rollouts) // 2, length), t) for t in "iiif?")
     for row, pair in enumerate(zip(rollouts[::2], rollouts[1::2], strict=True)):
         start = row  # no two rows alike
-        for segment, one in enumerate(pair, start=1):
-            at = slice(start, start + len(one.tokens))
-            tokens[row, at], positions[row, at] = one.tokens, np.arange(len(one.tokens))
-            segments[row, at], recorded[row, at], mask[row, at] = segment, one.logprobs, one.policy_mask
+        for segment, sample in enumerate(pair, start=1):
+            at = slice(start, start + len(sample.tokens))
+            tokens[row, at], positions[row, at] = sample.tokens, np.arange(len(sample.tokens))
+            segments[row, at], recorded[row, at], mask[row, at] = segment, sample.logprobs, sample.policy_mask
             start = at.stop
     rows = {"tokens": tokens, "positions": positions, "segment_ids": segments}
 
@@ -84,12 +84,12 @@ def test_rows_are_drawn_at_the_temperatures_of_their_requests(params):
     temperatures = [0.0, 0.5, 1.7] * 4
     requests = [replace(r, temperature=t) for r, t in zip(make_requests(4, 3), temperatures, strict=True)]
     rollouts, _, _ = run(params, requests)
-    assert [one.temperature for one in rollouts] == temperatures
+    assert [rollout.temperature for rollout in rollouts] == temperatures
     assert reference_gap(params, rollouts, temperatures=[t or 1.0 for t in temperatures]) < 1e-5
-    assert max(len(one.turns) for one in rollouts[::3]) >= 3
-    for one in rollouts[::3]:
-        best, at = reference_logprobs(params, one.tokens).argmax(axis=1), np.flatnonzero(one.policy_mask)
-        np.testing.assert_array_equal(one.tokens[at], best[at - 1])
+    assert max(len(rollout.turns) for rollout in rollouts[::3]) >= 3
+    for rollout in rollouts[::3]:
+        best, at = reference_logprobs(params, rollout.tokens).argmax(axis=1), np.flatnonzero(rollout.policy_mask)
+        np.testing.assert_array_equal(rollout.tokens[at], best[at - 1])
 
 
 def test_tokens_are_prompt_turns_and_observations(baseline):
@@ -139,8 +139,8 @@ def test_same_trajectories_however_they_are_requested_and_answered(params, basel
     for latency in (0, 7):
         again, _, _ = run(params, [requests[i] for i in order], tools={"latency_polls": latency})
         assert_same([rollouts[i] for i in order], again)
-    whole = [replace(request, count=5) for request in requests if request.first_sample == 0]
-    again, stats, _ = run(params, whole, environment=FakeTools(requests))
+    grouped = [replace(request, count=5) for request in requests if request.first_sample == 0]
+    again, stats, _ = run(params, grouped, environment=FakeTools(requests))
     assert stats.rollouts == len(requests)
     assert_same(rollouts, again)
     assert [t.sample for t in again] == [request.first_sample for request in requests]
@@ -286,9 +286,9 @@ def hanging_chunks(engine, params):
     assert programs
     shardings = [jax.tree.leaves(program.input_shardings) for program in programs]
     return [
-        found
+        collective
         for program, given in zip(programs, shardings, strict=True)
-        for found in hanging(parse_hlo(program.as_text()), given)
+        for collective in hanging(parse_hlo(program.as_text()), given)
     ]
 
 
@@ -296,8 +296,8 @@ def test_logits_that_stay_split_are_refused_before_they_hang(monkeypatch):
     monkeypatch.setattr(decode, "gathered", lambda logits, mesh: logits)
     mesh = make_mesh(ShardingConfig(fsdp=2, tensor=2), jax.devices()[:4])
     engine = make_engine(SPLIT, replace(ROLLOUT, slots=8), SamplingConfig(), STOPS, mesh)
-    found = hanging_chunks(engine, state_like(SPLIT, OptimConfig(), mesh).params)
-    assert found and all("collective-permute" in one for one in found)
+    collectives = hanging_chunks(engine, state_like(SPLIT, OptimConfig(), mesh).params)
+    assert collectives and all("collective-permute" in collective for collective in collectives)
 
 
 MESHES = [(2, 2, 2), (1, 2, 2), (2, 1, 4), (1, 1, 2), (2, 1, 2), (1, 1, 4), (1, 2, 4), (1, 4, 2), (4, 1, 2)]
@@ -311,9 +311,9 @@ def test_a_vocabulary_that_is_really_split_gives_the_same_tokens(unsplit, axes):
     params, rollouts = unsplit
     data, fsdp, tensor = axes
     mesh = make_mesh(ShardingConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor])
-    engine, sampler, found, stats = rollouts_of_split(params, mesh)
+    engine, sampler, split_rollouts, stats = rollouts_of_split(params, mesh)
     assert stats.compilations == 0
     assert len(stats.shard_tokens) == data * fsdp and min(stats.shard_tokens) > 0
     assert hanging_chunks(engine, sampler.params) == []
     assert sampler.params["embed"].sharding.shard_shape((96, 32))[0] < 96
-    assert_same(rollouts, found)
+    assert_same(rollouts, split_rollouts)

@@ -22,8 +22,8 @@ SMALL = replace(ROLLOUT, block=8, kv_start=32)
 
 def test_sizes_are_those_of_whole_arenas_or_doubled():
     size = PoolSize(128, 64, 1)
-    assert [found.blocks for found in size.growing(3, IN_PLACE)] == [4, 8, 16, 32, 64, 128]
-    assert [found.blocks for found in size.growing(3, ("ksh", "ksh"))] == [3, 6, 12, 24, 48, 96, 128]
+    assert [grown.blocks for grown in size.growing(3, IN_PLACE)] == [4, 8, 16, 32, 64, 128]
+    assert [grown.blocks for grown in size.growing(3, ("ksh", "ksh"))] == [3, 6, 12, 24, 48, 96, 128]
     assert size.growing(128, IN_PLACE) == size.growing(128, ("ksh", "ksh")) == (size,)
     for orders in (IN_PLACE, ("skh", "skh")):
         *_, last = size.growing(1, orders)
@@ -32,8 +32,8 @@ def test_sizes_are_those_of_whole_arenas_or_doubled():
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_what_a_pool_holds_stays_when_it_grows(platform):
-    orders, whole = cache_orders(platform), PoolSize(12, 4, 2, shared=2)
-    for small, large in zip(whole.growing(3, orders), whole.growing(3, orders)[1:], strict=False):
+    orders, full = cache_orders(platform), PoolSize(12, 4, 2, shared=2)
+    for small, large in zip(full.growing(3, orders), full.growing(3, orders)[1:], strict=False):
         pool = allocate(MODEL, small, jnp.float32, orders).map(lambda leaf, _: leaf + jnp.arange(leaf.shape[0]).mean())
         grown = jax.jit(enlarge, static_argnames="arenas")(pool, large.arenas(orders))
         wanted = allocate(MODEL, large, jnp.float32, orders)
@@ -68,11 +68,11 @@ def test_rows_are_those_of_a_cache_allocated_at_once():
     """All rows are admitted in the end and none is evicted; the second run begins with the size of the first."""
     requests, model = make_requests(4, 3), replace(MODEL, layers=1)  # every size is compiled
     params = jax.device_put(random_params(model, seed=4))
-    whole, engine = (
+    full_engine, engine = (
         make_engine(model, replace(SMALL, kv_start=start), SamplingConfig(), STOPS, seed=11)
         for start in (0, SMALL.kv_start)
     )
-    wanted, _ = whole.run(whole.publish(params, 5), requests, FakeTools(requests))
+    wanted, _ = full_engine.run(full_engine.publish(params, 5), requests, FakeTools(requests))
     sampler = engine.publish(params, 5)
     assert engine.programs.size.blocks < engine.programs.largest_size.blocks
     for again in (False, True):

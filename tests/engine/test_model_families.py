@@ -114,10 +114,10 @@ def test_rows_of_several_turns_equal_the_training_forward(name):
     engine = make_engine(model, replace(ROLLOUT, narrow=(), slots=6), SamplingConfig(), STOPS, seed=11)
     requests = make_requests(3, 3)
     rollouts, _ = engine.run(engine.publish(params, 5), requests, FakeTools(requests))
-    assert sum(len(one.turns) for one in rollouts) > len(rollouts)
+    assert sum(len(rollout.turns) for rollout in rollouts) > len(rollouts)
 
     assert reference_gap(params, rollouts, model) < 2e-5
     if model.experts.replay:
-        for one in rollouts:
-            dense, known = one.routes[:, 0], one.routes[np.flatnonzero(one.policy_mask) - 1, 1]
+        for rollout in rollouts:
+            dense, known = rollout.routes[:, 0], rollout.routes[np.flatnonzero(rollout.policy_mask) - 1, 1]
             assert (dense == -1).all() and (known >= 0).all() and (known < model.experts.count).all()

@@ -46,8 +46,8 @@ def test_parameters_that_other_processes_hold_too_become_arrays_of_the_samplers_
     leaf = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("fsdp")))
     assert localize(leaf, mesh) is leaf
     shards, names = leaf.addressable_shards, {"shape": leaf.shape, "sharding": leaf.sharding}
-    found = localize(SimpleNamespace(is_fully_addressable=False, addressable_shards=shards, **names), mesh)
-    assert found.sharding == leaf.sharding and found.tolist() == leaf.tolist()
+    local = localize(SimpleNamespace(is_fully_addressable=False, addressable_shards=shards, **names), mesh)
+    assert local.sharding == leaf.sharding and local.tolist() == leaf.tolist()
 
 
 def test_published_parameters_outlive_a_donation_of_the_masters(publisher):
@@ -129,11 +129,11 @@ def test_evicted_rows_come_back_as_they_were(low):
     sampler, requests = low.publish(small_params(), 5), make_requests(groups=2, siblings=2)
     together, stats = low.run(sampler, requests, FakeTools(requests))
     assert stats.evictions
-    for request, one in zip(requests, together, strict=True):
+    for request, rollout in zip(requests, together, strict=True):
         (alone,), stats = low.run(sampler, [request], FakeTools([request]))
         assert not stats.evictions
-        np.testing.assert_array_equal(one.tokens, alone.tokens)
-        np.testing.assert_allclose(one.logprobs, alone.logprobs, atol=1e-4)
+        np.testing.assert_array_equal(rollout.tokens, alone.tokens)
+        np.testing.assert_allclose(rollout.logprobs, alone.logprobs, atol=1e-4)
 
 
 def test_published_matrices_are_int8_and_the_check_reads_them(low, monkeypatch):
@@ -145,9 +145,9 @@ def test_published_matrices_are_int8_and_the_check_reads_them(low, monkeypatch):
     honest = publisher.convert
 
     def scaled(params):
-        found = honest(params)
-        more = [one | {"wo": one["wo"].replace(scales=one["wo"].scales * 1.1)} for one in found["layers"]]
-        return found | {"layers": tuple(more)}
+        converted = honest(params)
+        more = [tree | {"wo": tree["wo"].replace(scales=tree["wo"].scales * 1.1)} for tree in converted["layers"]]
+        return converted | {"layers": tuple(more)}
 
     monkeypatch.setattr(publisher, "convert", scaled)
     with pytest.raises(StaleWeightsError, match="version 2"):

@@ -45,13 +45,13 @@ def test_rows_that_wait_share_prompts_and_take_observations_equal_the_training_f
     decode; observations of many lengths are padded."""
     requests = make_requests()
     rollouts, stats = run(engine, params, requests)
-    assert sum(len(one.turns) for one in rollouts) > 1.5 * len(rollouts)
+    assert sum(len(rollout.turns) for rollout in rollouts) > 1.5 * len(rollouts)
     assert stats.forks > 0 and stats.reused == 0 and stats.prompts > 4
     assert reference_gap(params, rollouts, MODEL) < 2e-5
     again, _ = run(engine, params, requests, pipeline="on")
     assert reference_gap(params, again, MODEL) < 2e-5
-    for one, other in zip(rollouts, again, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
+    for rollout, other in zip(rollouts, again, strict=True):
+        np.testing.assert_array_equal(rollout.tokens, other.tokens)
 
 
 @pytest.mark.parametrize("pipeline", ["off", "on"])
@@ -59,13 +59,13 @@ def test_a_row_cut_within_a_chunk_forgets_what_was_cut(engine, params, pipeline)
     requests = make_requests(3, 3)
     tools = StopPairs(requests)
     rollouts, _ = run(engine, params, requests, tools, pipeline=pipeline)
-    assert tools.cut >= 10 and max(len(one.turns) for one in rollouts) >= 3
+    assert tools.cut >= 10 and max(len(rollout.turns) for rollout in rollouts) >= 3
     assert reference_gap(params, rollouts, MODEL) < 2e-5
 
 
 def test_prompts_of_one_token_begin_empty_in_a_used_slot(engine, params):
     requests = [
-        one_rollout(place, np.array([9 + place], np.int32), 40, s, step=2) for place in range(2) for s in range(9)
+        one_rollout(index, np.array([9 + index], np.int32), 40, s, step=2) for index in range(2) for s in range(9)
     ]
     rollouts, _ = run(engine, params, requests)
     assert reference_gap(params, rollouts, MODEL) < 2e-5

@@ -74,9 +74,9 @@ def test_rows_that_are_written_again_keep_their_experts(params, trajectories):
     tight = replace(ROLLOUT, kv_tokens=192, block=16, narrow=())
     again, stats = sampled(params, rollout=tight, groups=3, siblings=3)
     assert stats.evictions
-    for one, other in zip(trajectories, again, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_array_equal(one.routes, other.routes)
+    for trajectory, other in zip(trajectories, again, strict=True):
+        np.testing.assert_array_equal(trajectory.tokens, other.tokens)
+        np.testing.assert_array_equal(trajectory.routes, other.routes)
 
 
 def logprobs_of(params, trajectories, *, replay):
@@ -94,12 +94,12 @@ def logprobs_of(params, trajectories, *, replay):
 
 @pytest.mark.slow
 def test_replay_narrows_the_gap_between_a_bfloat16_sampler_and_a_float32_trainer(params):
-    found, _ = sampled(params, "bfloat16")
+    rollouts, _ = sampled(params, "bfloat16")
     gaps = {}
     for replay in (False, True):
-        ours, recorded_, mask = logprobs_of(params, found, replay=replay)
+        ours, recorded_, mask = logprobs_of(params, rollouts, replay=replay)
         gaps[replay] = np.abs(ours - recorded_)[mask]
-    changed = np.mean([(own_choices(params, t) != t.routes)[t.routes[:, 0, 0] >= 0].any() for t in found[::5]])
+    changed = np.mean([(own_choices(params, t) != t.routes)[t.routes[:, 0, 0] >= 0].any() for t in rollouts[::5]])
     figures = {replay: (gap.mean(), gap.max(), np.mean(gap > 0.1)) for replay, gap in gaps.items()}
     print(f"gap without {figures[False]}, with {figures[True]}; rows with another choice {changed}")
     assert changed > 0
@@ -116,6 +116,6 @@ def test_a_checkpoint_keeps_the_experts(trajectories):
     verdict = Verdict(0.0, "wrong", None, 0, 0, 0, True, 1)
     group = Group(PROBLEM, some, (verdict, verdict))
     (restored,) = groups_from_tree(groups_to_tree([group]))
-    for one, other in zip(some, restored.trajectories, strict=True):
+    for trajectory, other in zip(some, restored.trajectories, strict=True):
         assert other.routes.dtype == np.int16
-        np.testing.assert_array_equal(one.routes, other.routes)
+        np.testing.assert_array_equal(trajectory.routes, other.routes)

@@ -112,8 +112,8 @@ def test_early_exit_cancels_what_a_decided_group_no_longer_needs(params):
         return [i for i, request in enumerate(requests) if request.place == place and ended[place] >= 2]
 
     rollouts, stats = configured(params, requests, FakeTools(requests), early_exit=True)(cancel_policy=cancel_policy)
-    whole = [request.place for request, row in zip(requests, rollouts, strict=True) if row.stop != "cancelled"]
-    assert whole == [0, 0, 1, 1, 2, 2] and stats.stops["cancelled"] == 12
+    finished = [request.place for request, row in zip(requests, rollouts, strict=True) if row.stop != "cancelled"]
+    assert finished == [0, 0, 1, 1, 2, 2] and stats.stops["cancelled"] == 12
     for a, b in zip(rollouts, expected, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens[: len(a.tokens)])
     _, stats = configured(params, requests, FakeTools(requests))(cancel_policy=cancel_policy)
@@ -138,9 +138,7 @@ def test_partial_rows_continue_exactly_where_they_stopped(params, twelve):
     resumed = [replace(requests[i], resume=first[i]) for i in cut]
     tools = FakeTools(resumed)
     # A turn that reaches the end of the tokens is open or unanswered: the environment has yet to see its end.
-    tools.turns = {
-        place: sum(turn.end < len(first[i].tokens) for turn in first[i].turns) for place, i in enumerate(cut)
-    }
+    tools.turns = {row: sum(turn.end < len(first[i].tokens) for turn in first[i].turns) for row, i in enumerate(cut)}
     engine = engine_for(ROLLOUT, SamplingConfig(), None)
     second, _ = engine.run(engine.publish(params, 6), resumed, tools)
     assert_same(second, [expected[i] for i in cut], atol=5e-6, versions=False)
@@ -177,8 +175,8 @@ def test_a_step_that_is_too_late_draws_one_chunk_and_an_evaluation_is_not_cut(pa
     trained, _ = configured(params, requests, FakeTools(requests), **late)()
     assert {trajectory.stop for trajectory in trained} & {"cancelled", "deadline", "infrastructure"}
     assert max(trajectory.length - trajectory.prompt_length for trajectory in trained) == ROLLOUT.chunk
-    for one, other in zip(trained, expected, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens[: one.length])
+    for row, other in zip(trained, expected, strict=True):
+        np.testing.assert_array_equal(row.tokens, other.tokens[: row.length])
 
 
 def test_stop_text_out_of_range_is_refused(params):
@@ -288,17 +286,19 @@ def test_a_row_goes_on_after_a_stop_id_that_its_environment_holds_back(params, t
     """As if the device had never stopped at it: the same tokens as without these stop ids."""
     requests, expected = twelve
     drawn = [int(t) for r in expected for turn in r.turns for t in r.tokens[turn.start : turn.end - 1]]
-    held = sorted(set(drawn), key=drawn.count)[-3:]
+    held_ids = sorted(set(drawn), key=drawn.count)[-3:]
 
     class Holding(FakeTools):
         asked = 0
 
         def goes_on(self, index, tokens):
             self.asked += 1
-            return int(tokens[-1]) in held
+            return int(tokens[-1]) in held_ids
 
     tools = Holding(requests)
-    engine = make_engine(MODEL, replace(ROLLOUT, pipeline=pipeline), SamplingConfig(), sorted({*STOPS, *held}), seed=11)
+    engine = make_engine(
+        MODEL, replace(ROLLOUT, pipeline=pipeline), SamplingConfig(), sorted({*STOPS, *held_ids}), seed=11
+    )
     rollouts, _ = engine.run(engine.publish(params, 5), requests, tools)
-    assert tools.asked >= sum(map(drawn.count, held)) > 3
+    assert tools.asked >= sum(map(drawn.count, held_ids)) > 3
     assert_same(rollouts, expected, atol=1e-4)
