@@ -54,8 +54,8 @@ def test_an_adapter_takes_the_products_of_all_weights_but_those_of_their_gradien
     given = {"tokens": 1.0, "length": 0.0}
     gradients = 2 * active_parameters(full.model)
     for remat in ("none", "full"):
-        runs = (deploy(one, {"update.remat": remat}) for one in (full, adapter))
-        all_of, less = (update_flops(one.config, one.model, **given) for one in runs)
+        runs = (deploy(run, {"update.remat": remat}) for run in (full, adapter))
+        all_of, less = (update_flops(run.config, run.model, **given) for run in runs)
         assert 0.8 < (all_of - less) / gradients < 1
     assert all_of < 4 * gradients, "the last product of a layer is not recomputed, nor are stored logits"
 
@@ -140,9 +140,9 @@ def test_a_compiled_program_is_as_much_larger_than_its_estimate_with_other_setti
 def test_the_suggested_fit_and_none_of_the_same_mesh_is_faster(capsys):
     run = deployment("configs/qwen3_0_6b_gsm8k.yaml", topology="v6e:2x2")
     best = suggest(run)
-    assert len(best) == 3 and all(one.fits for one in best)
-    assert [one.seconds for one in best] == pytest.approx(sorted(one.seconds for one in best), rel=0.01)
-    assert len({tuple(one.deployment.mesh.shape.values()) for one in best}) == 3
+    assert len(best) == 3 and all(fit.fits for fit in best)
+    assert [fit.seconds for fit in best] == pytest.approx(sorted(fit.seconds for fit in best), rel=0.01)
+    assert len({tuple(fit.deployment.mesh.shape.values()) for fit in best}) == 3
     first = best[0]
     for change in ({"batch.rows": 64}, {"rollout.slots": 8}, {"update.remat": "none"}, {"update.remat": "full"}):
         other = deploy(run, first.settings | change)
@@ -218,14 +218,14 @@ def test_pods_that_cannot_be_are_refused(name):
 
 def test_only_sums_of_gradients_cross_the_network_between_slices():
     words = ["configs/qwen3_0_6b_gsm8k.yaml", "--sharding.fsdp", "4"]
-    one, two = deployment(*words, topology="v5e:2x4"), deployment(*words, topology="v5e:2x2:2")
-    assert dict(one.mesh.shape) == dict(two.mesh.shape) and isinstance(two.mesh, AbstractMesh)
-    single, double = (estimate(run)[-1] for run in (one, two))
+    one_slice, two_slices = deployment(*words, topology="v5e:2x4"), deployment(*words, topology="v5e:2x2:2")
+    assert dict(one_slice.mesh.shape) == dict(two_slices.mesh.shape) and isinstance(two_slices.mesh, AbstractMesh)
+    single, double = (estimate(run)[-1] for run in (one_slice, two_slices))
     assert single.between == 0.0 and double.moved == single.moved
     gradients = double.collectives["all-reduce over data"]
     # Two slices with one part of `data` each: all of it crosses, in both directions of the ring.
     assert double.between == gradients["moved"] == gradients["bytes"]
-    assert double.times(two.topology.chip)["network"] == pytest.approx(double.between / 3.125e9)
+    assert double.times(two_slices.topology.chip)["network"] == pytest.approx(double.between / 3.125e9)
     with pytest.raises(ValueError, match=r"sharding.data = 1 over 2 slices"):
         deployment("configs/qwen3_0_6b_gsm8k.yaml", "--sharding.fsdp", "8", topology="v5e:2x2:2")
 

@@ -31,18 +31,18 @@ def stopped(process, others):
 def assert_same_trajectories(folder, other, steps, atol):
     for step in range(1, steps + 1):
         pairs = zip(read_trace(folder / "run", step), read_trace(other / "run", step), strict=True)
-        for one, two in pairs:
-            assert one.trajectory.tokens.tolist() == two.trajectory.tokens.tolist()
-            assert (one.kept, one.why, one.verdict.reward) == (two.kept, two.why, two.verdict.reward)
-            np.testing.assert_allclose(one.trajectory.logprobs, two.trajectory.logprobs, atol=atol)
+        for ours, theirs in pairs:
+            assert ours.trajectory.tokens.tolist() == theirs.trajectory.tokens.tolist()
+            assert (ours.kept, ours.why, ours.verdict.reward) == (theirs.kept, theirs.why, theirs.verdict.reward)
+            np.testing.assert_allclose(ours.trajectory.logprobs, theirs.trajectory.logprobs, atol=atol)
     assert_same_params(folder, other, atol)
 
 
 @pytest.mark.slow
 def test_one_of_four_is_killed_frozen_or_slow(tmp_path):
     """No process waits for ever, all say why they end, and the run goes on each time as if nothing had happened."""
-    whole, folder = tmp_path / "whole", tmp_path / "faulty"
-    assert ended(start(whole, 4, 1, f"--steps={STEPS}", *DIVIDED)) == [0] * 4, said(whole)
+    reference, folder = tmp_path / "whole", tmp_path / "faulty"
+    assert ended(start(reference, 4, 1, f"--steps={STEPS}", *DIVIDED)) == [0] * 4, said(reference)
     words, done = (f"--steps={STEPS}", *DIVIDED, "--resume=auto", "--distributed.heartbeat_s=30"), []
     for victim, fault in ((0, "stop"), (0, "kill"), (2, "kill"), (2, "stop")):
         processes = start(folder, 4, 1, *words, faults={victim: f"sample={fault}@2"})
@@ -66,7 +66,7 @@ def test_one_of_four_is_killed_frozen_or_slow(tmp_path):
     assert ended(start(folder, 4, 1, *words, faults={1: "rollout.chunk=sleep:0.2"})) == [0] * 4, said(folder)
     print(f"slow: {time.monotonic() - begun:.0f} s")
     assert done == sorted(done) and done[-1] >= 1 and "resumed after step" in whole_text(folder)
-    assert_same_trajectories(folder, whole, STEPS, 0)
+    assert_same_trajectories(folder, reference, STEPS, 0)
     hosts = [files.read_host(folder / f"run/checkpoints/step_{STEPS:08d}", index) for index in range(4)]
     for host, arrays in hosts[1:]:
         assert host == hosts[0][0], "another number of processes reads the state of the first"
@@ -101,6 +101,6 @@ def test_rows_that_a_deadline_cut_go_on_in_other_processes(tmp_path):
     records = [record for step in range(1, 9) for record in read_trace(folder / "run", step)]
     drawn = [record.trajectory.versions[record.trajectory.policy_mask] for record in records]
     for _, change in changes[:-1]:
-        assert any(one.size and one.min() < change <= one.max() for one in drawn), change
+        assert any(versions.size and versions.min() < change <= versions.max() for versions in drawn), change
     sampled = [(record.problem.uid, record.trajectory.sample, record.trajectory.tokens.tobytes()) for record in records]
     assert len(sampled) == len(set(sampled))

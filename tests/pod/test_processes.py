@@ -69,8 +69,8 @@ def launch(
             environ |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
             environ["JAX_PROCESS_ID"] = str(index)
         environ |= {VARIABLE: faults[index]} if index in faults else {}
-        with open(folder / f"said_{index}.txt", "wb") as said:
-            started.append(subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environ, stdout=said, stderr=said))
+        with open(folder / f"said_{index}.txt", "wb") as log:
+            started.append(subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environ, stdout=log, stderr=log))
     return started
 
 
@@ -132,9 +132,9 @@ def params_of(folder: Path) -> list[np.ndarray]:
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
         jax.eval_shape(lambda: init_params(jax.random.key(0), model)),
     )
-    found = restore_params(folder / "run" / "checkpoints", like)
-    assert found is not None
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(found[1])]
+    restored = restore_params(folder / "run" / "checkpoints", like)
+    assert restored is not None
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(restored[1])]
 
 
 @pytest.fixture(scope="module")
@@ -169,15 +169,15 @@ def assert_same_run(folder, other_folder, steps, atol=None):
     too. Returns pairs of records."""
     pairs = []
     for step in range(1, steps + 1):
-        traces = (read_trace(place / "run", step) for place in (folder, other_folder))
+        traces = (read_trace(path / "run", step) for path in (folder, other_folder))
         pairs += zip(*map(list, traces), strict=True)
-    for one, other in pairs:
+    for record, other in pairs:
         for name in ("tokens", "versions"):
-            assert getattr(one.trajectory, name).tolist() == getattr(other.trajectory, name).tolist()
-        assert (one.kept, one.why, one.verdict.reward) == (other.kept, other.why, other.verdict.reward)
+            assert getattr(record.trajectory, name).tolist() == getattr(other.trajectory, name).tolist()
+        assert (record.kept, record.why, record.verdict.reward) == (other.kept, other.why, other.verdict.reward)
         if atol is not None:
-            np.testing.assert_allclose(one.trajectory.logprobs, other.trajectory.logprobs, atol=atol)
-    for ours, theirs in zip(*(read_metrics(place / "run") for place in (folder, other_folder)), strict=True):
+            np.testing.assert_allclose(record.trajectory.logprobs, other.trajectory.logprobs, atol=atol)
+    for ours, theirs in zip(*(read_metrics(path / "run") for path in (folder, other_folder)), strict=True):
         for name in theirs:
             if name.startswith(("loss/", "roc/", "verdict/", "eval/", "rollout/stop", "rollout/reward")):
                 assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
@@ -263,10 +263,10 @@ def test_when_processes_join():
 
 
 def test_addresses_come_whole_or_not_at_all():
-    whole = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
-    assert addresses(AddressedProcesses(coordinator="a:1", processes=2, process=1), {}) == whole
+    expected = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
+    assert addresses(AddressedProcesses(coordinator="a:1", processes=2, process=1), {}) == expected
     environ = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
-    assert addresses(FoundProcesses(), environ) == whole
+    assert addresses(FoundProcesses(), environ) == expected
     assert addresses(FoundProcesses(), {}) == {}
     with pytest.raises(ValueError, match="processes missing, process missing"):
         addresses(AddressedProcesses(coordinator="a:1"), {})
@@ -306,14 +306,14 @@ def test_a_failed_program_is_explained_by_the_process_that_is_gone(monkeypatch):
 
 
 def test_statistics_of_engines_add_up():
-    one = RolloutStats(rollouts=3, sampled_tokens=10, seconds=2.0, decode_s=1.0, cache_tokens=64, shard_tokens=(4, 6))
-    two = RolloutStats(rollouts=2, sampled_tokens=5, seconds=1.0, decode_s=0.5, cache_tokens=128, shard_tokens=(5,))
-    one.stops["eos"], two.stops["eos"] = 3, 2
-    whole = merge_stats([one, two])
-    assert (whole.rollouts, whole.sampled_tokens, whole.seconds, whole.cache_tokens) == (5, 15, 2.0, 128)
-    assert whole.stops["eos"] == 5
-    assert whole.shard_tokens == (4, 6, 5)
-    assert whole.tokens_per_s == 7.5
+    first = RolloutStats(rollouts=3, sampled_tokens=10, seconds=2.0, decode_s=1.0, cache_tokens=64, shard_tokens=(4, 6))
+    second = RolloutStats(rollouts=2, sampled_tokens=5, seconds=1.0, decode_s=0.5, cache_tokens=128, shard_tokens=(5,))
+    first.stops["eos"], second.stops["eos"] = 3, 2
+    merged = merge_stats([first, second])
+    assert (merged.rollouts, merged.sampled_tokens, merged.seconds, merged.cache_tokens) == (5, 15, 2.0, 128)
+    assert merged.stops["eos"] == 5
+    assert merged.shard_tokens == (4, 6, 5)
+    assert merged.tokens_per_s == 7.5
 
 
 class Sends(Processes):
@@ -344,9 +344,9 @@ def test_values_of_any_sizes_arrive_whole(count):
         hall = SimpleNamespace(pieces=[None] * count, barrier=threading.Barrier(count, timeout=60))
         every = [Sends(index, count, hall) for index in range(count)]
         with ThreadPoolExecutor(count) as pool:
-            found = [*pool.map(lambda one, values=values: one.exchange(values[one.index]), every)]
-        assert found == [values] * count
-        assert all(one.runs == every[0].runs for one in every)
+            received = [*pool.map(lambda process, values=values: process.exchange(values[process.index]), every)]
+        assert received == [values] * count
+        assert all(process.runs == every[0].runs for process in every)
         one_has_all = count > 2 and not case % 2
         assert (every[0].runs["summed"] > 0) == one_has_all or case % 2
         assert not one_has_all or every[0].runs["together"] == 1

@@ -12,9 +12,9 @@ NAMES = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_sec
 @pytest.fixture
 def settings():
     """Sets JAX's settings of the cache by position of `NAMES`, and restores them."""
-    kept = {name: getattr(jax.config, name) for name in NAMES}
+    saved = {name: getattr(jax.config, name) for name in NAMES}
     yield lambda *values: [jax.config.update(name, value) for name, value in zip(NAMES, values, strict=True)]
-    for name, value in kept.items():
+    for name, value in saved.items():
         jax.config.update(name, value)
 
 

@@ -31,12 +31,12 @@ def test_two_processes_with_a_lag_are_stopped_and_one_goes_on(tmp_path):
     rows = [row for row in read_metrics(tmp_path / "run") if "rollout/lag_max" in row]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert max(row["rollout/lag_max"] for row in rows) == 1.0
-    taken = []
+    uids = []
     for step in range(1, steps + 1):
         records = list(read_trace(tmp_path / "run", step))
         assert len(records) == 40, "groups are whole"
-        taken += sorted({record.problem.uid for record in records})
+        uids += sorted({record.problem.uid for record in records})
         for record in records:
             versions = record.trajectory.versions[record.trajectory.policy_mask]
             assert (np.diff(versions) >= 0).all() and step - 1 - versions.min() <= 1
-    assert len(taken) == len(set(taken)) == 5 * steps
+    assert len(uids) == len(set(uids)) == 5 * steps

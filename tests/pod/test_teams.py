@@ -57,10 +57,10 @@ def team():
         shared = {"together": 3, "service": service, "service_address": "127.0.0.1:9"}
         gone = "process 4 of 6 is gone"
         views = [SimpleNamespace(index=index, missing=lambda: gone, **shared) for index in (3, 4, 5)]
-        found = [made.result(30) for made in [pool.submit(Team, view) for view in views]]
+        members = [made.result(30) for made in [pool.submit(Team, view) for view in views]]
         assert isinstance(service.refused.exception(30), AuthenticationError | OSError | EOFError)
-        yield found
-        for member in found:
+        yield members
+        for member in members:
             member.close()
 
 
@@ -72,9 +72,9 @@ def test_calls_reach_all_in_order_until_the_leader_has_sampled(team):
             for call in CALLS:
                 send(call)
         for other in others:
-            found = list(other.calls())
-            assert [key for key, _ in found] == [key for key, _ in CALLS]
-            np.testing.assert_equal([arrays for _, arrays in found], [arrays for _, arrays in CALLS])
+            received = list(other.calls())
+            assert [key for key, _ in received] == [key for key, _ in CALLS]
+            np.testing.assert_equal([arrays for _, arrays in received], [arrays for _, arrays in CALLS])
 
 
 def test_a_leader_that_stops_fails_or_dies_ends_the_others(team):
@@ -112,7 +112,7 @@ def test_who_samples_together():
         return SimpleNamespace(shape=shape, size=processes * each, devices=np.array(devices(processes, each)))
 
     together = {(1, 2, 2): 1, (2, 2, 2): 1, (4, 2, 2): 2, (4, 4, 2): 2, (8, 2, 4): 2}
-    assert {one: processes_together(mesh(*one)) for one in together} == together
+    assert {sizes: processes_together(mesh(*sizes)) for sizes in together} == together
     with pytest.raises(ValueError, match="tensor = 4 does not divide the 6 devices of a process and is not a multiple"):
         make_mesh(ShardingConfig(tensor=4), devices(2, 6))
 
@@ -160,7 +160,7 @@ def test_processes_that_sample_as_one_give_the_numbers_of_one_process(tmp_path, 
     assert ended(team) == [0] * count, said(tmp_path / "team")
     # float32 sums in another order; what they round depends on the kind of processor too
     pairs = assert_same_run(tmp_path / "team", tmp_path / "alone", 2, atol=3e-5)
-    assert len(pairs) == 2 * 40 and any(one.trajectory.results for one, _ in pairs)
+    assert len(pairs) == 2 * 40 and any(record.trajectory.results for record, _ in pairs)
 
 
 @pytest.mark.slow
