@@ -120,9 +120,9 @@ def test_the_table_by_source():
     assert aime["avg@4"] == 1.0 and aime["pass@2"] == 1.0 and math.isnan(aime["pass@4"]) and math.isnan(aime["maj@4"])
     assert aime["infrastructure"] == 0.5 and aime["unjudged"] == 0
     assert table["amc"]["problems"] == 0 and table["amc"]["unjudged"] == 1 and math.isnan(table["amc"]["avg@4"])
-    whole = table["all"]
-    assert whole["avg@4"] == pytest.approx((0.5 + 0 + 1) / 3)  # problems count equally, not samples
-    assert whole["problems"] == 3 and whole["samples"] == 10 and whole["infrastructure"] == 3 / 13
+    overall = table["all"]
+    assert overall["avg@4"] == pytest.approx((0.5 + 0 + 1) / 3)  # problems count equally, not samples
+    assert overall["problems"] == 3 and overall["samples"] == 10 and overall["infrastructure"] == 3 / 13
     trajectories = [t for g in groups[:2] for t in g.trajectories]
     assert gsm["length"] == pytest.approx(np.mean([t.length - 20 for t in trajectories]))
     names = eval_metrics(table)
@@ -150,12 +150,12 @@ def test_the_intervals_of_a_table_hold_its_scores():
     groups = [
         group_of("aime" if i % 3 else "amc", f"p{i}", np.where(row, "correct", "wrong")) for i, row in enumerate(right)
     ]
-    table, found = summarize(groups, 4), intervals(groups, 4)
-    assert found.keys() == table.keys()
-    for source, scores in found.items():
+    table, bounds = summarize(groups, 4), intervals(groups, 4)
+    assert bounds.keys() == table.keys()
+    for source, scores in bounds.items():
         for name, (low, high) in scores.items():
             assert low <= table[source][name] <= high
-    assert found["all"]["avg@4"][1] - found["all"]["avg@4"][0] < found["amc"]["avg@4"][1] - found["amc"]["avg@4"][0]
+    assert bounds["all"]["avg@4"][1] - bounds["all"]["avg@4"][0] < bounds["amc"]["avg@4"][1] - bounds["amc"]["avg@4"][0]
 
 
 def test_a_comparison_pairs_the_problems_that_both_have():

@@ -50,14 +50,16 @@ def mesh_of(devices: int) -> jax.sharding.Mesh:
 def make_state(value: float = 1.0, width: int = 8, devices: int = 1) -> State:
     """Two leaves of `value`-dependent content, sharded over `devices`; Adam moments likewise."""
     mesh = mesh_of(devices)
-    split, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
+    split, replicated = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
     embed = value + np.random.default_rng(0).normal(size=(16, width)).astype(np.float32)
     params = {
         "embed": jax.device_put(embed, split),
-        "norm": jax.device_put(np.full(width, value, jnp.bfloat16), whole),
+        "norm": jax.device_put(np.full(width, value, jnp.bfloat16), replicated),
     }
     optimizer = optax.adamw(1e-2)
-    return State(jax.device_put(np.int32(value), whole), params, optimizer.init(params), jax.random.key(int(value)))
+    return State(
+        jax.device_put(np.int32(value), replicated), params, optimizer.init(params), jax.random.key(int(value))
+    )
 
 
 def bundle_of(value: float, **options) -> Bundle:
@@ -68,16 +70,16 @@ def bundle_of(value: float, **options) -> Bundle:
     return Bundle(make_state(value, **options), host, arrays)
 
 
-def assert_same_bundle(found: Bundle, expected: Bundle) -> None:
+def assert_same_bundle(restored: Bundle, expected: Bundle) -> None:
     def raw(leaf):
         leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         return np.asarray(leaf)
 
-    assert jax.tree.structure(found.train) == jax.tree.structure(expected.train)
-    for a, b in zip(jax.tree.leaves(found.train), jax.tree.leaves(expected.train), strict=True):
+    assert jax.tree.structure(restored.train) == jax.tree.structure(expected.train)
+    for a, b in zip(jax.tree.leaves(restored.train), jax.tree.leaves(expected.train), strict=True):
         assert raw(a).dtype == raw(b).dtype and raw(a).tobytes() == raw(b).tobytes()
-    assert {k: v for k, v in found.host.items() if k != "step"} == dict(expected.host)
-    for a, b in zip(jax.tree.leaves(found.arrays), jax.tree.leaves(expected.arrays), strict=True):
+    assert {k: v for k, v in restored.host.items() if k != "step"} == dict(expected.host)
+    for a, b in zip(jax.tree.leaves(restored.arrays), jax.tree.leaves(expected.arrays), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
@@ -97,11 +99,11 @@ def restore(directory, like=None) -> Bundle | None:
 def test_round_trip_is_bit_exact(tmp_path):
     assert restore(tmp_path) is None
     save_steps(tmp_path, [3, 4])
-    found = restore(tmp_path)
-    assert found.step == 4 and found.host["step"] == 4
-    assert_same_bundle(found, bundle_of(4))
+    restored = restore(tmp_path)
+    assert restored.step == 4 and restored.host["step"] == 4
+    assert_same_bundle(restored, bundle_of(4))
     rng = np.random.default_rng()
-    rng.bit_generator.state = found.host["rng"]
+    rng.bit_generator.state = restored.host["rng"]
     expected = np.random.default_rng(4)
     expected.normal(size=3)
     assert rng.random() == expected.random()
@@ -113,11 +115,11 @@ def test_the_mesh_may_change_between_saving_and_restoring(tmp_path, before, afte
         checkpointer.save(1, bundle_of(1, devices=before))
     like = make_state(9, devices=after)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
-    for asked in (like, abstract):
-        found = restore(tmp_path, asked)
-        assert_same_bundle(found, bundle_of(1))
-        assert found.train.params["embed"].sharding == like.params["embed"].sharding
-        assert len(found.train.params["embed"].sharding.device_set) == after
+    for template in (like, abstract):
+        restored = restore(tmp_path, template)
+        assert_same_bundle(restored, bundle_of(1))
+        assert restored.train.params["embed"].sharding == like.params["embed"].sharding
+        assert len(restored.train.params["embed"].sharding.device_set) == after
 
 
 def test_another_number_of_processes_reads_what_the_first_process_kept(tmp_path):
@@ -145,9 +147,9 @@ def test_buffers_may_be_donated_and_host_arrays_changed_while_saving(tmp_path):
         for _ in range(5):
             weights = update(weights)
         weights["w"].block_until_ready()
-        found = checkpointer.restore_latest(weights)
-    assert np.unique(np.asarray(found.train["w"])).tolist() == [1.0]
-    assert found.arrays["notes"].tolist() == list(range(1000))
+        restored = checkpointer.restore_latest(weights)
+    assert np.unique(np.asarray(restored.train["w"])).tolist() == [1.0]
+    assert restored.arrays["notes"].tolist() == list(range(1000))
 
 
 def change(path, edit):
@@ -191,8 +193,8 @@ def test_corruption_is_named_and_the_previous_checkpoint_wins(tmp_path, caplog, 
     corrupt, message = CORRUPTIONS[kind]
     save_steps(tmp_path, [1, 2])
     corrupt(tmp_path / "step_00000002")
-    found = restore(tmp_path)
-    assert_same_bundle(found, bundle_of(1))
+    restored = restore(tmp_path)
+    assert_same_bundle(restored, bundle_of(1))
     assert message in caplog.text and "skipped" in caplog.text
 
 
@@ -269,8 +271,8 @@ def test_parameters_alone_can_be_read_without_the_optimizer(tmp_path):
     assert len(params["embed"].sharding.device_set) == 4
     with pytest.raises(CheckpointMismatch, match=r"embed: saved float32\[16, 8\], expected float32\[16, 4\]"):
         restore_params(tmp_path, make_state(width=4).params)
-    found, params = restore_params(tmp_path, make_state().params, step=1)
-    assert found == 1 and np.array_equal(params["embed"], make_state(1).params["embed"])
+    restored_step, params = restore_params(tmp_path, make_state().params, step=1)
+    assert restored_step == 1 and np.array_equal(params["embed"], make_state(1).params["embed"])
     assert restore_params(tmp_path, make_state().params, step=7) is None
     flip(tmp_path / "step_00000002")
     assert restore_params(tmp_path, make_state().params)[0] == 1
@@ -338,8 +340,8 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, caplog):
             assert checkpointer.saved == [1] and len(checkpointer.failures) == 1
             assert "No space left" in caplog.text and "newest checkpoint: step_00000001" in caplog.text
             assert [p.name for p in disk.iterdir()] == ["step_00000001"]  # the partial checkpoint was removed
-            found = checkpointer.restore_latest(weights[0])
-            assert found.step == 1 and np.array_equal(found.train["w"], weights[0]["w"])
+            restored = checkpointer.restore_latest(weights[0])
+            assert restored.step == 1 and np.array_equal(restored.train["w"], weights[0]["w"])
             filled(disk)  # not even host state fits
             assert not checkpointer.save(3, Bundle(weights[0], {}, {"a": np.arange(1 << 16)}))
         with (
@@ -393,8 +395,8 @@ def test_buffered_groups_are_restored_exactly(tmp_path, count):
     groups = tuple(odd_group(seed, 2 + seed) for seed in range(count))
     with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
         checkpointer.save(1, Bundle({"w": jnp.ones(2)}, {}, {"groups": groups_to_tree(groups)}))
-        found = checkpointer.restore_latest({"w": jnp.ones(2)})
-    assert_same(groups_from_tree(found.arrays["groups"]), groups)
+        restored = checkpointer.restore_latest({"w": jnp.ones(2)})
+    assert_same(groups_from_tree(restored.arrays["groups"]), groups)
 
 
 def test_a_trajectory_of_the_wrong_dtype_is_refused():
@@ -432,15 +434,15 @@ def kill_at_random_instants(directory, times: int) -> None:
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         with Checkpointer(directory, CheckpointConfig()) as checkpointer:
-            found = checkpointer.restore_latest({"w": jnp.zeros((64, 256))})
-        expected = kill_bundle(found.step)
-        assert np.array_equal(found.train["w"], expected.train["w"])
-        assert found.host["rng"] == found.step * 7 and np.array_equal(found.arrays["a"], expected.arrays["a"])
-        assert found.step > newest  # the checkpoint before the last one started is never lost
+            restored = checkpointer.restore_latest({"w": jnp.zeros((64, 256))})
+        expected = kill_bundle(restored.step)
+        assert np.array_equal(restored.train["w"], expected.train["w"])
+        assert restored.host["rng"] == restored.step * 7 and np.array_equal(restored.arrays["a"], expected.arrays["a"])
+        assert restored.step > newest  # the checkpoint before the last one started is never lost
         started = max(entry.step for entry in files.entries(directory))
-        assert found.step >= started - 1
-        torn += started != found.step
-        newest = found.step
+        assert restored.step >= started - 1
+        torn += started != restored.step
+        newest = restored.step
     assert torn, "no kill hit a save; widen the interval"
 
 

@@ -112,11 +112,11 @@ def test_no_text_of_a_run_acts_in_a_terminal():
         return out.getvalue()
 
     def writer(console):
-        one = ConsoleWriter(3, console=console)
-        one.say(EVIL, event=True)
-        one.sample(3, record, [record])
-        one.write(1, STEP)
-        one.close()
+        console_writer = ConsoleWriter(3, console=console)
+        console_writer.say(EVIL, event=True)
+        console_writer.sample(3, record, [record])
+        console_writer.write(1, STEP)
+        console_writer.close()
 
     def dialogue(console):
         show_event(console, record.trajectory.turns[0])

@@ -220,18 +220,18 @@ def test_tensorboard_files_hold_the_scalars_and_resume_purges(tmp_path):
     with make_writer(tmp_path, config) as writer:
         writer.cut(1)
         writer.write(2, {"loss/a": 0.75})
-    found = []
+    scalars = []
     for path in sorted((tmp_path / "tensorboard").iterdir()):
-        content, place = path.read_bytes(), 0
-        while place < len(content):
-            length = int.from_bytes(content[place : place + 8], "little")
-            event = event_pb2.Event.FromString(content[place + 12 : place + 12 + length])
-            found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+        content, offset = path.read_bytes(), 0
+        while offset < len(content):
+            length = int.from_bytes(content[offset : offset + 8], "little")
+            event = event_pb2.Event.FromString(content[offset + 12 : offset + 12 + length])
+            scalars += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
             if event.session_log.status:
-                found.append((event.step, "purge", 0.0))
-            place += 16 + length
-    assert (1, "loss/a", 0.25) in found and (2, "loss/a", 0.75) in found
-    assert (2, "purge", 0.0) in found
+                scalars.append((event.step, "purge", 0.0))
+            offset += 16 + length
+    assert (1, "loss/a", 0.25) in scalars and (2, "loss/a", 0.75) in scalars
+    assert (2, "purge", 0.0) in scalars
 
 
 def test_console_lines_carry_the_key_numbers():

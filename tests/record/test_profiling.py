@@ -49,14 +49,14 @@ def test_rates_are_those_of_the_work_that_was_done():
     assert rates_of(config, model, mesh, None) is None
     row = {"update/micro_batches": 2.0, "time/update_s": 4.0, "time/decode_s": 2.0}
     row |= {"rollout/sampled_tokens": 1024.0, "rollout/slot_use": 0.5}
-    found = rates.metrics(row)
-    assert found["update/mfu"] == pytest.approx(2 * rates.model_flops / CHIPS["h100"].flops / 4)
+    metrics = rates.metrics(row)
+    assert metrics["update/mfu"] == pytest.approx(2 * rates.model_flops / CHIPS["h100"].flops / 4)
     steps = 1024 / (0.5 * config.rollout.slots)
     weights = min(rates.decode.fixed_traffic, rates.decode.traffic) / rates.steps
     cached = (rates.decode.traffic / rates.steps - weights) * 0.5 * rates.read
-    assert found["rollout/decode_bytes_per_s"] == pytest.approx(steps * (weights + cached) / 2)
+    assert metrics["rollout/decode_bytes_per_s"] == pytest.approx(steps * (weights + cached) / 2)
     twice = rates.metrics(row | {"update/micro_batches": 4.0, "rollout/sampled_tokens": 2048.0})
-    assert all(twice[name] == pytest.approx(2 * found[name]) for name in found)
-    (line,) = measured_lines([row | found])
+    assert all(twice[name] == pytest.approx(2 * metrics[name]) for name in metrics)
+    (line,) = measured_lines([row | metrics])
     assert "decode" in line and "update" in line and "of the peak" in line
     assert measured_lines([row]) == [] and rates.metrics({"time/update_s": 1.0}) == {}

@@ -20,17 +20,17 @@ def records(groups=2):
 
 def test_the_tables_hold_every_rollout_and_the_text_of_kept_and_dropped_ones():
     made = records()
-    found = tables(made)
-    assert found["rollouts"].columns == COLUMNS and len(found["rollouts"].rows) == len(made) == 16
-    for row, record in zip(found["rollouts"].rows, made, strict=True):
+    by_name = tables(made)
+    assert by_name["rollouts"].columns == COLUMNS and len(by_name["rollouts"].rows) == len(made) == 16
+    for row, record in zip(by_name["rollouts"].rows, made, strict=True):
         named = dict(zip(COLUMNS, row, strict=True))
         assert (named["problem"], named["sample"]) == (record.problem.uid, record.trajectory.sample)
         assert (named["verdict"], named["reward"]) == (record.verdict.status, record.verdict.reward)
         assert (named["kept"], named["why"]) == (record.kept, record.why)
         assert named["penalty"] == pytest.approx(named["error_penalty"] + named["format_penalty"])
         assert (named["advantage"] is not None) is (record.advantages is not None)
-    shown = [dict(zip(found["trajectories"].columns, row, strict=True)) for row in found["trajectories"].rows]
-    assert [one["kept"] for one in shown] == [True, True, False, False] and all(one["text"] for one in shown)
+    shown = [dict(zip(by_name["trajectories"].columns, row, strict=True)) for row in by_name["trajectories"].rows]
+    assert [entry["kept"] for entry in shown] == [True, True, False, False] and all(entry["text"] for entry in shown)
     assert tables([]) == {"rollouts": (COLUMNS, []), "trajectories": ((*COLUMNS[:12], "text"), [])}
 
 
@@ -78,5 +78,5 @@ def test_wandb_keeps_rows_and_tables_in_the_run_directory(tmp_path, monkeypatch)
     with make_writer(tmp_path, RunLike(log=LogConfig(console="off", wandb=WandbOffline(project="p")))) as writer:
         writer.sample(1, made[0], made)
         writer.write(1, {"rollout/reward": 0.25})
-    kept = list((tmp_path / "wandb").glob("offline-run-*"))
-    assert len(kept) == 1 and any("rollouts" in path.name for path in kept[0].rglob("*.table.json"))
+    runs = list((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(runs) == 1 and any("rollouts" in path.name for path in runs[0].rglob("*.table.json"))

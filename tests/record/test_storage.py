@@ -196,6 +196,6 @@ def test_what_is_refused(tmp_path, monkeypatch, capsys):
         for name, value in bucket.environ.items():
             monkeypatch.setenv(name, value)
         assert main(["toy.yaml", "--run_dir=gs://bucket/run"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("configuration: ") and "gs://bucket/run cannot be used" in said
+    message = capsys.readouterr().err
+    assert message.startswith("configuration: ") and "gs://bucket/run cannot be used" in message
     assert not (tmp_path / "runs").exists()

@@ -40,9 +40,9 @@ def test_selection_and_advantages_are_recomputed_from_the_file(tmp_path):
     again, rows_again, _ = run_step(9, sections, rebuilt)
     assert_same(again, selections)
     assert_same(rows_again, rows)
-    kept = [record for record in read if record.kept]
-    assert len(kept) == len(rows) > 0
-    for record, row in zip(kept, rows, strict=True):
+    kept_records = [record for record in read if record.kept]
+    assert len(kept_records) == len(rows) > 0
+    for record, row in zip(kept_records, rows, strict=True):
         mask = record.trajectory.policy_mask
         assert np.array_equal(record.advantages[mask], row.advantages[mask])
         assert record.penalties["total"] == record.penalties["error"] + record.penalties["format"]
@@ -160,15 +160,15 @@ def test_only_due_steps_are_kept_and_a_resumed_run_replaces_later_ones(tmp_path)
     assert [writer.write(step, records) for step in range(1, 7)] == [False, True] * 3
     writer.write(4, records, kind="eval")
 
-    def found():
+    def files():
         return [(kind, step) for _, kind, step in trace.trace_files(tmp_path)]
 
     earlier = [("step", 2), ("eval", 4), ("step", 4)]
-    assert found() == [*earlier, ("step", 6)]
+    assert files() == [*earlier, ("step", 6)]
     assert len(list(trace.read_trace(tmp_path))) == 6 and len(list(trace.read_trace(tmp_path, 4, "eval"))) == 2
     resumed = trace.TraceWriter(tmp_path)
     assert resumed.write(5, records) and resumed.write(5, records[:1])
-    assert found() == [*earlier, ("step", 5)] and len(list(trace.read_trace(tmp_path, 5))) == 1
+    assert files() == [*earlier, ("step", 5)] and len(list(trace.read_trace(tmp_path, 5))) == 1
     assert not trace.TraceWriter(tmp_path, 0).due(0)
     assert trace.trace_files(tmp_path / "nothing") == []
 
