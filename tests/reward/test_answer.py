@@ -53,8 +53,8 @@ def test_last_boxed_is_linear():
     ],
 )
 def test_find_answer_strict(turns, answer, answers, well_formed):
-    found = find_answer(turns)
-    assert (found.answer, found.answers, found.well_formed) == (answer, answers, well_formed)
+    result = find_answer(turns)
+    assert (result.answer, result.answers, result.well_formed) == (answer, answers, well_formed)
 
 
 def test_the_last_block_counts_in_lenient_reading_too():

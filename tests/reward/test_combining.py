@@ -35,9 +35,9 @@ def rollout(text=RIGHT, *, sample=0, stop="answer", tokens=8, calls=("ok",)):
     return Trajectory(ids, mask, minus, np.where(mask, 0, -1).astype(np.int32), 2, tuple(turns), stop, sample)
 
 
-def scored(functions, rollouts, problem=Problem("p", "6*7=?", "42", "test"), truncated="fail", **own):  # noqa: B008
-    """What a scorer makes of these rollouts of one problem; `own` are the functions of the user's."""
-    with given(own):
+def scored(functions, rollouts, problem=Problem("p", "6*7=?", "42", "test"), truncated="fail", **callables):  # noqa: B008
+    """What a scorer makes of these rollouts of one problem; `callables` are the functions of the user's."""
+    with given(callables):
         scorer = make_scorer(RewardConfig(functions=functions, truncated=truncated))
     try:
         return scorer.score_all([problem], [rollouts])
@@ -59,10 +59,10 @@ def scored(functions, rollouts, problem=Problem("p", "6*7=?", "42", "test"), tru
 def test_rewards_without_a_finite_sum_leave_their_trajectory_unscored(functions, values):
     """An infinite reward makes the advantages of its whole group NaN."""
     names = "ab"[: len(values)]
-    own = {name: lambda p, ts, value=value: [value, 1.0, 0.0] for name, value in zip(names, values, strict=True)}
-    found = scored(functions, [rollout(sample=i) for i in range(3)], **own)
-    assert [t.sample for t in found.groups[0].trajectories] == [1, 2] and np.isfinite(found.groups[0].rewards).all()
-    assert found.counts["not_scored"] == 1 and dict(found.unscored) == dict.fromkeys(names, 1)
+    callables = {name: lambda p, ts, value=value: [value, 1.0, 0.0] for name, value in zip(names, values, strict=True)}
+    result = scored(functions, [rollout(sample=i) for i in range(3)], **callables)
+    assert [t.sample for t in result.groups[0].trajectories] == [1, 2] and np.isfinite(result.groups[0].rewards).all()
+    assert result.counts["not_scored"] == 1 and dict(result.unscored) == dict.fromkeys(names, 1)
 
 
 # ---- what does not apply -------------------------------------------------------------------------------------------
@@ -80,15 +80,15 @@ def test_functions_for_other_rows_do_not_apply():
     """A reward for mathematics and one for code, each None on the other's rows, lose nothing."""
     for source, rewards in (("math", [2.0, 2.0, 0.0]), ("code", [0.5] * 3)):
         problem = Problem("p", "?", "", source)
-        found = scored(
+        result = scored(
             ({"kind": "function", "path": "maths", "weight": 2.0}, "codes"),
             [rollout("odd", sample=0), rollout("odd", sample=1), rollout("even", sample=2)],
             problem,
             maths=math_only,
             codes=code_only,
         )
-        (group,) = found.groups
-        assert group.rewards.tolist() == rewards and found.counts.get("not_scored", 0) == 0 and not found.faults
+        (group,) = result.groups
+        assert group.rewards.tolist() == rewards and result.counts.get("not_scored", 0) == 0 and not result.faults
         applies = {"math": "maths", "code": "codes"}[source]
         assert [name for name, value in group.verdicts[0].channels.items() if value is not None] == [applies]
         assert list(group.verdicts[0].channels) == ["maths", "codes"], "in the order of the functions, on every row"
@@ -97,12 +97,12 @@ def test_functions_for_other_rows_do_not_apply():
 
 def test_a_trajectory_leaves_only_if_nothing_applies_to_it():
     pays = {"a": [1.0, None, None, 3.0], "b": [None, None, 2.0, 4.0]}
-    own = {name: lambda p, ts, values=values: values for name, values in pays.items()}
-    found = scored(("a", "b"), [rollout(sample=i) for i in range(4)], **own)
-    assert [t.sample for t in found.groups[0].trajectories] == [0, 2, 3]
-    assert found.groups[0].rewards.tolist() == [1.0, 2.0, 7.0]
-    assert found.counts["not_scored"] == 1 and found.unscored == {"a": 1, "b": 1}
-    beside = scored(("answer", "a"), [rollout(sample=i) for i in range(4)], a=own["a"])
+    callables = {name: lambda p, ts, values=values: values for name, values in pays.items()}
+    result = scored(("a", "b"), [rollout(sample=i) for i in range(4)], **callables)
+    assert [t.sample for t in result.groups[0].trajectories] == [0, 2, 3]
+    assert result.groups[0].rewards.tolist() == [1.0, 2.0, 7.0]
+    assert result.counts["not_scored"] == 1 and result.unscored == {"a": 1, "b": 1}
+    beside = scored(("answer", "a"), [rollout(sample=i) for i in range(4)], a=callables["a"])
     assert beside.groups[0].rewards.tolist() == [2.0, 1.0, 1.0, 4.0] and not beside.unscored
 
 
@@ -119,8 +119,8 @@ def test_a_trajectory_leaves_only_if_nothing_applies_to_it():
 def test_a_function_that_fails_is_not_one_that_does_not_apply(broken):
     """A sum without the part that failed would be another reward."""
     function = {"kind": "function", "path": "broken", "timeout_s": 0.2}
-    found = scored(("answer", function), [rollout(sample=i) for i in range(2)], broken=broken)
-    assert found.groups[0].size == 0 and found.counts == {"not_scored": 2} and found.unscored == {"broken": 2}
+    result = scored(("answer", function), [rollout(sample=i) for i in range(2)], broken=broken)
+    assert result.groups[0].size == 0 and result.counts == {"not_scored": 2} and result.unscored == {"broken": 2}
 
 
 # ---- truncated rollouts --------------------------------------------------------------------------------------------
@@ -207,8 +207,8 @@ def test_a_reward_of_its_own_is_that_of_every_channel():
 
 
 def test_a_channel_that_does_not_apply_to_a_failure_stays_away():
-    own = {"mine": lambda p, ts: [None if t.truncated else 1.0 for t in ts]}
-    (group,) = scored(("answer", "mine"), GROUP, **own).groups
+    callables = {"mine": lambda p, ts: [None if t.truncated else 1.0 for t in ts]}
+    (group,) = scored(("answer", "mine"), GROUP, **callables).groups
     assert [v.channels for v in group.verdicts[3:]] == [{"answer": 0.0, "mine": None}] * 2
 
 
@@ -228,16 +228,16 @@ def test_channels_count_as_their_functions_do(weight):
     words = ["toy.yaml", "--resample=none", "--advantage=channels"]
     functions = f"--reward.functions=[answer, {{kind: format, weight: {weight}}}]"
     rollouts = [rollout(RIGHT, sample=0), rollout(RIGHT + RIGHT, sample=1), rollout(WRONG, sample=2)]
-    found = {}
+    advantages = {}
     for given_weights in ((), (1.0, weight)):
         config = load_config(Config, [*words, functions, f"--advantage.weights={list(given_weights)}"], prog="test")
         (group,) = scored(config.reward.functions, rollouts).groups
         rows = train_rows([group], config, AlgoState())
-        found[given_weights] = [float(row.advantages[-1]) for row in rows]
-    assert found[()] == found[(1.0, weight)]
+        advantages[given_weights] = [float(row.advantages[-1]) for row in rows]
+    assert advantages[()] == advantages[(1.0, weight)]
     answer, form = (np.array(x, float) for x in ([1, 1, 0], [1, 0, 1]))
     expected = sum(w * (x - x.mean()) / (x.std(ddof=1) + 1e-6) for w, x in ((1, answer), (weight, form)))
-    np.testing.assert_allclose(found[()], expected, atol=1e-6)
+    np.testing.assert_allclose(advantages[()], expected, atol=1e-6)
 
 
 def test_a_channel_has_one_sign():
@@ -252,11 +252,11 @@ def test_a_channel_has_one_sign():
 
 def test_weights_follow_the_functions_where_some_do_not_apply():
     """The first rollout has no value for the first function; the weights still belong to the functions in order."""
-    own = {"a": lambda p, ts: [None, 1.0, 0.0, 0.0], "b": lambda p, ts: [1.0, 0.0, 0.0, 1.0]}
+    callables = {"a": lambda p, ts: [None, 1.0, 0.0, 0.0], "b": lambda p, ts: [1.0, 0.0, 0.0, 1.0]}
     functions = "--reward.functions=[{kind: function, path: a, weight: 3}, {kind: function, path: b, weight: 0}]"
     words = ["toy.yaml", "--resample=none", "--advantage=channels", functions]
     config = load_config(Config, words, prog="test")
-    (group,) = scored(config.reward.functions, [rollout(sample=i) for i in range(4)], **own).groups
+    (group,) = scored(config.reward.functions, [rollout(sample=i) for i in range(4)], **callables).groups
     advantages = [float(row.advantages[-1]) for row in train_rows([group], config, AlgoState())]
     a = np.array([1.0, 0, 0])
     np.testing.assert_allclose(advantages, [0, *(3 * (a - a.mean()) / (a.std(ddof=1) + 1e-6))], atol=1e-6)

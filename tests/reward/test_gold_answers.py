@@ -20,15 +20,15 @@ def golds() -> dict[int, set[str]]:
     missing = [name for name in SETS if not (SHARED / f"{name}.jsonl").is_file()]
     if missing:
         pytest.skip(f"{', '.join(missing)} are not beside the checkout ({SHARED})")
-    found: dict[int, set[str]] = {}
+    by_value: dict[int, set[str]] = {}
     for name in SETS:
         path = SHARED / f"{name}.jsonl"
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         written = [str(row["answer"]).rsplit("####", 1)[-1].strip() for row in rows]
         for text, problem in zip(written, load_problems(path)[0], strict=True):
-            found.setdefault(int(float(text.replace(",", ""))), set()).update((text, problem.answer))
-    assert len(found) > 900
-    return found
+            by_value.setdefault(int(float(text.replace(",", ""))), set()).update((text, problem.answer))
+    assert len(by_value) > 900
+    return by_value
 
 
 def spellings(n: int) -> list[str]:
@@ -43,8 +43,8 @@ def spellings(n: int) -> list[str]:
 
 def test_every_gold_answer_equals_its_usual_spellings(golds):
     verifier, answers = Verifier(), []
-    for place, (n, texts) in enumerate(golds.items()):
-        forms = spellings(n)[: None if place % 10 == 0 else 5]
+    for index, (n, texts) in enumerate(golds.items()):
+        forms = spellings(n)[: None if index % 10 == 0 else 5]
         answers += [(text, gold) for gold in texts for text in (gold, *forms)]
     boxed = [(find_answer([rf"<answer>\boxed{{{text}}}</answer>"]).answer, gold) for text, gold in answers]
     verdicts = zip(boxed, verifier.compare(boxed), strict=True)

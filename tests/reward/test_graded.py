@@ -15,8 +15,8 @@ from tests.helpers.method_groups import close, make_group, saying
 def test_several_answers():
     """Some of the right answers pay in part, a wrong one among them pays nothing (TW-GRPO)."""
     pay = SeveralAnswers().function(RewardConfig())
-    said = ["b,a , C", "a", "a,d", "", "none"]
-    replies = [f"</reason><answer>\\boxed{{{text}}}</answer>" for text in said]
+    answers = ["b,a , C", "a", "a,d", "", "none"]
+    replies = [f"</reason><answer>\\boxed{{{text}}}</answer>" for text in answers]
     group = saying(make_group([0] * 5), *replies)
     close(pay(Problem("p", "?", "A,B,C", "t"), group.trajectories), [1, 1 / 3, 0, 0, 0])
 

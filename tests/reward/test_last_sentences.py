@@ -21,24 +21,24 @@ ROWS = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines
 
 
 def test_lenient_takes_the_answer_and_nothing_else():
-    taken = [(row, find_answer([row["text"]], lenient=True).answer) for row in ROWS]
-    assert [(row, answer) for row, answer in taken if answer != row["answer"]] == []
+    pairs = [(row, find_answer([row["text"]], lenient=True).answer) for row in ROWS]
+    assert [(row, answer) for row, answer in pairs if answer != row["answer"]] == []
 
 
 def test_what_is_taken_is_graded_like_the_answer_alone():
     """A policy that ends in one sentence and a reference that is the bare value agree."""
 
     def agrees(row):
-        taken = find_answer([row["text"]], lenient=True).answer
-        return decide(taken, re.sub(r"\\?\$| (?:apples|hours|cm)\b", "", row["answer"])) is not False
+        answer = find_answer([row["text"]], lenient=True).answer
+        return decide(answer, re.sub(r"\\?\$| (?:apples|hours|cm)\b", "", row["answer"])) is not False
 
     assert [row for row in ROWS if row["answer"] and not agrees(row)] == []
 
 
 def test_strict_takes_boxes_in_blocks_only():
     for row in ROWS:
-        taken = find_answer([row["text"]]).answer
-        assert taken is None or rf"<answer>\boxed{{{taken}}}</answer>" in row["text"]
+        answer = find_answer([row["text"]]).answer
+        assert answer is None or rf"<answer>\boxed{{{answer}}}</answer>" in row["text"]
 
 
 def trl(text):
@@ -66,8 +66,8 @@ RULES = {
 
 def outcome(name, row):
     """right, nothing, or wrong: whether the rule takes the answer, nothing, or something else."""
-    taken = RULES[name](row["text"])
-    if not taken:
+    answer = RULES[name](row["text"])
+    if not answer:
         return "right" if row["answer"] is None else "nothing"
     if row["answer"] is None:
         return "wrong"
@@ -75,8 +75,8 @@ def outcome(name, row):
         from math_verify import parse, verify
 
         gold = parse(rf"\boxed{{{row['answer']}}}", parsing_timeout=None)
-        return "right" if verify(gold, taken, timeout_seconds=None) else "wrong"
-    return "right" if decide(taken, row["answer"]) is not False else "wrong"
+        return "right" if verify(gold, answer, timeout_seconds=None) else "wrong"
+    return "right" if decide(answer, row["answer"]) is not False else "wrong"
 
 
 def table():
@@ -133,5 +133,5 @@ def test_a_block_in_a_thought_is_no_answer(lenient):
     block = r"<answer>\boxed{5}</answer>"
     assert find_answer([f"<think>{block}</think>"], lenient=lenient).answer is None
     assert find_answer([f"{block}</think>"], lenient=lenient).answer is None
-    found = find_answer([rf"<think>{block}</think><answer>\boxed{{6}}</answer>"], lenient=lenient)
-    assert (found.answer, found.answers) == ("6", 2)
+    result = find_answer([rf"<think>{block}</think><answer>\boxed{{6}}</answer>"], lenient=lenient)
+    assert (result.answer, result.answers) == ("6", 2)

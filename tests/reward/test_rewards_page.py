@@ -16,5 +16,5 @@ def test_every_row_of_the_table_holds():
     for strict, column in ((False, 2), (True, 3)):
         with closing(Verifier(workers=1, strict=strict)) as pool:
             verdicts = pool.compare([row[:2] for row in ROWS])
-        said = zip(ROWS, verdicts, strict=True)
-        assert [row for row, verdict in said if (verdict == "correct") != (row[column] == "yes")] == []
+        pairs = zip(ROWS, verdicts, strict=True)
+        assert [row for row, verdict in pairs if (verdict == "correct") != (row[column] == "yes")] == []

@@ -34,7 +34,7 @@ def trajectory(*texts, results=(), stop="answer", sample=0):
     )
 
 
-def one(config=RewardConfig(), **kwargs):  # noqa: B008
+def verdict_of(config=RewardConfig(), **kwargs):  # noqa: B008
     texts = kwargs.pop("texts", (RIGHT,))
     return make_scorer(config)(PROBLEM, [trajectory(*texts, **kwargs)]).verdicts[0]
 
@@ -53,7 +53,7 @@ def one(config=RewardConfig(), **kwargs):  # noqa: B008
     ],
 )
 def test_binary_reward(texts, stop, reward, status):
-    verdict = one(texts=texts, stop=stop)
+    verdict = verdict_of(texts=texts, stop=stop)
     assert (verdict.reward, verdict.status) == (reward, status)
     assert verdict.turns == len(texts)
 
@@ -83,20 +83,20 @@ def test_what_a_function_writes_changes_nothing(column):
         scorer.try_functions(given_problem, [rollout])
         group = scorer(given_problem, [rollout])
     assert [v.reward for v in group.verdicts] == [1.0]
-    (kept,) = group.trajectories
-    assert kept.tokens.tolist() == [0] and kept.policy_mask.tolist() == [True] and kept.logprobs.tolist() == [0.0]
-    assert kept.turns[0].calls[0].arguments == {"code": "1"} and column in ([1], given_problem.extra["column"])
+    (sample,) = group.trajectories
+    assert sample.tokens.tolist() == [0] and sample.policy_mask.tolist() == [True] and sample.logprobs.tolist() == [0.0]
+    assert sample.turns[0].calls[0].arguments == {"code": "1"} and column in ([1], given_problem.extra["column"])
 
 
 def test_tool_output_is_no_answer():
     """A tool that prints an answer block earns nothing, since only the policy's own text is read."""
     printed = ToolResult("ok", stdout=RIGHT, observation=RIGHT)
-    assert one(texts=("call", "thanks"), results=[printed], stop="eos").reward == 0.0
+    assert verdict_of(texts=("call", "thanks"), results=[printed], stop="eos").reward == 0.0
 
 
 def test_infrastructure_never_counts_against_the_policy():
     results = [ToolResult(kind) for kind in ("ok", "timeout", "malformed_call", "sandbox_error", "queue_timeout")]
-    verdict = one(texts=("call", RIGHT), results=results)
+    verdict = verdict_of(texts=("call", RIGHT), results=results)
     assert (verdict.tool_calls, verdict.tool_errors) == (3, 2)
 
 
@@ -114,10 +114,10 @@ def test_infrastructure_leaves_the_group():
 
 def test_channels():
     config = RewardConfig(functions=(AnswerReward(), FormatReward(weight=0.5), CleanToolsReward(weight=0.25)))
-    verdict = one(config, results=[ToolResult("exception")])
+    verdict = verdict_of(config, results=[ToolResult("exception")])
     assert verdict.channels == {"answer": 1.0, "format": 1.0, "clean_tools": 0.0}
     assert verdict.reward == 1.5
-    assert one(config).reward == 1.75
+    assert verdict_of(config).reward == 1.75
 
 
 def custom(function, count=3, **settings):
@@ -188,17 +188,17 @@ def broken(problem, trajectories):
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         (broken, "mine:reward raised KeyError"),
         (lambda problem, trajectories: exit(1), "SystemExit(1)"),
         (lambda problem, trajectories: time.sleep(10), "longer than 0.05 s"),
     ],
 )
-def test_exception_and_deadline_leave_the_group_unscored(function, said):
-    scored = custom(function, timeout_s=0.05 if "0.05" in said else 5.0)
+def test_exception_and_deadline_leave_the_group_unscored(function, message):
+    scored = custom(function, timeout_s=0.05 if "0.05" in message else 5.0)
     assert scored.groups[0].size == 0 and scored.counts == {"not_scored": 3}
-    assert said in scored.faults[0]
+    assert message in scored.faults[0]
 
 
 def test_the_first_failure_of_a_function_is_shown_at_once(caplog):
@@ -206,8 +206,8 @@ def test_the_first_failure_of_a_function_is_shown_at_once(caplog):
     with given({"mine:reward": broken}):
         scorer = make_scorer(config)
     scored = [scorer.score_all([PROBLEM], [[trajectory("x")]]) for _ in range(3)]
-    for one in scored:
-        assert "problem 'p1': reward mine:reward raised KeyError: 'answer' (test_score.py, line " in one.faults[0]
+    for result in scored:
+        assert "problem 'p1': reward mine:reward raised KeyError: 'answer' (test_score.py, line " in result.faults[0]
     assert [record.message.count("mine:reward raised KeyError") for record in caplog.records] == [1]
     assert scorer.failed == {"mine:reward": 3}
 

@@ -86,8 +86,8 @@ def test_verdicts(verifier):
 def test_hanging_expressions_time_out():
     pool = Verifier(workers=1, timeout_s=0.5)
     pairs = [(f"x^2+{i}", f"{i}+x^2") for i in range(len(HANGING))]
-    asked = [pair for hanging, simple in zip(HANGING, pairs, strict=True) for pair in (simple, (hanging, "x+y"))]
-    assert pool.compare([*asked, ("x+7", "7+x")]) == ["correct", "timeout"] * len(HANGING) + ["correct"]
+    queries = [pair for hanging, simple in zip(HANGING, pairs, strict=True) for pair in (simple, (hanging, "x+y"))]
+    assert pool.compare([*queries, ("x+7", "7+x")]) == ["correct", "timeout"] * len(HANGING) + ["correct"]
     pool.close()
 
 

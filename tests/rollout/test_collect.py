@@ -203,8 +203,8 @@ def test_rows_cut_by_the_deadline_continue_in_the_next_step_under_its_policy():
     assert {awaits_observation(first[i]) for i in cut} == {True, False}
     again = [replace(requests[i], resume=first[i], step=0) for i in cut]
     second = roll_out(engine, replace(sampler, version=1), again, Instant(), step=1)
-    whole = dict(enumerate(first)) | dict(zip(cut, second, strict=True))
-    assert_same([whole[i] for i in range(len(requests))], expected, atol=5e-6, versions=False)
+    merged = dict(enumerate(first)) | dict(zip(cut, second, strict=True))
+    assert_same([merged[i] for i in range(len(requests))], expected, atol=5e-6, versions=False)
     for i, row in zip(cut, second, strict=True):
         edge, mask = first[i].length, row.policy_mask
         np.testing.assert_array_equal(row.versions[mask], np.where(np.arange(row.length) < edge, 0, 1)[mask])
