@@ -33,9 +33,9 @@ def lost_removed(samples, *rest):
     return replace(samples, waves=(replace(samples.waves[0], removed=()),)), *rest
 
 
-def lost_tokens(samples, taken, batches, *counts):
+def lost_tokens(samples, trained, batches, *counts):
     short = SimpleNamespace(rows=batches[0].rows, placement=SimpleNamespace(length=[1, 1, 1]))
-    return samples, taken, [short], *counts
+    return samples, trained, [short], *counts
 
 
 LOSSES = {
@@ -48,11 +48,11 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("said", LOSSES)
-def test_what_is_lost_is_noticed(said):
+@pytest.mark.parametrize("message", LOSSES)
+def test_what_is_lost_is_noticed(message):
     check_accounts(*step())
-    with pytest.raises(AccountsOpen, match=said):
-        check_accounts(*LOSSES[said](*step()))
+    with pytest.raises(AccountsOpen, match=message):
+        check_accounts(*LOSSES[message](*step()))
 
 
 @pytest.mark.slow

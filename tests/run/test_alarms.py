@@ -38,7 +38,7 @@ def test_each_alarm_is_raised_once_by_its_metric(tmp_path, name, metric, side):
     raised = [alarms.look(step, row) for step, row in enumerate([FINE] * 5 + [bad] * 3 + [FINE] + [bad] * 2)]
     first, again = (5, 9) if side == "times" else (6, 10)
     assert [step for step, names in enumerate(raised) if names] == [first, again]
-    assert {one for names in raised for one in names} == {name}
+    assert {alarm for names in raised for alarm in names} == {name}
     events = read_events(tmp_path)
     assert [(e["step"], e["event"], e["metric"], e["action"]) for e in events] == [
         (step, name, metric, "note") for step in (first, again)
@@ -69,12 +69,12 @@ def test_the_section_is_there_once_one_of_its_settings_is(tmp_path):
 
 
 def test_a_resumed_run_discards_later_events_and_a_full_disk_ends_nothing(tmp_path):
-    said = []
-    events = Events(tmp_path, said.append)
+    messages = []
+    events = Events(tmp_path, messages.append)
     for step in (1, 2, 3):
         events.note(step, "batch", "kept")
     Events(tmp_path).cut(2)
-    assert [event["step"] for event in read_events(tmp_path)] == [1, 2] and len(said) == 3
+    assert [event["step"] for event in read_events(tmp_path)] == [1, 2] and len(messages) == 3
     Events(tmp_path / "gone").note(1, "batch", "kept")
     assert read_events(tmp_path / "gone") == []
 

@@ -41,13 +41,13 @@ def test_more_room_is_never_used_to_compute_more_and_what_is_chosen_fits():
     seen = []
     for room in (x * 1e6 for x in range(2000, 0, -10)):
         chosen = named_update(config, model, MESH, room)
-        place = order.index((chosen.remat, chosen.vocab_chunk))
+        index = order.index((chosen.remat, chosen.vocab_chunk))
         fits = update_bytes(dataclasses.replace(config, update=chosen), model, MESH) <= room
-        assert fits or place == len(order) - 1
-        for remat, chunk in order[:place]:
+        assert fits or index == len(order) - 1
+        for remat, chunk in order[:index]:
             tried = dataclasses.replace(config.update, remat=remat, vocab_chunk=chunk)
             assert update_bytes(dataclasses.replace(config, update=tried), model, MESH) > room
-        seen.append(place)
+        seen.append(index)
     assert seen == sorted(seen) and seen[0] == 0 and seen[-1] == len(order) - 1 and len(set(seen)) > 3
     narrow = named_update(config, dataclasses.replace(model, d_model=128), MESH, 1e12)
     assert (narrow.remat, narrow.vocab_chunk) == ("attention", 40_000)
@@ -115,11 +115,11 @@ PATTERNS = {"extras": SomeExtras(rotary_layers=(True, False)), "windows": Slidin
 @pytest.mark.parametrize("axes", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
 def test_the_timed_layers_exist_for_every_kind_of_model_and_mesh(options, axes):
     """The programs are traced and not run; that they were asked for in ascending order is what `best_rows` needs."""
-    asked = []
+    names = []
 
     def traced(candidates):
         for name, call in candidates.items():
-            asked.append(name)
+            names.append(name)
             grads = jax.eval_shape(call.func, *call.args)
             assert all(leaf.shape[0] for leaf in jax.tree.leaves(grads))
         return "8", dict.fromkeys(candidates, 1.0)
@@ -127,6 +127,6 @@ def test_the_timed_layers_exist_for_every_kind_of_model_and_mesh(options, axes):
     config, _ = settings("--batch.rows=0")
     model = ModelConfig(d_model=32, layers=12, heads=4, kv_heads=2, head_dim=8, d_ff=48, vocab_size=64, **options)
     mesh = make_mesh(ShardingConfig(*axes), jax.devices()[: axes[0] * axes[1] * axes[2]])
-    found = timed_rows((8, 32), config, model, lambda rows: config.update, mesh, measure=traced)
-    assert found == {8: 1.0, 32: 1.0}
-    assert asked == ["8", "32"]
+    seconds = timed_rows((8, 32), config, model, lambda rows: config.update, mesh, measure=traced)
+    assert seconds == {8: 1.0, 32: 1.0}
+    assert names == ["8", "32"]

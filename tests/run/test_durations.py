@@ -25,11 +25,11 @@ def toy(*words):
 def test_the_arithmetic_by_hand():
     config = toy("--group.problems=2", "--group.size=8", "--rollout.slots=64", "--sft.traces=10", "--eval.samples=2")
     n, usable = parameter_count(config.model), 0.4 * 96 / 400 * 1e9
-    found = durations.estimated(config, config.model, 16, 1e9)  # prompt and response: 24 + 120 tokens, half is 72
-    assert found["supervised stage"] == pytest.approx(6 * n * 10 * 72 / usable)
+    seconds = durations.estimated(config, config.model, 16, 1e9)  # prompt and response: 24 + 120 tokens, half is 72
+    assert seconds["supervised stage"] == pytest.approx(6 * n * 10 * 72 / usable)
     decoding = 60 * (0.0015 + 2 * n * 32 / usable)  # 32 rollouts at once, and 32 of an evaluation
-    assert found["training"] == pytest.approx(decoding + 6 * n * 16 * 72 / usable)
-    assert found["evaluation"] == pytest.approx(decoding)
+    assert seconds["training"] == pytest.approx(decoding + 6 * n * 16 * 72 / usable)
+    assert seconds["evaluation"] == pytest.approx(decoding)
     assert durations.estimated(config, config.model, 0, 1e9)["evaluation"] == 0
 
 
@@ -40,9 +40,9 @@ def test_more_rollouts_than_slots_take_turns():
 
 
 def test_a_run_leaves_its_seconds_for_the_next_one_with_the_same_settings():
-    said = []
+    lines = []
     for config in (toy(), toy("--seed=3", "--steps=5", "--sft.steps=7", "--run_dir=other")):
-        with narrated(said.append) as narrator, durations.remembered(config, narrator):
+        with narrated(lines.append) as narrator, durations.remembered(config, narrator):
             usual = dict(narrator.usual)
             with phase("training", steps=3) as training:
                 training.step(3)

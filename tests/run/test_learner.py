@@ -46,8 +46,8 @@ def test_memory_that_runs_out_halves_micro_batches_and_changes_no_gradient(rows,
     tight = learner_of(axes, lambda rows: rows == count)
     expected, measured = learner_of(axes, lambda rows: False).optimizer_step(state_on(axes, OPTIM), batch)
     for _ in range(2):
-        found, numbers = tight.optimizer_step(state_on(axes, OPTIM), batch)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        state, numbers = tight.optimizer_step(state_on(axes, OPTIM), batch)
+        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
         assert float(numbers["update/grad_norm"]) == pytest.approx(float(measured["update/grad_norm"]), rel=1e-6)
         assert numbers["update/micro_batches"] == 2 * measured["update/micro_batches"]
@@ -97,23 +97,23 @@ def test_a_scoring_pass_that_runs_out_of_memory_gives_the_same_scores(rows):
     params = state_on().params
     expected = jax.device_get(score(params, batch))[0]
     with injected("score.memory=oom@1,score.memory=oom@2") as happened:
-        found = learner.halvings.run("score", partial(score, params), batch)[0]
+        logprobs = learner.halvings.run("score", partial(score, params), batch)[0]
     assert learner.halvings.counts == {"score": 2} and happened.total() == 2
-    np.testing.assert_allclose(np.asarray(found).reshape(expected.shape), expected, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(logprobs).reshape(expected.shape), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(("words", "scored"), [([], False), (["--surrogate.old_logprobs=scored"], True)])
 def test_rows_carry_the_scores_of_a_pass_that_the_method_takes(words, scored):
     config, group = read_config(*words), make_group(1, 4)
-    found = [np.full(t.length, -0.5, np.float32) for t in group.trajectories]
+    logprobs = [np.full(t.length, -0.5, np.float32) for t in group.trajectories]
 
     class Scored(GroupLearner):
         def score(self, *_):
-            return Scores(found, [-2 * values for values in found])
+            return Scores(logprobs, [-2 * values for values in logprobs])
 
     run = SimpleNamespace(train=SimpleNamespace(params=None), method=AlgoState(), step=0)
     made, measured = Scored(config, Learner(MODEL), None).rows([group], run)
-    for row, values in zip(made, found, strict=True):
+    for row, values in zip(made, logprobs, strict=True):
         assert (row.scored is not None) is scored
         if scored:
             assert row.scored[0] is values and (row.scored[1] == 1.0).all()

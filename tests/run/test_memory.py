@@ -13,14 +13,14 @@ from grpo_roc_jax.run.policy import few_arenas
 
 
 def test_threads_share_arenas_unless_the_environment_says_how_many(monkeypatch):
-    asked = []
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *words: asked.append(words)))
+    calls = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *words: calls.append(words)))
     monkeypatch.setenv("MALLOC_ARENA_MAX", "8")
     few_arenas()
-    assert asked == []
+    assert calls == []
     monkeypatch.delenv("MALLOC_ARENA_MAX")
     few_arenas()
-    assert asked == [(-8, 2)]
+    assert calls == [(-8, 2)]
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())  # another C library
     few_arenas()
 
@@ -55,11 +55,11 @@ def test_the_dry_run_counts_what_a_run_on_this_machine_takes(tmp_path):
     (tmp_path / "middle.yaml").write_text(MIDDLE + f"run_dir: {tmp_path / 'run'}\n")
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
 
-    def said(*words: str) -> str:
+    def output_of(*words: str) -> str:
         command = [sys.executable, "-c", RUN, str(tmp_path / "middle.yaml"), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
 
-    dry, peak = said("--dry-run"), float(said("--log.console=off").split("PEAK ")[1])
+    dry, peak = output_of("--dry-run"), float(output_of("--log.console=off").split("PEAK ")[1])
     estimate = 1e6 * float(re.search(r"memory of this process at most, MB: .*; together (\d+)", dry)[1])
     print(dry.splitlines()[-3:], f"estimated {estimate / 1e6:.0f} MB, measured {peak / 1e6:.0f} MB")
     assert 0.75 < estimate / peak < 1.25

@@ -64,7 +64,7 @@ def step(parts, learner, run):
     config, policy, sampling = parts
     sampling.sampler.publish(policy.full(run.train.params), run.step)
     problems = next(run.stream)
-    requests = [g.RolloutRequest(problem, place, config.group.size) for place, problem in enumerate(problems)]
+    requests = [g.RolloutRequest(problem, index, config.group.size) for index, problem in enumerate(problems)]
     rollouts, _ = sampling.sampler.roll_out(requests, g.RunOptions(run.step))
     groups = sampling.scorer.score_all(problems, rollouts).groups
     run.train, _, metrics = learner.update(run, learner.batches(groups, (), run))
@@ -109,8 +109,8 @@ def test_no_two_parts_of_the_state_share_a_buffer(parts, tmp_path):
 
     def owners(run):
         weights = sampling.sampler.engine.publish(policy.full(run.train.params), 0)
-        found = buffers(run.train) + buffers(run.reference) + buffers(weights.params)
-        assert len(set(found)) == len(found)
+        pointers = buffers(run.train) + buffers(run.reference) + buffers(weights.params)
+        assert len(set(pointers)) == len(pointers)
         sampling.sampler.engine.release()
 
     config, policy, sampling = parts

@@ -36,8 +36,8 @@ class Sampling:
         return ScoredRollouts(tuple(g if g is not GROUPS[1] else make_group([1], uid="b") for g in groups), removed)
 
 
-def rewards(found):
-    return [(group.problem.uid, group.rewards.tolist()) for group in found.groups], [p.uid for p, _ in found.removed]
+def rewards(scored):
+    return [(group.problem.uid, group.rewards.tolist()) for group in scored.groups], [p.uid for p, _ in scored.removed]
 
 
 def sampled(folder, sampling, fills=4):
@@ -47,15 +47,15 @@ def sampled(folder, sampling, fills=4):
 
 
 def test_parts_that_are_there_are_not_sampled_again(tmp_path):
-    whole = sampled(tmp_path / "whole", Sampling(9))
-    assert rewards(whole) == ([("a", [1, 0]), ("b", [1]), ("c", [0, 0]), ("d", [1, 0])], ["b"])
+    full = sampled(tmp_path / "whole", Sampling(9))
+    assert rewards(full) == ([("a", [1, 0]), ("b", [1]), ("c", [0, 0]), ("d", [1, 0])], ["b"])
     with pytest.raises(KeyboardInterrupt):
         sampled(tmp_path, Sampling(1))
-    found = sampled(tmp_path, rest := Sampling(9))
-    assert rest.places == [[2, 3]] and rewards(found) == rewards(whole)
-    assert found.groups[0].problem is PROBLEMS[0]
-    np.testing.assert_array_equal(found.groups[0].trajectories[1].tokens, GROUPS[0].trajectories[1].tokens)
-    assert rewards(sampled(tmp_path, rest, fills=2)) == rewards(whole), "parts of another size are sampled"
+    resumed = sampled(tmp_path, rest := Sampling(9))
+    assert rest.places == [[2, 3]] and rewards(resumed) == rewards(full)
+    assert resumed.groups[0].problem is PROBLEMS[0]
+    np.testing.assert_array_equal(resumed.groups[0].trajectories[1].tokens, GROUPS[0].trajectories[1].tokens)
+    assert rewards(sampled(tmp_path, rest, fills=2)) == rewards(full), "parts of another size are sampled"
     assert rest.places[1:] == [[0], [1], [2], [3]]
     with pytest.raises(ConfigError, match="another policy"):
         Parts(tmp_path, ["other"])

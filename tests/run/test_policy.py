@@ -138,8 +138,8 @@ def test_frozen_weights_are_the_same_codes_on_every_mesh(published, bits):
         for leaf, shape in zip(jax.tree.leaves(made[devices]["layers"]), jax.tree.leaves(like["layers"]), strict=True):
             assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
     jax.tree.map(np.testing.assert_array_equal, *made.values())
-    one = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
-    assert memory_parts(config, model, one)["frozen weights"] == sum_bytes(made[1])
+    single = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
+    assert memory_parts(config, model, single)["frozen weights"] == sum_bytes(made[1])
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -149,13 +149,13 @@ def test_frozen_weights_have_the_dtypes_that_a_plan_counts(published, bits):
         Path("unused"), published, f"--lora.base_bits={bits}", "--lora=low_rank", "--model.compute_dtype=bfloat16"
     )
     model = resolve_model(resolve_config(config.model), load_tokenizer(config.text))
-    one = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
-    made, like = frozen_weights(config, model, one), frozen_like(model, one, bits)
+    mesh = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
+    made, like = frozen_weights(config, model, mesh), frozen_like(model, mesh, bits)
     for leaf, shape in zip(jax.tree.leaves(made), jax.tree.leaves(like), strict=True):
         assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
     assert made["layers"][0]["attn_norm"].dtype == np.float32
     assert made["embed"].dtype == jnp.bfloat16
-    assert memory_parts(config, model, one)["frozen weights"] == sum_bytes(made)
+    assert memory_parts(config, model, mesh)["frozen weights"] == sum_bytes(made)
 
 
 def test_all_parameters_are_the_trained_ones_without_an_adapter():

@@ -59,9 +59,9 @@ def test_arrays_of_a_trajectory_are_read_only(way, tmp_path):
 
 def test_the_arrays_that_it_was_made_of_stay_those_of_the_caller():
     trajectory = make_group(0, 1).trajectories[0]
-    own = {name: np.array(getattr(trajectory, name)) for name in ARRAYS if getattr(trajectory, name) is not None}
-    type(trajectory)(**(vars(trajectory) | own))
-    for array in own.values():
+    arrays = {name: np.array(getattr(trajectory, name)) for name in ARRAYS if getattr(trajectory, name) is not None}
+    type(trajectory)(**(vars(trajectory) | arrays))
+    for array in arrays.values():
         array[:] = 0
 
 
@@ -88,9 +88,9 @@ def test_logs_are_on_the_disk_before_a_checkpoint_is_committed(synced, tmp_path)
     commits = [i for i, path in enumerate(synced) if path.parent.name == "checkpoints" and path.name.startswith("step")]
     assert [synced[i].name for i in commits] == [f"step_{step:08d}" for step in (0, 2, 3)]
     before = [set(), *(set(synced[low:high]) for low, high in zip([0, *commits], commits, strict=False))][1:]
-    for step, found in zip((0, 2, 3), before, strict=True):
-        assert {run / "metrics.jsonl", run / "trajectories", run} <= found
-        assert run / "trajectories" / f"{'step' if step else 'eval'}_{step:08d}.jsonl" in found
+    for step, paths in zip((0, 2, 3), before, strict=True):
+        assert {run / "metrics.jsonl", run / "trajectories", run} <= paths
+        assert run / "trajectories" / f"{'step' if step else 'eval'}_{step:08d}.jsonl" in paths
     assert run / "trajectories" / "step_00000001.jsonl" in before[0] | before[1]  # it may be written before the first
 
 
@@ -150,14 +150,14 @@ def test_a_resumed_run_names_the_rows_that_a_power_cut_took(tmp_path):
     (run / "trajectories" / "step_00000003.jsonl").unlink()
     os.truncate(run / "trajectories" / "step_00000002.jsonl", 999)
     shutil.copytree(run, tmp_path / "other")
-    for more, kept in (("--log.traces=1", True), ("--log.traces=0", False)):
-        where = run if kept else tmp_path / "other"
+    for more, traced in (("--log.traces=1", True), ("--log.traces=0", False)):
+        where = run if traced else tmp_path / "other"
         train(load_config(Config, [*words, more, f"--run_dir={where}", "--steps=5"], prog="test"))
         texts = [event["text"] for event in read_events(where) if event["event"] == "missing_rows"]
         assert texts[0].startswith("metrics.jsonl lacks steps 2-3")
         assert texts.pop(1).startswith("events.jsonl lacks 1 of 1 rows")
         cut = "trajectories/ lacks a part of step 2, which had not reached the disk"
-        assert [text[:26] for text in texts[1:-1]] == ["trajectories/ lacks step 3"] * kept and texts[-1] == cut
+        assert [text[:26] for text in texts[1:-1]] == ["trajectories/ lacks step 3"] * traced and texts[-1] == cut
         assert [row["step"] for row in read_metrics(where) if "time/step_s" in row] == [1, 4, 5]
 
 

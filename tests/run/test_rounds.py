@@ -89,9 +89,9 @@ def test_figures_of_sampling_are_those_before_an_edit():
     failing = [replace(verdict, tool_calls=2, tool_errors=1, status="correct") for verdict in group.verdicts]
     group = replace(group, verdicts=tuple(failing))
     config = method("grpo", f"--method.edit_groups={__name__}:repaired")
-    found = sample.edited(config, None, [group], [SimpleNamespace(groups=(group,))])
-    assert [verdict.tool_errors for verdict in found.groups[0].verdicts] == [0] * 4
-    for samples in (found, sample.merge_rounds([found, found])):
+    edited = sample.edited(config, None, [group], [SimpleNamespace(groups=(group,))])
+    assert [verdict.tool_errors for verdict in edited.groups[0].verdicts] == [0] * 4
+    for samples in (edited, sample.merge_rounds([edited, edited])):
         metrics = replace(samples, groups=(), waves=()).metrics()
         assert metrics["rollout/tool_error_in_correct"] == 0.5 and metrics["rollout/tool_calls"] == 2
 
@@ -209,14 +209,14 @@ def test_samples_and_places_are_numbered_through_a_step():
 
     class Again(SecondWave):
         def next(self, wave):
-            return [RolloutRequest(PROBLEM, place, 3) for place in range(2)] if wave.number < 2 else []
+            return [RolloutRequest(PROBLEM, index, 3) for index in range(2)] if wave.number < 2 else []
 
     config = method("grpo", "--group.size=3", "--resample.drop=none")
     config = replace(config, plan=replace(config.plan, second=Again()))
     for first in (0, 8):
         round_of(config, sample_requests, [PROBLEM] * 2, step=3, first_place=first, partial=("cut",))
     assert len(set(pairs)) == len(pairs) == 24
-    assert sorted(pairs) == [(first + place, i) for first in (0, 8) for place in range(2) for i in range(6)]
+    assert sorted(pairs) == [(first + index, i) for first in (0, 8) for index in range(2) for i in range(6)]
     assert carried == [("cut",), ()] * 2, "groups of the step before are continued with the first wave"
 
 
@@ -253,11 +253,11 @@ def test_a_rebuilt_batch_sees_the_step_before_it_and_keeps_the_importance_weight
     config = method("clip_cov", "--batch.updates=2", *words)
     learner, run = placed(config, update, Noted), replace(a_run(), train=SimpleNamespace(params=0.1))
     given = learner.batches([make_group(seed, 4) for seed in (1, 2)], (), run)
-    train, taken, metrics = learner.update(run, given)
+    train, batches, metrics = learner.update(run, given)
     assert seen == [(0.1, 2), (0.1 + 0.2, 1)] and (train.params, run.train.params) == (pytest.approx(0.5), 0.1)
-    assert taken[0] is given[0] and taken[1].rows is not given[1].rows
+    assert batches[0] is given[0] and batches[1].rows is not given[1].rows
     assert metrics["loss/value"] == pytest.approx(0.2)
-    for row, before in zip(taken[1].rows, given[1].rows, strict=True):
+    for row, before in zip(batches[1].rows, given[1].rows, strict=True):
         np.testing.assert_allclose(row.weights, before.weights, rtol=1e-6)
         np.testing.assert_array_equal(row.logprobs_old, before.logprobs_old)
         assert row.marked is not None
@@ -276,7 +276,7 @@ def test_recipes_in_which_the_ratio_matters_have_several_updates(names=tuple(RAT
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "said"),
+    ("name", "words", "warns"),
     [
         ("", [], False),  # the surrogate of the default recipe is nobody's choice
         ("grpo", [], True),
@@ -287,9 +287,9 @@ def test_recipes_in_which_the_ratio_matters_have_several_updates(names=tuple(RAT
         ("dapo", ["--surrogate.old_logprobs=scored"], True),
     ],
 )
-def test_a_dry_run_says_when_no_ratio_can_differ_from_1(name, words, said, capsys):
+def test_a_dry_run_says_when_no_ratio_can_differ_from_1(name, words, warns, capsys):
     assert main([*([f"methods/{name}.yaml"] if name else []), *words, "--dry-run"]) == 0
-    assert ("every importance ratio is 1" in capsys.readouterr().out) == said
+    assert ("every importance ratio is 1" in capsys.readouterr().out) == warns
 
 
 def test_parts_are_runs_of_whole_groups():
@@ -321,18 +321,18 @@ def test_rows_keep_the_temperature_that_they_were_drawn_at():
     packed = learner.on_mesh(rows, 1.1)
     heats = [set(values.tolist()) for values in unpack(packed.packed.temperatures, packed.placement)]
     assert heats == [{float(np.float32(heat or 1.1))} for heat in drawn]
-    assert len({heat for found in heats for heat in found}) == 2
-    one = Learner(ModelConfig(), mesh=mesh, batch=config.batch)
-    assert one.on_mesh(rows, 1.0).packed.temperatures is None, "a run of one temperature needs none"
+    assert len({heat for row_heats in heats for heat in row_heats}) == 2
+    plain_learner = Learner(ModelConfig(), mesh=mesh, batch=config.batch)
+    assert plain_learner.on_mesh(rows, 1.0).packed.temperatures is None, "a run of one temperature needs none"
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "said"), [("rc_grpo", ["--data.eval_problems=0"], "measured on held-out problems")]
+    ("name", "words", "message"), [("rc_grpo", ["--data.eval_problems=0"], "measured on held-out problems")]
 )
-def test_plans_that_contradict_other_sections_are_refused(name, words, said, capsys):
+def test_plans_that_contradict_other_sections_are_refused(name, words, message, capsys):
     with pytest.raises((ConfigError, SystemExit)) as stop:
         method(name, *words)
-    assert said in " ".join((str(stop.value) + capsys.readouterr().err).replace("│", " ").split())
+    assert message in " ".join((str(stop.value) + capsys.readouterr().err).replace("│", " ").split())
 
 
 def test_a_first_wave_without_requests_continues_the_groups_that_were_begun():

@@ -87,12 +87,12 @@ def test_every_rollout_of_the_engine_reaches_the_scorer_under_its_problem():
 
 
 def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole():
-    rng, scorer, asked = np.random.default_rng(0), Scoring(), []
+    rng, scorer, submitted = np.random.default_rng(0), Scoring(), []
     rows = [make_trajectory(rng, i % 2, turns=2) for i in range(4)]
     first = [replace(row, stop=stop) for row, stop in zip(rows, ("answer", "cancelled", "answer", "eos"), strict=True)]
 
     def collect(requests, options):
-        asked.append(requests)
+        submitted.append(requests)
         return given.pop(0), RolloutStats()
 
     sampling = scripted(RolloutConfig(step_limit=PartialRows(9.0)), collect, scorer)
@@ -105,10 +105,10 @@ def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole():
     (request,) = partial.requests()
     assert (request.place, request.first_sample, request.step, request.temperature) == (0, 1, 3, 0.5)
     assert request.resume is first[1]
-    found = sampling.sample_requests(None, requests[1:], RunOptions(4), cut.partial)
-    assert [r.resume is not None for r in asked[-1] for _ in r.samples] == [True, False, False]
-    assert found.partial == () and len(found.groups) == 1
-    (late,) = found.completed
+    samples = sampling.sample_requests(None, requests[1:], RunOptions(4), cut.partial)
+    assert [r.resume is not None for r in submitted[-1] for _ in r.samples] == [True, False, False]
+    assert samples.partial == () and len(samples.groups) == 1
+    (late,) = samples.completed
     assert late.problem is PROBLEMS[0] and late.trajectories == (first[0], rows[3])
 
 
@@ -123,11 +123,11 @@ def test_the_oldest_groups_go_on_first_so_that_every_rollout_ends():
     ended, partial = [], ()
     sampling = scripted(RolloutConfig(step_limit=PartialRows(9.0)), collect)
     for step in range(6):
-        problems = [Problem(f"{step}.{place}", "?", "1", "test") for place in range(2)]
-        requests = [RolloutRequest(problem, place, 2) for place, problem in enumerate(problems)]
-        found = sampling.sample_requests(None, requests, RunOptions(step), partial)
-        ended += [group.problem.uid for group in (*found.groups, *found.completed) if group.size]
-        partial = found.partial
+        problems = [Problem(f"{step}.{index}", "?", "1", "test") for index in range(2)]
+        requests = [RolloutRequest(problem, index, 2) for index, problem in enumerate(problems)]
+        samples = sampling.sample_requests(None, requests, RunOptions(step), partial)
+        ended += [group.problem.uid for group in (*samples.groups, *samples.completed) if group.size]
+        partial = samples.partial
     assert ended == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"]
 
 
@@ -137,11 +137,11 @@ def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes():
     before = [replace(problem, uid=f"old {problem.uid}") for problem in PROBLEMS]
     old = [sample.PartialGroup(p, (row,), 2, i, None) for i, (p, row) in enumerate(zip(before, rows, strict=True))]
     requests = [RolloutRequest(p, i, 1) for i, p in enumerate(PROBLEMS)]
-    asked = []
+    uids = []
 
     def collect(submitted, options):
         resumed = [request for request in submitted if request.resume is not None]
-        asked.append([request.problem.uid for request in resumed])
+        uids.append([request.problem.uid for request in resumed])
         stops = ["answer", *["cancelled"] * len(resumed)][: len(resumed)]  # the first of them ends
         ended = [replace(row, stop="answer") for row in rows[: len(submitted) - len(resumed)]]
         return [*(replace(r.resume, stop=s) for r, s in zip(resumed, stops, strict=True)), *ended], RolloutStats()
@@ -153,12 +153,12 @@ def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes():
         processes.index, processes.count = index, 2
         processes.gather = lambda part: parts.append(part) or parts[:2]
         sampling = replace(scripted(limits, collect, nothing), processes=processes)
-        found = sampling.sample_requests(None, requests, RunOptions(3), old)
-    assert asked[:2] == [["old p0", "old p2"], ["old p1"]]
-    assert [group.problem.uid for group in found.completed] == ["old p0", "old p1"]
-    assert [problem.uid for problem, _ in found.removed] == ["p0", "p1", "p2", "old p0", "old p1"]
-    assert [group.problem.uid for group in found.partial] == ["old p2"]
-    assert [group.problem for group in found.groups] == PROBLEMS
+        samples = sampling.sample_requests(None, requests, RunOptions(3), old)
+    assert uids[:2] == [["old p0", "old p2"], ["old p1"]]
+    assert [group.problem.uid for group in samples.completed] == ["old p0", "old p1"]
+    assert [problem.uid for problem, _ in samples.removed] == ["p0", "p1", "p2", "old p0", "old p1"]
+    assert [group.problem.uid for group in samples.partial] == ["old p2"]
+    assert [group.problem for group in samples.groups] == PROBLEMS
 
 
 def test_what_a_session_held_is_not_kept():
@@ -166,5 +166,5 @@ def test_what_a_session_held_is_not_kept():
     assert sample.resumable(row)
     assert not sample.resumable(replace(row, stop="infrastructure"))
     turn = row.turns[0]
-    kept = replace(turn, results=(replace(turn.results[0], session_id="s"),))
-    assert not sample.resumable(replace(row, turns=(kept, *row.turns[1:])))
+    in_session = replace(turn, results=(replace(turn.results[0], session_id="s"),))
+    assert not sample.resumable(replace(row, turns=(in_session, *row.turns[1:])))

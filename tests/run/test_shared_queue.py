@@ -33,18 +33,18 @@ class Engine:
 
     def submit(self, sampler, requests, environment, options):
         assert len(self.rows) < SLOTS, "a slot is free"
-        own = [(request.place, sample) for request in requests for sample in request.samples]
-        assert own and environment == [request.place for request in requests]
-        tickets = [next(self.tickets) for _ in own]
-        self.rows |= zip(tickets, own, strict=True)
+        rollouts = [(request.place, sample) for request in requests for sample in request.samples]
+        assert rollouts and environment == [request.place for request in requests]
+        tickets = [next(self.tickets) for _ in rollouts]
+        self.rows |= zip(tickets, rollouts, strict=True)
         return tickets
 
     def advance(self):
         ticket = int(self.rng.choice([*self.rows]))
-        place, sample_ = self.rows.pop(ticket)
-        if place == 6 and self.stops:
+        index, sample_ = self.rows.pop(ticket)
+        if index == 6 and self.stops:
             raise Preempted
-        return [(ticket, replace(make_trajectory(np.random.default_rng(place), sample_), stop="answer"))]
+        return [(ticket, replace(make_trajectory(np.random.default_rng(index), sample_), stop="answer"))]
 
     def take_stats(self):
         return RolloutStats(sampled_tokens=1)
@@ -74,7 +74,7 @@ def one_process(index, counters, *, stops=False):
     """(taken, sampled) of a process that shares counters with another one, which returns nothing."""
     engine, group = Engine(stops), OneOfTwo(index, counters)
     sampling = sampling_of(engine, Scoring(lambda *rollout: rollout == FAILS), group)
-    sampling.sampler.submission = lambda some, own: (some, [request.place for request in some], own)
+    sampling.sampler.submission = lambda requests, options: (requests, [request.place for request in requests], options)
     with contextlib.suppress(KeyError):  # the other process has the rest
         sampling.sample_requests(None, REQUESTS, RunOptions(3))
     assert engine.released == 1
@@ -83,8 +83,8 @@ def one_process(index, counters, *, stops=False):
 
 def test_each_request_is_rolled_out_once_whoever_takes_it():
     counters = {}
-    taken, sampled = one_process(0, counters)
-    assert taken == [0, 2, 4 - 1, 4, 5, 6], "its share of the first three, and the others one by one"
+    indices, sampled = one_process(0, counters)
+    assert indices == [0, 2, 4 - 1, 4, 5, 6], "its share of the first three, and the others one by one"
     other, rest = one_process(1, counters)
     assert other == [1]
     assert [len(group.trajectories) for group in (*sampled.groups, *rest.groups)] == [2, 2, 2, 0, 2, 1, 2]
@@ -93,8 +93,8 @@ def test_each_request_is_rolled_out_once_whoever_takes_it():
 
 
 def test_a_process_that_stops_drops_what_it_has():
-    taken, sampled = one_process(0, {}, stops=True)
-    assert not taken and not sampled.groups
+    indices, sampled = one_process(0, {}, stops=True)
+    assert not indices and not sampled.groups
 
 
 @pytest.mark.parametrize(

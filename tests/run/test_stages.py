@@ -71,13 +71,13 @@ def stages(tmp_path_factory):
 def test_each_stage_has_its_settings_and_the_command_line_overrides_all(stages, tmp_path):
     config = read_config(stages)
     first, second, third = config.staged()
-    assert [one.rollout.max_response_tokens for one in config.staged()] == [12, 16, 14]
+    assert [stage.rollout.max_response_tokens for stage in config.staged()] == [12, 16, 14]
     assert (first.optim.lr, second.optim.lr, first.stages, second.steps) == (0.02, 0.01, None, 9)
     assert (third.group.problems, second.group.problems, second.rollout.max_turns) == (2, 3, 2)
     assert "stages" not in dict(flatten(read_config()))
     config = read_config(stages, "--rollout.max_response_tokens=11", "--optim.lr=0.5", "--steps=2")
-    assert {one.rollout.max_response_tokens for one in config.staged()} == {11} and config.steps == 2
-    assert {one.optim.lr for one in config.staged()} == {0.5}
+    assert {stage.rollout.max_response_tokens for stage in config.staged()} == {11} and config.steps == 2
+    assert {stage.optim.lr for stage in config.staged()} == {0.5}
     assert read_config(file_of(tmp_path, dump_yaml(config))) == config
 
 
@@ -87,7 +87,7 @@ def test_without_steps_a_run_has_those_of_its_stages(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("steps: 1, set: {rollout: {max_turnz: 3}}", r"stage b: unknown key 'rollout.max_turnz' \(stages.*line 4\)"),
         ("steps: 1, set: {optim: {lr: -1}}", r"stage b: optim.lr = -1 \(stages.yaml, line 4\): must be above 0"),
@@ -102,17 +102,17 @@ def test_without_steps_a_run_has_those_of_its_stages(tmp_path):
         ("set: {}", "stages.1.steps has no default"),
     ],
 )
-def test_a_mistake_in_a_later_stage_is_found_with_its_line(text, said, tmp_path):
+def test_a_mistake_in_a_later_stage_is_found_with_its_line(text, message, tmp_path):
     path = file_of(tmp_path, f"base: toy.yaml\nstages:\n- {{name: a, steps: 1}}\n- {{name: b, {text}}}\n")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_config(path)
 
 
 def test_the_dry_run_goes_over_every_stage(stages, capsys):
     assert main([stages, "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "stage short:\n2 problems x 8" in said and "stage long:\n3 problems x 8" in said
-    assert "9 steps = 216 rollouts of at most 40 tokens" in said
+    printed = capsys.readouterr().out
+    assert "stage short:\n2 problems x 8" in printed and "stage long:\n3 problems x 8" in printed
+    assert "9 steps = 216 rollouts of at most 40 tokens" in printed
 
 
 class FakeRun(RunState):
@@ -131,8 +131,8 @@ class FakeData:
 
 def fakes(stages, stage, progress, *, step=5, carried=None):
     """(session, run) whose policy and data are numbers; the run was restored after `step` steps."""
-    whole = read_config(stages)
-    claim = at_stage(Claim(whole, Path(), Start("resume", step), None, whole, progress=carried), stage)
+    config = read_config(stages)
+    claim = at_stage(Claim(config, Path(), Start("resume", step), None, config, progress=carried), stage)
     train = TrainState(jnp.int32(7), {"norm": jnp.ones(2)}, jnp.zeros(2))
     run = FakeRun(train, (), FakeData(), AlgoState(), step=step, progress=progress, partial=("cut",))
     run.buffer.add([SimpleNamespace(size=1)])
@@ -206,9 +206,9 @@ def test_a_resumed_run_shows_a_stage_all_metrics_of_the_evaluation_that_was_due(
     first, second = session.claim.stages[1].until
     conditions = (first, dataclasses.replace(second, metric="eval/gcd/avg@1"))
     stage = dataclasses.replace(session.claim.stages[1], until=conditions)
-    whole = session.claim.all_stages
-    whole = dataclasses.replace(whole, stages=(whole.stages[0], stage, *whole.stages[2:]))
-    session.claim = dataclasses.replace(session.claim, all_stages=whole)
+    all_stages = session.claim.all_stages
+    all_stages = dataclasses.replace(all_stages, stages=(all_stages.stages[0], stage, *all_stages.stages[2:]))
+    session.claim = dataclasses.replace(session.claim, all_stages=all_stages)
     samples = session.config.eval.samples
     measured = {f"eval/all/avg@{samples}": 0.5, "eval/gcd/avg@1": 0.25}
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
@@ -259,21 +259,21 @@ def test_a_policy_is_opened_with_the_settings_of_its_stage(stages, tmp_path):
         (tmp_path / f"checkpoints/step_{step:08d}").mkdir(parents=True)
         (tmp_path / f"checkpoints/step_{step:08d}/host_0.json").write_text(json.dumps(host))
     names = [f"{tmp_path}/checkpoints/step_{step:08d}" for step in (0, 4, 9)]
-    found = [settings_for(name, ["--rollout.max_turns=7"], "test", dialogue=False) for name in names]
-    assert [one.rollout.max_response_tokens for one in found] == [12, 16, 12]
-    assert [one.group.problems for one in found] == [2, 3, 2] and {one.rollout.max_turns for one in found} == {7}
+    configs = [settings_for(name, ["--rollout.max_turns=7"], "test", dialogue=False) for name in names]
+    assert [run.rollout.max_response_tokens for run in configs] == [12, 16, 12]
+    assert [run.group.problems for run in configs] == [2, 3, 2] and {run.rollout.max_turns for run in configs} == {7}
 
 
 @pytest.fixture(scope="module")
-def whole(stages, tmp_path_factory):
+def trained(stages, tmp_path_factory):
     """A run of all stages that nothing stopped; the second one ends by its conditions."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
     return run_dir, train(read_config(stages, f"--run_dir={run_dir}", "--checkpoint.keep=9"))
 
 
 @pytest.mark.slow
-def test_a_run_goes_through_its_stages(whole):
-    run_dir, summary = whole
+def test_a_run_goes_through_its_stages(trained):
+    run_dir, summary = trained
     rows = [row for row in read_metrics(run_dir) if "rollout/reward" in row]
     assert [row["stage"] for row in rows] == [1, 1, 2, 2, 3, 3] and summary["steps"] == 6
     assert [row["roc/groups"] for row in rows] == [2, 2, 3, 3, 2, 2]
@@ -285,15 +285,15 @@ def test_a_run_goes_through_its_stages(whole):
 
 
 @pytest.mark.slow
-def test_problems_that_are_always_solved_leave_the_stage(whole):
-    run_dir, _ = whole
+def test_problems_that_are_always_solved_leave_the_stage(trained):
+    run_dir, _ = trained
     counts = read_counts(run_dir / "difficulty_3.jsonl")
     solved = {uid for uid, (won, tried) in counts.items() if won == tried}
     assert len(counts) == 6 and {tried for _, tried in counts.values()} == {4}
     assert solved >= {uid for uid in counts if int(uid[-1]) % 2} and len(solved) < 6
     (event,) = (event for event in read_events(run_dir) if event["event"] == "chosen")
-    said = f"{6 - len(solved)} of 6 problems that the policy tried 4 times are solved in a share in [0, 0.95] and stay"
-    assert event["text"] == said
+    text = f"{6 - len(solved)} of 6 problems that the policy tried 4 times are solved in a share in [0, 0.95] and stay"
+    assert event["text"] == text
     last = [json.loads(line) for line in (run_dir / "trajectories/step_00000006.jsonl").read_bytes().splitlines()]
     assert not solved & {record["problem"]["uid"] for record in last if "problem" in record}
 
@@ -332,14 +332,14 @@ def cut_after(run_dir, step):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", range(6))
-def test_a_run_that_was_killed_goes_on_in_its_stage(whole, stages, tmp_path, step):
-    run_dir = shutil.copytree(whole[0], tmp_path / "run")
+def test_a_run_that_was_killed_goes_on_in_its_stage(trained, stages, tmp_path, step):
+    run_dir = shutil.copytree(trained[0], tmp_path / "run")
     cut_after(run_dir, step)
     if step < 4:
         (run_dir / "difficulty_3.jsonl").unlink()
     summary = train(read_config(stages, f"--run_dir={run_dir}", "--checkpoint.keep=9", "--resume=auto"))
-    assert numbers(run_dir) == numbers(whole[0]) and params_hash(run_dir) == params_hash(whole[0])
-    assert read_events(run_dir) == read_events(whole[0]) and summary["accuracy_after"] == whole[1]["accuracy_after"]
+    assert numbers(run_dir) == numbers(trained[0]) and params_hash(run_dir) == params_hash(trained[0])
+    assert read_events(run_dir) == read_events(trained[0]) and summary["accuracy_after"] == trained[1]["accuracy_after"]
     before = (run_dir / "metrics.jsonl").read_bytes()
     again = train(read_config(stages, f"--run_dir={run_dir}", "--checkpoint.keep=9", "--resume=auto"))
     assert again == summary and (run_dir / "metrics.jsonl").read_bytes() == before

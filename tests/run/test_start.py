@@ -97,9 +97,9 @@ FAULTS = {
 
 def said_by(words, capsys):
     assert main(words) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("configuration: ") and "Traceback" not in said
-    return said
+    message = capsys.readouterr().err
+    assert message.startswith("configuration: ") and "Traceback" not in message
+    return message
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -141,21 +141,21 @@ def test_each_reward_function_is_tried_on_made_up_trajectories_before_anything_c
             raise KeyError("tests")
         return [1.0] * len(trajectories)
 
-    own = {"first": noted("first", lambda ts: [0.0] * len(ts)), "second": noted("second", fails_at_first)}
-    words = [*TINY, f"--run_dir={tmp_path}", "--steps=1", "--data.eval_problems=0", "--reward.functions", *own]
+    functions = {"first": noted("first", lambda ts: [0.0] * len(ts)), "second": noted("second", fails_at_first)}
+    words = [*TINY, f"--run_dir={tmp_path}", "--steps=1", "--data.eval_problems=0", "--reward.functions", *functions]
     with compiled:
-        train(load_config(Config, words, prog="test"), functions=own)
-    for count, problem, (whole, cut) in seen.values():
+        train(load_config(Config, words, prog="test"), functions=functions)
+    for count, problem, (full, cut) in seen.values():
         assert count == 0 and problem.source.startswith("world:")
-        assert [result.kind for result in whole.results] == ["ok"] and problem.answer in whole.turns[-1].text
-        assert cut.stop == "length" and whole.prompt_length == cut.prompt_length > 0
-        for trajectory in (whole, cut):
+        assert [result.kind for result in full.results] == ["ok"] and problem.answer in full.turns[-1].text
+        assert cut.stop == "length" and full.prompt_length == cut.prompt_length > 0
+        for trajectory in (full, cut):
             spans = np.zeros(trajectory.length, bool)
             for turn in trajectory.turns:
                 spans[turn.start : turn.end] = True
             assert np.array_equal(spans, trajectory.policy_mask)
-    said = re.compile(r"second raised KeyError: 'tests' \(test_start\.py, line \d+\) on made-up")
-    assert sum(bool(said.search(record.message)) for record in caplog.records) == 1
+    pattern = re.compile(r"second raised KeyError: 'tests' \(test_start\.py, line \d+\) on made-up")
+    assert sum(bool(pattern.search(record.message)) for record in caplog.records) == 1
     assert read_metrics(tmp_path)[-1]["rollout/reward"] == 1
 
 
@@ -178,15 +178,15 @@ def test_the_supervised_stage_is_saved_before_the_first_evaluation(tmp_path):
 @pytest.mark.usefixtures("one_device")
 def test_a_step_without_a_score_says_so(tmp_path):
     """Its reward is null, and an event names the functions."""
-    own = {"absent": lambda p, ts: [None] * len(ts), "broken": lambda p, ts: 1 / 0}
-    for name, said in (("absent", "which gave None for all"), ("broken", "raised ZeroDivisionError")):
+    functions = {"absent": lambda p, ts: [None] * len(ts), "broken": lambda p, ts: 1 / 0}
+    for name, reason in (("absent", "which gave None for all"), ("broken", "raised ZeroDivisionError")):
         run = tmp_path / name
         words = [*TINY, f"--run_dir={run}", "--steps=1", "--data.eval_problems=0", f"--reward.functions={name}"]
-        train(load_config(Config, words, prog="test"), functions=own)
+        train(load_config(Config, words, prog="test"), functions=functions)
         row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
         assert row["rollout/reward"] is None and row["rollout/reward_std"] is None and row["roc/reward_kept"] is None
         (event,) = [event for event in read_events(run) if event["event"] == "not_scored"]
-        assert event["step"] == 1 and f"not scored by {name} (" in event["text"] and said in event["text"]
+        assert event["step"] == 1 and f"not scored by {name} (" in event["text"] and reason in event["text"]
 
 
 LONG_ONES = {
@@ -212,12 +212,12 @@ def with_long_ones(files) -> list[str]:
 def test_a_dry_run_reads_the_data_and_names_what_is_left_out(files, capsys):
     words = [*with_long_ones(files), "--dry-run"]
     assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "5 problems of 5 rows; question from 'question', answer from 'answer'" in said
-    assert "problems.jsonl: prompts of " in said and "1 over-long prompts dropped, 4 problems left" in said
-    assert "held out: prompts of" in said and "1 over-long prompts dropped, 1 problems left" in said
-    assert "batch.row_length = 96: 3 of 6 do not fit and are left out, 3 are left" in said
-    assert "talks:3: conversation of" in said
+    printed = capsys.readouterr().out
+    assert "5 problems of 5 rows; question from 'question', answer from 'answer'" in printed
+    assert "problems.jsonl: prompts of " in printed and "1 over-long prompts dropped, 4 problems left" in printed
+    assert "held out: prompts of" in printed and "1 over-long prompts dropped, 1 problems left" in printed
+    assert "batch.row_length = 96: 3 of 6 do not fit and are left out, 3 are left" in printed
+    assert "talks:3: conversation of" in printed
     message = said_by([*words, "--data.bad_rows=fail"], capsys)
     assert "prompt of" in message and "set data.bad_rows to drop" in message
 
@@ -227,9 +227,9 @@ def test_a_dry_run_reads_the_data_and_names_what_is_left_out(files, capsys):
 def test_a_run_counts_what_it_leaves_out(files, capsys):
     """In its metrics, its summary and its last lines; demonstrations may be longer than any rollout."""
     assert main([*with_long_ones(files), "--steps=1", "--log.console=plain"]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     summary = json.loads((files / "run" / "summary.json").read_text())
     assert summary["left_out"] == {"problems": 1, "held_out": 1, "traces": 3}
-    assert "left out, since they are too long: 1 problems, 1 held out, 3 traces" in said
+    assert "left out, since they are too long: 1 problems, 1 held out, 3 traces" in printed
     counted = {"sft.jsonl": 3.0, "metrics.jsonl": 1.0}
     assert all(read_metrics(files / "run" / name)[-1]["data/left_out"] == count for name, count in counted.items())

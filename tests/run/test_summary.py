@@ -24,19 +24,19 @@ ROWS = [
 
 def test_means_and_extremes():
     """A gap that was not finite is not passed over."""
-    found = summarize_rows(ROWS)
-    assert found["reward_last_10"] == pytest.approx(0.6)
-    assert found["tool_error_in_correct"] == pytest.approx(0.1)  # the last third of three steps is one step
-    assert found["max_logprob_gap"] == 3e-6
+    summary = summarize_rows(ROWS)
+    assert summary["reward_last_10"] == pytest.approx(0.6)
+    assert summary["tool_error_in_correct"] == pytest.approx(0.1)  # the last third of three steps is one step
+    assert summary["max_logprob_gap"] == 3e-6
     assert summarize_rows([*ROWS, {"step": 4, "loss/logprob_gap_max": None}])["max_logprob_gap"] is None
 
 
 def test_a_run_without_steps_has_a_summary(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
-    found = write_summary(tmp_path, Config(), accuracy_before=None, accuracy_after=None, seconds=1.0, device="none")
+    summary = write_summary(tmp_path, Config(), accuracy_before=None, accuracy_after=None, seconds=1.0, device="none")
     assert json.loads((tmp_path / "summary.json").read_text())["reward_last_10"] is None
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-    assert "accuracy on held-out problems: - -> -" in summary_lines(tmp_path, found)
+    assert "accuracy on held-out problems: - -> -" in summary_lines(tmp_path, summary)
 
 
 def test_nothing_that_the_end_of_a_run_meets_fails_it(tmp_path, caplog):
@@ -46,15 +46,15 @@ def test_nothing_that_the_end_of_a_run_meets_fails_it(tmp_path, caplog):
     assert json.loads((tmp_path / "summary.json").read_text())["accuracy_after"] is None
 
     with injected("summary=enospc"):
-        found = write_summary(tmp_path, Config(), **measured)
-    assert "No space left" in caplog.text and summary_lines(tmp_path, found)
+        summary = write_summary(tmp_path, Config(), **measured)
+    assert "No space left" in caplog.text and summary_lines(tmp_path, summary)
 
 
 def test_the_end_of_a_run_names_three_things_to_do_next(tmp_path):
     run = tmp_path / "a run"
     (run / "batches").mkdir(parents=True)
 
-    def said(*arguments):
+    def offered(*arguments):
         head, *lines = next_lines(run, *arguments)
         assert head == "next:" and len(lines) == 3
         assert all("/a run'" in line or "/a run/" in line or " doctor " in line for line in lines)  # quoted
@@ -62,17 +62,17 @@ def test_the_end_of_a_run_names_three_things_to_do_next(tmp_path):
         assert all(words[:3] == ["python", "-m", "grpo_roc_jax"] and words[3] in COMMANDS for words in commands)
         return [words[3] for words in commands]
 
-    whole = {"steps": 3, "accuracy_after": 0.5}
-    assert said(whole) == ["view", "chat", "evaluate"]
-    assert said(whole | {"accuracy_after": None}) == ["view", "chat", "plot"]
-    assert "train" in next_lines(run, whole | {"steps": 0})[1]
-    assert "--resume auto" in next_lines(run, None)[1] and said(None) == ["view", "chat"]
-    assert said(None, 3) == ["view", "view"] and said(None, 5)[0] == "view" and said(None, 4)[1] == "plot"
+    summary = {"steps": 3, "accuracy_after": 0.5}
+    assert offered(summary) == ["view", "chat", "evaluate"]
+    assert offered(summary | {"accuracy_after": None}) == ["view", "chat", "plot"]
+    assert "train" in next_lines(run, summary | {"steps": 0})[1]
+    assert "--resume auto" in next_lines(run, None)[1] and offered(None) == ["view", "chat"]
+    assert offered(None, 3) == ["view", "view"] and offered(None, 5)[0] == "view" and offered(None, 4)[1] == "plot"
     (run / "batches" / "step_00000004.npz").touch()
     assert "replay" in next_lines(run, None, 4)[3] and "step_00000004.npz" in next_lines(run, None, 4)[3]
     note = {"event": "entropy_low", "action": "note", "text": "low"}
     (run / "events.jsonl").write_text("".join(json.dumps({"step": step, **note}) + "\n" for step in (4, 9)))
-    assert "the last of 2 alarms is entropy_low at step 9" in next_lines(run, whole)[1]
+    assert "the last of 2 alarms is entropy_low at step 9" in next_lines(run, summary)[1]
 
 
 def test_the_trajectory_shown_is_one_in_which_the_tool_was_needed():

@@ -15,7 +15,7 @@ def failures(count, text=BUG, **more):
 
 
 @pytest.mark.parametrize(
-    ("found", "rollouts", "ends"),
+    ("counts", "rollouts", "ends"),
     [
         (failures(8), 8, True),
         (failures(7), 8, False),
@@ -25,12 +25,12 @@ def failures(count, text=BUG, **more):
         ({}, 0, False),
     ],
 )
-def test_all_rollouts_of_the_first_step_failed_alike(found, rollouts, ends):
+def test_all_rollouts_of_the_first_step_failed_alike(counts, rollouts, ends):
     watch = Watch(LimitsConfig())
     if not ends:
-        return watch.look_at_failures(found, rollouts)
+        return watch.look_at_failures(counts, rollouts)
     with pytest.raises(Stopped, match=r"all 8 rollouts of a step ended alike: step: .* \(mine\.py, line") as caught:
-        watch.look_at_failures(found, rollouts)
+        watch.look_at_failures(counts, rollouts)
     assert caught.value.status == INFRASTRUCTURE_STATUS
 
 

@@ -24,8 +24,8 @@ def test_a_phase_without_progress_is_described_and_ends_the_run(tmp_path, capsys
         begun = time.monotonic()
         assert main([*words, *stall]) == 5
         assert time.monotonic() - begun < 90
-    said = capsys.readouterr().err
-    assert "s after reward, where" in said and "the state after step 1 is saved" in said
+    printed = capsys.readouterr().err
+    assert "s after reward, where" in printed and "the state after step 1 is saved" in printed
     [report] = tmp_path.glob("stalled_*.txt")
     text = report.read_text()
     assert re.search(r"no progress for \d+ s after reward", text) and "in flight:" in text
