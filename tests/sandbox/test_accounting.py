@@ -208,20 +208,20 @@ def test_nobody_guesses_the_directory_of_another_program(pool: Pool) -> None:
 
 
 def test_the_kernel_ends_programs_first_if_memory_runs_out(pool: Pool) -> None:
-    own = Path("/proc/self/oom_score_adj").read_text()
+    own_score = Path("/proc/self/oom_score_adj").read_text()
     pool.cells("oom", "1")
     pool.executor.submit(CodeCall("oom", "python_code_with_standard_io", {"code": "import time; time.sleep(1)"}, None))
 
     def scores() -> list[str]:
-        found = []
+        values = []
         for pid in descendants(pool.executor.pid):
             with contextlib.suppress(OSError):  # it has ended meanwhile
-                found.append(Path(f"/proc/{pid}/oom_score_adj").read_text())
-        return found
+                values.append(Path(f"/proc/{pid}/oom_score_adj").read_text())
+        return values
 
     assert wait_until(lambda: scores().count("1000\n") >= 2), scores()
-    assert set(scores()) <= {"1000\n", own}
-    assert Path(f"/proc/{pool.executor.pid}/oom_score_adj").read_text() == own
+    assert set(scores()) <= {"1000\n", own_score}
+    assert Path(f"/proc/{pool.executor.pid}/oom_score_adj").read_text() == own_score
     wait_until(lambda: pool.executor.poll(1.0))
     pool.executor.close_session("oom")
 

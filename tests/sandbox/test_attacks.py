@@ -31,9 +31,9 @@ def suite(level: str, attacks: Sequence[Attack] = ATTACKS, together: int = 1) ->
     try:
         for first in range(0, len(attacks), together):
             batch = attacks[first : first + together]
-            found = arena.attack(*batch)
-            alone = [fault for attack in batch for fault in arena.attack(attack)] if found and together > 1 else []
-            faults += alone or found
+            failures = arena.attack(*batch)
+            alone = [fault for attack in batch for fault in arena.attack(attack)] if failures and together > 1 else []
+            faults += alone or failures
         faults += arena.strays()
     finally:
         arena.close()

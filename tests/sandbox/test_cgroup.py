@@ -55,14 +55,14 @@ def test_the_executor_runs_in_its_group_which_ends_with_it(tree: Path) -> None:
         (tree / f"grpo-tools-{pid}-old").mkdir()
     pool = PoolInCgroup(memory_mb=700, processes=90, parent=str(tree))
     with make_executor(ToolsConfig(executor=pool, workers=1, roots=1, preload=(), bare_root=False)) as executor:
-        other, own = sorted(groups(tree), key=lambda path: path.name.endswith("old"), reverse=True)
+        other, group = sorted(groups(tree), key=lambda path: path.name.endswith("old"), reverse=True)
         assert other.name == f"grpo-tools-{os.getppid()}-old"
-        assert [(own / name).read_text() for name in FILES] == [str(executor.pid), str(700 << 20), "0", "90"]
+        assert [(group / name).read_text() for name in FILES] == [str(executor.pid), str(700 << 20), "0", "90"]
         assert (tree / "cgroup.subtree_control").read_text() == "+memory +pids"
         assert executor.capabilities.layers[-1] == "cgroup"
         os.kill(executor.pid, signal.SIGKILL)
         assert executor.run([call("print(1)")])[0].ok
-        assert not own.exists()
+        assert not group.exists()
         [second] = set(groups(tree)) - {other}
         assert (second / "cgroup.procs").read_text() == str(executor.pid)
     assert groups(tree) == [other]

@@ -119,9 +119,9 @@ def test_a_frozen_executor_is_replaced_and_its_calls_run_again(waits: str) -> No
             assert wait_until(lambda: executor.silent_beats > 1)
             assert executor.cancel(["c4"]) is False, "it never ran"
             assert waits == "poll" or wait_until(lambda: executor.pid != frozen and executor.connected)
-            found: dict = {}
-            assert wait_until(lambda: found.update(executor.poll(0.2)) or len(found) == 4)
-            results = [found[f"c{i}"] for i in range(4)]
+            polled: dict = {}
+            assert wait_until(lambda: polled.update(executor.poll(0.2)) or len(polled) == 4)
+            results = [polled[f"c{i}"] for i in range(4)]
         assert [(result.kind, result.stdout) for result in results] == [("ok", f"{2 * i}\n") for i in range(4)]
         assert executor.pid != frozen and not alive(frozen)
 
@@ -164,12 +164,12 @@ def test_a_process_that_is_frozen_while_it_starts_is_killed() -> None:
 
 def supervisors() -> set[int]:
     """Process ids of the executor processes of this process."""
-    found = set()
+    pids = set()
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):
             if parent(pid) == os.getpid() and b"_supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.add(pid)
-    return found
+                pids.add(pid)
+    return pids
 
 
 def test_a_worker_that_is_stuck_beyond_its_deadline_is_killed() -> None:
@@ -193,9 +193,9 @@ def test_a_cancelled_cell_leaves_every_queue() -> None:
     owner = object.__new__(_supervisor.Supervisor)
     owner.pools, owner.counts = {"full": SimpleNamespace(pending=deque())}, Counter()
     owner.sessions, cells = _session_table.SessionTable(owner), [cell(n) for n in range(4)]
-    owner.calls = {one.id: one for one in cells}
-    for one in cells[:2]:
-        owner.sessions.add(one)
+    owner.calls = {call.id: call for call in cells}
+    for call in cells[:2]:
+        owner.sessions.add(call)
     owner.cancel(["1"])
     assert [*owner.pools["full"].pending, *owner.sessions.states["s"].queue] == cells[:1]
     owner.cancel(["0"])
@@ -391,17 +391,17 @@ def meter_that_saw(used_s: float, used_before_s: float, after_s: float, *, gap_s
 def test_long_calls_get_a_lower_priority_and_sessions_do_not(level: str) -> None:
     if level != "best" and level not in _probing.probe_host().available:
         pytest.skip(f"{level} cannot be reached here")
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    if own == 19:
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
+    if priority == 19:
         pytest.skip("nothing is below niceness 19")
     with executor_of(level=level, workers=2, wall_s=100.0, cpu_s=100.0, preload=()) as executor:
         known, long_s = descendants(executor.pid), 10 * _meter.LONG_S
         executor.submit(CodeCall("cell", "jupyter_code", {"code": "while True: pass"}, "s"))
         [looping] = wait_until(lambda: {p for p in descendants(executor.pid) - known if _meter.cpu_time(p) > long_s})
         executor.submit(CodeCall("call", TOOL, {"code": "while True: pass"}, None))
-        [slowed] = wait_until(lambda: [p for p in descendants(executor.pid) if niceness(p) not in (own, None)])
-        assert niceness(slowed) == min(19, own + _meter.LONG_NICE)
-        assert slowed != looping and niceness(looping) == own
+        [slowed] = wait_until(lambda: [p for p in descendants(executor.pid) if niceness(p) not in (priority, None)])
+        assert niceness(slowed) == min(19, priority + _meter.LONG_NICE)
+        assert slowed != looping and niceness(looping) == priority
 
 
 def niceness(pid: int) -> int | None:

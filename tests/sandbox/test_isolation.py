@@ -101,10 +101,10 @@ def test_a_level_that_the_host_lacks_is_refused() -> None:
 def outcome(program: bytes, number: int, *arguments: int, arch: int = _seccomp.AUDIT_ARCH_X86_64) -> str:
     """What the filter answers to a system call, by running its program as the kernel does."""
     data = struct.pack("<II", number, arch) + bytes(8) + struct.pack("<6Q", *arguments, *[0] * (6 - len(arguments)))
-    place = accumulator = 0
+    position = accumulator = 0
     while True:
-        code, yes, no, value = struct.unpack_from("<HBBI", program, 8 * place)
-        place += 1
+        code, yes, no, value = struct.unpack_from("<HBBI", program, 8 * position)
+        position += 1
         if code == _seccomp.LD:
             (accumulator,) = struct.unpack_from("<I", data, value)
         elif code == _seccomp.AND:
@@ -114,7 +114,7 @@ def outcome(program: bytes, number: int, *arguments: int, arch: int = _seccomp.A
         else:
             tests = {_seccomp.JEQ: accumulator == value, _seccomp.JGE: accumulator >= value}
             tests |= {_seccomp.JGT: accumulator > value, _seccomp.JSET: bool(accumulator & value)}
-            place += yes if tests[code] else no
+            position += yes if tests[code] else no
 
 
 FORK, THREAD, MARK = _seccomp.FORK_FLAGS, 0x3D0F00, _seccomp.PID_MARK
@@ -208,8 +208,8 @@ def test_the_filter_answers_as_the_golden_table_says() -> None:
     options = {"own_pid_namespace": False, "truncate": False, "channel": 7}
     strict = _seccomp.build(False, "notify", **options)
     several = _seccomp.build(True, "allow", **options)
-    found = [(name, call, outcome(strict, *call), outcome(several, *call)) for name, call, _, _ in GOLDEN]
-    assert found == GOLDEN
+    rows = [(name, call, outcome(strict, *call), outcome(several, *call)) for name, call, _, _ in GOLDEN]
+    assert rows == GOLDEN
     assert outcome(strict, 0, arch=0x40000003) == "errno 1", "a 32-bit call"
 
 

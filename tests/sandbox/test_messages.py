@@ -33,8 +33,8 @@ SETTINGS = settings_of(ToolsConfig(cpus="0-1", preload=("numpy",)))
 )
 def test_messages_encode_and_decode(message: m.Message, kinds: m.Kinds) -> None:
     """A header has the values that are not those by default, by their names."""
-    values = {one.name: getattr(message, one.name) for one in fields(message)}
-    given = {one.name: values[one.name] for one in fields(message) if values[one.name] != one.default}
+    values = {field.name: getattr(message, field.name) for field in fields(message)}
+    given = {field.name: values[field.name] for field in fields(message) if values[field.name] != field.default}
     assert m.encode(message) == {"op": type(message).__name__} | given
     assert m.decode(m.encode(message), kinds) == message
 
@@ -64,8 +64,8 @@ def test_headers_that_are_no_message_of_a_worker(header: dict) -> None:
 
 
 def test_outcomes_leave_out_what_the_trainer_fills_in() -> None:
-    defaults = {one.name: one.default for one in fields(ToolResult)}
-    sent = {one.name: one.default for one in fields(ProgramOutcome) if one.name not in ("kind", "suspicious")}
+    defaults = {field.name: field.default for field in fields(ToolResult)}
+    sent = {field.name: field.default for field in fields(ProgramOutcome) if field.name not in ("kind", "suspicious")}
     assert sent.items() <= defaults.items()
     outcome = ProgramOutcome("ok", stdout="out", stdout_bytes=3, exit_code=0, wall_ms=1.23456, suspicious=True)
     assert outcome.changed_fields() == {"kind": "ok", "stdout_bytes": 3, "exit_code": 0, "wall_ms": 1.235}
@@ -74,7 +74,7 @@ def test_outcomes_leave_out_what_the_trainer_fills_in() -> None:
 @pytest.mark.parametrize("module", ["_supervisor", "_warm_interpreter"])
 def test_processes_of_the_executor_import_the_standard_library_alone(module: str) -> None:
     """An interpreter without site packages finds nothing else."""
-    place = os.path.dirname(_start.__file__)
-    box = f"import importlib, sys, types\nbox = types.ModuleType('box')\nbox.__path__ = [{place!r}]\n"
+    folder = os.path.dirname(_start.__file__)
+    box = f"import importlib, sys, types\nbox = types.ModuleType('box')\nbox.__path__ = [{folder!r}]\n"
     code = f"{box}sys.modules['box'] = box\nimportlib.import_module('box.{module}')"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)

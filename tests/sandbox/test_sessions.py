@@ -293,7 +293,7 @@ def test_a_copy_has_longer_while_neither_it_nor_its_session_computes(script: str
 
 def live(pid: int) -> set[int]:
     """Descendants that have not ended."""
-    return {one for one in descendants(pid) if stat_of(one)[0] not in "ZX"}
+    return {child for child in descendants(pid) if stat_of(child)[0] not in "ZX"}
 
 
 def stat_of(pid: int) -> list[str]:
@@ -305,9 +305,9 @@ def stat_of(pid: int) -> list[str]:
 
 def spent(pid: int, seconds: float) -> float:
     """CPU seconds that the processes below `pid` use in this time."""
-    before = {one: sum(map(int, stat_of(one)[11:13])) for one in descendants(pid)}
+    before = {child: sum(map(int, stat_of(child)[11:13])) for child in descendants(pid)}
     time.sleep(seconds)
-    return sum(sum(map(int, stat_of(one)[11:13])) - ticks for one, ticks in before.items()) / 100
+    return sum(sum(map(int, stat_of(child)[11:13])) - ticks for child, ticks in before.items()) / 100
 
 
 def test_a_session_and_its_copy_share_one_memory_limit(notebook: Notebook) -> None:
@@ -327,16 +327,16 @@ def test_a_session_and_its_copy_share_one_memory_limit(notebook: Notebook) -> No
 def memory(pid: int) -> int:
     """Bytes of memory of the processes below `pid`, each shared page counted once."""
     total = 0
-    for one in descendants(pid):
+    for child in descendants(pid):
         with contextlib.suppress(OSError, IndexError):
-            total += int(Path(f"/proc/{one}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0]) << 10
+            total += int(Path(f"/proc/{child}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0]) << 10
     return total
 
 
 def test_dropped_copies_do_not_count_as_processes(notebook: Notebook) -> None:
     for _ in range(20):
         notebook.cell("reaped", "import os")
-    ended = [one for one in descendants(notebook.executor.pid) if stat_of(one)[0] == "Z"]
+    ended = [child for child in descendants(notebook.executor.pid) if stat_of(child)[0] == "Z"]
     assert len(ended) <= 3
     notebook.executor.close_session("reaped")
 

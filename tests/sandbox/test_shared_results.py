@@ -34,7 +34,7 @@ def test_calls_of_one_program_take_one_run():
         assert executor.held == ["a", "c"] and executor.in_flight == ["a", "b", "c", "d"]
         executor.release("a")
         results = dict(executor.poll())
-        assert list(results) == ["a", "b", "d"] and {one.stdout for one in results.values()} == {"x"}
+        assert list(results) == ["a", "b", "d"] and {result.stdout for result in results.values()} == {"x"}
         executor.submit(call("e", "x"))
         assert dict(executor.poll())["e"].observation == results["a"].observation and executor.held == ["c"]
         assert executor.stats()["tools/shared"] == 3 and executor.stats()["tools/calls"] == 4
@@ -87,13 +87,13 @@ def test_the_result_that_was_not_used_for_longest_is_forgotten():
 def test_real_programs_show_the_same_with_it_and_without():
     codes = ["print(3)", "1/0", "print(", "import random\nprint(random.random())"]
     limits = ToolsConfig(workers=4, roots=1, preload=(), min_level="L0")
-    found = {}
+    outcomes = {}
     for share in (False, True):
         calls = [CodeCall(f"{i}", TOOL, {"code": code}, None, seed=i) for i, code in enumerate(codes * 3)]
         with make_executor(replace(limits, share_results=True) if share else limits) as executor:
-            found[share] = [(result.kind, result.observation) for result in executor.run(calls)]
+            outcomes[share] = [(result.kind, result.observation) for result in executor.run(calls)]
             assert executor.stats().get("tools/shared", 0) == (8 if share else 0)
     deterministic = [i for i in range(12) if i % 4 != 3]
-    assert [found[True][i] for i in deterministic] == [found[False][i] for i in deterministic]
-    assert len({found[False][i] for i in (3, 7, 11)}) == 3, "each call has a seed of its own"
-    assert len({found[True][i] for i in (3, 7, 11)}) == 1, "as the setting says"
+    assert [outcomes[True][i] for i in deterministic] == [outcomes[False][i] for i in deterministic]
+    assert len({outcomes[False][i] for i in (3, 7, 11)}) == 3, "each call has a seed of its own"
+    assert len({outcomes[True][i] for i in (3, 7, 11)}) == 1, "as the setting says"

@@ -49,7 +49,7 @@ def test_threads_that_wait_at_once_each_get_their_results(executor: BaseExecutor
 
     def work(number: int) -> None:
         calls = [call(f"t{number}/{i}", f"print({number}, {i})") for i in range(15)]
-        seen[number] = [result.stdout for one in calls for result in executor.run([one])]
+        seen[number] = [result.stdout for code_call in calls for result in executor.run([code_call])]
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
     for thread in threads:
@@ -86,8 +86,8 @@ def test_asyncio_beside_a_thread_that_polls(executor: BaseExecutor) -> None:
     async def gather() -> list[str]:
         return [result.stdout for result in await asyncio.gather(*(executor.arun(call(f"a{i}")) for i in range(30)))]
 
-    found: list[list[str]] = []
-    thread = threading.Thread(target=lambda: found.append(asyncio.run(gather())))
+    outputs: list[list[str]] = []
+    thread = threading.Thread(target=lambda: outputs.append(asyncio.run(gather())))
     thread.start()
     for number in range(30):
         executor.submit(call(f"p{number}"))
@@ -95,7 +95,7 @@ def test_asyncio_beside_a_thread_that_polls(executor: BaseExecutor) -> None:
     while len(names) < 30:
         names |= {name for name, _ in executor.poll(5.0)}
     thread.join(30)
-    assert found == [["1\n"] * 30]
+    assert outputs == [["1\n"] * 30]
     assert names == {f"p{number}" for number in range(30)}
 
 
@@ -120,11 +120,11 @@ def test_a_lost_process_is_replaced_while_nobody_polls(executor: BaseExecutor) -
 
 def test_submit_does_not_wait_for_the_replacement(executor: BaseExecutor) -> None:
     """The replacement starts only after all calls have been submitted and polled for."""
-    asked, submitted = threading.Event(), threading.Event()
+    restarting, submitted = threading.Event(), threading.Event()
 
     def start_later(point: str) -> None:
         if point == "tool.restart":
-            asked.set()
+            restarting.set()
             assert submitted.wait(60)
 
     with listening(start_later):
@@ -132,7 +132,7 @@ def test_submit_does_not_wait_for_the_replacement(executor: BaseExecutor) -> Non
         for number in range(20):
             executor.submit(call(f"r{number}"))
             assert executor.poll() == []
-            assert number or asked.wait(60)
+            assert number or restarting.wait(60)
         submitted.set()
         done: list = []
         assert wait_until(lambda: done.extend(executor.poll()) or len(done) == 20)
