@@ -13,11 +13,11 @@ FORMS = {"chat/completions": "messages", "responses": "input", "messages": "mess
 """The field with what is said, by the path."""
 
 
-def request(base_url, api_key, said, path="chat/completions", model="policy", agent=None, **fields):
-    body = {"model": model, FORMS[path]: said, "max_tokens": 6, "max_output_tokens": 6} | fields
+def request(base_url, api_key, messages, path="chat/completions", model="policy", agent=None, **fields):
+    body = {"model": model, FORMS[path]: messages, "max_tokens": 6, "max_output_tokens": 6} | fields
     headers = {"Authorization": f"Bearer {api_key}"} | ({"X-Agent": agent} if agent else {})
-    asked = urllib.request.Request(f"{base_url}/{path}", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(asked, timeout=300) as answer:
+    http_request = urllib.request.Request(f"{base_url}/{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(http_request, timeout=300) as answer:
         return json.load(answer)
 
 
@@ -26,8 +26,8 @@ def said_in(answer):
 
 
 async def ask(base_url, api_key, messages):
-    said = said_in(await asyncio.to_thread(request, base_url, api_key, messages))
-    return [*messages, {"role": "assistant", "content": said}]
+    text = said_in(await asyncio.to_thread(request, base_url, api_key, messages))
+    return [*messages, {"role": "assistant", "content": text}]
 
 
 async def two_turns(row, base_url, api_key):

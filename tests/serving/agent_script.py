@@ -31,29 +31,29 @@ def write(text):
     os.write(int(os.environ["GRPO_REWARD_FD"]), text.encode())
 
 
-def unreadable(said):
+def unreadable(answer):
     write("1")
-    int(f"not a number: {said}")
+    int(f"not a number: {answer}")
 
 
-def told_of_a_fault(said):
+def told_of_a_fault(answer):
     try:
         ask([{"role": "user", "content": "FAULT"}])
     except urllib.error.HTTPError as error:
         raise SystemExit(f"the server failed: {error.code}") from None
 
 
-def too_long(said):
+def too_long(answer):
     ask([{"role": "user", "content": "long " * 400}])
 
 
-def too_often(said):
+def too_often(answer):
     while True:
         ask([{"role": "user", "content": "more"}])
 
 
 def quit_with(*written):
-    def end(said):
+    def end(answer):
         for text in written:
             write(text)
         print(0.5)
@@ -63,13 +63,13 @@ def quit_with(*written):
 
 
 ENDS = {
-    "crash": lambda said: sys.exit("no idea"),
+    "crash": lambda answer: sys.exit("no idea"),
     "unreadable": unreadable,
     "fault": told_of_a_fault,
     "too long": too_long,
     "too often": too_often,
-    "killed": lambda said: os.kill(os.getpid(), signal.SIGKILL),
-    "shell": lambda said: sys.exit(137),
+    "killed": lambda answer: os.kill(os.getpid(), signal.SIGKILL),
+    "shell": lambda answer: sys.exit(137),
     "unpaid": quit_with(),
     "twice": quit_with("0.5\n", "1.0\n"),
     "flooded": quit_with("1" * 100_000),

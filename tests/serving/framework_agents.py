@@ -30,7 +30,7 @@ def weather(city: str) -> str:
     return f"rain in {city}"
 
 
-def asked(question, parts=False):
+def messages_of(question, parts=False):
     """The messages of a question."""
     return [{"role": "user", "content": [{"type": "text", "text": question}] if parts else question}]
 
@@ -102,8 +102,8 @@ class Langgraph(Langchain):
         return graph.compile()
 
     async def stream(self, question):
-        asked = {"messages": [("user", question)]}
-        return "".join([m.content async for m, _ in self.graph().astream(asked, stream_mode="messages")])
+        inputs = {"messages": [("user", question)]}
+        return "".join([m.content async for m, _ in self.graph().astream(inputs, stream_mode="messages")])
 
     async def tools(self, question):
         return (await self.graph().ainvoke({"messages": [("user", question)]}))["messages"][-1].content
@@ -146,25 +146,25 @@ class Litellm(Framework):
         )
 
     async def chat(self, question):
-        return (await self.ask(asked(question))).choices[0].message.content
+        return (await self.ask(messages_of(question))).choices[0].message.content
 
     async def stream(self, question):
-        pieces = await self.ask(asked(question), stream=True)
+        pieces = await self.ask(messages_of(question), stream=True)
         return "".join([piece.choices[0].delta.content or "" async for piece in pieces])
 
     async def tools(self, question):
-        messages = asked(question)
+        messages = messages_of(question)
         while True:
-            said = (await self.ask(messages, tools=[WEATHER])).choices[0].message
-            if not said.tool_calls:
-                return said.content
-            messages.append(said)
-            for one in said.tool_calls:
-                result = weather(**json.loads(one.function.arguments))
-                messages.append({"role": "tool", "tool_call_id": one.id, "content": result})
+            message = (await self.ask(messages, tools=[WEATHER])).choices[0].message
+            if not message.tool_calls:
+                return message.content
+            messages.append(message)
+            for call in message.tool_calls:
+                result = weather(**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
     async def structured(self, question):
-        answer = await self.ask(asked(question), response_format=report_class())
+        answer = await self.ask(messages_of(question), response_format=report_class())
         return json.loads(answer.choices[0].message.content)["city"]
 
 
@@ -180,7 +180,7 @@ class Instructor(Framework):
 
         client = AsyncOpenAI(base_url=self.url, api_key=self.key, max_retries=0)
         create = instructor.from_openai(client, mode=getattr(instructor.Mode, mode)).chat.completions.create
-        return await create(model="policy", messages=asked(question), response_model=kind, max_retries=0)
+        return await create(model="policy", messages=messages_of(question), response_model=kind, max_retries=0)
 
     async def chat(self, question):
         return (await self.answer(question, None)).choices[0].message.content
@@ -451,10 +451,10 @@ class Smolagents(Framework):
         return OpenAIServerModel("policy", self.url, self.key, client_kwargs={"max_retries": 0})
 
     async def chat(self, question):
-        return (await asyncio.to_thread(self.model(), asked(question, parts=True))).content
+        return (await asyncio.to_thread(self.model(), messages_of(question, parts=True))).content
 
     async def stream(self, question):
-        pieces = await asyncio.to_thread(lambda: list(self.model().generate_stream(asked(question, parts=True))))
+        pieces = await asyncio.to_thread(lambda: list(self.model().generate_stream(messages_of(question, parts=True))))
         return "".join(piece.content or "" for piece in pieces)
 
     async def tools(self, question):
@@ -494,8 +494,8 @@ FRAMEWORKS = {
 
 def _trained(framework):
     async def rollout(row, base_url, api_key):
-        said = str(await framework(base_url, api_key).chat(row["prompt"]))
-        return sum(letter.isdigit() for letter in said) / (1 + len(said))
+        answer = str(await framework(base_url, api_key).chat(row["prompt"]))
+        return sum(letter.isdigit() for letter in answer) / (1 + len(answer))
 
     return rollout
 

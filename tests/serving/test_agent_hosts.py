@@ -26,7 +26,7 @@ from tests.helpers.agents import FUNCTIONS, SCRIPT, collected, runs_of
 
 
 def requests(*how):
-    return [RolloutRequest(Problem(f"p{i}", "2+3=", "5", "t", {"how": one}), i) for i, one in enumerate(how)]
+    return [RolloutRequest(Problem(f"p{i}", "2+3=", "5", "t", {"how": value}), i) for i, value in enumerate(how)]
 
 
 @pytest.mark.parametrize("host", [HostThreads(), HostProcesses(workers=2)], ids=["threads", "processes"])
@@ -37,19 +37,19 @@ def test_a_function_is_imported_once_wherever_it_runs(host):
         steps = [runs.collect(weights, [replace(requests("")[0], count=6)], RunOptions(step=3))[0] for _ in range(2)]
     finally:
         runs.close()
-    processes = {one.rewards["process"] for step in steps for one in step}
+    processes = {row.rewards["process"] for step in steps for row in step}
     assert len(processes) == (2 if host.kind == "processes" else 1)
     assert (os.getpid() in processes) == (host.kind == "threads")
-    assert {one.rewards["imports"] for step in steps for one in step} == {1.0}
+    assert {row.rewards["imports"] for step in steps for row in step} == {1.0}
     again, _ = collected(count=6, function=f"{FUNCTIONS}:where", host=HostThreads())
-    assert len({one.tokens.tobytes() for one in again}) == 6
-    assert [one.tokens.tolist() for one in steps[0]] == [one.tokens.tolist() for one in steps[1]]
+    assert len({row.tokens.tobytes() for row in again}) == 6
+    assert [row.tokens.tolist() for row in steps[0]] == [row.tokens.tolist() for row in steps[1]]
 
 
 def test_clients_that_block_in_threads_do_not_wait_for_each_other():
     """More than there are processors."""
-    found, _ = collected(count=40, function=f"{FUNCTIONS}:at_once", host=HostThreads())
-    assert [one.reward for one in found] == [1.0] * 40
+    rows, _ = collected(count=40, function=f"{FUNCTIONS}:at_once", host=HostThreads())
+    assert [row.reward for row in rows] == [1.0] * 40
 
 
 def test_a_process_that_dies_or_blocks_costs_its_own_rollouts():
@@ -63,7 +63,7 @@ def test_a_process_that_dies_or_blocks_costs_its_own_rollouts():
         assert (leave.stop, leave.reward) == ("failed", 0.0) and "SystemExit: enough" in leave.fault
         assert stats.environment_faults == 1
         ends, _ = runs.collect(weights, requests("", "", ""), RunOptions())
-        assert [one.reward for one in ends] == [1.0] * 3, "all three processes are there again"
+        assert [row.reward for row in ends] == [1.0] * 3, "all three processes are there again"
     finally:
         runs.close()
 
@@ -74,10 +74,10 @@ def test_a_function_in_ray_actors():
     ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False)
     try:
         runs, weights = runs_of(AgentCommand(function=f"{FUNCTIONS}:where", host=HostActors(2, cpus=0.5)))
-        found, _ = runs.collect(weights, [replace(requests("")[0], count=4)], RunOptions())
+        rows, _ = runs.collect(weights, [replace(requests("")[0], count=4)], RunOptions())
         runs.close()
-        assert len({one.rewards["process"] for one in found}) == 2 and {one.reward for one in found} == {1.0}
-        assert {one.rewards["imports"] for one in found} == {1.0}
+        assert len({row.rewards["process"] for row in rows}) == 2 and {row.reward for row in rows} == {1.0}
+        assert {row.rewards["imports"] for row in rows} == {1.0}
         choice = AgentCommand(function=f"{FUNCTIONS}:by_answer", host=HostActors(2, cpus=0.5), timeout_s=20.0)
         runs, weights = runs_of(choice)
         crash, fine = runs.collect(weights, requests("crash", ""), RunOptions())[0]
@@ -93,9 +93,9 @@ def test_a_function_that_was_passed_is_sent_to_processes():
     choice = AgentCommand(function="mine", host=HostProcesses(workers=1))
     with g.settings.callables.given({"mine": agent_functions.two_turns}):
         runs, weights = runs_of(choice)
-    ((one,), _) = runs.collect(weights, requests(""), RunOptions())
+    ((row,), _) = runs.collect(weights, requests(""), RunOptions())
     runs.close()
-    assert one.reward == 1.0 and len(one.turns) == 2
+    assert row.reward == 1.0 and len(row.turns) == 2
     with g.settings.callables.given({"mine": lambda: None}), pytest.raises(ValueError, match="must be `async def"):
         runs_of(choice)
 
@@ -157,10 +157,10 @@ def test_a_forked_program_is_what_a_started_one_is(program, warm):
     ends = played(f"{sys.executable} -u {program} '{{prompt}}' {{base_url}}", 4, warm=warm)
     for i, end in enumerate(ends):
         assert (end.status, end.pay.reward, end.errors) == (0, 0.5, ""), end
-        said = json.loads(end.printed)
-        assert said["argv"] == ["what is it?", f"http://127.0.0.1:1/s/{i}/v1"]
-        assert (said["name"], said["file"], said["path"]) == ("__main__", str(program), str(program.parent))
-        assert (said["key"], said["near"], said["row"]) == (f"key{i}", f"key{i}", f"row {i}") and said["leads"]
+        report = json.loads(end.printed)
+        assert report["argv"] == ["what is it?", f"http://127.0.0.1:1/s/{i}/v1"]
+        assert (report["name"], report["file"], report["path"]) == ("__main__", str(program), str(program.parent))
+        assert (report["key"], report["near"], report["row"]) == (f"key{i}", f"key{i}", f"row {i}") and report["leads"]
     loaded = [json.loads(end.printed)["loaded"] for end in ends]
     assert loaded[0] == ["colorsys"] and loaded[-1] == (["colorsys", "wave", "numpy"] if warm else ["colorsys"])
     assert len({json.loads(end.printed)["draw"] for end in ends}) == 4
@@ -217,8 +217,8 @@ def test_packages_over_several_folders_are_there_before_and_files_of_ones_own_ar
 def test_a_module_is_forked_too(program, monkeypatch):
     monkeypatch.chdir(program.parent)
     (end,) = played(f"{sys.executable} -m agent a b")
-    said = json.loads(end.printed)
-    assert said["argv"] == ["a", "b"] and said["path"] == str(program.parent) and said["name"] == "__main__"
+    report = json.loads(end.printed)
+    assert report["argv"] == ["a", "b"] and report["path"] == str(program.parent) and report["name"] == "__main__"
 
 
 def test_which_programs_are_forked():
@@ -328,8 +328,8 @@ def test_time_in_which_agents_do_not_ask_is_that_of_the_environment(tmp_path):
     _, stats = runs.collect(weights, requests(""), RunOptions())
     _, again = runs.collect(weights, requests(""), RunOptions())
     runs.close()
-    for one in (stats, again):
-        assert 1.0 <= one.metrics()["time/environment_s"] <= one.seconds
+    for measured in (stats, again):
+        assert 1.0 <= measured.metrics()["time/environment_s"] <= measured.seconds
 
 
 def test_an_address_beyond_this_machine_needs_a_token(monkeypatch):
@@ -349,11 +349,11 @@ def test_an_agent_of_another_machine_asks_with_the_token(monkeypatch):
     given = "OPENAI_BASE_URL={base_url} OPENAI_API_KEY={api_key} GRPO_REWARD_FD=$GRPO_REWARD_FD"
     command = f"sh -c 'env -i {given} {sys.executable} {SCRIPT} linear'"
     runs, weights = runs_of(AgentCommand(command=command, address="0.0.0.0", timeout_s=120.0))
-    ((one,), _) = runs.collect(weights, requests(""), RunOptions())
+    ((row,), _) = runs.collect(weights, requests(""), RunOptions())
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(f"{runs.url}/v1/models", timeout=30)
     runs.close()
-    assert one.reward == 0.25 and len(one.turns) == 2, one.fault
+    assert row.reward == 0.25 and len(row.turns) == 2, row.fault
 
 
 def test_agents_of_a_mix_share_an_endpoint():
@@ -364,15 +364,15 @@ def test_agents_of_a_mix_share_an_endpoint():
 
 
 def test_statistics_of_two_runs_add_up():
-    one = RolloutStats(rollouts=2, sampled_tokens=5, seconds=1.5, cache_tokens=9, shard_tokens=(2, 3))
-    two = RolloutStats(rollouts=1, sampled_tokens=7, seconds=0.5, cache_tokens=4, shard_tokens=(4, 3))
-    one.stops["eos"], two.stops["eos"], two.stops["length"] = 2, 1, 0
-    one.count_failure("k", "a", by_policy=True)
-    two.count_failure("k", "b", by_policy=True)
-    both = one.followed_by(two)
+    first = RolloutStats(rollouts=2, sampled_tokens=5, seconds=1.5, cache_tokens=9, shard_tokens=(2, 3))
+    second = RolloutStats(rollouts=1, sampled_tokens=7, seconds=0.5, cache_tokens=4, shard_tokens=(4, 3))
+    first.stops["eos"], second.stops["eos"], second.stops["length"] = 2, 1, 0
+    first.count_failure("k", "a", by_policy=True)
+    second.count_failure("k", "b", by_policy=True)
+    both = first.followed_by(second)
     assert (both.rollouts, both.sampled_tokens, both.seconds, both.cache_tokens) == (3, 12, 2.0, 9)
     assert both.shard_tokens == (6, 6) and both.stops["eos"] == 3 and both.failures["k"].count == 2
-    assert one.failures["k"].count == 1, "what was given is as it was"
+    assert first.failures["k"].count == 1, "what was given is as it was"
 
 
 def test_the_endpoint_tells_addresses_that_a_url_can_hold():

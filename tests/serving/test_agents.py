@@ -37,37 +37,37 @@ QUESTION = Problem("p", "2+3=", "5", "t")
 
 
 def test_a_conversation_is_one_row_with_the_ids_that_were_sampled():
-    found, stats = collected("linear", count=3, at_once=2)
+    rows, stats = collected("linear", count=3, at_once=2)
     chat = small_policy()[0]
-    for i, one in enumerate(found):
-        assert (one.sample, one.stop, one.reward, one.parts) == (1 + i, one.stop, 1.0, ())
-        assert one.stop in ("eos", "length") and len(one.turns) == 2 and one.temperature == 1.0
-        assert one.tokens[: one.prompt_length].tolist() == chat.prompt_ids(Problem("", "2+3=", "", ""))
-        assert set(one.versions[one.policy_mask]) == {9} and (one.logprobs[one.policy_mask] < 0).all()
-        assert [turn.end - turn.start for turn in one.turns] == [
-            int(one.policy_mask[t.start : t.end].sum()) for t in one.turns
+    for i, row in enumerate(rows):
+        assert (row.sample, row.stop, row.reward, row.parts) == (1 + i, row.stop, 1.0, ())
+        assert row.stop in ("eos", "length") and len(row.turns) == 2 and row.temperature == 1.0
+        assert row.tokens[: row.prompt_length].tolist() == chat.prompt_ids(Problem("", "2+3=", "", ""))
+        assert set(row.versions[row.policy_mask]) == {9} and (row.logprobs[row.policy_mask] < 0).all()
+        assert [turn.end - turn.start for turn in row.turns] == [
+            int(row.policy_mask[t.start : t.end].sum()) for t in row.turns
         ]
-        assert "go on" in chat.tokenizer.decode(one.tokens[one.turns[0].end : one.turns[1].start].tolist())
+        assert "go on" in chat.tokenizer.decode(row.tokens[row.turns[0].end : row.turns[1].start].tolist())
     assert stats.rollouts == 3 and sum(stats.stops.values()) == 3 and stats.branches == 0
-    assert len({one.tokens.tobytes() for one in found}) == 3, "samples differ"
+    assert len({row.tokens.tobytes() for row in rows}) == 3, "samples differ"
     # A function that asks the same samples the same, from one import for all rollouts.
     by_function, stats = collected(count=3, function=f"{FUNCTIONS}:two_turns")
-    for one, other in zip(found, by_function, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist() and (other.reward, len(other.turns)) == (1.0, 2)
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    for row, other in zip(rows, by_function, strict=True):
+        assert row.tokens.tolist() == other.tokens.tolist() and (other.reward, len(other.turns)) == (1.0, 2)
+        np.testing.assert_allclose(row.logprobs, other.logprobs, atol=1e-5)
     assert stats.rollouts == 3 and stats.environment_s >= 0 and not stats.environment_faults
     assert import_file(str(FUNCTIONS)).IMPORTED == [0]
 
 
 def test_branches_are_rows_of_their_own():
-    ((one,), stats) = collected("branch")
-    assert len(one.parts) == 3 and sum(one.parts) == one.length and len(one.turns) == 4
+    ((row,), stats) = collected("branch")
+    assert len(row.parts) == 3 and sum(row.parts) == row.length and len(row.turns) == 4
     assert stats.branches == 2 and stats.dropped_branches == 0
-    first, second = one.tokens[: one.parts[0]], one.tokens[one.parts[0] : sum(one.parts[:2])]
-    shared = one.turns[1].start
+    first, second = row.tokens[: row.parts[0]], row.tokens[row.parts[0] : sum(row.parts[:2])]
+    shared = row.turns[1].start
     assert first[:shared].tolist() == second[:shared].tolist()
-    assert one.policy_mask[:shared].any() and not one.policy_mask[one.parts[0] : one.parts[0] + shared].any()
-    ((short,), stats) = collected("branch", longest=one.parts[0])
+    assert row.policy_mask[:shared].any() and not row.policy_mask[row.parts[0] : row.parts[0] + shared].any()
+    ((short,), stats) = collected("branch", longest=row.parts[0])
     assert short.parts == () and stats.dropped_branches == 2 and stats.metrics()["environment/dropped_branches"] == 2
     assert short.tokens.tolist() == first.tolist()
 
@@ -88,11 +88,11 @@ def test_branches_are_rows_of_their_own():
 )
 def test_what_becomes_of_a_program_has_a_typed_outcome(what, stops, turns, reward):
     started = time.monotonic()
-    ((one,), stats) = collected(what, timeout_s=3.0 if what == "hang" else 60.0)
-    assert one.stop in stops and one.reward == reward and time.monotonic() - started < 50
-    assert turns is None or len(one.turns) in turns
-    assert stats.stops[one.stop] == 1 and stats.environment_faults == (one.stop == "infrastructure")
-    assert len(one.turns) <= ROLLOUT.max_turns and one.length <= ROLLOUT.max_row_tokens
+    ((row,), stats) = collected(what, timeout_s=3.0 if what == "hang" else 60.0)
+    assert row.stop in stops and row.reward == reward and time.monotonic() - started < 50
+    assert turns is None or len(row.turns) in turns
+    assert stats.stops[row.stop] == 1 and stats.environment_faults == (row.stop == "infrastructure")
+    assert len(row.turns) <= ROLLOUT.max_turns and row.length <= ROLLOUT.max_row_tokens
 
 
 def test_a_function_that_is_late_or_asks_nothing_has_a_typed_outcome():
@@ -179,68 +179,68 @@ def returned(values, **settings):
 def test_whatever_a_function_returns_or_raises_has_its_outcome():
     """One run of all of them, beside each other: none ends another, and none is taken for a late one."""
     values = [value for value, *_ in (*PAID, *UNPAID, *RAISED)]
-    found, stats = returned(values)
-    paid, unpaid, raised = found[: len(PAID)], found[len(PAID) : -len(RAISED)], found[-len(RAISED) :]
-    for (value, reward, parts), one in zip(PAID, paid, strict=True):
-        assert (one.reward, one.rewards, one.fault) == (reward, parts, ""), value
-    for (_, said), one in zip(UNPAID, unpaid, strict=True):
-        assert one.reward is None and said in one.fault and one.stop in ("eos", "length"), (said, one.fault)
-        assert not any(turn.reward for turn in one.turns), said
-    for (_, said), one in zip(RAISED, raised, strict=True):
-        assert one.stop == "failed" and one.reward == 0.0 and said in one.fault, (said, one.stop, one.fault)
+    rows, stats = returned(values)
+    paid, unpaid, raised = rows[: len(PAID)], rows[len(PAID) : -len(RAISED)], rows[-len(RAISED) :]
+    for (value, reward, parts), row in zip(PAID, paid, strict=True):
+        assert (row.reward, row.rewards, row.fault) == (reward, parts, ""), value
+    for (_, message), row in zip(UNPAID, unpaid, strict=True):
+        assert row.reward is None and message in row.fault and row.stop in ("eos", "length"), (message, row.fault)
+        assert not any(turn.reward for turn in row.turns), message
+    for (_, message), row in zip(RAISED, raised, strict=True):
+        assert row.stop == "failed" and row.reward == 0.0 and message in row.fault, (message, row.stop, row.fault)
     assert stats.rollouts == len(values)
 
 
 def test_single_calls_are_paid_by_id_or_in_order():
     """In all forms of the endpoint; the pay of calls adds to the reward, as that of turns does in environments."""
-    ((one,), _) = collected(function=f"{FUNCTIONS}:pays_by_id")
-    assert one.reward == 1.25 and [turn.reward for turn in one.turns] == [0.0, 0.25, 0.0] and not one.fault
-    assert environment_pay(one) == (0.0, 0.25, 1.0)
-    ((one,), _) = collected(function=f"{FUNCTIONS}:pays_in_order")
-    assert one.reward == 0.5 and [turn.reward for turn in one.turns] == [0.5, 0.0] and not one.fault
-    ((one,), _) = collected(function=f"{FUNCTIONS}:pays_several_choices")
-    assert one.reward == 1.5 and sorted(turn.reward for turn in one.turns) == [0.0, 0.0, 0.5], "once"
+    ((row,), _) = collected(function=f"{FUNCTIONS}:pays_by_id")
+    assert row.reward == 1.25 and [turn.reward for turn in row.turns] == [0.0, 0.25, 0.0] and not row.fault
+    assert environment_pay(row) == (0.0, 0.25, 1.0)
+    ((row,), _) = collected(function=f"{FUNCTIONS}:pays_in_order")
+    assert row.reward == 0.5 and [turn.reward for turn in row.turns] == [0.5, 0.0] and not row.fault
+    ((row,), _) = collected(function=f"{FUNCTIONS}:pays_several_choices")
+    assert row.reward == 1.5 and sorted(turn.reward for turn in row.turns) == [0.0, 0.0, 0.5], "once"
 
 
 def test_several_numbers_are_channels():
     values = [{"reward": 1.0, "speed": 0.5, "done": True, "note": "text"}, {"speed": 0.5, "style": -2}]
-    (one, names), _ = returned(values, pays=("speed",))
-    assert (one.reward, one.rewards, one.fault) == (1.0, {"speed": 0.5, "done": 1.0}, "")
+    (row, names), _ = returned(values, pays=("speed",))
+    assert (row.reward, row.rewards, row.fault) == (1.0, {"speed": 0.5, "done": 1.0}, "")
     assert (names.reward, names.rewards, names.fault) == (None, {"speed": 0.5, "style": -2.0}, "")
     parts = [{"kind": "environment"}, {"kind": "environment", "part": "speed", "weight": 2.0}]
     parts.append({"kind": "environment", "part": "done", "weight": 0.0})
     config = g.read_config("toy.yaml", f"--reward.functions={json.dumps(parts)}", "--environment=a:b").reward
-    trajectories = [[replace(one, stop="eos")], [replace(names, stop="eos")]]
+    trajectories = [[replace(row, stop="eos")], [replace(names, stop="eos")]]
     scored = make_scorer(config).score_all([Problem("p", "q", "5", "t")] * 2, trajectories)
     first, second = (group.verdicts for group in scored.groups)
     assert first[0].channels == {"environment": 1.0, "speed": 0.5, "done": 1.0} and first[0].reward == 2.0
     assert first[0].status == "correct" and second == () and scored.unscored == {"environment": 1}
-    arrays = {name: getattr(one, name) for name in TRAJECTORY_ARRAYS}
-    assert trajectory_from_json(trajectory_to_json(one), arrays).rewards == one.rewards
+    arrays = {name: getattr(row, name) for name in TRAJECTORY_ARRAYS}
+    assert trajectory_from_json(trajectory_to_json(row), arrays).rewards == row.rewards
     assert rollout_metrics(scored.groups, scored.counts)["environment/speed"] == 0.5
 
 
 def test_which_agents_train_is_a_setting():
-    ((whole,), _) = collected(function=f"{FUNCTIONS}:team")
-    sampled = dict(zip(("planner", "writer", "critic"), whole.turns, strict=True))
+    ((full,), _) = collected(function=f"{FUNCTIONS}:team")
+    sampled = dict(zip(("planner", "writer", "critic"), full.turns, strict=True))
     for trained in ((), ("planner",), ("writer", "critic"), ("critic",)):
-        ((one,), stats) = collected(function=f"{FUNCTIONS}:team", trained=trained)
-        assert one.reward == 1.0 and stats.environment_faults == 0
+        ((row,), stats) = collected(function=f"{FUNCTIONS}:team", trained=trained)
+        assert row.reward == 1.0 and stats.environment_faults == 0
         names = trained or tuple(sampled)
-        assert [turn.text for turn in one.turns] == [sampled[name].text for name in names], (
+        assert [turn.text for turn in row.turns] == [sampled[name].text for name in names], (
             "the same ids, of these alone"
         )
-        spans = [(turn.start, turn.end) for turn in one.turns]
-        assert one.policy_mask.sum() == sum(b - a for a, b in spans)
-        assert all(one.policy_mask[a:b].all() for a, b in spans)
-        assert not one.logprobs[~one.policy_mask].any() and set(one.versions[~one.policy_mask]) == {-1}
-        assert len(one.parts) == (2 if "critic" in names and len(names) > 1 else 0)
+        spans = [(turn.start, turn.end) for turn in row.turns]
+        assert row.policy_mask.sum() == sum(b - a for a, b in spans)
+        assert all(row.policy_mask[a:b].all() for a, b in spans)
+        assert not row.logprobs[~row.policy_mask].any() and set(row.versions[~row.policy_mask]) == {-1}
+        assert len(row.parts) == (2 if "critic" in names and len(names) > 1 else 0)
 
 
 def test_an_agent_that_never_asked_is_named():
-    ((one,), stats) = collected(function=f"{FUNCTIONS}:team", trained=("Planner",))
-    assert one.stop == "infrastructure" and not one.policy_mask.any() and stats.environment_faults == 1
-    assert "no answer to Planner (environment.trained); critic, planner, writer asked" in one.fault
+    ((row,), stats) = collected(function=f"{FUNCTIONS}:team", trained=("Planner",))
+    assert row.stop == "infrastructure" and not row.policy_mask.any() and stats.environment_faults == 1
+    assert "no answer to Planner (environment.trained); critic, planner, writer asked" in row.fault
 
 
 def test_a_function_that_cannot_be_called_is_refused_with_what_to_write():
@@ -271,8 +271,8 @@ def test_a_function_that_cannot_be_called_is_refused_with_what_to_write():
 
 def test_a_program_that_is_not_there_and_a_request_that_goes_on_from_tokens():
     for absent in ("/nowhere/agent {prompt}", "/nowhere/python3 agent.py"):
-        ((one,), _) = collected(command=absent)
-        assert one.stop == "infrastructure" and not one.policy_mask.any() and "No such file" in one.fault
+        ((row,), _) = collected(command=absent)
+        assert row.stop == "infrastructure" and not row.policy_mask.any() and "No such file" in row.fault
     runs, weights = runs_of(AgentCommand(command="true"))
     with pytest.raises(ValueError, match="whole rollouts"):
         runs.collect(weights, [RolloutRequest(QUESTION, 0, prefix=(5,))], RunOptions())
@@ -325,13 +325,13 @@ def test_training_with_an_agent_beside_an_environment(tmp_path):
     for step, metrics in zip((1, 2), list(read_metrics(tmp_path / "run"))[-2:], strict=True):
         branches = 0
         for record in read_trace(tmp_path / "run", step):
-            name, one = record.problem.extra["environment"], record.trajectory
+            name, trajectory = record.problem.extra["environment"], record.trajectory
             seen.add(name)
-            branches += max(0, len(one.parts) - 1)
+            branches += max(0, len(trajectory.parts) - 1)
             if name == "asks":
-                assert one.reward == 0.25 and one.stop in ("eos", "length") and len(one.parts) == 3
+                assert trajectory.reward == 0.25 and trajectory.stop in ("eos", "length") and len(trajectory.parts) == 3
             else:
-                assert one.reward == (3.0 if one.stop == "answer" else 0.0)
+                assert trajectory.reward == (3.0 if trajectory.stop == "answer" else 0.0)
         assert metrics.get("environment/branches", 0) == branches and metrics["time/environment_s"] > 0
         assert metrics["loss/logprob_gap_max"] < 1e-3  # the update computes what was sampled, part by part
         stops = sum(value for name, value in metrics.items() if name.startswith("rollout/stop_"))
@@ -340,12 +340,12 @@ def test_training_with_an_agent_beside_an_environment(tmp_path):
 
 
 def test_settings_that_no_agent_reads_are_refused():
-    for word, said in (
+    for word, message in (
         ("rollout.max_turn_tokens=9", "leave it at 0"),
         ("rollout.step_limit={kind: drop, seconds: 9}", "set environment.timeout_s instead"),
         ("rollout.early_exit=true", "leave it off"),
     ):
-        with pytest.raises(g.ConfigError, match=said):
+        with pytest.raises(g.ConfigError, match=message):
             g.read_config("toy.yaml", "--environment={kind: agent, command: a}", f"--{word}")
 
 
@@ -355,8 +355,8 @@ def test_a_program_that_fails_on_an_answer_is_dropped_where_the_setting_says_so(
     first, second, *_ = zero.fault.splitlines()
     assert first.startswith("agent: status 1: ValueError: invalid literal for int()")
     assert second.startswith("Traceback")
-    ((one,), stats) = collected("unreadable", on_failure="drop")
-    assert (one.stop, stats.environment_faults, stats.stops["infrastructure"]) == ("infrastructure", 1, 1)
+    ((row,), stats) = collected("unreadable", on_failure="drop")
+    assert (row.stop, stats.environment_faults, stats.stops["infrastructure"]) == ("infrastructure", 1, 1)
     (count,) = stats.failures.values()
     assert (count.count, count.by_policy) == (1, False)
 
@@ -369,9 +369,9 @@ def test_a_program_that_fails_after_a_fault_of_the_server_is_no_failure_of_the_p
         return job.report("failed", 0, "no memory") if "FAULT" in text else begin(self, job)
 
     monkeypatch.setattr(SamplingLoop, "submit", submit)
-    ((one,), stats) = collected("fault")
-    assert one.stop == "infrastructure" and stats.environment_faults == 1
-    assert "agent: status 1 after a fault of the server: the server failed: 500" in one.fault
+    ((row,), stats) = collected("fault")
+    assert row.stop == "infrastructure" and stats.environment_faults == 1
+    assert "agent: status 1 after a fault of the server: the server failed: 500" in row.fault
 
 
 @pytest.mark.parametrize(
@@ -385,9 +385,9 @@ def test_a_program_that_fails_after_a_fault_of_the_server_is_no_failure_of_the_p
     ],
 )
 def test_the_reward_is_what_a_program_writes_to_its_descriptor(what, reward, words):
-    ((one,), stats) = collected(what)
-    assert one.stop in ("eos", "length") and one.reward == reward and words in one.fault
-    assert bool(words) == bool(one.fault) == bool(stats.failures)
+    ((row,), stats) = collected(what)
+    assert row.stop in ("eos", "length") and row.reward == reward and words in row.fault
+    assert bool(words) == bool(row.fault) == bool(stats.failures)
 
 
 def test_the_reward_by_hand():
@@ -410,11 +410,11 @@ def test_an_agent_that_floods_its_output_is_read_to_its_end(tmp_path):
     agent = tmp_path / "agent.py"
     agent.write_text(flood)
     for words in ((sys.executable, "-c", flood), (sys.executable, str(agent))):
-        ((one,), _) = collected(command=shlex.join(words))
-        assert (one.stop, one.reward) == ("infrastructure", 0.5), "it asked nothing"
+        ((row,), _) = collected(command=shlex.join(words))
+        assert (row.stop, row.reward) == ("infrastructure", 0.5), "it asked nothing"
     for words in (("true", "{prompt}"), (sys.executable, str(agent), "{prompt}")):
-        ((one,), stats) = collected(command=shlex.join(words), problems=[Problem("p", "2+3=\0", "5", "t")])
-        assert one.stop == "infrastructure" and stats.environment_faults == 1, "no argument holds a zero byte"
+        ((row,), stats) = collected(command=shlex.join(words), problems=[Problem("p", "2+3=\0", "5", "t")])
+        assert row.stop == "infrastructure" and stats.environment_faults == 1, "no argument holds a zero byte"
 
 
 def test_the_one_liners_of_the_page_reach_the_descriptor():

@@ -68,11 +68,11 @@ def test_every_finished_answer_follows_its_schema(server):
     """All schemas at once, with free requests between them, which sample what they sample alone."""
     alone = server.chat([ASK], seed=4, max_tokens=40)["choices"][0]["message"]
     with ThreadPoolExecutor(12) as pool:
-        asked = [pool.submit(answers, server, THOUGHT_OVER, n=2, seed=i, **named(s)) for i, s in enumerate(SCHEMAS)]
+        futures = [pool.submit(answers, server, THOUGHT_OVER, n=2, seed=i, **named(s)) for i, s in enumerate(SCHEMAS)]
         free = [pool.submit(server.chat, [ASK], seed=4, max_tokens=40) for _ in range(6)]
-    assert all(one.result()["choices"][0]["message"] == alone for one in free)
+    assert all(job.result()["choices"][0]["message"] == alone for job in free)
     finished = 0
-    for schema, future in zip(SCHEMAS, asked, strict=True):
+    for schema, future in zip(SCHEMAS, futures, strict=True):
         for choice in future.result():
             text = choice["message"]["content"]
             if choice["finish_reason"] == "length":
@@ -95,7 +95,7 @@ def test_the_thought_is_free_and_the_answer_after_it_is_not(server):
     bias = {**ENDS, str(small_policy()[0].tokenizer.special("</reason>")): 3}
     fields = {"max_tokens": 150, "seed": 2, "n": 3, "logit_bias": bias}
     choices = server.chat([ASK], **fields, **named(closed({"a": {"type": "boolean"}})))["choices"]
-    thought = [one["message"] for one in choices if one["finish_reason"] == "stop"]
+    thought = [choice["message"] for choice in choices if choice["finish_reason"] == "stop"]
     assert thought and all(message.get("reasoning_content") for message in thought)
     assert all(type(json.loads(message["content"])["a"]) is bool for message in thought)
 
@@ -118,32 +118,32 @@ FORM = {"type": "json_schema", "name": "x", "schema": closed({"a": {"type": "boo
     ],
 )
 def test_every_form_of_request(server, path, body):
-    status, whole = server.ask(path, body | {"seed": 6})
-    assert status == 200, whole
+    status, answer = server.ask(path, body | {"seed": 6})
+    assert status == 200, answer
     text = {
-        "/v1/chat/completions": lambda: whole["choices"][0]["message"]["content"],
-        "/v1/completions": lambda: whole["choices"][0]["text"],
-        "/inference/v1/generate": lambda: small_policy()[0].tokenizer.decode(whole["choices"][0]["token_ids"][:-1]),
-        "/v1/responses": lambda: whole["output"][0]["content"][0]["text"],
-        "/v1/messages": lambda: whole["content"][0]["text"],
+        "/v1/chat/completions": lambda: answer["choices"][0]["message"]["content"],
+        "/v1/completions": lambda: answer["choices"][0]["text"],
+        "/inference/v1/generate": lambda: small_policy()[0].tokenizer.decode(answer["choices"][0]["token_ids"][:-1]),
+        "/v1/responses": lambda: answer["output"][0]["content"][0]["text"],
+        "/v1/messages": lambda: answer["content"][0]["text"],
     }[path]()
     assert type(json.loads(text)["a"]) is bool
 
 
 def test_json_objects_choices_and_regular_expressions(server):
-    (one,) = answers(server, THOUGHT_OVER, response_format={"type": "json_object"}, seed=1)
-    assert one["finish_reason"] == "length" or isinstance(json.loads(one["message"]["content"]), dict)
-    (one,) = answers(server, THOUGHT_OVER, guided_choice=["ja", "nein", "vielleicht"])
-    assert one["message"]["content"].strip() in ("ja", "nein", "vielleicht")
-    (one,) = answers(server, THOUGHT_OVER, structured_outputs={"regex": "[ab]{3}/[0-9]"})
-    first, _, last = one["message"]["content"].strip().partition("/")
+    (choice,) = answers(server, THOUGHT_OVER, response_format={"type": "json_object"}, seed=1)
+    assert choice["finish_reason"] == "length" or isinstance(json.loads(choice["message"]["content"]), dict)
+    (choice,) = answers(server, THOUGHT_OVER, guided_choice=["ja", "nein", "vielleicht"])
+    assert choice["message"]["content"].strip() in ("ja", "nein", "vielleicht")
+    (choice,) = answers(server, THOUGHT_OVER, structured_outputs={"regex": "[ab]{3}/[0-9]"})
+    first, _, last = choice["message"]["content"].strip().partition("/")
     assert set(first) <= set("ab") and len(first) == 3 and last.isdigit()
 
 
 def test_a_begun_answer_goes_on_in_its_schema(server):
     begun = {"role": "assistant", "content": '</reason>{"a": t'}
-    (one,) = answers(server, begun, **named(FORM["schema"]))
-    assert json.loads('{"a": t' + one["message"]["content"]) == {"a": True}
+    (choice,) = answers(server, begun, **named(FORM["schema"]))
+    assert json.loads('{"a": t' + choice["message"]["content"]) == {"a": True}
     wrong = {"role": "assistant", "content": '</reason>{"b": '}
     status, answer = server.ask("/v1/chat/completions", {"messages": [ASK, wrong], **named(FORM["schema"])})
     assert status == 400 and "has begun is not the beginning" in answer["error"]["message"]
@@ -154,17 +154,17 @@ def test_calls_of_strict_tools_follow_their_schema():
     function = {"name": "f", "strict": True, "parameters": arguments}
     with served(rollout=replace(ROLLOUT, max_prompt_tokens=512)) as server:
         tools = {"tools": [{"type": "function", "function": function}]}
-        (one,) = answers(server, **tools, tool_choice="required", seed=3)
-        (call,) = one["message"]["tool_calls"]
+        (choice,) = answers(server, **tools, tool_choice="required", seed=3)
+        (call,) = choice["message"]["tool_calls"]
         jsonschema.validate(json.loads(call["function"]["arguments"]), arguments)
         flat = {"tools": [{"type": "function", **function}], "tool_choice": "required", "max_output_tokens": 99}
         (item,) = server.ask("/v1/responses", {"input": "Say it.", **flat})[1]["output"]
         jsonschema.validate(json.loads(item["arguments"]), arguments)
         # Beside an answer of a schema the policy may call, and nothing else.
-        for one in answers(server, THOUGHT_OVER, **tools, n=4, seed=9, **named(FORM["schema"])):
-            calls = one["message"].get("tool_calls")
-            cut = one["finish_reason"] == "length"
-            assert cut or calls or type(json.loads(one["message"]["content"])["a"]) is bool
+        for choice in answers(server, THOUGHT_OVER, **tools, n=4, seed=9, **named(FORM["schema"])):
+            calls = choice["message"].get("tool_calls")
+            cut = choice["finish_reason"] == "length"
+            assert cut or calls or type(json.loads(choice["message"]["content"])["a"]) is bool
 
 
 @pytest.mark.parametrize(
@@ -204,15 +204,15 @@ def test_a_conversation_that_trains_is_sampled_from_the_policy_and_told_so():
         for name in ("free", "asked", "told"):
             server.session(name)
         body = {"messages": [ASK], "max_tokens": 9, "return_token_ids": True}
-        asked = {"temperature": 0, "top_p": 0.1, "presence_penalty": 1, **named(FORM["schema"])}
-        asked |= {"min_tokens": 5, "ignore_eos": True, "bad_words": ["a"], "top_logprobs": 2}
+        options = {"temperature": 0, "top_p": 0.1, "presence_penalty": 1, **named(FORM["schema"])}
+        options |= {"min_tokens": 5, "ignore_eos": True, "bad_words": ["a"], "top_logprobs": 2}
         path, ids = "/v1/chat/completions", []
-        for name, fields in (("free", {}), ("asked", asked | {"logprobs": True})):
+        for name, fields in (("free", {}), ("asked", options | {"logprobs": True})):
             ids.append(server.ask(f"/s/{name}{path}", body | fields)[1]["choices"][0]["token_ids"])
         assert ids[0] == ids[1]
         assert server.not_applied(path, body, Authorization="Bearer /told") is None
-        told = server.not_applied(path, body | asked | {"logprobs": True}, Authorization="Bearer /told")
-        assert set(told.split(", ")) == {*asked}
+        told = server.not_applied(path, body | options | {"logprobs": True}, Authorization="Bearer /told")
+        assert set(told.split(", ")) == {*options}
         status, answer = server.ask(f"/s/told{path}", body | {"logit_bias": {"5": 1}})
         assert status == 400 and "while a policy trains" in answer["error"]["message"]
 

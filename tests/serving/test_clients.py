@@ -37,10 +37,10 @@ def test_a_conversation(client):
 
 def test_streams_and_completions(client):
     fields = {"model": "policy", "messages": ASK, "max_tokens": 12, "seed": 4}
-    whole = client.chat.completions.create(**fields).choices[0].message.content
+    full = client.chat.completions.create(**fields).choices[0].message.content
     with client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}) as stream:
         chunks = list(stream)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == full
     assert chunks[-1].usage.completion_tokens > 0
     text = client.completions.create(model="policy", prompt=[5, 6, 7], max_tokens=4, n=2, logprobs=1)
     assert [len(choice.logprobs.tokens) for choice in text.choices] == [4, 4]
@@ -59,14 +59,14 @@ def test_answers_and_events_have_all_fields_of_the_clients_types(text):
     event = pydantic.TypeAdapter(ResponseStreamEvent)
     with scripted(*[text] * 4, config=TextConfig(max_calls_per_turn=2)) as server:
         body = {"input": "x", "model": "policy", "tools": [tool], "top_logprobs": 1, "include": LOGPROBS}
-        whole = server.ask("/v1/responses", body)[1]
-        Response.model_validate(whole)
+        answer = server.ask("/v1/responses", body)[1]
+        Response.model_validate(answer)
         events = server.events("/v1/responses", body)
-        for one in events:
-            event.validate_python(one)
-        items = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+        for payload in events:
+            event.validate_python(payload)
+        items = [payload["item"] for payload in events if payload["type"] == "response.output_item.done"]
         assert items == events[-1]["response"]["output"]
-        assert [item["type"] for item in items] == [item["type"] for item in whole["output"]]
+        assert [item["type"] for item in items] == [item["type"] for item in answer["output"]]
         body = {"messages": ASK, "model": "policy", "tools": [WEATHER], "logprobs": True}
         ChatCompletion.model_validate(server.ask("/v1/chat/completions", body)[1])
         for chunk in server.events("/v1/chat/completions", body | {"stream_options": {"include_usage": True}}):
@@ -87,12 +87,12 @@ def test_openai_agents_as_it_is(form):
     """A call, its result, an answer, then a further question: one conversation, streamed or not, in either form."""
     agents = pytest.importorskip("agents", reason="needs openai-agents: pip install openai-agents")
     agents.set_tracing_disabled(True)
-    asked = []
+    cities = []
 
     @agents.function_tool
     def weather(city: str) -> str:
         """Says the weather."""
-        asked.append(city)
+        cities.append(city)
         return f"rain in {city}"
 
     async def answer(agent, messages, streams):
@@ -118,7 +118,7 @@ def test_openai_agents_as_it_is(form):
             assert asyncio.run(converse(url, streams)) == ("It rains.", "Yes.")
             (row,) = conversations_of(session.calls)
             assert len(session.calls) == 3 and sum(row.mask) == sum(len(call.ids) for call in session.calls)
-    assert asked == ["Rome", "Rome"]
+    assert cities == ["Rome", "Rome"]
 
 
 def test_an_agent_framework_is_one_conversation():

@@ -134,10 +134,10 @@ def test_answers_in_the_terms_of_the_api(dialogues):
 def test_what_is_remembered_is_bounded():
     dialogues, lengths = make_dialogues(most_tokens=100), []
     for i in range(7):
-        asked = {"role": "user", "content": f"Number {i}?"} if i else ASKED
-        lengths.append(len(turn(dialogues, [asked], "</reason>Two." if i else "</reason>One.")[0]))
-    kept = [n for n in range(8) if sum(lengths[7 - n :]) <= 100][-1]
-    assert dialogues.remembered == sum(lengths[7 - kept :]) and 0 < kept < 7
+        question = {"role": "user", "content": f"Number {i}?"} if i else ASKED
+        lengths.append(len(turn(dialogues, [question], "</reason>Two." if i else "</reason>One.")[0]))
+    count = [n for n in range(8) if sum(lengths[7 - n :]) <= 100][-1]
+    assert dialogues.remembered == sum(lengths[7 - count :]) and 0 < count < 7
     messages = [ASKED, {"role": "assistant", "content": "One."}, {"role": "user", "content": "?"}]
     assert "<reason></reason>One." in shown(dialogues, messages, session="a"), "as the template writes it"
 
@@ -154,8 +154,8 @@ def test_time_grows_with_the_messages_and_no_faster(dialogues):
 
 def test_messages_of_a_user_in_a_row_are_one(dialogues):
     three = [{"role": role, "content": text} for role, text in (("user", "a"), ("system", "b"), ("user", "c"))]
-    one, other = dialogues.context("a", three), dialogues.context("a", [{"role": "user", "content": "a\n\nb\n\nc"}])
-    assert one.ids.tolist() == other.ids.tolist() and one.key == other.key
+    context, other = dialogues.context("a", three), dialogues.context("a", [{"role": "user", "content": "a\n\nb\n\nc"}])
+    assert context.ids.tolist() == other.ids.tolist() and context.key == other.key
 
 
 TWO = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call("a", "Ulm"), call("b", "Rom")]}]
@@ -197,8 +197,8 @@ def test_functions_of_older_requests(dialogues):
 @pytest.mark.parametrize("arguments", ["{city: Ulm}", "", None, "[1]"])
 def test_arguments_that_are_no_json_come_back_as_they_are(dialogues, arguments):
     """As an agent returns what a policy wrote; nothing is refused for it."""
-    said = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "weather", "arguments": arguments}}]}
-    text = shown(dialogues, [ASKED, said, result("a", "no")])
+    reply = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "weather", "arguments": arguments}}]}
+    text = shown(dialogues, [ASKED, reply, result("a", "no")])
     assert (json.dumps(arguments) if arguments and arguments[0] == "{" else '"arguments": ') in text
 
 
@@ -231,9 +231,9 @@ def test_an_answer_goes_on_with_the_last_message_of_the_assistant(dialogues):
 
 
 def test_thoughts_in_any_field(dialogues):
-    said, more = {"role": "assistant", "content": "Sun."}, {"role": "user", "content": "?"}
+    reply, more = {"role": "assistant", "content": "Sun."}, {"role": "user", "content": "?"}
     fields = ("reasoning_content", "reasoning", "thinking")
-    texts = {shown(dialogues, [ASKED, said | {field: "Hm."}, more]) for field in fields}
+    texts = {shown(dialogues, [ASKED, reply | {field: "Hm."}, more]) for field in fields}
     assert len(texts) == 1 and "<reason>Hm.</reason>Sun." in texts.pop()
 
 

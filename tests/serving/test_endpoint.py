@@ -34,10 +34,10 @@ def test_a_chat_completion_has_the_ids_and_log_probabilities_of_the_engine(serve
     wanted = direct(answer["prompt_token_ids"], 24, place=5)
     assert answer["prompt_token_ids"] == small_policy()[0].prompt_ids(Problem("", HELLO[0]["content"], "", ""))
     assert choice["token_ids"] == wanted.tokens[wanted.prompt_length :].tolist()
-    found = [token["logprob"] for token in choice["logprobs"]["content"]]
-    np.testing.assert_allclose(found, wanted.logprobs[wanted.prompt_length :], atol=1e-5)
+    logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+    np.testing.assert_allclose(logprobs, wanted.logprobs[wanted.prompt_length :], atol=1e-5)
     assert choice["weight_versions"] == [{"version": 7, "start": 0, "end": len(choice["token_ids"])}]
-    assert answer["usage"]["completion_tokens"] == len(found) and choice["finish_reason"] in ("length", "stop")
+    assert answer["usage"]["completion_tokens"] == len(logprobs) and choice["finish_reason"] in ("length", "stop")
     assert answer["policy_version"] == 7 and answer["object"] == "chat.completion"
 
 
@@ -45,18 +45,18 @@ def test_a_chat_completion_has_the_ids_and_log_probabilities_of_the_engine(serve
 def test_a_stream_adds_up_to_the_whole_answer(server, path):
     body = {"messages": HELLO} if "chat" in path else {"prompt": "two and three"}
     body |= {"max_tokens": 20, "seed": 3, "logprobs": 1, "return_token_ids": True, "n": 2}
-    whole = server.ask(path, body)[1]
+    full = server.ask(path, body)[1]
     *pieces, usage = server.events(path, body | {"stream_options": {"include_usage": True}})
-    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
-    for wanted in whole["choices"]:
-        own = [piece["choices"][0] for piece in pieces if piece["choices"][0]["index"] == wanted["index"]]
-        texts = [one["delta"].get("content", "") if "delta" in one else one["text"] for one in own]
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == full["usage"]["completion_tokens"]
+    for wanted in full["choices"]:
+        choices = [piece["choices"][0] for piece in pieces if piece["choices"][0]["index"] == wanted["index"]]
+        texts = [choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices]
         assert "".join(texts) == (wanted["message"]["content"] if "message" in wanted else wanted["text"])
-        assert [i for one in own for i in one.get("token_ids", [])] == wanted["token_ids"]
-        assert own[-1]["finish_reason"] == wanted["finish_reason"]
-        assert all(one["finish_reason"] is None for one in own[:-1])
+        assert [i for choice in choices for i in choice.get("token_ids", [])] == wanted["token_ids"]
+        assert choices[-1]["finish_reason"] == wanted["finish_reason"]
+        assert all(choice["finish_reason"] is None for choice in choices[:-1])
         for name in ("tokens", "text_offset") if "text" in wanted else ():
-            values = [value for one in own if one["logprobs"] for value in one["logprobs"][name]]
+            values = [value for choice in choices if choice["logprobs"] for value in choice["logprobs"][name]]
             assert values == wanted["logprobs"][name]
 
 
@@ -90,13 +90,13 @@ def test_a_stop_text_does_not_begin_in_the_prompt(server, length):
 
 
 def test_a_stop_text_ends_the_answer_before_it(server):
-    whole = server.ask("/v1/completions", {"prompt": "one", "max_tokens": 24, "seed": 8})[1]["choices"][0]["text"]
-    stop = next(text for text in (whole[i : i + 2] for i in range(4, len(whole))) if "\ufffd" not in text)
+    full = server.ask("/v1/completions", {"prompt": "one", "max_tokens": 24, "seed": 8})[1]["choices"][0]["text"]
+    stop = next(text for text in (full[i : i + 2] for i in range(4, len(full))) if "\ufffd" not in text)
     body = {"prompt": "one", "max_tokens": 24, "seed": 8, "stop": stop}
     (choice,) = server.ask("/v1/completions", body)[1]["choices"]
-    assert choice["text"] == whole.partition(stop)[0] and choice["finish_reason"] == "stop"
+    assert choice["text"] == full.partition(stop)[0] and choice["finish_reason"] == "stop"
     pieces = server.events("/v1/completions", body)
-    assert "".join(one["choices"][0]["text"] for one in pieces) == choice["text"]
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == choice["text"]
 
 
 def test_a_second_turn_writes_its_new_tokens_alone_and_samples_the_same(server):
@@ -127,7 +127,7 @@ def test_new_weights_empty_the_cache_and_an_answer_names_those_that_drew_it():
     with served() as server:
         body = {"prompt": list(range(5, 50)), "max_tokens": 2, "temperature": 0, "return_weight_versions": True}
         usage = [server.ask("/v1/completions", body)[1]["usage"]["prompt_tokens_details"] for _ in range(2)]
-        assert [one["cached_tokens"] for one in usage] == [0, 32]
+        assert [entry["cached_tokens"] for entry in usage] == [0, 32]
         loop, newer = server.endpoint.loop, small_policy()[2]
 
         def publish_when_asked():
@@ -139,7 +139,7 @@ def test_new_weights_empty_the_cache_and_an_answer_names_those_that_drew_it():
         loop.duty = publish_when_asked
         answer = server.ask("/v1/completions", body)[1]
         assert answer["policy_version"] == 8 and answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert [one["version"] for one in answer["choices"][0]["weight_versions"]] == [8]
+        assert [entry["version"] for entry in answer["choices"][0]["weight_versions"]] == [8]
 
 
 def test_a_token_is_needed_and_names_a_session():
@@ -242,13 +242,13 @@ def test_serving_reads_only_what_serving_needs(tmp_path, monkeypatch, stage):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     (tmp_path / "checkpoints").mkdir()
     words = ["--rollout.max_prompt_tokens", "2048", "--optim.lr=1e9", "--limits.empty_steps=-1"]
-    found = serving_settings(str(tmp_path), words, "x")
-    assert found.rollout.max_prompt_tokens == 2048 and found.batch.row_length >= found.rollout.max_row_tokens
-    assert (found.sampling.top_p, found.rollout.slots, found.model) == (0.9, 16, config.model)
-    assert found.environment == Config().environment and found.reward == Config().reward
+    settings = serving_settings(str(tmp_path), words, "x")
+    assert settings.rollout.max_prompt_tokens == 2048 and settings.batch.row_length >= settings.rollout.max_row_tokens
+    assert (settings.sampling.top_p, settings.rollout.slots, settings.model) == (0.9, 16, config.model)
+    assert settings.environment == Config().environment and settings.reward == Config().reward
     turns = 3 if stage else config.rollout.max_turns
-    assert (found.rollout.max_turns, found.rollout.step_limit.kind) == (turns, "none")
-    with serving_parts(found) as (_, sampler):
+    assert (settings.rollout.max_turns, settings.rollout.step_limit.kind) == (turns, "none")
+    with serving_parts(settings) as (_, sampler):
         assert sampler.executor is sampler.agents is sampler.episodes is None
         assert sampler.engine.config.max_prompt_tokens == 2048
     with pytest.raises(g.ConfigError, match=r"unknown key 'rolout\.slots'"):

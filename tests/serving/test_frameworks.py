@@ -26,28 +26,28 @@ SEEN = Path(os.environ.get("FRAMEWORKS_TABLE", os.devnull))
 
 @pytest.fixture(params=FRAMEWORKS)
 def framework(request):
-    found = FRAMEWORKS[request.param]
-    for package in found.packages:
+    adapter = FRAMEWORKS[request.param]
+    for package in adapter.packages:
         pytest.importorskip(package, reason=f"needs {request.param}", exc_type=ImportError)
     CITIES.clear()
-    return request.param, found
+    return request.param, adapter
 
 
-def asked(framework, what, turns, rows=1):
+def answer_of(framework, what, turns, rows=1):
     """(what it says, the calls of its session); each call is as sampled, in so many rows."""
-    name, found = framework
-    if not hasattr(found, what):
+    name, adapter = framework
+    if not hasattr(adapter, what):
         note(name, what, "-")
         pytest.skip(f"{name} has none")
     with scripted(*turns, config=TextConfig(max_calls_per_turn=4), token="key") as server:
         session = server.session()
-        agent = found(f"http://127.0.0.1:{server.port}/s/one/v1", "key")
-        said = asyncio.run(getattr(agent, what)(QUESTION))
+        agent = adapter(f"http://127.0.0.1:{server.port}/s/one/v1", "key")
+        answer = asyncio.run(getattr(agent, what)(QUESTION))
         written = [server.endpoint.chat.turn_ids(turn) for turn in turns]
     assert [call.ids.tolist() for call in session.calls] == written[: len(session.calls)]
     found_rows = conversations_of(session.calls)
     assert len(found_rows) == rows and sum(row.mask.sum() for row in found_rows) == sum(map(len, written))
-    return said
+    return answer
 
 
 def note(name, what, seen):
@@ -57,13 +57,13 @@ def note(name, what, seen):
 
 @pytest.mark.parametrize("what", ["chat", "stream"])
 def test_an_answer(framework, what):
-    assert asked(framework, what, ["It rains."]) == "It rains."
+    assert answer_of(framework, what, ["It rains."]) == "It rains."
     note(framework[0], what, "yes")
 
 
 def test_a_tool(framework):
-    found = framework[1]
-    assert asked(framework, "tools", found.turns, found.rows) == "It rains in Rome." and CITIES == ["Rome"]
+    adapter = framework[1]
+    assert answer_of(framework, "tools", adapter.turns, adapter.rows) == "It rains in Rome." and CITIES == ["Rome"]
     note(framework[0], "tools", "yes")
 
 
@@ -72,13 +72,13 @@ def test_two_calls_in_a_turn(framework):
     if turns is None:
         note(framework[0], "parallel", "-")
         pytest.skip("it makes one call at a time")
-    assert asked(framework, "tools", turns) == "Rain in both." and sorted(CITIES) == ["Oslo", "Rome"]
+    assert answer_of(framework, "tools", turns) == "Rain in both." and sorted(CITIES) == ["Oslo", "Rome"]
     note(framework[0], "parallel", "yes")
 
 
 def test_an_answer_of_a_type_is_given_or_refused_in_words(framework):
     try:
-        seen = "yes" if asked(framework, "structured", [TYPED]) == "Rome" else "other"
+        seen = "yes" if answer_of(framework, "structured", [TYPED]) == "Rome" else "other"
     except Exception as error:
         assert "response_format" in str(error), error
         seen = "refused"
@@ -95,10 +95,10 @@ def test_three_steps_of_training(framework, tmp_path):
     summary = g.train_policy(g.read_config("toy.yaml", *TINY, *words, f"--run_dir={tmp_path}"))
     assert summary["compilations_after_first_step"] == 0
     records = [record for step in (1, 2, 3) for record in read_trace(tmp_path, step)]
-    assert records and all(one.trajectory.policy_mask.any() for one in records)
-    assert all(one.trajectory.stop in ("eos", "length", "failed") for one in records)
+    assert records and all(entry.trajectory.policy_mask.any() for entry in records)
+    assert all(entry.trajectory.stop in ("eos", "length", "failed") for entry in records)
     metrics = list(read_metrics(tmp_path))
-    assert max(one.get("loss/logprob_gap_max", 0.0) for one in metrics) < 1e-3
+    assert max(entry.get("loss/logprob_gap_max", 0.0) for entry in metrics) < 1e-3
     (package, *_) = framework[1].packages
     # Several distributions may lie below one package: its own has the shortest name.
     distribution = min(importlib.metadata.packages_distributions()[package.partition(".")[0]], key=len)

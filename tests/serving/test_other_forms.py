@@ -31,23 +31,23 @@ def test_the_same_tokens_as_a_chat_completion(server, path):
     status, answer = server.ask(path, body)
     assert status == 200 and answer["token_ids"] == chat["choices"][0]["token_ids"], answer
     usage, tokens = answer["usage"], chat["usage"]
-    asked = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
-    assert (asked, usage["output_tokens"]) == (tokens["prompt_tokens"], tokens["completion_tokens"])
+    prompt_tokens = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+    assert (prompt_tokens, usage["output_tokens"]) == (tokens["prompt_tokens"], tokens["completion_tokens"])
     streamed = server.events(path, body)
     kinds = [event["type"] for event in streamed]
     if path == "/v1/responses":
         assert kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete")
         assert [event["sequence_number"] for event in streamed] == list(range(len(streamed)))
-        whole, last = answer["output"], streamed[-1]["response"]["output"]
+        items, last = answer["output"], streamed[-1]["response"]["output"]
     else:
         sampled = server.endpoint.loop.stats.sampled_tokens
-        assert server.ask("/v1/messages/count_tokens", body)[1] == {"input_tokens": asked}
+        assert server.ask("/v1/messages/count_tokens", body)[1] == {"input_tokens": prompt_tokens}
         assert server.endpoint.loop.stats.sampled_tokens == sampled
         assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
         assert streamed[-2]["delta"]["stop_reason"] == answer["stop_reason"]
-        whole, last = answer["content"], blocks_of(streamed)
-    assert [(item["type"], item.get("role")) for item in last] == [(item["type"], item.get("role")) for item in whole]
-    assert text_of(last) == text_of(whole) == (chat["choices"][0]["message"]["content"] or "")
+        items, last = answer["content"], blocks_of(streamed)
+    assert [(item["type"], item.get("role")) for item in last] == [(item["type"], item.get("role")) for item in items]
+    assert text_of(last) == text_of(items) == (chat["choices"][0]["message"]["content"] or "")
 
 
 def text_of(items):
@@ -115,7 +115,7 @@ def test_a_conversation_of_responses_is_one_row(streams):
         third = ask({"input": "Sure?", "previous_response_id": second["id"]})
         assert third["output"][-1]["content"][0]["text"] == "Yes."
         (row,) = conversations_of(session.calls)
-        assert len(session.calls) == 3 and sum(row.mask) == sum(len(one.ids) for one in session.calls)
+        assert len(session.calls) == 3 and sum(row.mask) == sum(len(entry.ids) for entry in session.calls)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -141,7 +141,7 @@ def test_a_conversation_of_messages_is_one_row(streams):
         messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Sure?"}]
         assert ask(messages)[0][-1]["text"] == "Yes."
         (row,) = conversations_of(session.calls)
-        assert len(session.calls) == 3 and sum(row.mask) == sum(len(one.ids) for one in session.calls)
+        assert len(session.calls) == 3 and sum(row.mask) == sum(len(entry.ids) for entry in session.calls)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +171,14 @@ def test_a_forced_call_is_begun_for_the_policy(path, choice, streams):
             conversations_of(session.calls), server.endpoint.chat, session.request, "eos", 4096
         )
         (turn,) = trajectory.turns
-        assert [(one.name, one.arguments, one.fault) for one in turn.calls] == [("weather", {"city": "Rome"}, None)]
+        assert [(item.name, item.arguments, item.fault) for item in turn.calls] == [("weather", {"city": "Rome"}, None)]
         assert trajectory.policy_mask.sum() == len(call.ids)
         given = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
         messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [given]}]
         messages.append({"role": "tool", "tool_call_id": "c", "content": "rain"})
         server.ask("/s/one/v1/chat/completions", {"messages": messages, "tools": [WEATHER]})
         (row,) = conversations_of(session.calls)
-        assert sum(row.mask) == sum(len(one.ids) for one in session.calls)
+        assert sum(row.mask) == sum(len(item.ids) for item in session.calls)
 
 
 def test_the_openai_client_reads_responses():
@@ -202,10 +202,10 @@ def test_the_anthropic_client_reads_messages():
     with scripted(PLAN, PLAN, "Rain.</reason>It rains.") as server:
         client = anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="none", max_retries=0)
         fields = {"model": "policy", "max_tokens": 99, "tools": [OWN]}
-        whole = client.messages.create(messages=ASKED, **fields)
+        message = client.messages.create(messages=ASKED, **fields)
         with client.messages.stream(messages=ASKED, **fields) as stream:
             streamed = stream.get_final_message()
-        assert [block.type for block in whole.content] == [block.type for block in streamed.content]
+        assert [block.type for block in message.content] == [block.type for block in streamed.content]
         call = streamed.content[-1]
         assert streamed.stop_reason == "tool_use" and call.input == {"city": "Rome"}
         result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}

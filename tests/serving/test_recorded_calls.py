@@ -38,18 +38,18 @@ def test_a_conversation_with_a_branch_and_a_sub_agent_by_hand():
         call([1, 2, 10, 11, 4], [15], version=5),  # a branch after the first turn
         call([7, 8, 13, 14, 9], [16]),
     ]
-    found, dropped = trajectory(calls)
-    assert dropped == 0 and found.parts == (6, 6, 6) and found.prompt_length == 2
-    assert found.tokens.tolist() == [1, 2, 10, 11, 3, 12, 7, 8, 13, 14, 9, 16, 1, 2, 10, 11, 4, 15]
-    assert found.tokens[found.policy_mask].tolist() == [10, 11, 12, 13, 14, 16, 15]  # 10 and 11 once
-    assert found.logprobs[found.policy_mask].tolist() == [-10, -11, -12, -13, -14, -16, -15]
-    assert not found.logprobs[~found.policy_mask].any() and set(found.versions[~found.policy_mask]) == {-1}
-    assert [(turn.start, turn.end) for turn in found.turns] == [(2, 4), (5, 6), (8, 10), (11, 12), (17, 18)]
-    assert found.versions[-1] == 5 and (found.sample, found.temperature) == (2, 0.7)
+    row, dropped = trajectory(calls)
+    assert dropped == 0 and row.parts == (6, 6, 6) and row.prompt_length == 2
+    assert row.tokens.tolist() == [1, 2, 10, 11, 3, 12, 7, 8, 13, 14, 9, 16, 1, 2, 10, 11, 4, 15]
+    assert row.tokens[row.policy_mask].tolist() == [10, 11, 12, 13, 14, 16, 15]  # 10 and 11 once
+    assert row.logprobs[row.policy_mask].tolist() == [-10, -11, -12, -13, -14, -16, -15]
+    assert not row.logprobs[~row.policy_mask].any() and set(row.versions[~row.policy_mask]) == {-1}
+    assert [(turn.start, turn.end) for turn in row.turns] == [(2, 4), (5, 6), (8, 10), (11, 12), (17, 18)]
+    assert row.versions[-1] == 5 and (row.sample, row.temperature) == (2, 0.7)
     shorter, dropped = trajectory(calls, longest=13)
-    assert dropped == 1 and shorter.tokens.tolist() == found.tokens[:12].tolist()
-    saved = trajectory_from_json(trajectory_to_json(found), checked_arrays(found))
-    assert saved.parts == found.parts and saved.turns == found.turns
+    assert dropped == 1 and shorter.tokens.tolist() == row.tokens[:12].tolist()
+    saved = trajectory_from_json(trajectory_to_json(row), checked_arrays(row))
+    assert saved.parts == row.parts and saved.turns == row.turns
     assert trajectory(calls[:2])[0].parts == ()
 
 
@@ -66,23 +66,23 @@ def test_every_call_is_in_one_row_with_its_whole_context(plan, seed):
         calls.append(call([*before, *rng.integers(1, 4, gap)], 100 + 10 * len(calls) + np.arange(n)))
     rows = conversations_of(calls)
     sampled = sorted(int(i) for row in rows for i in row.tokens[row.mask])
-    assert sampled == sorted(int(i) for one in calls for i in one.ids)
-    for one in calls:
-        whole = [*one.prompt, *one.ids]
+    assert sampled == sorted(int(i) for request in calls for i in request.ids)
+    for request in calls:
+        ids = [*request.prompt, *request.ids]
         assert any(
-            row.tokens[: len(whole)].tolist() == whole and row.mask[len(one.prompt) : len(whole)].all() for row in rows
+            row.tokens[: len(ids)].tolist() == ids and row.mask[len(request.prompt) : len(ids)].all() for row in rows
         )
 
 
 def test_parts_of_a_row_are_packed_as_contexts_of_their_own():
     """The layout of three parts is that of three rows, and the row stays whole for what is computed of it."""
     lengths, config = (5, 3, 4), BatchConfig(row_length=16, rows=1)
-    (whole,) = reference.random_rows([sum(lengths)], vocab=50)
-    batch, placement = pack([dataclasses.replace(whole, parts=lengths)], config, 1)
+    (row,) = reference.random_rows([sum(lengths)], vocab=50)
+    batch, placement = pack([dataclasses.replace(row, parts=lengths)], config, 1)
     assert batch.segment_ids[0, 0].tolist() == [1] * 5 + [2] * 3 + [3] * 4 + [0] * 4
     assert batch.positions[0, 0, :12].tolist() == [*range(5), *range(3), *range(4)]
     assert placement.length.tolist() == [12]
-    second = pack([dataclasses.replace(whole, parts=lengths), whole], BatchConfig(row_length=32, rows=1), 1)[0]
+    second = pack([dataclasses.replace(row, parts=lengths), row], BatchConfig(row_length=32, rows=1), 1)[0]
     assert second.segment_ids[0, 0, 11:14].tolist() == [3, 4, 4]
     with pytest.raises(ValueError):
-        pack([dataclasses.replace(whole, parts=(5, 3))], config, 1)
+        pack([dataclasses.replace(row, parts=(5, 3))], config, 1)

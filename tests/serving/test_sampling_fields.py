@@ -26,7 +26,7 @@ def test_requests_of_one_batch_have_their_own_values(server):
     wanted = direct(PROMPT, 24, temperature=0.0)
     greedy = wanted.tokens[5:].tolist()
     plain = direct(PROMPT, 24, place=1).tokens[5:].tolist()
-    asked = [
+    requests = [
         {},
         {"top_k": 1},
         {"top_p": 1e-6},
@@ -37,13 +37,13 @@ def test_requests_of_one_batch_have_their_own_values(server):
         {"temperature": 0, "repetition_penalty": 1.0},
     ]
     with ThreadPoolExecutor(16) as pool:
-        choices = [choice for (choice,) in pool.map(lambda fields: drawn(server, **fields), asked * 2)]
-    found = [choice["token_ids"] for choice in choices]
-    for first, again in zip(found[:8], found[8:], strict=True):
+        choices = [choice for (choice,) in pool.map(lambda fields: drawn(server, **fields), requests * 2)]
+    tokens = [choice["token_ids"] for choice in choices]
+    for first, again in zip(tokens[:8], tokens[8:], strict=True):
         assert first == again
-    assert found[0] == found[6] == plain
-    assert all(found[i] == greedy for i in (1, 2, 3, 4, 7))
-    assert found[5] == [17] * 24
+    assert tokens[0] == tokens[6] == plain
+    assert all(tokens[i] == greedy for i in (1, 2, 3, 4, 7))
+    assert tokens[5] == [17] * 24
     scores = choices[1]["logprobs"]["token_logprobs"]  # of `top_k` 1: those of the policy, whatever was asked
     np.testing.assert_allclose(scores, wanted.logprobs[5:], atol=1e-5)
 
@@ -51,15 +51,15 @@ def test_requests_of_one_batch_have_their_own_values(server):
 def test_choices_of_one_request_are_steered_each_and_a_seed_repeats_them(server):
     fields = {"n": 3, "top_k": 20, "presence_penalty": 1.5, "seed": 7}
     first, again = (drawn(server, **fields) for _ in range(2))
-    for one, other in zip(first, again, strict=True):  # log-probabilities depend on the width of the batch by rounding
-        scores = [choice.pop("logprobs")["token_logprobs"] for choice in (one, other)]
-        assert one == other and scores[0] == pytest.approx(scores[1], abs=1e-4)
-    assert len({tuple(one["token_ids"]) for one in first}) == 3
+    for row, other in zip(first, again, strict=True):  # log-probabilities depend on the width of the batch by rounding
+        scores = [choice.pop("logprobs")["token_logprobs"] for choice in (row, other)]
+        assert row == other and scores[0] == pytest.approx(scores[1], abs=1e-4)
+    assert len({tuple(row["token_ids"]) for row in first}) == 3
     texts = ["", "", ""]
     for piece in server.events("/v1/completions", {"prompt": PROMPT, "max_tokens": 24} | fields):
         (choice,) = piece["choices"]
         texts[choice["index"]] += choice["text"]
-    assert texts == [one["text"] for one in first]
+    assert texts == [row["text"] for row in first]
 
 
 PATHS = {
@@ -87,16 +87,16 @@ REFUSED = {
 
 @pytest.mark.parametrize("path", PATHS)
 def test_wrong_values_are_refused_by_name(server, path):
-    body, place = PATHS[path]
+    body, wrap = PATHS[path]
     for name, values in REFUSED.items():
         for value in values:
-            status, answer = server.ask(path, body | place({name: value}))
+            status, answer = server.ask(path, body | wrap({name: value}))
             error = answer["error"]
             assert status == 400 and error["param"] == name and name in error["message"], (name, value, error)
             assert "must" in error["message"], (name, value, error)
     absent = ({"prompt_logprobs": 1}, {"echo": True}, {"best_of": 2}, {"use_beam_search": True})
     for fields in absent if path != "/v1/responses" else ():  # which has none of these
-        status, answer = server.ask(path, body | place(fields))
+        status, answer = server.ask(path, body | wrap(fields))
         assert status == 400 and "not supported" in answer["error"]["message"]
 
 
@@ -108,8 +108,8 @@ FIELDS |= {"presence_penalty": 0.5, "frequency_penalty": -0.5}
 @pytest.mark.parametrize("path", PATHS)
 def test_right_values_are_taken_everywhere(server, path):
     """What the engine makes of them is tested there (`engine/test_steering.py`)."""
-    body, place = PATHS[path]
-    fields = server.endpoint.form(path, body | place(FIELDS), "").fields
+    body, wrap = PATHS[path]
+    fields = server.endpoint.form(path, body | wrap(FIELDS), "").fields
     cuts = {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "bias": {5: -2.0}}
     penalties = {"presence": 0.5, "frequency": -0.5, "repetition": 1.2}
     banned = tuple(small_policy()[0].tokenizer.encode("xyz"))
@@ -117,7 +117,7 @@ def test_right_values_are_taken_everywhere(server, path):
     ends = {"min_tokens": 2, "ends": frozenset([17]), "banned": fields.draw.banned}
     assert fields.draw == DrawSettings(**cuts, **penalties, **ends)
     assert (fields.temperature, fields.seed, fields.ignore_eos, fields.stop_ids) == (0.7, 3, True, {17})
-    status, answer = server.ask(path, body | place(FIELDS))
+    status, answer = server.ask(path, body | wrap(FIELDS))
     assert status == 200, answer
 
 
@@ -125,20 +125,20 @@ def test_a_minimum_of_tokens_holds_for_ends_and_stop_ids_and_not_longer(server):
     """The end is what every draw would be."""
     for ends in ({"logit_bias": {str(END): 100}}, {"logit_bias": {"17": 100}, "stop_token_ids": [17]}):
         for least in (0, 1, 5, 6, 24):
-            (found,) = drawn(server, **ends, min_tokens=least)
-            assert len(found["token_ids"]) == min(least + 1, 24)
-            assert found["finish_reason"] == ("length" if least == 24 else "stop")
+            (result,) = drawn(server, **ends, min_tokens=least)
+            assert len(result["token_ids"]) == min(least + 1, 24)
+            assert result["finish_reason"] == ("length" if least == 24 else "stop")
     both = [{"logit_bias": {str(END): 100}, "min_tokens": least} for least in (3, 9)] * 2 + [{}]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda fields: drawn(server, **fields)[0]["token_ids"], both))
-    assert list(map(len, found[:4])) == [4, 10, 4, 10] and found[4] == drawn(server)[0]["token_ids"]
+        result = list(pool.map(lambda fields: drawn(server, **fields)[0]["token_ids"], both))
+    assert list(map(len, result[:4])) == [4, 10, 4, 10] and result[4] == drawn(server)[0]["token_ids"]
 
 
 def test_an_end_that_is_ignored_is_a_token_like_others(server):
-    (found,) = drawn(server, logit_bias={str(END): 100}, ignore_eos=True)
-    assert found["token_ids"] == [END] * 24 and found["finish_reason"] == "length"
-    (found,) = drawn(server, logit_bias={str(END): 100}, ignore_eos=True, stop_token_ids=[END])
-    assert found["token_ids"] == [END], "what the request names ends it"
+    (choice,) = drawn(server, logit_bias={str(END): 100}, ignore_eos=True)
+    assert choice["token_ids"] == [END] * 24 and choice["finish_reason"] == "length"
+    (choice,) = drawn(server, logit_bias={str(END): 100}, ignore_eos=True, stop_token_ids=[END])
+    assert choice["token_ids"] == [END], "what the request names ends it"
     for ignored, length in ((True, CHAT["max_tokens"]), (False, 1)):
         answer = server.chat(**CHAT, logit_bias={str(END): 100}, ignore_eos=ignored)
         assert answer["usage"]["completion_tokens"] == length
@@ -148,41 +148,41 @@ def test_an_end_that_is_ignored_is_a_token_like_others(server):
 def test_the_most_likely_tokens_are_those_of_the_policy_at_each_position(server):
     """In a stream too, beside rows that do not ask; a greedy row draws the first of them."""
     for temperature in (0, 1):
-        (found,) = drawn(server, logprobs=5, temperature=temperature)
-        tops = found["logprobs"]["top_logprobs"]
+        (result,) = drawn(server, logprobs=5, temperature=temperature)
+        tops = result["logprobs"]["top_logprobs"]
         assert len(tops) == 24
-        for top, value in zip(tops, found["logprobs"]["token_logprobs"], strict=True):
+        for top, value in zip(tops, result["logprobs"]["token_logprobs"], strict=True):
             assert 1 <= len(top) <= 6 and (temperature or max(top.values()) == pytest.approx(value, abs=1e-5))
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 24, "seed": 1, "logprobs": 20}}
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(drawn, server)
         content = server.ask("/inference/v1/generate", body)[1]["choices"][0]["logprobs"]["content"]
-        assert [one["token_id"] for one in content] == other.result()[0]["token_ids"]
-    for one in content:
-        values = [top["logprob"] for top in one["top_logprobs"]]
+        assert [entry["token_id"] for entry in content] == other.result()[0]["token_ids"]
+    for entry in content:
+        values = [top["logprob"] for top in entry["top_logprobs"]]
         assert values == sorted(values, reverse=True) and len(values) == 20 and sum(map(np.exp, values)) <= 1.0001
-        same = [top["logprob"] for top in one["top_logprobs"] if top["token_id"] == one["token_id"]]
-        assert not same or same[0] == pytest.approx(one["logprob"], abs=1e-5)
+        same = [top["logprob"] for top in entry["top_logprobs"] if top["token_id"] == entry["token_id"]]
+        assert not same or same[0] == pytest.approx(entry["logprob"], abs=1e-5)
     chat = CHAT | {"logprobs": True, "top_logprobs": 3, "seed": 4}
-    whole = server.ask("/v1/chat/completions", chat)[1]["choices"][0]["logprobs"]["content"]
-    found = [piece["choices"][0].get("logprobs") for piece in server.events("/v1/chat/completions", chat)]
-    assert [token for one in found if one for token in one["content"]] == whole
-    assert all(len(token["top_logprobs"]) == 3 and token["top_logprobs"][0]["bytes"] for token in whole)
-    asked = {"input": "Two?", "max_output_tokens": 4, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
-    (item,) = server.ask("/v1/responses", asked)[1]["output"]
+    tokens = server.ask("/v1/chat/completions", chat)[1]["choices"][0]["logprobs"]["content"]
+    result = [piece["choices"][0].get("logprobs") for piece in server.events("/v1/chat/completions", chat)]
+    assert [token for entry in result if entry for token in entry["content"]] == tokens
+    assert all(len(token["top_logprobs"]) == 3 and token["top_logprobs"][0]["bytes"] for token in tokens)
+    request = {"input": "Two?", "max_output_tokens": 4, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    (item,) = server.ask("/v1/responses", request)[1]["output"]
     assert [len(token["top_logprobs"]) for token in item["content"][0]["logprobs"]] == [2] * 4
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/v1/messages"])
 def test_fields_that_nothing_reads_are_named_in_a_header(server, path):
-    body, place = PATHS.get(path, (CHAT, lambda fields: fields))
+    body, wrap = PATHS.get(path, (CHAT, lambda fields: fields))
     idle = {"user": "me", "metadata": {"a": "b"}, "reasoning_effort": None, "skip_special_tokens": True}
-    assert server.not_applied(path, body | place(idle)) is None
+    assert server.not_applied(path, body | wrap(idle)) is None
     odd = {"include_stop_str_in_output": True, "chat_template_kwargs": {"thinking": False}}
     odd |= {"a\r\nX-B: c": 1, "\u00e9": 1}
-    assert server.not_applied(path, body | place(odd)) == "include_stop_str_in_output, chat_template_kwargs"
+    assert server.not_applied(path, body | wrap(odd)) == "include_stop_str_in_output, chat_template_kwargs"
     many = {f"field{i}": 1 for i in range(5000)}
-    assert server.not_applied(path, body | place(many)).count(",") == 31
+    assert server.not_applied(path, body | wrap(many)).count(",") == 31
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_tokens_of_earlier_turns_that_are_written_again_are_counted():
     with scripted("five", "yes") as server:
         first = server.chat(messages, return_token_ids=True)
         assert "missed_tokens_total 0" in server.ask("/metrics")[1]
-        said = first["choices"][0]["message"]["content"]
-        server.chat([*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "sure?"}])
+        answer = first["choices"][0]["message"]["content"]
+        server.chat([*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": "sure?"}])
         known = len(first["prompt_token_ids"]) + len(first["choices"][0]["token_ids"])
         assert re.search(r"missed_tokens_total (\d+)", server.ask("/metrics")[1])[1] == str(known)

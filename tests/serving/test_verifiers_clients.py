@@ -21,8 +21,8 @@ def test_its_client_for_evaluation_reads_calls_usage_and_streams(monkeypatch):
         client = vf.resolve_client(vf.EvalClientConfig(base_url=url, api_key_var="NO_KEY"))
         body = {"model": "policy", "messages": ASK, "tools": [WEATHER], "return_token_ids": True}
         first = await client.get_response(ChatDialect(), body, vf.SamplingConfig(), session_id="one")
-        said = first.raw["choices"][0]["message"]
-        more = [*ASK, said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "yes"}]
+        message = first.raw["choices"][0]["message"]
+        more = [*ASK, message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "yes"}]
         second = await client.get_response(ChatDialect(), body | {"messages": more}, vf.SamplingConfig(), "one")
         reply = await client.relay(ChatDialect(), body | {"stream": True}, "one")
         events = b"".join([chunk async for chunk in reply.chunks])
@@ -50,10 +50,10 @@ def test_the_token_route_as_its_client_for_training_asks():
     async def ask(url):
         client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
         sampling = {"temperature": 1.0, "max_tokens": 30, "routed_experts_prompt_start": 0}
-        own = {"prompt_ids": [5, 6, 7], "sampling_params": sampling, "extra_headers": {"X-Session-ID": "one"}}
-        return await generate(client=client, renderer=renderer, messages=ASK, model="policy", **own)
+        fields = {"prompt_ids": [5, 6, 7], "sampling_params": sampling, "extra_headers": {"X-Session-ID": "one"}}
+        return await generate(client=client, renderer=renderer, messages=ASK, model="policy", **fields)
 
     with scripted("It rains.") as server:
-        found = asyncio.run(ask(f"http://127.0.0.1:{server.port}/v1"))
-    assert found["completion_ids"] == chat.turn_ids("It rains.") and found["finish_reason"] == "stop"
-    assert found["completion_logprobs"] == [-0.5 * token for token in found["completion_ids"]]
+        result = asyncio.run(ask(f"http://127.0.0.1:{server.port}/v1"))
+    assert result["completion_ids"] == chat.turn_ids("It rains.") and result["finish_reason"] == "stop"
+    assert result["completion_logprobs"] == [-0.5 * token for token in result["completion_ids"]]

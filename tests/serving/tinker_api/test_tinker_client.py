@@ -32,7 +32,7 @@ def datum(ids):
 
 
 def logprobs_of(output):
-    return [np.asarray(one["logprobs"].data) for one in output.loss_fn_outputs]
+    return [np.asarray(row["logprobs"].data) for row in output.loss_fn_outputs]
 
 
 def test_the_quickstart_trains_samples_scores_saves_and_loads(service):
@@ -47,8 +47,8 @@ def test_the_quickstart_trains_samples_scores_saves_and_loads(service):
     trained = logprobs_of(model.forward([datum(IDS)], "cross_entropy").result())[0]
     sampler = model.save_weights_and_get_sampling_client(name="one")
     params = tinker.SamplingParams(max_tokens=5, seed=2, stop=[])
-    found = sampler.sample(tinker.ModelInput.from_ints(IDS[:3]), num_samples=2, sampling_params=params).result()
-    assert [len(one.tokens) for one in found.sequences] == [5, 5] == [len(one.logprobs) for one in found.sequences]
+    reply = sampler.sample(tinker.ModelInput.from_ints(IDS[:3]), num_samples=2, sampling_params=params).result()
+    assert [len(seq.tokens) for seq in reply.sequences] == [5, 5] == [len(seq.logprobs) for seq in reply.sequences]
     scored = sampler.compute_logprobs(tinker.ModelInput.from_ints(IDS)).result()
     assert scored[0] is None
     np.testing.assert_allclose(scored[1:], trained, atol=1e-5)
@@ -81,12 +81,12 @@ def test_a_loss_of_the_client_has_the_gradient_of_ppo(service):
         return loss, {"own": float(loss)}
 
     text, inputs = tinker.ModelInput.from_ints(IDS[:-1]), {"target_tokens": IDS[1:]}
-    own = tinker.Datum(model_input=text, loss_fn_inputs=inputs)
+    bare_row = tinker.Datum(model_input=text, loss_fn_inputs=inputs)
     inputs = inputs | {"logprobs": old.tolist(), "advantages": advantages.tolist()}
     row = tinker.Datum(model_input=text, loss_fn_inputs=inputs)
-    found = norm_of(service, lambda model: model.forward_backward_custom([own], ppo))
+    norm = norm_of(service, lambda model: model.forward_backward_custom([bare_row], ppo))
     plain = norm_of(service, lambda model: model.forward_backward([row], "ppo"))
-    np.testing.assert_allclose(found, plain, rtol=1e-5)
+    np.testing.assert_allclose(norm, plain, rtol=1e-5)
 
 
 def test_calls_that_the_client_cuts_have_the_result_of_one(url, monkeypatch):
@@ -153,13 +153,13 @@ def test_top_k_and_top_p_cut_what_is_drawn_and_not_what_is_recorded(service):
         return sampler.sample(prompt, 8, params, topk_sample_logprobs=15).result().sequences
 
     greedy = ask(temperature=0.0)[0].tokens
-    assert [one.tokens for one in ask(top_k=1)] == [greedy] * 8
-    assert [one.tokens for one in ask(top_p=1e-6)] == [greedy] * 8
-    for one in ask(top_k=3):
-        for likely, token, value in zip(one.topk_logprobs, one.tokens, one.logprobs, strict=True):
+    assert [seq.tokens for seq in ask(top_k=1)] == [greedy] * 8
+    assert [seq.tokens for seq in ask(top_p=1e-6)] == [greedy] * 8
+    for seq in ask(top_k=3):
+        for likely, token, value in zip(seq.topk_logprobs, seq.tokens, seq.logprobs, strict=True):
             drawable = [pair for pair in likely if pair[0] < 500][:3]  # further ids only pad the vocabulary
             assert dict(drawable)[token] == pytest.approx(value, abs=1e-4)
-    assert len({tuple(one.tokens) for one in ask(top_k=3)}) > 1
+    assert len({tuple(seq.tokens) for seq in ask(top_k=3)}) > 1
 
 
 def test_a_loss_that_is_traced_runs_in_the_client(service):
@@ -170,9 +170,9 @@ def test_a_loss_that_is_traced_runs_in_the_client(service):
         return loss, {"custom/nll:sum": loss}
 
     handle = service.create_custom_loss(likelihood, {"logprobs": 1, "weights": 1}).result()
-    found = norm_of(service, lambda model: model.forward_backward_custom([datum(IDS)], handle))
+    norm = norm_of(service, lambda model: model.forward_backward_custom([datum(IDS)], handle))
     plain = norm_of(service, lambda model: model.forward_backward([datum(IDS)], "cross_entropy"))
-    np.testing.assert_allclose(found, plain, rtol=1e-5)
+    np.testing.assert_allclose(norm, plain, rtol=1e-5)
 
 
 def test_several_targets_of_a_token_may_be_sparse(service):
@@ -184,7 +184,7 @@ def test_several_targets_of_a_token_may_be_sparse(service):
     inputs["weights"] = tinker.TensorData.from_torch_sparse(weights)
     row = tinker.Datum(model_input=tinker.ModelInput.from_ints(IDS[:-1]), loss_fn_inputs=inputs)
     model = service.create_lora_training_client(base_model="small", rank=4).result()
-    wide, flat = (model.forward_backward([one], "cross_entropy").result() for one in (row, datum(IDS)))
+    wide, flat = (model.forward_backward([example], "cross_entropy").result() for example in (row, datum(IDS)))
     assert wide.metrics["loss:sum"] == pytest.approx(flat.metrics["loss:sum"], rel=1e-5)
     np.testing.assert_allclose(logprobs_of(wide)[0].reshape(7, 40)[:, 0], logprobs_of(flat)[0], atol=1e-6)
 
@@ -202,15 +202,15 @@ def test_every_other_call_of_the_client_works(service):
     session = run.partition(":")[0]
     assert rest.get_training_run(run).result().last_checkpoint.tinker_path == state
     assert rest.get_training_run_by_tinker_path(state).result().user_metadata == {"a": "b"}
-    assert run in [one.training_run_id for one in rest.list_training_runs(limit=5).result().training_runs]
-    assert [one.tinker_path for one in rest.list_checkpoints(run).result().checkpoints] == [state, weights]
+    assert run in [entry.training_run_id for entry in rest.list_training_runs(limit=5).result().training_runs]
+    assert [entry.tinker_path for entry in rest.list_checkpoints(run).result().checkpoints] == [state, weights]
     page = rest.list_user_checkpoints(limit=1, offset=1).result()
     assert len(page.checkpoints) == 1
     assert page.cursor.total_count >= 2
     assert rest.get_weights_info_by_tinker_path(state).result().lora_rank == 4
     assert session in rest.list_sessions().result().sessions
     assert run in rest.get_session(session).result().training_run_ids
-    assert [one.model_name for one in rest.get_server_capabilities().result().supported_models] == ["small"]
+    assert [entry.model_name for entry in rest.get_server_capabilities().result().supported_models] == ["small"]
     rest.set_checkpoint_ttl_from_tinker_path(state, 86400).result()
     rest.set_checkpoint_ttl_from_tinker_path(state, None).result()
     model.load_state(state).result()
