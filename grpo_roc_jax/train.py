@@ -433,7 +433,9 @@ def begin(session: TrainingSession) -> RunState:
         ConfigError: a fresh policy that `plan.condition` refuses.
     """
     claim = session.claim
-    config = claim.all_stages.staged()[claim.stage] if claim.stages else session.config
+    config = session.config
+    if claim.stages:  # the session has the steps of the run
+        config = replace(config, steps=min(config.steps, claim.stages[claim.stage].steps))
     announce(session, config)
     say_what_does_not_fit(session)
     try:

@@ -311,7 +311,8 @@ def announce(session: TrainingSession, config: Config) -> None:
     reached = sampler.executor.capabilities
     missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
     seconds, source = expected(config, policy.model, len(session.held_out), session.narrator.usual)
-    writer.say(plan_line(config, session.start, len(session.held_out), session.run_dir, seconds))
+    left = min(config.steps, session.config.steps - session.start.step)
+    writer.say(plan_line(config, session.start, left, len(session.held_out), session.run_dir, seconds))
     if seconds:
         writer.say(f"minutes of the plan: {source}; what is left is measured as the phases go on")
     if is_address(config.run_dir):
@@ -327,7 +328,12 @@ def announce(session: TrainingSession, config: Config) -> None:
 
 
 def plan_line(
-    config: Config, start: Start, held_out: int, run_dir: Path, seconds: Mapping[str, float] = MappingProxyType({})
+    config: Config,
+    start: Start,
+    left: int,
+    held_out: int,
+    run_dir: Path,
+    seconds: Mapping[str, float] = MappingProxyType({}),
 ) -> str:
     """What a run is about to do: "plan: supervised stage, 400 steps, about 2 min; then 30 steps ...; written to
     runs/toy".
@@ -335,6 +341,7 @@ def plan_line(
     Args:
         config: Configuration of the stage.
         start: Whether the run is fresh or resumes at a step.
+        left: Steps that the stage has left; none for 0 and less.
         held_out: Number of problems of an evaluation.
         run_dir: Directory of the run.
         seconds: Durations of a supervised step, a step and an evaluation, by the names of their phases. Those that
@@ -349,7 +356,7 @@ def plan_line(
         parts.append(f"supervised stage, {config.sft.steps} steps{about(SUPERVISED, config.sft.steps)}")
     if held_out and fresh:
         parts.append(f"evaluation on {held_out} problems{about(EVALUATION)}")
-    if (left := config.steps - start.step) > 0:
+    if left > 0:
         sampled = config.group.problems * config.resample.sampled(config.group.size)
         parts.append(f"{left} step{'s' * (left > 1)} of {sampled} rollouts{about(TRAINING, left)}")
         if held_out:

@@ -51,11 +51,12 @@ def test_a_run_leaves_its_seconds_for_the_next_one_with_the_same_settings():
     config = toy()
     seconds, source = durations.expected(config, config.model, 12, {"training": 2.0, "evaluation on 12 problems": 90.0})
     assert seconds == {"training": 2.0, "evaluation": 90.0} and "earlier run" in source
-    assert plan_line(config, Start("fresh"), 12, Path("runs/a"), seconds) == (
+    assert plan_line(config, Start("fresh"), config.steps, 12, Path("runs/a"), seconds) == (
         "plan: supervised stage, 400 steps; then evaluation on 12 problems, about 90 s; then 30 steps of 256 "
         "rollouts, about 60 s; then evaluation at the end; written to runs/a"
     )
-    assert "plan: nothing is left" in plan_line(config, Start("resume", config.steps + 2), 12, Path("runs/a"), seconds)
+    assert plan_line(config, Start("fresh"), 0, 0, Path("a"), {}) == "plan: supervised stage, 400 steps; written to a"
+    assert "plan: nothing is left" in plan_line(config, Start("resume", 32), -2, 12, Path("runs/a"), seconds)
 
 
 def test_a_cache_that_holds_something_else_or_cannot_be_written_is_left(tmp_path, monkeypatch):

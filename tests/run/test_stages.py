@@ -343,3 +343,13 @@ def test_a_run_that_was_killed_goes_on_in_its_stage(trained, stages, tmp_path, s
     before = (run_dir / "metrics.jsonl").read_bytes()
     again = train(read_config(stages, f"--run_dir={run_dir}", "--checkpoint.keep=9", "--resume=auto"))
     assert again == summary and (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_run_that_ended_before_its_first_stage_goes_on_like_a_whole_one(trained, stages, tmp_path):
+    words = f"--run_dir={tmp_path / 'run'}", "--checkpoint.keep=9"
+    train(read_config(stages, *words, "--steps=0"))
+    assert not (tmp_path / "run" / "events.jsonl").exists()  # no stage began
+    train(read_config(stages, *words, "--resume=auto"))
+    assert numbers(tmp_path / "run") == numbers(trained[0]) and params_hash(tmp_path / "run") == params_hash(trained[0])
+    assert read_events(tmp_path / "run") == read_events(trained[0])
