@@ -20,6 +20,7 @@ import os
 import platform
 import statistics
 import subprocess
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -51,6 +52,8 @@ STEPS = 2
 """Steps of a variant that are timed in its turn, after one that is not."""
 UNEQUAL = 16
 """Trajectories of unequal lengths, of the same mean."""
+ROW = 512
+"""Tokens of a packed row."""
 
 
 class Ours(Timed):
@@ -59,7 +62,7 @@ class Ours(Timed):
     def __init__(self, model: ModelConfig, rows: list[TrainRow], batch: BatchConfig, lora: Any, clip: Clip) -> None:
         super().__init__()
         mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
-        self.batch = shard_batch(pack(rows, batch, 1)[0], mesh)
+        self.batch = shard_batch(pack(rows, batch, calls_of(rows, batch))[0], mesh)
         update = UpdateConfig(remat="none", vocab_chunk=model.vocab_size)
         step, key = make_update_step(model, clip, OPTIM, update, mesh, lora=lora), jax.random.key(0)
         weights = jax.jit(partial(init_params, config=model))(key)
@@ -75,6 +78,11 @@ class Ours(Timed):
             self.state, metrics = self.step(self.state, self.batch)
             jax.block_until_ready((self.state, metrics))
         return float(metrics["loss/value"]), float(metrics["update/grad_norm"])
+
+
+def calls_of(rows: list[TrainRow], batch: BatchConfig) -> int:
+    """Micro-batches that the rows fill."""
+    return -(-pack(rows, replace(batch, rows=1), len(rows))[1].rows_used // batch.rows)
 
 
 class Plain(Timed):
@@ -94,10 +102,12 @@ class Plain(Timed):
 
 
 class Torch(Timed):
-    """transformers' Llama of this shape with the same weights, and torch's fused AdamW; rows padded to the longest."""
+    """transformers' Llama of this shape with the same weights, and torch's fused AdamW; rows padded to the longest of
+    those in a call, of which there are `at_once` or, for 0, all."""
 
-    def __init__(self, model: ModelConfig, rows: list[TrainRow], lora: Any = None) -> None:
+    def __init__(self, model: ModelConfig, rows: list[TrainRow], lora: Any = None, at_once: int = 0) -> None:
         super().__init__()
+        self.at_once = at_once or len(rows)
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -160,22 +170,32 @@ class Torch(Timed):
         return {name: self.torch.from_numpy(np.array(leaf)) for name, leaf in tensors.items()}
 
     def run(self) -> tuple[float, float]:
-        torch = self.torch
+        torch, total = self.torch, 0.0
         with self.step_timed():
-            mask = None if bool(self.present.all()) else self.present
-            logits = self.model(input_ids=self.tokens, attention_mask=mask, use_cache=False).logits[:, :-1]
-            targets = self.tokens[:, 1:]
-            logprobs = -torch.nn.functional.cross_entropy(
-                logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="none"
-            ).view(targets.shape)
-            ratio = torch.exp(logprobs - self.old)
-            clipped = ratio.clamp(1 - CLIP.clip_low, 1 + CLIP.clip_high)
-            loss = -(self.weights * torch.minimum(ratio * self.advantages, clipped * self.advantages)).sum()
-            loss.backward()
+            for first in range(0, len(self.tokens), self.at_once):
+                loss = self._loss(slice(first, first + self.at_once))
+                loss.backward()
+                total += loss.item()
             norm = torch.nn.utils.clip_grad_norm_(self.trained, OPTIM.max_grad_norm)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        return loss.item(), norm.item()
+        return total, norm.item()
+
+    def _loss(self, rows: slice) -> Any:
+        """The loss of some rows, cut to the longest of them."""
+        torch, present = self.torch, self.present[rows]
+        longest = int(present.sum(1).max())
+        tokens, present = self.tokens[rows, :longest], present[:, :longest]
+        old, advantages, weights = (part[rows, : longest - 1] for part in (self.old, self.advantages, self.weights))
+        mask = None if bool(present.all()) else present
+        logits = self.model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1]
+        targets = tokens[:, 1:]
+        logprobs = -torch.nn.functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="none"
+        ).view(targets.shape)
+        ratio = torch.exp(logprobs - old)
+        clipped = ratio.clamp(1 - CLIP.clip_low, 1 + CLIP.clip_high)
+        return -(weights * torch.minimum(ratio * advantages, clipped * advantages)).sum()
 
 
 class Peer(Tunix):
@@ -199,13 +219,13 @@ def variants_of(case: str, model: ModelConfig) -> tuple[list[int], dict[str, Any
             "plain": lambda: Plain(model, rows),
             "torch": lambda: Torch(model, rows),
         }
-    if case == "packed":
-        length = -(-max(lengths) // 32) * 32
-        packed = BatchConfig(row_length=length, rows=1)
-        used = pack(rows, packed, UNEQUAL)[1].rows_used
+    if case == "packed":  # rows of several trajectories, some a call, as in configs/smollm2_words.yaml
+        packed = {count: BatchConfig(row_length=ROW, rows=count) for count in (2, 1)}
         return lengths, {
-            "ours": lambda: Ours(model, rows, BatchConfig(row_length=length, rows=used), AllWeights(), CLIP),
+            "ours": lambda: Ours(model, rows, packed[2], AllWeights(), CLIP),
+            "ours, a row a call": lambda: Ours(model, rows, packed[1], AllWeights(), CLIP),
             "torch, padded": lambda: Torch(model, rows),
+            "torch, padded, four a call": lambda: Torch(model, rows, at_once=COUNT),
         }
     if case == "low_rank":
         return lengths, {
