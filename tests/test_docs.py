@@ -67,6 +67,12 @@ def script(name: str):
     return module
 
 
+def test_every_test_file_that_ci_or_a_page_names_exists():
+    texts = [path.read_text(encoding="utf-8") for path in (*sorted((ROOT / ".ci").iterdir()), *PAGES)]
+    names = sorted({name for text in texts for name in re.findall(r"\btests/[\w/]+\.py\b", text)})
+    assert len(names) > 20 and [name for name in names if not (ROOT / name).is_file()] == []
+
+
 def test_the_pictures_are_what_their_script_draws():
     for name, content in script("draw").files().items():
         assert (DOCS / "images" / name).read_text(encoding="utf-8") == content, "run `python docs/draw.py`"
