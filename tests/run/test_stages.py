@@ -187,17 +187,11 @@ def test_what_an_evaluation_decided_is_carried_to_the_next_session(stages):
     assert run.progress.index == 0 and session.noted == [] and next_claim(session.claim, run).stage == 0
 
 
-def test_a_run_without_further_steps_begins_no_stage_and_chooses_no_problems(stages):
-    """`grpo-roc sft` ends before the first step, so it need not try problems that the run which goes on tries."""
-    over = StageProgress(1, 3, ((0.5, 0.5), (9.0, 9.0)))
-    for step, tries in ((9, 0), (8, 1)):
-        session, run = fakes(stages, 2, over, step=step)
-        with (
-            mock.patch.object(run_stages, "choose_problems") as choose,
-            mock.patch.object(run_stages, "start_train_state"),
-        ):
-            enter_stage(session, run, 3)
-        assert (choose.call_count, run.progress.index, len(session.noted)) == (tries, 1 + tries, tries)
+def test_a_run_without_further_steps_begins_no_stage(stages):
+    """`grpo-roc sft` ends before the first step, so it need not try the problems of a stage that chooses some."""
+    session, run = fakes(stages, 1, StageProgress(0, 0), step=9)
+    enter_stage(session, run, 3)
+    assert (run.progress, run.partial, session.noted) == (StageProgress(0, 0), ("cut",), [])
 
 
 def test_a_resumed_run_shows_a_stage_all_metrics_of_the_evaluation_that_was_due(stages, tmp_path):
