@@ -112,7 +112,7 @@ def prompts_of(options: argparse.Namespace) -> list[dict[str, Any]]:
 def theirs(options: argparse.Namespace) -> dict[str, Any]:
     """TRL's run of the same."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     rows = prompts_of(options)
@@ -133,15 +133,19 @@ def theirs(options: argparse.Namespace) -> dict[str, Any]:
             self.sampled += time.perf_counter() - start
             return out
 
-        def log(self, logs: dict[str, float], *given: Any) -> None:
+    class Recorder(TrainerCallback):
+        """Reads what the trainer logs after each step."""
+
+        def on_log(self, *given: Any, logs: dict[str, float], **rest: Any) -> None:
             if "reward" in logs:
                 now = time.perf_counter()
                 measured["reward"].append(logs["reward"])
                 measured["tokens"].append(logs["completions/mean_length"])
-                measured["sample_s"].append(self.sampled)
-                measured["update_s"].append(now - self.begun - self.sampled)
-                self.sampled, self.begun = 0.0, now
-            super().log(logs, *given)
+                measured["sample_s"].append(trainer.sampled)
+                measured["update_s"].append(now - trainer.begun - trainer.sampled)
+                trainer.sampled, trainer.begun = 0.0, now
+            elif not measured["reward"]:
+                raise SystemExit(f"TRL logs no reward after its first step, only {', '.join(logs)}")
 
     def reward(prompts: list[str], completions: list[str], answer: list[str], **columns: Any) -> list[float]:
         return paid(completions, answer)
@@ -175,7 +179,7 @@ def theirs(options: argparse.Namespace) -> dict[str, Any]:
         )
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")
         data = Dataset.from_list([{"prompt": row["prompt"], "answer": row["answer"]} for row in rows])
-        trainer = Timed(model, reward, config, data, processing_class=tokenizer)
+        trainer = Timed(model, reward, config, data, processing_class=tokenizer, callbacks=[Recorder()])
         trainer.begun = time.perf_counter()
         trainer.train()
     return measured
