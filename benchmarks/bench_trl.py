@@ -67,6 +67,7 @@ def words_of(options: argparse.Namespace) -> list[str]:
         "configs/smollm2_words.yaml",
         *(f"--model.path={options.model}", "--sft.steps=0", "--stages=[]", f"--data.sources=[{options.data}]"),
         *("--data.eval_problems=0", "--data.eval_sources=[]", "--tools.enabled=[]", "--rollout.max_turns=1"),
+        "--text.calls=hermes",  # a turn of another kind of calls does not end with </python>, as TRL's does not
         *(f"--rollout.max_response_tokens={options.longest}", f"--rollout.slots={options.problems * GROUP}"),
         *(f"--steps={options.steps}", f"--group.problems={options.problems}", f"--group.size={GROUP}"),
         *("--resample=none", "--resample.drop=none", "--advantage.scale.eps=1e-4", f"--seed={options.seed}"),
