@@ -33,6 +33,8 @@ from grpo_roc_jax.sandbox import Executor, ExecutorSettings, Program, ProgramLim
 LR, CLIP, GROUP = 2e-5, 0.2, 8
 CODE = re.compile(r"<python>(.*?)</python>", re.DOTALL)
 NUMBERS = itertools.count()
+LIKE = 1.1
+"""Largest ratio of the mean lengths of completions at which seconds of both runs are compared."""
 
 
 @cache
@@ -216,6 +218,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         half = len(run["reward"]) // 2
         halves = run["reward"][:half], run["reward"][half:]
         lines[f"{name} reward, halves"] = [round(statistics.mean(part), 3) for part in halves]
+    short, long = sorted(lines[f"{name} tokens"] for name in runs)
+    if long > LIKE * short:
+        sys.exit(f"completions of {short} and {long} tokens: unequal work is not compared\n{json.dumps(lines)}")
     for part in ("sample_s", "update_s"):
         lines[f"trl / ours, {part}"] = round(lines[f"trl {part}"] / lines[f"ours {part}"], 2)
     names = ("jax", "trl", "torch", "transformers")
