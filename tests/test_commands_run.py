@@ -58,7 +58,7 @@ runs/b runs/first runs/plain runs/toy runs/qwen runs/two runs/mine runs/roc runs
 runs/my-model run cold words2/cold
 """.split()  # noqa: SIM905
 """Names under which pages know a run."""
-PUBLISHED = re.compile(r"qwen|smollm")
+PUBLISHED = re.compile(r"qwen|smollm|gemma|llama")
 """Recipes of published models; here they train the exported model of the small run."""
 SMALL_MODEL = """
 --model.path=model --model.compute_dtype=float32 --data.sources=problems.jsonl --data.eval_sources=heldout.jsonl
@@ -78,6 +78,11 @@ RUNNABLE = sorted(
         if not ELSEWHERE.search(line) and len(shlex.split(line)) > 1 and line != "grpo-roc train"
     }
 )
+
+ADAPTERS = sorted(
+    {match[1] for line in RUNNABLE if (match := re.match(r"grpo-roc export (runs/\S+) \S+ --adapter", line))}
+)
+"""Runs that the pages export an adapter of: each has the name of its recipe."""
 
 
 def environment() -> dict[str, str]:
@@ -146,7 +151,7 @@ def folder(tmp_path_factory):
     parts = (("problems.jsonl", rows), ("data/problems.jsonl", rows), ("heldout.jsonl", rows[:2]))
     for name, part in (*parts, ("words2/train.jsonl", rows), ("gsm8k_test.jsonl", rows)):
         (root / name).write_text("".join(json.dumps(row) + "\n" for row in part))
-    for name in ("runs/qwen2_5_7b_lora", "runs/qwen2_5_7b_lora_4bit"):
+    for name in ADAPTERS:
         run(filled(f"grpo-roc train {name.removeprefix('runs/')}.yaml --run_dir {name}"), root)
     (root / "rewards.py").write_text(REWARDS)
     for name in ("mine.yaml", "my.yaml", "config.yaml"):
@@ -195,6 +200,9 @@ def test_the_pages_leave_enough_to_run():
     names = {filled(line)[0] for line in RUNNABLE}
     assert names >= {"train", "sft", "evaluate", "difficulty", "view", "plot", "export", "chat", "check-data"}
     assert names >= {"check-reward", "doctor", "probe", "new", "run-tools"} and len(RUNNABLE) > 95
+    reading = [re.sub(r"--(run_dir|store)[ =]\S+", "", line) for line in RUNNABLE]  # without what is written
+    read = {word.rstrip("/") for line in reading for word in re.findall(r"\bruns/[\w/-]+", line)}
+    assert sorted(read - {*COPIES, *ADAPTERS, "runs/a"}) == []
 
 
 def test_what_is_filled_in_is_a_configuration(tmp_path, monkeypatch):
