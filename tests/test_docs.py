@@ -67,6 +67,7 @@ def script(name: str):
     return module
 
 
+@with_contrib
 def test_every_test_file_that_ci_or_a_page_names_exists():
     texts = [path.read_text(encoding="utf-8") for path in (*sorted((ROOT / ".ci").iterdir()), *PAGES)]
     names = sorted({name for text in texts for name in re.findall(r"\btests/[\w/]+\.py\b", text)})

@@ -12,6 +12,7 @@ from benchmarks.studies import STUDIES
 from benchmarks.study_published import cost_lines, published
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.settings.cli import flatten, load_config
+from tests.helpers.contrib import with_contrib
 
 
 def one_of_each(name):
@@ -20,7 +21,14 @@ def one_of_each(name):
     return {job.arm: job for job in study.jobs_of(few, study.ROOT)}
 
 
-@pytest.mark.parametrize("name", [name for name in STUDIES if name != "methods"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[with_contrib] if name in ("overlong", "rc") else [])  # which have arms of contrib/
+        for name in STUDIES
+        if name != "methods"
+    ],
+)
 def test_every_arm_is_a_configuration_of_its_own(name, monkeypatch):
     monkeypatch.chdir(study.ROOT)
     configs = {}

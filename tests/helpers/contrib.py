@@ -5,4 +5,4 @@ from pathlib import Path
 import pytest
 
 HAS_CONTRIB = (Path(__file__).resolve().parents[2] / "grpo_roc_jax" / "contrib").is_dir()
-with_contrib = pytest.mark.skipif(not HAS_CONTRIB, reason="the pages speak of contrib/, which is not here")
+with_contrib = pytest.mark.skipif(not HAS_CONTRIB, reason="speaks of contrib/, which is not here")
