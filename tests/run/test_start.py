@@ -14,6 +14,7 @@ from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import CompilationCounter, read_metrics
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.train import main, train
+from tests.helpers.contrib import with_contrib
 from tests.test_train import TINY
 from tests.test_train import shared_programs as shared_programs  # a fixture
 
@@ -117,6 +118,7 @@ def test_a_failed_start_is_one_message_and_leaves_nothing(fault, files, capsys, 
         assert message in said_by([*words, "--dry-run"], capsys)
 
 
+@with_contrib
 def test_a_service_that_does_not_answer_is_a_message(files, capsys):
     words = [word for word in TINY if not word.startswith("--tools.")]
     words += ["--tools.executor", "sandbox_fusion", "--tools.executor.url", "http://127.0.0.1:9"]
