@@ -36,7 +36,7 @@ from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, p
 from grpo_roc_jax.record.trace import TraceRecord, TraceWriter, from_json, trace_files
 from grpo_roc_jax.settings.files import output_file, parse_json
 from grpo_roc_jax.view.answers import Block, Runs, lines
-from grpo_roc_jax.view.atif import read_atif, to_atif
+from grpo_roc_jax.view.atif import documents, read_atif
 from grpo_roc_jax.view.page_server import PageServer
 from grpo_roc_jax.view.pages import Location, by_file, page_of
 
@@ -321,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no trajectory matches\n{available(config)}")
         return 0
     if atif:
-        text = "".join(json.dumps(to_atif(record)) + "\n" for record in choice.records)
+        text = "".join(json.dumps(document) + "\n" for document in documents(choice.records))
         atif.write_text(text, encoding="utf-8")
         print(f"written: {config.atif} ({len(choice.places)} of {choice.matched} matching trajectories)")
         return 0

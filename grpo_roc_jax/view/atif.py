@@ -8,7 +8,8 @@ Source: ATIF 1.8 as the models of `harbor` 0.25 define it.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,16 @@ def to_atif(record: TraceRecord) -> dict[str, Any]:
         "final_metrics": {"total_completion_tokens": int(trajectory.policy_mask.sum()), "extra": reward},
         "extra": {EXTRA_KEY: fields, "token_ids_after": trajectory.tokens[end:].tolist()},
     }
+
+
+def documents(records: Iterable[TraceRecord]) -> Iterator[dict[str, Any]]:
+    """The document of each record, with ids that differ: a problem that comes twice in a step is numbered, `ID/2`."""
+    seen: Counter[str] = Counter()
+    for record in records:
+        document = to_atif(record)
+        name = document["trajectory_id"]
+        seen[name] += 1
+        yield document if seen[name] == 1 else {**document, "trajectory_id": f"{name}/{seen[name]}"}
 
 
 def _agent_step(turn: Turn, trajectory: Trajectory) -> dict[str, Any]:

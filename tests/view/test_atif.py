@@ -93,6 +93,8 @@ def test_view_writes_a_file_from_which_trajectories_come_back_and_shows_one(tmp_
     TraceWriter(run).write(3, written)
     assert view.main([str(run), "--atif", str(file)]) == 0 and "6 of 6" in capsys.readouterr().out
     assert_same(list(read_atif(file)), written)
+    ids = [json.loads(line)["trajectory_id"] for line in file.read_text(encoding="utf-8").splitlines()]
+    assert ids == ["3-p:1-0", "3-p:1-1", "3-p:1-2", "3-p:1-3", "3-p:1-3/2", "3-p:1-3/3"]
     assert view.main([str(file), "--text", "--limit", "1"]) == 0
     assert "6 of 6" in (out := capsys.readouterr().out) and "p:1" in out
     file.write_text(json.dumps(FOREIGN), encoding="utf-8")
