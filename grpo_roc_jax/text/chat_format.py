@@ -7,7 +7,6 @@ so no template can rewrite history and sampled ids are never re-encoded. Each tu
 Text from outside (problems, observations) is encoded as plain text. Observations are escaped as well (`text.escape`).
 """
 
-import itertools
 import json
 import re
 from bisect import bisect_left
@@ -135,7 +134,7 @@ class ChatFormat:
         self._observation_open = self._glued(glue.observation_open)
         self._observation_between = self._glued(glue.observation_between)
         self._observation_close = self._glued(glue.observation_close)
-        last = self._prompt_close[-1]
+        last = self._runs(self._prompt_close)[-1]
         self._before_turn = last[-1:] if isinstance(last, str) else ""
         """The last character before a turn; empty after a special id."""
         self._other_tools: dict[str, ChatFormat] = {}
@@ -150,12 +149,25 @@ class ChatFormat:
         parts = (part for part in self._tag.split(text) if part)
         return [part if (token := self.tokenizer.special(part)) is None else token for part in parts]
 
-    def _ids(self, pieces: Iterable[int | str]) -> list[int]:
-        ids: list[int] = []
-        for plain, run in itertools.groupby(pieces, key=lambda piece: isinstance(piece, str)):
-            parts = list(run)
-            ids += self.tokenizer.encode("".join(parts)) if plain else parts
-        return ids
+    def _runs(self, pieces: Iterable[int | str]) -> Pieces:
+        """Special ids and the text between them, without the white space that they take in."""
+        runs: Pieces = []
+        for piece in pieces:
+            if runs and isinstance(piece, str) and isinstance(runs[-1], str):
+                runs[-1] += piece
+            else:
+                runs.append(piece)
+        beside = zip(runs, [None, *runs], [*runs[1:], None], strict=False)
+        strips = self.tokenizer.strips
+        return [run if isinstance(run, int) else strips.apply(run, before, after) for run, before, after in beside]
+
+    def _ids(self, pieces: Iterable[int | str], *, last: int | None = None) -> list[int]:
+        """Ids of special ids and text; `last` is the id before them."""
+        runs = self._runs(pieces if last is None else [last, *pieces])
+        ids = [
+            i for run in runs for i in ([run] if isinstance(run, int) else self.tokenizer.encode(run) if run else [])
+        ]
+        return ids if last is None else ids[1:]
 
     def prompt_ids(self, problem: Problem, suffix: str = "") -> list[int]:
         """System message if any, the user message (instruction, problem, `suffix`), and the opened assistant turn.
@@ -234,7 +246,7 @@ class ChatFormat:
         text = self.glue.prompt_close
         for end in (self.glue.end, *self.convention.past_ends):
             if end in text:
-                return self._ids(self._glued(text.partition(end)[2]))
+                return self._ids(self._glued(text.partition(end)[2]), last=self.end_id)
         return self._ids(self._glued(text)) if re.search("assistant|model|ASSISTANT", text) else []
 
     def _parts(self, text: str) -> TurnParts:
@@ -242,8 +254,8 @@ class ChatFormat:
 
     def question_ids(self, text: str, *, closed: bool = False) -> list[int]:
         """Ids that follow a last turn when the user writes again; `text` is plain text."""
-        end = [] if closed else [self.end_id]
-        return self._ids([*end, *self._user_open, text, *self._prompt_close])
+        pieces = [*self._user_open, text, *self._prompt_close]
+        return self._ids(pieces, last=self.end_id) if closed else self._ids([self.end_id, *pieces])
 
     @property
     def call_marks(self) -> tuple[str, ...]:
@@ -285,12 +297,13 @@ class ChatFormat:
         answered = [calls[i] if i < len(calls) else None for i in range(len(shown))]
         ids = [self.convention.reply_id(call, i) for i, call in enumerate(answered)]
         names = [plain_name(call.name) if call is not None and call.name else "tool" for call in answered]
-        pieces: Pieces = [] if closed else [self.call_end_id]
+        pieces: Pieces = []
         for i, text in enumerate(shown):
             glue = self._observation_between if i else self._observation_open
             first = max(0, i - 1)
             pieces += [*_with_ids(glue, ids[first:], names[first:]), text]
-        return self._ids([*pieces, *_with_ids(self._observation_close, ids[-1:], names[-1:])])
+        pieces += _with_ids(self._observation_close, ids[-1:], names[-1:])
+        return self._ids(pieces, last=self.call_end_id) if closed else self._ids([self.call_end_id, *pieces])
 
     def closes_calls(self, token: int) -> bool:
         """Whether a turn of calls that ends with this id needs no further end token."""

@@ -22,7 +22,7 @@ from grpo_roc_jax.settings.files import read_text
 from grpo_roc_jax.text.config import PublishedTemplate
 from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
 from grpo_roc_jax.text.template_bounds import BoundedEnvironment
-from grpo_roc_jax.text.tokenizer import read_json
+from grpo_roc_jax.text.tokenizer import named_tokens, read_json
 from grpo_roc_jax.types import ToolCall
 
 Message = Mapping[str, Any]
@@ -30,6 +30,9 @@ USER = "xUSERx"
 """Placeholders for texts: letters without spaces around them, which no template changes."""
 
 
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of a model directory with the templates that have a name, such as `tool_use.jinja`, as transformers 5 writes
+them."""
 MOST_TEMPLATE_BYTES = 4 << 20
 """Largest template in bytes; published ones have some thousands."""
 
@@ -263,17 +266,16 @@ def load_template(
     Raises:
         TemplateError: There is no template.
     """
-    config = read_json(folder / "tokenizer_config.json")
-    specials = {
-        key: value["content"] if isinstance(value, Mapping) else value
-        for key, value in config.items()
-        if key.endswith("_token") and isinstance(value, str | Mapping)
-    }
-    path = Path(settings.file).expanduser() if settings.file else folder / "chat_template.jinja"
-    if path.is_file():
-        return ChatTemplate(read_text(path, MOST_TEMPLATE_BYTES), specials, str(path), settings)
+    specials = named_tokens(folder)
     if settings.file:
-        raise TemplateError(f"text.template.file = {settings.file!r} is not a file; name a jinja template")
+        path = Path(settings.file).expanduser()
+        if not path.is_file():
+            raise TemplateError(f"text.template.file = {settings.file!r} is not a file; name a jinja template")
+        return ChatTemplate(read_text(path, MOST_TEMPLATE_BYTES), specials, str(path), settings)
+    for name in (*((f"{MORE_TEMPLATES}/tool_use.jinja",) if with_tools else ()), "chat_template.jinja"):
+        if (folder / name).is_file():
+            return ChatTemplate(read_text(folder / name, MOST_TEMPLATE_BYTES), specials, str(folder / name), settings)
+    config = read_json(folder / "tokenizer_config.json")
     source = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(source, list):
         named = {
@@ -424,7 +426,7 @@ def _call_end(text: str, ends: Sequence[str], template: ChatTemplate) -> str:
     if not ends_found:
         raise TemplateError(
             f"{template.origin}: no end token between a turn and the output of its call; got {text!r}, which holds "
-            f"none of {list(ends)}"
+            f"none of {list(ends)}; name the token in text.tokenizer.eos_token"
         )
     return ends[0] if ends[0] in text else ends_found[0][1]
 
@@ -435,7 +437,8 @@ def _after_turn(text: str, ends: Sequence[str], template: ChatTemplate) -> tuple
     positions = {close_turn.find(end): end for end in ends if end and end in close_turn}
     if not positions:
         raise TemplateError(
-            f"{template.origin}: no end token after a turn; got {close_turn!r}, which holds none of {ends}"
+            f"{template.origin}: no end token after a turn; got {close_turn!r}, which holds none of {ends}; name the "
+            "token in text.tokenizer.eos_token"
         )
     position, end = min(positions.items())
     if close_turn[:position].strip():

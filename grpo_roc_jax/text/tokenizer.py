@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,8 +33,35 @@ KNOWN_MARKS = (*CHATML_TAGS, *PROTOCOL_TAGS, "<start_of_turn>", "<end_of_turn>",
 PLAIN_SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 """How an added special token is matched, as `tokenizer.json` writes it: exactly, at any position."""
 
+WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+"""White space in Unicode, which is what added tokens take in; `str.strip` would take four control characters too."""
+
 UNKNOWN = "\ufffd".encode()
 """Text of an id beyond the vocabulary, which can be sampled when the embedding is padded."""
+
+
+@dataclass(frozen=True)
+class Strips:
+    """Special ids that take in white space, as `lstrip` and `rstrip` of an added token say: the text beside them loses
+    it. Phi-3's role tokens do so with the line break after them."""
+
+    before: frozenset[int] = frozenset()
+    """Ids that take in the white space before them."""
+    after: frozenset[int] = frozenset()
+    """Ids that take in the white space after them."""
+
+    @classmethod
+    def of(cls, tokens: Mapping[int, Mapping[str, Any]]) -> "Strips":
+        """Of added tokens by their ids, as `tokenizer.json` and `tokenizer_config.json` describe them."""
+        return cls(
+            frozenset(i for i, token in tokens.items() if token.get("lstrip")),
+            frozenset(i for i, token in tokens.items() if token.get("rstrip")),
+        )
+
+    def apply(self, text: str, before: int | None, after: int | None) -> str:
+        """What is left of a text between two ids."""
+        text = text.lstrip(WHITE_SPACE) if before in self.after else text
+        return text.rstrip(WHITE_SPACE) if after in self.before else text
 
 
 class Tokenizer(Protocol):
@@ -47,6 +75,8 @@ class Tokenizer(Protocol):
     """Id that fills rows; may equal `eos_id`, since masks come from lengths."""
     special_ids: frozenset[int]
     """Ids that plain text never produces."""
+    strips: Strips
+    """Special ids that take in the white space beside them."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text: none of `special_ids`, and no start or end token is added."""
@@ -68,6 +98,8 @@ class Tokenizer(Protocol):
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0-255, then the special tokens; lone surrogates are encoded as `?`."""
+
+    strips = Strips()
 
     def __init__(self, specials: Sequence[str] = OWN_SPECIALS):
         self._specials = {text: 256 + i for i, text in enumerate(specials)}
@@ -103,10 +135,12 @@ class SentencePieceTokenizer:
         proto: bytes,
         *,
         added: Mapping[str, int] | None = None,
+        strips: Strips = Strips(),
         eos_token: str = "",
         pad_token: str = "",
         origin: str = "tokenizer",
     ):
+        self.strips = strips
         self._model = model = sentencepiece.SentencePieceProcessor(model_proto=proto)
         self._pieces = model.vocab_size()
         pieces = {model.id_to_piece(i): i for i in range(self._pieces)}
@@ -196,7 +230,9 @@ class JsonTokenizer:
     """
 
     def __init__(self, spec: dict[str, Any], *, eos_token: str = "", pad_token: str = "", origin: str = "tokenizer"):
-        added = {token["content"]: token["id"] for token in spec.get("added_tokens") or () if token["content"].strip()}
+        tokens = [token for token in spec.get("added_tokens") or () if token["content"].strip()]
+        added = {token["content"]: token["id"] for token in tokens}
+        self.strips = Strips.of({token["id"]: token for token in tokens})
         whitespace_tokens = [token for token in spec.get("added_tokens") or () if not token["content"].strip()]
         self._specials = added
         self.special_ids = frozenset(added.values())
@@ -324,16 +360,17 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
             ".model, a tokenizer.json, a folder with one of them, or a GGUF file"
         )
     published = path.suffix == ".json" or path.name == "tokenizer.model"  # with the other files of a model directory
-    named = _named_tokens(path.parent / "tokenizer_config.json") if published else {}
+    named = named_tokens(path.parent) if published else {}
     names = {name: getattr(source, name) or named.get(name, "") for name in ("eos_token", "pad_token")}
     if path.suffix not in (".model", ".json"):
         raise ValueError(f"text.tokenizer = {source.path!r}: {path.suffix!r} is neither .model nor .json")
     with damaged(path):
         if path.suffix == ".model":
             proto = path.read_bytes()
-            added = _added_tokens(path.parent) if published else {}
+            tokens = _added_tokens(path.parent) if published else {}
+            added = _added_ids(path.parent, tokens) if published else {}
             added |= _numbered(source.added_tokens, _pieces(proto) | added)
-            return SentencePieceTokenizer(proto, added=added, **names, origin=str(path))
+            return SentencePieceTokenizer(proto, added=added, strips=Strips.of(tokens), **names, origin=str(path))
         spec = with_added_tokens(read_json(path), source.added_tokens)
         return JsonTokenizer(spec, **names, origin=str(path))
 
@@ -369,11 +406,19 @@ def published_folder(source: TokenizerSource) -> Path:
 
 
 def published_ends(source: TokenizerSource) -> frozenset[int]:
-    """Ids that end a text according to the `generation_config.json` next to the tokenizer; there may be several."""
+    """Ids that end a text according to the `generation_config.json` next to the tokenizer, or without that file to the
+    `config.json`, as transformers reads them; there may be several."""
     if not source.path:
         return frozenset()
-    end_ids = read_json(published_folder(source) / "generation_config.json").get("eos_token_id")
-    return frozenset(end_ids if isinstance(end_ids, list) else () if end_ids is None else (end_ids,))
+    folder = published_folder(source)
+    file = folder / "generation_config.json"
+    config = read_json(file if file.is_file() else folder / "config.json")
+    text = config.get("text_config")  # of a model that reads more than text
+    end_ids = next(
+        (ids for part in (config, text) if isinstance(part, Mapping) and (ids := part.get("eos_token_id")) is not None),
+        (),
+    )
+    return frozenset(end_ids if isinstance(end_ids, list | tuple) else (end_ids,))
 
 
 def with_added_tokens(spec: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
@@ -400,14 +445,15 @@ def _pieces(proto: bytes) -> dict[str, int]:
     return {model.id_to_piece(i): i for i in range(model.vocab_size())}
 
 
-def _added_tokens(folder: Path) -> dict[str, int]:
-    """Text -> id of the special tokens that a directory adds to its SentencePiece model."""
-    added: dict[str, int] = dict(read_json(folder / "added_tokens.json"))
+def _added_tokens(folder: Path) -> dict[int, dict[str, Any]]:
+    """Id -> description of the special tokens that a directory adds to its SentencePiece model."""
     decoder = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    for token, entry in decoder.items():
-        if entry.get("special") and entry["content"].strip():
-            added[entry["content"]] = int(token)
-    return added
+    return {int(i): entry for i, entry in decoder.items() if entry.get("special") and entry["content"].strip()}
+
+
+def _added_ids(folder: Path, tokens: Mapping[int, Mapping[str, Any]]) -> dict[str, int]:
+    """Text -> id of these tokens and of those in an `added_tokens.json`."""
+    return read_json(folder / "added_tokens.json") | {entry["content"]: i for i, entry in tokens.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -415,13 +461,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.is_file() else {}
 
 
-def _named_tokens(path: Path) -> dict[str, str]:
-    """`eos_token` and `pad_token` of a `tokenizer_config.json`, written as text or as an object with `content`."""
-    spec = read_json(path)
+def named_tokens(folder: Path) -> dict[str, str]:
+    """`bos_token`, `eos_token` and the like of a model directory -> text.
+
+    As in transformers, `tokenizer_config.json` says them, and before its `added_tokens_decoder` came up,
+    `special_tokens_map.json` did. A value is a text, or an object with `content`.
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    older = {} if "added_tokens_decoder" in config else read_json(folder / "special_tokens_map.json")
     named = {}
-    for name in ("eos_token", "pad_token"):
-        value = spec.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            named[name] = text
+    for key, value in (config | older).items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if key.endswith("_token") and isinstance(text, str):
+            named[key] = text
     return named

@@ -234,6 +234,44 @@ def test_ids_of_a_dialogue(tmp_path, name):
     assert forged.count(chat.end_id) == chat.observation_ids(["4"], closed=True).count(chat.end_id)
 
 
+PHI = """
+{%- for m in messages -%}
+<|{{ m.role }}|>
+{{ m.content }}<|end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|assistant|>
+{% endif -%}
+"""
+
+
+@pytest.mark.parametrize("strips", [{}, {"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True}])
+def test_added_tokens_take_in_white_space_as_in_transformers(tmp_path, strips):
+    """Those of Phi-3 take in the line break after them; ids are compared."""
+    transformers = need_reference("transformers")
+    make_directory(tmp_path, "chatml_tools", PHI, ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"])
+    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    spec["added_tokens"] = [token | strips for token in spec["added_tokens"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    chat = chat_of(tmp_path, system="Be brief.\n", instruction="")
+    question, answer, more = " \t What is 6 x 7?\n\n", "It is 42.", "\u2003Why? "
+    dialogue = [
+        {"role": "system", "content": "Be brief.\n"},
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": more},
+    ]
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=PHI)
+
+    def expected(messages):
+        return reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+    prompt, turn = chat.prompt_ids(Problem("p", question, "42", "s")), chat.turn_ids(answer)
+    assert prompt == expected(dialogue[:2])
+    assert prompt + turn + chat.question_ids(more, closed=True) == expected(dialogue)
+    assert prompt + turn[:-1] + chat.question_ids(more) == expected(dialogue)
+    assert chat.reopened_ids() == chat.prompt_ids(Problem("p", "", "", "s"))[-len(chat.reopened_ids()) :]
+
+
 def test_the_tokens_that_stop_llama(tmp_path):
     chat = chat_of(make_directory(tmp_path, "llama3"))
     assert chat.tokenizer.special("<|eom_id|>") in chat.stop_ids
@@ -277,8 +315,30 @@ def test_the_template_is_found_in_every_usual_file(tmp_path):
     assert load_template(tmp_path).render([]) == "D"
     (tmp_path / "chat_template.jinja").write_text("E{% generation %}F{% endgeneration %}")
     assert load_template(tmp_path).render([]) == "EF"
+    (tmp_path / "additional_chat_templates").mkdir()  # of transformers 5
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("H")
+    assert load_template(tmp_path).render([]) == "EF"
+    assert load_template(tmp_path, with_tools=True).render([]) == "H"
     (tmp_path / "own.jinja").write_text("G")
     assert load_template(tmp_path, PublishedTemplate(file=str(tmp_path / "own.jinja"))).render([]) == "G"
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_special_tokens_are_those_of_transformers(tmp_path, newer):
+    """Older directories name them in `special_tokens_map.json`, which newer ones do not read."""
+    transformers = need_reference("transformers")
+    make_directory(tmp_path, "llama3")
+    source = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": source, "eos_token": "<|eot_id|>"}
+    (tmp_path / "chat_template.jinja").unlink()
+    named |= {"added_tokens_decoder": {}} if newer else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    older = {"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|eom_id|>", "lstrip": False}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = reference.apply_chat_template(CONVERSATIONS["question"], tokenize=False)
+    assert load_template(tmp_path).render(CONVERSATIONS["question"]) == expected
+    assert load_tokenizer(TextConfig(tokenizer=str(tmp_path))).eos_id == reference.eos_token_id
 
 
 @pytest.mark.parametrize("thinking", [True, False])
@@ -317,6 +377,10 @@ def test_all_published_end_tokens_stop_a_turn(tmp_path):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_ids}))
         chat = chat_of(tmp_path)
         assert chat.stop_ids - {chat.end_id} == stops - {chat.end_id}
+    (tmp_path / "generation_config.json").unlink()
+    for config in ({"eos_token_id": ends}, {"text_config": {"eos_token_id": ends}}):  # as transformers falls back
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert chat_of(tmp_path).stop_ids >= set(ends[:2])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     parsed = chat_of(tmp_path).parse_turn([*chat.tokenizer.encode("so"), ends[1]])
     assert (parsed.text, parsed.ended_by, parsed.closed) == ("so", "eos", False)

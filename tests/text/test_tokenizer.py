@@ -17,6 +17,7 @@ from grpo_roc_jax.text.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,
     SentencePieceTokenizer,
+    Strips,
     load_tokenizer,
 )
 
@@ -209,7 +210,7 @@ def test_role_tokens_of_a_sentencepiece_model_are_special(tmp_path, kind):
     (tmp_path / "tokenizer.model").write_bytes(proto)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 500, "<unk>": naive.unk_id()}))
     named = {"eos_token": "<|im_end|>", "pad_token": {"content": "<end_of_turn>"}}
-    named["added_tokens_decoder"] = {"501": {"content": "[TOOL]", "special": True}}
+    named["added_tokens_decoder"] = {"501": {"content": "[TOOL]", "special": True, "rstrip": True}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     loaded = load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
     ids = loaded.encode(text + "<|im_end|>[TOOL]")
@@ -217,6 +218,7 @@ def test_role_tokens_of_a_sentencepiece_model_are_special(tmp_path, kind):
     assert loaded.special("<start_of_turn>") == mark
     assert (loaded.special("<|im_end|>"), loaded.special("[TOOL]"), loaded.vocab_size) == (500, 501, 502)
     assert (loaded.eos_id, loaded.pad_id) == (500, naive.piece_to_id("<end_of_turn>"))
+    assert loaded.strips == Strips(after=frozenset({501}))
     assert loaded.decode([500, *loaded.encode("the"), mark]) == "<|im_end|>the<start_of_turn>"
     # Everything else is encoded as before, including user-defined symbols that are not role tokens.
     for plain in ("the start of a turn", "<table>\n\nhere", "日本"):
