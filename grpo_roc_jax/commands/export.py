@@ -40,6 +40,7 @@ from grpo_roc_jax.settings.files import parse_json, read_json_object
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig
 from grpo_roc_jax.text.exported import exported_template
+from grpo_roc_jax.text.templates import MORE_TEMPLATES
 from grpo_roc_jax.text.tokenizer import PLAIN_SPECIAL, Tokenizer, tokenizer_path, with_added_tokens
 from grpo_roc_jax.tools.registry import default_registry
 
@@ -92,8 +93,9 @@ class TextFiles:
 
 
 def published_text(folder: Path) -> dict[str, bytes]:
-    """The tokenizer files of a published directory."""
-    return {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+    """The tokenizer files of a published directory, with its named chat templates."""
+    more = sorted(path.relative_to(folder).as_posix() for path in (folder / MORE_TEMPLATES).glob("*.jinja"))
+    return {name: (folder / name).read_bytes() for name in (*TOKENIZER_FILES, *more) if (folder / name).is_file()}
 
 
 def export_model(
@@ -140,6 +142,7 @@ def export_model(
         _write_json(folder / "config.json", published)
         _write_json(folder / "generation_config.json", generation)
         for name, content in text.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
         return [*names, "config.json", "generation_config.json", *text.files]
 
@@ -261,11 +264,14 @@ def text_files(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping
     """The tokenizer of a run in published form, its chat template, and the ids that end a turn."""
     chat = make_chat(config, tokenizer, tools)
     files = with_added_files(tokenizer_files(config, tokenizer), config.tokenizer.added_tokens, tokenizer)
-    if isinstance(config.template, PublishedTemplate):
-        if config.template.file:
-            files["chat_template.jinja"] = Path(config.template.file).expanduser().read_bytes()
-    elif files:
-        files["chat_template.jinja"] = exported_template(chat).encode()
+    template = None
+    if not isinstance(config.template, PublishedTemplate):
+        template = exported_template(chat).encode() if files else None
+    elif config.template.file:
+        template = Path(config.template.file).expanduser().read_bytes()
+    if template is not None:  # without the named templates, which transformers prefers for a dialogue with tools
+        files = {name: content for name, content in files.items() if not name.startswith(f"{MORE_TEMPLATES}/")}
+        files["chat_template.jinja"] = template
     ids = tuple(dict.fromkeys([chat.end_id, tokenizer.eos_id]))
     return TextFiles(files, ids, tokenizer.pad_id)
 
