@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from grpo_roc_jax.gguf_files.header import GgufError, Header
-from grpo_roc_jax.gguf_files.tensors import ROTARY_FACTORS, GgufTensor
+from grpo_roc_jax.gguf_files.tensors import ROTARY_FACTORS, GgufTensor, architecture_of
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -85,13 +85,13 @@ def published_config(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[
     Raises:
         GgufError: the architecture is not supported, or the file lacks a key.
     """
-    architecture = str(header.metadata.get("general.architecture"))
-    if architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise GgufError(f"{header.file}: the architecture {architecture!r} is not supported; known are {known}")
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
         raise GgufError(f"{header.file} holds a {kind!r}, not a model; name the file of the model")
+    architecture = architecture_of(header)
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise GgufError(f"{header.file}: the architecture {architecture!r} is not supported; known are {known}")
     if header.metadata.get("split.count", 1) > 1:
         raise GgufError(
             f"{header.file} is one of {header.metadata['split.count']} parts; join them (llama-gguf-split --merge)"
@@ -100,6 +100,11 @@ def published_config(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[
     for key in _KEYS:
         if isinstance(stated.get(key), list):
             raise GgufError(f"{header.file}: {architecture}.{key} = {stated[key]}; must be one number for all layers")
+    if stated.pop("attention.causal", True) is False:
+        raise GgufError(
+            f"{header.file}: {architecture}.attention.causal = False; this model reads a text in both directions, and "
+            "only causal ones can be trained here"
+        )
     name, model_type = ARCHITECTURES[architecture]
     config: dict[str, Any] = {"architectures": [name], "model_type": model_type}
     config |= _DEFAULTS.get(architecture, {})
@@ -120,9 +125,8 @@ def published_config(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[
     config["rope_scaling"] = _rope_scaling(header, stated, config)
     config |= {name: header.metadata.get(f"tokenizer.ggml.{key}") for key, name in _IDS.items()}
     config["torch_dtype"] = _dtype(tensors)
-    for key, neutral in (("vocab_size", config["vocab_size"]), ("attention.causal", True)):
-        if stated.get(key) == neutral:
-            del stated[key]
+    if stated.get("vocab_size") == config["vocab_size"]:
+        del stated["vocab_size"]
     return config | {f"{architecture}.{key}": value for key, value in stated.items() if value}
 
 
@@ -152,12 +156,15 @@ def _gemma(stated: dict[str, Any], config: Mapping[str, Any], architecture: str)
     settings: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"}
     if config["num_hidden_layers"] == _LARGEST_GEMMA[architecture]:
         settings["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
+    layers = range(config["num_hidden_layers"])
     pattern = stated.pop("attention.sliding_window_pattern", None)
     if isinstance(pattern, list):
         settings["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
-    elif pattern:
-        layers = range(config["num_hidden_layers"])
-        settings["layer_types"] = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in layers]
+    elif pattern is not None:  # every n-th layer has no window; 0: each has one
+        whole = [bool(pattern) and (i + 1) % pattern == 0 for i in layers]
+        settings["layer_types"] = ["full_attention" if each else "sliding_attention" for each in whole]
+    elif "sliding_window" not in config:  # a Gemma 3 without windows, of which llama.cpp's converter says no width
+        settings["layer_types"] = ["full_attention" for _ in layers]
     return settings
 
 
@@ -171,19 +178,18 @@ def _rope_scaling(header: Header, stated: dict[str, Any], config: Mapping[str, A
     if "rope.scale_linear" in stated:  # of old files
         stated.setdefault("rope.scaling.factor", stated.pop("rope.scale_linear"))
     parameters = {name: stated.pop(f"rope.scaling.{key}", None) for key, name in _SCALING.items()}
+    scaling: dict[str, Any] | None = None
     if kind == "yarn":
-        return {"rope_type": kind} | {name: value for name, value in parameters.items() if value is not None}
-    if kind == "linear" and parameters["factor"] not in (None, 0, 1):
-        return {"rope_type": kind, "factor": parameters["factor"]}
-    if kind not in ("none", "linear"):
-        return {"rope_type": kind}
-    info = header.tensors.get(ROTARY_FACTORS)
-    if info is None:
-        return None
-    factors = np.empty(info.shape, np.float32)
-    GgufTensor(header.file, info.name, info.type_id, info.shape, info.offset).read((slice(None),), factors)
-    if factors.shape == (config["head_dim"] // 2,) and (factors == 1).all():
-        return None
+        scaling = {name: value for name, value in parameters.items() if value is not None}
+    elif kind == "linear" and parameters["factor"] not in (None, 0, 1):
+        scaling = {"factor": parameters["factor"]}
+    elif kind not in ("none", "linear"):
+        scaling = {}
+    factors = _rotary_factors(header, config)
+    if factors is None:
+        return None if scaling is None else {"rope_type": kind} | scaling
+    if scaling is not None:
+        raise GgufError(f"{header.file} rescales the rotary frequencies twice: {kind!r}, and {ROTARY_FACTORS}")
     length = {
         name: value for name, value in parameters.items() if name == _SCALING["original_context_length"] and value
     }
@@ -195,6 +201,16 @@ def _rope_scaling(header: Header, stated: dict[str, Any], config: Mapping[str, A
             "rescaling of the rotary frequencies is not supported"
         )
     return scaling
+
+
+def _rotary_factors(header: Header, config: Mapping[str, Any]) -> np.ndarray | None:
+    """What each rotary frequency is divided by, as a tensor of the file; None where that changes nothing."""
+    info = header.tensors.get(ROTARY_FACTORS)
+    if info is None:
+        return None
+    factors = np.empty(info.shape, np.float32)
+    GgufTensor(header.file, info.name, info.type_id, info.shape, info.offset).read((slice(None),), factors)
+    return None if factors.shape == (config["head_dim"] // 2,) and (factors == 1).all() else factors
 
 
 def llama3_factors(theta: float, head_dim: int, scaling: Mapping[str, Any]) -> np.ndarray:

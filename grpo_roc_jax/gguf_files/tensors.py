@@ -176,12 +176,17 @@ class GgufPart(GgufTensor):
         return np.concatenate([codes & 15, codes >> 4], axis=2).reshape(len(rows), -1)
 
 
+def architecture_of(header: Header) -> str:
+    """The architecture that a file names; empty where it names none, as a file of something else than a model."""
+    return str(header.metadata.get("general.architecture", ""))
+
+
 def published_tensors(header: Header) -> dict[str, GgufTensor]:
     """Every tensor of a file by its published name; one that has none keeps its own, so that it is refused.
 
     The rotary factors are left out.
     """
-    architecture = header.metadata["general.architecture"]
+    architecture = architecture_of(header)
     gemma = architecture.startswith("gemma")
     heads = {"attn_q": header.metadata.get(f"{architecture}.attention.head_count", 0)}
     heads["attn_k"] = header.metadata.get(f"{architecture}.attention.head_count_kv", heads["attn_q"])

@@ -205,6 +205,9 @@ def test_the_rotary_factors_of_llama_3_are_its_rescaling(tmp_path):
         assert factors.min() == 1 and factors.max() == scaling.factor
         config = with_metadata(tmp_path, model, extra={"rope_freqs.weight": factors})
         assert config.rope_scaling == scaling
+    twice = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    with pytest.raises(GgufError, match="rescales the rotary frequencies twice: 'linear', and rope_freqs"):
+        with_metadata(tmp_path, model, more=twice, extra={"rope_freqs.weight": factors})
     plain = with_metadata(tmp_path, model, extra={"rope_freqs.weight": np.ones(8, np.float32)})
     assert plain.rope_scaling == NoRopeScaling()
     for wrong in (factors[::-1], factors[:4]):
@@ -217,8 +220,11 @@ def test_what_gemmas_files_leave_out(tmp_path):
     for pattern, windows in (
         ([True, False, True, True, True, False, True], (8, 0, 8, 8, 8, 0, 8)),
         (3, (8, 8, 0, 8, 8, 0, 8)),
+        (0, (8,) * 7),
     ):
         assert with_metadata(tmp_path, LAYOUTS["gemma3"], more={key: pattern}).layer_windows == windows
+    whole = with_metadata(tmp_path, LAYOUTS["gemma3"], more={"gemma3.attention.sliding_window": None})
+    assert not any(whole.layer_windows)  # llama.cpp's converter says no width of a model without windows
     largest = replace(LAYOUTS["gemma3"], layers=62, d_model=24)
     assert with_metadata(tmp_path, largest).extras.query_scale == 6  # d_model / heads
     with pytest.raises(UnsupportedModelError, match="final_logit_softcapping = 30"):
@@ -276,11 +282,20 @@ def test_damaged_files_and_other_number_formats_are_refused(tmp_path):
 def test_other_architectures_and_kinds_of_file_are_refused_by_name(tmp_path):
     for more, message in (
         ({"general.type": "adapter"}, "holds a 'adapter', not a model"),
+        ({"llama.attention.causal": False}, r"llama\.attention\.causal = False; .*both directions"),
         ({"split.count": 3}, "one of 3 parts; join them"),
         ({"llama.block_count": None}, r"lacks llama\.block_count"),
         ({"llama.attention.head_count": [4, 4, 2]}, r"head_count = \[4, 4, 2\]; must be one number"),
     ):
         file, _ = make_pair(tmp_path, PLAIN_LLAMA, more=more)
+        with pytest.raises(GgufError, match=message):
+            find_model(str(file))
+    for more, message in (
+        ({"general.type": "imatrix"}, "holds a 'imatrix', not a model"),
+        ({}, "the architecture '' is not supported"),
+    ):  # such files need not name an architecture
+        file, _ = make_pair(tmp_path, PLAIN_LLAMA, more=more)
+        file.write_bytes(file.read_bytes().replace(b"general.architecture", b"general.architectura"))
         with pytest.raises(GgufError, match=message):
             find_model(str(file))
     file, _ = make_pair(tmp_path, PLAIN_LLAMA)
