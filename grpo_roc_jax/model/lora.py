@@ -327,7 +327,8 @@ def read_lora(folder: Path) -> LowRank:
     """
     published = read_json_object(folder / ADAPTER_CONFIG)
     targets = published.get("target_modules")
-    if published.get("peft_type") != "LORA" or not isinstance(targets, list):
+    names = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
+    if published.get("peft_type") != "LORA" or not names:
         got = f"peft_type {published.get('peft_type')!r}, target_modules {targets!r}"
         raise CheckpointError(f"{folder}: {got}; must be LORA and a list of names")
     options = [f"{key} = {value!r}" for key, value in published.items() if value and key not in _READ | _WITHOUT_EFFECT]
@@ -342,8 +343,10 @@ def read_lora(folder: Path) -> LowRank:
         raise CheckpointError(f"{folder}: not supported: {', '.join(refused)}")
     try:
         return LowRank(rank=published["r"], alpha=float(published["lora_alpha"]), targets=tuple(sorted(targets)))
-    except (KeyError, TypeError, OverflowError) as error:
-        raise CheckpointError(f"{folder}: {ADAPTER_CONFIG} lacks r or lora_alpha as numbers: {error!r}") from error
+    except (KeyError, TypeError, OverflowError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder}: {ADAPTER_CONFIG} must have r and lora_alpha above 0, and target_modules: {error}"
+        ) from error
 
 
 def load_adapter(folder: Path, lora: LowRank, model: ModelConfig, family: Family) -> Params:

@@ -217,8 +217,15 @@ def stage_of(run: Path, step: int | None) -> int:
 
 def _base_model(adapter: Path, overrides: Sequence[str]) -> str:
     """The path of the model that an adapter belongs to: `--model.path`, or the one that the adapter names."""
-    named = read_json_object(adapter / ADAPTER_CONFIG).get("base_model_name_or_path") or ""
-    path = str(read_words(overrides).values.get("model", {}).get("path", named))
+    config = read_json_object(adapter / ADAPTER_CONFIG)
+    named, revision = config.get("base_model_name_or_path") or "", config.get("revision") or "main"
+    path = str(read_words(overrides).values.get("model", {}).get("path", ""))
+    if not path and revision != "main" and not Path(named).is_dir():
+        raise ConfigError(
+            f"the adapter {adapter} belongs to revision {revision!r} of {named!r}, but the newest one would be "
+            "fetched; name a directory with that revision: --model.path DIR"
+        )
+    path = path or named
     try:
         find_model(path)
     except ValueError as error:

@@ -278,6 +278,13 @@ def test_adapters_that_do_not_fit_or_compute_something_else_are_refused(tmp_path
     published = json.loads(file.read_text()) | HARMLESS
     file.write_text(json.dumps(published))
     assert read_lora(tmp_path).rank == LORA.rank
+    for change in ({"lora_alpha": 0}, {"lora_alpha": "inf"}, {"r": 0}, {"target_modules": []}):
+        file.write_text(json.dumps(published | change))
+        with pytest.raises(CheckpointError, match="must have r and lora_alpha above 0, and target_modules"):
+            read_lora(tmp_path)
+    file.write_text(json.dumps(published | {"target_modules": [1]}))
+    with pytest.raises(CheckpointError, match="must be LORA and a list of names"):
+        read_lora(tmp_path)
     for change, message in [({"target_modules": ["lm_head"]}, "lm_head"), *((new, *new) for new in CHANGES_THE_RESULT)]:
         file.write_text(json.dumps(published | change))
         with pytest.raises(CheckpointError, match=message):
