@@ -269,7 +269,7 @@ def entry(thing: Any, name: str) -> Iterator[str]:
     rows = [(field, about.get(field, "")) for field in fields]
     for method, function in methods:
         if not method.startswith("_") and method in vars(thing):
-            rows.append((f"{method}()", docstring_parser.parse(function.__doc__ or "").short_description or ""))
+            rows.append((f"{method}()", re.split(r"\n\s*\n", inspect.getdoc(function) or "")[0]))
     if rows:
         yield from ("| name | meaning |", "|---|---|", *(f"| `{row}` | {cell(text)} |" for row, text in rows), "")
     if parsed.returns and parsed.returns.description:

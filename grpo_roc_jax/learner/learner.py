@@ -10,6 +10,7 @@
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,8 @@ class Learner:
             base: The frozen weights of an adapter; with them only the adapter is trained.
             lora: Settings of that adapter.
             temperature: Divides the logits of rows without a temperature of their own.
-            several_temperatures: Whether rows of one batch may have different temperatures.
+            several_temperatures: Whether every batch holds the temperatures of its rows. Without it only those do whose
+                rows have other temperatures than the learner, and the programs compile twice.
             rows: The most rows that one optimizer step can have. All batches have the shape that these may need, so
                 that the update compiles once.
             longest: The most tokens of a row; `batch.row_length` by default.
@@ -119,7 +121,7 @@ class Learner:
         self.model, self.surrogate, self.optim = model, surrogate or Clip(), optim or OptimConfig()
         self.mesh = make_mesh(ShardingConfig(), jax.devices()[:1]) if mesh is None else mesh
         self.batch, self.update_config = batch or BatchConfig(), update or UpdateConfig()
-        self.base, self.lora, self.temperature = base, lora, temperature
+        self.base, self.lora, self.temperature = base, lora, temperature or 1.0  # greedy: recorded at 1
         self.several_temperatures, self.in_parts = several_temperatures, in_parts
         self.longest = self.batch.row_length if longest is None else longest
         self.micro_batches = worst_case_micro_batches(rows, self.longest, self.batch, row_shards(self.mesh))
@@ -200,11 +202,22 @@ class Learner:
         return make_score(self.model, self.update_config, self.mesh, temperature=self.temperature)
 
     def on_mesh(self, rows: Sequence[TrainRow], temperature: float, extra: Sequence[TrainRow] = ()) -> UpdateBatch:
-        """The rows, followed by the supervised rows `extra`, packed and on the devices. `temperature` applies to rows
-        without one of their own."""
+        """The rows, followed by the supervised rows `extra`, packed and on the devices.
+
+        `temperature` applies to rows without one of their own. Unless all are that of the learner, the batch holds one
+        for every token, and the programs compile for such batches at the first one.
+        """
         both = [*rows, *extra]
-        several = temperature if self.several_temperatures else None
-        packed, placement = pack(both, self.batch, self.micro_batches, row_shards(self.mesh), several)
+        for index, row in enumerate(both):
+            if row.length and not 0 <= row.tokens.min() <= row.tokens.max() < (self.model.vocab_size or math.inf):
+                raise ValueError(
+                    f"row {index} has ids from {row.tokens.min()} to {row.tokens.max()}, but the model has "
+                    f"{self.model.vocab_size} tokens; use the tokenizer that the model was made for"
+                )
+        used = {temperature if row.temperature is None else row.temperature for row in both}
+        several = self.several_temperatures or not all(math.isclose(each or 1.0, self.temperature) for each in used)
+        row_temperature = temperature if several else None
+        packed, placement = pack(both, self.batch, self.micro_batches, row_shards(self.mesh), row_temperature)
         signal = sum(bool(row.advantages.any()) for row in both) / max(len(both), 1)
         packed = packed.replace(weights=spoiled("update.weights", packed.weights))
         return UpdateBatch(list(rows), shard_batch(packed, self.mesh), placement, temperature, signal)

@@ -230,7 +230,7 @@ def pack(
     if count > max_micro_batches:
         raise ValueError(
             f"{len(rows)} trajectories ({lengths.sum()} tokens) fill {used} rows, that is {count} micro-batches of {R}"
-            f", but {max_micro_batches} are allocated; raise batch.rows or batch.row_length"
+            f", but {max_micro_batches} are allocated; raise the learner's `rows`, the most rows of a step"
         )
     leaves = _empty_leaves(rows, (max_micro_batches * R, T), temperature)
     for index in np.lexsort((offset, flat_row)):
@@ -244,7 +244,8 @@ def pack(
         leaves["segment_ids"][row, span] = first + np.repeat(np.arange(len(parts)), parts)
         leaves["positions"][row, span] = np.concatenate([np.arange(n) for n in parts])
         if temperature is not None:
-            leaves["temperatures"][row, span] = rows[index].temperature or temperature
+            own = rows[index].temperature
+            leaves["temperatures"][row, span] = (temperature if own is None else own) or 1.0  # greedy: recorded at 1
         for name, (field_name, _, _) in OPTIONAL.items():
             if (value := getattr(rows[index], field_name)) is not None:
                 leaves[name][row, span] = value

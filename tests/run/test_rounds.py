@@ -322,8 +322,16 @@ def test_rows_keep_the_temperature_that_they_were_drawn_at():
     heats = [set(values.tolist()) for values in unpack(packed.packed.temperatures, packed.placement)]
     assert heats == [{float(np.float32(heat or 1.1))} for heat in drawn]
     assert len({heat for row_heats in heats for heat in row_heats}) == 2
-    plain_learner = Learner(ModelConfig(), mesh=mesh, batch=config.batch)
-    assert plain_learner.on_mesh(rows, 1.0).packed.temperatures is None, "a run of one temperature needs none"
+    plain_learner = Learner(ModelConfig(vocab_size=512), mesh=mesh, batch=config.batch)
+    same = [replace(row, temperature=heat) for row, heat in zip(rows, (None, 1.0, 0.0), strict=True)]
+    assert plain_learner.on_mesh(same, 1.0).packed.temperatures is None, "one temperature needs none; greedy is at 1"
+    for given_rows, heat in ((rows, 1.0), (same, 0.5)):
+        mixed = plain_learner.on_mesh(given_rows, heat)
+        heats = [set(values.tolist()) for values in unpack(mixed.packed.temperatures, mixed.placement)]
+        expected = [heat if row.temperature is None else row.temperature or 1.0 for row in given_rows]
+        assert heats == [{float(np.float32(each))} for each in expected]
+    with pytest.raises(ValueError, match=r"row 1 has ids from -?\d+ to \d+, but the model has"):
+        plain_learner.on_mesh([rows[0], replace(rows[1], tokens=rows[1].tokens + 10**6)], 1.0)
 
 
 @pytest.mark.parametrize(
