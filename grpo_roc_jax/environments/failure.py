@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo_roc_jax.settings.callables import message_of
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.tools import registry
 
@@ -55,10 +56,7 @@ def failure_of(operation: str, error: BaseException, *, by_policy: bool = False)
     """The failure that an exception of the user's code is."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(CALLERS)]
     name = type(error).__name__
-    try:
-        message = one_line(str(error))
-    except Exception:  # of a class of the user's own
-        message = ""
+    message = one_line(message_of(error))
     where = f" ({_place(frames)})" if frames else ""
     shown = traceback.TracebackException.from_exception(error, compact=True)
     shown.stack = traceback.StackSummary.from_list(frames)

@@ -19,6 +19,11 @@ class Program:
     seed: int = 0
     """Seeds the program's `random` and `numpy.random`."""
 
+    def __post_init__(self) -> None:
+        for name in ("id", "code", "stdin", *(("session",) if self.session is not None else ())):
+            if not isinstance(value := getattr(self, name), str):
+                raise TypeError(f"Program.{name} is {value!r:.80} ({type(value).__name__}); must be text")
+
 
 @dataclass
 class Ticket:

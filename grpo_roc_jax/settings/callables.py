@@ -59,7 +59,15 @@ def described_error(error: BaseException, function: Callable[..., Any]) -> str:
     at = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
     fields = getattr(getattr(error, "obj", None), "__dataclass_fields__", ())
     names = f"; it has {', '.join(fields)}" if fields and isinstance(error, AttributeError) else ""
-    return f"{type(error).__name__}: {error}{names}{at}"
+    return f"{type(error).__name__}: {message_of(error)}{names}{at}"
+
+
+def message_of(error: BaseException) -> str:
+    """The message of an exception; a class of the user's own may have none that can be read."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its message cannot be read: {type(second).__name__})"
 
 
 @contextmanager

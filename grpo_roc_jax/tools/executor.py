@@ -18,7 +18,7 @@ from grpo_roc_jax.sandbox.result import ToolResult
 from grpo_roc_jax.tools.config import PoolInCgroup, ToolsConfig, parse_cpus
 from grpo_roc_jax.tools.interface import CodeCall, ToolExecutor
 from grpo_roc_jax.tools.observation import observe
-from grpo_roc_jax.tools.registry import Job, Registry, default_registry
+from grpo_roc_jax.tools.registry import Job, Registry, default_registry, failed_result
 
 
 class BaseExecutor(ProgramExecutor):
@@ -50,11 +50,15 @@ class BaseExecutor(ProgramExecutor):
         """Run a trainer-side tool in a thread of its own, which is abandoned if the tool takes too long."""
 
         def body() -> None:
-            result = self.registry.run_trusted(job, self.config.wall_s)
             keep = self.config.output_kb << 10
-            texts = {name: cut(getattr(result, name), keep) for name in ("stdout", "stderr", "echo")}
+            try:
+                result = self.registry.run_trusted(job, self.config.wall_s)
+                texts = {name: cut(getattr(result, name), keep) for name in ("stdout", "stderr", "echo")}
+                result = replace(result, **texts)
+            except BaseException as error:  # such as a ToolResult whose texts are none
+                result = failed_result(error, self.config.wall_s)
             timer.cancel()
-            self._finish(call_id, replace(result, **texts))
+            self._finish(call_id, result)
 
         late = ToolResult("timeout", limit_hit="wall", wall_ms=1000 * self.config.wall_s)
         timer = threading.Timer(self.config.wall_s, self._finish, (call_id, late))

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
+from grpo_roc_jax.settings.callables import described_error, message_of
 from grpo_roc_jax.types import ToolResult
 
 MAX_CODE_BYTES = 8 << 20
@@ -180,7 +181,13 @@ def json_type(value: Any) -> str:
 
 def signature_of(function: Callable[..., Any]) -> Signature:
     """The signature of a function or bound method. Raises ValueError without a docstring or usable type hints."""
-    return _signature_of(getattr(function, "__func__", function), inspect.ismethod(function))
+    plain = getattr(function, "__func__", function)
+    if not isinstance(getattr(plain, "__name__", None), str):
+        raise ValueError(f"tool {plain!r} has no name; must be a function or a method, so write a `def` around it")
+    return _signature_of(plain, inspect.ismethod(function))
+
+
+_WITHOUT_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @lru_cache(maxsize=256)
@@ -193,12 +200,18 @@ def _signature_of(function: Callable[..., Any], bound: bool) -> Signature:
     described = {
         argument_name.arg_name: " ".join((argument_name.description or "").split()) for argument_name in document.params
     }
-    hints = get_type_hints(function, include_extras=True)
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except Exception as error:
+        raise ValueError(f"tool {name!r}: its type hints cannot be read: {described_error(error, function)}") from error
     parameters = list(inspect.signature(function).parameters.values())[bound:]
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(parameters):
-        if parameter.name not in hints or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ValueError(f"tool {name!r}: parameter {parameter.name!r} needs a type hint and a name of its own")
+        if parameter.name not in hints or parameter.kind in _WITHOUT_NAME:
+            raise ValueError(
+                f"tool {name!r}: parameter {parameter.name!r} needs a type hint and a name of its own; calls pass "
+                "arguments by name"
+            )
         hint = hints[parameter.name]
         if hint is object:
             raise ValueError(f"{name}.{parameter.name}: type {hint!r} has no JSON schema; use Any for any value")
@@ -210,7 +223,9 @@ def _signature_of(function: Callable[..., Any], bound: bool) -> Signature:
         made = model.model_json_schema(schema_generator=ArgumentsSchema)
     except PydanticUserError as error:
         message = f"tool {name!r}: a parameter's type has no JSON schema ({error.message}); "
-        raise ValueError(message + "use str, int, float, bool, Literal, list, dict or TypedDict") from error
+        raise ValueError(
+            message + "use str, int, float, bool, Literal, list, dict or typing_extensions.TypedDict"
+        ) from error
     properties = {argument_name: dict(part) for argument_name, part in made.get("properties", {}).items()}
     for argument_name, part in properties.items():
         part.pop("default", None)
@@ -324,9 +339,9 @@ class Registry:
             value = job.function(**job.arguments)
             if inspect.isawaitable(value):
                 value = asyncio.run(await_for(value, limit_s))
-        except Exception as error:
+            return returned_result(value)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # that of a call asks for nothing here
             return failed_result(error, limit_s)
-        return returned_result(value)
 
 
 class ToolUnavailable(Exception):
@@ -369,12 +384,12 @@ def returned_result(value: Any) -> ToolResult:
     return ToolResult("ok", echo="" if value is None else value if isinstance(value, str) else repr(value))
 
 
-def failed_result(error: Exception, limit_s: float | None) -> ToolResult:
+def failed_result(error: BaseException, limit_s: float | None) -> ToolResult:
     """The result of a trusted function that raised, or that was late."""
     if isinstance(error, TooLate):
         return ToolResult("timeout", limit_hit="wall", wall_ms=1000 * (limit_s or 0.0))
     kind = "transport_error" if isinstance(error, ToolUnavailable | ConnectionError) else "exception"
-    return ToolResult(kind, error_type=type(error).__name__, error_message=str(error)[:500])
+    return ToolResult(kind, error_type=type(error).__name__, error_message=message_of(error)[:500])
 
 
 def tool_of_function(function: Callable[..., Any], where: Literal["sandbox", "trainer"]) -> Tool:
@@ -404,7 +419,15 @@ def source_of(function: Callable[..., Any]) -> str:
         raise ValueError(message) from error
     if not source.lstrip().startswith("def "):
         raise ValueError(f"tool {function.__name__!r} must be a plain, undecorated `def` to run in the sandbox")
-    return "from __future__ import annotations\n" + source
+    source = "from __future__ import annotations\n" + source
+    try:
+        exec(compile(source, f"<tool {function.__name__}>", "exec"), {})
+    except Exception as error:
+        raise ValueError(
+            f"tool {function.__name__!r} cannot be defined in the sandbox, which has nothing of its module: "
+            f"{type(error).__name__}: {message_of(error)}; write its defaults as values, or use where='trainer'"
+        ) from error
+    return source
 
 
 def python_code_with_standard_io(code: str, input: str | None = None) -> Job:

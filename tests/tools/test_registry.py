@@ -1,7 +1,9 @@
 """Schemas of tools, and calls that do not match them: each gives a typed result, never an exception."""
 
 import asyncio
+import functools
 import json
+import sys
 from collections.abc import Callable
 from datetime import date
 from typing import Annotated, Any
@@ -165,12 +167,37 @@ def test_trusted_functions_give_results_and_never_raise() -> None:
         """Fails."""
         return x // 0
 
+    def asks_to_exit(x: int) -> None:
+        """Ends the program, it thinks."""
+        sys.exit(3)
+
+    def long_number(x: int) -> int:
+        """Its result cannot be written out."""
+        return 10**5000
+
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+        __repr__ = __str__
+
+    def silent(x: int) -> None:
+        """Raises what has no message."""
+        raise Silent
+
+    def unreadable(x: int) -> Exception:
+        """Returns what has no text."""
+        return Silent()
+
     def run(function: Callable) -> ToolResult:
         registry = Registry()
         registry.add(function, where="trainer")
         return registry.run_trusted(registry.prepare(function.__name__, {"x": 1}, None), 0.2)
 
     assert (run(later).echo, run(broken).error_type) == ("2", "ZeroDivisionError")
+    errors = [run(tool).error_type for tool in (asks_to_exit, long_number, silent, unreadable)]
+    assert errors == ["SystemExit", "ValueError", "Silent", "RuntimeError"]
+    assert "cannot be read" in run(silent).error_message
     assert run(late).kind == "timeout"
     assert (run(own_limit).kind, run(own_limit).error_type) == ("exception", "TimeoutError")
     assert [run(tool).infra for tool in (away, unreachable)] == [True, True]
@@ -183,6 +210,9 @@ def test_the_time_of_a_late_function_is_its_limit() -> None:
         assert (result.kind, result.limit_hit, result.wall_ms) == ("timeout", "wall", wall_ms)
 
 
+LIMIT = 3
+
+
 def test_functions_that_cannot_be_tools() -> None:
     def untyped(x):
         """Text."""
@@ -193,9 +223,27 @@ def test_functions_that_cannot_be_tools() -> None:
     def dated(x: list[date]) -> None:
         """Text."""
 
+    def unnamed(x: int, /) -> None:
+        """Text."""
+
+    def unknown(x: "Missing") -> None:  # noqa: F821
+        """Text."""
+
+    def of_the_module(x: int = LIMIT) -> None:
+        """Text."""
+
+    class Callable_:
+        def __call__(self, x: int) -> None:
+            """Text."""
+
     registry = Registry()
     registry.add(area)
     for function, message in (
+        (unnamed, "calls pass arguments by name"),
+        (unknown, "type hints cannot be read: NameError"),
+        (of_the_module, r"cannot be defined in the sandbox.*NameError: name 'LIMIT'"),
+        (functools.partial(area, width=1.0), "has no name; must be a function"),
+        (Callable_(), "has no name; must be a function"),
         (lambda: None, "docstring"),
         (untyped, "type hint"),
         (strange, "JSON schema"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_roc_jax.sandbox.base import percentile
+from grpo_roc_jax.sandbox.program import Program
 from grpo_roc_jax.tools import (
     CodeCall,
     ExecutorFailed,
@@ -234,6 +235,26 @@ def test_long_results_of_trainer_side_tools_are_cut() -> None:
     with FakeExecutor(registry=registry) as fake:
         [result] = fake.run([CodeCall("l", "long", {"count": 10_000_000}, None)])
     assert result.ok and len(result.echo) < 70_000 and "characters omitted" in result.observation
+
+
+def test_what_no_result_can_hold_is_an_error_of_the_tool_at_once() -> None:
+    def wrong(count: int) -> ToolResult:
+        """Returns a result whose text is none."""
+        return ToolResult("ok", echo=count)
+
+    registry = default_registry()
+    registry.add(wrong, where="trainer")
+    with FakeExecutor(config=ToolsConfig(wall_s=60.0), registry=registry) as fake:
+        [result] = fake.run([CodeCall("w", "wrong", {"count": 1}, None)])
+    assert (result.kind, result.error_type) == ("exception", "TypeError")
+
+
+def test_a_program_that_is_no_text_is_refused_and_its_id_stays_free(executor: BaseExecutor) -> None:
+    for wrong in ({"code": b"1"}, {"code": None}, {"code": "1", "stdin": 3}, {"code": "1", "session": 7}):
+        with pytest.raises(TypeError, match=r"Program\.\w+ is .*must be text"):
+            Program("again", **wrong)
+    [result] = executor.run([call("again")])
+    assert result.ok
 
 
 def test_start_twice_and_numbers(executor: BaseExecutor) -> None:
