@@ -168,7 +168,7 @@ class Mean(Baseline):
 
 @kind("leave_one_out")
 class LeaveOneOut(Baseline):
-    """The mean of the other trajectories of the group; 0 for a group of one (RLOO, arXiv:2402.14740)."""
+    """The mean of the other trajectories of the group (RLOO, arXiv:2402.14740). A group of one gets advantage 0."""
 
     def values(self, rewards: np.ndarray, features: Features) -> np.ndarray | float:
         return rewards if flat(rewards) else (rewards.sum() - rewards) / (len(rewards) - 1)
@@ -192,8 +192,8 @@ class Deviation:
     """Added to the deviation."""
 
     def divisor(self, values: np.ndarray) -> float:
-        """The deviation of these values plus `eps`."""
-        return deviation(values, self.ddof) + self.eps
+        """The deviation of these values plus `eps`; 1 where both are 0, so that equal rewards stay what they are."""
+        return deviation(values, self.ddof) + self.eps or 1.0
 
 
 @kind("std")
@@ -342,7 +342,7 @@ class PassAtK(Estimator):
         if c in (0, n) or n < k:
             return np.zeros(n)
         mean = 1 - comb(c, k) / comb(n, k)
-        scale = (mean * (1 - mean)) ** 0.5 + self.eps
+        scale = (mean * (1 - mean)) ** 0.5 + self.eps or 1.0  # both 0: every k-subset has a success
         failure = 1 - mean - (comb(c - 1, k - 1) / comb(n - 1, k - 1) if c else 0.0)
         return np.where(correct, (1 - mean) / scale, failure / scale)
 

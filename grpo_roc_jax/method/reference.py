@@ -46,7 +46,7 @@ def grpo_roc_loss(
         # Selection: failures at random, successes by how clean they are.
         penalty = np.where(calls > 0, rollout["errors"] / np.maximum(calls, 1), 0.5)
         penalty = penalty + np.where(answers < 1, 1.0, np.minimum((answers - 1) / rollout["turns"], 1.0))
-        right, wrong = np.flatnonzero(correct), np.flatnonzero(~correct)
+        right, wrong = np.flatnonzero(correct), np.flatnonzero(np.logical_not(correct))
         least, most = min(2, len(wrong), keep // 2), keep - min(2, len(right), keep // 2)
         failures = min(max(round(len(wrong) * keep / len(rewards)), least), most)
         cleanest = right[np.argsort(penalty[right], kind="stable")][: keep - failures]

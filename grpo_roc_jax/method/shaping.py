@@ -12,7 +12,7 @@ import numpy as np
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.settings.callables import resolve
+from grpo_roc_jax.settings.callables import described_error, resolve
 from grpo_roc_jax.settings.options import AtLeast1, kind
 
 
@@ -95,11 +95,14 @@ def custom_maps(
     """Applies a user function to each group's rewards; returns float64.
 
     Raises:
-        ValueError: A result has another shape than the rewards or is not finite; the message names the function.
+        ValueError: The function raised, or a result has another shape than the rewards or is not finite.
     """
     out = []
     for r, features in zip(rewards, groups, strict=True):
-        values = np.asarray(function(r, features, state), np.float64)
+        try:
+            values = np.asarray(function(r.copy(), features, state), np.float64)
+        except Exception as error:
+            raise ValueError(f"{name} raised {described_error(error, function)}") from error
         if values.shape != r.shape or not np.isfinite(values).all():
             raise ValueError(
                 f"{name} returned shape {values.shape} with {int((~np.isfinite(values)).sum())} non-finite values; it "

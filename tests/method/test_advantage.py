@@ -37,6 +37,34 @@ def test_one_group_by_hand(rewards, settings, expected):
     close(one(rewards, **settings), expected)
 
 
+@pytest.mark.parametrize("scale", ["std", "batch_std"])
+@pytest.mark.parametrize("rewards", [[1, 1, 1], [0.1], [0.1] * 10])
+def test_equal_rewards_give_zero_also_without_eps(rewards, scale):
+    assert not one(rewards, scale={"kind": scale, "eps": 0}).any()
+
+
+def test_without_eps_pass_at_k_is_zero_where_every_subset_has_a_success():
+    assert not one([1, 1, 1, 0], kind="pass_at_k", k=2, eps=0).any()
+
+
+def test_a_custom_advantage_may_work_in_place_and_its_faults_name_the_setting():
+    def in_place(rewards, features, state):
+        rewards -= rewards.mean()
+        return rewards
+
+    group = make_group([1, 0, 0, 3])
+    with given({"own": in_place}):
+        close(values(None, groups=[group], kind="custom", function="own")[0], [0, -1, -1, 2])
+        batch = batch_of([group])
+        method(advantage={"kind": "custom", "function": "own"}).advantage.trajectories(batch)
+        close(batch.rewards[0], [1, 0, 0, 3])
+    with (
+        given({"own": lambda rewards, features, state: ["a"] * 4}),
+        pytest.raises(ValueError, match=r"advantage.*could not"),
+    ):
+        values(None, groups=[group], kind="custom", function="own")
+
+
 def test_roc_golden_advantages():
     """16 kept, with 1 to 15 successes (spec of GRPO-RoC, 1.6)."""
     golden = {1: (3.75, -0.25), 2: (2.562, -0.366), 8: (0.968, -0.968), 14: (0.366, -2.562), 15: (0.25, -3.75)}
