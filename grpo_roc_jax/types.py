@@ -42,6 +42,11 @@ class Problem:
     """Further columns of the row (hints, solutions, levels), for methods that use them. A row of a table can have null
     in any of them, which `column` and `listed` read as no value."""
 
+    def __post_init__(self) -> None:
+        for name in ("uid", "prompt", "answer", "source"):
+            if not isinstance(value := getattr(self, name), str):
+                raise TypeError(f"Problem.{name} is {value!r:.80} ({type(value).__name__}); must be text, such as '12'")
+
     def column(self, name: str, default: Any = None) -> Any:
         """The value of a further column; the default if the row has none."""
         value = self.extra.get(name)

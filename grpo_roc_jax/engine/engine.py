@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
@@ -300,7 +301,10 @@ def check_requests(
                 f"{name} begins with {request.begun} response tokens, which fill its budget of {budget}; finish it as "
                 "`length` or raise its budget"
             )
-        ids = request.prompt & ID_MASK if mixed else request.prompt
+        if request.temperature is not None and not 0 <= request.temperature < math.inf:
+            raise ValueError(f"{name}: temperature {request.temperature}, must be at least 0 and finite")
+        ids = np.concatenate([request.prompt, np.asarray(request.prefix, request.prompt.dtype)])
+        ids = ids & ID_MASK if mixed else ids
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab_size:
             raise ValueError(

@@ -412,7 +412,8 @@ def check_rewards(name: str, values: Any, turns: Sequence[int]) -> tuple[list[Pa
 
 def _number(name: str, index: int, value: Any) -> float | None:
     try:
-        return None if value is None else float(None if isinstance(value, str | bytes) else value)
+        read = not isinstance(value, str | bytes | complex | np.complexfloating)  # float() drops an imaginary part
+        return None if value is None else float(value if read else None)
     except Exception:
         try:
             shown = repr(value)[:80]

@@ -163,9 +163,14 @@ class Sampler:
             weights: What `engine.publish` returned; those of the last `publish` by default.
 
         Raises:
-            ValueError: Nothing was published, or a prompt is too long.
+            ValueError: Nothing was published, there is no request, or one does not fit: a prompt that is too long, a
+                temperature below 0.
         """
         weights, options = self.weights if weights is None else weights, options or RunOptions()
+        if weights is None:
+            raise ValueError("the sampler has no weights; call publish(params, version) with finite ones first")
+        if not requests:
+            raise ValueError("there is no request; pass at least one RolloutRequest")
         by_agent = [self.agents is not None and self.agents.plays(request.problem) for request in requests]
         rows: list[Sequence[Trajectory]] = [()] * len(requests)
         stats: RolloutStats | None = None
