@@ -393,6 +393,7 @@ def finish(session: TrainingSession, run: RunState, started: float, compiled_aft
     accuracy = evaluate_once(session, run)
     processes = session.sampling.processes
     measured = {
+        "step": run.step,
         "device": describe_device(),
         "processes": processes.count,
         "isolation": session.sampling.sampler.executor.capabilities.level,

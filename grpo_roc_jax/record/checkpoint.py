@@ -88,7 +88,10 @@ class Checkpointer:
             logs: Directory of the run. Its logs are synced to disk before a checkpoint is committed, so that a power
                 cut loses no row of the steps before it; None if this process writes no logs.
 
+        Raises:
+            ConfigError: No checkpoint can be written at that path; see `check_path`.
         """
+        files.check_path(Path(directory))
         self.directory = Path(directory).absolute()
         self._logs, self._synced = logs, 0.0
         self.config = config

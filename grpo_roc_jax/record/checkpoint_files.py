@@ -42,6 +42,18 @@ PAUSES_S = (0.5, 2.0, 8.0)
 """Seconds to wait before each retry of a read that failed; network file systems can fail for seconds at a time."""
 
 
+def check_path(path: Path) -> None:
+    """Refuses a directory whose checkpoints could not be read.
+
+    Raises:
+        ConfigError: Its path has a bracket. Orbax searches it as a pattern and then leaves out what it has written.
+    """
+    if "[" in str(path.resolve()):
+        raise ConfigError(
+            f"{path.resolve()} has a '[' in its path, where no checkpoint can be written; take a --run_dir without"
+        )
+
+
 class InvalidCheckpoint(Exception):
     """An incomplete or corrupt checkpoint; the message names the file."""
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import yaml
 
-from grpo_roc_jax.record.checkpoint_files import newest_whole, read_manifest, saved_stage
+from grpo_roc_jax.record.checkpoint_files import check_path, newest_whole, read_manifest, saved_stage
 from grpo_roc_jax.record.storage import is_address, local_dir
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, flatten
 from grpo_roc_jax.settings.files import read_json_object, read_yaml_mapping
@@ -96,7 +96,7 @@ def decide(
     with config_errors():
         stage = config.stage_after(saved_stage(newest.path), newest.step) if stages else 0
     complete = newest.step >= config.steps or (bool(stages) and stage >= len(stages))
-    ended = complete and _summarized_steps(path) == newest.step
+    ended = complete and _summarized_step(path) == newest.step
     return Start("finished" if ended else "resume", newest.step, notes, stage, force)
 
 
@@ -141,10 +141,12 @@ def _may_change(name: str) -> bool:
     return any(name == allowed or name.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
 
 
-def _summarized_steps(path: Path) -> int | None:
-    """The number of steps that `summary.json` describes; None if there is no such file."""
+def _summarized_step(path: Path) -> int | None:
+    """The step after which `summary.json` was written; None if there is no such file. Those of older versions have the
+    number of recorded steps instead."""
     try:
-        return read_json_object(path / SUMMARY_FILE).get("steps")
+        summary = read_json_object(path / SUMMARY_FILE)
+        return summary.get("step", summary.get("steps"))
     except (OSError, ValueError):
         return None
 
@@ -154,9 +156,11 @@ def choose_run_dir(name: str, run_dir: str, resume: str) -> Path:
     added if a fresh run has a name that is in use.
 
     Raises:
-        ConfigError: `run_dir` holds a run and `resume` is `never`, or is not the address of a supported store.
+        ConfigError: `run_dir` holds a run and `resume` is `never`, is not the address of a supported store, or has a
+            path where no checkpoint can be written.
     """
     path = Path("runs") / name if not run_dir else local_dir(run_dir) if is_address(run_dir) else Path(run_dir)
+    check_path(path)
     if resume == "auto":
         return path
     if run_dir and _holds_run(path):

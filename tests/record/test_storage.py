@@ -178,6 +178,9 @@ def test_failures_are_tried_again_and_named(tmp_path, monkeypatch):
 
 def test_what_is_refused(tmp_path, monkeypatch, capsys):
     assert choose_run_dir("n", "gs://bucket/a/b", "auto").as_posix() == "runs/bucket/a/b"
+    for name, run_dir in (("x[1]", ""), ("n", "runs/a [1]"), ("n", "run[s/a")):  # Orbax takes it for a pattern
+        with pytest.raises(ConfigError, match=r"has a '\[' in its path, where no checkpoint can be written"):
+            choose_run_dir(name, run_dir, "auto")
     for wrong in ("http://a/b", "gs://bucket", "gs://b/../c", "://x/y"):
         with pytest.raises(ConfigError, match="gs://BUCKET/RUN"):
             choose_run_dir("n", wrong, "auto")
