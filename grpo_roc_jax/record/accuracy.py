@@ -174,12 +174,27 @@ def bootstrap(values: np.ndarray, seed: int = 0, uids: Sequence[str] = ()) -> tu
     return float(low), float(high)
 
 
+def interval(values: np.ndarray, seed: int = 0, uids: Sequence[str] = ()) -> tuple[float, float]:
+    """The 95% interval of the mean of scores in [0, 1].
+
+    It is `bootstrap`, except where all scores are 0 or all are 1: every draw is then the same, so the interval is
+    Wilson's, with as many trials as there are different problems (10.1080/01621459.1927.10502953).
+    """
+    known = ~np.isnan(values)
+    scores, names = values[known], {uid for uid, yes in zip(uids, known, strict=False) if yes}
+    if len(scores) and (scores == scores[0]).all() and scores[0] in (0.0, 1.0):
+        n = len(names) or len(scores)
+        far = 1.96**2 / (n + 1.96**2)
+        return (0.0, far) if scores[0] == 0 else (1.0 - far, 1.0)
+    return bootstrap(values, seed, uids)
+
+
 def intervals(groups: Sequence[Group], samples: int, seed: int = 0) -> dict[str, dict[str, tuple[float, float]]]:
     """Source -> score -> 95% interval over the problems of that source; the source `all` covers every problem."""
     parts = {source: [g for g in groups if g.problem.source == source] for source in {g.problem.source for g in groups}}
     return {
         source: {
-            name: bootstrap(values, seed, [group.problem.uid for group in part])
+            name: interval(values, seed, [group.problem.uid for group in part])
             for name, values in problem_scores(part, samples).items()
         }
         for source, part in (parts | {ALL: list(groups)}).items()

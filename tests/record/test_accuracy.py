@@ -145,6 +145,16 @@ def test_the_interval_of_a_mean_is_that_of_the_normal_approximation_and_seeded()
     assert all(map(math.isnan, bootstrap(np.array([np.nan]))))
 
 
+@pytest.mark.parametrize("n", [1, 30, 900])
+def test_scores_that_are_all_equal_are_no_certainty(n):
+    """Every draw of a bootstrap is the same there; Wilson's interval at 0 of n is 1.96^2 / (n + 1.96^2) wide."""
+    groups = [group_of("x", f"p{i}", ["wrong"]) for i in range(n)]
+    low, high = intervals(groups, 1)["x"]["avg@1"]
+    assert low == 0 and high == pytest.approx(3.8416 / (n + 3.8416))
+    right = [group_of("x", f"p{i}", ["correct"]) for i in range(n)]
+    assert intervals(right, 1)["x"]["avg@1"] == pytest.approx((1 - high, 1))
+
+
 def test_the_intervals_of_a_table_hold_its_scores():
     right = np.random.default_rng(0).random((60, 4)) < 0.4
     groups = [
