@@ -99,7 +99,7 @@ def read_problems(path: Path, copies: int = 0, most_steps: int = 0) -> Iterator[
         most_steps: Most annotated steps of a problem in GSM8K's form; 0 for any number.
     """
     if path.suffix == ".csv":
-        with open(path, encoding="utf-8", newline="") as file:
+        with open(path, encoding="utf-8-sig", newline="") as file:
             for index, row in enumerate(csv.DictReader(file)):
                 numbers, rng = row["Numbers"].split(), np.random.default_rng([0, index])
                 first = table_problem(row, numbers)
@@ -109,7 +109,7 @@ def read_problems(path: Path, copies: int = 0, most_steps: int = 0) -> Iterator[
                 for problem in (first, *(variant for variant in drawn if variant and variant.answer.isdigit())):
                     yield PLACE.sub("", row["Question"]), problem
     elif path.suffix == ".json":
-        for row in json.loads(path.read_text(encoding="utf-8")):
+        for row in json.loads(path.read_text(encoding="utf-8-sig")):
             body = row["Body"].strip()
             question = f"{body}{'' if body.endswith(('.', '?', '!', ',')) else ','} {row['Question'].strip()}"
             problem = WordProblem(question, bare(row["Equation"]), plain(row["Answer"]))
@@ -140,24 +140,58 @@ def write_rows(path: Path, problems: Sequence[WordProblem]) -> None:
     print(f"{path}: {len(unique)} problems")
 
 
+def files_of(options: argparse.Namespace) -> dict[str, Path]:
+    """Name of each file of problems -> the file, those of the test files by their paths.
+
+    Raises:
+        ValueError: Two of them are one file, or one is a file that is read.
+    """
+    files = {name: options.out / f"{name}.jsonl" for name in ("train", "heldout", "traces")}
+    files |= {str(path): options.out / f"{path.stem.lower()}.jsonl" for path in options.test}
+    read = {path.resolve() for path in (*options.train, *options.test)}
+    seen: dict[Path, str] = {}
+    for name, file in files.items():
+        if file.resolve() in read:
+            raise ValueError(f"{file} is read and would be overwritten; name another folder with --out")
+        if file in seen:
+            raise ValueError(f"{name} and {seen[file]} would both be written to {file}; copy one to another name")
+        seen[file] = name
+    return files
+
+
 def build(options: argparse.Namespace) -> int:
     """Writes the folder; returns the exit status."""
     out, steps = options.out, options.most_steps
-    out.mkdir(parents=True, exist_ok=True)
-    pairs = [pair for path in options.train for pair in read_problems(path, options.copies, steps)]
+    try:
+        files = files_of(options)
+        originals = [pair for path in options.train for pair in read_problems(path, most_steps=steps)]
+        pairs = [pair for path in options.train for pair in read_problems(path, options.copies, steps)]
+        tests = {str(path): [pair[1] for pair in read_problems(path, most_steps=steps)] for path in options.test}
+    except (ValueError, OSError, KeyError) as error:
+        print(f"no problems can be read: {error}", file=sys.stderr)
+        return 2
     known = [problem for text, problem in pairs if not is_held_out(text)]
-    write_rows(out / "train.jsonl", known)
-    originals = (pair for path in options.train for pair in read_problems(path, most_steps=steps))
-    write_rows(out / "heldout.jsonl", [problem for text, problem in originals if is_held_out(text)])
-    for path in options.test:
-        problems = [problem for _, problem in read_problems(path, most_steps=steps)]
-        write_rows(out / f"{path.stem.lower()}.jsonl", problems)
+    if not known:
+        print("the training files hold no problem to train on", file=sys.stderr)
+        return 2
+    out.mkdir(parents=True, exist_ok=True)
+    write_rows(files["train"], known)
+    write_rows(files["heldout"], [problem for text, problem in originals if is_held_out(text)])
+    for name, problems in tests.items():
+        write_rows(files[name], problems)
     status = gsm8k_traces.main([str(out / "train.jsonl"), "--out", str(out / "traces.jsonl"), *MIX])
     if not options.vocab_size:
         return status
     contents = {message["content"] for _, row in read_rows(out / "traces.jsonl") for message in row["messages"]}
     texts = sorted({problem.question for problem in known} | contents)
-    (out / "words.model").write_bytes(train(texts, options.vocab_size, phrases=False))
+    try:
+        (out / "words.model").write_bytes(train(texts, options.vocab_size, phrases=False))
+    except RuntimeError as error:
+        print(
+            f"no tokenizer of --vocab_size {options.vocab_size} can be trained on {len(texts)} texts: {error}",
+            file=sys.stderr,
+        )
+        return 2
     return status
 
 

@@ -61,13 +61,34 @@ def test_copies_have_other_numbers_of_as_many_digits_and_whole_answers(tmp_path)
     assert list(read_problems(tmp_path / "t.csv", 3)) == list(read_problems(tmp_path / "t.csv", 3))
 
 
+def test_no_file_is_written_over_another(tmp_path, capsys):
+    row = {"question": "What is 1 + 1?", "answer": "<<1+1=2>>#### 2"}
+    files = [tmp_path / name for name in ("a/train.jsonl", "a/dev.jsonl", "b/train.jsonl", "b/dev.jsonl")]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("\ufeff" + json.dumps(row) + "\n", encoding="utf-8")
+    before = [file.read_bytes() for file in files]
+    first, *_ = names = [str(file) for file in files]
+    for train, test, out, message in (
+        ([first], [names[2]], "out", "would both be written to"),
+        ([first], [names[1], names[3]], "out", "would both be written to"),
+        ([first], [], "a", "is read and would be overwritten"),
+        (["missing.csv"], [], "out", "no problems can be read"),
+    ):
+        words = ["--train", *train, *(["--test", *test] if test else []), "--out", str(tmp_path / out)]
+        assert build_words.main([*words, "--vocab_size", "0"]) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert [file.read_bytes() for file in files] == before
+
+
 def test_the_files_are_what_the_recipe_reads(tmp_path, monkeypatch):
     """With the real executor; 40 variants of the text, so that some are held out."""
     head, *rows = TABLE.splitlines()
     names = [
         f"{a}{b}" for a in ("Ann", "Bob", "Cid", "Dan") for b in ("a", "e", "i", "o", "u", "y", "an", "in", "on", "en")
     ]
-    (tmp_path / "t.csv").write_text("\n".join([head, *(rows[0].replace("Bryan", name) for name in names)]))
+    lines = [head, *(rows[0].replace("Bryan", name) for name in names)]
+    (tmp_path / "t.csv").write_text("\ufeff" + "\n".join(lines), encoding="utf-8")  # as spreadsheets write it
     (tmp_path / "SVAMP.json").write_text(json.dumps(SVAMP))
     monkeypatch.chdir(tmp_path)
     assert build_words.main(["--train", "t.csv", "--test", "SVAMP.json", "--copies", "1", "--vocab_size", "420"]) == 0
