@@ -156,6 +156,18 @@ def test_words_without_dashes(tmp_path):
     assert load("--loss.clip-high", "0.5").loss.clip_high == 0.5
 
 
+def test_files_and_values_with_an_equals_sign(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1").mkdir()
+    file = write(tmp_path / "lr=1", one="seed: 2\n")
+    assert load(file, "seed=3").seed == 3 and load("lr=1/one.yaml").seed == 2
+    assert load("--loss.text", "lr=1/run", "seed=3") == Sample(3, Section(text="lr=1/run"))
+    assert load("--loss.names", "n=a", "m=b", "--seed", "3").loss.names == ("n=a", "m=b")
+    assert run("--data.eval_sources", "n=one.jsonl", "steps=3").data.eval_sources == ("n=one.jsonl",)
+    assert "unknown key 'nosuch'" in refusal("nosuch=3")
+    assert "the name of the configuration file is empty" in refusal("", "--seed", "3")
+
+
 def test_a_section_as_a_mapping(tmp_path):
     assert load("--loss", "{clip_high: 0.5, text: a}", "--loss.text", "b").loss == Section(0.5, text="b")
     assert load("--loss.text", "b", "--loss={clip_high: 0.5}").loss == Section(0.5, text="b")
@@ -337,6 +349,10 @@ def test_a_value_over_a_file_is_blamed_where_it_was_written(tmp_path):
     file = write(tmp_path, it="shaping: [{kind: overlong, buffer: 64}]\n")
     message = refusal(file, "--shaping.overlong.buffer", "0", of=Config)
     assert message == "shaping.0.buffer = 0 (command line): must be at least 1"
+
+
+def test_merge_keys_are_refused_by_their_name(tmp_path):
+    assert "line 2: `<<` is not read" in refusal(write(tmp_path, one="loss: &a {text: x}\n<<: *a\n"))
 
 
 def test_missing_files_and_unreadable_ones(tmp_path):

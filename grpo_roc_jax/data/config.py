@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import field
+from pathlib import Path
 from typing import Literal
 
 from grpo_roc_jax.data.generated import generator_of
@@ -38,9 +39,10 @@ class DemonstrationConfig:
 
 
 def split_name(source: str) -> tuple[str, str]:
-    """(name, source) of `NAME=SOURCE`; the name is empty if there is none."""
+    """(name, source) of `NAME=SOURCE`; the name is empty if there is none, as in the path of a file with `=` in it."""
     name, equals, path = source.partition("=")
-    return (name, path) if equals and re.fullmatch(r"[\w-]+", name) else ("", source)
+    named = equals and re.fullmatch(r"[\w-]+", name) and not Path(source).expanduser().exists()
+    return (name, path) if named else ("", source)
 
 
 @settings

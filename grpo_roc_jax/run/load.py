@@ -136,7 +136,7 @@ def serving_settings(source: str, overrides: Sequence[str], prog: str) -> Config
     else:
         layers = [read_words(published_words(source, overrides, dialogue=False))]
     served_files = [replace(layer, values=_served(layer.values)) for layer in layers]
-    words = read_words(overrides)
+    words = read_words(overrides, Config)
     served = [*served_files, replace(words, values=_served(words.values))]
     sections = build(ServedSections, [replace(layer, values=_only_rows(layer.values)) for layer in served])
     parts = 2 * sections.sharding.sequence

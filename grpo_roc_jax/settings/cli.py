@@ -8,7 +8,7 @@ A YAML file is a layer of settings over its `base:`; later files override earlie
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,7 +52,8 @@ def load_config(config_type: type[T], argv: Sequence[str], *, prog: str, default
 
     Args:
         config_type: A `@settings` dataclass with a default for every field; nested ones are sections.
-        argv: Leading words that neither start with `-` nor contain `=` are YAML files; without any, `default_file`.
+        argv: Leading words that do not start with `-`, and contain no `=` unless they are files, are YAML files;
+            without any, `default_file`.
         prog: Name shown by `--help`.
         default_file: Looked up in `CONFIG_DIR`; empty for none.
 
@@ -62,12 +63,14 @@ def load_config(config_type: type[T], argv: Sequence[str], *, prog: str, default
         SystemExit: After `--help`.
     """
     words, files = list(argv), []
-    while words and not words[0].startswith("-") and "=" not in words[0]:
+    while words and not words[0].startswith("-") and ("=" not in words[0] or Path(words[0]).is_file()):
+        if not words[0]:
+            raise ConfigError("the name of the configuration file is empty; name one, or leave the word out")
         files.append(words.pop(0))
     help_positions = [i for i, word in enumerate(words) if word in ("--help", "-h")]
     layers = [layer for name in files or [default_file] if name for layer in file_layers(find_config(name))]
-    layers.append(read_words(words[: help_positions[0]] if help_positions else words))
-    _keep_words(layers)
+    layers.append(read_words(words[: help_positions[0]] if help_positions else words, config_type))
+    _keep_words(layers, known_keys(config_type))
     for path in _method_files(config_type, layers):
         try:
             import_file(path)
@@ -105,18 +108,30 @@ def build(config_type: type[T], layers: Sequence[Layer], below: T | None = None)
     return config
 
 
-def _keep_words(layers: Sequence[Layer]) -> None:
+def _keep_words(layers: Sequence[Layer], known: Iterable[str]) -> None:
     """Removes settings that the command line, the last layer, sets from the stages of the files, since it overrides
-    all."""
+    all. Of a section that it gives as a mapping, these are the settings in the mapping."""
+    given, names = layers[-1], set(known)
+    places = {place for name in given.values for place in _settings_in((name,), given.values[name], names)}
     for layer in layers[:-1]:
         stages = layer.values.get("stages")
         for stage in stages if isinstance(stages, list) else ():
-            for *above, last in layers[-1].places:
+            for *above, last in places:
                 values = stage.get("set") if isinstance(stage, dict) else None
                 for name in above:
                     values = values.get(name) if isinstance(values, dict) else None
                 if isinstance(values, dict):
                     values.pop(last, None)
+
+
+def _settings_in(path: KeyPath, value: Any, known: Collection[str]) -> Iterator[KeyPath]:
+    """The path of a value, or those of the settings that a mapping gives a section."""
+    mapping, name = opened(value), ".".join(path)
+    if not isinstance(mapping, dict) or name in known or f"{name}.kind" in known:
+        yield path
+        return
+    for key, below in mapping.items():
+        yield from _settings_in((*path, str(key)), below, known)
 
 
 def file_layers(path: Path, over: tuple[Path, ...] = ()) -> Iterator[Layer]:

@@ -5,9 +5,9 @@ A layer remembers where each of its values was written, so that a mistake is rep
 
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,11 @@ def _plain(loader: yaml.SafeLoader, node: yaml.Node, path: KeyPath, layer: Layer
         return _scalar(loader, node)
     values: dict[str, Any] = {}
     for key_node, value_node in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            line = key_node.start_mark.line + 1
+            raise ConfigError(
+                f"{layer.name}, line {line}: `<<` is not read; write the settings out, or name a `base` file"
+            )
         key = str(_scalar(loader, key_node))
         if key in values:
             line = key_node.start_mark.line + 1
@@ -124,15 +129,17 @@ def _scalar(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
 # ---- the command line ----------------------------------------------------------------------------------------------
 
 
-def read_words(words: Sequence[str]) -> Layer:
+def read_words(words: Sequence[str], config_type: type | None = None) -> Layer:
     """The layer of `--section.field value`, `--section.field=value` and `section.field=value`, left to right.
 
-    Words after a name up to the next name are its values; a name without a value switches its setting on.
+    Words after a name up to the next name are its values; a name without a value switches its setting on. With a
+    `config_type`, `a=b` after a name is a value unless `a` begins a setting: a path, or the name of a source.
 
     Raises:
         ConfigError: A value without a name.
     """
     layer = Layer(COMMAND_LINE)
+    known = None if config_type is None else {field.name for field in fields(config_type)}
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -140,7 +147,7 @@ def read_words(words: Sequence[str]) -> Layer:
         if not _is_name(word):
             raise ConfigError(f"{word!r} on the command line has no name; write --section.field {word}")
         values = [value] if equals else []
-        while rest and not _is_name(rest[0]):
+        while rest and not _is_name(rest[0], known):
             values.append(rest.pop(0))
         path = tuple(name.replace("-", "_").split("."))
         given = Word(values[0]) if len(values) == 1 else [Word(value) for value in values] if values else True
@@ -149,8 +156,9 @@ def read_words(words: Sequence[str]) -> Layer:
     return layer
 
 
-def _is_name(word: str) -> bool:
-    return word.startswith("--") or bool(re.match(r"[a-z][a-z_0-9]*(\.[a-z_0-9]+)*=", word))
+def _is_name(word: str, known: Collection[str] | None = None) -> bool:
+    match = re.match(r"([a-z][a-z_0-9]*)(\.[a-z_0-9]+)*=", word)
+    return word.startswith("--") or (match is not None and (known is None or match[1] in known))
 
 
 def put(values: dict[str, Any], path: KeyPath, value: Any) -> None:

@@ -75,6 +75,9 @@ def test_each_stage_has_its_settings_and_the_command_line_overrides_all(stages, 
     assert (first.optim.lr, second.optim.lr, first.stages, second.steps) == (0.02, 0.01, None, 9)
     assert (third.group.problems, second.group.problems, second.rollout.max_turns) == (2, 3, 2)
     assert "stages" not in dict(flatten(read_config()))
+    text = "stages: [{name: a, steps: 3, set: {optim: {lr: 1.0e-4, warmup_steps: 7}}}]"
+    (only,) = read_config(file_of(tmp_path, text), "--optim", "{lr: 1e-3}").staged()
+    assert (only.optim.lr, only.optim.warmup_steps) == (1e-3, 7), "a mapping sets what it names"
     config = read_config(stages, "--rollout.max_response_tokens=11", "--optim.lr=0.5", "--steps=2")
     assert {stage.rollout.max_response_tokens for stage in config.staged()} == {11} and config.steps == 2
     assert {stage.optim.lr for stage in config.staged()} == {0.5}
