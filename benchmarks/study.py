@@ -281,7 +281,7 @@ def report(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world
 
 
 def gains(claim: Claim, study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str) -> np.ndarray:
-    """For each seed that both arms have finished, how far the claim holds: above 0 it does."""
+    """For each seed that all arms have finished, how far the claim holds: above 0 it does."""
     title, _, number = claim.measure.partition("#")
     column = [i for i, (name, _, _) in enumerate(study.measures) if name == title][int(number or 1) - 1]
     arms = (claim.arm, claim.other)
@@ -434,8 +434,9 @@ def shares_range(runs: Sequence[RunData], x: str) -> bool:
     return True
 
 
-def chosen(study: Study, arguments: argparse.Namespace) -> Study:
-    """The study with the arms, worlds and seeds of the command line.
+def chosen(study: Study, arguments: argparse.Namespace) -> tuple[Study, list[str]]:
+    """The study with the arms and seeds of the command line, and the names of its worlds. Other worlds stay in the
+    study, since its claims are corrected over all of them.
 
     Raises:
         SystemExit: An arm or world does not exist.
@@ -447,7 +448,8 @@ def chosen(study: Study, arguments: argparse.Namespace) -> Study:
         if unknown:
             sys.exit(f"--{name} {' '.join(unknown)}: not in this study; choose from {', '.join(known)}")
         picked[name] = {key: known[key] for key in requested or known}
-    return replace(study, **picked)
+    worlds = list(picked.pop("worlds"))
+    return replace(study, **picked), worlds
 
 
 def core_shares(jobs: int) -> list[set[int]]:
@@ -475,9 +477,10 @@ def main(argv: Sequence[str] | None = None, study: Study | None = None) -> int:
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results"), help="folder of raw rows and figures")
     parser.add_argument("--report", action="store_true", help="only show the table and draw the figures")
     arguments = parser.parse_args(argv)
-    study = chosen(study or STUDIES[arguments.name], arguments)
+    study, worlds = chosen(study or STUDIES[arguments.name], arguments)
     path = Path(arguments.out) / f"study_{arguments.name}.jsonl.gz"
     rows, jobs = read_rows(path), jobs_of(study, Path(arguments.folder).resolve(), tiny=arguments.tiny)
+    jobs = [job for job in jobs if job.world in worlds]
     for job in jobs:
         if job.key in rows and rows[job.key]["words"] != list(job.words):
             sys.exit(f"{path}: {' '.join(map(str, job.key))} was run with other settings; name another --out")
@@ -493,7 +496,7 @@ def main(argv: Sequence[str] | None = None, study: Study | None = None) -> int:
                 rows = read_rows(path) | rows | {(row["world"], row["arm"], row["seed"]): row}  # others write it too
                 save(path, rows)
     print(f"\n{study.question}\n")
-    for world in study.worlds:
+    for world in worlds:
         text = report(study, rows, world)
         print(text, end="\n\n")
         if any(key[0] == world for key in rows):

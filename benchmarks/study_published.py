@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--start", action="store_true", help="train; without it only the cost is shown")
     options, rest = parser.parse_known_args(argv)
     full = published(options.model, options.recipe, tuple(f"--{word}" for word in options.set))
-    study = chosen(full, argparse.Namespace(arms=options.arms, worlds=[], seeds=options.seeds))
+    study, _ = chosen(full, argparse.Namespace(arms=options.arms, worlds=[], seeds=options.seeds))
     print("\n".join(cost_lines(study, options.topology, options.model_shape, options.mean_response)), flush=True)
     return run_study([f"real_{next(iter(study.worlds))}", *rest], study) if options.start else 0
 

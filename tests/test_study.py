@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -102,6 +103,15 @@ def test_the_report_pairs_seeds_and_leaves_out_those_that_miss_an_arm():
     assert any(line.startswith("| grpo | 0.200 ± 0.000 [0.200, 0.200] 2/2 |") for line in lines)
     assert lines[-2:] == ["not finished, so their seeds are left out: grpo 2", "commits: unknown"]
     assert study.report(few, {}, "w") == "w: no seed is finished in every arm"
+
+
+def test_claims_are_corrected_over_all_worlds_whichever_are_shown():
+    whole = STUDIES["roc"]
+    options = {"arms": [], "seeds": None}
+    part, worlds = study.chosen(whole, SimpleNamespace(worlds=["toy"], **options))
+    assert worlds == ["toy"] and part == study.chosen(whole, SimpleNamespace(worlds=[], **options))[0]
+    with pytest.raises(SystemExit, match="--worlds nosuch: not in this study"):
+        study.chosen(whole, SimpleNamespace(worlds=["nosuch"], **options))
 
 
 def test_the_figure_leaves_out_an_axis_that_seeds_do_not_share(tmp_path):
