@@ -15,6 +15,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 
+from grpo_roc_jax.commands.evaluate import check_temperature
 from grpo_roc_jax.engine.protocol import Finish, RolloutLines, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.record.live import printable
@@ -40,6 +41,9 @@ class ChatConfig:
     """Sampling temperature; 0 is greedy."""
     seed: int = 0
     """Seed of the sampled tokens; each question of a dialogue has its own random stream."""
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
 
 
 class WatchedEnvironment(ToolEnvironment):

@@ -51,15 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = tyro.cli(CutTraces, args=argv, prog="grpo-roc cut-traces")
     try:
         out = output_file("--out", options.out)
-    except ValueError as error:
+        rows = states(read_trace(options.run, options.step), options.intro)
+    except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    rows = states(read_trace(options.run, options.step), options.intro)
     if not rows:
         print(
             f"{options.run} records no trajectory with two turns; set log.traces, or name another run", file=sys.stderr
         )
         return 2
-    out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(rows)} states in {options.out}")
     return 0

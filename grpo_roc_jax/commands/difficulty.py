@@ -7,12 +7,14 @@ executor and verifier of training, and kept if its success rate lies between two
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import tyro
 
-from grpo_roc_jax.commands.evaluate import EvaluateConfig, folder_of, sample_policy
+from grpo_roc_jax.commands.evaluate import EvaluateConfig, check_temperature, folder_of, sample_policy
+from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.data.problems import ANSWER_COLUMNS
 from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.settings.files import output_file
 from grpo_roc_jax.types import Group
@@ -48,6 +50,7 @@ class DifficultyConfig:
     def __post_init__(self) -> None:
         if not 0.0 <= self.lowest <= self.highest <= 1.0:
             raise ValueError(f"--lowest {self.lowest} --highest {self.highest}; must be rising success rates in [0, 1]")
+        check_temperature(self.temperature)
         if self.resume and not self.keep:
             raise ValueError("--resume continues in one directory: name it with --keep")
 
@@ -57,8 +60,16 @@ def success_rate(group: Group) -> float | None:
     return float(group.correct.mean()) if group.size else None
 
 
-def kept_rows(groups: Sequence[Group], lowest: float, highest: float) -> tuple[list[dict], dict[str, int]]:
-    """(a row of the file for each problem within the bounds, number of problems by outcome)."""
+def kept_rows(
+    groups: Sequence[Group], lowest: float, highest: float, data: DataConfig | None = None
+) -> tuple[list[dict], dict[str, int]]:
+    """(a row of the file for each problem within the bounds, number of problems by outcome).
+
+    A row is read as the same problem under any settings that read the first file, and under none: its prompt and answer
+    are in the columns that `data` names too, and no other column is taken for the answer.
+    """
+    data = data or DataConfig()
+    others = {name.split(".")[0] for name in ANSWER_COLUMNS[: ANSWER_COLUMNS.index("answer")]}
     rows: list[dict] = []
     counts = dict.fromkeys(("kept", "too hard", "too easy", "not judged"), 0)
     for group in groups:
@@ -71,9 +82,25 @@ def kept_rows(groups: Sequence[Group], lowest: float, highest: float) -> tuple[l
             counts["too easy"] += 1
         else:
             counts["kept"] += 1
-            named = {"prompt": problem.prompt, "answer": problem.answer, "data_source": problem.source}
-            rows.append({**problem.extra, **named, "success_rate": rate, "judged": group.size})
+            row: dict = {name: value for name, value in problem.extra.items() if name not in others}
+            row |= {"data_source": problem.source, "success_rate": rate, "judged": group.size}
+            for column, text in (
+                *((data.prompt_column, problem.prompt), (data.answer_column, problem.answer)),
+                *(("prompt", problem.prompt), ("answer", problem.answer)),
+            ):
+                put_at(row, column, text)
+            rows.append(row)
     return rows, counts
+
+
+def put_at(row: dict, column: str, text: str) -> None:
+    """Sets a column, whose dots reach into nested objects; nothing for an empty name."""
+    *above, last = column.split(".")
+    for name in above:
+        inner = row.get(name)
+        row[name] = row = dict(inner) if isinstance(inner, Mapping) else {}
+    if last:
+        row[last] = text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,8 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for note in evaluated.notes:
         print(note)
-    rows, counts = kept_rows(evaluated.sampled.groups, options.lowest, options.highest)
-    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
+    rows, counts = kept_rows(evaluated.sampled.groups, options.lowest, options.highest, evaluated.data)
+    lines = [json.dumps(row, default=str) + "\n" for row in rows]
     out.write_text("".join(lines), encoding="utf-8")
     summary = ", ".join(f"{number} {name}" for name, number in counts.items())
     print(

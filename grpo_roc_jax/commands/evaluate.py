@@ -71,8 +71,15 @@ class EvaluateConfig:
             raise ValueError(
                 f"--samples {self.samples} --problems {self.problems}; samples must be at least 1, problems at least 0"
             )
+        check_temperature(self.temperature)
         if self.resume and (not self.keep or self.against):
             raise ValueError("--resume continues in one directory: name it with --keep, and leave out --against")
+
+
+def check_temperature(value: float | None) -> None:
+    """Refuses a `--temperature` that no rollout can have."""
+    if value is not None and not 0 <= value < math.inf:
+        raise ValueError(f"--temperature {value}; must be at least 0 and finite")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +96,8 @@ class EvaluatedPolicy:
     """Notes on reading the sources, including the rows left out."""
     folder: Path | None
     """Directory of the trajectories."""
+    data: DataConfig
+    """The settings by which the problems were read."""
 
 
 @config_errors()
@@ -167,7 +176,7 @@ def sample_policy(
                 records = eval_records(step, sampled.groups, sampled.removed)
                 TraceWriter(folder, 1, sampler.chat.tokenizer.decode).write(step, records, kind="eval")
             parts.remove()
-    return EvaluatedPolicy(options.policy, step, chosen, sampled, notes, folder)
+    return EvaluatedPolicy(options.policy, step, chosen, sampled, notes, folder, config.data)
 
 
 def show_table(

@@ -8,16 +8,17 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import tyro
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from grpo_roc_jax.settings.files import output_file
 from grpo_roc_jax.view.curves import RunData, by_label, curve, last_third, load_runs
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
@@ -69,7 +70,8 @@ class PlotConfig:
     out: str = "plot.png"
     """File to write; its ending is the format (png, svg, pdf)."""
     group_by: tuple[str, ...] = ()
-    """Settings such as `resample.method`; runs with equal values make one line. Empty: all settings but the seed."""
+    """Settings such as `resample` or `optim.lr`; runs with equal values make one line. Empty: all settings but the
+    seed."""
     each: bool = False
     """One line a run, no bands."""
     x: Literal["step", "sampled", "tokens", "seconds"] = "step"
@@ -133,15 +135,22 @@ def table(runs: Sequence[RunData], config: PlotConfig) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     config = tyro.cli(PlotConfig, args=arguments, prog="grpo-roc plot")
     try:
+        out = output_file("--out", config.out)
+        out = out if out.suffix else out.with_name(f"{out.name}.png")
+        known = FigureCanvasBase.get_supported_filetypes()
+        if out.suffix[1:].lower() not in known:
+            raise ValueError(
+                f"--out {config.out}: no figure is written as {out.suffix}; endings are {', '.join(known)}"
+            )
         runs = load_runs(config.runs)
         figure = draw(runs, config)
-    except (FileNotFoundError, ValueError) as error:
+        lines = table(runs, config)
+        figure.savefig(out, dpi=110)
+    except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(config.out, dpi=110)
-    print(table(runs, config))
-    print(f"written: {config.out}")
+    print(lines)
+    print(f"written: {out}")
     return 0
 
 

@@ -24,7 +24,7 @@ WINDOW = 1024
 POLL_S = 0.5
 
 
-def read_calls(lines: Iterable[str]) -> Iterator[tuple[Any, CodeCall | ToolResult]]:
+def read_calls(lines: Iterable[str | bytes]) -> Iterator[tuple[Any, CodeCall | ToolResult]]:
     """The id of each line, with its call or with the result that says what is wrong with the line."""
     for number, line in enumerate(lines):
         if not line.strip():
@@ -46,7 +46,7 @@ def read_calls(lines: Iterable[str]) -> Iterator[tuple[Any, CodeCall | ToolResul
         yield entry.get("id", number), call
 
 
-def run_all(executor: ToolExecutor, lines: Iterable[str], out: TextIO) -> int:
+def run_all(executor: ToolExecutor, lines: Iterable[str | bytes], out: TextIO) -> int:
     """Run every line, write every result, and return the number of infrastructure failures."""
     waiting: dict[str, Any] = {}
     failures = 0
@@ -108,7 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         cpu_s = options.wall_s if options.cpu_s is None else options.cpu_s
         config = config_of(options, cpu_s=cpu_s, preload=tuple(name for name in options.preload.split(",") if name))
-        source = sys.stdin if options.file == "-" else open(options.file, encoding="utf-8")  # noqa: SIM115
+        # As bytes: a line that is no UTF-8 is one bad call, and a mark of the byte order is none.
+        source = getattr(sys.stdin, "buffer", sys.stdin) if options.file == "-" else open(options.file, "rb")  # noqa: SIM115
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

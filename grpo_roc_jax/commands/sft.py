@@ -13,4 +13,7 @@ from grpo_roc_jax import train
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return train.main([*words, "--steps=0"])
+    at = next(
+        (i for i, word in enumerate(words) if word in ("--help", "-h")), len(words)
+    )  # words after it are sections
+    return train.main([*words[:at], "--steps=0", *words[at:]])

@@ -82,6 +82,10 @@ class ViewConfig:
     def __post_init__(self) -> None:
         if not self.runs:
             raise ValueError("no run is named; give the directories of runs")
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"--port {self.port}; must be 0 to 65535")
+        if self.limit is not None and self.limit < 0:
+            raise ValueError(f"--limit {self.limit}; must be at least 0, which shows all")
 
     @property
     def filtered(self) -> bool:
@@ -314,11 +318,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         html = output_file("--html", config.html) if config.html else None
         with phase("reading the trajectories", routine=True):
             choice = choose(config)
+            nothing = "" if choice.matched else f"no trajectory matches\n{available(config)}"
+            whole = page(config, choice) if html and choice.matched else ""
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    if not choice.matched:
-        print(f"no trajectory matches\n{available(config)}")
+    if nothing:
+        print(nothing)
         return 0
     if atif:
         text = "".join(json.dumps(document) + "\n" for document in documents(choice.records))
@@ -326,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"written: {config.atif} ({len(choice.places)} of {choice.matched} matching trajectories)")
         return 0
     if html:
-        html.write_text(page(config, choice), encoding="utf-8")
+        html.write_text(whole, encoding="utf-8")
         print(f"written: {config.html} ({len(choice.places)} of {choice.matched} matching trajectories)")
         return 0
     console = Console()

@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         executor.close()
     with open(options.out, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in conversion.rows)
+        file.writelines(json.dumps(row) + "\n" for row in conversion.rows)
     print(f"{options.out}: {conversion}")
     return 0
 

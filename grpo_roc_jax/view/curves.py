@@ -1,5 +1,6 @@
 """Metrics of several runs as curves: runs are loaded, grouped under labels by their settings, and averaged."""
 
+import difflib
 import glob
 import math
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,7 @@ def load_runs(patterns: Sequence[str]) -> list[RunData]:
     loaded: dict[Path, RunData] = {}
     for pattern in patterns:
         label, _, where = pattern.rpartition("=") if not Path(pattern).exists() else ("", "", pattern)
-        paths = [Path(path) for path in sorted(glob.glob(where))]
+        paths = [Path(where)] if Path(where).exists() else [Path(path) for path in sorted(glob.glob(where))]
         paths = [path.parent if path.name == "metrics.jsonl" else path for path in paths]
         runs = [path for path in paths if (path / "metrics.jsonl").exists()]
         if not runs:
@@ -68,8 +69,12 @@ def by_label(runs: Sequence[RunData], group_by: Sequence[str] = (), each: bool =
     A run has the label given on the command line. Otherwise runs are grouped by the settings `group_by`, or by all
     settings except the seed, and labeled by the settings in which the groups differ. A run without a configuration is
     labeled by its directory.
+
+    Raises:
+        ValueError: No run has a setting of that name.
     """
     named = _directory_names(runs)
+    _check_names(runs, group_by)
     if each:
         return {named[i]: [run] for i, run in enumerate(runs)}
     keys = [_key(run, named[i], group_by) for i, run in enumerate(runs)]
@@ -163,6 +168,24 @@ def _settings(path: Path) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in flat}
 
 
+def _value(run: RunData, setting: str) -> Any:
+    """The value of a setting; a choice of kind is named with or without `.kind`."""
+    return run.settings.get(
+        setting, run.settings.get(f"{setting}.kind", run.settings.get(setting.removesuffix(".kind")))
+    )
+
+
+def _check_names(runs: Sequence[RunData], group_by: Sequence[str]) -> None:
+    configured = [run for run in runs if run.settings]
+    for setting in group_by if configured else ():
+        if all(_value(run, setting) is None for run in configured):
+            known = sorted({name for run in configured for name in run.settings})
+            near = difflib.get_close_matches(setting, known, 3)
+            raise ValueError(
+                f"--group_by {setting}: no run has such a setting" + (f"; near: {', '.join(near)}" if near else "")
+            )
+
+
 def _compared(run: RunData) -> dict[str, Any]:
     return {name: value for name, value in run.settings.items() if not name.startswith(NOT_COMPARED)}
 
@@ -173,17 +196,17 @@ def _key(run: RunData, name: str, group_by: Sequence[str]) -> Any:
     if not run.settings:
         return ("directory", name)
     if group_by:
-        return ("settings", tuple(str(run.settings.get(setting)) for setting in group_by))
+        return ("settings", tuple(str(_value(run, setting)) for setting in group_by))
     return ("settings", tuple(sorted((setting, str(value)) for setting, value in _compared(run).items())))
 
 
 def _label(run: RunData, name: str, group_by: Sequence[str], varying: Sequence[str]) -> str:
     if run.label:
         return run.label
-    shown = [setting for setting in (group_by or varying) if setting in run.settings]
+    shown = [setting for setting in (group_by or varying) if _value(run, setting) is not None]
     if not run.settings or not shown:
         return str(run.settings.get("name", name)) if run.settings and not varying else name
-    words = [f"{setting}={run.settings[setting]}" for setting in shown[:3]]
+    words = [f"{setting}={_value(run, setting)}" for setting in shown[:3]]
     return ", ".join(words + ([f"and {len(shown) - 3} more"] if len(shown) > 3 else []))
 
 

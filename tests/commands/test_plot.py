@@ -55,6 +55,30 @@ def test_runs_that_differ_in_the_seed_alone_share_a_label(runs):
     }
 
 
+def test_settings_that_group_are_named_with_or_without_their_kind(tmp_path):
+    for name, kind in (("a", "roc"), ("b", "uniform")):
+        make_run(tmp_path, name, rewards([1.0]), name=name, resample={"kind": kind}, optim={"lr": 1.0})
+    loaded = load_runs([str(tmp_path / "*")])
+    assert labels(loaded, group_by=["resample.kind"]) == {"resample.kind=roc": ["a"], "resample.kind=uniform": ["b"]}
+    assert labels(loaded, group_by=["resample"]) == {"resample=roc": ["a"], "resample=uniform": ["b"]}
+    with pytest.raises(ValueError, match=r"--group_by optim\.lrr: no run has such a setting; near: optim\.lr"):
+        labels(loaded, group_by=["optim.lrr"])
+
+
+def test_files_that_the_command_writes_and_does_not(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for out, written in (("figure", "figure.png"), ("folder", "folder.png")):
+        assert plot.main([str(runs / "a"), "--out", out]) == (0 if out == "figure" else 2)
+        printed = capsys.readouterr()
+        assert f"written: {written}" in printed.out if out == "figure" else "--out folder" in printed.err
+    for out in ("p.xyz", "/dev/null/x.png"):
+        assert plot.main([str(runs / "a"), "--out", out]) == 2
+        assert f"--out {out}" in capsys.readouterr().err
+    make_run(tmp_path, "q [1]", rewards([1.0]))
+    assert labels(load_runs(["q [1]"])) == {"q [1]": ["q [1]"]}, "a directory that exists is no pattern"
+
+
 def test_labels_from_patterns_and_runs_without_configuration(runs, capsys):
     make_run(runs, "x/run", rewards([1.0]))
     make_run(runs, "y/run", rewards([1.0]))

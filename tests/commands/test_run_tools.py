@@ -49,6 +49,14 @@ def test_run_gives_one_result_per_line(tmp_path) -> None:
     assert len(results) == len(LINES) + 2
 
 
+def test_lines_are_read_one_by_one_as_bytes(tmp_path) -> None:
+    path = tmp_path / "programs.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"id": "a", "code": "1"}\n{"id": "b", "code": "\xff"}\n{"id": "c", "code": "2"}\n')
+    calls = dict(run.read_calls(path.read_bytes().splitlines()))
+    assert calls["a"].arguments == {"code": "1"} and calls["c"].arguments == {"code": "2"}
+    assert calls[1].kind == "malformed_call" and "not JSON" in calls[1].error_message
+
+
 def test_run_reads_standard_input_at_a_given_level() -> None:
     done = module("run-tools", "-", "--workers", "1", "--level", "L0", "--preload", "", text='{"code": "print(2)"}\n')
     assert done.returncode == 0, done.stderr

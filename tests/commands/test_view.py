@@ -216,6 +216,19 @@ def test_filters_that_match_nothing_name_what_there_is(run, capsys, where):
     assert not (run / "page.html").exists()
 
 
+def test_what_cannot_be_shown_is_a_message(run, tmp_path, capsys):
+    for words in (
+        [str(tmp_path / "none"), "--status", "correct", "--text"],
+        [str(run), str(tmp_path / "none"), "--step", "7"],
+    ):
+        assert view.main([*words, "--text"]) == 2
+        assert str(tmp_path / "none") in capsys.readouterr().err
+    for option, value in (("--port", "99999"), ("--port", "-1"), ("--limit", "-1")):
+        with pytest.raises(SystemExit):
+            view.main([str(run), option, value])
+        assert f"{option} {value}; must be" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_log_of_the_other_kind_is_named(tmp_path, capsys):
     trace.TraceWriter(tmp_path).write(3, trace.eval_records(3, [make_group(1, 2)]), kind="eval")
     assert view.main([str(tmp_path), "--text"]) == 2
