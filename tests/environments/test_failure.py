@@ -42,7 +42,7 @@ def outcome(chat, text, **choice):
         ("generator", "infrastructure", "step: BadAnswer: step returned generator; must be an Observation, text or"),
         ("endless", "infrastructure", "step: BadAnswer: Observation.reward is int; must be a number or None"),
         ("exhausted", "failed", "step: NoItem: StopIteration (sample_environments.py, line "),
-        ("mute", "failed", "step: Mute (sample_environments.py, line "),
+        ("mute", "failed", "step: Mute: (its message cannot be read: RuntimeError) (sample_env"),
         ("offline", "infrastructure", "step: OSError: no route to host (sample_environments.py, line "),
         ("unprepared", "infrastructure", "step: RuntimeError: no session (sample_environments.py, line "),
     ],
