@@ -231,7 +231,7 @@ class Dialogues:
 
 def _close(chat: ChatFormat, ids: list[int]) -> None:
     """Takes the turn that they open from the end of ids."""
-    turn = chat.raw_ids(chat.glue.prompt_close)
+    turn = chat.prompt_close_ids
     if not turn or ids[-len(turn) :] != turn:
         raise RequestRefused("this chat template cannot write a user message after the output of a tool", "messages")
     del ids[-len(turn) :]
@@ -256,7 +256,7 @@ def read_messages(messages: Any) -> tuple[str, list[DialogueMessage]]:
             turns += _results(list(run), messages)
             continue
         for i, message in run:
-            where, role = f"messages[{i}]", message["role"]
+            where, role = where_of(i, message), message["role"]
             text = text_of(message.get("content"), f"{where}.content") or field_of(message, "refusal", str, "")
             if role in ("system", "developer") and not turns:
                 systems.append(text)
@@ -269,13 +269,24 @@ def read_messages(messages: Any) -> tuple[str, list[DialogueMessage]]:
     return (system, turns) if turns else ("", [DialogueMessage("user", system)])
 
 
+WHERE = " where"
+"""Key of a message that was translated from another form: its place in the request. No request can have it."""
+
+
+def where_of(index: int, message: Mapping[str, Any]) -> str:
+    """The place of a message in the request, for errors."""
+    where = message.get(WHERE)
+    return where if isinstance(where, str) else f"messages[{index}]"
+
+
 def _role(i: int, message: Any) -> str:
     """The role of a message, `tool` for both names of it."""
     if not isinstance(message, dict):
         raise RequestRefused(f"messages[{i}] is {type(message).__name__}; must be an object", "messages")
     role = message.get("role")
     if role not in ("system", "developer", "user", "assistant", "tool", "function"):
-        raise RequestRefused(f"messages[{i}].role is {role!r:.80}; must be system, user, assistant or tool", "messages")
+        where = where_of(i, message)
+        raise RequestRefused(f"{where}.role is {role!r:.80}; must be system, user, assistant or tool", "messages")
     return "tool" if role == "function" else role
 
 
@@ -287,7 +298,7 @@ def _results(run: list[tuple[int, Any]], messages: list[Any]) -> Iterator[Dialog
     """The results of one turn, in the order of its calls."""
     begin = run[0][0]
     before = messages[begin - 1] if begin else {}
-    calls = _calls_of(before, f"messages[{begin - 1}]") if before.get("role") == "assistant" else ()
+    calls = _calls_of(before, where_of(begin - 1, before)) if before.get("role") == "assistant" else ()
     if not calls and isinstance(content := before.get("content"), str):
         calls = _written_calls(content.partition(CALLS_AS_TEXT)[2])
     replies = [
@@ -297,14 +308,14 @@ def _results(run: list[tuple[int, Any]], messages: list[Any]) -> Iterator[Dialog
     try:
         if not calls and before.get("role") != "assistant" and any(own_id for own_id, _ in replies):
             raise RequestRefused(
-                f"messages[{begin}]: a tool message must follow the call that it answers, in a message of an assistant",
+                f"{where_of(*run[0])}: a tool message must follow the call that it answers, in an assistant's message",
                 "messages",
             )
         order = in_order_of_calls([(own_id, name) for (name, _), own_id in calls], replies)
     except UnmatchedReply as error:
-        path = "messages" if error.reply is None else f"messages[{begin + error.reply}]"
+        path = "messages" if error.reply is None else where_of(*run[error.reply])
         raise RequestRefused(f"{path}: {error}", "messages") from error
-    texts = [text_of(message.get("content"), f"messages[{i}].content") for i, message in run]
+    texts = [text_of(message.get("content"), f"{where_of(i, message)}.content") for i, message in run]
     yield from (DialogueMessage("tool", texts[i]) for i in order)
 
 
@@ -320,10 +331,14 @@ def _merged(turns: Sequence[DialogueMessage]) -> list[DialogueMessage]:
 def text_of(content: Any, where: str) -> str:
     """The text of a message's content: text, null, or a list of text parts."""
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts]
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
+    texts = [part.get(kind) if kind in ("text", "refusal") else part for part, kind in zip(parts, kinds, strict=True)]
     texts = ["" if text is None else text for text in texts]
-    if not all(isinstance(text, str) for text in texts):
-        raise RequestRefused(f"{where} must be text or a list of text parts; images are not supported")
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        kind = wrong[0].get("type") if isinstance(wrong[0], dict) else type(wrong[0]).__name__
+        raise RequestRefused(
+            f"{where} holds {kind!r:.80}; must be text or a list of text parts; images are not supported"
+        )
     return "".join(texts).encode(errors="replace").decode()  # JSON may hold unpaired surrogates
 
 
@@ -376,18 +391,28 @@ def message_of(answer: TurnAnswer) -> DialogueMessage:
 
 def written(chat: ChatFormat, message: DialogueMessage) -> str:
     """The text of a turn that was not sampled here, in the form of the template."""
-    text = message.text if THOUGHTS[1][1] in message.text else f"{message.reasoning}</reason>{message.text}"
+    closing = THOUGHTS[1][1]
+    whole = not message.reasoning and closing in message.text  # the client sends the turn back as it was sampled
+    text = message.text if whole else f"{message.reasoning}{closing}{message.text}"
     calls = (f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in message.calls)
     return chat.written(text + "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in calls))
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    """(thought, what follows it) of a turn; a thought that is not closed counts as text unless it is marked."""
+    """(thought, what follows it) of a turn; a thought that is not closed counts as text unless it is marked.
+
+    A thought that begins with a mark ends at the mark that belongs to it, any other at the first one that closes some.
+    """
+    begun = text.lstrip()
     for opening, closing in THOUGHTS:
-        thought, mark, rest = text.partition(closing)
-        if mark or text.lstrip().startswith(opening):
-            return thought.strip().removeprefix(opening).strip("\n"), rest.lstrip("\n")
-    return "", text
+        if begun.startswith(opening):
+            thought, _, rest = begun.removeprefix(opening).partition(closing)
+            return thought.strip(), rest.lstrip("\n")
+    closed = [(at, closing) for _, closing in THOUGHTS if (at := text.find(closing)) >= 0]
+    if not closed:
+        return "", text
+    at, closing = min(closed)
+    return text[:at].strip(), text[at + len(closing) :].lstrip("\n")
 
 
 def parts_of(chat: ChatFormat, text: str, *, tools: bool) -> tuple[str, str]:

@@ -6,9 +6,9 @@ docs.anthropic.com/en/api/messages. A key may come as `x-api-key`.
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from grpo_roc_jax.serving.dialogues import TurnAnswer, text_of
+from grpo_roc_jax.serving.dialogues import WHERE, TurnAnswer, text_of
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
 from grpo_roc_jax.serving.replies import JSON, EventReply, SampledChoice, call_ids
 
@@ -37,6 +37,10 @@ class MessagesReply(EventReply):
 
     path, name, chunk_name, prefix = "/v1/messages", "message", "message", "msg_"
     reads = frozenset({*SAME_FIELDS, *OWN_FIELDS})
+    reads_within: ClassVar[Mapping[str, frozenset[str]]] = {
+        "output_config": frozenset({"format"}),
+        "tool_choice": frozenset({"type", "name"}),
+    }
     _open = ""
     """Type of the block that the stream is in."""
     _blocks = 0
@@ -50,15 +54,20 @@ class MessagesReply(EventReply):
     def fault(self, error: RequestRefused) -> JSON:
         return error_body(self.path, error)
 
+    def _opening(self, choice: SampledChoice) -> Iterator[JSON]:
+        yield {"type": "message_start", "message": self._message([], None, self._usage() | {"output_tokens": 0})}
+
     def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
         if first:
-            yield {"type": "message_start", "message": self._message([], None, self._usage() | {"output_tokens": 0})}
+            yield from self._opening(choice)
         for piece in super()._pieces(choice, ids, logprobs, False):
             yield from self._grown(piece["choices"][0]["delta"])
 
     def ended(self, choice: SampledChoice) -> Iterator[JSON]:
         if not self.fields.stream:
             return
+        if not choice.ids:  # it ended before its first token
+            yield from self._opening(choice)
         answer = self.answer(choice)
         yield from self._grown(self._growth(choice, answer.reasoning, answer.content))
         yield from self._closed()
@@ -154,7 +163,7 @@ def _chat_body(body: Mapping[str, Any]) -> JSON:
 
 
 def _tool(tool: Any) -> JSON:
-    kind = tool.get("type", "custom") if isinstance(tool, dict) else type(tool).__name__
+    kind = (tool.get("type") or "custom") if isinstance(tool, dict) else type(tool).__name__
     if kind != "custom" or not isinstance(tool.get("name"), str):
         raise RequestRefused(f"a tool of type {kind!r:.80}; must be of one's own, with name and input_schema", "tools")
     function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get("input_schema")}
@@ -192,7 +201,7 @@ def _messages(turn: Any, where: str) -> Iterator[JSON]:
             text = text_of(block.get("content"), where)
             if field_of(block, "is_error", bool, False) and not text.lstrip().lower().startswith("error"):
                 text = f"Error: {text}"  # templates have no other place for it
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text, WHERE: where})
         elif kind != "redacted_thinking":
             raise RequestRefused(
                 f"{where} holds a block of type {kind!r:.80}; must be text, thinking, tool_use or tool_result",
@@ -200,6 +209,6 @@ def _messages(turn: Any, where: str) -> Iterator[JSON]:
             )
     yield from results
     if texts or thoughts or calls or not results:
-        message: JSON = {"role": turn["role"], "content": "".join(texts)}
+        message: JSON = {"role": turn["role"], "content": "".join(texts), WHERE: where}
         message |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
         yield message | ({"tool_calls": calls} if calls else {})

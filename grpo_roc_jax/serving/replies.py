@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -251,6 +251,8 @@ class ChatReply(ReplyForm):
     path, name, chunk_name, prefix = "/v1/chat/completions", "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     reads = READ | {"messages", "tools", "tool_choice"}
+    reads_within: ClassVar[Mapping[str, frozenset[str]]] = {}
+    """Field that holds an object -> the fields of it that are read."""
 
     def __init__(
         self,
@@ -263,14 +265,18 @@ class ChatReply(ReplyForm):
     ):
         super().__init__(self.as_chat(body), tokenizer, sampling)
         self.not_applied = unread(body, self.reads)
+        for name, read in self.reads_within.items():
+            within = body.get(name)
+            self.not_applied += [f"{name}.{key}" for key in unread(within if isinstance(within, Mapping) else {}, read)]
         self.dialogues = dialogues
         tools, messages = read_tools(self.body), self.body.get("messages")
         self.context: Context = dialogues.context(session, messages, tools, read_forced(self.body, tools))
         self.prompts, self.known = [self.context.ids], self.context.known
         self.begun = len(self.context.begun_ids)
         self.goes_on = self.context.goes_on
-        if self.context.chat.config.max_calls_per_turn == 1 and "parallel_tool_calls" in self.not_applied:
-            self.not_applied.remove("parallel_tool_calls")  # a turn ends with its first call anyway
+        if self.context.chat.config.max_calls_per_turn == 1:  # a turn ends with its first call anyway
+            one_call = ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use")
+            self.not_applied = [name for name in self.not_applied if name not in one_call]
         strict = strict_schemas(self.body, field_of(self.body, "tools", list, []) if tools else [])
         self.format = replace(self.format, strict=strict)
         self._tools = tools
@@ -304,10 +310,14 @@ class ChatReply(ReplyForm):
         ]
         return {"content": tokens, "refusal": None}
 
+    def _opening(self, choice: SampledChoice) -> Iterator[JSON]:
+        """The first pieces of a choice."""
+        extra = {"prompt_token_ids": choice.prompt.tolist()} if self.fields.token_ids else {}
+        yield self.piece(choice, {"delta": {"role": "assistant", "content": ""}}) | extra
+
     def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
         if first:
-            extra = {"prompt_token_ids": choice.prompt.tolist()} if self.fields.token_ids else {}
-            yield self.piece(choice, {"delta": {"role": "assistant", "content": ""}}) | extra
+            yield from self._opening(choice)
         context, shown = self.context, self.before_stop(choice.text)
         begun = context.chat.tokenizer.decode(context.begun_ids)
         reasoning, text = parts_of(context.chat, begun + shown, tools=context.tools)
@@ -331,6 +341,8 @@ class ChatReply(ReplyForm):
     def ended(self, choice: SampledChoice) -> Iterator[JSON]:
         if not self.fields.stream:
             return
+        if not choice.ids:  # it ended before its first token
+            yield from self._opening(choice)
         answer = self.answer(choice)
         if delta := self._growth(choice, answer.reasoning, answer.content):
             yield self.piece(choice, {"delta": delta})

@@ -7,9 +7,9 @@ platform.openai.com/docs/api-reference/responses. `previous_response_id` goes on
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from grpo_roc_jax.serving.dialogues import TurnAnswer
+from grpo_roc_jax.serving.dialogues import WHERE, TurnAnswer
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
 from grpo_roc_jax.serving.replies import JSON, EventReply, SampledChoice, call_ids
 
@@ -30,6 +30,7 @@ class ResponsesReply(EventReply):
 
     path, name, chunk_name, prefix = "/v1/responses", "response", "response", "resp_"
     reads = frozenset({*SAME_FIELDS, *OWN_FIELDS})
+    reads_within: ClassVar[Mapping[str, frozenset[str]]] = {"text": frozenset({"format"})}
 
     def __init__(
         self, body: Mapping[str, Any], *settings: Any, session: str, remembered: "RememberedResponses", **talk: Any
@@ -61,16 +62,21 @@ class ResponsesReply(EventReply):
         self._events += 1
         return {"type": kind, "sequence_number": self._events - 1} | fields
 
+    def _opening(self, choice: SampledChoice) -> Iterator[JSON]:
+        yield self._event("response.created", response=self._response("in_progress", []))
+        yield self._event("response.in_progress", response=self._response("in_progress", []))
+
     def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
         if first:
-            yield self._event("response.created", response=self._response("in_progress", []))
-            yield self._event("response.in_progress", response=self._response("in_progress", []))
+            yield from self._opening(choice)
         for piece in super()._pieces(choice, ids, logprobs, False):
             yield from self._grown(piece["choices"][0])
 
     def ended(self, choice: SampledChoice) -> Iterator[JSON]:
         if not self.fields.stream:
             return
+        if not choice.ids:  # it ended before its first token
+            yield from self._opening(choice)
         answer = self.answer(choice)
         yield from self._grown({"delta": self._growth(choice, answer.reasoning, answer.content)})
         if self._open is not None:
@@ -164,7 +170,9 @@ class ResponsesReply(EventReply):
     def _ended_response(self, choice: SampledChoice, output: list[JSON], answer: TurnAnswer) -> JSON:
         cut = choice.finish_reason == "length" and not answer.calls
         if self._request.get("store") is not False:
-            self._remembered.add(self._session, self.id, [*self._messages, *messages_of(output)])
+            said = [*self._messages, *messages_of(output)]
+            said = [{name: value for name, value in message.items() if name != WHERE} for message in said]
+            self._remembered.add(self._session, self.id, said)
         return self._response("incomplete" if cut else "completed", output, self._usage()) | self._token_fields(choice)
 
     def _usage(self) -> JSON:
@@ -287,20 +295,20 @@ def messages_of(items: Any) -> list[JSON]:
         if kind == "reasoning":
             thought = _text(item.get("content") or item.get("summary") or [], where)
         elif kind == "message":
-            message = {"role": item.get("role"), "content": _text(item.get("content"), where)}
+            message = {"role": item.get("role"), "content": _text(item.get("content"), where), WHERE: where}
             messages.append(message | ({"reasoning_content": thought} if thought else {}))
             thought = ""
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             if thought or not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
+                messages.append({"role": "assistant", "content": "", WHERE: where})
                 messages[-1] |= {"reasoning_content": thought} if thought else {}
                 thought = ""
             calls = messages[-1].setdefault("tool_calls", [])
             calls.append({"id": item.get("call_id"), "type": "function", "function": function})
         elif kind == "function_call_output":
             text = _text(item.get("output"), where)
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text, WHERE: where})
         else:
             raise RequestRefused(
                 f"{where} is of type {kind!r:.80}; must be message, reasoning, function_call or function_call_output",

@@ -54,6 +54,7 @@ ABOUT = frozenset((
 """Fields that speak of the request, its sender and its price, and ask nothing of the answer."""
 IDLE: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
+    "disable_parallel_tool_use": (False,),
     "reasoning": ({},),
     "reasoning_effort": ("none",),
     "thinking": ({"type": "disabled"},),

@@ -249,6 +249,11 @@ class ChatFormat:
                 return self._ids(self._glued(text.partition(end)[2]), last=self.end_id)
         return self._ids(self._glued(text)) if re.search("assistant|model|ASSISTANT", text) else []
 
+    @property
+    def prompt_close_ids(self) -> list[int]:
+        """Ids from the end of a user message to the opened turn of the policy."""
+        return self._ids(self._prompt_close)
+
     def _parts(self, text: str) -> TurnParts:
         return read_turn(text, self.convention, tools=self._tools, **self._thoughts)
 

@@ -328,10 +328,15 @@ class MistralCalls(CallForm):
     def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
         if self._marked:
             return text_before + "".join(f"{self._tag}{self._marked_text(call)}" for call in calls)
-        texts = (f'{as_json(call, "arguments")[:-1]}, "id": "{CALL_ID.format(i)}"}}' for i, call in enumerate(calls, 1))
+        texts = (
+            call.raw.strip() if call.fault else f'{as_json(call, "arguments")[:-1]}, "id": "{CALL_ID.format(i)}"}}'
+            for i, call in enumerate(calls, 1)
+        )
         return f"{text_before}{self._tag} [{', '.join(texts)}]"
 
     def _marked_text(self, call: ToolCall) -> str:
+        if call.fault:
+            return call.raw.strip()
         return f"{call.name}{self._arguments}{json.dumps(dict(call.arguments), ensure_ascii=False)}"
 
 

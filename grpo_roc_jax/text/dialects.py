@@ -401,10 +401,14 @@ class PythonCalls(CallForm):
         return call_of({"name": name, "arguments": arguments}, name + raw)
 
     def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
-        texts = [call.raw.strip() if call.fault else self._written(call) for call in calls]
+        texts = [self._faulty(call.raw.strip()) if call.fault else self._written(call) for call in calls]
         if self._tags:
             return f"{text_before}{self._tags[0]}{chr(10).join(texts)}{self._tags[1]}"
         return f"{text_before.rstrip()}\n[{', '.join(texts)}]" if text_before.strip() else f"[{', '.join(texts)}]"
+
+    def _faulty(self, raw: str) -> str:
+        """The text of a faulty call. Without marks only a name with a bracket begins a call."""
+        return raw if self._tags or re.match(r"\w+\s*\(", raw) else f"call({raw})"
 
     def _written(self, call: ToolCall) -> str:
         values = (

@@ -4,7 +4,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from grpo_roc_jax.text.calls import State, after_space, begins, call_of, json_span, malformed
@@ -161,8 +161,18 @@ def python_calls(source: str) -> list[ToolCall]:
         return [python_call(source)]
     if len(statements) < 2 or not all(isinstance(statement, ast.Expr) for statement in statements):
         return [python_call(source)]
-    parts = [ast.get_source_segment(source.strip(), statement) or "" for statement in statements]
+    lines = [line.encode() for line in re.split(r"(?<=\n)|(?<=\r)(?!\n)", source.strip())]
+    parts = [_segment(lines, statement) for statement in statements]
     return [_call_of_node(statement.value, part) for statement, part in zip(statements, parts, strict=True)]
+
+
+def _segment(lines: Sequence[bytes], node: ast.stmt) -> str:
+    """The source of a node. `ast.get_source_segment` splits all of the source for each."""
+    first, last = node.lineno - 1, node.end_lineno - 1
+    if first == last:
+        return lines[first][node.col_offset : node.end_col_offset].decode()
+    middle = lines[first + 1 : last]
+    return b"".join([lines[first][node.col_offset :], *middle, lines[last][: node.end_col_offset]]).decode()
 
 
 def _call_of_node(call: ast.expr, source: str) -> ToolCall:

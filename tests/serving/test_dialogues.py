@@ -124,6 +124,9 @@ def test_answers_in_the_terms_of_the_api(dialogues):
     assert read("<think>\nHm.\n</think>\n\nRain.") == TurnAnswer("Rain.", "Hm.")
     assert read("Rain, not closed") == TurnAnswer("Rain, not closed")
     assert read("<think>never closed") == TurnAnswer("", "never closed")
+    assert read("Hm.</reason>Write </think> or [/THINK].") == TurnAnswer("Write </think> or [/THINK].", "Hm.")
+    assert read("[THINK]Hm.[/THINK]Say </think>.") == TurnAnswer("Say </think>.", "Hm.")
+    assert read("<think>a </reason> b</think>Rain.") == TurnAnswer("Rain.", "a </reason> b")
     assert read("Hm.</reason>Rain. STOP more", ["STOP"]) == TurnAnswer("Rain. ", "Hm.")
     broken = read("</reason>Now:<tool_call>{bad}</tool_call>")
     assert broken.calls == () and broken.content == "Now:<tool_call>{bad}</tool_call>"
@@ -235,6 +238,8 @@ def test_thoughts_in_any_field(dialogues):
     fields = ("reasoning_content", "reasoning", "thinking")
     texts = {shown(dialogues, [ASKED, reply | {field: "Hm."}, more]) for field in fields}
     assert len(texts) == 1 and "<reason>Hm.</reason>Sun." in texts.pop()
+    mark = reply | {"reasoning_content": "Hm.", "content": "Write </reason> to close."}
+    assert "<reason>Hm.</reason>Write </reason> to close." in shown(dialogues, [ASKED, mark, more])
 
 
 HOSTILE = {

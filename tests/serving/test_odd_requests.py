@@ -112,6 +112,10 @@ REFUSED = [
     (RESPONSES, {"include": "all"}, "", "include"),
     (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens = 0", "max_output_tokens"),
     (MESSAGES, b'{"max_tokens": 3}', "at least one message", ...),
+    (CHAT, {"messages": [*HI, {"role": "user", "content": [{"type": "image_url"}]}]}, r"^messages\[1\]", ...),
+    (MESSAGES, {"system": "s", "messages": [*HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "other"}]}]}, r"^messages\[2\]: ", ...),
+    (RESPONSES, {"instructions": "s", "input": [{"role": "user", "content": "x"}, GIVEN]}, r"^input\[1\]: ", ...),
     (MESSAGES, {"messages": ["x"]}, "role is 'str'", ...),
     (MESSAGES, {"messages": [{"role": "tool", "content": "x"}]}, "must be user or assistant", ...),
     (MESSAGES, by_user([{"type": "image"}]), "type 'image'", ...),
@@ -155,6 +159,8 @@ def test_an_odd_request_is_refused_by_what_is_wrong(server, path, body, message,
         (CHAT, {"max_tokens": 10**400}),
         (CHAT, {"model": "no-such-model"}),
         (COUNT, {"tools": [TOOL]}),
+        (COUNT, {"tools": [TOOL | {"type": None}]}),
+        (CHAT, {"messages": [*HI, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, *HI]}),
     ],
 )
 def test_an_odd_request_that_has_a_meaning_is_answered(server, path, body):

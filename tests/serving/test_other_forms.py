@@ -50,6 +50,35 @@ def test_the_same_tokens_as_a_chat_completion(server, path):
     assert text_of(last) == text_of(items) == (chat["choices"][0]["message"]["content"] or "")
 
 
+@pytest.mark.parametrize(
+    ("path", "more", "named"),
+    [
+        ("/v1/messages", {"output_config": {"effort": "low"}, "tool_choice": {"type": "auto"}}, "output_config.effort"),
+        ("/v1/responses", {"text": {"verbosity": "low", "format": {"type": "text"}}}, "text.verbosity"),
+    ],
+)
+def test_fields_within_fields_that_change_nothing_are_named(server, path, more, named):
+    body = {"/v1/responses": {"input": "2+3?"}, "/v1/messages": {"messages": ASKED, "max_tokens": 4}}[path]
+    reply = server.endpoint.form(path, body | more | {"model": "policy"}, "")
+    assert reply.not_applied == [named]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_stream_that_ends_before_its_first_token_has_its_opening(server, path):
+    body = {
+        "/v1/chat/completions": {"messages": ASKED},
+        "/v1/responses": {"input": "2+3?"},
+        "/v1/messages": {"messages": ASKED, "max_tokens": 4},
+    }[path]
+    reply = server.endpoint.form(path, body | {"model": "policy", "stream": True}, "")
+    reply.begin()
+    (choice,) = reply.choices
+    choice.stop = "length"
+    first, *_ = reply.ended(choice)
+    assert first.get("type", first.get("object")) in ("response.created", "message_start", "chat.completion.chunk")
+    assert "choices" not in first or first["choices"][0]["delta"]["role"] == "assistant"
+
+
 def text_of(items):
     return "".join(
         item.get("text") or "".join(part["text"] for part in item.get("content", ()) if part["type"] == "output_text")
