@@ -501,7 +501,7 @@ def derived(config: Config) -> list[str]:
     updates = batch.updates.total
     lines = [
         f"{group.problems} problems x {sampled} sampled -> {group.size} kept = {trajectories} trajectories a step, "
-        f"{updates} update{'s' if updates > 1 else ''} of at most {-(-micro // batch.updates.parts)} "
+        f"{updates} update{'s' if updates > 1 else ''} of about {-(-micro // batch.updates.parts)} "
         f"micro-batches ({batch.rows or 'a measured number of'} rows x {batch.row_length} tokens)",
         f"{config.steps} steps = {config.steps * group.problems * sampled} rollouts of at most "
         f"{config.rollout.max_row_tokens} tokens ({config.rollout.max_prompt_tokens} prompt + "

@@ -165,7 +165,7 @@ def _tools(row: Any, messages: list[Mapping[str, Any]]) -> str:
         for call in _calls(message):
             function = _function(call)
             called = function.get("name") if isinstance(function, Mapping) else None
-            if called is not None and called not in names:
+            if called is not None and (not isinstance(called, str) or called not in names):
                 raise UnusableRow(f"a call of {called!r}, which is not one of its tools ({', '.join(sorted(names))})")
     return json.dumps([{"type": "function", "function": function} for function in functions], ensure_ascii=False)
 
@@ -201,6 +201,8 @@ def _trace(messages: list[Mapping[str, Any]], uid: str, source: str, extra: Mapp
         raise UnusableRow("the conversation ends with a tool message")
     observations = [_in_order(calls, results) for calls, results in zip(called, replies, strict=True)]
     problem = Problem(uid=uid, prompt="\n\n".join(prompt).strip(), answer="", source=source, extra=extra)
+    if not problem.prompt:
+        raise UnusableRow("the question is empty")
     return Trace(problem, tuple(turns), tuple(observations[:-1]), kind="messages")
 
 

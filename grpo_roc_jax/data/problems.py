@@ -424,7 +424,7 @@ def _prompt_text(value: Any, name: str) -> tuple[str, bool]:
         if None in texts:
             raise UnusableRow(f"column {name!r} is a list that holds something other than messages with text")
         roles = [m.get("role") for m in value]
-        if not set(roles) <= {*SYSTEM_ROLES, "user"} or "user" not in roles:
+        if not all(role in (*SYSTEM_ROLES, "user") for role in roles) or "user" not in roles:
             raise UnusableRow(f"column {name!r} has messages of the roles {roles}; must be user messages")
         has_system = not set(SYSTEM_ROLES).isdisjoint(roles)
         value = "\n\n".join(text for text, role in zip(texts, roles, strict=True) if role == "user")
@@ -480,7 +480,10 @@ _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}+")
 _TEXT_COLUMNS = ("solution", "output", "response", "completion")
 """Columns that hold a whole solution in many files."""
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
-_TOKEN = re.compile(r"[+-]?\d+(?:[.,/]\d+)*|\\[A-Za-z]+(?:\s*\{[^{}]*\})*|\S")
+_TOKEN = re.compile(
+    r"[+-]?\d+(?:[.,/]\d+)*|\\[dt]?frac(?:\s*(?:\{[^{}]*\}|[^\s{}\\])){2}|\\sqrt\s*[^\s{}\[\\]"
+    r"|\\[A-Za-z]+(?:\s*\{[^{}]*\})*|\S"
+)
 
 
 def last_boxed(text: str) -> str:
@@ -501,14 +504,16 @@ def boxed_answer(text: str) -> str | None:
     start, body = boxes[-1].start(), text[boxes[-1].end() :].lstrip()
     if body.startswith("{"):
         depth = 0
-        for i, character in enumerate(body):
-            depth += (character == "{") - (character == "}")
+        for match in re.finditer(r"\\.|[{}]", body, re.DOTALL):  # escaped braces are text
+            depth += (match.group() == "{") - (match.group() == "}")
             if depth == 0:
-                return body[1:i]
+                return body[1 : match.start()]
         return None
     line, before = body.partition("\n")[0], text[:start].replace("\\$", "")
+    displayed = before.count("$$") % 2 == 1
+    before = before.replace("$$", "")
     closing = "$" if before.count("$") % 2 else "\\)" if before.rfind("\\(") > before.rfind("\\)") else ""
-    closing = closing or ("\\]" if before.rfind("\\[") > before.rfind("\\]") else "")
+    closing = closing or ("\\]" if before.rfind("\\[") > before.rfind("\\]") else "$$" if displayed else "")
     if closing and closing in line:
         inside = line.partition(closing)[0]
     else:

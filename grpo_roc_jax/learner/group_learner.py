@@ -153,7 +153,9 @@ class GroupLearner:
         scores = Scores()
         if needs_scores(config):
             scores = self.score(run.train.params, groups, temperature)
-        if before and config.surrogate.scored_ratio:
+        if scored := [row.scored[0] for row in before if row.scored is not None]:
+            scores = replace(scores, first=scored)
+        elif before and config.surrogate.scored_ratio:
             scores = replace(scores, first=[row.logprobs_old for row in before])
         scores = self.with_teacher(self._with_reference(scores, groups, run), groups, run)
         begun = time.perf_counter()
@@ -198,6 +200,8 @@ class GroupLearner:
         if len(parts) > 1:
             sizes = [[group.size for group in some] for some in parts_of(groups, updates.parts)]
             parts = renormalized(parts, config.weights.normalizer, sizes)
+            if follows_policy(config):  # coefficients depend on what they are computed with, as in later updates
+                parts[0] = self.rows(parts_of(groups, updates.parts)[0], run)[0]
         measured["time/rows_s"] += time.perf_counter() - begun
         batches = [self.on_mesh(part, temperature) for part in parts]
         first = replace(self.on_mesh(parts[0], temperature, extra) if extra else batches[0], measured=measured)

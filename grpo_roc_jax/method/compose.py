@@ -183,8 +183,8 @@ def train_rows(
     weights = token_weights(batch, method.weights)
     marks = method.surrogate.marked(batch, advantages)
     bonus = entropy_coefficient(groups, method, state)
-    # Divergence and entropy are weighted too, but not corrected; surrogates are linear in A.
-    if method.surrogate.kl.needs_reference or bonus is not None:
+    # Divergence, entropy and penalties are weighted too, but not corrected; what is corrected is linear in A.
+    if method.surrogate.kl.needs_reference or bonus is not None or not method.surrogate.linear:
         advantages = [a * value for a, value in zip(advantages, importance, strict=True)]
     else:
         weights = [w * value for w, value in zip(weights, importance, strict=True)]

@@ -14,7 +14,7 @@ import numpy as np
 
 from grpo_roc_jax.method.divergence import Kl, NoKl
 from grpo_roc_jax.method.part import MethodBatch, Part
-from grpo_roc_jax.settings.options import NotNegative, PositiveShare, kind, settings
+from grpo_roc_jax.settings.options import NotNegative, Positive, PositiveShare, kind, settings
 from grpo_roc_jax.shapes import Array, Bool, Float, Int, checked
 
 Level = Literal["token", "turn", "sequence"]
@@ -94,8 +94,15 @@ class Surrogate(Part, axis="surrogate"):
         return segment_logratio(logratio, mask, ratio_segments)
 
     def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
-        """[..., T] in, [..., T] out; lower is better. It must scale linearly with positive factors of the advantage."""
+        """[..., T] in, [..., T] out; lower is better. It scales linearly with positive factors of the advantage, or
+        `linear` is false."""
         raise NotImplementedError
+
+    @property
+    def linear(self) -> bool:
+        """Whether the loss of a token scales linearly with positive factors of the advantage. With a term beside the
+        advantage it does not; importance weights then scale the advantages alone."""
+        return True
 
     def marked(self, batch: MethodBatch, advantages: list[np.ndarray]) -> list[np.ndarray] | None:
         """Computed on the host: bool[T] of each trajectory, the tokens that are treated differently; None for
@@ -231,6 +238,11 @@ class CappedClip(Clip):
         super().__post_init__()
         if 0 < self.dual <= 1:
             raise ValueError(f"surrogate.dual = {self.dual}; must be above 1, or 0 for off")
+        if 0 < self.delta <= 1:
+            raise ValueError(
+                f"surrogate.delta = {self.delta}; must be above 1, or 0 for off: at the ratio 1 of the first update "
+                "positive advantages would have no gradient"
+            )
 
 
 # ---- CISPO ----------------------------------------------------------------------------------------------------------
@@ -245,6 +257,12 @@ class Cispo(RatioSurrogate):
     """Lower bound of the detached ratio; 0 leaves it free."""
     high: NotNegative = 5.0
     """Upper bound of the detached ratio."""
+
+    def __post_init__(self) -> None:
+        if not self.low <= 1 <= self.high:
+            raise ValueError(
+                f"surrogate.low = {self.low}, high = {self.high}; must hold 1 between them, the ratio of a first update"
+            )
 
     def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
         return detached_ratio_loss(logratio, advantages, logprobs, self.low, self.high)
@@ -266,9 +284,9 @@ def detached_ratio_loss(
 class Sapo(RatioSurrogate):
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A; slope 1 at r = 1 (arXiv:2511.20347)."""
 
-    positive: float = 1.0
+    positive: Positive = 1.0
     """Steepness of the gate for positive advantages."""
-    negative: float = 1.05
+    negative: Positive = 1.05
     """Steepness of the gate for negative advantages; a steeper one damps them sooner."""
 
     def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
@@ -349,6 +367,10 @@ class Dppo(TokenRatioSurrogate):
         low, high = self.clipped(logratio, advantages, logprobs)
         bounded_loss = jnp.where(low | high, 0.0, -jnp.exp(logratio) * advantages)
         return bounded_loss + self.penalty * logratio**2 if self.penalty else bounded_loss
+
+    @property
+    def linear(self) -> bool:
+        return not self.penalty
 
 
 def binary_kl(old: Array, now: Array) -> Array:
@@ -438,6 +460,10 @@ class KlCov(Covariance, RatioSurrogate):
 
     def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
         return -jnp.exp(logratio) * advantages
+
+    @property
+    def linear(self) -> bool:
+        return False
 
     def marked_loss(self, loss: Array, logratio: Array) -> Array:
         # jnp.abs has slope 1 at 0, where the penalty must not push.

@@ -13,6 +13,7 @@ def for_library(tokens: Sequence[Token], *, strict: bool) -> str:
     """An expression as the library gets it: repeating decimals, bases and degrees of angles as numbers."""
     text = render([token for token in _as_names(tokens) if token.text not in vocabulary.CURRENCIES])
     text = _OVER_FUNCTION.sub(r"(\1)/", text)
+    text = text.replace("^{T}", "^{(T)}")  # alone the library takes it for a transpose and drops it
     text = REPEATING_IN_TEXT.sub(lambda match: _as_fraction(repeating_value(match), match.group()), text)
     text = BASED_IN_TEXT.sub(_in_decimal, text)
     text = re.sub(r"([0-9]++(?:\.[0-9]++)?)°", r"\\frac{\1\\pi}{180}", text)

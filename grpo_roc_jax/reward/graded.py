@@ -77,9 +77,15 @@ class Criteria(GradedReward):
 
     def criteria(self, problem: Problem) -> tuple[list[str], list[float]]:
         """(texts, weights) for a problem."""
-        every = (*self.rules, *problem.listed(self.column))
+        every = [item for item in (*self.rules, *problem.listed(self.column)) if item is not None]
         items = [item if isinstance(item, Mapping) else {"text": item} for item in every]
-        return [str(item["text"]) for item in items], [float(item.get("weight", 1.0)) for item in items]
+        for index, item in enumerate(items):
+            if item.get("text") is None:
+                raise ValueError(f"criterion {index} of {problem.uid!r} is {dict(item)!r:.80}; must have a `text`")
+        weights = [1.0 if item.get("weight") is None else float(item["weight"]) for item in items]
+        if items and not sum(weights) > 0:
+            raise ValueError(f"the weights of the criteria of {problem.uid!r} are {weights}; their sum must be above 0")
+        return [str(item["text"]) for item in items], weights
 
 
 def rubric_reward(weights: Sequence[float], passed: Sequence[float]) -> float:

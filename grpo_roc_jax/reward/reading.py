@@ -339,6 +339,15 @@ def _several(tokens: Sequence[Token], again: _Again) -> Form | None:
         joined = _combined(tokens, regions, alternatives=bool(signs & _OR), both=bool(signs & _AND))
         if joined is not None:
             return joined
+    named = {
+        form.name if isinstance(form, Equation) else form.variable
+        for form in forms
+        if isinstance(form, Equation | Region)
+    }
+    if signs & _OR and len(named - {""}) > 1:
+        return Relation(tuple(tokens))  # x = 1 or y = 2 is not x = 1 and y = 2
+    if signs & {r"\land", r"\lor"} and all(len(part) == 1 and part[0].is_name for part in parts):
+        return Relation(tuple(tokens))  # p and q as statements
     items: list[Form] = []
     for form in forms:
         items += form.items if isinstance(form, Items) and form.kind == "list" else [form]
@@ -415,7 +424,10 @@ def _in_words(tokens: Sequence[Token], again: _Again) -> Form | None:
 def _relation(tokens: Sequence[Token], again: _Again) -> Form | None:
     implied = _at_top(tokens, {r"\Rightarrow", r"\implies", r"\Longrightarrow", r"\therefore"})
     if implied and implied[-1] + 1 < len(tokens):
-        return again(tokens[implied[-1] + 1 :])
+        # A step of a solution, such as 2x = 4 => x = 2, and no statement of logic, such as p => q.
+        steps = split(tokens, implied)[:-1]
+        derived = all(not step or _at_top(step, _RELATIONS) for step in steps)
+        return again(tokens[implied[-1] + 1 :]) if derived else Relation(tuple(tokens))
     near = _at_top(tokens, {r"\approx", r"\sim"})
     if not near and (alike := _at_top(tokens, {r"\cong"})) and decimal_value(tokens[alike[-1] + 1 :]) is not None:
         near = alike  # figures are congruent, numbers are near
@@ -644,7 +656,7 @@ def _bracketed(tokens: Sequence[Token], again: _Again) -> Form | None:
         bars = [i for i, token in enumerate(inside) if token.text in ("|", ":", r"\mid") and not level[i]]
         if bars and 0 < bars[0] < len(inside) - 1:
             condition = again(inside[bars[0] + 1 :])
-            return _solutions(tokens, condition)
+            return _solutions(tokens, inside[: bars[0]], condition)
     items = [again(part) for part in split(inside, marks)] if inside else []
     if first == r"\{" and last == r"\}":
         flat = [
@@ -677,13 +689,17 @@ def _bracketed(tokens: Sequence[Token], again: _Again) -> Form | None:
     return None
 
 
-def _solutions(tokens: Sequence[Token], condition: Form) -> Form:
-    """The set of numbers for which a condition holds."""
+def _solutions(tokens: Sequence[Token], head: Sequence[Token], condition: Form) -> Form:
+    """The set of numbers for which a condition holds, if the head is their bare name, real where it says what it is."""
+    at = _at_top(head, {r"\in"})
+    name, domain = render(head[: at[0]] if at else head), render(head[at[0] + 1 :]) if at else ""
+    if not _SIMPLE_NAME.fullmatch(name) or domain not in ("", r"\mathbb{R}"):
+        return Relation(tuple(tokens))
     if isinstance(condition, Region):
-        return condition
+        return condition if condition.variable in ("", name) else Relation(tuple(tokens))
     parts = condition.items if isinstance(condition, Items) and condition.kind == "list" else (condition,)
     equations = [part for part in parts if isinstance(part, Equation)]
-    if len(equations) == len(parts) and len({part.name for part in equations}) == 1:
+    if len(equations) == len(parts) and {part.name for part in equations} == {name}:
         return Items(tuple(tokens), "set", tuple(part.value for part in equations))
     return Relation(tuple(tokens))
 

@@ -147,6 +147,22 @@ def test_segment_gradient_is_the_gradient_of_the_mean():
     assert float(detached(jnp.asarray(D))) == pytest.approx(float(direct(jnp.asarray(D))), abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("sapo", {"positive": 0}),
+        ("sapo", {"negative": -1}),
+        ("capped_clip", {"delta": 0.5}),
+        ("capped_clip", {"dual": 1}),
+        ("cispo", {"low": 6, "high": 5}),
+        ("cispo", {"high": 0.5}),
+    ],
+)
+def test_settings_under_which_a_first_update_has_no_or_another_gradient_are_refused(kind, settings):
+    with pytest.raises(ConfigError, match="must"):
+        made(kind, **settings)
+
+
 def test_cispo_keeps_a_gradient_beyond_the_cap():
     cispo = made("cispo", low=0.0, high=1.1)
     slope = jax.grad(lambda now: cispo.loss(now - OLD, jnp.asarray(A), now).sum())(jnp.asarray(NOW))

@@ -274,6 +274,70 @@ def test_sizes_and_dimensions_by_hand():
     assert measure("kJ") == (1000, (("kg", 1), ("m", 2), ("s", -2))) and measure("apple") is None
 
 
+READ_OVER = [
+    ("P(1+r)^T", "P(1+r)", False),
+    ("2^{T}", "2", False),
+    ("(1+r)^T", "1+r", False),
+    ("3^{T}-1", "2", False),
+    ("A^T", "A", False),
+    ("v^T w", "vw", False),
+    ("1000(1.05)^T", "1000(1.05)", False),
+    (r"\{x^2 : x>2\}", r"(2,\infty)", False),
+    (r"\{x\in\mathbb{Z}: -2\le x\le 3\}", "[-2,3]", False),
+    ("[-2,3]", r"\{x\in\mathbb{Z}: -2\le x\le 3\}", False),
+    (r"\{n\in\mathbb{N}: n>42\}", r"(42,\infty)", False),
+    (r"\{x\in\mathbb{Q}\mid 0<x<1\}", "(0,1)", False),
+    (r"\{-x : x>0\}", r"(0,\infty)", False),
+    (r"\{x+1 \mid 0\le x\le1\}", "[0,1]", False),
+    (r"\{1/x: x\ge1\}", r"[1,\infty)", False),
+    (r"\{(x,y): x>0\}", r"(0,\infty)", False),
+    (r"\{2x\mid x=5\}", r"\{5\}", False),
+    (r"\{(x,y)\mid y=2\}", r"\{2\}", False),
+    (r"\{y : x>2\}", r"(2,\infty)", False),
+    (r"\{2k: k\in\mathbb{Z}\}", r"\{3k: k\in\mathbb{Z}\}", False),
+    (r"\{2k: k\in\mathbb{Z}\}", r"\mathbb{Z}", False),
+    (r"\{(x,y)\mid y=2x\}", "2x", False),
+    (r"p \land q", r"p \lor q", False),
+    ("x>1 and y>2", "x>1 or y>2", False),
+    ("x>1, y>2", "x>1 or y>2", False),
+    (r"A \land B", r"A \lor B", False),
+    (r"A \land B", "AB", False),
+    ("x_1+x_2+x_n", r"x_1+x_2+\dots+x_n", False),
+    (r"x^n+x^{n-1}+\cdots+1", "x^n+x^{n-1}+1", False),
+    (r"2+4+\ldots+100", "106", False),
+    (r"1\cdot2\cdots n", "2n", False),
+    (r"42\ldots", "42", False),
+    (r"r \Rightarrow q", r"p \Rightarrow q", False),
+    ("q", r"p \Rightarrow q", False),
+    (r"\neg q\Rightarrow\neg p", r"\neg p", False),
+    ("2^{T}", "2^T", True),
+    ("P(1+r)^T", "P(r+1)^{T}", True),
+    (r"\{x : x>2\}", r"(2,\infty)", True),
+    (r"\{x\in\mathbb{R} : x>2\}", r"(2,\infty)", True),
+    (r"\{x \mid x=5\}", r"\{5\}", True),
+    ("x=1 or x=2", "1,2", True),
+    ("x=1 and y=2", "x=1, y=2", True),
+    (r"2x=4 \Rightarrow x=2", "2", True),
+    (r"2x=4 \implies x=2", "x=2", True),
+    (r"x_1+\dots+x_n", r"x_1+\ldots+x_n", True),
+    (r"\{x\in\mathbb{Z}: -2\le x\le 3\}", r"\{x\in\mathbb{Z}: -2\le x\le 3\}", True),
+    (r"p \Rightarrow q", r"p \Rightarrow q", True),
+    ("x<1 or x>3", r"(-\infty,1)\cup(3,\infty)", True),
+    (r"\{2k: k\in\mathbb{Z}\}", r"\{2k: k\in\mathbb{Z}\}", True),
+    (r"\{x | x>2\}", "x>2", True),
+    (r"x\in(2,3)", "(2,3)", True),
+    (r"\therefore x=2", "2", True),
+]
+"""Signs that change what is meant, which the library, or a reading by parts, goes over."""
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exponents_sets_dots_and_statements(strict):
+    with closing(Verifier(workers=1, strict=strict)) as pool:
+        verdicts = pool.compare([pair[:2] for pair in READ_OVER])
+    assert [pair for pair, verdict in zip(READ_OVER, verdicts, strict=True) if (verdict == "correct") != pair[2]] == []
+
+
 STRUCK = [
     (r"\not=7", "7", False),
     (r"\not\! = 7", "7", False),

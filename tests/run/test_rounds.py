@@ -254,7 +254,8 @@ def test_a_rebuilt_batch_sees_the_step_before_it_and_keeps_the_importance_weight
     learner, run = placed(config, update, Noted), replace(a_run(), train=SimpleNamespace(params=0.1))
     given = learner.batches([make_group(seed, 4) for seed in (1, 2)], (), run)
     train, batches, metrics = learner.update(run, given)
-    assert seen == [(0.1, 2), (0.1 + 0.2, 1)] and (train.params, run.train.params) == (pytest.approx(0.5), 0.1)
+    assert seen == [(0.1, 2), (0.1, 1), (0.1 + 0.2, 1)], "all, then what each update trains on"
+    assert (train.params, run.train.params) == (pytest.approx(0.5), 0.1)
     assert batches[0] is given[0] and batches[1].rows is not given[1].rows
     assert metrics["loss/value"] == pytest.approx(0.2)
     for row, before in zip(batches[1].rows, given[1].rows, strict=True):
@@ -262,6 +263,26 @@ def test_a_rebuilt_batch_sees_the_step_before_it_and_keeps_the_importance_weight
         np.testing.assert_array_equal(row.logprobs_old, before.logprobs_old)
         assert row.marked is not None
     assert metrics["mismatch/geometric_ratio"] == pytest.approx(np.exp(-0.1), abs=1e-5)
+
+
+@pytest.mark.parametrize("factor", ["rejection", "veto"])
+@pytest.mark.parametrize("recipe", ["clip_cov", "disco"])
+def test_factors_leave_out_no_token_because_training_moved_it(recipe, factor):
+    """They compare the sampler with the policy before the first update, whatever the ratio is taken against."""
+
+    class Both(Placed):
+        def score(self, params, groups, temperature):
+            scores = super().score(params, groups, temperature)
+            return replace(scores, entropies=[np.zeros_like(each) for each in scores.logprobs])
+
+    config = method(recipe, f"--weights.factors=[{{kind: {factor}}}]", "--batch.updates=2", "--group.problems=2")
+    learner, run = placed(config, kind=Both), a_run()
+    groups = [make_group(seed, 4) for seed in (1, 2)]
+    first = learner.rows(groups, run)[0]
+    moved = learner.rows(groups, replace(run, train=SimpleNamespace(params=3.0)), before=first)[0]
+    assert sum(row.policy_mask.sum() for row in first) > 0
+    for row, before in zip(moved, first, strict=True):
+        np.testing.assert_array_equal(row.policy_mask, before.policy_mask)
 
 
 RATIO = ["gspo", "gmpo", "cispo", "dual_clip", "delta", "tis", "mis", "sapo"]

@@ -16,7 +16,7 @@ from grpo_roc_jax.types import Problem
 class Pairs(ProblemSampler):
     """Rarely and nearly always solved problems by turns (arXiv:2602.03452).
 
-    Rarely: 0 < p <= 1/2, lowest first. Nearly always: 1 - 2/G <= p <= 1 - 1/G, highest first.
+    Rarely: 0 < p <= 1/2, lowest first. Nearly always: 1 - 2/G <= p <= 1 - 1/G, highest first, and above 1/2.
     """
 
     pool: AtLeast2 = 2
@@ -27,8 +27,9 @@ class Pairs(ProblemSampler):
     def choose(self, pool: Sequence[Problem], count: int, state: AlgoState, rng: np.random.Generator) -> list[int]:
         rows = state.table.get([p.uid for p in pool])
         rates = np.where(rows["visits"] > 0, rows["successes"] / np.maximum(rows["visits"], 1), np.nan)
+        failures = (1 - rates) * self.group  # in a group
         hard = np.flatnonzero((rates > 0) & (rates <= 0.5))
-        easy = np.flatnonzero((rates >= 1 - 2 / self.group) & (rates <= 1 - 1 / self.group))
+        easy = np.flatnonzero((failures >= 1 - 1e-9) & (failures <= 2 + 1e-9) & ~(rates <= 0.5))
         hard, easy = hard[np.argsort(rates[hard], kind="stable")], easy[np.argsort(-rates[easy], kind="stable")]
         turns = [int(i) for pair in zip(hard, easy, strict=False) for i in pair]
         rest = [i for i in range(len(pool)) if i not in set(turns)]

@@ -50,7 +50,11 @@ class SoftReward(Shaping):
     above: float = 0.01
     """Factor of that logarithm."""
     below: float = 1.0
-    """Curvature of the exponential below `tau`."""
+    """Curvature of the exponential below `tau`; not 0."""
+
+    def __post_init__(self) -> None:
+        if self.below == 0:
+            raise ValueError("shaping soft: below = 0; must not be 0, where the map is no number")
 
     def group(self, rewards: np.ndarray, features: Features) -> np.ndarray:
         high = self.tau + self.above * np.log(np.maximum(rewards - self.tau, 0.0) + 1)

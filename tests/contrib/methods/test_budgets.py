@@ -134,6 +134,23 @@ def test_hard_and_easy():
         assert sampler.choose(pool, count, state, None) == chosen
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 14, 23, 31, 38, 54])
+def test_no_problem_is_chosen_twice_and_two_failures_in_a_group_are_easy(group):
+    """Of groups up to four a rate of 1/2 meets both bounds; of others two failures meet theirs in any rounding."""
+    won = [group // 2, max(group - 2, 0), group - 1, 1]
+    state = AlgoState(table=ProblemTable().put(list("abcd"), {"successes": np.array(won), "visits": np.full(4, group)}))
+    pool = [Problem(uid, "?", "1", "t") for uid in "abcd"]
+    sampler = method(plan={"problems": {"kind": "pairs", "group": group}}).plan.problems
+    for count in (2, 4):
+        chosen = sampler.choose(pool, count, state, None)
+        assert len(set(chosen)) == count
+    if group > 4:
+        assert sampler.choose(pool, 4, state, None) == [0, 1, 2, 3]
+        assert set(sampler.choose(pool[:2], 2, state, None)) == {0, 1}
+        easy = sampler.choose([pool[1], pool[3], pool[3]], 2, state, None)
+        assert easy == [0, 1], "two failures are nearly always solved, and one success is rare"
+
+
 @pytest.mark.parametrize(
     ("level", "accuracy", "moved"), [(0, 0, 1), (1, 0.05, 2), (2, 0.2, 2), (2, 0.5, 1), (3, 0, 3), (1, 0.9, 0)]
 )

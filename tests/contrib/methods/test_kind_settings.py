@@ -21,6 +21,7 @@ ELSEWHERE = {
         ("plan.problems", kind, "pool"): "run.sample draws the pool: test_rounds.py"
         for kind in ("pairs", "uncertainty", "no_positive_resampling")
     },
+    ("plan.problems", "pairs", "group"): "the fixed rates are no bounds of it: test_budgets.py",
     **{
         ("plan.budget", "predicted", name): "the fixed groups have one wording: test_budgets.py"
         for name in ("half_life", "sharpness", "prior")
