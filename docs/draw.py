@@ -15,6 +15,7 @@ from grpo_roc_jax.record.live import Board, after, colored, table
 from grpo_roc_jax.record.trace import from_json
 
 IMAGES = Path(__file__).resolve().parent / "images"
+RESULTS = IMAGES.parent.parent / "benchmarks" / "results"
 INK, SOFT, LINE, PAPER = "#1f2933", "#7b8794", "#cbd2d9", "#ffffff"
 GREEN, RED, BLUE, ORANGE = "#2f9e44", "#e03131", "#1971c2", "#e8590c"
 
@@ -131,6 +132,36 @@ def real_groups() -> str:
     parts.append(text(left, 84 + gap * len(groups), legend, 12, SOFT))
     height = 102 + gap * len(groups)
     return picture(2 * wide + left, height, "Groups of SmolLM2-135M in the first and in the last step of a run", parts)
+
+
+def trl_curves() -> str:
+    """The reward of each step of the same run here and by TRL, and its mean over four steps."""
+    lines = (RESULTS / "trl_smollm2.jsonl").read_text(encoding="utf-8").splitlines()
+    rewards = {name: run["reward"] for name, run in json.loads(lines[-1])["runs"].items()}
+    left, top, wide, high, over = 52, 56, 560, 220, 4
+    steps = len(rewards["ours"])
+    largest = np.ceil(10 * max(max(values) for values in rewards.values())) / 10
+    parts = [text(left, 28, f"reward of a step; lines: mean over {over} steps", 15, bold=True)]
+    parts += [text(left + wide / 2, top + high + 40, "step", 12, SOFT, "middle")]
+    for tenth in range(round(10 * largest) + 1):
+        y = top + high * (1 - tenth / 10 / largest)
+        parts.append(f'<path d="M{left} {y:g} h{wide}" stroke="{LINE}" stroke-width="0.7"/>')
+        parts.append(text(left - 8, y + 4, f"{tenth / 10:.1f}", 11, SOFT, "end"))
+    for step in range(4, steps + 1, 4):
+        parts.append(text(left + wide * step / (steps + 1), top + high + 18, str(step), 11, SOFT, "middle"))
+    for line, (name, color, label) in enumerate((("ours", BLUE, "grpo_roc_jax"), ("trl", ORANGE, "TRL"))):
+        places = [
+            (left + wide * (i + 1) / (steps + 1), top + high * (1 - value / largest))
+            for i, value in enumerate(rewards[name])
+        ]
+        parts += [f'<circle cx="{x:g}" cy="{y:.1f}" r="3" fill="{color}" fill-opacity="0.45"/>' for x, y in places]
+        means = [
+            (places[i][0], float(np.mean([y for _, y in places[i - over + 1 : i + 1]]))) for i in range(over - 1, steps)
+        ]
+        path = " L".join(f"{x:g} {y:.1f}" for x, y in means)
+        parts.append(f'<path d="M{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts.append(text(left + wide + 12, top + 16 + 20 * line, label, 13, color))
+    return picture(left + wide + 130, top + high + 56, "The same GRPO run here and by TRL", parts)
 
 
 # ---- concepts ------------------------------------------------------------------------------------------------------
@@ -277,6 +308,7 @@ PICTURES: tuple[Callable[[], str], ...] = (
     group_resampled,
     real_groups,
     ids_are_the_truth,
+    trl_curves,
     one_loss_form,
     addressed_randomness,
     live_table,
