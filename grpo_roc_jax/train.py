@@ -487,6 +487,9 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
         if config.eval.every and run.step % config.eval.every == 0 and 0 < run.step < config.steps:
             observe(session, run, evaluation_metrics(session, run))
         return run
+    session.events.cut(-1)  # those of a start that was ended before its first checkpoint
+    if processes.first:
+        session.traces.cut(-1)
     cold_start(config, session.policy, session.sampling.sampler.chat, run, writer)
     session.checkpointer.latest = run.bundle()
     if config.sft.steps:  # so that a failing evaluation cannot lose it

@@ -355,6 +355,14 @@ def test_merge_keys_are_refused_by_their_name(tmp_path):
     assert "line 2: `<<` is not read" in refusal(write(tmp_path, one="loss: &a {text: x}\n<<: *a\n"))
 
 
+def test_a_setting_of_a_listed_item_is_said_with_its_name(tmp_path):
+    file = write(tmp_path, one="shaping: [overlong]\nweights: {factors: [truncated_is]}\n")
+    assert "shaping is a list; write shaping.overlong.limit" in refusal(file, "--shaping.limit", "9", of=Config)
+    assert "weights.factors is a list; write weights.factors.truncated_is." in refusal(
+        file, "--weights.factors.high", "3", of=Config
+    )
+
+
 def test_missing_files_and_unreadable_ones(tmp_path):
     assert "no configuration file 'absent.yaml'" in refusal("absent.yaml")
     assert "nearest: configs/toy.yaml" in refusal("toi.yaml")

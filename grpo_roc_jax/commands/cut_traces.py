@@ -40,7 +40,8 @@ def states(records: Iterable[TraceRecord], intro: str) -> list[dict]:
         if record.trajectory.condition:
             continue  # its prompt had more than the question
         for turn in record.trajectory.turns[:-1]:
-            history += "".join(f"{text}\n" for text in (turn.text, *(result.observation for result in turn.results)))
+            said = (turn.text, *(result.shown or result.observation for result in turn.results), turn.reply)
+            history += "".join(f"{text}\n" for i, text in enumerate(said) if text or not i)
             prompt = f"{problem.prompt}\n{intro}{history}"
             rows.setdefault(prompt, {"prompt": prompt, "answer": problem.answer, "data_source": problem.source})
     return list(rows.values())

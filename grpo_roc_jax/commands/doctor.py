@@ -29,7 +29,7 @@ EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "tpu": (("libtpu",), "TPUs, and `plan` for them"),
     "gguf": (("gguf",), "models in GGUF files"),
     "notebooks": (("jupyterlab",), "the notebooks"),
-    "serve": (("tornado",), "`serve`, and agents that ask the policy over HTTP"),
+    "serve": (("tornado", "llguidance"), "`serve`, and agents that ask the policy over HTTP"),
     "wandb": (("wandb",), "metrics on Weights & Biases"),
     "trackio": (("trackio",), "metrics in trackio on this machine"),
     "tensorboard": (("tensorboardX",), "metrics in TensorBoard"),
@@ -40,7 +40,7 @@ EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "verifiers": (("verifiers",), "tasksets of verifiers"),
     "datasets": (("datasets",), "data sets of the Hugging Face hub"),
 }
-"""Extra of the package -> (modules, one of which it brings; what it is for)."""
+"""Extra of the package -> (modules that it brings, of `gpu` one of them; what it is for)."""
 ATTACHED = {"gpu": ("/dev/nvidia0", "/dev/nvidiactl"), "tpu": ("/dev/accel0", "/dev/vfio/0")}
 """Extra -> files that exist if such a device is attached."""
 
@@ -61,7 +61,8 @@ def examine() -> dict[str, Any]:
         "isolation": isolation(),
         "tool_memory": describe_memory(ToolsConfig()),
         "extras": {
-            name: any(importlib.util.find_spec(module) for module in modules) for name, (modules, _) in EXTRAS.items()
+            name: (any if name == "gpu" else all)(importlib.util.find_spec(module) for module in modules)
+            for name, (modules, _) in EXTRAS.items()
         },
     }
 

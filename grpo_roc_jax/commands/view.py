@@ -82,6 +82,9 @@ class ViewConfig:
     def __post_init__(self) -> None:
         if not self.runs:
             raise ValueError("no run is named; give the directories of runs")
+        forms = [f"--{name}" for name in ("html", "atif", "text") if getattr(self, name)]
+        if len(forms) > 1:
+            raise ValueError(f"{' and '.join(forms)}: one command writes one of them; call it once for each")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"--port {self.port}; must be 0 to 65535")
         if self.limit is not None and self.limit < 0:

@@ -315,12 +315,22 @@ def _row_of(row: Any) -> Any:
     return row if isinstance(row, dict) else f"must be a JSON object, not {type(row).__name__}"
 
 
+def with_short_floats(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
+    """A batch whose columns of float32 and float16 are float64 with the shortest digits: 1.1, not 1.100000023841858."""
+    for index, column in enumerate(batch.schema):
+        if pyarrow.types.is_float32(column.type) or pyarrow.types.is_float16(column.type):
+            kind = np.float32 if pyarrow.types.is_float32(column.type) else np.float16
+            values = [None if value is None else float(str(kind(value))) for value in batch.column(index).to_pylist()]
+            batch = batch.set_column(index, column.name, pyarrow.array(values, pyarrow.float64()))
+    return batch
+
+
 def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
+                for row in with_short_floats(batch).to_pylist():
                     number += 1
                     yield number, row
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:

@@ -1,6 +1,7 @@
 """One episode: an environment's methods called with deadlines, its answers checked, its failures typed."""
 
 import asyncio
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -120,15 +121,16 @@ class Episode:
         """Makes the environment and resets it; another one is made if that fails."""
 
         async def begin() -> str:
+            own = copy.deepcopy(problem)  # the rollouts of a group share theirs
             self._name = self._settings.choice.name_for(problem)
             factory = self._factories[self._name]
             self._environment = environment = await self._call(factory)
             self._registry = method_tools(type(environment))
             if isinstance(environment, Environment):
                 environment.seed = seed
-                text = await self._call(environment.reset, problem)
+                text = await self._call(environment.reset, own)
             else:
-                text = await self._call(environment.reset, **accepted(environment.reset, row_of(problem)))
+                text = await self._call(environment.reset, **accepted(environment.reset, row_of(own)))
             return checked_text(text, "reset")
 
         return await self._answer(begin, Exception, "reset")
@@ -217,7 +219,8 @@ class Episode:
         result = self._worded(job) if isinstance(job, ToolResult) else None
         while result is None:
             try:
-                result = self._worded(returned_result(await self._call(self._tool(name), **job.arguments)))
+                arguments = copy.deepcopy(dict(job.arguments))  # those of the job are recorded
+                result = self._worded(returned_result(await self._call(self._tool(name), **arguments)))
             except Exception as error:  # also of a result that holds something else than it may
                 result = self._worded(failed_result(error, limit_s))
             if result.infra and self._retries < self._settings.choice.retries:
@@ -236,11 +239,13 @@ class Episode:
             try:
                 return self._done(value=await operation())
             except Exception as error:
-                if self._retries >= self._settings.choice.retries or not isinstance(error, again):
-                    return self._done(failure=self._failure(name, error))
-                self._retries += 1
+                last = self._retries >= self._settings.choice.retries or not isinstance(error, again)
+                failure = self._failure(name, error) if last else None
                 if name == "reset":
                     await self._close()
+                if failure is not None:
+                    return self._done(failure=failure)
+                self._retries += 1
 
     def _failure(self, name: str, error: Exception) -> Failure:
         """What an exception of an operation is."""
@@ -263,7 +268,7 @@ class Episode:
             except Exception:  # it is over either way
                 return
 
-    async def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    async def _call(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         """The value of a coroutine function, or of another one, which runs on the thread of the episode. One that is
         late is abandoned with its thread."""
         limit_s = self._settings.choice.timeout_s
@@ -321,9 +326,11 @@ def checked_observation(answer: Any) -> Observation | None:
     ):
         raise BadAnswer("Observation.results holds something else than ToolResult")
     reward = checked_reward(answer.reward, "Observation.reward")
-    return replace(
-        answer, text=checked_text(answer.text, "Observation.text"), reward=reward or 0.0, done=bool(answer.done)
-    )
+    try:
+        done = bool(answer.done)
+    except Exception as error:
+        raise BadAnswer(f"Observation.done is {type(answer.done).__name__}; must be true or false") from error
+    return replace(answer, text=checked_text(answer.text, "Observation.text"), reward=reward or 0.0, done=done)
 
 
 def checked_pay(value: Any) -> tuple[float | None, Mapping[str, float]]:

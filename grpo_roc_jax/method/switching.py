@@ -76,7 +76,8 @@ class Solved(Until):
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
         groups = metrics.get("roc/groups")
-        return metrics["roc/all_correct"] / groups if groups else None
+        solved = metrics.get("roc/solved_by_all", metrics.get("roc/all_correct"))  # rows of older versions lack it
+        return None if not groups or solved is None else solved / groups
 
     def met(self, values: Sequence[float]) -> bool:
         return len(values) >= self.window and bool(np.mean(values[-self.window :]) >= self.share)

@@ -108,6 +108,8 @@ def plan(config: Config, options: argparse.Namespace) -> dict[str, Any]:
         print(line, file=sys.stderr, flush=True)
 
     if options.suggest:
+        if ignored := [name for name in ("simulate", "traces", "programs") if getattr(options, name)]:
+            raise ConfigError(f"--suggest compares settings and reads no --{ignored[0]}; plan one of them with it")
         return describe_suggestions(deployment, say)
     programs = needs_of(deployment, only, say)
     report = describe(deployment, programs, only)
@@ -145,9 +147,8 @@ def describe_suggestions(deployment: Deployment, say: Callable[[str], Any]) -> d
         compiled, how = [], "as compiled"
         for suggestion in best:
             mesh = planned_mesh(suggestion.deployment.config, topology, False)
-            real = replace(
-                suggestion.deployment, mesh=mesh, work=work_of(suggestion.deployment.config, mesh, topology, 0.0)
-            )
+            work = work_of(suggestion.deployment.config, mesh, topology, deployment.work.response)
+            real = replace(suggestion.deployment, mesh=mesh, work=work)
             say(f"compiling {suggestion.settings}")
             programs = {needs.name: needs for needs in suggestion.programs}
             needed = compile_programs(real, ("decode", "update"), say)

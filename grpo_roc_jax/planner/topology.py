@@ -236,6 +236,9 @@ def parse_topology(name: str, environ: Mapping[str, str] = os.environ) -> Topolo
     if not chip.tpu:
         chip = replace(chip, share=_share_of_gpu(environ))
     grid = tuple(int(side) for side in match[2].split("x"))
+    if len(grid) > (chip.sides if chip.tpu else 1):
+        form = f"at most {chip.sides} sides" if chip.tpu else "a number of GPUs"
+        raise TopologyError(f"topology {name!r}: {match[1]} has {form}")
     if chip.tpu and max(grid, default=0) > 1:
         chip = replace(chip, link_rate=chip.link_rate * links_there(chip, grid))
     topology = Topology(chip, grid, int(match[4] or 1), int(match[3] or 0))

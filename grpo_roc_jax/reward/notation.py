@@ -656,8 +656,8 @@ class _Rules:
                 return True
         if not self.strict:
             answer, gold = (_DIGITS_GO_ON.sub(r"\1", text) for text in (answer, gold))
-        if _DOTS.search(answer + gold):
-            return False  # the library adds up the terms that are written
+        if _DOTS.search(answer + gold) or _SUBSCRIPTED.search(f"{answer} {gold}"):
+            return False  # the library adds up the terms that are written, and drops the subscript of a number
         if r"\ln" in answer + gold:
             answer, gold = (re.sub(r"\\log(?![a-z_])", r"\\ln", text) for text in (answer, gold))
         if sorted(_COMPARING.findall(answer)) != sorted(_COMPARING.findall(gold)):
@@ -667,6 +667,7 @@ class _Rules:
 
 
 _DOTS = re.compile(r"\\[lc]?dots(?![A-Za-z])|\.\.\.")
+_SUBSCRIPTED = re.compile(r"(?<![A-Za-z0-9}_])[0-9]+_\{")
 _DIGITS_GO_ON = re.compile(r"^([+-]?[0-9]+\.[0-9]+)\\[lc]?dots$")
 _COMPARING = re.compile(
     r"\\(lesssim|gtrsim|lessapprox|gtrapprox|lessgtr|gtrless|ll|gg|prec|preceq|succ|succeq|propto|nless|ngtr|nleq|ngeq"

@@ -121,6 +121,7 @@ def selection_metrics(groups: Sequence[Group], selections: Sequence[Selection]) 
         "roc/groups_kept": float(sum(selection.kept for selection in selections)),
         "roc/groups": float(len(groups)),
         "roc/all_correct": float(sum(group.correct.all() for group in equal)),
+        "roc/solved_by_all": float(sum(group.size > 0 and bool(group.correct.all()) for group in groups)),
         "roc/all_wrong": float(sum(not group.correct.any() for group in equal)),
         "roc/tool_error_in_correct_kept": tool_error_share([v for v in kept_verdicts if v.status == "correct"]),
         "roc/reward_kept": _reward([verdict.reward for verdict in kept_verdicts]),

@@ -6,6 +6,7 @@ texts are matched against a few patterns to choose a root and a way to roll back
 affect the result.
 """
 
+import codecs
 import json
 import os
 import re
@@ -32,7 +33,8 @@ DYNAMIC = re.compile(
     rb"__import__|importlib|\bexec\b|\beval\b|;[ \t]*(?:import|from)\b|:[ \t]*(?:import|from)[ \t]|\\\n"
 )
 INEXACT = re.compile(
-    rb"\b(?:time|datetime|urandom|secrets|uuid\d?|SystemRandom|default_rng|os|sys|io|open|pathlib|Path|tempfile|shutil|"
+    rb"\b(?:time|datetime|urandom|secrets|uuid\d?|SystemRandom|Random|default_rng|RandomState|seed|SeedSequence|PCG64\w*|"
+    rb"MT19937|Philox|SFC64|os|sys|io|open|pathlib|Path|tempfile|shutil|"
     rb"threading|thread|_thread|concurrent|asyncio|signal|input|id|gc|weakref|ctypes|mmap|socket|__\w+__|getattr|exec|"
     rb"eval|globals|vars|importlib|builtins|inspect|atexit|multiprocessing|subprocess)\b"
 )
@@ -254,6 +256,9 @@ def read_ends(fd: int, size: int, keep: int) -> tuple[str, bool]:
     if size <= keep:
         return os.pread(fd, keep, 0).decode("utf-8", "replace"), False
     half = keep // 2
-    head = os.pread(fd, half, 0).decode("utf-8", "replace").rstrip("\ufffd")
-    tail = os.pread(fd, half, size - half).decode("utf-8", "replace").lstrip("\ufffd")
+    # Bytes of a character that the cut parts are left out; others that are no UTF-8 stay visible.
+    head = codecs.getincrementaldecoder("utf-8")("replace").decode(os.pread(fd, half, 0))
+    end = os.pread(fd, half, size - half)
+    start = next((i for i in range(min(3, len(end))) if end[i] & 0xC0 != 0x80), min(3, len(end)))
+    tail = end[start:].decode("utf-8", "replace")
     return f"{head}\n[... {size - 2 * half} bytes omitted ...]\n{tail}", True

@@ -311,6 +311,9 @@ def _merge_items(axis: type[Axis], below: list, layer: Layer, above: dict[str, A
     here = ".".join(path)
     for name in above.keys() - set(names):
         where = layer.places.get((*path, name), layer.name)
+        holding = [kind for kind in names if kind in axis.kinds and name in fields_of(axis.kinds[kind])]
+        if name not in axis.kinds and holding:
+            raise ConfigError(f"{here}.{name} ({where}): {here} is a list; write {here}.{holding[0]}.{name}")
         if name not in axis.kinds:
             raise ConfigError(f"{here}.{name} ({where}): unknown kind '{name}'; must be one of {axis.names()}")
         raise ConfigError(

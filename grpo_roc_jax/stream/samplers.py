@@ -260,7 +260,7 @@ class RemoteSampler:
         with self._changed:
             self._changed.wait_for(lambda: self._report.groups or self._report.failure or self._closed, wait_s)
             report = self._report
-            self._report = replace(report, groups=(), stats=())
+            self._report = replace(report, groups=(), stats=(), refused=-1)  # each is handed out once
             return report
 
     def close(self) -> None:
@@ -508,6 +508,8 @@ class SamplerPool:
             self._stats[member.name] = stats if before is None else before.followed_by(stats)
         if report.refused >= 0 and report.refused == self.version:
             self._send_again(member)
+        elif report.version == self.version:
+            member.refusals = 0
         returned = [task for task in report.groups if member.tasks.pop(task.number, None) is not None]
         for task in returned:
             group = self._groups.pop(task.number)

@@ -220,7 +220,7 @@ def parse_cpus(text: str) -> set[int]:
     cores: set[int] = set()
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
+        if not first.isdigit() or (last and not last.isdigit()) or int(last or first) < int(first):
             raise ValueError(f"tools.cpus is {text!r}; must be a list such as '0-3,8'")
         cores.update(range(int(first), int(last or first) + 1))
     return cores

@@ -129,7 +129,9 @@ class ForeignSignature(Signature):
             missing = next(name for name in error.validator_value if name not in arguments)
             return f"argument {missing!r} is missing"
         if error.validator == "additionalProperties" and not path and "patternProperties" not in self.parameters:
-            extra = next(name for name in arguments if name not in known)
+            extra = next((name for name in arguments if name not in known), None)
+            if extra is None:  # known to the schema, and not to a part of it
+                return error.message[:200]
             return f"argument {extra!r:.80} is not known; expected: {', '.join(known)}"
         if error.validator == "type":
             kinds = error.validator_value

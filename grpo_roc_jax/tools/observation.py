@@ -17,7 +17,7 @@ SURROGATES = re.compile(r"[\ud800-\udfff]")
 ADDRESSES = re.compile(r"\bat 0x[0-9a-fA-F]{6,16}\b")
 """Addresses as in the default repr of objects; they differ from run to run."""
 LIBRARY_PATHS = re.compile(r'(?:(?<=File ")|^)/[^"\n:]*?/lib/python3\.\d+/(?:site-packages/)?', re.M)
-SCRATCH_NAME = re.compile(r"grpo-tools-\w{8}/w\d+-\d+-\d+")
+SCRATCH_NAME = re.compile(r"grpo-tools-\w{8}/w\d+-\d+-[0-9a-f]{1,32}")
 UNBROKEN = re.compile(r"[^\s\"':]+")
 """Text that a path in an observation may consist of. The paths of the interpreter and the scratch directory differ
 between hosts and runs."""
@@ -105,7 +105,7 @@ def _where(result: ToolResult, code: str) -> str:
 def _source_line(result: ToolResult, code: str) -> str:
     if result.error_line is None or len(code) > 1 << 20:
         return ""
-    lines = code.splitlines()
+    lines = re.split(r"\r\n|\r|\n", code)  # as Python numbers them; `splitlines` splits elsewhere too
     line = lines[result.error_line - 1].strip() if 0 < result.error_line <= len(lines) else ""
     return line if len(line) <= SOURCE_CHARS else line[:SOURCE_CHARS] + "..."
 

@@ -9,6 +9,7 @@ kept here, since the policy sees it and recorded trajectories hold it.
 """
 
 import asyncio
+import copy
 import inspect
 import json
 import re
@@ -27,7 +28,9 @@ from grpo_roc_jax.settings.callables import described_error, message_of
 from grpo_roc_jax.types import ToolResult
 
 MAX_CODE_BYTES = 8 << 20
-"""Longest program or input that is accepted; frames to the executor process are limited to 16 MiB."""
+"""Longest program or input that is accepted."""
+MAX_CALL_BYTES = 15 << 20
+"""Most bytes of a program and its input together; frames to the executor process are limited to 16 MiB."""
 
 
 TYPE_ERRORS = {
@@ -193,6 +196,8 @@ _WITHOUT_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITI
 @lru_cache(maxsize=256)
 def _signature_of(function: Callable[..., Any], bound: bool) -> Signature:
     name = function.__name__
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError(f"tool {name!r} yields; must return its result, such as the texts joined")
     text = inspect.getdoc(function)
     if not text:
         raise ValueError(f"tool {name!r} has no docstring; the policy reads it to learn what the tool does")
@@ -322,9 +327,12 @@ class Registry:
             return ToolResult("bad_arguments", error_type="BadArguments", error_message=f"{tool.name}: {fault}"[:500])
         job = tool.prepare(arguments, session)
         if max(len(job.code), len(job.stdin)) > MAX_CODE_BYTES // 4:
-            size = max(len(text.encode("utf-8", "surrogatepass")) for text in (job.code, job.stdin))
-            if size > MAX_CODE_BYTES:
-                message = f"{tool.name}: {size} bytes of text, at most {MAX_CODE_BYTES} are accepted"
+            sizes = [len(text.encode("utf-8", "surrogatepass")) for text in (job.code, job.stdin)]
+            if max(sizes) > MAX_CODE_BYTES or sum(sizes) > MAX_CALL_BYTES:
+                message = (
+                    f"{tool.name}: {max(sizes)} bytes of text, at most {MAX_CODE_BYTES} are accepted, and "
+                    f"{MAX_CALL_BYTES} with its input"
+                )
                 return ToolResult("bad_arguments", error_type="BadArguments", error_message=message)
         return job
 
@@ -336,7 +344,7 @@ class Registry:
         policy, or an infrastructure failure if it is a `ToolUnavailable` or a `ConnectionError`.
         """
         try:
-            value = job.function(**job.arguments)
+            value = job.function(**copy.deepcopy(dict(job.arguments)))  # those of the job are recorded
             if inspect.isawaitable(value):
                 value = asyncio.run(await_for(value, limit_s))
             return returned_result(value)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.record import codec, index
-from grpo_roc_jax.record.accuracy import ALL, bootstrap
+from grpo_roc_jax.record.accuracy import ALL, bootstrap, interval
 from grpo_roc_jax.record.events import EVENTS_FILE, read_events
 from grpo_roc_jax.record.metrics import FILE, read_metrics
 from grpo_roc_jax.record.segments import faults, segments
@@ -121,7 +121,7 @@ class Runs:
         rows = []
         for source, by_problem in (means | ({ALL: every} if len(means) > 1 else {})).items():
             values = np.array(list(by_problem.values()))
-            low, high = bootstrap(values)
+            low, high = interval(values)
             rows.append(
                 {"source": source, "problems": len(by_problem), "mean": float(values.mean()), "low": low, "high": high}
             )

@@ -47,6 +47,8 @@ class Shelf:
         self._known(to)
         if box == to:
             raise ValueError("twice the same box")
+        self._check(box, -n)
+        self._check(to, n)
         return self._change(box, -n) + ", " + self._change(to, n)
 
     def look(self, box: str) -> str:
@@ -58,10 +60,13 @@ class Shelf:
         if box not in self.boxes:
             raise ValueError("no such box")
 
-    def _change(self, box: str, n: int) -> str:
+    def _check(self, box: str, n: int) -> None:
         self._known(box)
         if self.boxes[box] + n < 0:
             raise ValueError(f"{box} holds {self.boxes[box]}")
+
+    def _change(self, box: str, n: int) -> str:
+        self._check(box, n)
         self.boxes[box] += n
         return self.look(box)
 

@@ -29,6 +29,17 @@ def test_states():
     assert {row["answer"] for row in rows} == {"42"}
 
 
+def test_a_state_is_what_the_policy_saw():
+    """A cut observation as it was shown, and what an environment said."""
+    shown = (ToolResult("ok", observation="x" * 100, shown="x" * 10 + " ..."),)
+    turns = (Turn(0, 1, "50", (), (), reply="lower"), Turn(1, 2, "look", (), shown), Turn(2, 3, "42"))
+    (first, second) = cut_traces.states(
+        [replace(record("a"), trajectory=replace(make_trajectory(), turns=turns))], "So far:\n"
+    )
+    assert first["prompt"] == "6*7?\nSo far:\n50\nlower\n"
+    assert second["prompt"] == "6*7?\nSo far:\n50\nlower\nlook\nxxxxxxxxxx ...\n"
+
+
 def test_the_file_can_be_trained_on(tmp_path, capsys):
     for name, texts in (("long", ("run", "done")), ("short", ("done",))):
         TraceWriter(tmp_path / name).write(1, [record(*texts)])

@@ -223,6 +223,9 @@ def test_what_cannot_be_shown_is_a_message(run, tmp_path, capsys):
     ):
         assert view.main([*words, "--text"]) == 2
         assert str(tmp_path / "none") in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        view.main([str(run), "--html", "a.html", "--atif", "b.jsonl"])
+    assert "--html and --atif: one command writes one of them" in " ".join(capsys.readouterr().err.split())
     for option, value in (("--port", "99999"), ("--port", "-1"), ("--limit", "-1")):
         with pytest.raises(SystemExit):
             view.main([str(run), option, value])

@@ -127,8 +127,13 @@ def test_thoughts_under_the_marks_and_keys_of_other_families_are_trained(load, r
         (TOOL_ROW | {"tools": "["}, "column 'tools' is text but not JSON"),
         (TOOL_ROW | {"tools": [{"type": "function"}]}, "something other than function schemas"),
         (TOOL_ROW | {"tools": [{"name": "shell"}]}, "a call of 'python', which is not one of its tools (shell)"),
+        (
+            reply(tool_calls=[{"name": ["f"], "arguments": "{}"}]) | {"tools": [{"name": "f"}]},
+            "which is not one of its tools",
+        ),
         (TOOL_ROW | {"images": ["a.png"]}, "column 'images' is filled; problems are text"),
         ({"messages": ["hello"]}, "something other than messages"),
+        ({"messages": [message("user", " "), *USED]}, "the question is empty"),
         ({"messages": [message("user", [{"type": "image"}])]}, "something other than messages"),
         ({"messages": [message("user", "1?", images=["a.png"]), *USED]}, "is filled; problems are text"),
         ({"messages": [message("user", "1?", audio={"id": "x"}), *USED]}, "is filled; problems are text"),

@@ -5,6 +5,7 @@ import json
 from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -88,6 +89,17 @@ def test_columns_of_every_type_of_parquet_can_be_recorded(tmp_path):
     assert codec.unpack(Problem, json.loads(json.dumps(codec.pack(problem)))) == problem
 
 
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
+def test_numbers_of_any_width_are_references_with_their_own_digits(tmp_path, kind):
+    values = [1.1, 0.1, 2.0, 1234.5, None]
+    column = pyarrow.array(np.array([value or 0 for value in values], kind), mask=np.array([v is None for v in values]))
+    table = pyarrow.table({"question": [f"q{i}" for i in range(5)], "answer": column})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    problems, report = load_problems(tmp_path / "a.parquet")
+    expected = ["1.1", "0.1", "2", "1234"] if kind == "float16" else ["1.1", "0.1", "2", "1234.5"]
+    assert [problem.answer for problem in problems] == expected and len(report.bad) == 1
+
+
 def test_columns_can_be_named(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"question": "no", "text": {"q": "1+1?"}, "answer": "no", "a": ["2"]}])
     (problem,), _ = load_problems(path, prompt_column="text.q", answer_column="a")
@@ -114,6 +126,7 @@ BAD_LINES = [
     (b'{"question": "q6", "answer": true}', "column 'answer' is bool"),
     (b'{"question": "q7", "answer": NaN}', "column 'answer' is nan"),
     (b'{"question": [{"role": "assistant", "content": "a"}], "answer": "1"}', "messages of the roles ['assistant']"),
+    (b'{"question": [{"role": ["x"], "content": "a"}], "answer": "1"}', "messages of the roles [['x']]"),
     (b'{"question": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}', "something other than"),
     (b'{"question": "\xff", "answer": "1"}', "not UTF-8 at byte 15"),
     (b"[" * 100_000, "nested too deep"),
@@ -225,6 +238,13 @@ def test_own_system_texts_are_counted(tmp_path):
         ("so $x=\\boxed{1}$, no: \\(\\boxed \\frac12\\)", "solution", "\\frac12"),
         ("we get \\boxed 12 apples, which cost $5", "solution", "12"),
         ("it is \\boxed\\frac{1}{2}.", "solution", "\\frac{1}{2}"),
+        ("it is \\boxed\\frac12.", "solution", "\\frac12"),
+        ("$$\\boxed\\dfrac12$$", "solution", "\\dfrac12"),
+        ("\\begin{align*}x&=\\boxed\\frac12\\end{align*}", "solution", "\\frac12"),
+        ("it is \\boxed\\sqrt2, so", "solution", "\\sqrt2"),
+        ("$$x=\\boxed 2 \\text{ cm}$$ and so on", "solution", "2 \\text{ cm}"),
+        ("$\\boxed{\\left\\{x\\right.}$", "solution", "\\left\\{x\\right."),
+        ("\\boxed{x \\} y}", "solution", "x \\} y"),
         ("it is \\fbox{7}.", "solution", "7"),
         ("\\boxedminipage{x} \\boxed{4}", "solution", "4"),
         ("#### The answer: \\boxed{4}", "answer", "4"),

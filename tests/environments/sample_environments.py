@@ -36,6 +36,38 @@ class Tools(Environment):
     uses = ("python",)
 
 
+class Sharing:
+    """In TRL's form; it changes the columns of its row and the arguments of its calls, which have odd names."""
+
+    closed = 0
+
+    def reset(self, board=(), function="", self_=None, **row):
+        if function == "fails":
+            raise ValueError("no board")
+        self.board = board
+
+    def note(self, numbers: list[int], function: str) -> str:
+        """Notes numbers."""
+        self.board.append(sorted(numbers)[0])
+        numbers.sort()
+        return f"{function}: {self.board}"
+
+
+class Closing(Environment):
+    """Counts those that are open."""
+
+    open = 0
+
+    def __init__(self):
+        type(self).open += 1
+
+    def reset(self, problem):
+        raise ValueError("no board")
+
+    def close(self):
+        type(self).open -= 1
+
+
 class Napping(Tools):
     """Its one tool is slow; its end does nothing."""
 

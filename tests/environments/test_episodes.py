@@ -110,6 +110,23 @@ def test_a_turn_without_a_call_is_answered_as_a_user_until_the_environment_ends_
     assert [t.reply for t in second.turns] == ["you said hm"] and second.reward == 11.0
 
 
+def test_rollouts_of_a_group_share_no_column_and_records_keep_their_arguments(chat, worlds):
+    play = Play(chat, worlds("Sharing"), samples=2, extra={"board": [], "function": "f"})
+    text = call("note", '{"numbers": [3, 1], "function": "sum"}')
+    for row in range(2):
+        assert "sum: [1]" in play.say(text, row=row)
+    for trajectory in play.end():
+        assert trajectory.turns[0].calls[0].arguments == {"numbers": [3, 1], "function": "sum"}
+        assert not trajectory.turns[0].results[0].counts_as_error
+    assert play.requests[0].problem.extra == {"board": [], "function": "f"}
+
+
+def test_an_environment_whose_reset_fails_is_closed(chat):
+    with opened("Closing", retries=1) as episodes:
+        Play(chat, episodes, samples=2)
+        assert MADE.Closing.open == 0
+
+
 def test_pay_by_turn_and_at_the_end_reaches_the_verdict(chat, worlds):
     play = Play(chat, worlds("Echo"))
     for text in ("a", "b", "c"):

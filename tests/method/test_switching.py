@@ -27,10 +27,10 @@ def test_conditions(condition, values, met):
 
 
 def test_what_conditions_read():
-    step = {"rollout/truncated": 0.25, "rollout/reward": 0.5, "roc/all_correct": 3.0, "roc/groups": 8.0}
+    step = {"rollout/truncated": 0.25, "rollout/reward": 0.5, "roc/solved_by_all": 3.0, "roc/groups": 8.0}
     evaluation = {"eval/aime/avg@4": 0.1, "eval/all/avg@4": 0.75, "eval/all/pass@4": 1.0}
     assert (Steady().value(step), Steady(metric="rollout/reward").value(step)) == (0.25, 0.5)
-    assert (Solved().value(step), Solved().value({"roc/all_correct": 0.0, "roc/groups": 0.0})) == (0.375, None)
+    assert (Solved().value(step), Solved().value({"roc/solved_by_all": 0.0, "roc/groups": 0.0})) == (0.375, None)
     assert (Plateau().value(evaluation), Plateau().value(step), Steady().value(evaluation)) == (0.75, None, None)
 
 
@@ -39,7 +39,7 @@ STAGES = (SHORT, Stage(name="long", steps=2))
 
 
 def series(*shares):
-    return [{"roc/all_correct": share, "roc/groups": 1.0} for share in shares]
+    return [{"roc/solved_by_all": share, "roc/groups": 1.0} for share in shares]
 
 
 def test_a_stage_ends_after_its_steps_or_once_all_its_conditions_hold():

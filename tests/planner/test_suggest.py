@@ -216,6 +216,13 @@ def test_pods_that_cannot_be_are_refused(name):
         parse_topology(name)
 
 
+@pytest.mark.parametrize(("name", "form"), [("v5e:2x2x2", "at most 2 sides"), ("t4:2x2x2", "a number of GPUs")])
+def test_pods_have_the_sides_of_their_kind(name, form):
+    with pytest.raises(TopologyError, match=form):
+        parse_topology(name)
+    assert parse_topology("v5p:2x2x2").chips == 8
+
+
 def test_only_sums_of_gradients_cross_the_network_between_slices():
     words = ["configs/qwen3_0_6b_gsm8k.yaml", "--sharding.fsdp", "4"]
     one_slice, two_slices = deployment(*words, topology="v5e:2x4"), deployment(*words, topology="v5e:2x2:2")

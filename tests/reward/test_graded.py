@@ -32,6 +32,14 @@ def test_criteria():
     close(both(problem, group.trajectories), [5 / 7, 0])
     for extra, paid in (({}, [0, 0]), ({"rubric": None}, [0, 0]), ({"rubric": "short"}, [1, 0])):
         assert Criteria().function(RewardConfig())(replace(problem, extra=extra), group.trajectories) == paid
+    nulls = [{"text": "short", "weight": None}, None, {"text": "polite", "weight": 1}]  # as parquet fills them in
+    assert Criteria().criteria(replace(problem, extra={"rubric": nulls})) == (["short", "polite"], [1.0, 1.0])
+    for wrong, message in (
+        ([{"weight": 1}], "criterion 0 of 'p' is .*must have a `text`"),
+        ([{"text": "a", "weight": 1}, {"text": "b", "weight": -1}], "sum must be above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Criteria().criteria(replace(problem, extra={"rubric": wrong}))
     with given({"long": lambda criterion, problem, reply: float(len(reply) > 3)}):
         assert Criteria(judge="long").function(RewardConfig())(problem, group.trajectories) == [1, 0]
     with pytest.raises(ValueError, match=r"judge = 'nowhere' is not a function"):

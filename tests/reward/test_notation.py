@@ -275,6 +275,12 @@ def test_sizes_and_dimensions_by_hand():
 
 
 READ_OVER = [
+    ("8_8", "8", False),
+    ("42_2", "42", False),
+    ("12_{n}", "12", False),
+    ("8_8", "8_{8}", True),
+    (r"\log_2 8", "3", True),
+    ("2x_1", r"x_1\cdot 2", True),
     ("P(1+r)^T", "P(1+r)", False),
     ("2^{T}", "2", False),
     ("(1+r)^T", "1+r", False),

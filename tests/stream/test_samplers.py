@@ -170,6 +170,12 @@ def test_weights_with_another_hash_are_not_used():
     check(played, 0)
     assert played.total("weights_refused") == RESENT
     assert all(metrics["samplers/versions_behind"] <= 1 for metrics in played.metrics)
+    again = Played(3, *limit(0))  # a refusal now and then is not one in a row
+    again.step()
+    for _ in range(2 * RESENT):
+        again.transport.samplers[0].garbled = 1
+        again.step()
+    assert again.total("weights_refused") == 2 * RESENT
     bad = Played(3, *limit(0))
     bad.transport.samplers[1].garbled = 100
     with pytest.raises(SamplerFailed, match=r"sampler 2 .* another hash 4 times in a row"):

@@ -19,7 +19,7 @@ PLAIN, PEERS = ToolsConfig(), ToolsConfig(observation="rstar2")
 FAILED = ToolResult("exception", error_type="E", error_message="m", error_line=1)
 STDERR = (
     'Traceback:\n  File "/home/me/venv/lib/python3.11/site-packages/numpy/core.py", line 3, in f\n'
-    "/usr/lib/python3.12/warnings.py:5: UserWarning: x\nno file '/tmp/grpo-tools-ab12_xyz/w3-417-2/a.txt'"
+    "/usr/lib/python3.12/warnings.py:5: UserWarning: x\nno file '/tmp/grpo-tools-ab12_xyz/w3-417-2f00deadbeef/a.txt'"
 )
 
 
@@ -88,13 +88,20 @@ def test_wording_of_the_official_release() -> None:
     ("text", "shown"),
     [
         ("/grpo-tools-", "/grpo-tools-"),
-        ("grpo-tools-ab12_xyz/w3-417-2 /x", "grpo-tools-ab12_xyz/w3-417-2 /x"),
-        ("=/a/grpo-tools-ab12_xyz/w3-417-2/b/grpo-tools-ab12_xyz/w3-417-3/c:/d", "=/scratch/scratch/c:/d"),
+        ("grpo-tools-ab12_xyz/w3-417-2f00deadbeef /x", "grpo-tools-ab12_xyz/w3-417-2f00deadbeef /x"),
+        ("=/a/grpo-tools-ab12_xyz/w3-417-2f00deadbeef/b/grpo-tools-ab12_xyz/w3-417-3/c:/d", "=/scratch/scratch/c:/d"),
         ("/a b/grpo-tools-ab12_xyz/w3-417-2x", "/a b/scratchx"),
     ],
 )
 def test_scratch_directories_are_hidden_from_the_first_slash_on(text: str, shown: str) -> None:
     assert observe(ToolResult("ok", stdout=text), "", PLAIN) == shown
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\x0c", "\x1c", "\x85", "\r\n", "\r"])
+def test_the_quoted_line_is_the_one_that_python_counts(mark: str) -> None:
+    code = f"x = 'a{mark}b'\ny = 1\n1/0" if mark not in ("\r\n", "\r") else f"x = 1{mark}y = 1{mark}1/0"
+    failed = ToolResult("exception", error_type="E", error_message="m", error_line=3)
+    assert "(line 3: 1/0)" in observe(failed, code, PLAIN)
 
 
 UNITS = (

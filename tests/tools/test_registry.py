@@ -223,6 +223,14 @@ def test_functions_that_cannot_be_tools() -> None:
     def dated(x: list[date]) -> None:
         """Text."""
 
+    def yields(x: int):
+        """Text."""
+        yield x
+
+    async def yields_later(x: int):
+        """Text."""
+        yield x
+
     def unnamed(x: int, /) -> None:
         """Text."""
 
@@ -239,6 +247,8 @@ def test_functions_that_cannot_be_tools() -> None:
     registry = Registry()
     registry.add(area)
     for function, message in (
+        (yields, "yields; must return its result"),
+        (yields_later, "yields; must return its result"),
         (unnamed, "calls pass arguments by name"),
         (unknown, "type hints cannot be read: NameError"),
         (of_the_module, r"cannot be defined in the sandbox.*NameError: name 'LIMIT'"),

@@ -237,6 +237,21 @@ def test_long_results_of_trainer_side_tools_are_cut() -> None:
     assert result.ok and len(result.echo) < 70_000 and "characters omitted" in result.observation
 
 
+def test_what_differs_from_run_to_run_is_not_shown() -> None:
+    """The name of the scratch directory, where programs see it, and bytes at the ends of a long output."""
+    codes = ["import os\nprint(os.getcwd())", "print('\\ufffd' * 40000)", "print('é' * 40000)"]
+    config = ToolsConfig(workers=1, roots=1, level="L0", min_level="L0", preload=(), wall_s=10.0)
+    with PythonExecutor(config, default_registry()) as made:
+        where, odd, long = made.run([call(f"s{i}", code) for i, code in enumerate(codes)])
+    assert where.observation.strip() == "/scratch"
+    for result, mark in ((odd, "\ufffd"), (long, "é")):
+        head, _, tail = result.stdout.partition("\n[... ")
+        assert set(head) == {mark} and set(tail.partition("]\n")[2].strip()) == {mark}
+    assert (
+        made.registry.prepare(TOOL, {"code": "1" * (8 << 20), "input": "1" * (8 << 20)}, None).kind == "bad_arguments"
+    )
+
+
 def test_what_no_result_can_hold_is_an_error_of_the_tool_at_once() -> None:
     def wrong(count: int) -> ToolResult:
         """Returns a result whose text is none."""

@@ -72,6 +72,18 @@ def test_state_and_recall():
             assert fn.state_and_recall(problem, [made(some, kinds)]) == [pay], name
 
 
+@pytest.mark.parametrize("n", [-100, -1, 10**6])
+def test_a_call_that_fails_changes_no_box(n):
+    shelf = fn.Shelf()
+    shelf.put("a", 5)
+    shelf.put("b", 5)
+    before = dict(shelf.boxes)
+    for change in (lambda: shelf.move("a", "b", n if n > 0 else -100), lambda: shelf.take("a", 10**6)):
+        with pytest.raises(ValueError, match="holds"):
+            change()
+        assert shelf.boxes == before
+
+
 def test_the_same_state_by_other_calls_earns_nothing():
     problem = task()
     calls = gold(problem)

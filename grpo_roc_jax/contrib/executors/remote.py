@@ -46,9 +46,19 @@ BATCH_WAIT_S = 0.01
 HARNESS = """
 import ast, base64, contextlib, io, json, os, random, sys
 def _go():
-    nonce, seed, cells, keep = json.loads(base64.b64decode({packed!r}))
+    nonce, cells, keep = json.loads(base64.b64decode({packed!r}))
     names = {{"__name__": "__main__", "__builtins__": __builtins__}}
     said = {{"kind": "ok", "error_line": None, "error_type": "", "error_message": "", "traceback": "", "echo": ""}}
+    def short(text):
+        room = keep // 2 - 4096  # of the stream, whose middle the service leaves out
+        if len(json.dumps(text)) <= room:
+            return text
+        half = max(room, 0) // 24  # a character may take twelve in the trailer
+        return text[:half] + "\\n[... %d characters omitted ...]\\n" % (len(text) - 2 * half) + text[len(text) - half :]
+    def seeded(seed):
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
     def run(text, report):
         try:
             tree = ast.parse(text, "<program>")
@@ -62,7 +72,7 @@ def _go():
         try:
             exec(code, names)
             value = None if tail is None else eval(tail, names)
-            report["echo"] = "" if value is None else repr(value)[:keep]
+            report["echo"] = "" if value is None else short(repr(value))
         except SystemExit as error:
             if error.code not in (None, 0):
                 report.update(kind="exception", error_type="SystemExit", error_message=str(error)[:500])
@@ -74,14 +84,13 @@ def _go():
                 if step.tb_frame.f_code.co_filename == "<program>":
                     report["error_line"] = step.tb_lineno
                 step = step.tb_next
-    for earlier in cells[:-1]:
-        random.seed(seed)
+    for earlier, seed in cells[:-1]:
+        seeded(seed)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             run(earlier, {{}})
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-    run(cells[-1], said)
+    text, seed = cells[-1]
+    seeded(seed)
+    run(text, said)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -105,9 +114,10 @@ class ServiceRun:
     """Exit code; None if the service does not report it."""
 
 
-def wrap(cells: list[str], nonce: str, seed: int, keep: int) -> str:
-    """The program for the service: runs the earlier cells without output, then the last one, and prints the trailer."""
-    packed = base64.b64encode(json.dumps([nonce, seed, cells, keep]).encode()).decode()
+def wrap(cells: list[tuple[str, int]], nonce: str, keep: int) -> str:
+    """The program for the service: runs the earlier cells without output, then the last one, and prints the trailer.
+    Cells are (code, seed)."""
+    packed = base64.b64encode(json.dumps([nonce, cells, keep]).encode()).decode()
     return HARNESS.format(packed=packed)
 
 
@@ -116,8 +126,14 @@ def take_trailer(stderr: str, nonce: str, keep: int) -> tuple[str, ProgramOutcom
     head, separator, rest = stderr.rpartition("\n" + nonce)
     if not separator:
         return stderr, None
-    with contextlib.suppress(ValueError, RecursionError):
-        return head, reported(json.loads(rest.split("\n", 1)[0]), keep)
+    try:
+        trailer = json.loads(rest.split("\n", 1)[0])
+    except ValueError:
+        return head, ProgramOutcome("ok")  # the service cut it; a program that failed has another exit code
+    except RecursionError:
+        return head, None
+    with contextlib.suppress(ValueError):
+        return head, reported(trailer, keep)
     return head, None
 
 
@@ -254,7 +270,7 @@ class HttpExecutor(BaseExecutor):
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._threads = ThreadPoolExecutor(self._service.concurrency, thread_name_prefix="remote-tool")
         self._local = threading.local()
-        self._histories: dict[str, list[str]] = {}
+        self._histories: dict[str, list[tuple[str, int]]] = {}
         self._turns: dict[str, deque[Ticket]] = {}
         self._guard = threading.Lock()
 
@@ -293,7 +309,7 @@ class HttpExecutor(BaseExecutor):
             return
         with self._guard:
             if result.kind in ("ok", "exception") and result.error_type != "EarlyExit":
-                self._histories.setdefault(session, []).append(ticket.program.code)
+                self._histories.setdefault(session, []).append((ticket.program.code, ticket.program.seed))
             turns = self._turns[session]
             turns.popleft()
             if turns:
@@ -326,8 +342,8 @@ class HttpExecutor(BaseExecutor):
     def _wrapped(self, ticket: Ticket, nonce: str) -> str:
         """The program of a call, with the earlier cells of its session."""
         with self._guard:
-            cells = [*self._histories.get(ticket.program.session or "", ()), ticket.program.code]
-        return wrap(cells, nonce, ticket.program.seed, self.config.output_kb << 10)
+            earlier = self._histories.get(ticket.program.session or "", ())
+        return wrap([*earlier, (ticket.program.code, ticket.program.seed)], nonce, self.config.output_kb << 10)
 
     def _exchange(
         self, method: str, path: str, body: dict | None, timeout_s: float, *, any_status: bool = False

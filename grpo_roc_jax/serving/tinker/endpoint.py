@@ -390,7 +390,8 @@ class TinkerEndpoint:
             if call.request_id not in self.futures:
                 key = (model_id, call.seq) if call.seq else ("create_model", model_id)
                 self.futures.make(key, call.body, model_id, call.request_id)[0].fail(error)
-            self.skip(model_id, call.seq, error.message)
+            gradients = call.path == "forward_backward" and not numbered_forward_backward(call.body)[2]
+            self.skip(model_id, call.seq, error.message if gradients else "")
         finally:
             self._replayed = None
 

@@ -181,17 +181,26 @@ class Journal:
                 notes.append(json.loads(line))
         finished = {note["finished"] for note in notes if "finished" in note}
         recent = time.time() - FORGOTTEN_S
+        active = {model.partition(":")[0] for model in self.store.models() if self._called(model) > recent}
         lines = [
-            note for note in notes if "session" in note and note["session"] not in finished and note["time"] > recent
+            note
+            for note in notes
+            if "session" in note
+            and note["session"] not in finished
+            and (note["time"] > recent or note["session"] in active)
         ]
         replace_file(file, b"".join(json.dumps(note).encode() + b"\n" for note in lines))
         self._forget(recent)
         return lines
 
+    def _called(self, model: str) -> float:
+        """When the last call of a model was noted; 0 for a model without calls."""
+        calls = self._folder(model) / CALLS
+        return calls.stat().st_mtime if calls.exists() else 0.0
+
     def _forget(self, before: float) -> None:
         for model in self.store.models():
-            calls = self._folder(model) / CALLS
-            if calls.exists() and calls.stat().st_mtime < before:
+            if 0 < self._called(model) < before:
                 self.remove(model)
 
 

@@ -149,7 +149,10 @@ class Store:
             shutil.rmtree(staging, ignore_errors=True)
 
     def repair(self) -> None:
-        """After a kill while a checkpoint was replaced: it is the new one if that is there, or else the old one."""
+        """After a kill while a checkpoint was replaced: it is the new one if that is there, or else the old one. What
+        was not written to its end is removed."""
+        for folder in self.root.glob(".new-*"):
+            shutil.rmtree(folder, ignore_errors=True)
         for folder in self.root.glob(".old-*"):
             with suppress(OSError, ValueError):
                 target = self.root / (folder / ORIGIN).read_text()

@@ -124,6 +124,8 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
         request.ParseFromString(body)
     except message.DecodeError as error:
         raise RequestRefused(f"the body is no forward_backward message ({error}); send it as protobuf") from None
+    if request.seq_id < 1:
+        raise RequestRefused(f"seq_id is {request.seq_id}; must be at least 1", "seq_id")
     config: dict[str, float | str] = dict(request.loss_fn_config)
     for name, value in request.loss_fn_config_v2.items():
         config[name] = value.number if value.HasField("number") else value.text

@@ -231,6 +231,8 @@ def test_sources_and_settings(tmp_path, monkeypatch):
         ("0.75", None, {"reward": 0.75}),
         ("{", "1", {"reward": 0.0}),
         ('{"reward": NaN}', None, {"reward": 0.0}),
+        ('{"reward": null, "passed": 12}', None, {"reward": 0.0, "passed": 12.0}),
+        ('{"reward": "1.0", "tests": 7}', None, {"reward": 0.0, "tests": 7.0}),
         (None, "inf", {"reward": 0.0}),
         ('{"reward": 1' + "0" * 400 + "}", None, {"reward": 0.0}),
         ('{"reward": true, "a": 1e999}', None, {"reward": 1.0}),

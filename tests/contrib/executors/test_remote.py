@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -129,6 +130,28 @@ def test_sandbox_fusion_client_details(address: str) -> None:
     shown = run_by(SandboxFusion(address), *cells, session="s", tool="jupyter_code")
     assert [result.kind for result in shown] == ["ok", "ok", "exception", "ok"]
     assert (shown[3].echo, shown[3].stdout) == ("2", "")
+    long = run_by(SandboxFusion(address), "'x' * 70000", "'é' * 40000", "list(range(15000))")
+    assert [result.kind for result in long] == ["ok"] * 3
+    assert all("characters omitted" in result.echo and len(result.echo) < 32_000 for result in long)
+
+
+def test_a_session_keeps_what_its_cells_have_drawn(address: str) -> None:
+    """Each cell has its own seed, under which it is run again for later cells."""
+    service = SandboxFusion(address)
+    codes = ["import random, numpy\nx = random.random(), numpy.random.random()\nx", "x", "x"]
+    with make_executor(ToolsConfig(executor=service, wall_s=2.0)) as made:
+        calls = [CodeCall(str(i), "jupyter_code", {"code": code}, "s", seed=i) for i, code in enumerate(codes)]
+        first, second, third = [made.run([call])[0].echo for call in calls]
+    assert first == second == third != ""
+
+
+def test_time_in_the_queue_of_a_server_is_not_that_of_the_program() -> None:
+    settings = settings_of(ToolsConfig(**LIMITS | {"workers": 1, "wall_s": 5.0, "cpu_s": 5.0}))
+    with served(make_server(settings, port=0)[0]) as url, ThreadPoolExecutor(2) as threads:
+        busy = threads.submit(post, url, {"code": "import time; time.sleep(1.5)"})
+        time.sleep(0.3)
+        status, answer = threads.submit(post, url, {"code": "print(1)", "run_timeout": 0.6}).result()
+        assert (status, answer["run_result"]["stdout"]) == (200, "1\n") and busy.result()[0] == 200
 
 
 def test_no_service_is_said_at_once() -> None:
