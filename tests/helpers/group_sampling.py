@@ -29,6 +29,7 @@ class Scoring:
 
 def sampling_of(engine, scorer=None, processes=None, progress=None):
     config, sampler = Config(), Sampler.of(engine, None, None)
+    sampler.weights = "version 0"  # stands for what `publish` returned
     return sample.GroupSampler(
         sampler, scorer or Scoring(), processes or Processes(), config.resample, config.group.size, progress
     )

@@ -70,7 +70,11 @@ def nested(rows: list[list[int]], names: dict[str, str], limit: int | None = Non
         (IO, {"code": 1, "stdin": 1}, "argument 'code' must be string, got integer"),
         (IO, {"code": "x", "input": True}, "argument 'input' must be string, got boolean"),
         (IO, {"code": {"a": 1.5}}, "argument 'code' must be string, got object"),
-        (IO, {"code": "x" * (9 << 20)}, "9437184 bytes of text, at most 8388608 are accepted"),
+        (
+            IO,
+            {"code": "x" * (9 << 20)},
+            "9437184 bytes of text, at most 8388608 are accepted, and 15728640 with its input",
+        ),
         ("jupyter_code", {"code": None}, "argument 'code' must be string, got null"),
         ("jupyter_code", {"code": "x", "input": ""}, "argument 'input' is not known; expected: code"),
         ("jupyter_code", {"code": "x", "y" * 100: 1}, "argument '" + "y" * 79 + " is not known; expected: code"),
