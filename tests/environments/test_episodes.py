@@ -1,5 +1,6 @@
 """Environments of the user's: how their answers reach the policy, what they pay, and every way in which they fail."""
 
+import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -119,6 +120,9 @@ def test_rollouts_of_a_group_share_no_column_and_records_keep_their_arguments(ch
         assert trajectory.turns[0].calls[0].arguments == {"numbers": [3, 1], "function": "sum"}
         assert not trajectory.turns[0].results[0].counts_as_error
     assert play.requests[0].problem.extra == {"board": [], "function": "f"}
+    lock = threading.Lock()  # cannot be copied
+    own = Play(chat, worlds("Sharing"), extra={"board": [], "function": "f", "lock": lock})
+    assert "sum: [1]" in own.say(text)
 
 
 def test_an_environment_whose_reset_fails_is_closed(chat):
