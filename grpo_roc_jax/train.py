@@ -307,6 +307,8 @@ def after_step(
     loop.gap.look(run.step, metrics)
     for text in watch.new_failures(samples.failures):
         session.events.note(run.step, "environment", text)
+    for text in session.watchdog.take_stalls():
+        session.events.note(run.step, "stalled", text)
     watch.look_at_failures(samples.failures, samples.sampled)
     look(session, run, metrics, batches, watch)
     if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:

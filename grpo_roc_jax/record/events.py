@@ -3,10 +3,11 @@
     {"step": 12, "event": "grad_norm", "metric": "update/grad_norm", "value": 41.0, "threshold": 9.8,
      "action": "note", "text": "update/grad_norm 41 is above 9.8"}
 
-`event` is the name of an alarm (`run.watch`), `stale_samples` (`stream.rollout_stream`), `stalled`, `batch` (one was
-saved for a replay), `stage` or `chosen` (`run.stages`), `not_scored` (no trajectory of the step has a score),
-`logprob_gap_max` (`run.watch.GapCheck`) or `missing_rows` (`record.missing`). Only `step`, `event` and `text` are
-always present. A resumed run discards the events of later steps.
+`event` is the name of an alarm (`run.watch`), `stale_samples` (`stream.rollout_stream`), `stalled` (nothing happened
+for long during the step), `batch` (one was saved for a replay), `stage` or `chosen` (`run.stages`), `not_scored` (no
+trajectory of the step has a score), `samplers` (one of another process joined or was lost), `environment` (code of the
+user's failed), `logprob_gap_max` (`run.watch.GapCheck`) or `missing_rows` (`record.missing`). Only `step`, `event` and
+`text` are always present. A resumed run discards the events of later steps.
 """
 
 import logging

@@ -283,6 +283,8 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
             raise Stopped(DIVERGED_STATUS, f"diverged: {error}; lower optim.lr") from error
     except (Preempted, Exception) as error:
         processes = session.sampling.processes
+        for text in session.watchdog.take_stalls():
+            session.events.note(session.checkpointer.latest.step if session.checkpointer.latest else 0, "stalled", text)
         if not isinstance(error, ConfigError) and (lost := processes.lost(error)):
             raise lost from error
         # Either all processes get here after these errors or none does; after an error of one process, it must not

@@ -264,6 +264,11 @@ class Watchdog:
         self._ended = threading.Event()
         self.ending = ""
         """Why the run was asked to end; empty if it was not."""
+        self._stalls: deque[str] = deque(maxlen=SHOWN)
+
+    def take_stalls(self) -> list[str]:
+        """What was reported since the last call, for the events of the run; its own thread asks."""
+        return [self._stalls.popleft() for _ in range(len(self._stalls))]
 
     @contextmanager
     def watching(self) -> Iterator["Watchdog"]:
@@ -300,6 +305,7 @@ class Watchdog:
             reported = at
             text = f"no progress for {now - at[1]:.0f} s after {at[0]}, where {self.limit_s(at[0]):.0f} s may pass"
             log.error("%s; see %s", text, self._report(text))
+            self._stalls.append(text)
             if "stalled" in self._config.stop:
                 self._end(text)
 

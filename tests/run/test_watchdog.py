@@ -8,6 +8,7 @@ import pytest
 
 from grpo_roc_jax.config import WatchConfig
 from grpo_roc_jax.process.points import injected, reach
+from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.run.watch import Watchdog
 from grpo_roc_jax.train import main
 from tests.helpers.arena import wait_until
@@ -30,6 +31,7 @@ def test_a_phase_without_progress_is_described_and_ends_the_run(tmp_path, capsys
     text = report.read_text()
     assert re.search(r"no progress for \d+ s after reward", text) and "in flight:" in text
     assert "sample_step" in text and "points.py" in text
+    assert [(event["step"], event["event"]) for event in read_events(tmp_path)] == [(1, "stalled")]
     assert main(words) == 0
 
 
@@ -55,6 +57,8 @@ def test_points_that_come_keep_it_silent_and_a_report_is_written_once(tmp_path, 
     reports = list(tmp_path.iterdir())
     assert len(reports) == 1 and "  call a" in reports[0].read_text() and dog.ending == ""
     assert caplog.text.count("no progress") == 1
+    (text,) = dog.take_stalls()
+    assert text.startswith("no progress for") and dog.take_stalls() == []
 
 
 def test_a_run_that_does_not_end_by_itself_is_ended(tmp_path):
