@@ -93,8 +93,10 @@ def chosen_stages(config: Config, name: str) -> list[Config]:
 def plan(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     """The report on one configuration."""
     topology = parse_topology(options.topology)
-    if options.suggest:  # whatever the mesh of the recipe: any pod has this one; `sequence` is not searched
-        config = replace(config, sharding=ShardingConfig(sequence=config.sharding.sequence))
+    if options.suggest:  # whatever the mesh and the slots of the recipe: any pod has these; `sequence` is not searched
+        slots = math.ceil(config.rollout.slots / topology.chips) * topology.chips
+        sharding = ShardingConfig(sequence=config.sharding.sequence)
+        config = replace(config, sharding=sharding, rollout=replace(config.rollout, slots=slots))
     arithmetic = options.arithmetic or not has_compiler(topology)
     only, longest = chosen_programs(options.programs, arithmetic), config.rollout.max_response_tokens
     if not 0 <= options.mean_response <= longest:

@@ -24,7 +24,7 @@ from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.sandbox.result import ToolKind
 from grpo_roc_jax.settings.files import parse_json
 
-FORMAT = 2
+FORMAT = 3
 OUTCOMES: tuple[str, ...] = (*get_args(ToolKind), "not_run")
 LETTERS = {kind: chr(97 + index) for index, kind in enumerate(OUTCOMES)}
 TEXTS = ("condition", "status", "stop", "why", "answer")
@@ -101,13 +101,13 @@ def encode(kind: str, step: int, rows: Sequence[Mapping[str, Any]], lengths: Seq
         tail: The last bytes of the file, at least `TAIL` if it has as many.
     """
     names: dict[str, int] = {}
-    problems: dict[str, tuple[int, list[str]]] = {}
+    problems: dict[tuple[str, str], tuple[int, list[str]]] = {}
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     offset = 0
     for entry, length in zip(rows, lengths, strict=True):
         problem = entry["problem"]
         shown = [problem["uid"], problem["source"], problem["prompt"][:HEAD], problem["answer"][:HEAD]]
-        number, _ = problems.setdefault(problem["uid"], (len(problems), shown))
+        number, _ = problems.setdefault((problem["uid"], problem["source"]), (len(problems), shown))
         name_numbers = {name: names.setdefault(entry[name], len(names)) for name in TEXTS}
         for name, value in ({**entry, **name_numbers, "problem": number, "offset": offset}).items():
             columns[name].append(value)

@@ -119,11 +119,14 @@ class Runs:
         means = {s: {uid: float(np.mean(c)) for uid, c in problems.items()} for s, problems in by_source.items()}
         every = {uid: value for by_problem in means.values() for uid, value in by_problem.items()}
         rows = []
-        for source, by_problem in (means | ({ALL: every} if len(means) > 1 else {})).items():
-            values = np.array(list(by_problem.values()))
-            low, high = interval(values)
+        scored = {source: list(by_problem.items()) for source, by_problem in means.items()}
+        if len(means) > 1:
+            scored[ALL] = [item for items in scored.values() for item in items]
+        for source, items in scored.items():
+            values = np.array([value for _, value in items])
+            low, high = interval(values, uids=[uid for uid, _ in items])
             rows.append(
-                {"source": source, "problems": len(by_problem), "mean": float(values.mean()), "low": low, "high": high}
+                {"source": source, "problems": len(items), "mean": float(values.mean()), "low": low, "high": high}
             )
         return every, rows
 

@@ -4,17 +4,20 @@ import base64
 import http.client
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from grpo_roc_jax.record import index, trace
-from grpo_roc_jax.record.accuracy import bootstrap
+from grpo_roc_jax.record.accuracy import bootstrap, intervals
 from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.types import Group, Problem
 from grpo_roc_jax.view.answers import Runs, difference
 from grpo_roc_jax.view.page_server import PageServer
 from grpo_roc_jax.view.pages import policy
 from tests.helpers.demo import write_run
+from tests.helpers.samples import make_trajectory, make_verdict
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +181,23 @@ def test_a_difference_by_hand():
     assert (result["problems"], result["mean"]) == (3, 0.0) and result["low"] < 0 < result["high"]
     assert [result[name] for name in ("both", "first", "second", "neither")] == [1, 1, 1, 0]
     assert difference((1, 8, {}), (0, 4, {"a": 1.0}))["mean"] is None
+
+
+def test_a_problem_of_two_sources_counts_in_both_as_in_evaluate(tmp_path):
+    rng = np.random.default_rng(0)
+    groups = []
+    for source, right in (("a", 4), ("b", 0)):
+        for uid in ("p", "q"):
+            verdicts = tuple(
+                replace(make_verdict(rng, make_trajectory(rng, i)), status="correct" if i < right else "wrong")
+                for i in range(4)
+            )
+            trajectories = tuple(make_trajectory(rng, i) for i in range(4))
+            groups.append(Group(Problem(uid, "?", "1", source), trajectories, verdicts))
+    trace.TraceWriter(tmp_path).write(0, trace.eval_records(0, groups), kind="eval")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    rows = {row["source"]: row for row in Runs([str(tmp_path)]).evaluations()["rows"]}
+    bounds = intervals(groups, 4)
+    for source, mean, problems in (("a", 1.0, 2), ("b", 0.0, 2), ("all", 0.5, 4)):
+        assert (rows[source]["mean"], rows[source]["problems"]) == (mean, problems)
+        assert (rows[source]["low"], rows[source]["high"]) == bounds[source]["avg@4"]
