@@ -35,6 +35,7 @@ from grpo_roc_jax.process.leaving import end_with
 from grpo_roc_jax.process.points import injected, reach, spoiled
 from grpo_roc_jax.process.progress import Phase, narrated, phase, show_log, to_stderr
 from grpo_roc_jax.record.accuracy import ALL
+from grpo_roc_jax.record.batches import keep_batch
 from grpo_roc_jax.record.checkpoint import CheckpointFailed
 from grpo_roc_jax.record.loggers import ConsoleWriter
 from grpo_roc_jax.record.metrics import CompilationCounter, check_extras, recorded
@@ -50,7 +51,6 @@ from grpo_roc_jax.run.durations import TRAINING, evaluation_phase
 from grpo_roc_jax.run.evaluate import check_before_training, evaluate_policy
 from grpo_roc_jax.run.learning import find_teacher, make_learner
 from grpo_roc_jax.run.policy import PolicyModel, memory_lines
-from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler, StepSamples, check_accounts, draw_problems, merge_rounds, run_round
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept

@@ -18,6 +18,7 @@ from grpo_roc_jax.model.convert import read_published, resolve_config
 from grpo_roc_jax.model.lora import read_lora
 from grpo_roc_jax.model.published import read_config
 from grpo_roc_jax.model.safetensors_io import read_directory
+from grpo_roc_jax.record.batches import read_batch
 from grpo_roc_jax.record.checkpoint_files import InvalidCheckpoint, read_host, saved_stage
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics
@@ -25,7 +26,6 @@ from grpo_roc_jax.record.run_dir import saved_settings
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run import choices
 from grpo_roc_jax.run.durations import read_timings
-from grpo_roc_jax.run.replay import read_batch
 from grpo_roc_jax.run.summary import read_summary
 from grpo_roc_jax.settings import files
 from grpo_roc_jax.settings.cli import ConfigError, load_config

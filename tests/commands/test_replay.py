@@ -9,9 +9,9 @@ import pytest
 
 from grpo_roc_jax.commands.replay import main
 from grpo_roc_jax.config import read_config
+from grpo_roc_jax.record.batches import KEPT_FILES, keep_batch, read_batch
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics
-from grpo_roc_jax.run.replay import KEPT_FILES, keep_batch, read_batch
 from grpo_roc_jax.train import main as train
 from grpo_roc_jax.types import TRAIN_ROW_FIELDS, TrainRow
 from tests.test_train import TINY
