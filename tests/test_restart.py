@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax import train as train_module
-from grpo_roc_jax.config import Config, LimitsConfig
+from grpo_roc_jax.config import Config, LimitsConfig, WatchConfig
 from grpo_roc_jax.engine.publish import NonFiniteWeightsError, Publisher
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes
@@ -26,7 +26,7 @@ from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import decide
 from grpo_roc_jax.reward.score import RewardError
 from grpo_roc_jax.run.session import state_kept, state_leaves
-from grpo_roc_jax.run.watch import Stopped, Watch
+from grpo_roc_jax.run.watch import Stopped, Watch, Watchdog
 from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.train import main
@@ -250,7 +250,7 @@ def test_what_no_function_scored_is_infrastructure_and_no_missing_signal():
 def session():
     """A session of which only the checkpointer is asked."""
     checkpointer = SimpleNamespace(latest=object(), save_latest=lambda: (False, "the state after step 3 is not saved"))
-    sampling, watchdog = SimpleNamespace(processes=Processes()), SimpleNamespace(ending="")
+    sampling, watchdog = SimpleNamespace(processes=Processes()), Watchdog(Path("runs/a"), WatchConfig())
     fields = {"writer": SimpleNamespace(say=lambda text: None), "run_dir": Path("runs/a")}
     return SimpleNamespace(checkpointer=checkpointer, sampling=sampling, watchdog=watchdog, **fields)
 

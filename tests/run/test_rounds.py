@@ -265,26 +265,6 @@ def test_a_rebuilt_batch_sees_the_step_before_it_and_keeps_the_importance_weight
     assert metrics["mismatch/geometric_ratio"] == pytest.approx(np.exp(-0.1), abs=1e-5)
 
 
-@pytest.mark.parametrize("factor", ["rejection", "veto"])
-@pytest.mark.parametrize("recipe", ["clip_cov", "disco"])
-def test_factors_leave_out_no_token_because_training_moved_it(recipe, factor):
-    """They compare the sampler with the policy before the first update, whatever the ratio is taken against."""
-
-    class Both(Placed):
-        def score(self, params, groups, temperature):
-            scores = super().score(params, groups, temperature)
-            return replace(scores, entropies=[np.zeros_like(each) for each in scores.logprobs])
-
-    config = method(recipe, f"--weights.factors=[{{kind: {factor}}}]", "--batch.updates=2", "--group.problems=2")
-    learner, run = placed(config, kind=Both), a_run()
-    groups = [make_group(seed, 4) for seed in (1, 2)]
-    first = learner.rows(groups, run)[0]
-    moved = learner.rows(groups, replace(run, train=SimpleNamespace(params=3.0)), before=first)[0]
-    assert sum(row.policy_mask.sum() for row in first) > 0
-    for row, before in zip(moved, first, strict=True):
-        np.testing.assert_array_equal(row.policy_mask, before.policy_mask)
-
-
 RATIO = ["gspo", "gmpo", "cispo", "dual_clip", "delta", "tis", "mis", "sapo"]
 RATIO += ["icepop", "dppo", "dppo_kl", "clip_cov", "kl_cov", "kl_corrected"]
 

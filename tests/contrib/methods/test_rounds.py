@@ -134,3 +134,23 @@ def test_a_budget_of_several_waves_has_no_rows_to_go_on_with(tmp_path):
 
 def test_a_planned_batch_has_the_leaves_that_rows_of_several_temperatures_pack():
     packs("microcoder")
+
+
+@pytest.mark.parametrize("factor", ["rejection", "veto"])
+@pytest.mark.parametrize("recipe", ["clip_cov", "disco"])
+def test_factors_leave_out_no_token_because_training_moved_it(recipe, factor):
+    """They compare the sampler with the policy before the first update, whatever the ratio is taken against."""
+
+    class Both(core.Placed):
+        def score(self, params, groups, temperature):
+            scores = super().score(params, groups, temperature)
+            return replace(scores, entropies=[np.zeros_like(each) for each in scores.logprobs])
+
+    config = method(recipe, f"--weights.factors=[{{kind: {factor}}}]", "--batch.updates=2", "--group.problems=2")
+    learner, run = placed(config, kind=Both), a_run()
+    groups = [make_group(seed, 4) for seed in (1, 2)]
+    first = learner.rows(groups, run)[0]
+    moved = learner.rows(groups, replace(run, train=SimpleNamespace(params=3.0)), before=first)[0]
+    assert sum(row.policy_mask.sum() for row in first) > 0
+    for row, before in zip(moved, first, strict=True):
+        np.testing.assert_array_equal(row.policy_mask, before.policy_mask)
