@@ -62,7 +62,7 @@ PUBLISHED = re.compile(r"qwen|smollm|gemma|llama")
 """Recipes of published models; here they train the exported model of the small run."""
 SMALL_MODEL = """
 --model.path=model --model.compute_dtype=float32 --data.sources=problems.jsonl --data.eval_sources=heldout.jsonl
---data.trace_sources=[world:gcd:1] --data.prompt_column= --stages=[] --rollout.narrow=[]
+--data.trace_sources=[world:gcd:1] --data.prompt_column= --data.answer_column= --stages=[] --rollout.narrow=[]
 --text.system= --text.tools_section=false --text.instruction=
 """.split()  # noqa: SIM905 (a command line reads better as one)
 SHAPES = {
