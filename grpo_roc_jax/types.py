@@ -5,8 +5,9 @@ Values that enter `jit` are defined next to the functions that make them (`pack.
 `logprobs[t]` is log p(tokens[t] | tokens[:t]).
 """
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -56,6 +57,17 @@ class Problem:
         """The values of a further column that holds a list; a single text is a list of one."""
         value = self.column(name, ())
         return [value] if isinstance(value, str) else list(value)
+
+    def copied(self) -> "Problem":
+        """The problem with copies of its further columns; a value that cannot be copied is shared."""
+        return replace(self, extra={name: _copied(value) for name, value in self.extra.items()})
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from grpo_roc_jax import train
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    at = next(
-        (i for i, word in enumerate(words) if word in ("--help", "-h")), len(words)
-    )  # words after it are sections
-    return train.main([*words[:at], "--steps=0", *words[at:]])
+    helps = [i for i, word in enumerate(words) if word in ("--help", "-h")]
+    end = helps[0] if helps else len(words)  # words after --help are sections
+    return train.main([*words[:end], "--steps=0", *words[end:]])

@@ -122,7 +122,7 @@ class Episode:
 
         async def begin() -> str:
             # The rollouts of a group share the columns of their row.
-            own = replace(problem, extra={name: _copied(value) for name, value in problem.extra.items()})
+            own = problem.copied()
             self._name = self._settings.choice.name_for(problem)
             factory = self._factories[self._name]
             self._environment = environment = await self._call(factory)
@@ -313,14 +313,6 @@ def checked_text(text: Any, name: str) -> str:
     if text is None or isinstance(text, str):
         return cut(text or "", MOST_TEXT)
     raise BadAnswer(f"{name} returned {type(text).__name__}; must be text or None")
-
-
-def _copied(value: Any) -> Any:
-    """A copy of a column, or the column itself if it is of the user's own and cannot be copied."""
-    try:
-        return copy.deepcopy(value)
-    except Exception:
-        return value
 
 
 def checked_observation(answer: Any) -> Observation | None:

@@ -102,11 +102,8 @@ def traced_groups(run_dir: str) -> Callable[[int], RowGroups]:
 def life_of(trajectory: Trajectory) -> RowLife:
     """The turns of a trajectory with the times that its calls took."""
     turns = []
-    for turn, following in zip(
-        trajectory.turns,
-        [*(turn.start for turn in trajectory.turns[1:]), trajectory.length][: len(trajectory.turns)],
-        strict=True,
-    ):
+    starts = [*(turn.start for turn in trajectory.turns), trajectory.length]
+    for turn, following in zip(trajectory.turns, starts[1:], strict=True):
         waited = max((result.queue_ms + result.wall_ms for result in turn.results), default=0.0) / 1e3
         turns.append(RowTurn(turn.end - turn.start, following - turn.end, waited))
     return RowLife(trajectory.prompt_length, tuple(turns))

@@ -276,7 +276,9 @@ def _copied(problem: Problem, trajectories: Sequence[Trajectory]) -> tuple[Probl
     try:
         return copy.deepcopy((problem, trajectories))
     except Exception:  # a column of the user's own that cannot be copied
-        return problem, [replace(t, turns=tuple(map(_copied_turn, t.turns)), **_copied_arrays(t)) for t in trajectories]
+        return problem.copied(), [
+            replace(t, turns=tuple(map(_copied_turn, t.turns)), **_copied_arrays(t)) for t in trajectories
+        ]
 
 
 def _copied_turn(turn: Turn) -> Turn:
@@ -412,8 +414,9 @@ def check_rewards(name: str, values: Any, turns: Sequence[int]) -> tuple[list[Pa
 
 def _number(name: str, index: int, value: Any) -> float | None:
     try:
-        read = not isinstance(value, str | bytes | complex | np.complexfloating)  # float() drops an imaginary part
-        return None if value is None else float(value if read else None)
+        if isinstance(value, str | bytes | complex | np.complexfloating):  # float() drops an imaginary part
+            raise TypeError
+        return None if value is None else float(value)
     except Exception:
         try:
             shown = repr(value)[:80]

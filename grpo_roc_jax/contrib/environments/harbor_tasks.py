@@ -638,10 +638,8 @@ def read_reward(as_json: str | None, as_text: str | None) -> tuple[dict[str, flo
         if not numbers:
             return {"reward": 0.0}, "reward.json holds no number"
         if "reward" in value and "reward" not in numbers:
-            return {
-                **numbers,
-                "reward": 0.0,
-            }, f"reward.json holds the reward {value['reward']!r:.40}, which is no number"
+            fault = f"reward.json holds the reward {value['reward']!r:.40}, which is no number"
+            return {**numbers, "reward": 0.0}, fault
         return {"reward": sum(numbers.values()) / len(numbers), **numbers}, ""
     if as_text is not None:
         try:
